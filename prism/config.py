@@ -1,0 +1,157 @@
+"""The user's YAML and the resolved configuration that every process reads.
+
+`prism-serve` parses and checks the YAML once (`load`), builds `ClusterConfig` and writes it as
+JSON (mode 0600) into the run directory; child processes read that file with `read_resolved`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from prism.messages import ModelSpec
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the YAML's structs: an unknown key is an error that names it."""
+
+
+class DeviceYaml(Strict, frozen=True):
+    """capacity and page take sizes such as "1GiB" or "64KiB"."""
+
+    name: str
+    capacity: str
+    page: str = "2MiB"
+    engines: int = 2
+
+
+class SloYaml(Strict, frozen=True):
+    """Times such as "500ms" or "2s"."""
+
+    ttft: str = "2s"
+    tpot: str = "200ms"
+
+
+class ModelYaml(Strict, frozen=True):
+    """static_share: this model's fraction of its device's KV memory under the static policy."""
+
+    name: str
+    path: str
+    slo: SloYaml = SloYaml()
+    context_length: int | None = None
+    dtype: str = "auto"
+    never_evict: bool = False
+    device: str | None = None
+    static_share: float | None = None
+
+
+class FrontendYaml(Strict, frozen=True):
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+class SchedulerYaml(Strict, frozen=True):
+    """idle_threshold: Prism §6.2 evicts models idle longer than this when memory is short.
+    migration_threshold: tau of Algorithm 1, relative gain in KVPR that justifies a move."""
+
+    interval: str = "5s"
+    idle_threshold: str = "45s"
+    migration_threshold: float = 0.2
+    rate_window: str = "60s"
+
+
+class EngineYaml(Strict, frozen=True):
+    """adapter: "sglang" or "fake" (no model, for faults and speed).
+    static: the synthetic non-elastic share that each active engine is charged on a host device.
+    """
+
+    adapter: str = "sglang"
+    max_running: int = 16
+    static: str = "16MiB"
+    prefill_chunk_tokens: int = 512
+    drain_timeout: str = "30s"
+
+
+class ServeYaml(Strict, frozen=True):
+    """The whole file."""
+
+    devices: list[DeviceYaml]
+    models: list[ModelYaml]
+    policy: str = "prism"
+    redis: str | None = None
+    frontend: FrontendYaml = FrontendYaml()
+    scheduler: SchedulerYaml = SchedulerYaml()
+    engine: EngineYaml = EngineYaml()
+
+
+# --- resolved -------------------------------------------------------------------------------
+
+
+class DeviceConfig(msgspec.Struct, frozen=True):
+    name: str
+    capacity_bytes: int
+    page_bytes: int
+    engines: int
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    interval_s: float = 5.0
+    idle_threshold_s: float = 45.0
+    migration_threshold: float = 0.2
+    rate_window_s: float = 60.0
+    report_interval_s: float = 0.5
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    adapter: str = "sglang"
+    max_running: int = 16
+    static_bytes: int = 16 << 20
+    prefill_chunk_tokens: int = 512
+    drain_timeout_s: float = 30.0
+
+
+class ClusterConfig(msgspec.Struct, frozen=True):
+    """namespace separates the shared-memory segments and Redis keys of two clusters on one
+    machine; run_dir (mode 0700) holds sockets, logs and this file."""
+
+    namespace: str
+    run_dir: str
+    redis_url: str
+    policy: str
+    devices: list[DeviceConfig]
+    models: list[ModelSpec]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def scheduler_endpoint(self) -> str:
+        return f"ipc://{self.run_dir}/scheduler"
+
+    def agent_engines_endpoint(self, device: str) -> str:
+        return f"ipc://{self.run_dir}/engines-{device.replace(':', '')}"
+
+    def agent_cancel_endpoint(self, device: str) -> str:
+        return f"ipc://{self.run_dir}/cancel-{device.replace(':', '')}"
+
+    def frontend_endpoint(self, frontend_id: str) -> str:
+        return f"ipc://{self.run_dir}/frontend-{frontend_id}"
+
+    def device(self, name: str) -> DeviceConfig:
+        return next(d for d in self.devices if d.name == name)
+
+    def model(self, name: str) -> ModelSpec:
+        return next(m for m in self.models if m.name == name)
+
+
+def write_resolved(config: ClusterConfig, path: Path) -> None:
+    """Write `config` as JSON, readable by this user only (it may hold the Redis password)."""
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(config))
+
+
+def read_resolved(path: Path) -> ClusterConfig:
+    """REQUIRES: `path` was written by `write_resolved` of the same version."""
+    return msgspec.json.decode(path.read_bytes(), type=ClusterConfig)

@@ -1,0 +1,66 @@
+"""Named failures of the serving system.
+
+PrismError
+├── ConfigError          the user's YAML or arguments: names the key and the remedy (exit code 2)
+├── RequestError         one request cannot be served; carries an OpenAI error code and HTTP status
+│   ├── UnknownModelError
+│   ├── ContextLengthError
+│   └── BadRequestError
+├── EngineError          an engine process failed
+│   ├── EngineDiedError
+│   └── ActivationError
+├── QueueUnavailableError    Redis cannot be reached
+└── LeaseLostError           another agent holds this device's queue
+"""
+
+
+class PrismError(Exception):
+    """Base of every error that Prism raises on purpose."""
+
+
+class ConfigError(PrismError):
+    """A setting is wrong; the message names the key and what to change."""
+
+
+class RequestError(PrismError):
+    """A request that cannot be served. `code` and `status` go out in OpenAI's error shape."""
+
+    code = "invalid_request_error"
+    status = 400
+
+
+class BadRequestError(RequestError):
+    """Malformed body, wrong type or a value out of range."""
+
+
+class UnknownModelError(RequestError):
+    """The model is not in the configuration; the message lists the names that are."""
+
+    code = "model_not_found"
+    status = 404
+
+
+class ContextLengthError(RequestError):
+    """Prompt plus max_tokens exceed the model's context; the message says by how many tokens."""
+
+    code = "context_length_exceeded"
+
+
+class EngineError(PrismError):
+    """An engine process failed."""
+
+
+class EngineDiedError(EngineError):
+    """The engine process ended while it held requests."""
+
+
+class ActivationError(EngineError):
+    """A model could not be brought up on an engine; the message says what is missing."""
+
+
+class QueueUnavailableError(PrismError):
+    """Redis does not answer."""
+
+
+class LeaseLostError(PrismError):
+    """Another agent took over this device's queue."""

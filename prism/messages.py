@@ -1,0 +1,388 @@
+"""Every message that crosses a socket or is stored in Redis, as msgspec tagged structs.
+
+Encoding is MessagePack. New fields get defaults, so that processes of neighbouring versions can
+talk. Times named `*_unix_s` are wall-clock seconds since the epoch (they cross processes);
+monotonic times never leave a process. Token ids are the model's own vocabulary ids.
+
+Topology (all sockets are ZeroMQ; `ipc://` below the run directory, or loopback TCP):
+  frontend  binds PULL    <- agents PUSH `ToFrontend`
+  agent     binds ROUTER  <- its engines DEALER (identity = engine id): `ToEngine` / `FromEngine`
+  agent     binds PULL    <- frontends PUSH `ToAgent` (cancellations)
+  scheduler binds ROUTER  <- agents DEALER (identity = device name) `ToScheduler` / `FromScheduler`
+                          <- operators DEALER (any other identity): `OperatorCommand` / `ActionResult`
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FinishReason = str  # "stop" | "length" | "cancelled"
+
+
+class Wire(msgspec.Struct, frozen=True, tag=True, array_like=False, omit_defaults=True):
+    """Base of all wire messages; the class name is the tag."""
+
+
+# --- requests ------------------------------------------------------------------------------
+
+
+class Sampling(Wire, frozen=True):
+    """Decoding parameters, in OpenAI's terms. `temperature` 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Request(Wire, frozen=True):
+    """A tokenised request as it waits in a queue. The frontend owns its log.
+
+    deadline_unix_s = arrival_unix_s + slo_ttft_s (Prism §6.3).
+    `attempt` grows when the frontend sends the request again after an engine's death.
+    """
+
+    id: str
+    model: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    arrival_unix_s: float
+    slo_ttft_s: float
+    slo_tpot_s: float
+    frontend_id: str
+    reply_to: str
+    attempt: int = 1
+
+    @property
+    def deadline_unix_s(self) -> float:
+        return self.arrival_unix_s + self.slo_ttft_s
+
+
+class Chunk(Wire, frozen=True):
+    """Tokens of one request from one engine step.
+
+    `first_index` is the position of token_ids[0] in the request's output. The chunk with a
+    `finish_reason` is the request's last.
+    """
+
+    request_id: str
+    attempt: int
+    first_index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+
+
+class Failure(Wire, frozen=True):
+    """A request ended without finishing. `retryable`: another engine may serve it again."""
+
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+    retryable: bool = False
+
+
+# --- models --------------------------------------------------------------------------------
+
+
+class ModelSpec(Wire, frozen=True):
+    """A model as every process needs to know it; built once from the YAML and the model's files.
+
+    weight_bytes: resident bytes of the weights in `dtype`; token_bytes: KV bytes of one token
+    over all layers, K and V, in `kv_dtype`.
+    """
+
+    name: str
+    path: str
+    architecture: str
+    dtype: str
+    kv_dtype: str
+    context_length: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    weight_bytes: int
+    token_bytes: int
+    slo_ttft_s: float
+    slo_tpot_s: float
+    never_evict: bool = False
+    pinned_device: str | None = None
+    static_share: float | None = None
+
+
+# --- agent -> engine -----------------------------------------------------------------------
+
+
+class Activate(Wire, frozen=True):
+    """Serve this model now. `kv_limit_bytes` caps its elastic memory (None: the device's room)."""
+
+    model: ModelSpec
+    kv_limit_bytes: int | None = None
+    max_running: int = 32
+
+
+class Deactivate(Wire, frozen=True):
+    """Give every page back and wait for the next model. Requests still running are failed."""
+
+
+class Submit(Wire, frozen=True):
+    requests: list[Request]
+
+
+class Cancel(Wire, frozen=True):
+    request_ids: list[str]
+
+
+class Trim(Wire, frozen=True):
+    """Give idle memory back: spare pages, then prefix-cache pages, until `target_bytes` are
+    returned (None: all of them)."""
+
+    target_bytes: int | None = None
+
+
+class SetLimit(Wire, frozen=True):
+    kv_limit_bytes: int | None
+
+
+class Shutdown(Wire, frozen=True):
+    """Finish nothing, free everything, exit 0."""
+
+
+ToEngine = Activate | Deactivate | Submit | Cancel | Trim | SetLimit | Shutdown
+
+# --- engine -> agent -----------------------------------------------------------------------
+
+
+class EngineHello(Wire, frozen=True):
+    engine_id: str
+    pid: int
+
+
+class Activated(Wire, frozen=True):
+    """The model answers. `quantum_bytes`: its smallest growth of KV memory; `floor_bytes`: KV
+    that stays resident while it is active (padding block); `reserve_bytes`: guaranteed KV of
+    this engine so that one request of full context can always run to its end."""
+
+    model: str
+    quantum_bytes: int
+    quantum_tokens: int
+    floor_bytes: int
+    reserve_bytes: int
+    static_bytes: int
+    block_tokens: int
+    max_running: int
+    stages_s: dict[str, float] = {}
+
+
+class ActivationFailed(Wire, frozen=True):
+    model: str
+    message: str
+    missing_bytes: int = 0
+
+
+class Deactivated(Wire, frozen=True):
+    model: str
+    seconds: float
+
+
+class EngineStatus(Wire, frozen=True):
+    """Sent after each step batch (at most every 20 ms) and at least once a second.
+
+    available_tokens: KV tokens the engine could take right now: free tokens in mapped pages plus
+    the ledger's free room for it plus evictable prefix cache. evictable_tokens: cached, unused.
+    pending_prefill_tokens: prompt tokens submitted, not yet computed.
+    """
+
+    engine_id: str
+    model: str | None
+    running: int = 0
+    waiting: int = 0
+    available_tokens: int = 0
+    free_mapped_tokens: int = 0
+    evictable_tokens: int = 0
+    pending_prefill_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    kv_mapped_bytes: int = 0
+    static_bytes: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    retractions_total: int = 0
+    maps_total: int = 0
+    unmaps_total: int = 0
+
+
+class EngineOutput(Wire, frozen=True):
+    """What one or more steps produced."""
+
+    chunks: list[Chunk] = []
+    failures: list[Failure] = []
+
+
+class Trimmed(Wire, frozen=True):
+    returned_bytes: int
+    evicted_tokens: int = 0
+
+
+FromEngine = (
+    EngineHello
+    | Activated
+    | ActivationFailed
+    | Deactivated
+    | EngineStatus
+    | EngineOutput
+    | Trimmed
+)
+
+# --- agent <-> frontend --------------------------------------------------------------------
+
+ToFrontend = EngineOutput
+ToAgent = Cancel
+
+# --- agent <-> cluster scheduler -----------------------------------------------------------
+
+
+class ModelReport(Wire, frozen=True):
+    """One model on one device. Totals only grow while the agent lives.
+
+    state: "activating" | "active" | "draining" | "failed".
+    """
+
+    model: str
+    state: str
+    waiting: int = 0
+    running: int = 0
+    engine_id: str = ""
+    last_request_unix_s: float = 0.0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    finished_total: int = 0
+    failed_total: int = 0
+    kv_mapped_bytes: int = 0
+    kv_reserve_bytes: int = 0
+    static_bytes: int = 0
+    maps_total: int = 0
+    unmaps_total: int = 0
+    retractions_total: int = 0
+    activation_s: float = 0.0
+    error: str = ""
+
+
+class AgentReport(Wire, frozen=True):
+    """A device's state, every `report_interval_s` and on each change of a model's state.
+
+    waiting_unplaced: requests in the mirror whose model is not on this device.
+    """
+
+    device: str
+    epoch: int
+    time_unix_s: float
+    capacity_bytes: int
+    page_bytes: int
+    reserved_bytes: int
+    committed_bytes: int
+    resident_bytes: int
+    engines_free: int
+    engines_starting: int
+    engines_total: int
+    models: list[ModelReport]
+    engine_restarts_total: int = 0
+    cancel_endpoint: str = ""
+
+
+class ActivateModel(Wire, frozen=True):
+    action_id: int
+    model: ModelSpec
+    kv_limit_bytes: int | None = None
+    reason: str = ""
+
+
+class EvictModel(Wire, frozen=True):
+    """Stop admitting, wait for running requests (bounded), deactivate, return the engine.
+
+    Requests still waiting here must already be routed elsewhere or stay queued as unplaced.
+    """
+
+    action_id: int
+    model: str
+    reason: str = ""
+
+
+class TrimModel(Wire, frozen=True):
+    action_id: int
+    model: str | None = None
+
+
+class Drain(Wire, frozen=True):
+    """SIGTERM path: admit nothing more, finish what runs within `timeout_s`, then exit."""
+
+    action_id: int
+    timeout_s: float
+
+
+class ActionResult(Wire, frozen=True):
+    """The outcome of an action or an operator's command; failures are the next observation."""
+
+    action_id: int
+    ok: bool
+    message: str = ""
+    seconds: float = 0.0
+
+
+class OperatorCommand(Wire, frozen=True):
+    """From `prism-serve activate|evict|flush|status`. kind: "activate" | "evict" | "flush" |
+    "status" (answers ActionResult with the ClusterStatus JSON as message)."""
+
+    kind: str
+    model: str | None = None
+    device: str | None = None
+
+
+ToScheduler = AgentReport | ActionResult | OperatorCommand
+FromScheduler = ActivateModel | EvictModel | TrimModel | Drain | ActionResult
+
+
+class ClusterStatus(Wire, frozen=True):
+    """What the scheduler publishes in Redis each interval; frontends render /health and
+    /metrics from it, tests and reports read counters from it."""
+
+    time_unix_s: float
+    policy: str
+    placement: dict[str, str]
+    agents: list[AgentReport]
+    kvpr: dict[str, float] = {}
+    token_rates: dict[str, float] = {}
+    unplaced: dict[str, int] = {}
+    actions_total: dict[str, int] = {}
+    ready: bool = False
+
+
+# --- nursery (pre-imported parent that forks engines) <-> agent: JSON lines on its stdin/stdout
+
+
+class ForkEngine(Wire, frozen=True):
+    engine_id: str
+
+
+class EngineForked(Wire, frozen=True):
+    engine_id: str
+    pid: int
+
+
+class EngineExited(Wire, frozen=True):
+    engine_id: str
+    pid: int
+    status: int
+
+
+class NurseryReady(Wire, frozen=True):
+    pid: int
+    import_s: float
+
+
+FromNursery = EngineForked | EngineExited | NurseryReady

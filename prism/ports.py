@@ -1,0 +1,56 @@
+"""What the control loops in `prism/scheduler` need from the world; live and simulated alike.
+
+Implementations: `prism/agent`, `prism/cluster` (live), fakes in `prism/fakes.py` (shipped, users
+test with them too). No port blocks: a call records an intent or reads a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prism.policies.data import Action, ClusterView
+
+
+class Clock(Protocol):
+    def now_s(self) -> float:
+        """Seconds on a monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One active model on this device, for admission.
+
+    available_tokens counts mapped free tokens plus what the ledger would grant this engine now;
+    pending_prefill_s is prefill work already submitted; ready_in_s is the remaining activation
+    time (0 when active).
+    """
+
+    model: str
+    available_tokens: int
+    running: int
+    max_running: int
+    block_tokens: int
+    prefill_tokens_per_s: float
+    pending_prefill_s: float = 0.0
+    ready_in_s: float = 0.0
+
+
+class EnginePort(Protocol):
+    def views(self) -> Sequence[EngineView]:
+        """Engines that serve or activate a model on this device."""
+
+    def dispatch(self, model: str, request_ids: Sequence[str]) -> None:
+        """Hand requests to the model's engine, in this order."""
+
+    def ask_memory(self, model: str, tokens: int) -> None:
+        """The first waiting request of `model` lacks `tokens` of KV: ask others to trim."""
+
+
+class ClusterPort(Protocol):
+    def view(self) -> ClusterView:
+        """One coherent observation of the cluster."""
+
+    def apply(self, action: Action) -> None:
+        """Start an action; its outcome shows in a later view."""
