@@ -1,0 +1,71 @@
+"""What the worker loop asks of an engine adapter.
+
+An adapter is a package `prism.engines.<name>` with two functions:
+  preload() -> None                          heavy imports, once, in the nursery before any fork
+  create(context: EngineContext) -> EngineCore   in the forked engine process
+
+Thread rule: the worker calls every method from one thread, and none of them may block on I/O
+other than reading weights in `activate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prism.config import ClusterConfig
+from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    engine_id: str
+    device: str
+    config: ClusterConfig
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """`busy`: there is more to compute; the worker steps again without waiting for messages."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    busy: bool = False
+
+
+class EngineCore(Protocol):
+    """One engine process serving at most one model at a time (Prism §5.2)."""
+
+    def activate(self, order: Activate) -> Activated:
+        """Reserve weights and static share in the ledger, lay out KV space, load the weights.
+
+        Raises ActivationError (nothing stays reserved) when there is no room or the files are bad.
+        REQUIRES: no model is active.
+        """
+
+    def deactivate(self) -> None:
+        """Unmap everything and return it to the ledger. Running requests must be cancelled or
+        are dropped; the worker fails them. The process stays ready for another model."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests for the next step. A request that can never run becomes a Failure."""
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Stop these requests; each yields a last Chunk with finish_reason "cancelled".
+        Unknown ids are ignored."""
+
+    def step(self) -> StepOutput:
+        """Run one continuous-batching step if there is work."""
+
+    def trim(self, target_bytes: int | None) -> Trimmed:
+        """Return idle memory: spare pages first, then prefix-cache pages."""
+
+    def set_limit(self, kv_limit_bytes: int | None) -> None:
+        """Change the cap of this engine's elastic memory."""
+
+    def status(self) -> EngineStatus:
+        """A snapshot; cheap (under 100 us)."""
+
+    def close(self) -> None:
+        """Free everything; the process exits next."""
