@@ -230,13 +230,7 @@ class Trimmed(Wire, frozen=True):
 
 
 FromEngine = (
-    EngineHello
-    | Activated
-    | ActivationFailed
-    | Deactivated
-    | EngineStatus
-    | EngineOutput
-    | Trimmed
+    EngineHello | Activated | ActivationFailed | Deactivated | EngineStatus | EngineOutput | Trimmed
 )
 
 # --- agent <-> frontend --------------------------------------------------------------------
