@@ -8,8 +8,10 @@ Topology (all sockets are ZeroMQ; `ipc://` below the run directory, or loopback 
   frontend  binds PULL    <- agents PUSH `ToFrontend`
   agent     binds ROUTER  <- its engines DEALER (identity = engine id): `ToEngine` / `FromEngine`
   agent     binds PULL    <- frontends PUSH `ToAgent` (cancellations)
-  scheduler binds ROUTER  <- agents DEALER (identity = device name) `ToScheduler` / `FromScheduler`
-                          <- operators DEALER (any other identity): `OperatorCommand` / `ActionResult`
+  scheduler binds ROUTER  <- agents DEALER (identity = device name): `ToScheduler`,
+                             `FromScheduler`
+                          <- operators DEALER (any other identity): `OperatorCommand`,
+                             `ActionResult`
 """
 
 from __future__ import annotations
