@@ -55,7 +55,14 @@ class EngineDiedError(EngineError):
 
 
 class ActivationError(EngineError):
-    """A model could not be brought up on an engine; the message says what is missing."""
+    """A model could not be brought up on an engine; the message says what is missing.
+
+    missing_bytes: device memory that would have to become free first (0: memory is not the cause).
+    """
+
+    def __init__(self, message: str, missing_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 class QueueUnavailableError(PrismError):
