@@ -254,6 +254,7 @@ class ModelReport(Wire, frozen=True):
     waiting: int = 0
     running: int = 0
     engine_id: str = ""
+    engine_pid: int = 0
     last_request_unix_s: float = 0.0
     prompt_tokens_total: int = 0
     output_tokens_total: int = 0

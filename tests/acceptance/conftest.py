@@ -1,0 +1,30 @@
+"""Models that the acceptance tests serve; made once below the checkout's cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.harness import MODELS
+
+TINY = ("tiny-llama", "tiny-qwen3")
+
+
+def prepare(*names: str) -> None:
+    command = [str(Path(sys.executable).parent / "prism-models"), "prepare", *names]
+    subprocess.run([*command, "--dir", str(MODELS)], check=True, timeout=300)
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> tuple[str, str]:
+    prepare(*TINY)
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    prepare("smollm2-135m")
+    return "smollm2-135m"

@@ -1,0 +1,45 @@
+"""Greedy output of Hugging Face transformers on the same weights, the oracle of every test here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from tests.acceptance.harness import MODELS
+
+
+def prompts(model: str, count: int, lengths: Sequence[int] = (5, 40), seed: int = 7) -> list[Any]:
+    """Random token-id prompts in the vocabulary of `model`, seeded."""
+    rng = random.Random(f"{model}/{seed}")
+    top = min(load(model).config.get_text_config().vocab_size, 2000)
+    return [
+        tuple(rng.randrange(10, top) for _ in range(rng.randint(*lengths))) for _ in range(count)
+    ]
+
+
+@lru_cache(maxsize=4)
+def load(model: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
+
+
+@lru_cache(maxsize=4096)
+def greedy(model: str, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """`tokens` greedy token ids after `prompt`, never stopping at an end-of-sequence id."""
+    import torch
+
+    network = load(model)
+    generated: list[int] = []
+    with torch.inference_mode():
+        out = network(torch.tensor([prompt]), use_cache=True)
+        while True:
+            generated.append(int(out.logits[0, -1].argmax()))
+            if len(generated) == tokens:
+                return tuple(generated)
+            step = torch.tensor([[generated[-1]]])
+            out = network(step, past_key_values=out.past_key_values, use_cache=True)

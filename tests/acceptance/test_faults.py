@@ -1,0 +1,120 @@
+"""Engines killed with -9, clean shutdown, and what a user's mistakes look like from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.acceptance.harness import (
+    Answer,
+    Cluster,
+    async_client,
+    cluster_yaml,
+    complete,
+    descendants,
+    model_yaml,
+    serving,
+    stop,
+)
+from tests.acceptance.reference import greedy, prompts
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+TOKENS = 200
+
+
+def config(models: tuple[str, ...]) -> dict[str, Any]:
+    return cluster_yaml(
+        [model_yaml(name) for name in models],
+        [{"name": "host:0", "capacity": "160MiB", "page": "64KiB", "engines": 2}],
+    )
+
+
+def engine_pid(cluster: Cluster, model: str) -> int:
+    report = cluster.model_report(model)
+    assert report is not None
+    return int(report["engine_pid"])
+
+
+async def kill_in_flight(cluster: Cluster, model: str) -> list[Answer]:
+    """8 streams, of which some have begun; then the engine dies; every stream ends somehow."""
+    async with async_client(cluster) as client:
+        jobs = [
+            asyncio.create_task(complete(client, model, prompt, TOKENS))
+            for prompt in prompts(model, 8)
+        ]
+        while (cluster.model_report(model) or {}).get("running", 0) < 4:
+            await asyncio.sleep(0.05)
+        os.kill(engine_pid(cluster, model), signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*jobs), 180)
+
+
+def test_five_engine_kills_lose_nothing(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+    model = tiny_models[1]
+    with serving(config(tiny_models), tmp_path) as cluster:
+        for kill in range(1, 6):
+            answers = asyncio.run(kill_in_flight(cluster, model))
+            for prompt, answer in zip(prompts(model, 8), answers, strict=True):
+                check_answer(model, prompt, answer)
+            cluster.wait_until(lambda k=kill: restarts(cluster) >= k, "a replacement")  # type: ignore[misc]
+        dead = [c for agent in cluster.agents() for c in dead_clients(agent)]
+        assert not dead
+        after = asyncio.run(one(cluster, model))
+        assert tuple(after.ids) == greedy(model, prompts(model, 1)[0], TOKENS)
+
+
+def check_answer(model: str, prompt: tuple[int, ...], answer: Answer) -> None:
+    """A whole answer, or a named error behind a right beginning."""
+    expected = greedy(model, prompt, TOKENS)
+    assert tuple(answer.ids) == expected[: len(answer.ids)]
+    if answer.error is None:
+        assert len(answer.ids) == TOKENS
+    else:
+        assert answer.error["code"] == "engine_died"
+        assert answer.ids, "no token had been sent: the request must be served again"
+
+
+async def one(cluster: Cluster, model: str) -> Answer:
+    async with async_client(cluster) as client:
+        return await complete(client, model, prompts(model, 1)[0], TOKENS)
+
+
+def restarts(cluster: Cluster) -> int:
+    return sum(agent["engine_restarts_total"] for agent in cluster.agents())
+
+
+def dead_clients(agent: dict[str, Any]) -> list[str]:
+    """Ledger bytes that belong to no living model or engine of this agent."""
+    held = sum(m["kv_reserve_bytes"] + m["static_bytes"] for m in agent["models"])
+    return [] if agent["reserved_bytes"] >= held else ["ledger holds less than its clients"]
+
+
+def test_sigterm_finishes_what_runs_and_leaves_nothing(
+    tiny_models: tuple[str, str], tmp_path: Path
+) -> None:
+    model = tiny_models[0]
+    with serving(config(tiny_models), tmp_path) as cluster:
+        children = descendants(cluster.process.pid)
+        segments = set(Path("/dev/shm").glob("prism-kvcached*"))
+        answer = asyncio.run(stop_while_streaming(cluster, model))
+        assert tuple(answer.ids) == greedy(model, prompts(model, 1)[0], TOKENS)
+        cluster.process.wait(60)
+    assert cluster.process.returncode == 0
+    time.sleep(0.5)
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not cluster.run_dir.exists()
+    assert not (segments & set(Path("/dev/shm").glob("prism-kvcached*")))
+
+
+async def stop_while_streaming(cluster: Cluster, model: str) -> Answer:
+    running = asyncio.create_task(one(cluster, model))
+    while not (cluster.model_report(model) or {}).get("running"):
+        await asyncio.sleep(0.05)
+    await asyncio.to_thread(stop, cluster)
+    return await running

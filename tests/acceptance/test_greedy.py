@@ -1,0 +1,80 @@
+"""Greedy output through the HTTP endpoint equals transformers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.acceptance.harness import (
+    Cluster,
+    cluster_yaml,
+    complete_all,
+    model_yaml,
+    serving,
+)
+from tests.acceptance.reference import greedy, prompts
+
+pytestmark = pytest.mark.sglang
+
+PROMPTS, TOKENS = 8, 64
+
+
+@pytest.fixture(scope="module")
+def one_engine(
+    tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """One device with a single engine: a request for the other model must reuse its process."""
+    config = cluster_yaml(
+        [model_yaml(name) for name in tiny_models],
+        [{"name": "host:0", "capacity": "192MiB", "page": "64KiB", "engines": 1}],
+    )
+    with serving(config, tmp_path_factory.mktemp("greedy")) as cluster:
+        yield cluster
+
+
+def check_equal(cluster: Cluster, model: str, concurrent: bool) -> None:
+    jobs = [(model, prompt, TOKENS) for prompt in prompts(model, PROMPTS)]
+    batches = [jobs] if concurrent else [[job] for job in jobs]
+    answers = [answer for batch in batches for answer in complete_all(cluster, batch)]
+    assert [a.error for a in answers] == [None] * PROMPTS
+    assert [tuple(a.ids) for a in answers] == [greedy(m, p, n) for m, p, n in jobs]
+
+
+def engine_of(cluster: Cluster, model: str) -> str:
+    report = cluster.model_report(model)
+    assert report is not None
+    return str(report["engine_id"])
+
+
+def test_one_process_serves_both_architectures_in_turn(
+    one_engine: Cluster, tiny_models: tuple[str, str]
+) -> None:
+    llama, qwen = tiny_models
+    engines = []
+    for model in (llama, qwen, llama):
+        check_equal(one_engine, model, concurrent=True)
+        engines.append(engine_of(one_engine, model))
+    assert len(set(engines)) == 1
+    restarts = sum(agent["engine_restarts_total"] for agent in one_engine.agents())
+    assert restarts == 0
+
+
+def test_one_stream_at_a_time(one_engine: Cluster, tiny_models: tuple[str, str]) -> None:
+    for model in tiny_models:
+        check_equal(one_engine, model, concurrent=False)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_smollm2(
+    smollm2: str, tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = cluster_yaml(
+        [model_yaml(name) for name in (smollm2, *tiny_models)],
+        [{"name": "host:0", "capacity": "1GiB", "page": "64KiB", "engines": 1}],
+    )
+    with serving(config, tmp_path_factory.mktemp("smollm2")) as cluster:
+        check_equal(cluster, smollm2, concurrent=False)
+        check_equal(cluster, tiny_models[1], concurrent=True)
+        check_equal(cluster, smollm2, concurrent=True)

@@ -1,0 +1,180 @@
+"""Elastic memory from the outside: borrowing, contention at the limit, and give-back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.acceptance.harness import (
+    Answer,
+    Cluster,
+    async_client,
+    cluster_yaml,
+    complete,
+    complete_all,
+    descendants,
+    memfd_resident_bytes,
+    model_yaml,
+    serving,
+)
+from tests.acceptance.reference import greedy, prompts
+
+pytestmark = pytest.mark.sglang
+
+MIB = 1 << 20
+
+
+def two_models(models: Sequence[str], capacity: str, **overrides: Any) -> dict[str, Any]:
+    return cluster_yaml(
+        [model_yaml(name, context_length=1024) for name in models],
+        [{"name": "host:0", "capacity": capacity, "page": "64KiB", "engines": 2}],
+        **overrides,
+    )
+
+
+class Sampler(threading.Thread):
+    """Samples, from outside, what the cluster's processes hold while a test runs."""
+
+    def __init__(self, cluster: Cluster, period_s: float = 0.25):
+        super().__init__(daemon=True)
+        self.cluster, self.period_s = cluster, period_s
+        self.resident_bytes: list[int] = []
+        self.device_bytes: list[int] = []
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(self.period_s):
+            pids = [self.cluster.process.pid, *descendants(self.cluster.process.pid)]
+            agent = self.cluster.agents()[0]
+            static = sum(model["static_bytes"] for model in agent["models"])
+            resident = memfd_resident_bytes(pids)
+            self.resident_bytes.append(resident)
+            self.device_bytes.append(resident + static)
+
+    def __enter__(self) -> Sampler:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.done.set()
+        self.join()
+
+
+def concurrent_tokens(answers: Sequence[Answer], prompt_tokens: int) -> int:
+    """Most KV tokens that started, unfinished requests held at one moment, as clients saw it."""
+    changes = []
+    for answer in answers:
+        if not answer.token_times_s:
+            continue
+        changes.append((answer.token_times_s[0], prompt_tokens))
+        changes += [(t, 1) for t in answer.token_times_s]
+        changes.append((answer.token_times_s[-1], -prompt_tokens - len(answer.token_times_s)))
+    held = most = 0
+    for _, change in sorted(changes):
+        held += change
+        most = max(most, held)
+    return most
+
+
+def busy_tokens(config: dict[str, Any], models: Sequence[str], directory: Path) -> int:
+    """Most concurrent tokens of models[0] under more load than the device holds."""
+    directory.mkdir()
+    with serving(config, directory) as cluster:
+        warm = complete_all(cluster, [(models[1], range(20, 40), 4)])
+        assert warm[0].error is None
+        jobs = [(models[0], prompt, 160) for prompt in prompts(models[0], 64, (256, 256))]
+        answers = complete_all(cluster, jobs)
+        assert all(a.error is None and len(a.ids) == 160 for a in answers)
+        return concurrent_tokens(answers, 256)
+
+
+@pytest.mark.timeout(900)
+def test_a_busy_model_takes_what_an_idle_one_leaves(
+    tiny_models: tuple[str, str], tmp_path: Path, record_property: Any
+) -> None:
+    """The busy model runs at least 1.8 times the tokens of an equal static split."""
+    capacity = "128MiB"
+    engine = {"max_running": 64, "static": "4MiB"}
+    static = two_models(tiny_models, capacity, policy="static", engine=engine)
+    elastic = two_models(tiny_models, capacity, policy="prism", engine=engine)
+    split = busy_tokens(static, tiny_models, tmp_path / "static")
+    shared = busy_tokens(elastic, tiny_models, tmp_path / "elastic")
+    record_property("static_tokens", split)
+    record_property("elastic_tokens", shared)
+    print(f"concurrent tokens: static split {split}, elastic {shared}, ratio {shared / split:.2f}")
+    assert shared >= 1.8 * split
+
+
+@pytest.mark.timeout(600)
+def test_kv_returns_to_the_floor(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+    """After requests end and the prefix cache is flushed, only the padding block's slab stays."""
+    with serving(two_models(tiny_models, "128MiB"), tmp_path) as cluster:
+        pids = [cluster.process.pid, *descendants(cluster.process.pid)]
+        before = memfd_resident_bytes(pids)
+        jobs = [(m, p, 48) for m in tiny_models for p in prompts(m, 8, (100, 200))]
+        with Sampler(cluster) as sampler:
+            answers = complete_all(cluster, jobs)
+        assert all(a.error is None for a in answers)
+        assert max(sampler.resident_bytes) > before
+        flushed = cluster.operate("flush")
+        assert flushed.returncode == 0, flushed.stderr
+        cluster.wait_until(
+            lambda: memfd_resident_bytes(pids) <= before, "KV back at its floor", timeout_s=15
+        )
+
+
+def contend(seconds: float, models: Sequence[str], directory: Path) -> None:
+    """Both models driven against the device's limit; nothing dies, nothing is cut short."""
+    capacity_bytes = 72 * MIB
+    config = two_models(models, "72MiB", engine={"max_running": 32, "static": "4MiB"})
+    with serving(config, directory) as cluster, Sampler(cluster) as sampler:
+        done = asyncio.run(drive(cluster, models, seconds))
+        assert all(answer.error is None for _, _, answer in done)
+        assert all(len(a.ids) == tokens for _, tokens, a in done)
+        agent = cluster.agents()[0]
+    unequal = [p for p, tokens, a in done if tuple(a.ids) != greedy(p[0], p[1], tokens)]
+    assert not unequal
+    assert agent["engine_restarts_total"] == 0
+    assert max(sampler.device_bytes) <= capacity_bytes
+    assert max(sampler.device_bytes) > 0.85 * capacity_bytes, "the device was never full"
+    retractions = sum(model["retractions_total"] for model in agent["models"])
+    print(f"{len(done)} requests, peak {max(sampler.device_bytes) / MIB:.1f} MiB of 72, ", end="")
+    print(f"{retractions} retractions")
+
+
+async def drive(
+    cluster: Cluster, models: Sequence[str], seconds: float
+) -> list[tuple[tuple[str, tuple[int, ...]], int, Answer]]:
+    """24 closed-loop clients a model over a small set of prompts, for `seconds`."""
+    until = time.monotonic() + seconds
+    done = []
+
+    async def client(model: str, number: int) -> None:
+        choices = prompts(model, 12, (150, 300))
+        turn = number
+        while time.monotonic() < until:
+            prompt, tokens = choices[turn % len(choices)], 40 + 20 * (turn % 5)
+            answer = await complete(http, model, prompt, tokens)
+            done.append(((model, prompt), tokens, answer))
+            turn += 7
+
+    async with async_client(cluster) as http:
+        await asyncio.gather(*(client(m, n) for m in models for n in range(24)))
+    return done
+
+
+@pytest.mark.timeout(600)
+def test_contention_for_a_while(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+    contend(20, tiny_models, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_contention_for_two_minutes(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+    contend(120, tiny_models, tmp_path)
