@@ -1,0 +1,61 @@
+"""Child processes that never outlive their parent.
+
+A parent starts a child with `child_environment()`; the child calls `die_with_parent()` first
+thing in its main. A foreign program is started as `[*wrapped_command(), "program", ...]`: the
+wrapper asks for the signal and then becomes the program. Linux only (PR_SET_PDEATHSIG).
+
+The kernel sends the signal when the *thread* that started the child ends: start children from a
+thread that lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT_VARIABLE = "PRISM_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment plus its pid, by which the child notices a dead parent."""
+    return {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+
+
+def die_with_parent(parent_pid: int | None = None, sig: int = signal.SIGKILL) -> None:
+    """Have the kernel send `sig` to this process once its parent is gone.
+
+    parent_pid: who must still be the parent now; by default the pid in the environment, and
+    without one (started by hand) nothing is asked for. Call it again after a fork: the request
+    is not inherited. Raises OSError when the kernel refuses.
+    """
+    named = os.environ.get(PARENT_VARIABLE)
+    expected = parent_pid if parent_pid is not None else int(named) if named else None
+    if expected is None:
+        return
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    if os.getppid() != expected:
+        os.kill(os.getpid(), sig)
+
+
+def wrapped_command() -> list[str]:
+    """The command line in front of a foreign program that shall die with this process."""
+    return [sys.executable, "-m", "prism.process"]
+
+
+def main(arguments: list[str]) -> None:
+    """Become the program `arguments`, to be killed when the present parent dies."""
+    if not arguments:
+        raise SystemExit("usage: python -m prism.process PROGRAM [ARGUMENT...]")
+    die_with_parent()
+    os.environ.pop(PARENT_VARIABLE, None)
+    os.execvp(arguments[0], arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
