@@ -346,7 +346,8 @@ FromScheduler = ActivateModel | EvictModel | TrimModel | Drain | ActionResult
 
 class ClusterStatus(Wire, frozen=True):
     """What the scheduler publishes in Redis each interval; frontends render /health and
-    /metrics from it, tests and reports read counters from it."""
+    /metrics from it, tests and reports read counters from it. refusals: model -> why it cannot be
+    placed now (what is missing and where)."""
 
     time_unix_s: float
     policy: str
@@ -357,6 +358,7 @@ class ClusterStatus(Wire, frozen=True):
     unplaced: dict[str, int] = {}
     actions_total: dict[str, int] = {}
     ready: bool = False
+    refusals: dict[str, str] = {}
 
 
 # --- nursery (pre-imported parent that forks engines) <-> agent: JSON lines on its stdin/stdout

@@ -39,7 +39,10 @@ class ModelView:
     must stay free beside the weights for the model to serve at all. token_rate: prompt tokens of
     admitted requests plus decoded tokens per second over the rate window (DESIGN: about 60 s).
     idle_s: seconds since its last request ended or arrived.
-    state: "absent" | "activating" | "active" | "draining".
+    state: "absent" | "activating" | "active" | "draining". A model that migrates is "activating"
+    on its source until the move is over.
+    wanted: to be resident although no request waits (initial placement, lost with its device).
+    barred: devices where its activation failed a moment ago and is not tried again yet.
     """
 
     name: str
@@ -57,24 +60,52 @@ class ModelView:
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
+    wanted: bool = False
+    barred: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GpuView:
-    """A device. free_bytes: capacity minus everything reserved now (weights, floors, KV)."""
+    """A device. free_bytes: capacity minus everything reserved now (weights, floors, KV).
+
+    fixed_bytes: held by nothing in `ClusterView.models`. engines_free: engines that could take a
+    model now; `alive`: its agent answers, so that models can be activated on it.
+    """
 
     name: str
     capacity_bytes: int
     fixed_bytes: int = 0
     free_bytes: int = 0
     engines_free: int = 0
+    engines_total: int = 0
+    alive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
+    """`rebalance`: the scheduling interval has passed, so that models may be moved (§6.2)."""
+
     now_s: float
     models: tuple[ModelView, ...]
     gpus: tuple[GpuView, ...]
+    rebalance: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a cluster policy can be tuned with.
+
+    idle_threshold_s: models idle longer may be evicted when memory is short (§6.2).
+    migration_threshold: tau of Algorithm 1, the relative gain in KVPR that justifies a move.
+    min_idle_s: the shortest idle time after which a model may be evicted for a waiting request
+    that nothing else can serve. short_fraction: a device with less than this part of its capacity
+    free is short of memory.
+    """
+
+    idle_threshold_s: float = 45.0
+    migration_threshold: float = 0.2
+    min_idle_s: float = 1.0
+    short_fraction: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
