@@ -1,5 +1,6 @@
-"""The Redis queues between frontends, scheduler and agents (Prism §6.3, §7.1).
+"""Request queues in Redis, and the bundled server that holds them."""
 
-One queue per device, one (`UNPLACED`) for models that are on no device. Redis stores and never
-sorts. A request leaves Redis only when its agent acknowledges that it ended.
-"""
+from prism.queueing.requests import UNPLACED, RequestQueue
+from prism.queueing.server import BundledRedis
+
+__all__ = ["UNPLACED", "BundledRedis", "RequestQueue"]

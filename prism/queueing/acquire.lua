@@ -1,0 +1,20 @@
+-- ARGV: device, owner, ttl in ms, ids that stay running. Returns the epoch as text, or '' and the
+-- holder when somebody else's lease is alive.
+local device, owner, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
+local held = redis.call('GET', lease_key(device))
+if held and string.match(held, '^(.*)|') ~= owner then
+  return {'', string.match(held, '^(.*)|')}
+end
+-- At least the wall clock, so that an epoch never returns after the server lost its data.
+local time = redis.call('TIME')
+local wall_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local last = tonumber(redis.call('GET', epoch_key(device)) or '0')
+local epoch = string.format('%.0f', math.max(wall_ms, last + 1))
+redis.call('SET', epoch_key(device), epoch)
+redis.call('SET', lease_key(device), owner .. '|' .. epoch, 'PX', ttl_ms)
+local keep = {}
+for i = 4, #ARGV do keep[ARGV[i]] = true end
+for _, id in ipairs(redis.call('HKEYS', running_key(device))) do
+  if not keep[id] then requeue_running(device, id) end
+end
+return {epoch, owner}

@@ -1,0 +1,79 @@
+-- Joined in front of every script. KEYS[1]: the namespace's prefix, with its colon.
+-- Keys are built from it here, so these scripts need one server, not a Redis cluster.
+--
+-- queue:<device>     stream of waiting requests: id, model, attempt, body
+-- running:<device>   hash id -> body;   admitted:<device>  hash entry id -> id, its inverse
+-- open               hash id -> "attempt|place|device|model"; place is the stream entry's id while
+--                    waiting and "=" .. the entry's id while running
+-- placement          hash model -> device
+-- lease:<device>     "owner|epoch" with a time to live;   epoch:<device>  the last one given out
+local prefix = KEYS[1]
+local UNPLACED = 'unplaced'
+
+local function queue_key(device) return prefix .. 'queue:' .. device end
+local function running_key(device) return prefix .. 'running:' .. device end
+local function admitted_key(device) return prefix .. 'admitted:' .. device end
+local function lease_key(device) return prefix .. 'lease:' .. device end
+local function epoch_key(device) return prefix .. 'epoch:' .. device end
+
+local function target_of(model)
+  return redis.call('HGET', prefix .. 'placement', model) or UNPLACED
+end
+
+local function open_read(id)
+  local value = redis.call('HGET', prefix .. 'open', id)
+  if not value then return nil end
+  local attempt, mark, entry, device, model =
+    string.match(value, '^(%d+)|(=?)([^|]*)|([^|]*)|(.*)$')
+  return {attempt = attempt, running = mark == '=', entry = entry, device = device, model = model}
+end
+
+local function open_write(id, attempt, place, device, model)
+  redis.call('HSET', prefix .. 'open', id, table.concat({attempt, place, device, model}, '|'))
+end
+
+local function add_waiting(device, id, model, attempt, body)
+  local entry = redis.call('XADD', queue_key(device), '*',
+    'id', id, 'model', model, 'attempt', attempt, 'body', body)
+  open_write(id, attempt, entry, device, model)
+end
+
+-- Takes the request out of wherever it is; its `open` record stays.
+local function take_out(id, record)
+  if record.running then
+    redis.call('HDEL', running_key(record.device), id)
+    redis.call('HDEL', admitted_key(record.device), record.entry)
+  else
+    redis.call('XDEL', queue_key(record.device), record.entry)
+  end
+end
+
+-- The entry's fields id, model, attempt, body, or nil when it has left this queue.
+local function waiting_entry(device, entry)
+  local found = redis.call('XRANGE', queue_key(device), entry, entry)[1]
+  if not found then return nil end
+  local fields = found[2]
+  return {id = fields[2], model = fields[4], attempt = fields[6], body = fields[8]}
+end
+
+local function move_waiting(source, entry, fields, target)
+  redis.call('XDEL', queue_key(source), entry)
+  add_waiting(target, fields.id, fields.model, fields.attempt, fields.body)
+end
+
+-- The fencing token is the epoch, not the lease: a lease that ran out while nobody else took the
+-- queue does no harm.
+local function lease_lost(device, epoch)
+  if redis.call('GET', epoch_key(device)) == epoch then return nil end
+  return redis.error_reply('LEASELOST the queue of ' .. device .. ' is no longer held with epoch '
+    .. epoch)
+end
+
+local function requeue_running(device, id)
+  local body = redis.call('HGET', running_key(device), id)
+  local record = open_read(id)
+  if not body or not record then return 0 end
+  take_out(id, record)
+  add_waiting(target_of(record.model), id, record.model, record.attempt, body)
+  return 1
+end

@@ -1,0 +1,245 @@
+"""The shared request queues in Redis: one stream per device, one for models placed nowhere.
+
+A request is in exactly one place: waiting in one queue, running at one device, or gone. Every
+change of more than one key is one Lua script (`*.lua` beside this file; keys are listed in
+`common.lua`). Every call may be repeated after a QueueUnavailableError, whether or not the first
+one reached the server. Redis stores and never sorts: order is the agent's (Prism §6.3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import redis.asyncio as redis_async
+from redis import exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.commands.core import AsyncScript
+
+from prism.errors import LeaseLostError, QueueUnavailableError
+from prism.messages import ClusterStatus, Request
+
+UNPLACED = "unplaced"
+_SOCKET_TIMEOUT_S = 10.0
+_BLOCK_MAX_S = 5.0
+_SCRIPTS = (
+    "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
+    "release", "unplaced_counts",
+)  # fmt: skip
+_HERE = Path(__file__).parent
+
+
+class RequestQueue:
+    """All of Prism's state in Redis. For use from one event loop.
+
+    Raises QueueUnavailableError when the server cannot be reached, from every method, and
+    LeaseLostError where an `epoch` is given and another holder came after it.
+    """
+
+    def __init__(self, client: redis_async.Redis, namespace: str) -> None:
+        self._redis = client
+        self._prefix = f"{namespace}:"
+        common = (_HERE / "common.lua").read_text()
+        self._scripts: dict[str, AsyncScript] = {
+            name: client.register_script(common + (_HERE / f"{name}.lua").read_text())
+            for name in _SCRIPTS
+        }
+        self._requests = msgspec.msgpack.Decoder(Request)
+        self._statuses = msgspec.msgpack.Decoder(ClusterStatus)
+
+    @classmethod
+    def connect(cls, url: str, namespace: str) -> RequestQueue:
+        """`url`: redis://, rediss:// or unix://. Opens no connection yet."""
+        client = redis_async.Redis.from_url(
+            url,
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 2),
+        )
+        return cls(client, namespace)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    # --- frontends --------------------------------------------------------------------------
+
+    async def enqueue(self, request: Request) -> str:
+        """Put `request` where its model is placed; returns the queue (a device or UNPLACED).
+
+        The same (id, attempt) again changes nothing; a newer attempt replaces an older one.
+        """
+        body = msgspec.msgpack.encode(request)
+        queue = await self._run("enqueue", request.id, request.model, request.attempt, body)
+        return _text(queue)
+
+    async def forget(self, request_ids: Collection[str]) -> set[str]:
+        """Drop these if they wait; returns those dropped. Running ones: cancel at the agent."""
+        if not request_ids:
+            return set()
+        return _texts(await self._run("forget", *request_ids))
+
+    async def beat(self, frontend_id: str, ttl_s: float) -> None:
+        """This frontend lives for another `ttl_s`."""
+        await self._call(self._redis.set(self._key("frontend", frontend_id), b"1", px=_ms(ttl_s)))
+
+    # --- the device's agent -----------------------------------------------------------------
+
+    async def acquire(
+        self, device: str, owner: str, ttl_s: float, keep: Collection[str] = ()
+    ) -> int:
+        """Take the device's queue and return a new epoch, larger than all before.
+
+        What an earlier holder left running waits again, except the ids in `keep` (those that this
+        very owner still runs after an outage). Raises LeaseLostError while another owner's lease
+        lives. `owner` must be unique to the process.
+        """
+        epoch, holder = await self._run("acquire", device, owner, _ms(ttl_s), *keep)
+        if not epoch:
+            raise LeaseLostError(f"the queue of {device} is held by {_text(holder)}")
+        return int(epoch)
+
+    async def renew(self, device: str, owner: str, epoch: int, ttl_s: float) -> None:
+        await self._run("renew", device, owner, epoch, _ms(ttl_s))
+
+    async def release(self, device: str, owner: str, epoch: int) -> None:
+        await self._run("release", device, owner, epoch)
+
+    async def read(
+        self, device: str, cursor: str, block_s: float, count: int = 256
+    ) -> list[tuple[str, Request]]:
+        """(entry id, request) pairs after `cursor`, oldest first; "0" replays all that wait.
+
+        Waits up to `block_s` (at most 5 s) for the first one; 0 does not wait.
+        """
+        entries = await self._read_stream(device, cursor, block_s, count)
+        return [(entry, self._requests.decode(fields[b"body"])) for entry, fields in entries]
+
+    async def admit(self, device: str, epoch: int, entry_ids: Collection[str]) -> set[str]:
+        """Waiting -> running. Returns the entries that run here now; the others have left."""
+        if not entry_ids:
+            return set()
+        return _texts(await self._run("admit", device, epoch, *entry_ids))
+
+    async def finish(self, device: str, epoch: int, request_ids: Collection[str]) -> None:
+        """Acknowledge: these are gone from Redis. Unknown ids are ignored."""
+        if request_ids:
+            await self._run("finish", device, epoch, *request_ids)
+
+    async def requeue(self, device: str, epoch: int, request_ids: Collection[str]) -> int:
+        """Running -> waiting where the model is placed now; returns how many."""
+        if not request_ids:
+            return 0
+        return int(await self._run("requeue", device, epoch, *request_ids))
+
+    async def unplace(self, device: str, epoch: int, entry_ids: Collection[str]) -> int:
+        """Waiting here -> UNPLACED, for models that this device does not serve; returns how many.
+
+        The placement stays as it is: only the scheduler changes it.
+        """
+        if not entry_ids:
+            return 0
+        return int(await self._run("unplace", device, epoch, *entry_ids))
+
+    async def live_frontends(self, frontend_ids: Sequence[str]) -> set[str]:
+        """Those whose heartbeat has not run out."""
+        if not frontend_ids:
+            return set()
+        keys = [self._key("frontend", name) for name in frontend_ids]
+        beats = await self._call(self._redis.mget(keys))
+        return {name for name, beat in zip(frontend_ids, beats, strict=True) if beat is not None}
+
+    # --- the cluster scheduler --------------------------------------------------------------
+
+    async def route(self, model: str, device: str | None) -> int:
+        """Place `model` (None: nowhere) and move its waiting requests; returns how many moved.
+
+        Only the cluster scheduler calls this.
+        """
+        return int(await self._run("route", model, device or ""))
+
+    async def placement(self) -> dict[str, str]:
+        """Model -> device."""
+        placed = await self._call(self._redis.hgetall(self._prefix + "placement"))
+        return {_text(model): _text(device) for model, device in placed.items()}
+
+    async def depth(self, device: str) -> int:
+        """Requests waiting in this queue."""
+        return int(await self._call(self._redis.xlen(self._key("queue", device))))
+
+    async def unplaced_counts(self) -> dict[str, int]:
+        """Model -> requests waiting in UNPLACED."""
+        flat = await self._run("unplaced_counts")
+        return {_text(flat[i]): int(flat[i + 1]) for i in range(0, len(flat), 2)}
+
+    async def wait_unplaced(self, cursor: str, block_s: float) -> tuple[str, dict[str, int]]:
+        """Wait up to `block_s` (at most 5 s) for arrivals in UNPLACED after `cursor` ("0": all).
+
+        Returns the new cursor and model -> new arrivals.
+        """
+        entries = await self._read_stream(UNPLACED, cursor, block_s, 1024)
+        counts = Counter(_text(fields[b"model"]) for _, fields in entries)
+        return (entries[-1][0] if entries else cursor), dict(counts)
+
+    async def publish_status(self, status: ClusterStatus) -> None:
+        body = msgspec.msgpack.encode(status)
+        await self._call(self._redis.set(self._prefix + "status", body))
+
+    async def status(self) -> ClusterStatus | None:
+        """What the scheduler published last."""
+        body = await self._call(self._redis.get(self._prefix + "status"))
+        return None if body is None else self._statuses.decode(body)
+
+    # --- below ------------------------------------------------------------------------------
+
+    def _key(self, kind: str, name: str) -> str:
+        return f"{self._prefix}{kind}:{name}"
+
+    async def _run(self, script: str, *args: str | int | bytes) -> Any:
+        return await self._call(self._scripts[script](keys=[self._prefix], args=list(args)))
+
+    async def _call(self, answer: Any) -> Any:
+        with _named_errors():
+            return await cast("Awaitable[Any]", answer)
+
+    async def _read_stream(
+        self, queue: str, cursor: str, block_s: float, count: int
+    ) -> list[tuple[str, dict[bytes, bytes]]]:
+        key = self._key("queue", queue)
+        block_ms = max(1, _ms(min(block_s, _BLOCK_MAX_S))) if block_s > 0 else None
+        answer = await self._call(self._redis.xread({key: cursor}, count=count, block=block_ms))
+        streams = answer.values() if isinstance(answer, dict) else (s[1] for s in answer or ())
+        return [(_text(entry), fields) for stream in streams for entry, fields in _flat(stream)]
+
+
+def _flat(stream: Any) -> Any:
+    """RESP3 answers nest the entries of a stream one level deeper than RESP2's."""
+    return stream[0] if stream and isinstance(stream[0], list) else stream
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
+        raise QueueUnavailableError(f"Redis does not answer: {error}") from error
+    except exceptions.ResponseError as error:
+        if str(error).startswith("LEASELOST"):
+            raise LeaseLostError(str(error).removeprefix("LEASELOST ")) from error
+        raise
+
+
+def _text(value: bytes) -> str:
+    return value.decode()
+
+
+def _texts(values: Sequence[bytes]) -> set[str]:
+    return {value.decode() for value in values}
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
