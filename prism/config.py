@@ -47,8 +47,13 @@ class ModelYaml(Strict, frozen=True):
 
 
 class FrontendYaml(Strict, frozen=True):
+    """max_open_requests: beyond it new requests get 429. progress_timeout: a request that sees
+    no token for this long ends with an error."""
+
     host: str = "127.0.0.1"
     port: int = 8000
+    max_open_requests: int = 4096
+    progress_timeout: str = "10m"
 
 
 class SchedulerYaml(Strict, frozen=True):
@@ -111,6 +116,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
     drain_timeout_s: float = 30.0
 
 
+class FrontendConfig(msgspec.Struct, frozen=True):
+    max_open_requests: int = 4096
+    progress_timeout_s: float = 600.0
+
+
 class ClusterConfig(msgspec.Struct, frozen=True):
     """namespace separates the shared-memory segments and Redis keys of two clusters on one
     machine; run_dir (mode 0700) holds sockets, logs and this file."""
@@ -125,6 +135,7 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     port: int = 8000
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
+    frontend: FrontendConfig = FrontendConfig()
 
     @property
     def scheduler_endpoint(self) -> str:

@@ -31,7 +31,9 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes}B"
 
 
-def _parse(text: str, key: str, units: dict[str, float] | dict[str, int], what: str, e_g: str) -> float:
+def _parse(
+    text: str, key: str, units: dict[str, float] | dict[str, int], what: str, e_g: str
+) -> float:
     match = _QUANTITY.fullmatch(text)
     unit = match and next((u for u in units if u.lower() == match[2].lower()), None)
     if match is None or unit is None:

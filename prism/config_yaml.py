@@ -1,0 +1,103 @@
+"""Read the user's YAML into `ServeYaml`; every mistake becomes one line that names the key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import yaml
+
+from prism.config import ServeYaml
+from prism.errors import ConfigError
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_EXAMPLES = {
+    "capacity": '"1GiB"',
+    "page": '"64KiB"',
+    "static": '"16MiB"',
+    "ttft": '"500ms"',
+    "tpot": '"50ms"',
+    "interval": '"5s"',
+    "idle_threshold": '"45s"',
+    "rate_window": '"60s"',
+    "drain_timeout": '"30s"',
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML lets a later key overwrite an earlier one silently; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {name!r} is given twice", key.start_mark
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> ServeYaml:
+    """Parse and type-check the file. Raises ConfigError (one line; no path prefix)."""
+    try:
+        data = yaml.load(path.read_text(), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read it: {_reason(error)}; correct --config") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_message(error)) from error
+    if not isinstance(data, dict):
+        raise ConfigError("the file must hold keys such as devices: and models:; see the README")
+    try:
+        return msgspec.convert(data, ServeYaml)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_conversion_message(str(error))) from error
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
+
+
+def _yaml_message(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return f"{where}{problem}; correct the YAML there"
+
+
+def _conversion_message(text: str) -> str:
+    problem, _, at = text.partition(" - at `$")
+    where = at.rstrip("`").lstrip(".")
+    if match := _UNKNOWN.fullmatch(problem):
+        return _unknown_key(match[1], where)
+    if match := _MISSING.fullmatch(problem):
+        return f"{_join(where, match[1])}: is missing; add it"
+    leaf = where.rpartition(".")[2]
+    hint = f"; write it as {_EXAMPLES[leaf]}" if leaf in _EXAMPLES else "; correct the value"
+    return f"{where}: {problem[:1].lower()}{problem[1:]}{hint}"
+
+
+def _unknown_key(name: str, where: str) -> str:
+    known = list(get_type_hints(_struct_at(where)))
+    close = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    return f"{_join(where, name)}: unknown key; {remedy}"
+
+
+def _struct_at(where: str) -> type[msgspec.Struct]:
+    """The struct that a path such as "models[0].slo" leads to."""
+    kind: Any = ServeYaml
+    for name in re.findall(r"[A-Za-z_]\w*", where):
+        hint = get_type_hints(kind)[name]
+        kind = getattr(hint, "__args__", (hint,))[0]
+    return kind  # type: ignore[no-any-return]
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
