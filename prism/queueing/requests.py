@@ -212,13 +212,7 @@ class RequestQueue:
         key = self._key("queue", queue)
         block_ms = max(1, _ms(min(block_s, _BLOCK_MAX_S))) if block_s > 0 else None
         answer = await self._call(self._redis.xread({key: cursor}, count=count, block=block_ms))
-        streams = answer.values() if isinstance(answer, dict) else (s[1] for s in answer or ())
-        return [(_text(entry), fields) for stream in streams for entry, fields in _flat(stream)]
-
-
-def _flat(stream: Any) -> Any:
-    """RESP3 answers nest the entries of a stream one level deeper than RESP2's."""
-    return stream[0] if stream and isinstance(stream[0], list) else stream
+        return [(_text(entry), fields) for _, entries in answer or () for entry, fields in entries]
 
 
 @contextmanager
