@@ -1,0 +1,16 @@
+"""A shipped engine without a model: predictable tokens on real elastic memory.
+
+Its tokens are a pure function of the prompt and the position (`expected_tokens`), so a test knows
+the whole output beforehand. Its memory is real: KV blocks from kvcached, reserved in the device's
+ledger, mapped, written and checked on every reuse, so that a page lent to two engines shows as
+`CorruptKVError`. Speeds and faults come from the environment variable PRISM_FAKE, a JSON object
+with the fields of `FakeOptions`, for example
+
+    PRISM_FAKE='{"decode_step_ms": 5, "prefill_tokens_per_s": 20000, "die_at_token": 40}'
+"""
+
+from prism.engines.fake.adapter import create, preload
+from prism.engines.fake.options import FakeOptions
+from prism.engines.fake.tokens import expected_tokens
+
+__all__ = ["FakeOptions", "create", "expected_tokens", "preload"]

@@ -1,0 +1,308 @@
+"""Continuous batching as a real engine does it, with arithmetic in place of a model.
+
+A sequence computes the KV of its tokens, prefill in chunks and then one token per step; whenever
+all are computed it produces the next. A sequence that finds no block for its next token retracts
+the newest one, which goes back to the head of the queue with what it has produced.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import kvcached
+from prism.engines.core import EngineContext, StepOutput
+from prism.engines.fake.memory import BLOCK_TOKENS, Memory
+from prism.engines.fake.options import FakeOptions
+from prism.engines.fake.tokens import seed_of, token_at
+from prism.errors import ActivationError, EngineError
+from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
+
+
+class InjectedFault(EngineError):
+    """The exception that PRISM_FAKE asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens`: prompt and output; the KV of the first `computed` of them is in `blocks`."""
+
+    request: Request
+    seed: int
+    tokens: list[int]
+    computed: int = 0
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def produced(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def to_compute(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def prefill_left(self) -> int:
+        return 0 if self.decodes else self.to_compute
+
+    @property
+    def decodes(self) -> bool:
+        return self.produced > 0 and self.to_compute == 1
+
+    @property
+    def blocks_short(self) -> int:
+        return -(-len(self.tokens) // BLOCK_TOKENS) - len(self.blocks)
+
+
+@dataclass(slots=True)
+class Totals:
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    maps: int = 0
+    unmaps: int = 0
+
+
+class FakeCore:
+    """See `prism.engines.core.EngineCore`."""
+
+    def __init__(self, context: EngineContext, options: FakeOptions) -> None:
+        config = context.config
+        place = config.device(context.device)
+        self._context = context
+        self._options = options
+        self._device = kvcached.Device.open(
+            context.device,
+            capacity_bytes=place.capacity_bytes,
+            page_bytes=place.page_bytes,
+            namespace=config.namespace,
+        )
+        self._client = self._device.client(context.engine_id)
+        self._memory: Memory | None = None
+        self._model: str | None = None
+        self._context_tokens = 0
+        self._max_running = config.engine.max_running
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._rejected: list[Failure] = []
+        self._cancelled: list[Sequence] = []
+        self._totals = Totals()
+        self._speed_tokens_per_s = options.prefill_tokens_per_s
+
+    # --- the model's life ------------------------------------------------------------------
+
+    def activate(self, order: Activate) -> Activated:
+        started_s = time.monotonic()
+        name = order.model.name
+        doomed = {name, "*"} & set(self._options.fail_activation)
+        if doomed and self._options.claim_fault():
+            raise ActivationError(f"PRISM_FAKE fails the activation of {name}")
+        time.sleep(self._options.activation_s)
+        self._memory = Memory(self._client, self._device, self._context.config, order)
+        self._model = name
+        self._context_tokens = order.model.context_length
+        self._max_running = min(order.max_running, self._context.config.engine.max_running)
+        activated = self._memory.describe(order, self._max_running)
+        activated.stages_s["total"] = time.monotonic() - started_s
+        return activated
+
+    def deactivate(self) -> None:
+        if self._memory is None:
+            return
+        self._totals.maps, self._totals.unmaps = self._map_totals()
+        self._memory.free()
+        self._memory = None
+        self._model = None
+        for group in (self._waiting, self._running, self._rejected, self._cancelled):
+            group.clear()
+
+    def close(self) -> None:
+        self.deactivate()
+        self._client.close()
+
+    def trim(self, target_bytes: int | None) -> Trimmed:
+        return self._memory.trim(target_bytes) if self._memory else Trimmed(returned_bytes=0)
+
+    def set_limit(self, kv_limit_bytes: int | None) -> None:
+        self._client.set_limit(kv_limit_bytes)
+
+    # --- requests --------------------------------------------------------------------------
+
+    def submit(self, requests: Many[Request]) -> None:
+        for request in requests:
+            excess = len(request.prompt_ids) + request.sampling.max_tokens - self._context_tokens
+            if excess > 0 or not request.prompt_ids:
+                self._rejected.append(_too_long(request, excess))
+                continue
+            self._totals.prompt_tokens += len(request.prompt_ids)
+            seed = seed_of(request.prompt_ids)
+            self._waiting.append(Sequence(request, seed, list(request.prompt_ids)))
+
+    def cancel(self, request_ids: Many[str]) -> None:
+        ids = set(request_ids)
+        gone = [s for s in (*self._waiting, *self._running) if s.request.id in ids]
+        for sequence in gone:
+            self._drop(sequence)
+        self._cancelled += gone
+
+    def step(self) -> StepOutput:
+        output = StepOutput(failures=self._rejected)
+        self._rejected = []
+        output.chunks += [_last_chunk(s, "cancelled") for s in self._cancelled]
+        self._cancelled.clear()
+        if self._memory is not None:
+            self._admit(self._memory)
+            self._make_room(self._memory)
+            self._compute(self._memory)
+            output.chunks += self._emit(self._memory)
+        output.busy = bool(self._running)
+        return output
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Out of the batch or the queue, its memory into the prefix cache."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self._memory is not None:
+            self._memory.give(sequence.tokens[: sequence.computed], sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0
+
+    # --- one step --------------------------------------------------------------------------
+
+    def _admit(self, memory: Memory) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            sequence = self._waiting[0]
+            sequence.blocks = memory.take(sequence.tokens)
+            sequence.computed = len(sequence.blocks) * BLOCK_TOKENS
+            if not self._extend(memory, sequence):
+                self._release(sequence)
+                return
+            sequence.cached = sequence.cached or sequence.computed
+            self._running.append(self._waiting.popleft())
+
+    def _extend(self, memory: Memory, sequence: Sequence) -> bool:
+        """Give it blocks for all its tokens. False: no room, and it has what it had."""
+        short = sequence.blocks_short
+        blocks = memory.alloc(short) if short > 0 else []
+        sequence.blocks += blocks or []
+        return blocks is not None
+
+    def _make_room(self, memory: Memory) -> None:
+        for sequence in list(self._running):
+            while sequence in self._running and not self._extend(memory, sequence):
+                self._retract()
+
+    def _retract(self) -> None:
+        newest = self._running.pop()
+        self._release(newest)
+        self._waiting.appendleft(newest)
+        self._totals.retractions += 1
+
+    def _compute(self, memory: Memory) -> None:
+        """Compute a chunk of every sequence, and take the time that it would take."""
+        started_s = time.monotonic()
+        budget = self._context.config.engine.prefill_chunk_tokens
+        prefilled = 0
+        for sequence in self._running:
+            count = min(sequence.to_compute, 1 if sequence.decodes else budget - prefilled)
+            prefilled += 0 if sequence.decodes else count
+            end = sequence.computed + count
+            memory.write(sequence.tokens[:end], sequence.blocks, sequence.computed)
+            sequence.computed = end
+        self._pass_time(prefilled)
+        self._measure(prefilled, time.monotonic() - started_s)
+
+    def _pass_time(self, prefilled: int) -> None:
+        seconds = self._options.decode_step_ms / 1000 if self._running else 0.0
+        if prefilled and self._options.prefill_tokens_per_s:
+            seconds += prefilled / self._options.prefill_tokens_per_s
+        if seconds:
+            time.sleep(seconds)
+
+    def _measure(self, prefilled: int, seconds: float) -> None:
+        if prefilled and seconds > 0:
+            speed = prefilled / seconds
+            old = self._speed_tokens_per_s or speed
+            self._speed_tokens_per_s = 0.8 * old + 0.2 * speed
+
+    def _emit(self, memory: Memory) -> list[Chunk]:
+        ready = [s for s in self._running if s.to_compute == 0]
+        return [self._next_token(memory, sequence) for sequence in ready]
+
+    def _next_token(self, memory: Memory, sequence: Sequence) -> Chunk:
+        request = sequence.request
+        first_index = sequence.produced
+        token = token_at(sequence.seed, first_index, self._options.vocabulary)
+        sequence.tokens.append(token)
+        self._totals.output_tokens += 1
+        self._inject_fault()
+        reason = _finish_reason(sequence, token)
+        if reason is not None:
+            memory.check(sequence.tokens[:-1], sequence.blocks)
+            self._drop(sequence)
+        cached = sequence.cached if first_index == 0 else 0
+        return Chunk(request.id, request.attempt, first_index, [token], reason, cached)
+
+    def _inject_fault(self) -> None:
+        count, options = self._totals.output_tokens, self._options
+        if count == options.die_at_token and options.claim_fault():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count == options.raise_at_token and options.claim_fault():
+            raise InjectedFault(f"PRISM_FAKE raises at token {count}")
+
+    # --- status ----------------------------------------------------------------------------
+
+    def status(self) -> EngineStatus:
+        totals, memory = self._totals, self._memory
+        maps, unmaps = self._map_totals()
+        return EngineStatus(
+            engine_id=self._context.engine_id,
+            model=self._model,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pending_prefill_tokens=sum(s.prefill_left for s in (*self._waiting, *self._running)),
+            prefill_tokens_per_s=self._speed_tokens_per_s,
+            prompt_tokens_total=totals.prompt_tokens,
+            output_tokens_total=totals.output_tokens,
+            retractions_total=totals.retractions,
+            maps_total=maps,
+            unmaps_total=unmaps,
+            **(memory.figures() if memory else {}),
+        )
+
+    def _map_totals(self) -> tuple[int, int]:
+        """Over all models this process served."""
+        if self._memory is None:
+            return self._totals.maps, self._totals.unmaps
+        counters = self._memory.kv.counters()
+        return self._totals.maps + counters.maps, self._totals.unmaps + counters.unmaps
+
+
+def _too_long(request: Request, excess: int) -> Failure:
+    text = f"prompt and max_tokens exceed the context by {excess} tokens"
+    code = "context_length_exceeded"
+    if not request.prompt_ids:
+        code, text = "invalid_request_error", "the prompt is empty"
+    return Failure(request_id=request.id, attempt=request.attempt, code=code, message=text)
+
+
+def _last_chunk(sequence: Sequence, reason: str) -> Chunk:
+    request = sequence.request
+    return Chunk(request.id, request.attempt, sequence.produced, [], reason)
+
+
+def _finish_reason(sequence: Sequence, token: int) -> str | None:
+    sampling = sequence.request.sampling
+    if token in sampling.stop_token_ids:
+        return "stop"
+    return "length" if sequence.produced >= sampling.max_tokens else None

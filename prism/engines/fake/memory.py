@@ -1,0 +1,199 @@
+"""The fake engine's KV memory: real blocks of kvcached, written, checked and cached.
+
+Each token's KV is a number made from its id, in every layer's K and V. Reading back another
+number than was written means that the page went to somebody else while it was in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvcached
+from prism.config import ClusterConfig
+from prism.engines.fake.prefix_cache import PrefixCache
+from prism.errors import ActivationError, EngineError
+from prism.messages import Activate, Activated, ModelSpec, Trimmed
+
+BLOCK_TOKENS = 16
+RESERVED_BLOCKS = 1
+STORED_AS = {"float32": "float32", "float16": "float16", "bfloat16": "float16"}
+EVICT_BATCH_BLOCKS = 64
+
+
+class CorruptKVError(EngineError):
+    """KV of a live token was overwritten: two owners had one page."""
+
+
+def layout_of(model: ModelSpec) -> kvcached.Layout:
+    """Raises ActivationError for a dtype that numpy cannot hold."""
+    if model.kv_dtype not in STORED_AS:
+        raise ActivationError(f"the fake engine has no KV of type {model.kv_dtype}")
+    return kvcached.Layout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=None,
+        dtype=STORED_AS[model.kv_dtype],
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def reserve_bytes(layout: kvcached.Layout, page_bytes: int, context_tokens: int) -> int:
+    """KV that one request of full context needs at most: with all others retracted, its blocks
+    and the reserved one fill every mapped slab but the last."""
+    tokens = context_tokens + (1 + RESERVED_BLOCKS) * BLOCK_TOKENS
+    slabs = -(-tokens // layout.slab_tokens(page_bytes))
+    return slabs * layout.quantum_bytes(page_bytes)
+
+
+class Memory:
+    """Memory of one active model. `free` gives everything back.
+
+    Raises ActivationError when the ledger has no room; nothing stays reserved then.
+    """
+
+    def __init__(
+        self,
+        client: kvcached.Client,
+        device: kvcached.Device,
+        config: ClusterConfig,
+        order: Activate,
+    ) -> None:
+        self._client = client
+        usage = device.usage()
+        layout = layout_of(order.model)
+        self._leases: list[kvcached.StaticLease] = []
+        self.static_bytes = order.model.weight_bytes + config.engine.static_bytes
+        self.reserve_bytes = reserve_bytes(layout, usage.page_bytes, order.model.context_length)
+        try:
+            self._reserve(order, config.engine.static_bytes)
+            tokens = max(usage.capacity_bytes // layout.token_bytes, order.model.context_length)
+            self.kv = client.alloc_kvcache(layout, tokens, reserved_blocks=RESERVED_BLOCKS)
+        except kvcached.NoRoomError as error:
+            self._release()
+            raise self._no_room(device, order.model) from error
+        self._layout = layout
+        self._quantum = (
+            layout.quantum_bytes(usage.page_bytes),
+            layout.slab_tokens(usage.page_bytes),
+        )
+        self._buffers = self._open_buffers(layout.num_layers)
+        self.cache = PrefixCache(BLOCK_TOKENS)
+
+    def _reserve(self, order: Activate, static_bytes: int) -> None:
+        self._leases.append(self._client.reserve_static(order.model.weight_bytes, "weights"))
+        self._leases.append(self._client.reserve_static(static_bytes, "workspace"))
+        self._client.set_min(self.reserve_bytes)
+        self._client.set_limit(order.kv_limit_bytes)
+
+    def _release(self) -> None:
+        self._client.set_limit(None)
+        self._client.set_min(0)
+        while self._leases:
+            self._leases.pop().release()
+
+    def _no_room(self, device: kvcached.Device, model: ModelSpec) -> ActivationError:
+        need_bytes = self.static_bytes + self.reserve_bytes
+        missing_bytes = max(1, need_bytes - device.usage().free_bytes)
+        text = f"{model.name} needs {need_bytes} bytes, {missing_bytes} more than are free"
+        return ActivationError(text, missing_bytes)
+
+    def _open_buffers(self, num_layers: int) -> list[NDArray[Any]]:
+        layers = range(num_layers)
+        buffers = [b for i in layers for b in (self.kv.k_buffer(i), self.kv.v_buffer(i))]
+        return [np.from_dlpack(b) for b in buffers]
+
+    def describe(self, order: Activate, max_running: int) -> Activated:
+        return Activated(
+            model=order.model.name,
+            quantum_bytes=self._quantum[0],
+            quantum_tokens=self._quantum[1],
+            floor_bytes=self.kv.floor_bytes(),
+            reserve_bytes=self.reserve_bytes,
+            static_bytes=self.static_bytes,
+            block_tokens=BLOCK_TOKENS,
+            max_running=max_running,
+        )
+
+    def alloc(self, num_blocks: int) -> list[int] | None:
+        """Blocks, after evicting as much of the prefix cache as that takes; None: no room."""
+        while (ids := self.kv.alloc_kv(num_blocks)) is None:
+            evicted = self.cache.evict(max(num_blocks, EVICT_BATCH_BLOCKS))
+            if not evicted:
+                return None
+            self._free(evicted)
+        return [int(i) for i in ids]
+
+    def give(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
+        """Return a sequence's blocks; whole ones stay in the prefix cache."""
+        self._free(self.cache.give(token_ids, blocks))
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """Cached blocks of a prefix of `token_ids`, which leave at least its last token to
+        compute."""
+        blocks = self.cache.take(token_ids[:-1])
+        self.check(token_ids[: len(blocks) * BLOCK_TOKENS], blocks)
+        return blocks
+
+    def write(self, token_ids: Sequence[int], blocks: Sequence[int], start: int) -> None:
+        """Write the KV of token_ids[start:] into their slots."""
+        slots = self._slots(blocks, start, len(token_ids))
+        values = _values(token_ids[start:])
+        for buffer in self._buffers:
+            buffer[slots] = values
+
+    def check(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
+        """Raises CorruptKVError when a token's KV is not what was written."""
+        slots = self._slots(blocks, 0, len(token_ids))
+        values = _values(token_ids)
+        for buffer in (self._buffers[0], self._buffers[-1]):
+            if not np.array_equal(buffer[slots], np.broadcast_to(values, buffer[slots].shape)):
+                raise CorruptKVError(f"KV in blocks {list(blocks)[:8]} is not what was written")
+
+    def trim(self, target_bytes: int | None) -> Trimmed:
+        before_bytes = self.kv.mapped_bytes()
+        evicted_blocks = 0
+        self.kv.trim()
+        while target_bytes is None or before_bytes - self.kv.mapped_bytes() < target_bytes:
+            evicted = self.cache.evict(EVICT_BATCH_BLOCKS)
+            if not evicted:
+                break
+            evicted_blocks += len(evicted)
+            self._free(evicted)
+            self.kv.trim()
+        returned_bytes = max(0, before_bytes - self.kv.mapped_bytes())
+        return Trimmed(returned_bytes=returned_bytes, evicted_tokens=evicted_blocks * BLOCK_TOKENS)
+
+    def figures(self) -> dict[str, int]:
+        """The memory's part of EngineStatus."""
+        evictable_blocks = self.cache.idle_blocks
+        return {
+            "available_tokens": (self.kv.available_blocks() + evictable_blocks) * BLOCK_TOKENS,
+            "free_mapped_tokens": self.kv.free_mapped_blocks() * BLOCK_TOKENS,
+            "evictable_tokens": evictable_blocks * BLOCK_TOKENS,
+            "kv_mapped_bytes": self.kv.mapped_bytes(),
+            "static_bytes": self.static_bytes,
+        }
+
+    def free(self) -> None:
+        self._buffers.clear()
+        self._client.free_kvcache(self.kv)
+        self._release()
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self.kv.free_kv(np.asarray(blocks, dtype=np.int64))
+
+    def _slots(self, blocks: Sequence[int], start: int, end: int) -> NDArray[np.int64]:
+        index = np.arange(start, end, dtype=np.int64)
+        table = np.asarray(blocks, dtype=np.int64)
+        return table[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
+
+
+def _values(token_ids: Sequence[int]) -> NDArray[np.int64]:
+    """One number per token, exact in float16, shaped to fill (tokens, heads, head_dim)."""
+    return (np.asarray(token_ids, dtype=np.int64) % 1021 + 1)[:, None, None]

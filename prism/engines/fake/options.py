@@ -1,0 +1,49 @@
+"""Speeds and faults of the fake engine, from the environment."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from prism.errors import ConfigError
+
+VARIABLE = "PRISM_FAKE"
+
+
+class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Speeds: prefill_tokens_per_s (0: no delay), decode_step_ms per step, activation_s.
+
+    vocabulary: output tokens lie in [first, second).
+    Faults: die_at_token (SIGKILL to itself when it has produced that many tokens), raise_at_token
+    (an exception in step), fail_activation (names of models, or ["*"]). once_file: the first
+    fault creates this file, and no fault happens while it exists.
+    """
+
+    prefill_tokens_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+    activation_s: float = 0.0
+    vocabulary: tuple[int, int] = (32, 96)
+    die_at_token: int | None = None
+    raise_at_token: int | None = None
+    fail_activation: tuple[str, ...] = ()
+    once_file: str | None = None
+
+    @classmethod
+    def from_environment(cls) -> FakeOptions:
+        """Raises ConfigError that names the wrong field."""
+        text = os.environ.get(VARIABLE, "{}")
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{VARIABLE}: {error}") from error
+
+    def claim_fault(self) -> bool:
+        """Whether a fault may happen now."""
+        if self.once_file is None:
+            return True
+        try:
+            os.close(os.open(self.once_file, os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        return True

@@ -1,0 +1,86 @@
+"""Blocks that finished sequences leave behind, found again by the tokens they hold.
+
+A block's key is the hash of its tokens and of the key before it, so equal keys mean equal
+prefixes. Blocks in use are counted; those with no user wait in least-recently-used order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+Key = bytes
+
+
+def block_keys(token_ids: Sequence[int], block_tokens: int) -> Iterator[Key]:
+    """Keys of the whole blocks of a sequence, first to last."""
+    key = b""
+    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+        tokens = np.asarray(token_ids[start : start + block_tokens], dtype="<i8").tobytes()
+        key = hashlib.blake2b(key + tokens, digest_size=16).digest()
+        yield key
+
+
+class PrefixCache:
+    """Not thread-safe. The caller owns the memory behind the block ids."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._block_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._users: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def idle_blocks(self) -> int:
+        return len(self._idle)
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """Blocks that hold the longest cached prefix; the caller is a user of each."""
+        taken: list[int] = []
+        for key in block_keys(token_ids, self._block_tokens):
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            self._users[block] += 1
+            self._idle.pop(block, None)
+            taken.append(block)
+        return taken
+
+    def give(self, token_ids: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        """The caller stops using `blocks`, which hold `token_ids`; whole blocks stay cached.
+
+        Returns the blocks that are not kept (the partial last one, duplicates): free them.
+        The end of a prefix goes first when room is needed, since it is useless without its start.
+        """
+        keys = list(block_keys(token_ids, self._block_tokens))
+        unkept = list(blocks[len(keys) :])
+        for key, block in reversed(list(zip(keys, blocks, strict=False))):
+            if block in self._key_of:
+                self._release(block)
+            elif key in self._block_of:
+                unkept.append(block)
+            else:
+                self._block_of[key] = block
+                self._key_of[block] = key
+                self._users[block] = 0
+                self._idle[block] = None
+        return unkept
+
+    def evict(self, count: int) -> list[int]:
+        """Forget up to `count` idle blocks, least recently used first: free them."""
+        return [self._forget() for _ in range(min(count, len(self._idle)))]
+
+    def _release(self, block: int) -> None:
+        self._users[block] -= 1
+        if self._users[block] == 0:
+            self._idle[block] = None
+
+    def _forget(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._key_of.pop(block)]
+        del self._users[block]
+        return block

@@ -1,0 +1,33 @@
+"""The fake model: output as a pure function of the prompt."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from prism.engines.fake.options import FakeOptions
+
+STRIDE = 2654435761  # Knuth's multiplicative hash: neighbouring positions get unlike tokens
+
+
+def seed_of(prompt_ids: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(prompt_ids, dtype="<u4").tobytes())
+
+
+def token_at(seed: int, position: int, vocabulary: tuple[int, int]) -> int:
+    """Token at `position` of the output: (seed + position * STRIDE) mod 2^32, its upper half
+    reduced into the vocabulary."""
+    low, high = vocabulary
+    return low + (((seed + position * STRIDE) & 0xFFFFFFFF) >> 16) % (high - low)
+
+
+def expected_tokens(
+    prompt_ids: Sequence[int],
+    count: int,
+    vocabulary: tuple[int, int] = FakeOptions().vocabulary,
+) -> list[int]:
+    """The first `count` output tokens for a prompt, without regard to stop tokens."""
+    seed = seed_of(prompt_ids)
+    return [token_at(seed, i, vocabulary) for i in range(count)]

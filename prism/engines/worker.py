@@ -1,0 +1,288 @@
+"""The loop of an engine process: messages of the agent in, tokens and status out.
+
+Engine-neutral: everything about a model happens behind `EngineCore`. The process talks to its
+agent through one DEALER socket (identity = engine id, one frame per message) and runs in one
+thread. It waits in poll() while there is nothing to compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from prism.engines.core import EngineContext, EngineCore, StepOutput
+from prism.errors import ActivationError
+from prism.messages import (
+    Activate,
+    ActivationFailed,
+    Cancel,
+    Deactivate,
+    Deactivated,
+    EngineHello,
+    EngineOutput,
+    Failure,
+    FromEngine,
+    Request,
+    SetLimit,
+    Shutdown,
+    Submit,
+    ToEngine,
+    Trim,
+)
+
+STATUS_MIN_S = 0.020
+STATUS_MAX_S = 1.0
+STALLED_RETRY_S = 0.005
+LINGER_MS = 1000
+MESSAGES_PER_TURN = 64
+
+log = logging.getLogger("prism.engine")
+
+
+class Link:
+    """The engine's end of the socket to its agent.
+
+    A blocked send is the back-pressure of an agent that reads slower than its engines write.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, context.engine_id.encode())
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.connect(context.config.agent_engines_endpoint(context.device))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def wake_on_signals(self) -> None:
+        """Let a signal end `receive` early. Its handler runs before `receive` returns."""
+        self._wake, writer = socket.socketpair()
+        self._wake.setblocking(False)
+        writer.setblocking(False)
+        self._wake_writer = writer
+        signal.set_wakeup_fd(writer.fileno())
+        self._poller.register(self._wake, zmq.POLLIN)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self, patience_s: float) -> list[ToEngine]:
+        """Messages that are there, after waiting up to `patience_s` for the first.
+
+        Malformed messages are logged and dropped.
+        """
+        self._poller.poll(max(0, round(patience_s * 1000)))
+        frames = (self._take() for _ in range(MESSAGES_PER_TURN))
+        return [m for f in iter(lambda: next(frames, None), None) if (m := self._decode(f))]
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _take(self) -> list[bytes] | None:
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def _decode(self, frames: list[bytes]) -> ToEngine | None:
+        try:
+            message: ToEngine = self._decoder.decode(b"".join(frames))
+            return message
+        except msgspec.MsgspecError as error:
+            log.warning("dropped a malformed message of %d bytes: %s", len(frames[0]), error)
+            return None
+
+
+class Worker:
+    """Obeys the agent and steps the core.
+
+    `clock` gives monotonic seconds. Not thread-safe; `stop` may be called from a signal handler.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        link: Link,
+        engine_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._link = link
+        self._engine_id = engine_id
+        self._clock = clock
+        self._model: str | None = None
+        self._activating: str | None = None
+        self._open: dict[str, int] = {}
+        self._busy = False
+        self._stalled = False
+        self._stopping = False
+        self._changed = False
+        self._status_at_s = float("-inf")
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def run(self) -> int:
+        """Serve until Shutdown or `stop`; returns the exit code 0.
+
+        An exception of the core fails every open request, then leaves this function: the state
+        of the core is unknown, so the process must end and be replaced.
+        """
+        self._link.send(EngineHello(engine_id=self._engine_id, pid=os.getpid()))
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:
+            self._report_crash(error)
+            raise
+        self._core.close()
+        return 0
+
+    def _turn(self) -> None:
+        self._report_status()
+        for message in self._link.receive(self._patience_s()):
+            self._obey(message)
+        if self._open or self._busy:
+            self._step()
+
+    def _patience_s(self) -> float:
+        """A core that holds requests but cannot compute (no room) is stepped again soon: memory
+        of other engines may have come free, and nobody tells us."""
+        if self._busy and not self._stalled:
+            return 0.0
+        until_status_s = self._status_due_s() - self._clock()
+        return min(STALLED_RETRY_S, until_status_s) if self._open else until_status_s
+
+    def _step(self) -> None:
+        started_s = self._clock()
+        output = self._core.step()
+        self._busy = output.busy
+        silent = not (output.chunks or output.failures)
+        self._stalled = silent and self._clock() - started_s < STALLED_RETRY_S / 10
+        self._changed = True
+        self._send_output(output)
+
+    def _send_output(self, output: StepOutput) -> None:
+        if not (output.chunks or output.failures):
+            return
+        for chunk in output.chunks:
+            if chunk.finish_reason is not None:
+                self._open.pop(chunk.request_id, None)
+        for failure in output.failures:
+            self._open.pop(failure.request_id, None)
+        self._link.send(EngineOutput(chunks=output.chunks, failures=output.failures))
+
+    # --- status ----------------------------------------------------------------------------
+
+    def _status_due_s(self) -> float:
+        return self._status_at_s + (STATUS_MIN_S if self._changed else STATUS_MAX_S)
+
+    def _report_status(self) -> None:
+        now_s = self._clock()
+        if now_s < self._status_due_s():
+            return
+        self._status_at_s = now_s
+        self._changed = False
+        self._link.send(self._core.status())
+
+    # --- the agent's orders ----------------------------------------------------------------
+
+    def _obey(self, message: ToEngine) -> None:
+        self._changed = True
+        match message:
+            case Submit(requests=requests):
+                self._submit(requests)
+            case Cancel(request_ids=ids):
+                self._core.cancel([i for i in ids if i in self._open])
+            case Activate():
+                self._activate(message)
+            case Deactivate():
+                self._deactivate()
+            case Trim(target_bytes=target_bytes):
+                self._link.send(self._core.trim(target_bytes))
+            case SetLimit(kv_limit_bytes=limit_bytes):
+                self._core.set_limit(limit_bytes)
+            case Shutdown():
+                self._stopping = True
+
+    def _submit(self, requests: list[Request]) -> None:
+        misplaced = [r for r in requests if r.model != self._model]
+        if misplaced:
+            text = f"this engine serves {self._model or 'no model'} now"
+            self._fail({r.id: r.attempt for r in misplaced}, "model_not_active", text)
+        mine = [r for r in requests if r.model == self._model and r.id not in self._open]
+        self._open.update((r.id, r.attempt) for r in mine)
+        self._core.submit(mine)
+
+    def _activate(self, order: Activate) -> None:
+        name = order.model.name
+        if self._model is not None:
+            text = f"{self._model} is active on {self._engine_id}: deactivate it first"
+            self._link.send(ActivationFailed(model=name, message=text))
+            return
+        self._activating = name
+        try:
+            self._link.send(self._core.activate(order))
+            self._model = name
+            log.info("activated %s", name)
+        except ActivationError as error:
+            log.warning("activation of %s failed: %s", name, error)
+            missing = error.missing_bytes
+            failed = ActivationFailed(model=name, message=str(error), missing_bytes=missing)
+            self._link.send(failed)
+        self._activating = None
+
+    def _deactivate(self) -> None:
+        """Answers also when no model is active, so that an agent that lost count recovers."""
+        started_s = self._clock()
+        model, self._model = self._model or "", None
+        self._fail(self._open, "model_evicted", f"{model} left this engine while serving")
+        self._open = {}
+        self._busy = False
+        if model:
+            self._core.deactivate()
+        seconds = self._clock() - started_s
+        self._link.send(Deactivated(model=model, seconds=seconds))
+        log.info("deactivated %s in %.3f s", model or "nothing", seconds)
+
+    # --- failures --------------------------------------------------------------------------
+
+    def _fail(self, attempts: dict[str, int], code: str, message: str) -> None:
+        failures = [
+            Failure(request_id=i, attempt=n, code=code, message=message, retryable=True)
+            for i, n in attempts.items()
+        ]
+        if failures:
+            self._link.send(EngineOutput(failures=failures))
+
+    def _report_crash(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        log.error("engine failed: %s", text)
+        self._fail(self._open, "engine_error", text)
+        if self._activating is not None:
+            self._link.send(ActivationFailed(model=self._activating, message=text))
+
+
+def run_engine(context: EngineContext, create: Callable[[EngineContext], EngineCore]) -> int:
+    """The body of an engine process; returns its exit code.
+
+    SIGTERM ends it like Shutdown. Raises what the core raises, after its requests were failed.
+    """
+    link = Link(context)
+    link.wake_on_signals()
+    try:
+        worker = Worker(create(context), link, context.engine_id)
+        signal.signal(signal.SIGTERM, lambda _signum, _frame: worker.stop())
+        return worker.run()
+    finally:
+        link.close()

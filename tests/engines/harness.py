@@ -1,0 +1,272 @@
+"""A device under test: a real nursery process and the agent's end of its engines' sockets."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from prism.config import ClusterConfig, write_resolved
+from prism.messages import (
+    Activate,
+    Activated,
+    Chunk,
+    EngineExited,
+    EngineForked,
+    EngineHello,
+    EngineOutput,
+    EngineStatus,
+    Failure,
+    ForkEngine,
+    FromEngine,
+    FromNursery,
+    ModelSpec,
+    NurseryReady,
+    Request,
+    Sampling,
+    ToEngine,
+)
+
+DEVICE = "host:0"
+T = TypeVar("T")
+
+
+def request(
+    request_id: str,
+    model: str,
+    prompt_ids: list[int],
+    max_tokens: int = 16,
+    attempt: int = 1,
+    stop_token_ids: tuple[int, ...] = (),
+) -> Request:
+    sampling = Sampling(
+        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=stop_token_ids
+    )
+    return Request(
+        id=request_id,
+        model=model,
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        arrival_unix_s=time.time(),
+        slo_ttft_s=10.0,
+        slo_tpot_s=1.0,
+        frontend_id="f0",
+        reply_to="nowhere",
+        attempt=attempt,
+    )
+
+
+@dataclass
+class Stream:
+    """All that an engine said about one request."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    failure: Failure | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Asserts that the positions are contiguous."""
+        tokens: list[int] = []
+        for chunk in self.chunks:
+            assert chunk.first_index == len(tokens)
+            tokens += chunk.token_ids
+        return tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.chunks[-1].finish_reason if self.chunks else None
+
+    @property
+    def ended(self) -> bool:
+        return self.failure is not None or self.finish_reason is not None
+
+
+class NurseryProcess:
+    """The nursery as the agent runs it: JSON lines in and out, stderr in a file."""
+
+    def __init__(self, adapter: str, config: ClusterConfig, environment: dict[str, str]) -> None:
+        run_dir = Path(config.run_dir)
+        write_resolved(config, run_dir / "cluster.json")
+        self.log_path = run_dir / "nursery.log"
+        command = [sys.executable, "-m", "prism.engines.nursery", "--adapter", adapter]
+        command += ["--config", str(run_dir / "cluster.json"), "--device", DEVICE]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **environment},
+                bufsize=0,
+            )
+        self._lines = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._stdout, selectors.EVENT_READ)
+
+    @property
+    def _stdout(self) -> Any:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def write_line(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+
+    def end_input(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def read(self, timeout_s: float = 60.0) -> FromNursery | None:
+        """The next line, decoded; None at the end of the output."""
+        deadline_s = time.monotonic() + timeout_s
+        while b"\n" not in self._lines:
+            left_s = deadline_s - time.monotonic()
+            assert self._selector.select(max(0.0, left_s)), self.log_path.read_text()
+            data = os.read(self._stdout.fileno(), 65536)
+            if not data:
+                return None
+            self._lines += data
+        line, self._lines = self._lines.split(b"\n", 1)
+        return msgspec.json.decode(line, type=FromNursery)
+
+    def expect(self, kind: type[T], timeout_s: float = 60.0) -> T:
+        message = self.read(timeout_s)
+        assert isinstance(message, kind), (message, self.log_path.read_text())
+        return message
+
+    def close(self) -> None:
+        """End it hard if the test has not ended it."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            self._stdout.close()
+            self._selector.close()
+
+
+class DeviceUnderTest:
+    """Talks to engines as the agent does. One engine unless a test forks more."""
+
+    def __init__(self, adapter: str, config: ClusterConfig, environment: dict[str, str]) -> None:
+        self.config = config
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.bind(config.agent_engines_endpoint(DEVICE))
+        self.nursery = NurseryProcess(adapter, config, environment)
+        self.ready = self.nursery.expect(NurseryReady, 180.0)
+        self.pids: dict[str, int] = {}
+        self.streams: dict[str, Stream] = {}
+        self.statuses: list[EngineStatus] = []
+        self._inbox: list[tuple[str, FromEngine]] = []
+
+    def fork(self, engine_id: str = "e0") -> EngineHello:
+        self.nursery.write_line(msgspec.json.encode(ForkEngine(engine_id=engine_id)))
+        forked = self.nursery.expect(EngineForked)
+        self.pids[engine_id] = forked.pid
+        hello = self.wait_for(EngineHello, engine_id)
+        assert hello == EngineHello(engine_id=engine_id, pid=forked.pid)
+        return hello
+
+    def send(self, message: ToEngine, engine_id: str = "e0") -> None:
+        self.send_raw([msgspec.msgpack.encode(message)], engine_id)
+
+    def send_raw(self, frames: list[bytes], engine_id: str = "e0") -> None:
+        self._router.send_multipart([engine_id.encode(), *frames])
+
+    def activate(self, model: ModelSpec, engine_id: str = "e0", **options: Any) -> Activated:
+        self.send(Activate(model=model, **options), engine_id)
+        return self.wait_for(Activated, engine_id)
+
+    def wait_for(self, kind: type[T], engine_id: str = "e0", timeout_s: float = 60.0) -> T:
+        """The next message of this kind from this engine; the others are kept or recorded."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            for i, (sender, message) in enumerate(self._inbox):
+                if sender == engine_id and isinstance(message, kind):
+                    del self._inbox[i]
+                    return message
+            self._receive(deadline_s, kind.__name__)
+
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+        """Receive until `condition` holds."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            self._receive(deadline_s, "condition")
+
+    def finish(self, *request_ids: str, timeout_s: float = 120.0) -> list[Stream]:
+        """Wait until these requests ended."""
+        self.wait_until(lambda: all(self.stream(i).ended for i in request_ids), timeout_s)
+        return [self.stream(i) for i in request_ids]
+
+    def fresh_status(self, engine_id: str = "e0") -> EngineStatus:
+        """The next status from now on."""
+        count = len(self.statuses)
+        self.wait_until(
+            lambda: any(s.engine_id == engine_id for s in self.statuses[count:]), timeout_s=20.0
+        )
+        return next(s for s in self.statuses[count:] if s.engine_id == engine_id)
+
+    def settled_status(
+        self, condition: Callable[[EngineStatus], object], engine_id: str = "e0"
+    ) -> EngineStatus:
+        """The first status from now on that satisfies `condition`."""
+        while not condition(status := self.fresh_status(engine_id)):
+            pass
+        return status
+
+    def stream(self, request_id: str) -> Stream:
+        return self.streams.setdefault(request_id, Stream())
+
+    def exited(self, engine_id: str = "e0") -> EngineExited:
+        exited = self.nursery.expect(EngineExited, 30.0)
+        assert (exited.engine_id, exited.pid) == (engine_id, self.pids[engine_id])
+        return exited
+
+    def engine_log(self, engine_id: str = "e0") -> str:
+        return (Path(self.config.run_dir) / "logs" / f"{engine_id}.log").read_text()
+
+    def close(self) -> None:
+        self._router.close()
+        self._context.term()
+        self.nursery.close()
+
+    def _receive(self, deadline_s: float, wanted: str) -> None:
+        left_ms = 1000 * (deadline_s - time.monotonic())
+        assert left_ms > 0 and self._router.poll(max(1, left_ms)), f"no {wanted}: {self._logs()}"
+        sender, payload = self._router.recv_multipart()
+        message: FromEngine = msgspec.msgpack.decode(payload, type=FromEngine)
+        match message:
+            case EngineStatus():
+                self.statuses.append(message)
+            case EngineOutput():
+                self._record(message)
+            case _:
+                self._inbox.append((sender.decode(), message))
+
+    def _record(self, output: EngineOutput) -> None:
+        for chunk in output.chunks:
+            assert not self.stream(chunk.request_id).ended
+            self.stream(chunk.request_id).chunks.append(chunk)
+        for failure in output.failures:
+            assert not self.stream(failure.request_id).ended
+            self.stream(failure.request_id).failure = failure
+
+    def _logs(self) -> str:
+        paths = [self.nursery.log_path, *sorted(Path(self.config.run_dir).glob("logs/*"))]
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in paths if p.exists())
