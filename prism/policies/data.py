@@ -39,8 +39,8 @@ class ModelView:
     must stay free beside the weights for the model to serve at all. token_rate: prompt tokens of
     admitted requests plus decoded tokens per second over the rate window (DESIGN: about 60 s).
     idle_s: seconds since its last request ended or arrived.
-    state: "absent" | "activating" | "active" | "draining". A model that migrates is "activating"
-    on its source until the move is over.
+    state: "absent" | "activating" | "active" | "draining" | "migrating" (serves on `device` while
+    it is brought up on another one).
     wanted: to be resident although no request waits (initial placement, lost with its device).
     barred: devices where its activation failed a moment ago and is not tried again yet.
     """

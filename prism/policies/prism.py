@@ -1,0 +1,255 @@
+"""The paper's cluster policy (Prism §6.2): placement by KV pressure ratio, activation on arrival,
+eviction of idle models when memory is short, migration when it relieves pressure enough.
+
+Pure: the same view and settings give the same actions. Within a plan, an `Evict` stands before
+the `Activate` that needs its room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from prism.policies import kvpr
+from prism.policies.data import (
+    Action,
+    Activate,
+    ClusterView,
+    Evict,
+    GpuView,
+    Migrate,
+    ModelView,
+    Refuse,
+    Settings,
+)
+from prism.policies.kvpr import Bin
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making; `bins` already show what `actions` will change."""
+
+    view: ClusterView
+    settings: Settings
+    bins: kvpr.Bins
+    actions: list[Action] = field(default_factory=list)
+
+
+def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """What to do now. Never evicts a model that is `never_evict`, running or waiting, and plans
+    nothing for a model whose last action is still under way."""
+    models, gpus = _settled(view)
+    draft = Draft(view, settings, kvpr.current_bins(models, gpus))
+    absent = [m for m in models if m.device is None and m.state == "absent"]
+    asked = [m for m in absent if m.waiting > 0 or m.never_evict]
+    _seat(draft, asked, _make_room)
+    _seat(draft, [m for m in absent if m.wanted and m not in asked], _refuse)
+    if view.rebalance:
+        _free_short_devices(draft)
+        _rebalance(draft)
+    return tuple(draft.actions)
+
+
+def _settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
+    """The cluster as it will be once models on their way out are gone: their engine and memory
+    count as free, since an activation waits for evictions on its device."""
+    leaving = [m.device for m in view.models if m.state == "draining"]
+    gpus = [replace(g, engines_free=g.engines_free + leaving.count(g.name)) for g in view.gpus]
+    return [m for m in view.models if m.state != "draining"], gpus
+
+
+# --- absent models -------------------------------------------------------------------------
+
+
+def _seat(draft: Draft, seekers: list[ModelView], otherwise: Callable[..., None]) -> None:
+    """Algorithm 1 over the seekers, the residents staying where they are; `otherwise` deals with
+    those that have no room."""
+    if not seekers:
+        return
+    fixed = [
+        replace(m, pinned_device=b.name) for b in draft.bins.values() for m in b.models.values()
+    ]
+    gpus = [replace(b.gpu, engines_free=b.free_engines) for b in draft.bins.values()]
+    placed = [replace(m, device=m.pinned_device) for m in fixed]
+    tau = draft.settings.migration_threshold
+    placement = kvpr.place([*placed, *seekers], gpus, tau)
+    for model in sorted(seekers, key=kvpr.by_pressure):
+        if model.name in placement.devices:
+            _activate(draft, model, draft.bins[placement.devices[model.name]])
+    for model in sorted(seekers, key=kvpr.by_pressure):
+        if model.name not in placement.devices:
+            otherwise(draft, model)
+
+
+def _activate(draft: Draft, model: ModelView, home: Bin, note: str = "") -> None:
+    why = "requests wait" if model.waiting else "never_evict" if model.never_evict else "wanted"
+    pressure = f"KVPR {home.kvpr:.3g}, {kvpr.size_text(home.room_bytes)} left"
+    reason = f"{why}; {note or 'least pressed device with room'} ({pressure})"
+    draft.actions.append(Activate(model.name, home.name, reason))
+    home.put(model)
+
+
+def _refuse(draft: Draft, model: ModelView) -> None:
+    draft.actions.append(Refuse(model.name, kvpr.shortfall(model, draft.bins)))
+
+
+def _make_room(draft: Draft, model: ModelView) -> None:
+    """Evict idle models, else move one model away, else evict younger idle ones, else refuse.
+
+    Models idle for less than the threshold go only when requests would starve otherwise.
+    """
+    if _evict_for(draft, model, _over_threshold(draft), "idle over the threshold"):
+        return
+    # While a model moves, the room that it leaves behind may be the one this model waits for.
+    moving = any(m.state == "migrating" for m in draft.view.models)
+    if not moving and _move_for(draft, model):
+        return
+    starving = model.waiting > 0 and not moving
+    if not (starving and _evict_for(draft, model, _longest_idle(draft), "requests starve")):
+        _refuse(draft, model)
+
+
+# --- eviction ------------------------------------------------------------------------------
+
+
+def _idle(draft: Draft, longer_than_s: float) -> list[ModelView]:
+    return [
+        model
+        for b in draft.bins.values()
+        for model in b.models.values()
+        if model.state == "active"
+        and not (model.never_evict or model.running or model.waiting)
+        and model.idle_s > longer_than_s
+    ]
+
+
+def _over_threshold(draft: Draft) -> list[ModelView]:
+    """Idle models in the paper's order: larger SLO first."""
+    idle = _idle(draft, draft.settings.idle_threshold_s)
+    return sorted(idle, key=lambda m: (-m.slo_ttft_s, -m.slo_tpot_s, -m.idle_s, m.name))
+
+
+def _longest_idle(draft: Draft) -> list[ModelView]:
+    idle = _idle(draft, draft.settings.min_idle_s)
+    return sorted(idle, key=lambda m: (-m.idle_s, -m.slo_ttft_s, m.name))
+
+
+def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelView] | None:
+    """The fewest models of `idle`, in its order, without which `model` fits on `b`."""
+    if not b.allows(model):
+        return None
+    trial = Bin(b.gpu, b.engines, dict(b.models))
+    chosen: list[ModelView] = []
+    for victim in (m for m in idle if m.name in b.models):
+        trial.take(victim.name)
+        chosen.append(victim)
+        if trial.fits(model):
+            return _spared(trial, model, chosen)
+    return None
+
+
+def _spared(trial: Bin, model: ModelView, chosen: list[ModelView]) -> list[ModelView]:
+    """`chosen` without those that the later ones made unnecessary."""
+    kept = list(chosen)
+    for victim in reversed(chosen[:-1]):
+        trial.put(victim)
+        if trial.fits(model):
+            kept.remove(victim)
+        else:
+            trial.take(victim.name)
+    return kept
+
+
+def _evict_for(draft: Draft, model: ModelView, idle: Sequence[ModelView], why: str) -> bool:
+    """Evict where that costs the fewest models, then where pressure is least afterwards."""
+    options = []
+    for b in draft.bins.values():
+        victims = _victims(b, model, idle)
+        if victims is not None:
+            rank = (len(victims), b.kvpr_without(v.name for v in victims), b.name)
+            options.append((rank, b, victims))
+    if not options:
+        return False
+    _, home, victims = min(options, key=lambda option: option[0])
+    for victim in victims:
+        reason = f"{why}: idle for {victim.idle_s:.1f} s, makes room for {model.name}"
+        draft.actions.append(Evict(victim.name, home.name, reason))
+        home.take(victim.name)
+    _activate(draft, model, home, f"after evicting {', '.join(v.name for v in victims)}")
+    return True
+
+
+def _free_short_devices(draft: Draft) -> None:
+    """Memory short on a device while requests wait there: its first idle model goes."""
+    if draft.actions or _in_transition(draft.view):
+        return
+    for b in draft.bins.values():
+        short = b.gpu.free_bytes < draft.settings.short_fraction * b.gpu.capacity_bytes
+        idle = [m for m in _over_threshold(draft) if m.name in b.models]
+        if short and idle and any(m.waiting for m in b.models.values()):
+            free = kvpr.size_text(b.gpu.free_bytes)
+            reason = f"idle for {idle[0].idle_s:.1f} s while requests wait and {free} are free"
+            draft.actions.append(Evict(idle[0].name, b.name, reason))
+            b.take(idle[0].name)
+
+
+# --- migration -----------------------------------------------------------------------------
+
+
+def _in_transition(view: ClusterView) -> bool:
+    return any(m.state not in ("absent", "active") for m in view.models)
+
+
+def _movable(b: Bin) -> list[ModelView]:
+    return [m for m in b.models.values() if m.state == "active" and m.pinned_device is None]
+
+
+def _move_for(draft: Draft, model: ModelView) -> bool:
+    """Repack: one resident moves to another device so that `model` fits where it was.
+
+    Idle residents first, then smaller ones. Make-before-break, so the room on the target must
+    be there already. `model` itself is activated by a later plan, when the room is there.
+    """
+    for b in draft.bins.values():
+        for mover in sorted(_movable(b), key=lambda m: (m.running > 0, kvpr.need_bytes(m), m.name)):
+            if _victims(b, model, [mover]) is None:
+                continue
+            rest = {name: other for name, other in draft.bins.items() if name != b.name}
+            target = kvpr.least_pressed(mover, rest)
+            if target is not None:
+                _migrate(draft, mover, b, target, f"makes room for {model.name}")
+                return True
+    return False
+
+
+def _migrate(draft: Draft, model: ModelView, source: Bin, target: Bin, reason: str) -> None:
+    draft.actions.append(Migrate(model.name, source.name, target.name, reason))
+    # The source keeps the model until the target serves it: no other model gets its room yet.
+    target.put(replace(model, state="migrating"))
+    source.put(replace(model, state="migrating"))
+
+
+def _rebalance(draft: Draft) -> None:
+    """The first move of Algorithm 1's placement that alone lowers the worse of the two devices'
+    KVPR by more than tau. One at a time: the next interval sees its effect."""
+    if draft.actions or _in_transition(draft.view):
+        return
+    models, gpus = _settled(draft.view)
+    residents = [m for m in models if m.device in draft.bins]
+    tau = draft.settings.migration_threshold
+    # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
+    pinned = [m if m.token_rate > 0 else replace(m, pinned_device=m.device) for m in residents]
+    placement = kvpr.place(pinned, gpus, tau)
+    for model in sorted(residents, key=kvpr.by_pressure):
+        target = draft.bins.get(placement.devices.get(model.name, ""))
+        if target and model.device and target.name != model.device and model.state == "active":
+            source = draft.bins[model.device]
+            relief = _relief_of(model, source, target)
+            if target.fits(model) and relief > tau:
+                reason = f"lowers the KVPR of {source.name} by {relief:.0%}, tau is {tau:.0%}"
+                return _migrate(draft, model, source, target, reason)
+
+
+def _relief_of(model: ModelView, source: Bin, target: Bin) -> float:
+    before = max(source.kvpr, target.kvpr)
+    return kvpr.gain(before, max(source.kvpr_without([model.name]), target.kvpr_with(model)))

@@ -1,0 +1,92 @@
+"""Static partition, a baseline of the paper (Prism §7.2, "S-Partition"): every model has a fixed
+device and a fixed share of its KV memory; nothing is ever evicted or moved.
+
+The partition depends only on the models and the devices' capacities, never on load, rates or
+which agents answer, so that it is the same at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from prism.policies import kvpr
+from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """`devices`: model -> device; `limits_bytes`: model -> its KV memory; `refused`: why not."""
+
+    devices: dict[str, str] = field(default_factory=dict)
+    limits_bytes: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """Activate every absent model at its place; `settings` has nothing for this policy."""
+    division = partition(view.models, view.gpus)
+    engines = {g.name: g.engines_free if g.alive else 0 for g in view.gpus}
+    asked = [m for m in view.models if m.state == "absent" and (m.wanted or m.waiting)]
+    return tuple(_action(m, division, engines) for m in sorted(asked, key=kvpr.by_size))
+
+
+def _action(model: ModelView, division: Partition, engines: dict[str, int]) -> Action:
+    if model.name in division.refused:
+        return Refuse(model.name, division.refused[model.name])
+    device, limit_bytes = division.devices[model.name], division.limits_bytes[model.name]
+    if device in model.barred:
+        return Refuse(model.name, f"its activation failed a moment ago on {device}")
+    if engines[device] <= 0:
+        return Refuse(model.name, f"no engine is free on {device} now")
+    engines[device] -= 1
+    reason = f"static partition: {kvpr.size_text(limit_bytes)} of KV memory on {device}"
+    return Activate(model.name, device, reason, limit_bytes)
+
+
+def partition(models: Sequence[ModelView], gpus: Sequence[GpuView]) -> Partition:
+    """Devices by size (largest model first, to the device with the most room; pinned ones at
+    their device), then each device's KV memory by `static_share`, the rest in equal parts."""
+    # Where a model happens to be, or failed, must not change the partition.
+    fresh = [replace(m, device=None, barred=(), token_rate=0.0) for m in models]
+    whole = [replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus]
+    bins = kvpr.empty_bins(fresh, whole)
+    division = Partition()
+    for model in sorted(fresh, key=kvpr.by_size):
+        home = kvpr.least_pressed(model, bins)
+        if home is None:
+            division.refused[model.name] = kvpr.shortfall(model, bins)
+        else:
+            home.put(model)
+    for b in bins.values():
+        _share(b, division)
+    return division
+
+
+def _share(b: kvpr.Bin, division: Partition) -> None:
+    given = sum(m.static_share for m in b.models.values() if m.static_share is not None)
+    unset = sum(m.static_share is None for m in b.models.values())
+    for model in b.models.values():
+        share = model.static_share
+        if share is None:
+            share = max(0.0, 1.0 - given) / unset
+        limit_bytes = int(b.shared_kv_bytes * share)
+        problem = _problem(model, b, given, limit_bytes)
+        if problem:
+            division.refused[model.name] = problem
+        else:
+            division.devices[model.name] = b.name
+            division.limits_bytes[model.name] = limit_bytes
+
+
+def _problem(model: ModelView, b: kvpr.Bin, given: float, limit_bytes: int) -> str:
+    if given > 1.0 + 1e-9:
+        return f"the static_share values of the models on {b.name} add up to {given:.2f}, over 1"
+    missing = model.kv_floor_bytes - limit_bytes
+    if missing > 0:
+        return (
+            f"its static share on {b.name} is {kvpr.size_text(limit_bytes)}, {missing} bytes less "
+            f"than the KV floor of {kvpr.size_text(model.kv_floor_bytes)}: raise static_share, the "
+            "device's capacity or lower context_length"
+        )
+    return ""

@@ -1,0 +1,116 @@
+"""Small clusters for policy tests, by hand and by hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from prism.policies import kvpr
+from prism.policies.data import Activate, ClusterView, Evict, GpuView, Migrate, ModelView
+
+
+def model(name: str, weight: int = 10, floor: int = 1, **more: Any) -> ModelView:
+    defaults = {"slo_ttft_s": 1.0, "slo_tpot_s": 1.0, "token_bytes": 1}
+    return ModelView(name, weight_bytes=weight, kv_floor_bytes=floor, **{**defaults, **more})
+
+
+def active(name: str, device: str, **more: Any) -> ModelView:
+    return model(name, device=device, state="active", **more)
+
+
+def gpu(name: str, capacity: int = 100, engines_free: int = 8, **more: Any) -> GpuView:
+    defaults = {"free_bytes": capacity, "engines_total": engines_free}
+    return GpuView(name, capacity_bytes=capacity, engines_free=engines_free, **{**defaults, **more})
+
+
+def view(models: Sequence[ModelView], gpus: Sequence[GpuView], **more: Any) -> ClusterView:
+    return ClusterView(now_s=0.0, models=tuple(models), gpus=tuple(gpus), **more)
+
+
+def used(view: ClusterView, device: str) -> int:
+    """Bytes that the models on `device` need, migrations not counted."""
+    return sum(kvpr.need_bytes(m) for m in view.models if m.device == device)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterView:
+    """Any consistent cluster: residents fit where they are, within capacity and engines."""
+    capacities = draw(st.lists(st.integers(0, 60), min_size=1, max_size=3))
+    devices = [f"host:{i}" for i in range(len(capacities))]
+    room, engines = list(capacities), [draw(st.integers(0, 4)) for _ in capacities]
+    models = []
+    for i in range(draw(st.integers(0, 6))):
+        views, home = _any_model(draw, f"m{i}", devices, room, engines)
+        models.append(views)
+        if home is not None:
+            room[home] -= kvpr.need_bytes(views)
+            engines[home] -= 1
+    gpus = [
+        gpu(name, capacity, free, free_bytes=left, engines_total=8, alive=draw(st.booleans()))
+        for name, capacity, free, left in zip(devices, capacities, engines, room, strict=True)
+    ]
+    return view(models, gpus, rebalance=draw(st.booleans()))
+
+
+def _any_model(
+    draw: st.DrawFn, name: str, devices: list[str], room: list[int], engines: list[int]
+) -> tuple[ModelView, int | None]:
+    weight, floor = draw(st.integers(1, 30)), draw(st.integers(0, 10))
+    homes = [i for i in range(len(devices)) if room[i] >= weight + floor and engines[i] > 0]
+    home = draw(st.sampled_from([None, *homes]))
+    state = (
+        "absent" if home is None else draw(st.sampled_from(["active", "activating", "draining"]))
+    )
+    made = model(
+        name,
+        weight,
+        floor,
+        token_rate=draw(st.sampled_from([0.0, 1.0, 7.5])),
+        slo_ttft_s=draw(st.sampled_from([0.5, 2.0])),
+        waiting=draw(st.integers(0, 2)),
+        running=0 if home is None else draw(st.integers(0, 1)),
+        idle_s=draw(st.sampled_from([0.0, 5.0, 50.0, 500.0])),
+        device=None if home is None else devices[home],
+        state=state,
+        never_evict=draw(st.booleans()),
+        wanted=draw(st.booleans()),
+        barred=tuple(draw(st.sets(st.sampled_from(devices)))),
+        pinned_device=draw(st.sampled_from([None, *devices])) if home is None else None,
+    )
+    return made, home
+
+
+def actions_of(kind: type[Any], actions: Sequence[Any]) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def check_capacity(view: ClusterView, actions: Sequence[Any]) -> None:
+    """Carry the plan out in its order; no device may ever hold more than it has, and the
+    models on their way out count as gone, since activations wait for them."""
+    by_name = {m.name: m for m in view.models}
+    room = {
+        g.name: g.capacity_bytes
+        - g.fixed_bytes
+        - sum(
+            kvpr.need_bytes(m) for m in view.models if m.device == g.name and m.state != "draining"
+        )
+        for g in view.gpus
+    }
+    engines = {
+        g.name: g.engines_free
+        + sum(m.device == g.name and m.state == "draining" for m in view.models)
+        for g in view.gpus
+    }
+    for action in actions:
+        need = kvpr.need_bytes(by_name[action.model])
+        if isinstance(action, Evict):
+            room[action.device] += need
+            engines[action.device] += 1
+        if isinstance(action, Activate | Migrate):
+            device = action.device if isinstance(action, Activate) else action.target
+            room[device] -= need
+            engines[device] -= 1
+            assert room[device] >= 0, f"{action} overfills {device}"
+            assert engines[device] >= 0, f"{action}: no engine on {device}"

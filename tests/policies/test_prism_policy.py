@@ -1,0 +1,252 @@
+"""The prism policy (§6.2): golden cases and properties of every plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+
+from prism.policies.data import Activate, Evict, Migrate, ModelView, Refuse, Settings
+from prism.policies.prism import plan
+from tests.policies.clusters import (
+    actions_of,
+    active,
+    check_capacity,
+    clusters,
+    gpu,
+    model,
+    view,
+)
+
+SETTINGS = Settings(idle_threshold_s=45.0, migration_threshold=0.2, min_idle_s=1.0)
+
+
+def planned(models: list[ModelView], gpus: list[Any], **more: Any) -> list[tuple[str, ...]]:
+    return [summary(a) for a in plan(view(models, gpus, **more), SETTINGS)]
+
+
+def summary(action: Any) -> tuple[str, ...]:
+    if isinstance(action, Migrate):
+        return ("migrate", action.model, action.source, action.target)
+    if isinstance(action, Refuse):
+        return ("refuse", action.model)
+    return (type(action).__name__.lower(), action.model, action.device)
+
+
+# --- start and arrival ---------------------------------------------------------------------
+
+
+def test_initial_placement_spreads_wanted_models() -> None:
+    models = [model(name, wanted=True) for name in "abc"]
+    assert planned(models, [gpu("g0"), gpu("g1")]) == [
+        ("activate", "a", "g0"),
+        ("activate", "b", "g1"),
+        ("activate", "c", "g0"),
+    ]
+
+
+def test_absent_models_stay_absent_without_a_request() -> None:
+    assert planned([model("a")], [gpu("g0")]) == []
+
+
+def test_never_evict_models_are_always_brought_back() -> None:
+    assert planned([model("a", never_evict=True)], [gpu("g0")]) == [("activate", "a", "g0")]
+
+
+def test_arrival_activates_on_the_least_pressed_device() -> None:
+    models = [active("hot", "g0", token_rate=5.0, running=1), model("a", waiting=1)]
+    assert planned(models, [gpu("g0", 1000), gpu("g1", 100)]) == [("activate", "a", "g1")]
+
+
+def test_waiting_models_are_seated_before_wanted_ones() -> None:
+    models = [model("big", 60, wanted=True), model("asked", 50, waiting=1)]
+    actions = planned(models, [gpu("g0")])
+    assert actions == [("activate", "asked", "g0"), ("refuse", "big")]
+
+
+def test_models_under_way_are_left_alone() -> None:
+    models = [model("a", waiting=3, device="g0", state="activating")]
+    assert planned(models, [gpu("g0")]) == []
+
+
+# --- eviction ------------------------------------------------------------------------------
+
+
+def test_nothing_is_evicted_while_memory_suffices() -> None:
+    models = [active("old", "g0", idle_s=1e6), model("a", waiting=1)]
+    assert planned(models, [gpu("g0")]) == [("activate", "a", "g0")]
+
+
+def test_larger_slo_goes_first() -> None:
+    models = [
+        active("strict", "g0", weight=40, idle_s=1000, slo_ttft_s=0.5),
+        active("lax", "g0", weight=40, idle_s=100, slo_ttft_s=9.0),
+        model("a", weight=40, waiting=1),
+    ]
+    assert planned(models, [gpu("g0")]) == [("evict", "lax", "g0"), ("activate", "a", "g0")]
+
+
+def test_no_more_is_evicted_than_needed() -> None:
+    models = [
+        active("small", "g0", weight=5, idle_s=100, slo_ttft_s=9.0),
+        active("large", "g0", weight=80, idle_s=100, slo_ttft_s=1.0),
+        model("a", weight=60, waiting=1),
+    ]
+    assert planned(models, [gpu("g0")]) == [("evict", "large", "g0"), ("activate", "a", "g0")]
+
+
+def test_the_device_that_costs_fewest_evictions() -> None:
+    models = [
+        active("a1", "g0", weight=45, idle_s=100),
+        active("a2", "g0", weight=45, idle_s=100),
+        active("b", "g1", weight=90, idle_s=100),
+        model("x", weight=90, waiting=1),
+    ]
+    assert planned(models, [gpu("g0"), gpu("g1")])[0] == ("evict", "b", "g1")
+
+
+def test_an_idle_model_gives_up_its_engine() -> None:
+    models = [active("old", "g0", idle_s=60), model("a", waiting=1)]
+    assert planned(models, [gpu("g0", 1000, engines_free=0)]) == [
+        ("evict", "old", "g0"),
+        ("activate", "a", "g0"),
+    ]
+
+
+def test_busy_and_protected_models_are_never_evicted() -> None:
+    full = {"weight": 30, "idle_s": 1e6}
+    models = [
+        active("running", "g0", running=1, **full),
+        active("waiting", "g0", waiting=1, **full),
+        active("kept", "g0", never_evict=True, **full),
+        model("a", 50, waiting=1),
+    ]
+    (refusal,) = plan(view(models, [gpu("g0")]), SETTINGS)
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason.startswith("44 bytes")
+
+
+def test_a_waiting_request_does_not_starve_behind_young_idle_models() -> None:
+    models = [
+        active("younger", "g0", weight=40, idle_s=3),
+        active("older", "g0", weight=40, idle_s=8),
+        model("a", 40, waiting=1),
+    ]
+    actions = plan(view(models, [gpu("g0")]), SETTINGS)
+    assert [summary(a) for a in actions] == [("evict", "older", "g0"), ("activate", "a", "g0")]
+    assert actions[0].reason == "requests starve: idle for 8.0 s, makes room for a"
+
+
+def test_a_model_that_just_served_is_not_evicted_even_then() -> None:
+    models = [active("fresh", "g0", weight=80, idle_s=0.5), model("a", 40, waiting=1)]
+    assert planned(models, [gpu("g0")]) == [("refuse", "a")]
+
+
+def test_a_wanted_model_evicts_nobody() -> None:
+    models = [active("old", "g0", weight=80, idle_s=1e6), model("a", 40, wanted=True)]
+    assert planned(models, [gpu("g0")]) == [("refuse", "a")]
+
+
+def test_room_of_models_on_their_way_out_counts() -> None:
+    models = [
+        model("leaving", 80, device="g0", state="draining"),
+        active("old", "g0", idle_s=1e6),
+        model("a", 80, waiting=1),
+    ]
+    assert planned(models, [gpu("g0", engines_free=0)]) == [("activate", "a", "g0")]
+
+
+def test_a_short_device_with_waiting_requests_loses_its_idle_model() -> None:
+    models = [active("busy", "g0", waiting=4, running=2), active("old", "g0", idle_s=60)]
+    assert planned(models, [gpu("g0", free_bytes=4)]) == [("evict", "old", "g0")]
+    assert planned(models, [gpu("g0", free_bytes=6)]) == []
+    assert planned(models, [gpu("g0", free_bytes=4)], rebalance=False) == []
+
+
+# --- repacking and migration ---------------------------------------------------------------
+
+
+def fragmented(**more: Any) -> list[ModelView]:
+    return [
+        active("p", "g0", weight=49, floor=1, running=1),
+        active("q", "g1", weight=49, floor=1, running=1),
+        model("large", 79, 1, waiting=1, **more),
+    ]
+
+
+def test_a_resident_moves_when_that_makes_room() -> None:
+    gpus = [gpu("g0"), gpu("g1")]
+    assert planned(fragmented(), gpus) == [("migrate", "p", "g0", "g1")]
+
+
+def test_one_move_at_a_time_and_no_eviction_meanwhile() -> None:
+    models = fragmented()
+    models[0] = replace(models[0], state="migrating")
+    models.append(active("young", "g0", weight=1, floor=0, idle_s=10))
+    assert planned(models, [gpu("g0"), gpu("g1", fixed_bytes=50)]) == [("refuse", "large")]
+
+
+def test_migration_needs_a_gain_above_tau() -> None:
+    gpus = [gpu("g0"), gpu("g1")]
+    hot = active("hot", "g0", token_rate=5.0, running=1)
+    assert planned([hot, active("warm", "g0", token_rate=3.0)], gpus) == [
+        ("migrate", "warm", "g0", "g1")
+    ]
+    assert planned([hot, active("warm", "g0", token_rate=0.3)], gpus) == []
+
+
+def test_idle_models_do_not_migrate() -> None:
+    models = [active("hot", "g0", token_rate=5.0), active("idle", "g0")]
+    assert planned(models, [gpu("g0"), gpu("g1")]) == []
+
+
+def test_no_migration_between_intervals_or_during_changes() -> None:
+    gpus = [gpu("g0"), gpu("g1")]
+    models = [active("hot", "g0", token_rate=5.0), active("warm", "g0", token_rate=3.0)]
+    assert planned(models, gpus, rebalance=False) == []
+    under_way = model("other", device="g1", state="activating")
+    assert planned([*models, under_way], gpus) == []
+
+
+def test_pinned_models_do_not_migrate() -> None:
+    pin = {"pinned_device": "g0"}
+    models = [active("a", "g0", token_rate=5.0, **pin), active("b", "g0", token_rate=3.0, **pin)]
+    assert planned(models, [gpu("g0"), gpu("g1")]) == []
+
+
+# --- properties ----------------------------------------------------------------------------
+
+
+@given(clusters())
+@settings(max_examples=300, deadline=None)
+def test_every_plan(view) -> None:
+    actions = plan(view, SETTINGS)
+    assert actions == plan(view, SETTINGS)
+    check_capacity(view, actions)
+    by_name = {m.name: m for m in view.models}
+    alive = {g.name for g in view.gpus if g.alive}
+    assert len({a.model for a in actions}) == len(actions), "one action per model"
+    for evicted in actions_of(Evict, actions):
+        victim = by_name[evicted.model]
+        assert victim.state == "active"
+        assert (victim.never_evict, victim.running, victim.waiting) == (False, 0, 0)
+        assert victim.idle_s > SETTINGS.min_idle_s
+    for activated in actions_of(Activate, actions):
+        seeker = by_name[activated.model]
+        assert seeker.state == "absent"
+        assert activated.device in alive
+        assert activated.device not in seeker.barred
+        assert seeker.pinned_device in (None, activated.device)
+    assert all(a.reason for a in actions)
+    seated = {a.model for a in actions_of(Activate, actions) + actions_of(Refuse, actions)}
+    if not actions_of(Migrate, actions):
+        asked = {m.name for m in view.models if m.state == "absent" and (m.waiting or m.wanted)}
+        assert asked <= seated, "a model that is asked for gets an answer"
+
+
+@given(clusters())
+@settings(max_examples=200, deadline=None)
+def test_the_order_of_models_and_devices_does_not_matter(view) -> None:
+    mirrored = replace(view, models=view.models[::-1], gpus=view.gpus[::-1])
+    assert set(plan(view, SETTINGS)) == set(plan(mirrored, SETTINGS))

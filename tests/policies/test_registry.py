@@ -1,0 +1,34 @@
+"""Policies by name, and refusal by name of what the live engines cannot do."""
+
+from __future__ import annotations
+
+import pytest
+
+from prism.errors import ConfigError
+from prism.policies import prism, registry
+from prism.policies.registry import Policy
+
+
+def test_names_and_lookup() -> None:
+    assert {"prism", "static"} <= set(registry.names())
+    assert registry.get("prism").plan is prism.plan
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"policy: there is no 'fifo'.*prism, static"):
+        registry.get("fifo")
+
+
+def test_every_need_is_known_and_live_policies_have_what_they_need() -> None:
+    for name in registry.names():
+        assert registry.get(name).needs <= registry.ALL_NEEDS
+    assert registry.live("prism").name == "prism"
+
+
+def test_what_the_engines_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = frozenset({registry.STEP_CONTROL, registry.SM_SHARES, registry.KV_LIMIT})
+    wants_more = Policy("wants_more", prism.plan, needs)
+    monkeypatch.setitem(registry._POLICIES, "wants_more", wants_more)
+    assert registry.missing(wants_more) == ("SM shares", "step control")
+    with pytest.raises(ConfigError, match="'wants_more' needs SM shares, step control"):
+        registry.live("wants_more")

@@ -1,0 +1,101 @@
+"""The static policy: a fixed partition that load never changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from prism.policies.data import Activate, Refuse, Settings
+from prism.policies.static import partition, plan
+from tests.policies.clusters import active, clusters, gpu, model, view
+
+
+def test_equal_split_of_what_weights_leave() -> None:
+    models = [model("a", 10, wanted=True), model("b", 30, wanted=True)]
+    actions = plan(view(models, [gpu("g0")]), Settings())
+    assert [(a.model, a.device, a.kv_limit_bytes) for a in actions] == [
+        ("b", "g0", 30),
+        ("a", "g0", 30),
+    ]
+
+
+def test_static_share_and_the_rest_in_equal_parts() -> None:
+    models = [model("a", static_share=0.5), model("b"), model("c")]
+    assert partition(models, [gpu("g0", 110)]).limits_bytes == {"a": 40, "b": 20, "c": 20}
+
+
+def test_pins_are_honoured_and_the_rest_spread_by_size() -> None:
+    models = [model("a", 40, pinned_device="g1"), model("b", 30), model("c", 10), model("d", 5)]
+    assert partition(models, [gpu("g0"), gpu("g1")]).devices == {
+        "a": "g1",
+        "b": "g0",
+        "c": "g0",
+        "d": "g1",
+    }
+
+
+def test_a_share_below_the_floor_is_refused_with_the_bytes_missing() -> None:
+    models = [model("a", 10, 20, static_share=0.1, wanted=True), model("b", wanted=True)]
+    actions = plan(view(models, [gpu("g0", 120)]), Settings())
+    refusal = next(a for a in actions if a.model == "a")
+    assert isinstance(refusal, Refuse)
+    assert "10 bytes less" in refusal.reason
+    assert isinstance(next(a for a in actions if a.model == "b"), Activate)
+
+
+def test_shares_over_one_are_refused() -> None:
+    models = [model("a", static_share=0.7), model("b", static_share=0.6)]
+    refused = partition(models, [gpu("g0")]).refused
+    assert set(refused) == {"a", "b"}
+    assert "add up to 1.30" in refused["a"]
+
+
+def test_a_model_that_fits_nowhere_is_refused() -> None:
+    (refusal,) = plan(view([model("a", 200, waiting=1)], [gpu("g0")]), Settings())
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason.startswith("101 bytes")
+
+
+def test_nothing_is_evicted_or_moved() -> None:
+    models = [
+        active("old", "g0", weight=80, idle_s=1e9),
+        active("hot", "g0", weight=10, token_rate=100.0, waiting=5),
+        model("a", 50, waiting=1),
+    ]
+    (refusal,) = plan(view(models, [gpu("g0", free_bytes=0)]), Settings())
+    assert isinstance(refusal, Refuse)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"engines_free": 0}, "no engine"), ({"alive": False}, "no engine")],
+)
+def test_a_device_that_cannot_take_its_model_now_keeps_it(change, word) -> None:
+    gpus = [replace(gpu("g0", 200), **change), gpu("g1", 100)]
+    (refusal,) = plan(view([model("a", waiting=1)], gpus), Settings())
+    assert isinstance(refusal, Refuse)
+    assert word in refusal.reason
+
+
+def test_a_failed_activation_is_not_repeated_at_once() -> None:
+    (refusal,) = plan(view([model("a", waiting=1, barred=("g0",))], [gpu("g0")]), Settings())
+    assert refusal == Refuse("a", "its activation failed a moment ago on g0")
+
+
+@given(clusters())
+@settings(max_examples=200, deadline=None)
+def test_the_partition_ignores_everything_that_changes(view) -> None:
+    calm = [
+        replace(m, device=None, state="absent", token_rate=0.0, waiting=0, idle_s=0.0, barred=())
+        for m in view.models
+    ]
+    gpus = [replace(g, engines_free=g.engines_total, alive=True) for g in view.gpus]
+    division = partition(view.models, view.gpus)
+    assert division == partition(calm, gpus)
+    for g in view.gpus:
+        here = [m for m in view.models if division.devices.get(m.name) == g.name]
+        limits = sum(division.limits_bytes[m.name] for m in here)
+        assert limits + sum(m.weight_bytes for m in here) <= g.capacity_bytes
+        assert all(division.limits_bytes[m.name] >= m.kv_floor_bytes for m in here)
