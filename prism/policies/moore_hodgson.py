@@ -1,0 +1,38 @@
+"""Moore-Hodgson order: the largest set of requests that meet their TTFT (Prism §6.3, Algorithm 2).
+
+One device computes prefills one after another, so a request is on time when the prefills up to
+and including its own end by its deadline. Minimising the number of late ones on one machine is
+what Moore's algorithm solves exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from prism.policies.data import Job, Order
+
+
+def order(jobs: Iterable[Job], now_s: float, busy_s: float = 0.0) -> Order:
+    """Split `jobs` into the largest on-time set, earliest deadline first, and the late ones.
+
+    busy_s: prefill work in flight, before which none of them can start. Late jobs come oldest
+    first. Ties go by deadline, arrival, id, so the same jobs always give the same order.
+    O(n log n).
+    """
+    by_deadline = sorted(jobs, key=lambda job: (job.deadline_s, job.arrival_s, job.id))
+    end_s = now_s + busy_s
+    longest_first: list[tuple[float, int]] = []
+    removed: set[int] = set()
+    for index, job in enumerate(by_deadline):
+        heapq.heappush(longest_first, (-job.prefill_s, index))
+        end_s += job.prefill_s
+        if end_s > job.deadline_s:
+            negative_s, longest = heapq.heappop(longest_first)
+            end_s += negative_s
+            removed.add(longest)
+    on_time = tuple(job for index, job in enumerate(by_deadline) if index not in removed)
+    late = sorted(
+        (by_deadline[index] for index in removed), key=lambda job: (job.arrival_s, job.id)
+    )
+    return Order(on_time, tuple(late))

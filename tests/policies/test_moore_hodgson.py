@@ -1,0 +1,106 @@
+"""Moore-Hodgson against brute force: as many on time as any subset allows (Prism Algorithm 2)."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from prism.policies.data import Job, Order
+from prism.policies.moore_hodgson import order
+
+
+def job(id: str, prefill_s: float, deadline_s: float, arrival_s: float = 0.0) -> Job:
+    return Job(id, "m", arrival_s, deadline_s, prefill_s)
+
+
+def all_in_time(jobs: tuple[Job, ...], start_s: float) -> bool:
+    """Served in the given order from `start_s`, does each prefill end by its deadline?"""
+    for each in jobs:
+        start_s += each.prefill_s
+        if start_s > each.deadline_s:
+            return False
+    return True
+
+
+def best_counts(prefills: NDArray[np.int64], deadlines: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The size of the largest subset that can be on time, of each row, by trying all subsets.
+
+    A set can be on time in some order if and only if it is in deadline order, and rows come
+    sorted by deadline.
+    """
+    rows, width = prefills.shape
+    best = np.zeros(rows, np.int64)
+    for subset in product((0, 1), repeat=width):
+        chosen = np.array(subset)
+        ends = np.cumsum(prefills * chosen, axis=1)
+        feasible = ((ends <= deadlines) | (chosen == 0)).all(axis=1)
+        best = np.maximum(best, np.where(feasible, chosen.sum(), 0))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("count", "prefill_max", "deadline_max"),
+    [(n, 3, 6) for n in range(1, 8)] + [(n, 4, 10) for n in range(1, 5)],
+)
+def test_equals_brute_force_on_all_small_instances(
+    count: int, prefill_max: int, deadline_max: int
+) -> None:
+    kinds = list(product(range(1, deadline_max + 1), range(1, prefill_max + 1)))
+    jobs = {kind: [job(str(n), kind[1], kind[0]) for n in range(count)] for kind in kinds}
+    instances = list(combinations_with_replacement(kinds, count))
+    table = np.array(instances)
+    best = best_counts(table[:, :, 1], table[:, :, 0])
+    for instance, expected in zip(instances, best, strict=True):
+        found = order([jobs[kind][n] for n, kind in enumerate(instance)], 0.0)
+        assert len(found.on_time) == expected, instance
+        assert all_in_time(found.on_time, 0.0), instance
+        assert len(found.late) == count - expected
+
+
+jobs_strategy = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 120), st.integers(0, 9)), max_size=7
+).map(lambda rows: [job(str(n), *row) for n, row in enumerate(rows)])
+
+
+@given(jobs_strategy, st.integers(0, 20), st.integers(0, 20))
+def test_equals_brute_force_later_and_busy(jobs: list[Job], now_s: int, busy_s: int) -> None:
+    found = order(jobs, now_s, busy_s)
+    rows = sorted(jobs, key=lambda each: each.deadline_s)
+    best = max(
+        sum(subset)
+        for subset in product((0, 1), repeat=len(rows))
+        if all_in_time(
+            tuple(r for r, chosen in zip(rows, subset, strict=True) if chosen), now_s + busy_s
+        )
+    )
+    assert len(found.on_time) == best
+    assert all_in_time(found.on_time, now_s + busy_s)
+
+
+@given(jobs_strategy, st.randoms(use_true_random=False))
+def test_partition_is_complete_sorted_and_independent_of_input_order(jobs, random) -> None:  # type: ignore[no-untyped-def]
+    found = order(jobs, 0.0)
+    assert sorted(found.on_time + found.late, key=lambda j: j.id) == sorted(
+        jobs, key=lambda j: j.id
+    )
+    deadlines = [each.deadline_s for each in found.on_time]
+    assert deadlines == sorted(deadlines)
+    arrivals = [each.arrival_s for each in found.late]
+    assert arrivals == sorted(arrivals)
+    shuffled = list(jobs)
+    random.shuffle(shuffled)
+    assert order(shuffled, 0.0) == found
+
+
+def test_the_removed_one_is_the_longest_so_far() -> None:
+    long, short, urgent = job("long", 5, 6), job("short", 1, 7), job("urgent", 3, 8)
+    assert order([long, short, urgent], 0.0) == Order((short, urgent), (long,))
+
+
+def test_no_requests() -> None:
+    assert order([], 5.0, 1.0) == Order((), ())
