@@ -2,6 +2,7 @@
 
 PrismError
 ├── ConfigError          the user's YAML or arguments: names the key and the remedy (exit code 2)
+│   └── TraceError       a trace file cannot be replayed: names file, line and key
 ├── RequestError         one request cannot be served; carries an OpenAI error code and HTTP status
 │   ├── UnknownModelError
 │   ├── ContextLengthError
@@ -9,6 +10,7 @@ PrismError
 ├── EngineError          an engine process failed
 │   ├── EngineDiedError
 │   └── ActivationError
+├── ModelSourceError     a model cannot be prepared: its source is not installed
 ├── QueueUnavailableError    Redis cannot be reached
 └── LeaseLostError           another agent holds this device's queue
 """
@@ -22,11 +24,17 @@ class ConfigError(PrismError):
     """A setting is wrong; the message names the key and what to change."""
 
 
+class TraceError(ConfigError):
+    """A trace cannot be read; the message names file, line and key."""
+
+
 class RequestError(PrismError):
-    """A request that cannot be served. `code` and `status` go out in OpenAI's error shape."""
+    """A request that cannot be served. `code`, `status` and `param` (the body's field) go out in
+    OpenAI's error shape."""
 
     code = "invalid_request_error"
     status = 400
+    param: str | None = None
 
 
 class BadRequestError(RequestError):
@@ -63,6 +71,10 @@ class ActivationError(EngineError):
     def __init__(self, message: str, missing_bytes: int = 0) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
+
+
+class ModelSourceError(PrismError):
+    """A model's source is missing; the message says what to install."""
 
 
 class QueueUnavailableError(PrismError):

@@ -1,0 +1,130 @@
+"""What Prism §3.1 reports about traces, measured on one: popularity, idleness, burstiness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prism.replay.generate import tail_share
+from prism.replay.trace import Trace, models_of
+
+Floats = NDArray[np.float64]
+
+IDLE_S = 10.0
+ACTIVE_WINDOW_S = 120.0
+ACTIVE_STEP_S = 10.0
+
+
+@dataclass(frozen=True)
+class ModelStats:
+    """One model. Idle intervals are gaps above 10 s between arrivals (and to the trace's ends);
+    rate_cv is that of requests per minute, gap_cv that of the times between arrivals.
+    median_idle_s is None for a model without idle intervals; the CVs need two values."""
+
+    model: str
+    requests: int
+    share: float
+    rate_cv: float | None
+    gap_cv: float | None
+    idle_per_hour: float
+    median_idle_s: float | None
+    idle_time: float
+    active_time: float
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class TraceStats:
+    """All models, the most popular first. Fractions are 0..1 of models unless named otherwise.
+
+    active_*: part of the models with a request in the last 2 minutes, sampled every 10 s.
+    """
+
+    duration_s: float
+    requests: int
+    models: tuple[ModelStats, ...]
+    tail_share: float
+    rate_cv_above_1: float
+    median_idle_above_30_s: float
+    idle_per_hour_above_40: float
+    active_mean: float
+    active_p10: float
+    active_p90: float
+    active_changes_per_hour: float
+
+
+def describe(trace: Trace, duration_s: float | None = None) -> TraceStats:
+    """Measure `trace`. `duration_s`: its length where that is more than the last arrival."""
+    end_s = max(duration_s or 0.0, trace[-1].arrival_s, 1e-3)
+    models = tuple(_describe_model(trace, name, end_s) for name in models_of(trace))
+    active = active_matrix([_arrivals_s(trace, m.model) for m in models], end_s)
+    fraction = active.mean(axis=0)
+    return TraceStats(
+        duration_s=end_s,
+        requests=len(trace),
+        models=models,
+        tail_share=tail_share(np.array([m.requests for m in models], dtype=float)),
+        rate_cv_above_1=_part(m.rate_cv is not None and m.rate_cv > 1 for m in models),
+        median_idle_above_30_s=_part(
+            m.median_idle_s is not None and m.median_idle_s > 30 for m in models
+        ),
+        idle_per_hour_above_40=_part(m.idle_per_hour > 40 for m in models),
+        active_mean=float(fraction.mean()),
+        active_p10=float(np.percentile(fraction, 10)),
+        active_p90=float(np.percentile(fraction, 90)),
+        active_changes_per_hour=float(np.abs(np.diff(active, axis=1)).sum() / end_s * 3600),
+    )
+
+
+def active_matrix(arrivals_s: Sequence[Floats], end_s: float) -> NDArray[np.int64]:
+    """[model, sample] 1 where the model had a request in the 2 minutes before the sample.
+
+    Samples start after the first window, or at the end of a trace shorter than that.
+    """
+    samples_s = np.arange(min(ACTIVE_WINDOW_S, end_s), end_s + 1e-9, ACTIVE_STEP_S)
+    rows = [
+        np.searchsorted(times_s, samples_s, side="right")
+        > np.searchsorted(times_s, samples_s - ACTIVE_WINDOW_S, side="left")
+        for times_s in arrivals_s
+    ]
+    return np.array(rows, dtype=np.int64)
+
+
+def coefficient_of_variation(values: Floats) -> float | None:
+    """Standard deviation / mean; None with fewer than 2 values or a mean of 0."""
+    mean = float(values.mean()) if len(values) > 1 else 0.0
+    return float(values.std()) / mean if mean > 0 else None
+
+
+def _describe_model(trace: Trace, model: str, end_s: float) -> ModelStats:
+    requests = [request for request in trace if request.model == model]
+    times_s = _arrivals_s(trace, model)
+    gaps_s = np.diff(np.concatenate([[0.0], times_s, [end_s]]))
+    idle_s = gaps_s[gaps_s > IDLE_S]
+    minutes = np.histogram(times_s, bins=max(1, int(end_s // 60)), range=(0, end_s))[0]
+    return ModelStats(
+        model=model,
+        requests=len(requests),
+        share=len(requests) / len(trace),
+        rate_cv=coefficient_of_variation(minutes.astype(float)),
+        gap_cv=coefficient_of_variation(np.diff(times_s)),
+        idle_per_hour=len(idle_s) / end_s * 3600,
+        median_idle_s=float(np.median(idle_s)) if len(idle_s) else None,
+        idle_time=float(idle_s.sum()) / end_s,
+        active_time=float(active_matrix([times_s], end_s).mean()),
+        input_tokens=sum(request.input_length for request in requests),
+        output_tokens=sum(request.output_length for request in requests),
+    )
+
+
+def _arrivals_s(trace: Trace, model: str) -> Floats:
+    return np.array([request.arrival_s for request in trace if request.model == model])
+
+
+def _part(flags: Iterable[bool]) -> float:
+    values = list(flags)
+    return sum(values) / len(values)

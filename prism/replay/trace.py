@@ -1,0 +1,110 @@
+"""The trace format: JSON lines in Mooncake's field names plus the model and its SLOs.
+
+One request a line, ordered by `timestamp`:
+{"timestamp": 1250, "model": "tiny-llama", "input_length": 64, "output_length": 32,
+ "slo_ttft_ms": 2000, "slo_tpot_ms": 200, "slo_e2e_ms": 8200, "hash_ids": [0, 7]}
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from prism.errors import TraceError
+
+Tokens = Annotated[int, msgspec.Meta(ge=1)]
+Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class TraceRequest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One request.
+
+    timestamp: arrival, ms since the trace's start; input_length, output_length: tokens;
+    slo_*_ms: None where the request has no such objective; hash_ids: one id per prompt block,
+    equal ids mean equal tokens (Mooncake's prefix sharing); prompt: text sent instead of
+    synthetic tokens, whose own length then replaces input_length.
+    """
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    input_length: Tokens
+    output_length: Tokens
+    slo_ttft_ms: Milliseconds | None = None
+    slo_tpot_ms: Milliseconds | None = None
+    slo_e2e_ms: Milliseconds | None = None
+    hash_ids: tuple[int, ...] = ()
+    prompt: str | None = None
+
+    @property
+    def arrival_s(self) -> float:
+        return self.timestamp / 1000.0
+
+
+Trace = Sequence[TraceRequest]
+_DECODER = msgspec.json.Decoder(TraceRequest)
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """All requests of a `.jsonl` or `.jsonl.gz` file. Raises TraceError: file:line and key."""
+    requests: list[TraceRequest] = []
+    for where, line in numbered_lines(path):
+        request = _parse(line, where)
+        if requests and request.timestamp < requests[-1].timestamp:
+            raise TraceError(
+                f"{where}: timestamp: {request.timestamp:g} is before the line above "
+                f"({requests[-1].timestamp:g}); sort the trace by timestamp"
+            )
+        requests.append(request)
+    if not requests:
+        raise TraceError(f"{path}: the trace is empty; give a file with one JSON object a line")
+    return requests
+
+
+def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
+    """The same trace gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(request) + b"\n" for request in trace))
+
+
+def models_of(trace: Trace) -> list[str]:
+    """Model names, the most requested first, ties by name."""
+    counts: dict[str, int] = {}
+    for request in trace:
+        counts[request.model] = counts.get(request.model, 0) + 1
+    return sorted(counts, key=lambda name: (-counts[name], name))
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """("file:line", content) of every line that is not blank. Raises TraceError."""
+    try:
+        raw = path.read_bytes()
+        content = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            yield f"{path}:{number}", line
+
+
+def _parse(line: bytes, where: str) -> TraceRequest:
+    try:
+        return _DECODER.decode(line)
+    except msgspec.ValidationError as error:
+        raise TraceError(f"{where}: {explain(error)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{where}: not a JSON object: {error}") from error
+
+
+def explain(error: msgspec.ValidationError) -> str:
+    """msgspec's message with the key in front: "input_length: Expected `int` >= 1"."""
+    reason, _, location = str(error).partition(" - at `$.")
+    if "required field `model`" in reason:
+        return f"{reason}; `prism-replay convert --models NAME` gives every request a model"
+    return f"{location.rstrip('`')}: {reason}" if location else reason
