@@ -1,0 +1,100 @@
+// Ledger and Client for Python.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+#include "client.h"
+
+namespace nb = nanobind;
+
+namespace kvcached {
+
+namespace {
+
+void bind_record(nb::module_& module) {
+  nb::class_<ClientRecord>(module, "ClientRecord")
+      .def_ro("pid", &ClientRecord::pid)
+      .def_ro("memory_fd", &ClientRecord::memory_fd)
+      .def_prop_ro("reserved_bytes", &ClientRecord::elastic_bytes)
+      .def_ro("committed_bytes", &ClientRecord::committed_bytes)
+      .def_ro("static_bytes", &ClientRecord::static_bytes)
+      .def_ro("min_bytes", &ClientRecord::min_bytes)
+      .def_prop_ro("limit_bytes",
+                   [](const ClientRecord& self) -> std::optional<uint64_t> {
+                     if (self.limit_bytes == kNoLimit) return std::nullopt;
+                     return self.limit_bytes;
+                   })
+      .def_ro("maps", &ClientRecord::maps)
+      .def_ro("unmaps", &ClientRecord::unmaps)
+      .def_prop_ro("name", [](const ClientRecord& self) { return std::string(self.name); });
+}
+
+void bind_ledger(nb::module_& module) {
+  nb::class_<Ledger>(module, "Ledger")
+      .def_static(
+          "open",
+          [](std::string path, std::optional<uint64_t> capacity, std::optional<uint64_t> page) {
+            return take(
+                without_gil([&] { return Ledger::open({std::move(path), capacity, page}); }));
+          },
+          nb::arg("path"), nb::arg("capacity_bytes").none(), nb::arg("page_bytes").none())
+      .def_prop_ro("capacity_bytes", &Ledger::capacity_bytes)
+      .def_prop_ro("page_bytes", &Ledger::page_bytes)
+      .def("usage",
+           [](Ledger& self) {
+             LedgerUsage usage = take(without_gil([&] { return self.usage(); }));
+             return std::tuple(usage.charged_bytes, std::move(usage.clients));
+           })
+      .def("reap", [](Ledger& self) { return take(without_gil([&] { return self.reap(); })); })
+      .def(
+          "destroy",
+          [](Ledger& self, bool force) { check(without_gil([&] { return self.destroy(force); })); },
+          nb::arg("force"));
+}
+
+void bind_client(nb::module_& module) {
+  nb::class_<Client>(module, "Client")
+      .def_static(
+          "open",
+          [](std::shared_ptr<Ledger> ledger, const std::string& device, std::string name,
+             uint64_t min_bytes, std::optional<uint64_t> limit_bytes) {
+            const ClientOptions options{std::move(name), min_bytes, limit_bytes.value_or(kNoLimit)};
+            return take(without_gil([&] { return Client::open(ledger, device, options); }));
+          },
+          nb::arg("ledger"), nb::arg("device"), nb::arg("name"), nb::arg("min_bytes"),
+          nb::arg("limit_bytes").none())
+      .def("record", [](Client& self) { return take(self.record()); })
+      .def(
+          "set_limit",
+          [](Client& self, std::optional<uint64_t> bytes) {
+            check(without_gil([&] { return self.set_limit(bytes.value_or(kNoLimit)); }));
+          },
+          nb::arg("bytes").none())
+      .def("set_min",
+           [](Client& self, uint64_t bytes) {
+             check(without_gil([&] { return self.set_min(bytes); }));
+           })
+      .def("reserve_static",
+           [](Client& self, uint64_t bytes) {
+             check(without_gil([&] { return self.reserve_static(bytes); }));
+           })
+      .def("release_static",
+           [](Client& self, uint64_t bytes) {
+             check(without_gil([&] { return self.release_static(bytes); }));
+           })
+      .def("close", [](Client& self) { check(without_gil([&] { return self.close(); })); });
+}
+
+}  // namespace
+
+void bind_device(nb::module_& module) {
+  module.def("check_device_name", [](const std::string& name) { check(check_device_name(name)); });
+  bind_record(module);
+  bind_ledger(module);
+  bind_client(module);
+}
+
+}  // namespace kvcached

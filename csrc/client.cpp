@@ -1,0 +1,122 @@
+#include "client.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace kvcached {
+
+namespace {
+
+// The kernel closes a dying process's files in the order of their numbers, so the lock gets a
+// higher one than the memory.
+Result<int> open_lock_above(const Ledger& ledger, int memory_fd) {
+  Result<int> fd = ledger.open_lock_fd();
+  if (!fd.ok()) return fd;
+  const int moved = fcntl(fd.value(), F_DUPFD_CLOEXEC, memory_fd + 1);
+  const int error = errno;
+  ::close(fd.value());
+  if (moved < 0) return system_failure("fcntl(F_DUPFD_CLOEXEC)", error);
+  return moved;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Client>> Client::open(std::shared_ptr<Ledger> ledger,
+                                             const std::string& device,
+                                             const ClientOptions& options) {
+  Result<std::shared_ptr<Vmm>> vmm = make_vmm(device, ledger->page_bytes());
+  if (!vmm.ok()) return vmm.status();
+  Result<int> lock_fd = open_lock_above(*ledger, vmm.value()->memory_fd());
+  if (!lock_fd.ok()) return lock_fd.status();
+  Result<int> slot = ledger->join(options, lock_fd.value(), vmm.value()->memory_fd());
+  if (!slot.ok()) {
+    ::close(lock_fd.value());
+    return slot.status();
+  }
+  return std::shared_ptr<Client>(
+      new Client(std::move(ledger), std::move(vmm.value()), lock_fd.value(), slot.value()));
+}
+
+Client::Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int lock_fd, int slot)
+    : ledger_(std::move(ledger)), vmm_(std::move(vmm)), lock_fd_(lock_fd), slot_(slot) {
+  guard_against_fork(this);
+}
+
+Client::~Client() {
+  unguard_against_fork(this);
+  // A failure leaves the record to be reaped once the process has ended.
+  (void)close();
+}
+
+Status Client::close() {
+  const std::lock_guard lock(mutex_);
+  if (lock_fd_ < 0) return {};
+  KV_TRY(vmm_->close());
+  Status left = ledger_->leave(slot_);
+  ::close(lock_fd_);
+  lock_fd_ = -1;
+  return left;
+}
+
+void Client::abandon_in_child() {
+  if (lock_fd_ >= 0) ::close(lock_fd_);
+  lock_fd_ = -1;
+}
+
+Status Client::reserve(uint64_t bytes) {
+  KV_TRY(check_open());
+  return ledger_->reserve(slot_, bytes);
+}
+
+Status Client::commit(uint64_t bytes) {
+  KV_TRY(check_open());
+  return ledger_->commit(slot_, bytes);
+}
+
+Status Client::cancel(uint64_t bytes) {
+  KV_TRY(check_open());
+  return ledger_->cancel(slot_, bytes);
+}
+
+Status Client::release(uint64_t bytes) {
+  KV_TRY(check_open());
+  return ledger_->release(slot_, bytes);
+}
+
+Result<uint64_t> Client::available() {
+  if (Status status = check_open(); !status.ok()) return status;
+  return ledger_->available(slot_);
+}
+
+Status Client::reserve_static(uint64_t bytes) {
+  KV_TRY(check_open());
+  return ledger_->reserve_static(slot_, bytes);
+}
+
+Status Client::release_static(uint64_t bytes) {
+  KV_TRY(check_open());
+  return ledger_->release_static(slot_, bytes);
+}
+
+Status Client::set_limit(uint64_t bytes) {
+  KV_TRY(check_open());
+  return ledger_->set_limit(slot_, bytes);
+}
+
+Status Client::set_min(uint64_t bytes) {
+  KV_TRY(check_open());
+  return ledger_->set_min(slot_, bytes);
+}
+
+void Client::count_maps(uint64_t maps, uint64_t unmaps) {
+  if (check_open().ok()) ledger_->count_maps(slot_, maps, unmaps);
+}
+
+Result<ClientRecord> Client::record() {
+  if (Status status = check_open(); !status.ok()) return status;
+  return ledger_->client(slot_);
+}
+
+}  // namespace kvcached

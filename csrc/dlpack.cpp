@@ -1,0 +1,134 @@
+#include "dlpack.h"
+
+#include <algorithm>
+
+namespace kvcached {
+
+namespace {
+
+struct DlDevice {
+  int32_t type;
+  int32_t id;
+};
+
+struct DlTensor {
+  void* data;
+  DlDevice device;
+  int32_t ndim;
+  uint8_t type_code;
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+
+struct DlManaged {
+  DlTensor tensor;
+  void* context;
+  void (*deleter)(DlManaged*);
+};
+
+struct DlManagedVersioned {
+  uint32_t major, minor;
+  void* context;
+  void (*deleter)(DlManagedVersioned*);
+  uint64_t flags;
+  DlTensor tensor;
+};
+
+// Owns what the tensor points to.
+template <class Managed>
+struct Export {
+  Managed managed;
+  std::shared_ptr<Region> region;
+  std::vector<int64_t> shape, strides;
+};
+
+std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+  return strides;
+}
+
+template <class Managed>
+Managed* export_view(const TensorView& view) {
+  auto* made = new Export<Managed>{{}, view.region, view.shape, row_major_strides(view.shape)};
+  const ElementType type = element_type(view.dtype).value();
+  made->managed.tensor = {reinterpret_cast<void*>(view.address()),
+                          {kDlpackCpu, 0},
+                          static_cast<int32_t>(view.shape.size()),
+                          type.code,
+                          type.bits,
+                          1,
+                          made->shape.data(),
+                          made->strides.data(),
+                          0};
+  made->managed.context = made;
+  made->managed.deleter = [](Managed* self) {
+    delete static_cast<Export<Managed>*>(self->context);
+  };
+  return &made->managed;
+}
+
+struct NamedType {
+  const char* name;
+  ElementType type;
+};
+
+// DLPack type codes: 0 signed, 1 unsigned, 2 float, 4 bfloat.
+constexpr NamedType kTypes[] = {
+    {"float32", {2, 32}}, {"float16", {2, 16}}, {"bfloat16", {4, 16}}, {"float64", {2, 64}},
+    {"int8", {0, 8}},     {"uint8", {1, 8}},    {"int32", {0, 32}},    {"int64", {0, 64}},
+};
+
+}  // namespace
+
+Result<ElementType> element_type(const std::string& name) {
+  std::string known;
+  for (const NamedType& entry : kTypes) {
+    if (name == entry.name) return entry.type;
+    known += std::string(known.empty() ? "" : ", ") + entry.name;
+  }
+  return failure(Code::invalid_argument, "dtype '" + name + "' is not supported; use " + known);
+}
+
+Result<TensorView> TensorView::make(std::shared_ptr<Region> region, uint64_t offset_bytes,
+                                    std::vector<int64_t> shape, std::string dtype) {
+  Result<ElementType> type = element_type(dtype);
+  if (!type.ok()) return type.status();
+  uint64_t bytes = type.value().bits / 8;
+  bool fits = !shape.empty() && offset_bytes % bytes == 0;
+  for (const int64_t extent : shape) {
+    fits =
+        fits && extent > 0 && !__builtin_mul_overflow(bytes, static_cast<uint64_t>(extent), &bytes);
+  }
+  if (!fits || offset_bytes > region->bytes() || bytes > region->bytes() - offset_bytes) {
+    return failure(Code::invalid_argument,
+                   "the view must have positive extents, start at a multiple of its element and "
+                   "lie within the tensor of " +
+                       std::to_string(region->bytes()) + " bytes");
+  }
+  return TensorView{std::move(region), offset_bytes, std::move(shape), std::move(dtype)};
+}
+
+void* export_versioned(const TensorView& view) {
+  auto* managed = export_view<DlManagedVersioned>(view);
+  managed->major = 1;
+  managed->minor = 0;
+  return managed;
+}
+
+void* export_unversioned(const TensorView& view) { return export_view<DlManaged>(view); }
+
+void free_versioned(void* managed) {
+  auto* tensor = static_cast<DlManagedVersioned*>(managed);
+  tensor->deleter(tensor);
+}
+
+void free_unversioned(void* managed) {
+  auto* tensor = static_cast<DlManaged*>(managed);
+  tensor->deleter(tensor);
+}
+
+}  // namespace kvcached

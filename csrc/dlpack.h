@@ -1,0 +1,44 @@
+// Tensors for other frameworks through DLPack (https://dmlc.github.io/dlpack). The structures are
+// the standard's; only what is exported here is declared.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "region.h"
+
+namespace kvcached {
+
+struct ElementType {
+  uint8_t code;
+  uint8_t bits;
+};
+
+// Code::invalid_argument for a name that is not supported, with the ones that are.
+Result<ElementType> element_type(const std::string& name);
+
+// A dense row-major view of part of a region. It keeps the address range reserved, not the pages:
+// reading a hole of it is a fault, on the host device a SIGSEGV.
+struct TensorView {
+  std::shared_ptr<Region> region;
+  uint64_t offset_bytes;
+  std::vector<int64_t> shape;
+  std::string dtype;
+
+  static Result<TensorView> make(std::shared_ptr<Region> region, uint64_t offset_bytes,
+                                 std::vector<int64_t> shape, std::string dtype);
+  uint64_t address() const { return region->address() + offset_bytes; }
+};
+
+inline constexpr int kDlpackCpu = 1;
+
+// New managed tensors, as the content of a capsule named "dltensor_versioned" or "dltensor".
+void* export_versioned(const TensorView& view);
+void* export_unversioned(const TensorView& view);
+// Frees one that nobody consumed.
+void free_versioned(void* managed);
+void free_unversioned(void* managed);
+
+}  // namespace kvcached

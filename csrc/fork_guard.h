@@ -1,0 +1,22 @@
+// What a forked child must not share with its parent: device memory and the liveness lock.
+// The child drops both at once (closing descriptors, replacing mappings by holes), so that a
+// client's memory still dies with the process that opened it. exec and vfork need nothing of this:
+// the descriptors are close-on-exec.
+#pragma once
+
+namespace kvcached {
+
+class ForkGuarded {
+ public:
+  virtual ~ForkGuarded() = default;
+  virtual void lock_for_fork() = 0;
+  virtual void unlock_after_fork() = 0;
+  // Runs in the child between the two above; only async-signal-safe calls, no allocation.
+  virtual void abandon_in_child() = 0;
+};
+
+// Neither may be called while holding what lock_for_fork locks.
+void guard_against_fork(ForkGuarded* object);
+void unguard_against_fork(ForkGuarded* object);
+
+}  // namespace kvcached

@@ -1,0 +1,224 @@
+#include "kv_cache.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace kvcached {
+
+namespace {
+
+Status check_geometry(const KvGeometry& geometry) {
+  const int64_t blocks = int64_t{geometry.slabs} * geometry.blocks_per_slab;
+  if (blocks == 0 || geometry.slab_pages.empty() ||
+      std::count(geometry.slab_pages.begin(), geometry.slab_pages.end(), 0) != 0) {
+    return failure(Code::invalid_argument, "a KV cache needs buffers, slabs and blocks");
+  }
+  if (geometry.reserved_blocks < 0 || geometry.reserved_blocks >= blocks) {
+    return failure(Code::invalid_argument, "reserved_blocks must be at least 0 and below the " +
+                                               std::to_string(blocks) + " blocks of the cache");
+  }
+  return {};
+}
+
+uint64_t sum(const std::vector<uint64_t>& values) {
+  return std::accumulate(values.begin(), values.end(), uint64_t{0});
+}
+
+}  // namespace
+
+Result<std::shared_ptr<KvCache>> KvCache::create(std::shared_ptr<Client> client,
+                                                 KvGeometry geometry) {
+  if (Status status = check_geometry(geometry); !status.ok()) return status;
+  uint64_t bytes = 0;
+  if (__builtin_mul_overflow(sum(geometry.slab_pages) * client->page_bytes(),
+                             uint64_t{geometry.slabs}, &bytes)) {
+    return failure(Code::invalid_argument, "the KV cache exceeds the address space");
+  }
+  Result<std::shared_ptr<Region>> region = Region::reserve(client->vmm(), bytes);
+  if (!region.ok()) return region.status();
+  std::shared_ptr<KvCache> cache(
+      new KvCache(std::move(client), std::move(region.value()), std::move(geometry)));
+  const Slab floor = cache->blocks_.floor_slabs();
+  if (Status status = floor > 0 ? cache->grow(floor) : Status{}; !status.ok()) return status;
+  return cache;
+}
+
+KvCache::KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region,
+                 KvGeometry geometry)
+    : client_(std::move(client)),
+      region_(std::move(region)),
+      geometry_(std::move(geometry)),
+      page_bytes_(client_->page_bytes()),
+      pages_per_slab_(sum(geometry_.slab_pages)),
+      pool_(client_),
+      blocks_(geometry_.slabs, geometry_.blocks_per_slab, geometry_.reserved_blocks) {
+  uint64_t first_page = 0;
+  for (const uint64_t pages : geometry_.slab_pages) {
+    buffer_pages_.push_back(first_page);
+    first_page += pages * geometry_.slabs;
+  }
+}
+
+KvCache::~KvCache() {
+  // What a failure leaves behind is given back when the client closes.
+  (void)close();
+}
+
+Status KvCache::check_open() const {
+  if (closed_) return failure(Code::closed, "the KV cache was freed");
+  return client_->check_open();
+}
+
+std::vector<PageRun> KvCache::runs_of(std::span<const Slab> slabs) const {
+  std::vector<PageRun> runs;
+  for (size_t first = 0; first < slabs.size();) {
+    size_t end = first + 1;
+    while (end < slabs.size() && slabs[end] == slabs[end - 1] + 1) ++end;
+    for (size_t buffer = 0; buffer < buffer_pages_.size(); ++buffer) {
+      const uint64_t pages = geometry_.slab_pages[buffer];
+      runs.push_back({buffer_pages_[buffer] + slabs[first] * pages, (end - first) * pages});
+    }
+    first = end;
+  }
+  return runs;
+}
+
+void KvCache::count_calls(const MapCounters& before) {
+  const MapCounters& now = region_->counters();
+  client_->count_maps(now.maps - before.maps, now.unmaps - before.unmaps);
+}
+
+Status KvCache::grow(Slab count) {
+  const std::vector<Slab> slabs = blocks_.lowest_unmapped(count);
+  Result<std::vector<Handle>> pages = pool_.take(count * pages_per_slab_);
+  if (!pages.ok()) return pages.status();
+  const MapCounters before = region_->counters();
+  Status mapped = region_->map(runs_of(slabs), pages.value());
+  count_calls(before);
+  if (mapped.ok()) {
+    blocks_.add_mapped(slabs);
+    return mapped;
+  }
+  if (mapped.code == Code::stranded) {
+    blocks_.retire(slabs);
+    return mapped;
+  }
+  KV_TRY(pool_.give(pages.value()));
+  return mapped;
+}
+
+Status KvCache::shrink(std::span<const Slab> slabs) {
+  const MapCounters before = region_->counters();
+  Result<std::vector<Handle>> pages = region_->unmap(runs_of(slabs));
+  count_calls(before);
+  if (!pages.ok()) {
+    if (pages.status().code == Code::stranded) blocks_.retire(slabs);
+    return pages.status();
+  }
+  blocks_.remove_mapped(slabs);
+  return pool_.give(pages.value());
+}
+
+Status KvCache::alloc(std::span<int64_t> ids) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  const auto wanted = static_cast<int64_t>(ids.size());
+  if (const int64_t missing = wanted - blocks_.free_mapped_blocks(); missing > 0) {
+    const int64_t per_slab = blocks_.blocks_per_slab();
+    const int64_t slabs = (missing + per_slab - 1) / per_slab;
+    if (slabs > int64_t{blocks_.unmapped_slabs()}) {
+      return failure(Code::no_room, "the virtual space of the KV cache is used up");
+    }
+    KV_TRY(grow(static_cast<Slab>(slabs)));
+  }
+  blocks_.take(ids);
+  return {};
+}
+
+Status KvCache::free(std::span<const int64_t> ids) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  std::vector<Slab> emptied;
+  KV_TRY(blocks_.give(ids, emptied));
+  std::sort(emptied.begin(), emptied.end());
+  if (!emptied.empty()) (void)shrink(emptied);
+  return {};
+}
+
+Result<int64_t> KvCache::available_blocks() {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  Result<size_t> pages = pool_.available_pages();
+  if (!pages.ok()) return pages.status();
+  const uint64_t slabs =
+      std::min<uint64_t>(blocks_.unmapped_slabs(), pages.value() / pages_per_slab_);
+  return blocks_.free_mapped_blocks() + static_cast<int64_t>(slabs) * blocks_.blocks_per_slab();
+}
+
+int64_t KvCache::live_blocks() const {
+  const std::lock_guard lock(mutex_);
+  return blocks_.live_blocks();
+}
+
+int64_t KvCache::free_mapped_blocks() const {
+  const std::lock_guard lock(mutex_);
+  return blocks_.free_mapped_blocks();
+}
+
+uint64_t KvCache::mapped_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return region_->mapped_pages() * page_bytes_;
+}
+
+uint64_t KvCache::floor_bytes() const {
+  return blocks_.floor_slabs() * pages_per_slab_ * page_bytes_;
+}
+
+MapCounters KvCache::counters() const {
+  const std::lock_guard lock(mutex_);
+  return region_->counters();
+}
+
+Status KvCache::set_spare_pages(size_t low, size_t high) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  return pool_.set_watermarks(low, high);
+}
+
+Result<size_t> KvCache::trim() {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  const std::vector<Slab> idle = blocks_.empty_mapped();
+  size_t given = 0;
+  if (!idle.empty()) {
+    const size_t spares_before = pool_.spare_pages();
+    if (Status status = shrink(idle); !status.ok()) return status;
+    given = spares_before + idle.size() * pages_per_slab_ - pool_.spare_pages();
+  }
+  Result<size_t> trimmed = pool_.trim(0);
+  if (!trimmed.ok()) return trimmed;
+  return given + trimmed.value();
+}
+
+Status KvCache::check() const {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  return blocks_.check();
+}
+
+Status KvCache::close() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return {};
+  if (client_->check_open().ok()) {
+    const MapCounters before = region_->counters();
+    Result<std::vector<Handle>> pages = region_->unmap_all();
+    count_calls(before);
+    if (!pages.ok()) return pages.status();
+    KV_TRY(pool_.set_watermarks(0, 0));
+    KV_TRY(pool_.give(pages.value()));
+  }
+  closed_ = true;
+  return {};
+}
+
+}  // namespace kvcached

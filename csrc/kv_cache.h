@@ -1,0 +1,75 @@
+// The KV cache of one model: block ids above, pages below. Growing by a slab maps its pages in
+// every buffer of the model in one batch, all or nothing.
+// Thread rule: any thread; calls are serialised. One engine thread is the intended user.
+#pragma once
+
+#include "kv_allocator.h"
+#include "page_pool.h"
+#include "region.h"
+
+namespace kvcached {
+
+struct KvGeometry {
+  std::vector<uint64_t> slab_pages;  // per buffer (K and V of each layer): pages of one slab
+  Slab slabs = 0;
+  uint32_t blocks_per_slab = 0;
+  int64_t reserved_blocks = 0;
+};
+
+class KvCache {
+ public:
+  // Reserves the address space and maps the slabs of the reserved blocks, nothing else.
+  static Result<std::shared_ptr<KvCache>> create(std::shared_ptr<Client> client,
+                                                 KvGeometry geometry);
+  ~KvCache();
+  KvCache(const KvCache&) = delete;
+  KvCache& operator=(const KvCache&) = delete;
+
+  // Fills `ids` or changes nothing; Code::no_room if this client cannot have the pages now.
+  Status alloc(std::span<int64_t> ids);
+  // Frees all ids or none. Slabs without a live block are unmapped; one whose unmap the OS refuses
+  // stays mapped and charged, is used again, and trim reports the reason.
+  Status free(std::span<const int64_t> ids);
+
+  // Blocks that alloc would grant now.
+  Result<int64_t> available_blocks();
+  int64_t total_blocks() const { return blocks_.total_blocks(); }
+  int64_t live_blocks() const;
+  int64_t free_mapped_blocks() const;
+  uint64_t mapped_bytes() const;
+  uint64_t floor_bytes() const;
+
+  // Unmapped pages to keep for reuse; see page_pool.h.
+  Status set_spare_pages(size_t low, size_t high);
+  // Gives back every page that holds no live block. Returns how many went.
+  Result<size_t> trim();
+  Status check() const;
+  MapCounters counters() const;
+
+  const std::shared_ptr<Region>& region() const { return region_; }
+  uint64_t buffer_offset(size_t buffer) const { return buffer_pages_[buffer] * page_bytes_; }
+  // Gives everything back; the address range stays reserved while views live. Idempotent.
+  Status close();
+
+ private:
+  KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region, KvGeometry geometry);
+
+  Status check_open() const;
+  Status grow(Slab count);
+  Status shrink(std::span<const Slab> slabs);
+  std::vector<PageRun> runs_of(std::span<const Slab> slabs) const;
+  void count_calls(const MapCounters& before);
+
+  const std::shared_ptr<Client> client_;
+  const std::shared_ptr<Region> region_;
+  const KvGeometry geometry_;
+  const uint64_t page_bytes_;
+  uint64_t pages_per_slab_ = 0;
+  std::vector<uint64_t> buffer_pages_;  // first page of each buffer in the region
+  PagePool pool_;
+  KvAllocator blocks_;
+  bool closed_ = false;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace kvcached

@@ -1,0 +1,311 @@
+#include "ledger.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "ledger_file.h"
+#include "liveness.h"
+
+namespace kvcached {
+
+// Holds the segment's mutex. If the last holder died inside, every record is whole all the same
+// (each change is one store that counts), and only the total has to be summed up again.
+class Ledger::Lock {
+ public:
+  explicit Lock(LedgerSegment& segment) : segment_(segment) {
+    error_ = pthread_mutex_lock(&segment_.mutex);
+    if (error_ != EOWNERDEAD) return;
+    segment_.charged_bytes = total_charge(segment_);
+    error_ = pthread_mutex_consistent(&segment_.mutex);
+  }
+  ~Lock() {
+    if (error_ == 0) pthread_mutex_unlock(&segment_.mutex);
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+  Status check() const {
+    if (error_ != 0) return system_failure("lock of the ledger", error_);
+    if (segment_.destroyed != 0) {
+      return failure(Code::gone, "the device was destroyed; close the client and open it again");
+    }
+    return {};
+  }
+
+ private:
+  LedgerSegment& segment_;
+  int error_;
+};
+
+namespace {
+
+Status no_room(uint64_t need, uint64_t free, const char* why) {
+  return {Code::no_room,
+          "need " + std::to_string(need) + " bytes, " + std::to_string(free) + " free: " + why,
+          need, free};
+}
+
+Status underflow(const char* what) {
+  return failure(Code::internal, std::string("more bytes given back than ") + what);
+}
+
+uint64_t capped_sum(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
+
+uint64_t above(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+ProcessId owner_of(const ClientRecord& client) {
+  return {client.pid, client.pid_namespace, client.start_ticks};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Ledger>> Ledger::open(const LedgerOptions& options) {
+  Result<LedgerFile> file = open_ledger_file(options);
+  if (!file.ok()) return file.status();
+  return std::shared_ptr<Ledger>(new Ledger(options.path, file.value().fd, file.value().segment));
+}
+
+Ledger::Ledger(std::string path, int fd, LedgerSegment* segment)
+    : path_(std::move(path)), fd_(fd), segment_(segment) {}
+
+Ledger::~Ledger() {
+  munmap(segment_, sizeof(LedgerSegment));
+  ::close(fd_);
+}
+
+template <class Change>
+void Ledger::update(ClientRecord& client, Change change) {
+  const uint64_t before = client.charge_bytes();
+  change(client);
+  segment_->charged_bytes = segment_->charged_bytes - before + client.charge_bytes();
+}
+
+bool Ledger::is_alive(int slot) const {
+  return is_byte_locked(fd_, liveness_byte(slot)) || !is_over(owner_of(segment_->clients[slot]));
+}
+
+int Ledger::reap_locked() {
+  int reaped = 0;
+  for (int slot = 0; slot < kMaxClients; ++slot) {
+    ClientRecord& client = record(slot);
+    if (client.used == 0 || is_alive(slot)) continue;
+    segment_->charged_bytes -= client.charge_bytes();
+    client.used = 0;
+    ++reaped;
+  }
+  return reaped;
+}
+
+uint64_t Ledger::free_bytes() const {
+  // A client that was killed inside commit can count twice until it is reaped.
+  return above(segment_->capacity_bytes, segment_->charged_bytes);
+}
+
+uint64_t Ledger::room(const ClientRecord& client) const {
+  const uint64_t elastic = client.elastic_bytes();
+  const uint64_t of_device = capped_sum(free_bytes(), above(client.min_bytes, elastic));
+  return std::min(above(client.limit_bytes, elastic), of_device);
+}
+
+Result<int> Ledger::open_lock_fd() const {
+  const std::string path = "/proc/self/fd/" + std::to_string(fd_);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return system_failure("open of the ledger's lock", errno);
+  return fd;
+}
+
+Status Ledger::claim_record(int slot, const ClientOptions& options, int memory_fd) {
+  if (options.min_bytes > free_bytes()) reap_locked();
+  if (options.min_bytes > free_bytes()) {
+    return no_room(options.min_bytes, free_bytes(), "the minimum is not free on the device");
+  }
+  ClientRecord& client = record(slot);
+  client = {};
+  const ProcessId self = this_process();
+  client.pid = self.pid;
+  client.pid_namespace = self.pid_namespace;
+  client.start_ticks = self.start_ticks;
+  client.memory_fd = memory_fd;
+  client.min_bytes = options.min_bytes;
+  client.limit_bytes = options.limit_bytes;
+  strncpy(client.name, options.name.c_str(), sizeof(client.name) - 1);
+  std::atomic_ref(client.used).store(1, std::memory_order_release);
+  segment_->charged_bytes += client.charge_bytes();
+  return {};
+}
+
+Result<int> Ledger::join(const ClientOptions& options, int lock_fd, int memory_fd) {
+  if (options.name.empty() || options.name.size() >= sizeof(ClientRecord::name)) {
+    return failure(Code::invalid_argument, "a client name has 1 to 63 bytes");
+  }
+  if (options.min_bytes > options.limit_bytes) {
+    return failure(Code::invalid_argument, "min_bytes is above limit_bytes; lower it");
+  }
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); !status.ok()) return status;
+  for (const bool retry : {false, true}) {
+    if (retry && reap_locked() == 0) break;
+    for (int slot = 0; slot < kMaxClients; ++slot) {
+      if (record(slot).used != 0) continue;
+      if (!lock_byte(lock_fd, liveness_byte(slot), false).ok()) continue;
+      if (Status status = claim_record(slot, options, memory_fd); !status.ok()) return status;
+      return slot;
+    }
+  }
+  return failure(Code::too_many_clients,
+                 "all " + std::to_string(kMaxClients) + " client records are taken; close some");
+}
+
+Status Ledger::leave(int slot) {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  segment_->charged_bytes -= record(slot).charge_bytes();
+  record(slot).used = 0;
+  return {};
+}
+
+Status Ledger::reserve(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  ClientRecord& client = record(slot);
+  if (bytes > room(client)) reap_locked();
+  if (const uint64_t free = room(client); bytes > free) {
+    const bool limited = free == above(client.limit_bytes, client.elastic_bytes());
+    return no_room(bytes, free, limited ? "the client is at its limit" : "the device is full");
+  }
+  update(client, [=](ClientRecord& c) { c.pending_bytes += bytes; });
+  return {};
+}
+
+Status Ledger::commit(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  ClientRecord& client = record(slot);
+  if (bytes > client.pending_bytes) return underflow("were reserved");
+  client.committed_bytes += bytes;
+  client.pending_bytes -= bytes;
+  return {};
+}
+
+Status Ledger::cancel(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  ClientRecord& client = record(slot);
+  if (bytes > client.pending_bytes) return underflow("were reserved");
+  update(client, [=](ClientRecord& c) { c.pending_bytes -= bytes; });
+  return {};
+}
+
+Status Ledger::release(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  ClientRecord& client = record(slot);
+  if (bytes > client.committed_bytes) return underflow("were committed");
+  update(client, [=](ClientRecord& c) { c.committed_bytes -= bytes; });
+  return {};
+}
+
+Result<uint64_t> Ledger::available(int slot) {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); !status.ok()) return status;
+  reap_locked();
+  return room(record(slot));
+}
+
+Status Ledger::reserve_static(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  if (bytes > free_bytes()) reap_locked();
+  if (bytes > free_bytes()) return no_room(bytes, free_bytes(), "the device is full");
+  update(record(slot), [=](ClientRecord& c) { c.static_bytes += bytes; });
+  return {};
+}
+
+Status Ledger::release_static(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  if (bytes > record(slot).static_bytes) return underflow("were leased");
+  update(record(slot), [=](ClientRecord& c) { c.static_bytes -= bytes; });
+  return {};
+}
+
+Status Ledger::set_limit(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  if (bytes < record(slot).min_bytes) {
+    return failure(Code::invalid_argument, "limit_bytes is below min_bytes; lower the minimum");
+  }
+  record(slot).limit_bytes = bytes;
+  return {};
+}
+
+Status Ledger::set_min(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  ClientRecord& client = record(slot);
+  if (bytes > client.limit_bytes) {
+    return failure(Code::invalid_argument, "min_bytes is above limit_bytes; raise the limit");
+  }
+  const uint64_t extra = above(bytes, std::max(client.min_bytes, client.elastic_bytes()));
+  if (extra > free_bytes()) reap_locked();
+  if (extra > free_bytes()) return no_room(extra, free_bytes(), "the minimum is not free");
+  update(client, [=](ClientRecord& c) { c.min_bytes = bytes; });
+  return {};
+}
+
+void Ledger::count_maps(int slot, uint64_t maps, uint64_t unmaps) {
+  std::atomic_ref(record(slot).maps).fetch_add(maps, std::memory_order_relaxed);
+  std::atomic_ref(record(slot).unmaps).fetch_add(unmaps, std::memory_order_relaxed);
+}
+
+Result<LedgerUsage> Ledger::usage() {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); !status.ok()) return status;
+  reap_locked();
+  LedgerUsage usage{capacity_bytes(), page_bytes(), segment_->charged_bytes, {}};
+  for (const ClientRecord& client : segment_->clients) {
+    if (client.used != 0) usage.clients.push_back(client);
+  }
+  return usage;
+}
+
+Result<ClientRecord> Ledger::client(int slot) {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); !status.ok()) return status;
+  return record(slot);
+}
+
+Result<int> Ledger::reap() {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); !status.ok()) return status;
+  return reap_locked();
+}
+
+Status Ledger::destroy(bool force) {
+  Result<FileLock> file_lock = FileLock::take(path_);
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); !status.ok()) {
+    return status.code == Code::gone ? Status{} : status;
+  }
+  reap_locked();
+  const bool in_use = std::any_of(std::begin(segment_->clients), std::end(segment_->clients),
+                                  [](const ClientRecord& client) { return client.used != 0; });
+  if (in_use && !force) {
+    return failure(Code::busy, "clients still hold memory of " + path_ + "; close them first");
+  }
+  segment_->destroyed = 1;
+  // The path may be gone or hold a newer ledger by now; that one is not ours to remove.
+  if (file_lock.ok() && is_still_at(fd_, path_) && ::unlink(path_.c_str()) != 0 &&
+      errno != ENOENT) {
+    return system_failure("unlink of the ledger", errno);
+  }
+  return {};
+}
+
+}  // namespace kvcached

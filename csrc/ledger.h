@@ -1,0 +1,102 @@
+// The ledger of one device: who holds how much of it, in memory shared by all its processes.
+//
+// The one rule: a hard reservation exists before any physical page does, so that two engines can
+// never race into out-of-memory. reserve, then create the pages and commit, or cancel.
+// For each client charge = static + max(pages reserved, minimum), and the sum of all charges never
+// exceeds the capacity, at any moment, whoever dies where.
+//
+// Liveness is a file lock that dies with its process (liveness.h); a dead client's record is freed
+// by whoever next lacks room, reads usage or calls reap. The mutex is robust: if its holder is
+// killed inside, the next one rebuilds the only derived number from the records.
+// Thread rule: any thread. Calls that name a slot come from the process that joined it.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ledger_segment.h"
+#include "status.h"
+
+namespace kvcached {
+
+struct LedgerOptions {
+  std::string path;
+  std::optional<uint64_t> capacity_bytes;  // absent: attach only
+  std::optional<uint64_t> page_bytes;      // absent: whatever the ledger has
+};
+
+struct ClientOptions {
+  std::string name;
+  uint64_t min_bytes = 0;
+  uint64_t limit_bytes = kNoLimit;
+};
+
+struct LedgerUsage {
+  uint64_t capacity_bytes;
+  uint64_t page_bytes;
+  uint64_t charged_bytes;
+  std::vector<ClientRecord> clients;
+};
+
+class Ledger {
+ public:
+  static Result<std::shared_ptr<Ledger>> open(const LedgerOptions& options);
+  ~Ledger();
+  Ledger(const Ledger&) = delete;
+  Ledger& operator=(const Ledger&) = delete;
+
+  uint64_t capacity_bytes() const { return segment_->capacity_bytes; }
+  uint64_t page_bytes() const { return segment_->page_bytes; }
+
+  // Takes a free record and locks its byte with lock_fd (from open_lock_fd), which the client
+  // keeps open as long as it holds memory. Returns the slot.
+  Result<int> join(const ClientOptions& options, int lock_fd, int memory_fd);
+  Status leave(int slot);
+  Result<int> open_lock_fd() const;
+
+  // Pages. no_room carries what was asked and what this client could have.
+  Status reserve(int slot, uint64_t bytes);
+  Status commit(int slot, uint64_t bytes);   // part of what was reserved now exists
+  Status cancel(int slot, uint64_t bytes);   // part of what was reserved will not exist
+  Status release(int slot, uint64_t bytes);  // part of what was committed exists no more
+  // What reserve would grant now: the limit, others' minimums and unused own minimum counted.
+  Result<uint64_t> available(int slot);
+
+  // Memory that does not come and go: weights, activations, contexts. No limit applies.
+  Status reserve_static(int slot, uint64_t bytes);
+  Status release_static(int slot, uint64_t bytes);
+
+  Status set_limit(int slot, uint64_t bytes);  // may be below what is held: no growth then
+  Status set_min(int slot, uint64_t bytes);
+  void count_maps(int slot, uint64_t maps, uint64_t unmaps);
+
+  // One coherent read, dead clients freed first.
+  Result<LedgerUsage> usage();
+  Result<ClientRecord> client(int slot);
+  Result<int> reap();
+
+  // Removes the segment. Code::busy while any client lives, unless `force`.
+  Status destroy(bool force);
+
+ private:
+  class Lock;
+
+  Ledger(std::string path, int fd, LedgerSegment* segment);
+  ClientRecord& record(int slot) { return segment_->clients[slot]; }
+  uint64_t free_bytes() const;
+  uint64_t room(const ClientRecord& client) const;
+  bool is_alive(int slot) const;
+  int reap_locked();
+  Status claim_record(int slot, const ClientOptions& options, int memory_fd);
+  // Applies `change` to a record and keeps the total of charges right.
+  template <class Change>
+  void update(ClientRecord& client, Change change);
+
+  const std::string path_;
+  const int fd_;
+  LedgerSegment* const segment_;
+};
+
+}  // namespace kvcached

@@ -1,0 +1,39 @@
+// Creating, attaching and removing the file that holds a ledger.
+#pragma once
+
+#include "ledger.h"
+
+namespace kvcached {
+
+struct LedgerFile {
+  int fd;
+  LedgerSegment* segment;
+};
+
+// Creates the file if it is missing and a capacity is given; checks version and geometry.
+// A ledger of an earlier boot is started afresh.
+Result<LedgerFile> open_ledger_file(const LedgerOptions& options);
+
+// Whether the file open as `fd` is the one found at `path`.
+bool is_still_at(int fd, const std::string& path);
+
+// Holds the byte that serialises creation and removal, on its own open file description.
+class FileLock {
+ public:
+  static Result<FileLock> take(const std::string& path);
+  FileLock(FileLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  FileLock& operator=(FileLock&&) = delete;
+  ~FileLock();
+
+ private:
+  explicit FileLock(int fd) : fd_(fd) {}
+  int fd_;
+};
+
+// Byte of the file that client `slot` keeps locked while it lives; byte 0 is FileLock's.
+inline off_t liveness_byte(int slot) { return 1 + slot; }
+
+// Sum of the charges of all used records.
+uint64_t total_charge(const LedgerSegment& segment);
+
+}  // namespace kvcached

@@ -1,0 +1,75 @@
+#include "liveness.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+#include <sstream>
+
+namespace kvcached {
+
+namespace {
+
+struct ProcessStat {
+  bool exists = false;
+  char state = 'X';
+  uint64_t start_ticks = 0;
+};
+
+ProcessStat read_stat(const std::string& pid) {
+  std::ifstream file("/proc/" + pid + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return {};
+  // The command name may hold blanks and brackets; fields are counted from the last bracket.
+  std::istringstream fields(line.substr(line.rfind(')') + 1));
+  ProcessStat stat{.exists = true};
+  fields >> stat.state;
+  std::string skipped;
+  for (int i = 0; i < 18; ++i) fields >> skipped;
+  fields >> stat.start_ticks;
+  return stat;
+}
+
+struct flock one_byte(off_t byte) {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = byte;
+  lock.l_len = 1;
+  return lock;
+}
+
+}  // namespace
+
+ProcessId this_process() {
+  struct stat name_space = {};
+  if (stat("/proc/self/ns/pid", &name_space) != 0) name_space.st_ino = 0;
+  return {getpid(), name_space.st_ino, read_stat("self").start_ticks};
+}
+
+bool is_over(const ProcessId& process) {
+  if (process.pid_namespace != this_process().pid_namespace) return true;
+  const ProcessStat stat = read_stat(std::to_string(process.pid));
+  if (!stat.exists || stat.start_ticks != process.start_ticks) return true;
+  return stat.state == 'Z' || stat.state == 'X';
+}
+
+Status lock_byte(int fd, off_t byte, bool wait) {
+  struct flock lock = one_byte(byte);
+  int result = 0;
+  do {
+    result = fcntl(fd, wait ? F_OFD_SETLKW : F_OFD_SETLK, &lock);
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) return {};
+  if (errno == EAGAIN || errno == EACCES) return failure(Code::busy, "the byte is locked");
+  return system_failure("fcntl(F_OFD_SETLK)", errno);
+}
+
+bool is_byte_locked(int fd, off_t byte) {
+  struct flock lock = one_byte(byte);
+  return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+}
+
+}  // namespace kvcached

@@ -1,0 +1,128 @@
+#include "region.h"
+
+#include <algorithm>
+
+namespace kvcached {
+
+Result<std::shared_ptr<Region>> Region::reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes) {
+  Result<uint64_t> address = vmm->reserve(bytes);
+  if (!address.ok()) return address.status();
+  return std::shared_ptr<Region>(new Region(std::move(vmm), address.value(), bytes));
+}
+
+Region::Region(std::shared_ptr<Vmm> vmm, uint64_t address, uint64_t bytes)
+    : vmm_(std::move(vmm)),
+      address_(address),
+      bytes_(bytes),
+      handles_(bytes / vmm_->page_bytes(), kNoHandle) {}
+
+Region::~Region() {
+  // Its owner unmapped everything, or closed the client, which did. If neither could, the
+  // reservation stays until the Vmm goes.
+  (void)vmm_->free_address(address_, bytes_);
+}
+
+Status Region::check_runs(std::span<const PageRun> runs, bool mapped) const {
+  for (const PageRun& run : runs) {
+    if (run.pages == 0 || run.first_page >= handles_.size() ||
+        run.pages > handles_.size() - run.first_page) {
+      return failure(Code::invalid_argument, "the range is empty or outside the tensor of " +
+                                                 std::to_string(bytes_) + " bytes");
+    }
+    for (uint64_t i = 0; i < run.pages; ++i) {
+      if ((handles_[run.first_page + i] != kNoHandle) == mapped) continue;
+      return mapped ? failure(Code::not_mapped, "part of the range is not mapped; map it first")
+                    : failure(Code::already_mapped,
+                              "part of the range is mapped already; unmap it first");
+    }
+  }
+  return {};
+}
+
+Status Region::map_run(const PageRun& run, std::span<const Handle> handles) {
+  KV_TRY(vmm_->map_accessible(address_of(run.first_page), handles));
+  std::copy(handles.begin(), handles.end(),
+            handles_.begin() + static_cast<std::ptrdiff_t>(run.first_page));
+  ++counters_.maps;
+  counters_.pages_mapped += run.pages;
+  mapped_pages_ += run.pages;
+  return {};
+}
+
+Status Region::unmap_run(const PageRun& run) {
+  KV_TRY(vmm_->unmap(address_of(run.first_page), run.pages * vmm_->page_bytes()));
+  const auto first = handles_.begin() + static_cast<std::ptrdiff_t>(run.first_page);
+  std::fill(first, first + static_cast<std::ptrdiff_t>(run.pages), kNoHandle);
+  ++counters_.unmaps;
+  counters_.pages_unmapped += run.pages;
+  mapped_pages_ -= run.pages;
+  return {};
+}
+
+Status Region::strand(std::span<const Handle> handles, const Status& cause) {
+  for (const Handle handle : handles) {
+    if (std::find(handles_.begin(), handles_.end(), handle) == handles_.end()) {
+      stranded_.push_back(handle);
+    }
+  }
+  return failure(Code::stranded, "a failed batch could not be undone: " + cause.message);
+}
+
+Status Region::map(std::span<const PageRun> runs, std::span<const Handle> handles) {
+  KV_TRY(check_runs(runs, false));
+  std::span<const Handle> rest = handles;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const Status status = map_run(runs[i], rest.first(runs[i].pages));
+    if (status.ok()) {
+      rest = rest.subspan(runs[i].pages);
+      continue;
+    }
+    for (size_t done = i; done-- > 0;) {
+      if (!unmap_run(runs[done]).ok()) return strand(handles, status);
+    }
+    return status.code == Code::stranded ? strand(handles, status) : status;
+  }
+  return {};
+}
+
+Result<std::vector<Handle>> Region::unmap(std::span<const PageRun> runs) {
+  if (Status status = check_runs(runs, true); !status.ok()) return status;
+  std::vector<Handle> handles;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const std::span<Handle> backing =
+        std::span(handles_).subspan(runs[i].first_page, runs[i].pages);
+    handles.insert(handles.end(), backing.begin(), backing.end());
+    const Status status = unmap_run(runs[i]);
+    if (status.ok()) continue;
+    std::span<const Handle> undone = std::span<const Handle>(handles);
+    for (size_t done = 0; done < i; ++done) {
+      if (!map_run(runs[done], undone.first(runs[done].pages)).ok()) return strand(handles, status);
+      undone = undone.subspan(runs[done].pages);
+    }
+    return status;
+  }
+  return handles;
+}
+
+std::vector<PageRun> Region::mapped_runs() const {
+  std::vector<PageRun> runs;
+  for (uint64_t page = 0; page < handles_.size(); ++page) {
+    if (handles_[page] == kNoHandle) continue;
+    if (!runs.empty() && runs.back().first_page + runs.back().pages == page) {
+      ++runs.back().pages;
+    } else {
+      runs.push_back({page, 1});
+    }
+  }
+  return runs;
+}
+
+Result<std::vector<Handle>> Region::unmap_all() {
+  Result<std::vector<Handle>> handles = unmap(mapped_runs());
+  if (!handles.ok()) return handles;
+  handles.value().insert(handles.value().end(), stranded_.begin(), stranded_.end());
+  stranded_.clear();
+  return handles;
+}
+
+}  // namespace kvcached

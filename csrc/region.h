@@ -1,0 +1,67 @@
+// A reserved range of virtual memory, backed page by page. Its calls take many runs of pages at
+// once (one per layer and buffer, say): one call to the backend per run, and all or nothing over
+// the whole batch. Should a rollback fail as well, the answer is Code::stranded, part of the range
+// is in an unknown state, and the region keeps every handle of the batch until unmap_all.
+// Thread rule: the owner's; the last reference may be dropped on any thread.
+#pragma once
+
+#include "vmm.h"
+
+namespace kvcached {
+
+struct PageRun {
+  uint64_t first_page;
+  uint64_t pages;
+};
+
+struct MapCounters {
+  uint64_t maps = 0;  // calls to the backend, one per run
+  uint64_t unmaps = 0;
+  uint64_t pages_mapped = 0;
+  uint64_t pages_unmapped = 0;
+};
+
+class Region {
+ public:
+  static Result<std::shared_ptr<Region>> reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes);
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  uint64_t address() const { return address_; }
+  uint64_t bytes() const { return bytes_; }
+  uint64_t mapped_pages() const { return mapped_pages_; }
+  const MapCounters& counters() const { return counters_; }
+  const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
+
+  // Whether map could take these runs: inside the range, nothing mapped there.
+  Status check_unmapped(std::span<const PageRun> runs) const { return check_runs(runs, false); }
+  // Backs the runs, in order, with the handles, in order, ready for access.
+  // REQUIRES: as many handles as pages.
+  Status map(std::span<const PageRun> runs, std::span<const Handle> handles);
+  // The handles that backed the runs.
+  Result<std::vector<Handle>> unmap(std::span<const PageRun> runs);
+  // Unmaps whatever is mapped. Returns those handles and the stranded ones.
+  Result<std::vector<Handle>> unmap_all();
+
+ private:
+  Region(std::shared_ptr<Vmm> vmm, uint64_t address, uint64_t bytes);
+
+  Status check_runs(std::span<const PageRun> runs, bool mapped) const;
+  uint64_t address_of(uint64_t page) const { return address_ + page * vmm_->page_bytes(); }
+  Status map_run(const PageRun& run, std::span<const Handle> handles);
+  Status unmap_run(const PageRun& run);
+  Status strand(std::span<const Handle> handles, const Status& cause);
+  // The maximal runs of backed pages.
+  std::vector<PageRun> mapped_runs() const;
+
+  const std::shared_ptr<Vmm> vmm_;
+  const uint64_t address_;
+  const uint64_t bytes_;
+  std::vector<Handle> handles_;   // by page; kNoHandle is a hole
+  std::vector<Handle> stranded_;  // of nobody else, and not mapped
+  uint64_t mapped_pages_ = 0;
+  MapCounters counters_;
+};
+
+}  // namespace kvcached

@@ -1,0 +1,76 @@
+#include "virtual_tensor.h"
+
+namespace kvcached {
+
+Result<std::shared_ptr<VirtualTensor>> VirtualTensor::create(std::shared_ptr<Client> client,
+                                                             uint64_t bytes) {
+  Result<std::shared_ptr<Region>> region = Region::reserve(client->vmm(), bytes);
+  if (!region.ok()) return region.status();
+  return std::shared_ptr<VirtualTensor>(
+      new VirtualTensor(std::move(client), std::move(region.value())));
+}
+
+VirtualTensor::VirtualTensor(std::shared_ptr<Client> client, std::shared_ptr<Region> region)
+    : client_(std::move(client)), region_(std::move(region)), pool_(client_) {}
+
+VirtualTensor::~VirtualTensor() {
+  // What a failure leaves behind is given back when the client closes.
+  (void)close();
+}
+
+uint64_t VirtualTensor::mapped_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return region_->mapped_pages() * client_->page_bytes();
+}
+
+Result<PageRun> VirtualTensor::run_of(uint64_t offset, uint64_t bytes) const {
+  if (closed_) return failure(Code::closed, "the virtual tensor was freed");
+  if (Status status = client_->check_open(); !status.ok()) return status;
+  const uint64_t page = client_->page_bytes();
+  if (offset % page != 0 || bytes % page != 0) {
+    return failure(Code::not_aligned, "offset and size must be multiples of the page size, " +
+                                          std::to_string(page) + " bytes");
+  }
+  return PageRun{offset / page, bytes / page};
+}
+
+Status VirtualTensor::map(uint64_t offset, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  Result<PageRun> run = run_of(offset, bytes);
+  if (!run.ok()) return run.status();
+  const std::span<const PageRun> runs(&run.value(), 1);
+  KV_TRY(region_->check_unmapped(runs));
+  Result<std::vector<Handle>> pages = pool_.take(run.value().pages);
+  if (!pages.ok()) return pages.status();
+  Status mapped = region_->map(runs, pages.value());
+  if (mapped.ok()) client_->count_maps(1, 0);
+  if (mapped.ok() || mapped.code == Code::stranded) return mapped;
+  KV_TRY(pool_.give(pages.value()));
+  return mapped;
+}
+
+Status VirtualTensor::unmap(uint64_t offset, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  Result<PageRun> run = run_of(offset, bytes);
+  if (!run.ok()) return run.status();
+  Result<std::vector<Handle>> pages = region_->unmap(std::span<const PageRun>(&run.value(), 1));
+  if (!pages.ok()) return pages.status();
+  client_->count_maps(0, 1);
+  return pool_.give(pages.value());
+}
+
+Status VirtualTensor::close() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return {};
+  if (client_->check_open().ok()) {
+    const uint64_t unmaps_before = region_->counters().unmaps;
+    Result<std::vector<Handle>> pages = region_->unmap_all();
+    if (!pages.ok()) return pages.status();
+    client_->count_maps(0, region_->counters().unmaps - unmaps_before);
+    KV_TRY(pool_.give(pages.value()));
+  }
+  closed_ = true;
+  return {};
+}
+
+}  // namespace kvcached

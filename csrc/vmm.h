@@ -1,0 +1,69 @@
+// Virtual memory of one client on one device. This header is the manual; it states CUDA's rules,
+// and every backend enforces them, so that code that is right on the host device is right on a GPU.
+//
+//   reserve      an address range: nothing resident, every access is a fault
+//   create       physical pages, each a handle of exactly page_bytes()
+//   map          whole handles, in order, at consecutive addresses that are all unmapped
+//   set_access   before the first access to a mapped page
+//   unmap        a range in which every page is mapped; the handles stay valid
+//   release      the handle; its memory returns to the device once it is unmapped as well
+//   free_address a whole reservation, exactly as it was reserved, with nothing mapped in it
+//
+// Every call that names a range or several handles is all or nothing: on failure nothing changed.
+// Sizes and addresses are multiples of page_bytes(). Calls may come from any thread.
+// After a fork the child's copy is dead: every call answers Code::forked.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "status.h"
+
+namespace kvcached {
+
+using Handle = uint64_t;  // never 0, never reused within one Vmm
+inline constexpr Handle kNoHandle = 0;
+
+class Vmm {
+ public:
+  virtual ~Vmm() = default;
+
+  virtual uint64_t page_bytes() const = 0;
+
+  virtual Result<uint64_t> reserve(uint64_t bytes) = 0;
+  virtual Status free_address(uint64_t address, uint64_t bytes) = 0;
+
+  virtual Result<std::vector<Handle>> create(size_t count) = 0;
+  virtual Status release(std::span<const Handle> handles) = 0;
+
+  virtual Status map(uint64_t address, std::span<const Handle> handles) = 0;
+  virtual Status set_access(uint64_t address, uint64_t bytes) = 0;
+  virtual Status unmap(uint64_t address, uint64_t bytes) = 0;
+
+  // map and set_access in one step, for backends that can do both in one call to the OS.
+  virtual Status map_accessible(uint64_t address, std::span<const Handle> handles);
+
+  // Unmaps everything and gives all memory back. Reservations stay (a view that outlives its
+  // client faults instead of reading what was mapped there later); further calls but
+  // free_address answer Code::closed. Idempotent.
+  virtual Status close() = 0;
+
+  // Whether calls still make sense: ok, Code::closed or Code::forked.
+  virtual Status check_open() const = 0;
+
+  // The file whose resident bytes other processes can look at, or -1 where there is none.
+  virtual int memory_fd() const = 0;
+};
+
+// `device` is "host:N" or "cuda:N". REQUIRES: page_bytes > 0
+// Code::unavailable for a backend that this version or machine lacks; Code::unknown_device else.
+Result<std::shared_ptr<Vmm>> make_vmm(const std::string& device, uint64_t page_bytes);
+
+// Checks the name alone and that its backend is there, as make_vmm would.
+Status check_device_name(const std::string& device);
+
+}  // namespace kvcached

@@ -1,0 +1,37 @@
+"""Elastic KV-cache memory that engines on one device share safely.
+
+A `Device` is opened by name; a process registers as a `Client`; the client reserves address space
+(`alloc_kvcache`, `alloc_virtual_tensor`) and pages back it only while they are used. Nothing is
+mapped before the device's ledger, which all processes share, has granted it.
+"""
+
+from kvcached.distribution import refuse_conflicting_distribution
+
+refuse_conflicting_distribution()
+
+from kvcached import errors  # noqa: E402
+from kvcached._core import TensorView  # noqa: E402
+from kvcached.client import Client, StaticLease  # noqa: E402
+from kvcached.device import Device, segment_path  # noqa: E402
+from kvcached.errors import KvcachedError, NoRoomError  # noqa: E402
+from kvcached.kvcache import KVCache  # noqa: E402
+from kvcached.layout import Layout  # noqa: E402
+from kvcached.tensor import VirtualTensor  # noqa: E402
+from kvcached.usage import ClientUsage, DeviceUsage, KVCounters  # noqa: E402
+
+__all__ = [
+    "Client",
+    "ClientUsage",
+    "Device",
+    "DeviceUsage",
+    "KVCache",
+    "KVCounters",
+    "KvcachedError",
+    "Layout",
+    "NoRoomError",
+    "StaticLease",
+    "TensorView",
+    "VirtualTensor",
+    "errors",
+    "segment_path",
+]

@@ -1,0 +1,106 @@
+"""A process's stake in a device."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvcached import _core
+from kvcached.checks import not_negative, positive
+from kvcached.kvcache import KVCache
+from kvcached.tensor import VirtualTensor
+from kvcached.usage import ClientUsage
+
+if TYPE_CHECKING:
+    from kvcached.layout import Layout
+
+
+class StaticLease:
+    """Memory that does not come and go: weights, activations, contexts. Charged until released."""
+
+    def __init__(self, client: _core.Client, size_bytes: int, what: str) -> None:
+        client.reserve_static(size_bytes)
+        self.size_bytes = size_bytes
+        self.what = what
+        self._client: _core.Client | None = client
+
+    def release(self) -> None:
+        """Gives the lease back; a second call does nothing."""
+        if self._client is not None:
+            self._client.release_static(self.size_bytes)
+            self._client = None
+
+
+class Client:
+    """One record in a device's ledger, and the memory charged to it.
+
+    Made by `Device.client`. Closing it, or the death of its process, returns everything it holds.
+    A forked child cannot use its parent's client (ForkedClientError); it opens its own. Used from
+    one thread; several clients may live in one process.
+    """
+
+    def __init__(self, core: _core.Client, page_bytes: int) -> None:
+        self._core = core
+        self.page_bytes = page_bytes
+
+    def usage(self) -> ClientUsage:
+        """This client's record."""
+        return ClientUsage.of(self._core.record())
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Bounds the client's pages (None: by the device alone). Takes effect at once.
+
+        Below what is held it stops growth and takes nothing away.
+        """
+        if limit_bytes is not None:
+            not_negative("limit_bytes", limit_bytes)
+        self._core.set_limit(limit_bytes)
+
+    def set_min(self, min_bytes: int) -> None:
+        """Guarantees pages: no other client can take them. NoRoomError if they are not free."""
+        self._core.set_min(not_negative("min_bytes", min_bytes))
+
+    def reserve_static(self, size_bytes: int, what: str) -> StaticLease:
+        """Leases memory outside of kvcached (torch's, say) before it is allocated.
+
+        `what` names it for people. Raises NoRoomError. Limit and minimum do not apply.
+        """
+        return StaticLease(self._core, positive("size_bytes", size_bytes), what)
+
+    def alloc_virtual_tensor(self, size_bytes: int) -> VirtualTensor:
+        """Reserves address space, a multiple of the page size; nothing is resident."""
+        positive("size_bytes", size_bytes)
+        return VirtualTensor(_core.VirtualTensor.create(self._core, size_bytes))
+
+    def free_virtual_tensor(self, tensor: VirtualTensor) -> None:
+        """Gives its pages back; its address range is free once the last view is gone."""
+        tensor._free()
+
+    def alloc_kvcache(
+        self, layout: Layout, num_tokens: int, *, reserved_blocks: int = 1
+    ) -> KVCache:
+        """Virtual space for at least `num_tokens`, rounded up to whole slabs.
+
+        Resident is nothing but the slabs of the first `reserved_blocks`, which raise NoRoomError
+        if there is no room for them.
+        """
+        return KVCache(self._core, self.page_bytes, layout, num_tokens, reserved_blocks)
+
+    def free_kvcache(self, kvcache: KVCache) -> None:
+        """Gives its pages back; its address range is free once the last view is gone."""
+        kvcache._free()
+
+    def close(self) -> None:
+        """Gives everything back to the device. A second call does nothing."""
+        self._core.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

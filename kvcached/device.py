@@ -1,0 +1,166 @@
+"""Devices: a GPU, or RAM of a fixed capacity that stands in for one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from kvcached import _core
+from kvcached.checks import not_negative, positive
+from kvcached.client import Client
+from kvcached.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    LedgerCorruptError,
+    LedgerPermissionError,
+    LedgerVersionError,
+    UnknownDeviceError,
+)
+from kvcached.usage import ClientUsage, DeviceUsage
+
+SHM_DIR = Path("/dev/shm")
+DEFAULT_PAGE_BYTES = 2 << 20
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_BLOCK_BYTES = 512  # unit of st_blocks
+
+
+def segment_path(name: str, namespace: str = "default") -> Path:
+    """Where a device's ledger lies. Raises UnknownDeviceError, BackendUnavailableError."""
+    _core.check_device_name(name)
+    if not _NAMESPACE.fullmatch(namespace):
+        raise InvalidArgumentError(
+            f"namespace {namespace!r} must be 1 to 64 letters, digits, '.', '_' or '-'"
+        )
+    return SHM_DIR / f"prism-kvcached.{namespace}.{name}"
+
+
+class Device:
+    """A device as all processes of one namespace share it. Usable from any thread, and by children
+    after a fork.
+    """
+
+    def __init__(self, name: str, namespace: str, ledger: _core.Ledger) -> None:
+        self.name = name
+        self.namespace = namespace
+        self._ledger: _core.Ledger | None = ledger
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        *,
+        capacity_bytes: int | None = None,
+        page_bytes: int | None = None,
+        namespace: str = "default",
+    ) -> Device:
+        """Creates the device's ledger, or attaches to it.
+
+        `capacity_bytes` None attaches only. `page_bytes` defaults to 2 MiB with a capacity, else
+        to what the ledger has. Raises UnknownDeviceError, BackendUnavailableError, AlignmentError,
+        DeviceMismatchError, LedgerVersionError, LedgerPermissionError, SharedMemoryFullError.
+        """
+        path = segment_path(name, namespace)
+        if capacity_bytes is not None:
+            positive("capacity_bytes", capacity_bytes)
+            page_bytes = DEFAULT_PAGE_BYTES if page_bytes is None else page_bytes
+        if page_bytes is not None:
+            positive("page_bytes", page_bytes)
+        return cls(name, namespace, _core.Ledger.open(str(path), capacity_bytes, page_bytes))
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the device."""
+        return self._open_ledger().capacity_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """The granularity of mapping."""
+        return self._open_ledger().page_bytes
+
+    def usage(self) -> DeviceUsage:
+        """One coherent read of the ledger; clients that died are freed first."""
+        ledger = self._open_ledger()
+        charged_bytes, records = ledger.usage()
+        clients = tuple(ClientUsage.of(record) for record in records)
+        return DeviceUsage(
+            capacity_bytes=ledger.capacity_bytes,
+            page_bytes=ledger.page_bytes,
+            reserved_bytes=charged_bytes,
+            committed_bytes=sum(client.committed_bytes for client in clients),
+            static_bytes=sum(client.static_bytes for client in clients),
+            free_bytes=ledger.capacity_bytes - charged_bytes,
+            clients=clients,
+        )
+
+    def resident_bytes(self) -> int:
+        """Bytes of physical memory behind all live clients' pages, as the OS counts them.
+
+        Raises LedgerPermissionError if a client belongs to a user whose files cannot be looked at.
+        """
+        _, records = self._open_ledger().usage()
+        return sum(_resident_bytes(record) for record in records)
+
+    def client(self, name: str, *, min_bytes: int = 0, limit_bytes: int | None = None) -> Client:
+        """Registers this process in the ledger; the client's memory dies with it.
+
+        `min_bytes` are guaranteed, `limit_bytes` bounds its pages. Raises NoRoomError if the
+        minimum is not free, TooManyClientsError, DeviceGoneError.
+        """
+        ledger = self._open_ledger()
+        not_negative("min_bytes", min_bytes)
+        if limit_bytes is not None:
+            not_negative("limit_bytes", limit_bytes)
+        core = _core.Client.open(ledger, self.name, name, min_bytes, limit_bytes)
+        return Client(core, ledger.page_bytes)
+
+    def reap(self) -> int:
+        """Frees the records of dead clients. Returns how many there were."""
+        return self._open_ledger().reap()
+
+    def destroy(self, *, force: bool = False) -> None:
+        """Removes the ledger; the last one out does this. Closes this object.
+
+        Raises DeviceBusyError while any client lives, unless `force`: then they get DeviceGoneError
+        at their next allocation.
+        """
+        self._open_ledger().destroy(force)
+        self._ledger = None
+
+    def close(self) -> None:
+        """Detaches this object; clients opened from it stay."""
+        self._ledger = None
+
+    @staticmethod
+    def unlink(namespace: str, name: str, *, force: bool = False) -> bool:
+        """Removes a device's ledger whoever made it; False if there is none.
+
+        A damaged one, or one of another library version, is removed as well. Raises
+        DeviceBusyError while any client lives, unless `force`.
+        """
+        path = segment_path(name, namespace)
+        try:
+            _core.Ledger.open(str(path), None, None).destroy(force)
+        except UnknownDeviceError:
+            return False
+        except (LedgerVersionError, LedgerCorruptError):
+            path.unlink(missing_ok=True)
+        return True
+
+    def _open_ledger(self) -> _core.Ledger:
+        if self._ledger is None:
+            raise ClosedError("the device is closed; open it again")
+        return self._ledger
+
+
+def _resident_bytes(record: _core.ClientRecord) -> int:
+    path = f"/proc/{record.pid}/fd/{record.memory_fd}"
+    try:
+        return os.stat(path).st_blocks * _BLOCK_BYTES
+    except PermissionError as error:
+        raise LedgerPermissionError(
+            f"cannot look at the memory of client {record.name!r} (process {record.pid}); "
+            "run as its user"
+        ) from error
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it closed or died since the ledger was read

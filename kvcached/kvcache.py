@@ -1,0 +1,136 @@
+"""The KV cache of one model: blocks of tokens on pages that come and go (Prism §5.2, Table 3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcached import _core
+from kvcached.checks import not_negative, positive
+from kvcached.errors import InvalidArgumentError
+from kvcached.usage import KVCounters
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvcached.layout import Layout
+
+
+class KVCache:
+    """Made by `Client.alloc_kvcache`; used from one thread.
+
+    Block b holds the tokens from b * block_tokens on, in every buffer. Blocks below
+    `reserved_blocks` are never handed out and always mapped: padding may be written there.
+    """
+
+    def __init__(
+        self,
+        client: _core.Client,
+        page_bytes: int,
+        layout: Layout,
+        num_tokens: int,
+        reserved_blocks: int,
+    ) -> None:
+        positive("num_tokens", num_tokens)
+        not_negative("reserved_blocks", reserved_blocks)
+        slab_tokens = layout.slab_tokens(page_bytes)
+        slabs = -(-num_tokens // slab_tokens)
+        if slabs >= 2**32:
+            raise InvalidArgumentError(f"num_tokens {num_tokens} is too large; ask for less")
+        self.layout = layout
+        self.num_tokens = slabs * slab_tokens
+        self._core = _core.KvCache.create(
+            client,
+            layout.slab_pages(page_bytes),
+            slabs,
+            slab_tokens // layout.block_tokens,
+            reserved_blocks,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole virtual space, reserved ones included."""
+        return self._core.total_blocks
+
+    def k_buffer(self, layer: int) -> _core.TensorView:
+        """K of a layer for from_dlpack: (num_tokens, num_kv_heads, head_dim)."""
+        return self._buffer(layer, 0, self.layout.head_dim)
+
+    def v_buffer(self, layer: int) -> _core.TensorView:
+        """V of a layer for from_dlpack: (num_tokens, num_kv_heads, v_head_dim)."""
+        return self._buffer(layer, 1, self.layout.v_head_dim or self.layout.head_dim)
+
+    def _buffer(self, layer: int, which: int, head_dim: int) -> _core.TensorView:
+        if not 0 <= layer < self.layout.num_layers:
+            raise InvalidArgumentError(f"layer {layer} is not in 0..{self.layout.num_layers - 1}")
+        shape = [self.num_tokens, self.layout.num_kv_heads, head_dim]
+        return self._core.buffer_view(2 * layer + which, shape, self.layout.dtype)
+
+    def alloc_kv(self, num_blocks: int) -> NDArray[np.int64] | None:
+        """Ids of blocks that are mapped and yours, or None if there is no room now.
+
+        All or nothing. Maps pages as needed; what they contain is undefined.
+        """
+        return self._core.alloc(num_blocks)
+
+    def free_kv(self, ids: NDArray[np.int64]) -> None:
+        """Frees blocks; pages without a live block go back to the device.
+
+        Raises DoubleFreeError or UnknownBlockError before anything changes.
+        """
+        try:
+            self._core.free(ids)
+        except TypeError as error:
+            raise InvalidArgumentError("ids must be a 1-D int64 array on the CPU") from error
+
+    def can_alloc(self, num_blocks: int) -> bool:
+        """Whether alloc_kv would succeed now; other clients may change that at any time."""
+        not_negative("num_blocks", num_blocks)
+        free = self._core.free_mapped_blocks
+        return num_blocks <= free or num_blocks <= self._core.available_blocks()
+
+    def available_blocks(self) -> int:
+        """Blocks that alloc_kv would grant now.
+
+        Free blocks on mapped pages, and those on pages that the ledger would grant this client
+        (its limit and the others' minimums counted).
+        """
+        return self._core.available_blocks()
+
+    def free_mapped_blocks(self) -> int:
+        """Free blocks on mapped pages: these cost no mapping."""
+        return self._core.free_mapped_blocks
+
+    def live_blocks(self) -> int:
+        """Blocks that are allocated, reserved ones not counted."""
+        return self._core.live_blocks
+
+    def mapped_bytes(self) -> int:
+        """Bytes of mapped pages."""
+        return self._core.mapped_bytes
+
+    def floor_bytes(self) -> int:
+        """Bytes that stay mapped when no block is live: the slabs of the reserved blocks."""
+        return self._core.floor_bytes
+
+    def set_spare_pages(self, low: int, high: int) -> None:
+        """Keeps freed pages for reuse: up to `high`; above that all but `low` are given back.
+
+        Spare pages count as reserved and are not available to others. Default: 0, 0.
+        """
+        self._core.set_spare_pages(not_negative("low", low), not_negative("high", high))
+
+    def trim(self) -> int:
+        """Gives every page without a live block back now. Returns how many pages went."""
+        return self._core.trim()
+
+    def check_integrity(self) -> None:
+        """Recounts the books; raises InternalError if they do not add up."""
+        self._core.check()
+
+    def counters(self) -> KVCounters:
+        """Mapping calls and pages since the cache was made."""
+        return KVCounters(*self._core.counters())
+
+    def _free(self) -> None:
+        self._core.close()

@@ -1,0 +1,70 @@
+"""Plain data about who holds what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcached._core import ClientRecord
+
+
+@dataclass(frozen=True)
+class ClientUsage:
+    """One client's record in the ledger.
+
+    `reserved_bytes` counts its pages, `committed_bytes` of which exist. `static_bytes` comes on
+    top; minimum and limit govern pages alone. `maps` and `unmaps` count runs of pages.
+    """
+
+    name: str
+    pid: int
+    reserved_bytes: int
+    committed_bytes: int
+    static_bytes: int
+    min_bytes: int
+    limit_bytes: int | None
+    maps: int
+    unmaps: int
+
+    @classmethod
+    def of(cls, record: ClientRecord) -> ClientUsage:
+        """From the extension's record."""
+        return cls(
+            name=record.name,
+            pid=record.pid,
+            reserved_bytes=record.reserved_bytes,
+            committed_bytes=record.committed_bytes,
+            static_bytes=record.static_bytes,
+            min_bytes=record.min_bytes,
+            limit_bytes=record.limit_bytes,
+            maps=record.maps,
+            unmaps=record.unmaps,
+        )
+
+
+@dataclass(frozen=True)
+class DeviceUsage:
+    """One coherent read of a device's ledger.
+
+    `reserved_bytes` is what its clients take from the device together: static memory plus, for
+    each, the larger of its pages and its minimum. It and `free_bytes` add up to the capacity.
+    """
+
+    capacity_bytes: int
+    page_bytes: int
+    reserved_bytes: int
+    committed_bytes: int
+    static_bytes: int
+    free_bytes: int
+    clients: tuple[ClientUsage, ...]
+
+
+@dataclass(frozen=True)
+class KVCounters:
+    """Calls that changed mappings (one per run of pages and buffer) and the pages they moved."""
+
+    maps: int
+    unmaps: int
+    pages_mapped: int
+    pages_unmapped: int
