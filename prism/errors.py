@@ -11,6 +11,7 @@ PrismError
 │   ├── EngineDiedError
 │   └── ActivationError
 ├── ModelSourceError     a model cannot be prepared: its source is not installed
+├── ActionError          an agent could not carry out what the cluster scheduler asked for
 ├── QueueUnavailableError    Redis cannot be reached
 └── LeaseLostError           another agent holds this device's queue
 """
@@ -75,6 +76,10 @@ class ActivationError(EngineError):
 
 class ModelSourceError(PrismError):
     """A model's source is missing; the message says what to install."""
+
+
+class ActionError(PrismError):
+    """An agent refused or failed an action, did not answer, or is gone; the message says which."""
 
 
 class QueueUnavailableError(PrismError):

@@ -26,18 +26,20 @@ LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT})
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`plan` is pure: one view in, the actions to start now out."""
+    """`plan` is pure: one view in, the actions to start now out. A policy that never `evicts`
+    keeps every model resident."""
 
     name: str
     plan: Callable[[ClusterView, Settings], tuple[Action, ...]]
     needs: frozenset[str]
+    evicts: bool = True
 
 
 _POLICIES = {
     policy.name: policy
     for policy in (
         Policy("prism", prism.plan, frozenset({ADMISSION_ORDER, ELASTIC_MEMORY})),
-        Policy("static", static.plan, frozenset({ADMISSION_ORDER, KV_LIMIT})),
+        Policy("static", static.plan, frozenset({ADMISSION_ORDER, KV_LIMIT}), evicts=False),
     )
 }
 
