@@ -1,0 +1,129 @@
+"""`python -m prism.frontend --config RUN/cluster.json --frontend-id f0`: one frontend process.
+
+SIGTERM and SIGINT drain: new requests get 503, open ones finish or, after the drain's time, end
+with an error; then the process exits with 0. A second signal ends the drain at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from prism.config import ClusterConfig, read_resolved
+from prism.errors import ConfigError
+from prism.frontend.app import create_app
+from prism.frontend.services import Services
+from prism.process import die_with_parent
+
+_BACKLOG = 2048
+_CLOSE_TIMEOUT_S = 3
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handling: a signal must not close the door before the drain."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def main() -> int:
+    arguments = _arguments()
+    die_with_parent()
+    logging.basicConfig(
+        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    config = read_resolved(arguments.config)
+    try:
+        listener = _listener(config, arguments.listen_fd)
+        uvloop.run(serve(config, arguments.frontend_id, listener))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def serve(config: ClusterConfig, frontend_id: str, listener: socket.socket) -> None:
+    """Serve on `listener` until a signal, then drain. Raises ConfigError."""
+    app = create_app(config, frontend_id)
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        )
+    )
+    signals = _signal_queue()
+    async with app.router.lifespan_context(app):
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        ending = asyncio.create_task(signals.get())
+        await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+        await drain(app.state.services, signals)
+        server.should_exit = True
+        await serving
+
+
+async def drain(services: Services, signals: asyncio.Queue[int]) -> None:
+    """Refuse new requests and wait for the open ones, at most the drain's time."""
+    services.draining = True
+    idle = asyncio.create_task(services.wait_idle())
+    again = asyncio.create_task(signals.get())
+    await asyncio.wait(
+        (idle, again),
+        timeout=services.config.engine.drain_timeout_s,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    for task in (idle, again):
+        task.cancel()
+    services.dispatcher.break_all("shutting_down", "the server was shut down before the end")
+    with suppress(TimeoutError):
+        await asyncio.wait_for(services.wait_idle(), 1.0)
+
+
+def _signal_queue() -> asyncio.Queue[int]:
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    return signals
+
+
+def _listener(config: ClusterConfig, fd: int | None) -> socket.socket:
+    """The socket that the launcher opened, or one of our own."""
+    if fd is not None:
+        return socket.socket(fileno=fd)
+    try:
+        return socket.create_server((config.host, config.port), backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"frontend.port: cannot listen on {config.host}:{config.port}: {error.strerror};"
+            " choose another port or stop the process that uses it"
+        ) from error
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="prism.frontend", description="One OpenAI frontend.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved cluster.json")
+    parser.add_argument("--frontend-id", default="f0", help="unique in the cluster")
+    parser.add_argument(
+        "--listen-fd", type=int, help="a listening socket inherited from the parent"
+    )
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Render a conversation with the model's own Jinja template, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from prism.errors import ConfigError
+from prism.frontend.errors import bad_request
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may name (bos_token, ...)."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._special_tokens = special_tokens
+
+    def render(self, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+        """The prompt up to where the assistant's answer begins. Raises BadRequestError where the
+        template refuses the conversation (roles in a wrong order, for example)."""
+        values = {"add_generation_prompt": True, **self._special_tokens, **options}
+        try:
+            return self._template.render(messages=messages, **values)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise bad_request(
+                f"messages: the model's chat template refuses them: {error}", "messages"
+            ) from error
+
+
+def load_chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
+    """The template of the model in `directory`, or None where it has none (a base model)."""
+    source = _source(directory, tokenizer_config)
+    if source is None:
+        return None
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    tokens = {name: token_text(tokenizer_config.get(name)) for name in names}
+    try:
+        return ChatTemplate(source, {name: text for name, text in tokens.items() if text})
+    except TemplateError as error:
+        raise ConfigError(f"{directory}: the chat template is not valid Jinja: {error}") from error
+
+
+def token_text(entry: Any) -> str | None:
+    """A special token's text; tokenizer_config.json holds a string or an object."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def _source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    entry = tokenizer_config.get("chat_template")
+    if isinstance(entry, list):
+        named = {str(e.get("name")): e.get("template") for e in entry if isinstance(e, dict)}
+        entry = named.get("default")
+    return entry if isinstance(entry, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment that Hugging Face templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

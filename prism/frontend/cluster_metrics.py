@@ -1,0 +1,125 @@
+"""The cluster's published status as Prometheus metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from prism.messages import AgentReport, ClusterStatus, ModelReport
+
+# metric name -> (field of the report, help)
+_DEVICE_GAUGES = {
+    "prism_device_capacity_bytes": ("capacity_bytes", "Memory of the device"),
+    "prism_device_reserved_bytes": ("reserved_bytes", "Reserved in the ledger"),
+    "prism_device_committed_bytes": ("committed_bytes", "Backed by pages"),
+    "prism_device_resident_bytes": ("resident_bytes", "Resident, as the OS says"),
+    "prism_device_engines_free": ("engines_free", "Engine processes without a model"),
+    "prism_device_engines_starting": ("engines_starting", "Engine processes starting"),
+    "prism_device_engines": ("engines_total", "Engine processes"),
+}
+_DEVICE_COUNTERS = {
+    "prism_engine_restarts": ("engine_restarts_total", "Engine processes replaced"),
+}
+_MODEL_GAUGES = {
+    "prism_model_waiting_requests": ("waiting", "Requests in the device's queue"),
+    "prism_model_running_requests": ("running", "Requests in the engine"),
+    "prism_model_kv_mapped_bytes": ("kv_mapped_bytes", "KV cache mapped"),
+    "prism_model_kv_reserve_bytes": ("kv_reserve_bytes", "KV cache guaranteed"),
+    "prism_model_static_bytes": ("static_bytes", "Weights and the fixed share"),
+    "prism_model_activation_seconds": ("activation_s", "Duration of the last activation"),
+}
+_MODEL_COUNTERS = {
+    "prism_model_prompt_tokens": ("prompt_tokens_total", "Prompt tokens computed"),
+    "prism_model_output_tokens": ("output_tokens_total", "Tokens generated"),
+    "prism_model_finished_requests": ("finished_total", "Requests finished"),
+    "prism_model_failed_requests": ("failed_total", "Requests failed"),
+    "prism_model_maps": ("maps_total", "Page maps"),
+    "prism_model_unmaps": ("unmaps_total", "Page unmaps"),
+    "prism_model_retractions": ("retractions_total", "Running requests put back for memory"),
+}
+_Labelled = Sequence[tuple[list[str], AgentReport | ModelReport]]
+
+
+class ClusterCollector(Collector):
+    """Renders the status it was given last; None (nothing published yet) renders as not ready."""
+
+    def __init__(self) -> None:
+        self.status: ClusterStatus | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        status = self.status
+        ready = float(status is not None and status.ready)
+        yield GaugeMetricFamily("prism_cluster_ready", "1 when requests are served", ready)
+        if status is None:
+            return
+        age_s = max(0.0, time.time() - status.time_unix_s)
+        yield GaugeMetricFamily("prism_status_age_seconds", "Age of the cluster's status", age_s)
+        yield from _cluster(status)
+        devices = [([a.device], a) for a in status.agents]
+        models = [([a.device, m.model], m) for a in status.agents for m in a.models]
+        yield from _gauges(_DEVICE_GAUGES, ["device"], devices)
+        yield from _counters(_DEVICE_COUNTERS, ["device"], devices)
+        yield from _gauges(_MODEL_GAUGES, ["device", "model"], models)
+        yield from _counters(_MODEL_COUNTERS, ["device", "model"], models)
+        yield _states(status)
+
+
+def _cluster(status: ClusterStatus) -> Iterator[Metric]:
+    placement = GaugeMetricFamily(
+        "prism_placement", "1 where a model is placed", labels=["model", "device"]
+    )
+    for model, device in status.placement.items():
+        placement.add_metric([model, device], 1)
+    yield placement
+    depth = {a.device: float(sum(m.waiting for m in a.models)) for a in status.agents}
+    yield _by_label("prism_queue_depth", "Requests waiting for a device", "device", depth)
+    yield _by_label("prism_unplaced_requests", "Waiting, not placed", "model", status.unplaced)
+    yield _by_label("prism_kvpr", "KV pressure ratio", "device", status.kvpr)
+    yield _by_label("prism_token_rate", "Tokens per second", "model", status.token_rates)
+    actions = CounterMetricFamily("prism_actions", "Scheduler's actions", labels=["action"])
+    for action, count in status.actions_total.items():
+        actions.add_metric([action], count)
+    yield actions
+
+
+def _by_label(
+    name: str, text: str, label: str, values: dict[str, float] | dict[str, int]
+) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _gauges(
+    table: dict[str, tuple[str, str]], labels: list[str], rows: _Labelled
+) -> Iterator[Metric]:
+    for name, (attribute, text) in table.items():
+        family = GaugeMetricFamily(name, text, labels=labels)
+        for values, report in rows:
+            family.add_metric(values, getattr(report, attribute))
+        yield family
+
+
+def _counters(
+    table: dict[str, tuple[str, str]], labels: list[str], rows: _Labelled
+) -> Iterator[Metric]:
+    for name, (attribute, text) in table.items():
+        family = CounterMetricFamily(name, text, labels=labels)
+        for values, report in rows:
+            family.add_metric(values, getattr(report, attribute))
+        yield family
+
+
+def _states(status: ClusterStatus) -> Metric:
+    family = GaugeMetricFamily(
+        "prism_model_state", "1 for the model's state", labels=["device", "model", "state"]
+    )
+    for agent in status.agents:
+        for report in agent.models:
+            family.add_metric([agent.device, report.model, report.state], 1)
+    return family

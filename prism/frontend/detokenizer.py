@@ -1,0 +1,57 @@
+"""Token ids to text, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+# Tokens before the first generated one that decide whether its leading space is kept.
+_CONTEXT_TOKENS = 5
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """One output's text. Special tokens are left out; bytes of an incomplete character wait for
+    the rest. The pieces joined equal decode(prompt + ids) without the prompt's text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        if self._decode(self._context).endswith(_INCOMPLETE):
+            self._context = []
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Text that `token_id` completes; empty while a character is incomplete."""
+        self._held.append(token_id)
+        piece = self._step(token_id)
+        if piece is None:
+            return ""
+        self._context = (self._context + self._held)[-_CONTEXT_TOKENS:]
+        self._held = []
+        return piece
+
+    def flush(self) -> str:
+        """Text of what still waits, incomplete characters as U+FFFD. Call once, at the end."""
+        if not self._held:
+            return ""
+        before = self._decode(self._context)
+        return self._decode(self._context + self._held)[len(before) :]
+
+    def _step(self, token_id: int) -> str | None:
+        try:
+            return self._stream.step(self._tokenizer, token_id)  # type: ignore[no-any-return]
+        except Exception as error:
+            # The stream has no error type of its own. It says this where a decoder changes text
+            # that is already out; from here on the text goes on with a fresh stream.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._stream = DecodeStream(ids=[], skip_special_tokens=True)
+            return self._stream.step(self._tokenizer, token_id)  # type: ignore[no-any-return]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,125 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from prism.errors import BadRequestError, QueueUnavailableError, RequestError
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 2
+_RETRY_STATUSES = (429, 503)
+# Failure codes of engines and agents that are the request's own fault.
+_CLIENT_CODES = ("context_length_exceeded", "invalid_request_error")
+
+
+class BodyTooLargeError(RequestError):
+    code = "request_too_large"
+    status = 413
+
+
+class OverloadedError(RequestError):
+    """More requests are open than this frontend holds."""
+
+    code = "rate_limit_exceeded"
+    status = 429
+
+
+class UnavailableError(RequestError):
+    """Nothing wrong with the request; the cluster cannot take it now."""
+
+    code = "unavailable"
+    status = 503
+
+
+class GenerationError(RequestError):
+    """Generation began and could not be finished. `code` is the engine's or agent's."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = 400 if code in _CLIENT_CODES else 504 if code == "timeout" else 503
+
+
+def bad_request(message: str, param: str | None = None) -> BadRequestError:
+    error = BadRequestError(message)
+    error.param = param
+    return error
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": str(error),
+            "type": _kind(error.status),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def from_validation(error: ValidationError) -> BadRequestError:
+    """The first thing that is wrong with a body, with the path of the field."""
+    first = error.errors(include_url=False)[0]
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    param = str(first["loc"][0]) if first["loc"] else None
+    return bad_request(f"{path}: {message}" if path else message, param)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Every failure of `app`, whatever raised it, leaves in OpenAI's shape."""
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(QueueUnavailableError, _on_queue_unavailable)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def respond(error: RequestError) -> JSONResponse:
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in _RETRY_STATUSES else None
+    return JSONResponse(error_body(error), error.status, headers)
+
+
+def queue_unavailable(error: QueueUnavailableError) -> UnavailableError:
+    shown = UnavailableError("the request queue (Redis) cannot be reached; try again shortly")
+    shown.code = "queue_unavailable"
+    log.warning("%s", error)
+    return shown
+
+
+async def _on_request_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestError)
+    return respond(error)
+
+
+async def _on_queue_unavailable(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, QueueUnavailableError)
+    return respond(queue_unavailable(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    shown = RequestError(f"{error.detail}: {request.method} {request.url.path}")
+    shown.status = error.status_code
+    shown.code = "not_found" if error.status_code == 404 else "invalid_request_error"
+    return respond(shown)
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    shown = RequestError("internal error; the frontend's log has the details")
+    shown.status, shown.code = 500, "internal_error"
+    return respond(shown)
+
+
+def _kind(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"

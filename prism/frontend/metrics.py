@@ -1,0 +1,94 @@
+"""What this frontend measures about its own requests, for Prometheus."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
+_TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
+_E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """The metrics of one frontend, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests ended, by outcome", "outcome")
+        self.retries = self._counter("retries", "Requests sent again after a failure")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens received")
+        self.output_tokens = self._counter("output_tokens", "Output tokens received")
+        self.slo = self._counter("slo", "Requests by attainment of their SLO", "slo", "met")
+        self.ttft_s = self._histogram("ttft_seconds", "Time to first token", _TTFT_BUCKETS_S)
+        self.tpot_s = self._histogram(
+            "tpot_seconds", "Time per output token after the first", _TPOT_BUCKETS_S
+        )
+        self.e2e_s = self._histogram("e2e_seconds", "Time to the last token", _E2E_BUCKETS_S)
+        self.open = Gauge(
+            "prism_open_requests", "Requests in progress", ["model"], registry=self.registry
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"prism_{name}", text, ["model", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets_s: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"prism_{name}", text, ["model"], buckets=buckets_s, registry=self.registry
+        )
+
+
+class RequestTimer:
+    """Times one HTTP request on the monotonic clock and reports it to `Metrics` at its end."""
+
+    def __init__(
+        self, metrics: Metrics, model: str, slo_ttft_s: float, slo_tpot_s: float, choices: int
+    ) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._slo_ttft_s = slo_ttft_s
+        self._slo_tpot_s = slo_tpot_s
+        self._choices = choices
+        self._began_s = self._last_s = 0.0
+        self._first_s: float | None = None
+        self._tokens = 0
+
+    def begin(self, began_s: float, prompt_tokens: int) -> None:
+        self._began_s = began_s
+        self._metrics.open.labels(self._model).inc()
+        self._metrics.prompt_tokens.labels(self._model).inc(prompt_tokens)
+
+    def tokens(self, count: int) -> None:
+        if count == 0:
+            return
+        self._last_s = time.monotonic()
+        self._first_s = self._first_s or self._last_s
+        self._tokens += count
+        self._metrics.output_tokens.labels(self._model).inc(count)
+
+    def restart(self, forgotten_tokens: int) -> None:
+        """The request begins anew; the client has seen nothing yet."""
+        self._tokens -= forgotten_tokens
+        if self._tokens == 0:
+            self._first_s = None
+
+    def end(self, outcome: str) -> None:
+        self._metrics.open.labels(self._model).dec()
+        self._metrics.requests.labels(self._model, outcome).inc()
+        if outcome == "ok" and self._first_s is not None:
+            self._observe(self._first_s)
+
+    def _observe(self, first_s: float) -> None:
+        ttft_s = first_s - self._began_s
+        self._metrics.ttft_s.labels(self._model).observe(ttft_s)
+        self._metrics.e2e_s.labels(self._model).observe(self._last_s - self._began_s)
+        self._attain("ttft", ttft_s <= self._slo_ttft_s)
+        following = self._tokens - self._choices
+        if following > 0:
+            tpot_s = (self._last_s - first_s) * self._choices / following
+            self._metrics.tpot_s.labels(self._model).observe(tpot_s)
+            self._attain("tpot", tpot_s <= self._slo_tpot_s)
+
+    def _attain(self, slo: str, met: bool) -> None:
+        self._metrics.slo.labels(self._model, slo, str(met).lower()).inc()

@@ -1,0 +1,138 @@
+"""Send a generation to its client: as one JSON body, or as server-sent events.
+
+Both watch the connection: a client that goes away ends the generation, which cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from prism.errors import RequestError
+from prism.frontend.errors import error_body
+from prism.frontend.generation import Generation
+from prism.frontend.services import Services
+
+_STATUS_CLIENT_GONE = 499
+Events = AsyncGenerator[dict[str, Any], None]
+_DONE = b"data: [DONE]\n\n"
+
+
+def sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def reply_whole(
+    request: Request,
+    services: Services,
+    generation: Generation,
+    render: Callable[[], dict[str, Any]],
+) -> Response:
+    """Wait for all output, then send `render()`."""
+    services.enter()
+    outcome: str | None = "failed"
+    try:
+        await generation.start()
+        outcome = None
+        if not await _finished_before_disconnect(request, _drain(generation)):
+            return Response(status_code=_STATUS_CLIENT_GONE)
+        return Response(msgspec.json.encode(render()), media_type="application/json")
+    except RequestError as error:
+        outcome = error.code
+        raise
+    finally:
+        generation.finish(outcome)
+        services.leave()
+
+
+async def _drain(generation: Generation) -> None:
+    async for _ in generation.updates(visible=False):
+        pass
+
+
+async def _finished_before_disconnect(request: Request, work: Any) -> bool:
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+            return True
+        return False
+    finally:
+        await _cancelled(task, gone)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. However the response ends, `events` is closed and the generation
+    finished."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, services: Services, generation: Generation, events: Events) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._services = services
+        self._generation = generation
+        self._events = events
+        self._outcome: str | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                with suppress(OSError):
+                    await sending
+        finally:
+            await _cancelled(sending, gone)
+            await self._events.aclose()
+            self._generation.finish(self._outcome)
+            self._services.leave()
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        try:
+            async for event in self._events:
+                await _send_body(send, sse(event))
+        except RequestError as error:
+            self._outcome = error.code
+            await _send_body(send, sse(error_body(error)))
+        await _send_body(send, _DONE)
+        await _send_body(send, b"", more=False)
+
+
+async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def reply_stream(services: Services, generation: Generation, events: Events) -> EventStream:
+    """Enqueue first, so that a refusal still has its HTTP status; then stream `events`."""
+    services.enter()
+    try:
+        await generation.start()
+    except BaseException as error:
+        generation.finish(error.code if isinstance(error, RequestError) else "failed")
+        services.leave()
+        raise
+    return EventStream(services, generation, events)

@@ -1,0 +1,87 @@
+"""GET /health, /metrics and /status: how the cluster is, for probes, Prometheus and people."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from prism.errors import QueueUnavailableError
+from prism.frontend.errors import RETRY_AFTER_S
+from prism.frontend.services import Services, services
+from prism.messages import AgentReport, ClusterStatus
+
+router = APIRouter()
+
+_STATUS_AGE_MIN_S = 10.0
+_STATUS_AGE_INTERVALS = 4
+
+
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    found = services(request)
+    reason = "shutting down" if found.draining else await _why_not_ready(found)
+    if reason is None:
+        return JSONResponse({"status": "ready"})
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return JSONResponse({"status": "unavailable", "reason": reason}, 503, headers)
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    published = await services(request).queue.status()
+    if published is None:
+        return JSONResponse({"status": "unavailable", "reason": "no status yet"}, 503)
+    return Response(msgspec.json.encode(plain(published)), media_type="application/json")
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    found = services(request)
+    try:
+        found.cluster.status = await found.queue.status()
+    except QueueUnavailableError:
+        found.cluster.status = None
+    text = generate_latest(found.metrics.registry) + generate_latest(found.cluster)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def plain(value: Any) -> Any:
+    """Wire structs as dicts with every field (on the wire, defaults are left out)."""
+    if isinstance(value, msgspec.Struct):
+        return {k: plain(v) for k, v in msgspec.structs.asdict(value).items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
+
+
+async def _why_not_ready(found: Services) -> str | None:
+    try:
+        published = await found.queue.status()
+    except QueueUnavailableError as error:
+        return str(error)
+    if published is None:
+        return "starting: the cluster scheduler has not reported yet"
+    age_s = time.time() - published.time_unix_s
+    limit_s = max(_STATUS_AGE_MIN_S, _STATUS_AGE_INTERVALS * found.config.scheduler.interval_s)
+    if age_s > limit_s:
+        return f"the cluster scheduler has not reported for {age_s:.0f} s"
+    return None if published.ready else f"starting: {_progress(found, published)}"
+
+
+def _progress(found: Services, published: ClusterStatus) -> str:
+    waiting = {d.name for d in found.config.devices} - {a.device for a in published.agents}
+    parts = [f"{name}: no agent yet" for name in sorted(waiting)]
+    return "; ".join(parts + [_device_progress(agent) for agent in published.agents])
+
+
+def _device_progress(agent: AgentReport) -> str:
+    up = agent.engines_total - agent.engines_starting
+    models = [f"{m.model} {m.state}{f' ({m.error})' if m.error else ''}" for m in agent.models]
+    return (
+        f"{agent.device}: engines {up}/{agent.engines_total} up, {', '.join(models) or 'no model'}"
+    )

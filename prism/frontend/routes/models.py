@@ -1,0 +1,34 @@
+"""GET /v1/models: the configured models, whether they are placed now or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from prism.frontend.services import Services, services
+from prism.messages import ModelSpec
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    found = services(request)
+    return {"object": "list", "data": [_card(found, m) for m in found.config.models]}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> dict[str, Any]:
+    found = services(request)
+    return _card(found, found.model(name))
+
+
+def _card(found: Services, model: ModelSpec) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": found.started_unix_s,
+        "owned_by": "prism",
+        "max_model_len": model.context_length,
+    }

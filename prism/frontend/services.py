@@ -1,0 +1,78 @@
+"""What the routes of one frontend share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from prism.config import ClusterConfig
+from prism.errors import UnknownModelError
+from prism.frontend.cluster_metrics import ClusterCollector
+from prism.frontend.dispatcher import Dispatcher
+from prism.frontend.errors import UnavailableError
+from prism.frontend.generation import Generation, Order
+from prism.frontend.metrics import Metrics
+from prism.frontend.tokenizers import ModelTokenizer
+from prism.messages import ModelSpec
+from prism.queueing.requests import RequestQueue
+
+
+@dataclass(slots=True)
+class Services:
+    """`draining` is set once the frontend shall end: new requests are refused."""
+
+    config: ClusterConfig
+    queue: RequestQueue
+    dispatcher: Dispatcher
+    metrics: Metrics
+    cluster: ClusterCollector
+    tokenizers: Mapping[str, ModelTokenizer]
+    started_unix_s: int
+    draining: bool = False
+    _active: int = 0
+    _left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def model(self, name: str) -> ModelSpec:
+        for model in self.config.models:
+            if model.name == name:
+                return model
+        known = ", ".join(m.name for m in self.config.models)
+        error = UnknownModelError(f"the model {name!r:.200} does not exist; models here: {known}")
+        error.param = "model"
+        raise error
+
+    def enter(self) -> None:
+        """A request begins; `leave` must follow. Raises UnavailableError while draining."""
+        if self.draining:
+            error = UnavailableError("this server is shutting down; try again shortly")
+            error.code = "shutting_down"
+            raise error
+        self._active += 1
+
+    def leave(self) -> None:
+        self._active -= 1
+        self._left.set()
+
+    async def wait_idle(self) -> None:
+        """Until no request is open."""
+        while self._active:
+            self._left.clear()
+            await self._left.wait()
+
+    def generation(self, order: Order) -> Generation:
+        return Generation(
+            order,
+            self.tokenizers[order.model.name],
+            self.dispatcher,
+            self.metrics,
+            self.config.frontend.progress_timeout_s,
+        )
+
+
+def services(request: Request) -> Services:
+    found = request.app.state.services
+    assert isinstance(found, Services)
+    return found

@@ -1,0 +1,116 @@
+"""A test double of an agent: real Redis queue, real sockets and messages, scripted tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from prism.config import ClusterConfig
+from prism.messages import Cancel, Chunk, EngineOutput, Failure, Request
+from prism.queueing.requests import RequestQueue
+
+Script = Callable[[Request], AsyncIterator[Chunk | Failure]]
+
+
+class ScriptedAgent:
+    """Serves its device's queue with `script`, set by the test. `cancelled` and `seen` record
+    what the frontend asked for."""
+
+    def __init__(self, config: ClusterConfig, device: str = "host:0") -> None:
+        self.config, self.device = config, device
+        self.script: Script = silent
+        self.seen: list[Request] = []
+        self.cancelled: set[str] = set()
+        self._queue = RequestQueue.connect(config.redis_url, config.namespace)
+        self._context = zmq.asyncio.Context()
+        self._pushes: dict[str, zmq.asyncio.Socket] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._epoch = 0
+
+    async def __aenter__(self) -> ScriptedAgent:
+        self._epoch = await self._queue.acquire(self.device, "scripted", ttl_s=60)
+        for model in self.config.models:
+            await self._queue.route(model.name, self.device)
+        inbox = self._context.socket(zmq.PULL)
+        inbox.bind(self.config.agent_cancel_endpoint(self.device))
+        self._spawn(self._take_cancels(inbox))
+        self._spawn(self._take_requests())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._queue.close()
+        self._context.destroy(linger=0)
+
+    async def send(self, reply_to: str, *items: Chunk | Failure) -> None:
+        output = EngineOutput(
+            chunks=[i for i in items if isinstance(i, Chunk)],
+            failures=[i for i in items if isinstance(i, Failure)],
+        )
+        if reply_to not in self._pushes:
+            self._pushes[reply_to] = self._context.socket(zmq.PUSH)
+            self._pushes[reply_to].connect(reply_to)
+        await self._pushes[reply_to].send(msgspec.msgpack.encode(output))
+
+    async def _take_requests(self) -> None:
+        cursor = "0"
+        while True:
+            for cursor, request in await self._queue.read(self.device, cursor, block_s=0.5):
+                if await self._queue.admit(self.device, self._epoch, [cursor]):
+                    self.seen.append(request)
+                    self._spawn(self._serve(request))
+
+    async def _serve(self, request: Request) -> None:
+        async for item in self.script(request):
+            if request.id in self.cancelled:
+                break
+            await self.send(request.reply_to, item)
+        with suppress(asyncio.CancelledError):
+            await self._queue.finish(self.device, self._epoch, [request.id])
+
+    async def _take_cancels(self, inbox: zmq.asyncio.Socket) -> None:
+        while True:
+            message = msgspec.msgpack.decode(await inbox.recv(), type=Cancel)
+            self.cancelled.update(message.request_ids)
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def silent(request: Request) -> AsyncIterator[Chunk | Failure]:
+    """Never answers."""
+    await asyncio.Event().wait()
+    yield died(request)
+
+
+def tokens(
+    request: Request, first: int, ids: list[int], finish_reason: str | None = None
+) -> Chunk:
+    return Chunk(request.id, request.attempt, first, ids, finish_reason)
+
+
+def died(request: Request, retryable: bool = True) -> Failure:
+    return Failure(request.id, request.attempt, "engine_died", "the engine died", retryable)
+
+
+def answering(ids: list[int], finish_reason: str = "stop", step: int = 1) -> Script:
+    """Sends `ids`, `step` at a time, at most max_tokens."""
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        room = request.sampling.max_tokens
+        sent, reason = (ids, finish_reason) if len(ids) <= room else (ids[:room], "length")
+        for first in range(0, len(sent), step):
+            last = first + step >= len(sent)
+            yield tokens(request, first, sent[first : first + step], reason if last else None)
+            await asyncio.sleep(0)
+
+    return script
