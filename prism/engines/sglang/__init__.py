@@ -1,0 +1,11 @@
+"""SGLang 0.5.23 as an engine: one process serves one model after another, in-process.
+
+The modules, in the order a model meets them: `stubs` and `platform` (before the import of
+sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear down),
+`kv_pool`, `allocator`, `budget` (SGLang's memory on kvcached), `scheduler` (fed in-process),
+`requests` (conversion), `core` (the EngineCore).
+"""
+
+from prism.engines.sglang.adapter import create, preload
+
+__all__ = ["create", "preload"]

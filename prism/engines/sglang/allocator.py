@@ -1,0 +1,170 @@
+"""SGLang's paged allocator over kvcached blocks (SGLang's page = kvcached's block).
+
+Blocks are taken from kvcached into a *hand* (SGLang's own `free_pages` tensor) before SGLang
+slices them off its head. The hand closes the gap between "is there room" and "allocate": other
+engines of the device compete for the same pages, so a promise is kept only by holding the blocks.
+What a step leaves in the hand goes back at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.utils import get_num_new_pages
+
+from prism.engines.sglang.budget import KvcachedBudget
+from prism.engines.sglang.memory import active_memory
+
+
+class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+    """`available_size` stays virtual (SGLang checks it against its totals when idle);
+    what can be had now is `attainable_tokens`."""
+
+    free_pages: torch.Tensor
+    num_pages: int
+    page_size: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._kv = active_memory().kv
+        self._live = torch.zeros(0, dtype=torch.bool)
+        self._tree_cache: Any = None
+        self.evicted_tokens_total = 0
+        super().__init__(*args, **kwargs)
+
+    # --- what can be had -------------------------------------------------------------------
+
+    def available_size(self) -> int:
+        return (self.num_pages - self._live_pages) * self.page_size
+
+    def attainable_tokens(self) -> int:
+        """Tokens that could be allocated now without evicting: hand, mapped and ledger's room."""
+        return (len(self.free_pages) + self._kv.available_blocks()) * self.page_size
+
+    def secure(self, pages: int, tree_cache: Any) -> bool:
+        """Hold `pages` blocks in the hand, evicting own prefix cache when the device is full."""
+        self._tree_cache = tree_cache
+        while not self._take(pages):
+            short = pages * self.page_size - self.attainable_tokens()
+            if tree_cache is None or not self.evict_cache(tree_cache, max(short, self.page_size)):
+                return False
+        return True
+
+    def return_hand(self) -> None:
+        """Give back the blocks that the last step did not use."""
+        if self.free_pages is not None and len(self.free_pages):
+            self._kv.free_kv(self.free_pages.numpy())
+            self.free_pages = self._no_pages()
+
+    def _take(self, pages: int) -> bool:
+        missing = pages - len(self.free_pages)
+        if missing <= 0:
+            return True
+        ids = self._kv.alloc_kv(missing)
+        if ids is None:
+            return False
+        self.free_pages = torch.cat((self.free_pages, torch.from_numpy(ids)))
+        return True
+
+    def evict_cache(self, tree_cache: Any, tokens: int = 256) -> int:
+        """Free about `tokens` of unused prefix cache, the least recently used first."""
+        result = tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))
+        evicted = int(result.num_tokens_evicted)
+        self.evicted_tokens_total += evicted
+        return evicted
+
+    # --- SGLang's capacity hooks -----------------------------------------------------------
+
+    def create_prefill_budget(
+        self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
+    ) -> KvcachedBudget:
+        return KvcachedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+
+    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
+        """Nothing: capacity is secured exactly, by the budget and `check_decode_capacity`."""
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
+    ) -> bool:
+        return self.secure(-(-num_tokens // self.page_size), tree_cache)
+
+    # --- allocation: stock code, once the hand holds enough --------------------------------
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        if not self.secure(need_size // self.page_size, self._tree_cache):
+            return None
+        held = self.free_pages
+        return self._counted(held, super().alloc(need_size))
+
+    def alloc_extend(  # noqa: PLR0917 (SGLang's signature)
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        pages = get_num_new_pages(
+            seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+        )
+        if not self.secure(pages, self._tree_cache):
+            return None
+        held = self.free_pages
+        slots = super().alloc_extend(
+            prefix_lens,
+            prefix_lens_cpu,
+            seq_lens,
+            seq_lens_cpu,
+            last_loc,
+            extend_num_tokens,
+            num_new_pages=pages,
+        )
+        return self._counted(held, slots)
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
+        if not self.secure(pages, self._tree_cache):
+            return None
+        held = self.free_pages
+        return self._counted(held, super().alloc_decode(seq_lens, seq_lens_cpu, last_loc))
+
+    def _counted(self, held: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor | None:
+        """Mark the blocks that were sliced off the head of the hand as live."""
+        used = held[: len(held) - len(self.free_pages)]
+        self._live[used] = True
+        self._live_pages += len(used)
+        return slots
+
+    # --- the single points of release ------------------------------------------------------
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        pages = torch.cat(page_ids).to(torch.int64)
+        self._kv.free_kv(pages.numpy())
+        self._live[pages] = False
+        self._live_pages -= len(pages)
+
+    def clear(self) -> None:
+        held = torch.nonzero(self._live).flatten()
+        if len(held):
+            self._kv.free_kv(held.numpy())
+        self.return_hand()
+        self.free_pages = self._no_pages()
+        self.free_group = None
+        self.free_page_ids_group: list[torch.Tensor] = []
+        self.staged_pages: list[torch.Tensor] = []
+        self.num_staged_pages = 0
+        self._live = torch.zeros(self.num_pages + 1, dtype=torch.bool)
+        self._live_pages = 0
+
+    def get_all_free_pages(self) -> None:
+        """There is no list of free pages: kvcached owns them (SGLang skips its census on None)."""
+
+    @staticmethod
+    def _no_pages() -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64)

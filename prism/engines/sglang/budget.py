@@ -1,0 +1,58 @@
+"""Admission of prefills by the room that kvcached has, not by SGLang's virtual pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+if TYPE_CHECKING:
+    from prism.engines.sglang.allocator import KvcachedAllocator
+
+
+class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
+    """One prefill pass. A request is admitted only with its blocks in the allocator's hand."""
+
+    allocator: KvcachedAllocator
+
+    def __init__(self, allocator: Any, tree_cache: Any, *, num_mixed_decode_tokens: int = 0):
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        self._granted_pages = 0
+
+    def _available_and_evictable(self) -> int:
+        return self.allocator.attainable_tokens() + int(self.tree_cache.evictable_size())
+
+    def check_prefill(
+        self,
+        *,
+        extend_input_len: int,
+        total_tokens: int,
+        max_new_tokens: int,
+        input_tokens: int,
+        swa_host_hit_length: int,
+        chunk_limit: int | None,
+        auxiliary_swa_host_hit_length: int = 0,
+    ) -> tuple[bool, int | None]:
+        if total_tokens >= self.remaining_total:
+            return False, None
+        now = extend_input_len if chunk_limit is None else min(extend_input_len, chunk_limit)
+        return (True, chunk_limit) if self._secure(now) else (False, None)
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int:
+        return chunk_limit
+
+    def fit_chunk(
+        self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
+    ) -> int | None:
+        """None parks the chunked request: the running ones go on and free its blocks."""
+        return chunk_limit if self._secure(min(extend_input_len, chunk_limit)) else None
+
+    def reserve(self, extend_input_len: int, max_new_tokens: int, **kwargs: Any) -> None:
+        super().reserve(extend_input_len, max_new_tokens, **kwargs)
+        self._granted_pages += self._pages(extend_input_len)
+
+    def _secure(self, tokens: int) -> bool:
+        return self.allocator.secure(self._granted_pages + self._pages(tokens), self.tree_cache)
+
+    def _pages(self, tokens: int) -> int:
+        return int(self.ceil_paged_tokens(tokens)) // int(self.page_size) + 1

@@ -1,0 +1,276 @@
+"""SGLang behind Prism's engine interface (see `prism.engines.core.EngineCore`)."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import kvcached
+from prism.engines.core import EngineContext, StepOutput
+from prism.engines.sglang import host, requests
+from prism.engines.sglang.memory import BLOCK_TOKENS, EngineMemory, plan
+from prism.engines.sglang.scheduler import Emission, InProcessScheduler
+from prism.engines.sglang.speed import Speed
+from prism.errors import ActivationError, RequestError
+from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    sent_tokens: int = 0
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Totals:
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    maps: int = 0
+    unmaps: int = 0
+
+
+@dataclass(slots=True)
+class _Active:
+    """The model being served."""
+
+    order: Activate
+    memory: EngineMemory
+    scheduler: InProcessScheduler
+
+
+class SglangCore:
+    """One engine process, one model at a time.
+
+    Thread rule: one thread. Memory of a model: weights and the static share are leased for as
+    long as it is active; KV beyond `reserve_bytes` comes and goes with its requests.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        config = context.config
+        place = config.device(context.device)
+        self._context = context
+        self._device = kvcached.Device.open(
+            context.device,
+            capacity_bytes=place.capacity_bytes,
+            page_bytes=place.page_bytes,
+            namespace=config.namespace,
+        )
+        self._client = self._device.client(context.engine_id)
+        self._active: _Active | None = None
+        self._by_rid: dict[str, _Running] = {}
+        self._rids = itertools.count()
+        self._rejected: list[Failure] = []
+        self._totals = _Totals()
+        self._speeds: dict[str, Speed] = {}
+
+    # --- the model's life ------------------------------------------------------------------
+
+    def activate(self, order: Activate) -> Activated:
+        """Stages reported: "reserve", "load" (SGLang built, weights read), "total"."""
+        started_s = time.monotonic()
+        place = self._context.config.device(self._context.device)
+        settings = self._context.config.engine
+        layout = plan(
+            order,
+            capacity_bytes=place.capacity_bytes,
+            page_bytes=place.page_bytes,
+            static_bytes=settings.static_bytes,
+        )
+        memory = EngineMemory(self._client, order, layout)
+        reserved_s = time.monotonic()
+        scheduler = self._build(order, memory, settings.prefill_chunk_tokens)
+        self._active = _Active(order, memory, scheduler)
+        now_s = time.monotonic()
+        return Activated(
+            model=order.model.name,
+            quantum_bytes=layout.quantum_bytes,
+            quantum_tokens=layout.slab_tokens,
+            floor_bytes=memory.kv.floor_bytes(),
+            reserve_bytes=layout.reserve_bytes,
+            static_bytes=layout.static_bytes,
+            block_tokens=BLOCK_TOKENS,
+            max_running=order.max_running,
+            stages_s={
+                "reserve": reserved_s - started_s,
+                "load": now_s - reserved_s,
+                "total": now_s - started_s,
+            },
+        )
+
+    def _build(self, order: Activate, memory: EngineMemory, chunk: int) -> InProcessScheduler:
+        """SGLang raises errors of every kind for bad files; all mean that this model cannot run."""
+        try:
+            return host.build(order, memory, chunk)
+        except Exception as error:  # noqa: BLE001
+            reason = f"{type(error).__name__}: {error}"
+            error.__traceback__ = None
+        host.tear_down(None)
+        host.release_heap()
+        memory.release()
+        raise ActivationError(f"model {order.model.name} could not be loaded: {reason}")
+
+    def deactivate(self) -> None:
+        active, self._active = self._active, None
+        if active is None:
+            return
+        self._keep_totals(active)
+        self._by_rid.clear()
+        self._rejected.clear()
+        memory = active.memory
+        host.tear_down(active.scheduler)
+        del active
+        host.release_heap()
+        memory.release()
+
+    def close(self) -> None:
+        self.deactivate()
+        self._client.close()
+
+    def set_limit(self, kv_limit_bytes: int | None) -> None:
+        if self._active is not None:
+            self._active.memory.set_limit(kv_limit_bytes)
+
+    def trim(self, target_bytes: int | None) -> Trimmed:
+        if self._active is None:
+            return Trimmed(returned_bytes=0)
+        kv = self._active.memory.kv
+        allocator = self._active.scheduler.token_to_kv_pool_allocator
+        before_bytes = kv.mapped_bytes()
+        evicted_before = allocator.evicted_tokens_total
+        kv.trim()
+        while target_bytes is None or before_bytes - kv.mapped_bytes() < target_bytes:
+            if not allocator.evict_cache(self._active.scheduler.tree_cache):
+                break
+            kv.trim()
+        return Trimmed(
+            returned_bytes=max(0, before_bytes - kv.mapped_bytes()),
+            evicted_tokens=allocator.evicted_tokens_total - evicted_before,
+        )
+
+    # --- requests --------------------------------------------------------------------------
+
+    def submit(self, requests_: Sequence[Request]) -> None:
+        active = self._required()
+        for request in requests_:
+            rid = f"{next(self._rids)}/"  # the slash: SGLang cancels by prefix of the id
+            try:
+                converted = requests.convert(
+                    request,
+                    rid,
+                    context_length=active.order.model.context_length,
+                    vocab_size=active.scheduler.model_config.vocab_size,
+                )
+            except RequestError as error:
+                self._rejected.append(requests.failure(request, error))
+                continue
+            self._by_rid[rid] = _Running(request)
+            self._totals.prompt_tokens += len(request.prompt_ids)
+            active.scheduler.process_input_requests([converted])
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        wanted = set(request_ids)
+        for rid, running in list(self._by_rid.items()):
+            if running.request.id in wanted and not running.cancelled:
+                running.cancelled = True
+                self._required().scheduler.cancel(rid)
+
+    def step(self) -> StepOutput:
+        output = StepOutput(failures=self._rejected)
+        self._rejected = []
+        if self._active is None:
+            return output
+        scheduler = self._active.scheduler
+        if not scheduler.is_fully_idle():
+            self._measured_step(self._active)
+        for emission in scheduler.outbox.take():
+            self._deliver(emission, output)
+        output.busy = not scheduler.is_fully_idle()
+        if not output.busy:
+            self._active.memory.kv.trim()
+        return output
+
+    def _measured_step(self, active: _Active) -> None:
+        started_s = time.monotonic()
+        batch = active.scheduler.step()
+        if batch is not None and batch.forward_mode.is_extend():
+            speed = self._speeds.setdefault(active.order.model.name, Speed())
+            speed.add(int(batch.extend_num_tokens or 0), time.monotonic() - started_s)
+
+    def _deliver(self, emission: Emission, output: StepOutput) -> None:
+        running = self._by_rid.get(emission.rid)
+        if running is None:
+            return
+        first_index = running.sent_tokens
+        running.sent_tokens += len(emission.token_ids)
+        self._totals.output_tokens += len(emission.token_ids)
+        if emission.finish is not None:
+            del self._by_rid[emission.rid]
+        request, finish = running.request, emission.finish
+        if finish == "abort":
+            finish = "cancelled"
+        if finish == "cancelled" and not running.cancelled:
+            message = emission.message or "SGLang ended the request"
+            failure = Failure(request.id, request.attempt, "engine_error", message, True)
+            output.failures.append(failure)
+            return
+        cached = emission.cached_tokens if first_index == 0 else 0
+        output.chunks.append(
+            Chunk(request.id, request.attempt, first_index, emission.token_ids, finish, cached)
+        )
+
+    # --- status ----------------------------------------------------------------------------
+
+    def status(self) -> EngineStatus:
+        active = self._active
+        if active is None:
+            return self._idle_status()
+        scheduler, kv = active.scheduler, active.memory.kv
+        allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        evictable = int(tree.evictable_size())
+        speed = self._speeds.get(active.order.model.name)
+        counters = kv.counters()
+        waiting = scheduler.waiting_reqs()
+        return EngineStatus(
+            engine_id=self._context.engine_id,
+            model=active.order.model.name,
+            running=len(self._by_rid) - len(waiting),
+            waiting=len(waiting),
+            available_tokens=allocator.attainable_tokens() + evictable,
+            free_mapped_tokens=kv.free_mapped_blocks() * BLOCK_TOKENS,
+            evictable_tokens=evictable,
+            pending_prefill_tokens=sum(scheduler.prefill_left(req) for req in waiting),
+            prefill_tokens_per_s=speed.tokens_per_s if speed else 0.0,
+            kv_mapped_bytes=kv.mapped_bytes(),
+            static_bytes=active.memory.plan.static_bytes,
+            prompt_tokens_total=self._totals.prompt_tokens,
+            output_tokens_total=self._totals.output_tokens,
+            retractions_total=self._totals.retractions + scheduler.retractions_total,
+            maps_total=self._totals.maps + counters.maps,
+            unmaps_total=self._totals.unmaps + counters.unmaps,
+        )
+
+    def _idle_status(self) -> EngineStatus:
+        return EngineStatus(
+            engine_id=self._context.engine_id,
+            model=None,
+            prompt_tokens_total=self._totals.prompt_tokens,
+            output_tokens_total=self._totals.output_tokens,
+            retractions_total=self._totals.retractions,
+            maps_total=self._totals.maps,
+            unmaps_total=self._totals.unmaps,
+        )
+
+    def _keep_totals(self, active: _Active) -> None:
+        counters = active.memory.kv.counters()
+        self._totals.maps += counters.maps
+        self._totals.unmaps += counters.unmaps
+        self._totals.retractions += active.scheduler.retractions_total
+
+    def _required(self) -> _Active:
+        if self._active is None:
+            raise RuntimeError("no model is active")
+        return self._active

@@ -1,0 +1,104 @@
+"""Building SGLang for one model in this process, and taking it down without a trace.
+
+SGLang keeps the running engine in process globals (configuration, process groups, layer state);
+`build` publishes a new one, `tear_down` clears what a second build would trip over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from prism.engines.sglang import stubs
+
+stubs.install()
+
+from sglang.srt import platforms  # noqa: E402
+from sglang.srt.distributed.parallel_state import (  # noqa: E402
+    destroy_distributed_environment,
+    destroy_model_parallel,
+)
+from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
+
+from prism.engines.sglang import server_args  # noqa: E402
+from prism.engines.sglang.kv_pool import KvcachedPool  # noqa: E402
+from prism.engines.sglang.memory import EngineMemory  # noqa: E402
+from prism.engines.sglang.scheduler import InProcessScheduler  # noqa: E402
+from prism.messages import Activate  # noqa: E402
+
+_libc = ctypes.CDLL(None)
+
+
+def build(order: Activate, memory: EngineMemory, prefill_chunk_tokens: int) -> InProcessScheduler:
+    """Load the model and lay out its KV space in `memory`.
+
+    Raises whatever SGLang raises for bad files; the caller must then call `tear_down(None)`.
+    """
+    platforms.current_platform.memory = memory
+    arguments = server_args.build(order, memory.plan, prefill_chunk_tokens)
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    with _PrivateRendezvous():
+        scheduler = InProcessScheduler(arguments, server_args.ports())
+    _check_pool(scheduler)
+    scheduler.start()
+    return scheduler
+
+
+def _check_pool(scheduler: InProcessScheduler) -> None:
+    """Memory that bypasses kvcached would be used behind the ledger's back."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if not isinstance(pool, KvcachedPool):
+        raise NotImplementedError(
+            f"its KV layout ({type(pool).__name__}) is not supported by this version: serve a "
+            "model whose layers all have full-attention K and V (MHA, GQA or MQA)"
+        )
+
+
+def tear_down(scheduler: InProcessScheduler | None) -> None:
+    """REQUIRES: the caller drops its own references to `scheduler`. Idempotent."""
+    if scheduler is not None:
+        scheduler.metrics_reporter._shutdown_fpm()
+        scheduler.release_host_resources()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    reset_context()
+    platforms.current_platform.memory = None
+
+
+def release_heap() -> None:
+    """Give freed weights back to the OS: first the cycles, then glibc's free lists."""
+    gc.collect()
+    _libc.malloc_trim(0)
+
+
+class _PrivateRendezvous:
+    """torch.distributed meets itself in a private file instead of on a TCP port."""
+
+    _VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+
+    def __enter__(self) -> None:
+        handle, name = tempfile.mkstemp(prefix="prism-rendezvous-")
+        os.close(handle)
+        self._path = Path(name)
+        os.environ[self._VARIABLE] = f"file://{name}"
+
+    def __exit__(self, *exc: object) -> None:
+        os.environ.pop(self._VARIABLE, None)
+        self._path.unlink(missing_ok=True)
+
+
+def import_models() -> None:
+    """Import every model class that SGLang knows, so that forked engines find them loaded."""
+
+    importlib.import_module("sglang.srt.models.registry")
+
+
+def quiet() -> None:
+    """SGLang's and transformers' loggers report to nobody unless something is wrong."""
+    for name in ("sglang", "transformers", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)

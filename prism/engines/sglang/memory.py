@@ -1,0 +1,154 @@
+"""The device memory of one engine process: one kvcached client per active model.
+
+Non-elastic memory (weights and the synthetic static share) is leased in the ledger before it is
+used; KV pages are elastic above `reserve_bytes`, which is guaranteed to this engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import kvcached
+from prism.errors import ActivationError
+from prism.messages import Activate
+
+BLOCK_TOKENS = 16
+_PADDING_BLOCKS = 1
+# A prefill is granted whole blocks plus one per request (see budget.py), and SGLang compares with
+# "less than": two blocks above the context make a full-context request always admissible.
+_SLACK_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a model needs on a device with this page size; all in bytes unless named otherwise."""
+
+    layout: kvcached.Layout
+    quantum_bytes: int
+    slab_tokens: int
+    slab_pages: int
+    reserve_bytes: int
+    static_bytes: int
+    virtual_tokens: int
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that SGLang may count on: all but the padding block."""
+        return self.virtual_tokens - _PADDING_BLOCKS * BLOCK_TOKENS
+
+
+def plan(order: Activate, *, capacity_bytes: int, page_bytes: int, static_bytes: int) -> MemoryPlan:
+    """Lay out `order.model` on a device; pure arithmetic. `static_bytes`: the engine's share."""
+    spec = order.model
+    layout = kvcached.Layout(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=None,
+        dtype=spec.kv_dtype,
+        block_tokens=BLOCK_TOKENS,
+    )
+    slab_tokens = layout.slab_tokens(page_bytes)
+    quantum = layout.quantum_bytes(page_bytes)
+    blocks = -(-spec.context_length // BLOCK_TOKENS) + _SLACK_BLOCKS + _PADDING_BLOCKS
+    reserve_slabs = -(-blocks * BLOCK_TOKENS // slab_tokens)
+    return MemoryPlan(
+        layout=layout,
+        quantum_bytes=quantum,
+        slab_tokens=slab_tokens,
+        slab_pages=quantum // page_bytes,
+        reserve_bytes=reserve_slabs * quantum,
+        static_bytes=spec.weight_bytes + static_bytes,
+        virtual_tokens=max(capacity_bytes // quantum, reserve_slabs) * slab_tokens,
+    )
+
+
+class EngineMemory:
+    """The leases and KV space of one active model. `release` returns all of it; idempotent.
+
+    Thread rule: the engine's thread only. Raises ActivationError with the missing bytes, and then
+    nothing stays reserved.
+    """
+
+    def __init__(self, client: kvcached.Client, order: Activate, plan: MemoryPlan) -> None:
+        self.plan = plan
+        self._client = client
+        self._lease: kvcached.StaticLease | None = None
+        self._kv: kvcached.KVCache | None = None
+        self._check_limit(order)
+        try:
+            self._reserve(order)
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def kv(self) -> kvcached.KVCache:
+        """The KV space; its virtual range is laid out at the first use. May raise NoRoomError."""
+        if self._kv is None:
+            self._kv = self._client.alloc_kvcache(
+                self.plan.layout, self.plan.virtual_tokens, reserved_blocks=_PADDING_BLOCKS
+            )
+            # One slab is kept between steps, or a block on the edge maps and unmaps it each time.
+            self._kv.set_spare_pages(0, self.plan.slab_pages)
+        return self._kv
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Cap elastic memory; never below what one full-context request needs."""
+        if limit_bytes is not None:
+            limit_bytes = max(limit_bytes, self.plan.reserve_bytes)
+        self._client.set_limit(limit_bytes)
+
+    def release(self) -> None:
+        """REQUIRES: no tensor over the KV space is used any more."""
+        if self._kv is not None:
+            self._client.free_kvcache(self._kv)
+            self._kv = None
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        self._client.set_min(0)
+        self._client.set_limit(None)
+
+    def _check_limit(self, order: Activate) -> None:
+        limit = order.kv_limit_bytes
+        if limit is not None and limit < self.plan.reserve_bytes:
+            raise ActivationError(
+                f"model {order.model.name}: its KV limit of {limit} bytes is below the "
+                f"{self.plan.reserve_bytes} bytes of one request of {order.model.context_length} "
+                "tokens; raise its share or lower its context_length"
+            )
+
+    def _reserve(self, order: Activate) -> None:
+        name = order.model.name
+        self._client.set_limit(order.kv_limit_bytes)
+        try:
+            self._lease = self._client.reserve_static(self.plan.static_bytes, f"weights of {name}")
+        except kvcached.NoRoomError as error:
+            raise self._no_room(name, error, self.plan.reserve_bytes) from error
+        try:
+            self._client.set_min(self.plan.reserve_bytes)
+        except kvcached.NoRoomError as error:
+            raise self._no_room(name, error, 0) from error
+
+    def _no_room(self, name: str, error: kvcached.NoRoomError, more_bytes: int) -> ActivationError:
+        missing = error.need_bytes - error.free_bytes + more_bytes
+        return ActivationError(
+            f"model {name} needs {self.plan.static_bytes} bytes for weights and "
+            f"{self.plan.reserve_bytes} bytes of KV; {missing} bytes are missing on the device",
+            missing,
+        )
+
+
+def active_memory() -> EngineMemory:
+    """The memory that the platform holds for the model being served.
+
+    SGLang builds pools and allocators from the platform's classes alone, so what they need can
+    reach them only through the platform.
+    """
+    from sglang.srt.platforms import current_platform
+
+    memory = current_platform.memory
+    if not isinstance(memory, EngineMemory):
+        raise RuntimeError("no model is being activated: the platform holds no engine memory")
+    return memory

@@ -1,0 +1,88 @@
+"""Prism's requests and SGLang's: checked and converted as its tokenizer manager would do."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+
+from prism.errors import BadRequestError, ContextLengthError, RequestError
+from prism.messages import Chunk, Failure, Request, Sampling
+
+
+def convert(
+    request: Request, rid: str, *, context_length: int, vocab_size: int
+) -> TokenizedGenerateReqInput:
+    """SGLang's input for `request` under the engine-local id `rid`.
+
+    Raises RequestError when it can never run: the frontend checks the same, so this is the last
+    line of defence that keeps SGLang from truncating silently.
+    """
+    _check(request, context_length, vocab_size)
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_text=None,
+        input_ids=array("q", request.prompt_ids),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=sampling_params(request.sampling, vocab_size),
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=True,
+    )
+
+
+def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
+    """Raises BadRequestError for values out of range."""
+    try:
+        params = SamplingParams(
+            max_new_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k if sampling.top_k > 0 else TOP_K_ALL,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=set(sampling.stop_token_ids) or None,
+            sampling_seed=_seed(sampling),
+        )
+        params.normalize(None)
+        params.verify(vocab_size)
+    except ValueError as error:
+        raise BadRequestError(str(error)) from error
+    return params
+
+
+def failure(request: Request, error: RequestError) -> Failure:
+    return Failure(request.id, request.attempt, error.code, str(error))
+
+
+def last_chunk(request: Request, first_index: int, reason: str) -> Chunk:
+    """The chunk that ends a request without new tokens."""
+    return Chunk(request.id, request.attempt, first_index, [], reason)
+
+
+def _seed(sampling: Sampling) -> int:
+    """With seeds on, SGLang gives every request without one the same; each must get its own."""
+    return sampling.seed if sampling.seed is not None else secrets.randbits(62)
+
+
+def _check(request: Request, context_length: int, vocab_size: int) -> None:
+    prompt = request.prompt_ids
+    if not prompt:
+        raise BadRequestError("the prompt is empty: give at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise BadRequestError(f"a prompt token id lies outside the vocabulary of {vocab_size}")
+    if request.sampling.max_tokens < 1:
+        raise BadRequestError("max_tokens must be at least 1")
+    excess = len(prompt) + request.sampling.max_tokens - context_length
+    if excess > 0:
+        raise ContextLengthError(
+            f"prompt ({len(prompt)}) plus max_tokens ({request.sampling.max_tokens}) exceed the "
+            f"model's context of {context_length} tokens by {excess}"
+        )

@@ -1,0 +1,185 @@
+"""SGLang's scheduler, fed and read in-process: no socket, no pickle, no thread.
+
+Every override below replaces a construction method that SGLang calls from its `__init__`, or one
+of its per-step methods; tests/sglang/test_contract.py pins each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.utils.common import DynamicGradMode
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+from sglang.srt.utils.watchdog import Watchdog
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """New tokens of a request. `finish`: "stop" | "length" | "abort" | None (it goes on)."""
+
+    rid: str
+    token_ids: list[int]
+    finish: str | None
+    message: str = ""
+    cached_tokens: int = 0
+
+
+class Outbox(list[Emission]):
+    """Stands where SGLang's senders are; what it is sent is kept for the next `take`."""
+
+    def send_output(self, output: Any, recv_obj: object = None) -> None:
+        """An abort of a request that never ran; everything else has no receiver here."""
+        if isinstance(output, AbortReq):
+            reason = output.finished_reason or {}
+            self.append(Emission(output.rid, [], "abort", str(reason.get("message", ""))))
+
+    def take(self) -> list[Emission]:
+        taken = list(self)
+        self.clear()
+        return taken
+
+
+class InProcessStreamer(SchedulerOutputStreamer):  # type: ignore[misc]
+    """Turns each request's new tokens into an emission, instead of a pickled batch."""
+
+    def stream_output(
+        self, reqs: Sequence[Req], return_logprob: bool, skip_req: Req | None = None
+    ) -> None:
+        for req in reqs:
+            if req is skip_req or (req.finished() and req.finished_output):
+                continue
+            emission = _emission(req)
+            if emission.token_ids or emission.finish:
+                self.send_to_detokenizer.append(emission)
+
+
+def _emission(req: Req) -> Emission:
+    if req.finished():
+        req.finished_output = True
+        if req.finished_len is None:
+            req.finished_len = len(req.output_ids)
+    output = req.output_ids_through_stop
+    new = list(output[req.send_token_offset :])
+    req.send_token_offset = len(output)
+    reason = req.finished_reason
+    message = reason.message if isinstance(reason, FINISH_ABORT) else ""
+    return Emission(req.rid, new, _finish(reason), message, int(req.cached_tokens))
+
+
+def _finish(reason: object) -> str | None:
+    if reason is None:
+        return None
+    if isinstance(reason, FINISH_ABORT):
+        return "abort"
+    return "length" if isinstance(reason, FINISH_LENGTH) else "stop"
+
+
+class InProcessScheduler(Scheduler):  # type: ignore[misc]
+    """One model's scheduler. Thread rule: built and stepped by one thread."""
+
+    retractions_total = 0
+    running_batch: Any
+    last_batch: Any
+    chunked_req: Req | None
+
+    # --- construction without sockets and threads -------------------------------------------
+
+    def init_ipc_channels(self, port_args: Any) -> None:
+        self.outbox = Outbox()
+        self.ipc_channels = SchedulerIpcChannels(
+            recv_from_tokenizer=None,
+            recv_from_rpc=None,
+            send_to_tokenizer=self.outbox,
+            send_to_detokenizer=self.outbox,
+            send_metrics_from_scheduler=None,
+        )
+        self.recv_from_tokenizer = None
+        self.load_snapshot_writer = None
+
+    def init_idle_sleeper(self) -> None:
+        self.idle_sleeper = None
+
+    def init_watch_dog_memory_saver_input_blocker(self) -> None:
+        # The stock watchdog's thread never ends and would pin this scheduler and its weights.
+        self.watchdog = Watchdog.create("Scheduler", None)
+        self.memory_saver_adapter = TorchMemorySaverAdapter.create(
+            enable=get_exec().features.enable_memory_saver
+        )
+        self.recv_skipper = None
+        self.input_blocker = None
+
+    def init_request_receiver(self) -> None:
+        self.request_receiver = None
+
+    def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
+        return InProcessStreamer
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """What SGLang's event loop does before its first turn."""
+        self._war_barrier_enabled = False
+        self.schedule_stream.synchronize = lambda: None
+        self.metrics_reporter.start_scheduler_time_accounting()
+
+    @DynamicGradMode()  # type: ignore[untyped-decorator]
+    def step(self) -> Any:
+        """One turn of SGLang's normal event loop; returns the batch that ran, or None."""
+        # Memory may have come free on the device since the last turn, without one of this
+        # engine's requests ending, which is all that SGLang itself waits for.
+        self.running_batch.batch_is_full = False
+        plan = self.get_next_batch_to_run(
+            running_batch=self.running_batch, last_batch=self.last_batch
+        )
+        self.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        self.cur_batch_for_debug = batch
+        if batch:
+            self.process_batch_result(batch, self.run_batch(batch))
+        else:
+            self._sched_idled = True
+            self.on_idle()  # SGLang's own check that no slot is lost, once nothing is left
+        self.last_batch = batch
+        self.token_to_kv_pool_allocator.return_hand()
+        return batch
+
+    def update_running_batch(self, batch: Any) -> Any:
+        """Before decodes are retracted, the half-prefilled request gives its blocks back."""
+        if self.chunked_req is not None and not batch.check_decode_mem():
+            self._retract_chunked(self.chunked_req)
+        return super().update_running_batch(batch)
+
+    def _retract_chunked(self, req: Req) -> None:
+        release_kv_cache(req, self.tree_cache, checkpoint=False)
+        req.reset_for_retract()
+        self.chunked_req = None
+        self._add_request_to_queue(req, is_retracted=True)
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        self.retractions_total += is_retracted
+        super()._add_request_to_queue(req, is_retracted)
+
+    # --- what the engine core asks ----------------------------------------------------------
+
+    def cancel(self, rid: str) -> None:
+        """Pages of a request that runs come back in its next step."""
+        self.abort_request(AbortReq(rid=rid))
+
+    @staticmethod
+    def prefill_left(req: Req) -> int:
+        """Tokens that must be computed before the request's next token (prefix cache aside)."""
+        return len(req.origin_input_ids) + len(req.output_ids) - int(req.prefix_len or 0)
+
+    def waiting_reqs(self) -> list[Req]:
+        """Requests whose prompt is not computed yet, the half-prefilled one included."""
+        chunked = self.chunked_req
+        return [*self.waiting_queue, *([] if chunked is None else [chunked])]

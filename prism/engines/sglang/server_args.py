@@ -1,0 +1,61 @@
+"""SGLang's arguments for one model in one engine process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+from prism.engines.sglang.memory import BLOCK_TOKENS, MemoryPlan
+from prism.messages import Activate
+
+# SGLang refuses prompts of its context minus 6 tokens or more and ends requests one token early;
+# with this many positions more, a request may fill the model's whole context. Positions above the
+# model's own context are never computed: `requests.convert` rejects such requests.
+CONTEXT_SLACK_TOKENS = 8
+
+
+def build(order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int) -> ServerArgs:
+    """Arguments that make SGLang deterministic, single-process and free of sockets."""
+    spec = order.model
+    settings: dict[str, Any] = {
+        "model_path": spec.path,
+        "device": "cpu",
+        "dtype": spec.dtype,
+        "context_length": spec.context_length + CONTEXT_SLACK_TOKENS,
+        "skip_tokenizer_init": True,
+        "page_size": BLOCK_TOKENS,
+        "max_total_tokens": plan.pool_tokens,
+        "max_running_requests": order.max_running,
+        "chunked_prefill_size": _chunk_tokens(prefill_chunk_tokens),
+        "max_prefill_tokens": max(prefill_chunk_tokens, spec.context_length),
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
+        "disable_custom_all_reduce": True,
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "stream_interval": 1,
+        "random_seed": 0,
+        "log_level": "warning",
+        "skip_server_warmup": True,
+    }
+    return ServerArgs(**settings)
+
+
+def ports() -> PortArgs:
+    """Names of sockets that are never opened."""
+    return PortArgs(
+        tokenizer_ipc_name="",
+        scheduler_input_ipc_name="",
+        detokenizer_ipc_name="",
+        nccl_port=0,
+        rpc_ipc_name="",
+        metrics_ipc_name="",
+        tokenizer_worker_ipc_name=None,
+        decoupled_spec_ipc_config=None,
+    )
+
+
+def _chunk_tokens(tokens: int) -> int:
+    """SGLang wants chunks of whole blocks, at least one."""
+    return max(tokens // BLOCK_TOKENS, 1) * BLOCK_TOKENS

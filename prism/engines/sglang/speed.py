@@ -1,0 +1,24 @@
+"""Prefill speed as measured while serving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DECAY = 0.8
+
+
+@dataclass(slots=True)
+class Speed:
+    """Decayed sums of tokens and seconds, so that long prefills weigh more than short ones."""
+
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._tokens = self._tokens * _DECAY + tokens
+        self._seconds = self._seconds * _DECAY + seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 before the first prefill."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
