@@ -27,7 +27,7 @@ class SmolLM2:
 
     def make(self, directory: Path, progress: Progress) -> None:
         source = find_gguf()
-        progress(f"{self.name}: reading {source.name} (about 30 s)")
+        progress(f"{self.name}: reading {source.name} (half a minute)")
         _save_weights(source, directory)
         progress(f"{self.name}: reading the tokenizer")
         _save_tokenizer(source, directory, self.context_length)

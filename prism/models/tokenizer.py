@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD, START, END)
@@ -33,7 +34,7 @@ def write_tokenizer(directory: Path, vocab_size: int, context_length: int) -> No
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer: Any = trainers.BpeTrainer(  # type: ignore[no-untyped-call, unused-ignore]
         vocab_size=vocab_size,
         show_progress=False,
         special_tokens=list(SPECIAL_TOKENS),
