@@ -28,15 +28,21 @@ Result<std::shared_ptr<Client>> Client::open(std::shared_ptr<Ledger> ledger,
                                              const ClientOptions& options) {
   Result<std::shared_ptr<Vmm>> vmm = make_vmm(device, ledger->page_bytes());
   if (!vmm.ok()) return vmm.status();
-  Result<int> lock_fd = open_lock_above(*ledger, vmm.value()->memory_fd());
+  return open(std::move(ledger), std::move(vmm.value()), options);
+}
+
+Result<std::shared_ptr<Client>> Client::open(std::shared_ptr<Ledger> ledger,
+                                             std::shared_ptr<Vmm> vmm,
+                                             const ClientOptions& options) {
+  Result<int> lock_fd = open_lock_above(*ledger, vmm->memory_fd());
   if (!lock_fd.ok()) return lock_fd.status();
-  Result<int> slot = ledger->join(options, lock_fd.value(), vmm.value()->memory_fd());
+  Result<int> slot = ledger->join(options, lock_fd.value(), vmm->memory_fd());
   if (!slot.ok()) {
     ::close(lock_fd.value());
     return slot.status();
   }
   return std::shared_ptr<Client>(
-      new Client(std::move(ledger), std::move(vmm.value()), lock_fd.value(), slot.value()));
+      new Client(std::move(ledger), std::move(vmm), lock_fd.value(), slot.value()));
 }
 
 Client::Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int lock_fd, int slot)

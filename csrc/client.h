@@ -17,6 +17,10 @@ class Client final : private ForkGuarded {
   static Result<std::shared_ptr<Client>> open(std::shared_ptr<Ledger> ledger,
                                               const std::string& device,
                                               const ClientOptions& options);
+  // The same on a Vmm of the caller's, which has the ledger's page size and no other user.
+  static Result<std::shared_ptr<Client>> open(std::shared_ptr<Ledger> ledger,
+                                              std::shared_ptr<Vmm> vmm,
+                                              const ClientOptions& options);
   ~Client() override;
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;

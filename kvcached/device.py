@@ -89,7 +89,7 @@ class Device:
             reserved_bytes=charged_bytes,
             committed_bytes=sum(client.committed_bytes for client in clients),
             static_bytes=sum(client.static_bytes for client in clients),
-            free_bytes=ledger.capacity_bytes - charged_bytes,
+            free_bytes=max(0, ledger.capacity_bytes - charged_bytes),
             clients=clients,
         )
 

@@ -1,0 +1,164 @@
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "faulty_vmm.h"
+#include "kv_cache.h"
+#include "virtual_tensor.h"
+
+namespace kvcached::testing {
+
+namespace {
+
+constexpr uint64_t kCapacity = 64 * kPage;
+
+// 3 buffers with slabs of 1, 2 and 1 pages: 4 pages and 4 blocks a slab, block 0 reserved.
+struct Fixture {
+  std::string path = fresh_ledger_path();
+  std::shared_ptr<Ledger> ledger = value_of(Ledger::open({path, kCapacity, kPage}));
+  std::shared_ptr<FaultyVmm> vmm = std::make_shared<FaultyVmm>(value_of(make_vmm("host:0", kPage)));
+  std::shared_ptr<Client> client = value_of(Client::open(ledger, vmm, {.name = "test"}));
+  std::shared_ptr<KvCache> cache = value_of(KvCache::create(
+      client, {.slab_pages = {1, 2, 1}, .slabs = 8, .blocks_per_slab = 4, .reserved_blocks = 1}));
+
+  ~Fixture() {
+    CHECK_OK(client->close());
+    CHECK(charged() == 0);
+    CHECK_OK(ledger->destroy(false));
+  }
+  uint64_t charged() { return value_of(ledger->usage()).charged_bytes; }
+  uint64_t committed() { return value_of(client->record()).committed_bytes; }
+};
+
+std::vector<int64_t> alloc(KvCache& cache, size_t count) {
+  std::vector<int64_t> ids(count);
+  CHECK_OK(cache.alloc(ids));
+  return ids;
+}
+
+void slabs_come_and_go_with_their_blocks() {
+  Fixture f;
+  CHECK(f.cache->mapped_bytes() == 4 * kPage && f.cache->floor_bytes() == 4 * kPage);
+  const auto ids = alloc(*f.cache, 12);
+  CHECK(f.cache->mapped_bytes() == 16 * kPage && f.charged() == 16 * kPage);
+  CHECK(f.cache->counters().maps == 6);  // 3 runs for the floor, 3 for three slabs at once
+  CHECK(f.cache->available_blocks().value() == 3 + 4 * 4);
+  CHECK_OK(f.cache->free(ids));
+  CHECK(f.cache->mapped_bytes() == f.cache->floor_bytes() && f.charged() == 4 * kPage);
+  std::vector<int64_t> too_many(32);
+  CHECK_CODE(f.cache->alloc(too_many), Code::no_room);
+  CHECK_OK(f.client->set_limit(7 * kPage));
+  std::vector<int64_t> four(4);
+  CHECK_CODE(f.cache->alloc(four), Code::no_room);
+  CHECK(f.cache->available_blocks().value() == 3 && f.charged() == 4 * kPage);
+}
+
+// Calls of one growth of the fault decorator: create, then map and set_access of each buffer.
+void a_failed_growth_leaves_nothing_behind() {
+  for (int call = 1; call <= 7; ++call) {
+    Fixture f;
+    std::vector<int64_t> ids(8);
+    f.vmm->fail_at(call);
+    CHECK_CODE(f.cache->alloc(ids), Code::system_call);
+    CHECK(f.charged() == 4 * kPage && f.committed() == 4 * kPage);
+    CHECK(f.cache->mapped_bytes() == 4 * kPage && f.cache->live_blocks() == 0);
+    CHECK_OK(f.cache->check());
+    CHECK_OK(f.cache->alloc(ids));
+  }
+}
+
+void a_failed_unmap_keeps_the_slab_in_use() {
+  for (int call = 1; call <= 3; ++call) {
+    Fixture f;
+    const auto ids = alloc(*f.cache, 7);
+    f.vmm->fail_at(call);
+    CHECK_OK(f.cache->free(ids));
+    CHECK(f.cache->live_blocks() == 0 && f.cache->free_mapped_blocks() == 7);
+    CHECK(f.charged() == 8 * kPage);
+    CHECK(alloc(*f.cache, 7).size() == 7);
+    CHECK(f.charged() == 8 * kPage);
+    f.vmm->fail_at(call);
+    CHECK_OK(f.cache->free(ids));
+    CHECK(value_of(f.cache->trim()) == 4);
+    CHECK(f.charged() == 4 * kPage);
+  }
+}
+
+void a_stranded_slab_is_retired() {
+  Fixture f;
+  const auto ids = alloc(*f.cache, 7);
+  f.vmm->fail_at(2, 2);  // the second buffer's unmap, then the rollback of the first
+  CHECK_OK(f.cache->free(ids));
+  CHECK(f.cache->free_mapped_blocks() == 3 && f.charged() == 8 * kPage);
+  CHECK_OK(f.cache->check());
+  for (const int64_t id : alloc(*f.cache, 8)) CHECK(id < 4 || id >= 8);
+  CHECK_OK(f.cache->close());
+  CHECK(f.charged() == 0);
+}
+
+void spare_pages_are_kept_between_the_watermarks() {
+  Fixture f;
+  CHECK_CODE(f.cache->set_spare_pages(5, 4), Code::invalid_argument);
+  CHECK_OK(f.cache->set_spare_pages(2, 8));
+  const auto ids = alloc(*f.cache, 15);
+  CHECK_OK(f.cache->free(std::span(ids).subspan(7)));
+  CHECK(f.charged() == 16 * kPage && f.cache->mapped_bytes() == 8 * kPage);
+  const auto again = alloc(*f.cache, 8);
+  CHECK(f.charged() == 16 * kPage);
+  CHECK_OK(f.cache->free(again));
+  CHECK_OK(f.cache->free(std::span(ids).first(7)));  // above the high mark: down to the low one
+  CHECK(f.charged() == 6 * kPage);
+  CHECK(value_of(f.cache->trim()) == 2);
+  CHECK(f.charged() == 4 * kPage);
+}
+
+void virtual_tensors_map_and_unmap_ranges() {
+  Fixture f;
+  auto tensor = value_of(VirtualTensor::create(f.client, 100 * kPage));
+  CHECK_OK(tensor->map(0, 10 * kPage));
+  CHECK_CODE(tensor->map(9 * kPage, 2 * kPage), Code::already_mapped);
+  CHECK_CODE(tensor->map(10 * kPage, 61 * kPage), Code::no_room);
+  CHECK_CODE(tensor->map(99 * kPage, 2 * kPage), Code::invalid_argument);
+  CHECK_CODE(tensor->map(kPage / 2, kPage), Code::not_aligned);
+  CHECK_CODE(tensor->unmap(9 * kPage, 2 * kPage), Code::not_mapped);
+  f.vmm->fail_at(2);
+  CHECK_CODE(tensor->map(10 * kPage, kPage), Code::system_call);
+  CHECK(f.charged() == 14 * kPage);
+  CHECK_OK(tensor->unmap(2 * kPage, 5 * kPage));
+  CHECK(f.charged() == 9 * kPage && tensor->mapped_bytes() == 5 * kPage);
+  CHECK_OK(tensor->close());
+  CHECK_CODE(tensor->map(0, kPage), Code::closed);
+  CHECK(f.charged() == 4 * kPage);
+}
+
+void a_forked_child_shares_nothing() {
+  Fixture f;
+  const auto address = f.cache->region()->address();
+  CHECK(is_readable(address));
+  const pid_t child = fork();
+  if (child == 0) {
+    std::vector<int64_t> ids(1);
+    const bool dead =
+        f.cache->alloc(ids).code == Code::forked && !is_readable(address) && f.client->close().ok();
+    auto own = Client::open(f.ledger, "host:0", {.name = "child"});
+    _exit(dead && own.ok() && own.value()->close().ok() ? 0 : 1);
+  }
+  int outcome = 0;
+  CHECK(waitpid(child, &outcome, 0) == child && WEXITSTATUS(outcome) == 0);
+  CHECK(alloc(*f.cache, 1).size() == 1);
+  CHECK(value_of(f.ledger->usage()).clients.size() == 1);
+}
+
+}  // namespace
+
+void test_kv_cache() {
+  slabs_come_and_go_with_their_blocks();
+  a_failed_growth_leaves_nothing_behind();
+  a_failed_unmap_keeps_the_slab_in_use();
+  a_stranded_slab_is_retired();
+  spare_pages_are_kept_between_the_watermarks();
+  virtual_tensors_map_and_unmap_ranges();
+  a_forked_child_shares_nothing();
+}
+
+}  // namespace kvcached::testing

@@ -1,0 +1,181 @@
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "check.h"
+#include "ledger.h"
+#include "ledger_segment.h"
+
+namespace kvcached::testing {
+
+namespace {
+
+constexpr uint64_t kCapacity = 100 * kPage;
+
+struct Member {
+  explicit Member(std::shared_ptr<Ledger> joined, ClientOptions options = {.name = "member"})
+      : ledger(std::move(joined)),
+        lock_fd(value_of(ledger->open_lock_fd())),
+        slot(value_of(ledger->join(options, lock_fd, -1))) {}
+  ~Member() {
+    CHECK_OK(ledger->leave(slot));
+    ::close(lock_fd);
+  }
+
+  std::shared_ptr<Ledger> ledger;
+  int lock_fd;
+  int slot;
+};
+
+struct Fixture {
+  std::string path = fresh_ledger_path();
+  std::shared_ptr<Ledger> ledger = value_of(Ledger::open({path, kCapacity, kPage}));
+  ~Fixture() { CHECK_OK(ledger->destroy(true)); }
+  uint64_t charged() { return value_of(ledger->usage()).charged_bytes; }
+};
+
+void a_lease_is_reserved_committed_or_cancelled() {
+  Fixture f;
+  Member a(f.ledger);
+  CHECK_OK(f.ledger->reserve(a.slot, 10 * kPage));
+  CHECK(f.charged() == 10 * kPage);
+  CHECK_OK(f.ledger->commit(a.slot, 4 * kPage));
+  CHECK_OK(f.ledger->cancel(a.slot, 6 * kPage));
+  CHECK(f.charged() == 4 * kPage);
+  CHECK_CODE(f.ledger->commit(a.slot, kPage), Code::internal);
+  CHECK_CODE(f.ledger->cancel(a.slot, kPage), Code::internal);
+  CHECK_CODE(f.ledger->release(a.slot, 5 * kPage), Code::internal);
+  CHECK_OK(f.ledger->release(a.slot, 4 * kPage));
+  CHECK(f.charged() == 0);
+}
+
+void a_minimum_is_kept_from_others_and_a_limit_from_its_client() {
+  Fixture f;
+  Member a(f.ledger, {.name = "a", .min_bytes = 30 * kPage});
+  Member b(f.ledger, {.name = "b", .limit_bytes = 80 * kPage});
+  CHECK(value_of(f.ledger->available(b.slot)) == 70 * kPage);
+  CHECK(value_of(f.ledger->available(a.slot)) == 100 * kPage);
+  const Status refused = f.ledger->reserve(b.slot, 71 * kPage);
+  CHECK(refused.code == Code::no_room);
+  CHECK(refused.need_bytes == 71 * kPage && refused.free_bytes == 70 * kPage);
+  CHECK_OK(f.ledger->reserve(b.slot, 70 * kPage));
+  CHECK_OK(f.ledger->reserve(a.slot, 30 * kPage));
+  CHECK_CODE(f.ledger->reserve(a.slot, kPage), Code::no_room);
+  CHECK_OK(f.ledger->set_min(a.slot, 0));
+  CHECK_OK(f.ledger->cancel(a.slot, 30 * kPage));
+  CHECK(value_of(f.ledger->available(b.slot)) == 10 * kPage);  // its limit
+  CHECK_OK(f.ledger->set_limit(b.slot, 50 * kPage));           // below what it holds
+  CHECK(value_of(f.ledger->available(b.slot)) == 0);
+  CHECK_OK(f.ledger->set_limit(b.slot, kNoLimit));
+  CHECK(value_of(f.ledger->available(b.slot)) == 30 * kPage);
+  CHECK_CODE(f.ledger->set_min(b.slot, 101 * kPage), Code::no_room);
+  CHECK_OK(f.ledger->set_min(b.slot, 100 * kPage));
+  CHECK_CODE(f.ledger->set_limit(b.slot, kPage), Code::invalid_argument);
+}
+
+void static_memory_counts_beside_pages() {
+  Fixture f;
+  Member a(f.ledger, {.name = "a", .limit_bytes = 10 * kPage});
+  CHECK_OK(f.ledger->reserve_static(a.slot, 95 * kPage + 1));
+  CHECK_CODE(f.ledger->reserve_static(a.slot, 5 * kPage), Code::no_room);
+  CHECK_CODE(f.ledger->reserve(a.slot, 5 * kPage), Code::no_room);
+  CHECK_OK(f.ledger->reserve(a.slot, 4 * kPage));
+  CHECK_CODE(f.ledger->release_static(a.slot, 96 * kPage), Code::internal);
+  CHECK_OK(f.ledger->release_static(a.slot, 95 * kPage + 1));
+  CHECK(f.charged() == 4 * kPage);
+}
+
+void every_record_can_be_taken_and_no_more() {
+  Fixture f;
+  std::vector<std::unique_ptr<Member>> members;
+  for (int i = 0; i < kMaxClients; ++i) members.push_back(std::make_unique<Member>(f.ledger));
+  const int lock_fd = value_of(f.ledger->open_lock_fd());
+  CHECK_CODE(f.ledger->join({.name = "late"}, lock_fd, -1).status(), Code::too_many_clients);
+  CHECK_CODE(f.ledger->join({.name = ""}, lock_fd, -1).status(), Code::invalid_argument);
+  members.pop_back();
+  CHECK(value_of(f.ledger->join({.name = "late"}, lock_fd, -1)) == kMaxClients - 1);
+  CHECK_OK(f.ledger->leave(kMaxClients - 1));
+  ::close(lock_fd);
+}
+
+LedgerSegment* map_directly(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDWR);
+  void* memory = mmap(nullptr, sizeof(LedgerSegment), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  ::close(fd);
+  CHECK(memory != MAP_FAILED);
+  return static_cast<LedgerSegment*>(memory);
+}
+
+// The worst moment: the mutex is held, the record says one thing and the total another.
+void a_death_inside_the_mutex_is_repaired() {
+  Fixture f;
+  Member survivor(f.ledger);
+  CHECK_OK(f.ledger->reserve(survivor.slot, 10 * kPage));
+  const pid_t child = fork();
+  if (child == 0) {
+    auto ledger = value_of(Ledger::open({f.path, {}, {}}));
+    Member victim(ledger);
+    CHECK_OK(ledger->reserve(victim.slot, 20 * kPage));
+    LedgerSegment* segment = map_directly(f.path);
+    pthread_mutex_lock(&segment->mutex);
+    segment->clients[victim.slot].pending_bytes += 5 * kPage;
+    segment->charged_bytes = 12345;
+    _exit(0);
+  }
+  int outcome = 0;
+  CHECK(waitpid(child, &outcome, 0) == child && WEXITSTATUS(outcome) == 0);
+  const LedgerUsage usage = value_of(f.ledger->usage());
+  CHECK(usage.charged_bytes == 10 * kPage);
+  CHECK(usage.clients.size() == 1);
+}
+
+void a_destroyed_ledger_grants_nothing() {
+  Fixture f;
+  Member a(f.ledger);
+  CHECK_CODE(f.ledger->destroy(false), Code::busy);
+  CHECK_OK(f.ledger->reserve(a.slot, kPage));
+  CHECK_OK(f.ledger->destroy(true));
+  CHECK_CODE(f.ledger->reserve(a.slot, kPage), Code::gone);
+  CHECK_OK(f.ledger->cancel(a.slot, kPage));
+  CHECK_CODE(Ledger::open({f.path, {}, {}}).status(), Code::unknown_device);
+  // A new one at the same path is not removed by the old one's owner.
+  auto next = value_of(Ledger::open({f.path, kCapacity, kPage}));
+  CHECK_OK(f.ledger->destroy(true));
+  CHECK_OK(Ledger::open({f.path, {}, {}}).ok() ? Status{} : failure(Code::internal, "removed"));
+  CHECK_OK(next->destroy(false));
+}
+
+void threads_never_take_more_than_there_is() {
+  Fixture f;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&f] {
+      Member member(f.ledger);
+      for (int step = 0; step < 2000; ++step) {
+        if (!f.ledger->reserve(member.slot, 40 * kPage).ok()) continue;
+        CHECK_OK(f.ledger->commit(member.slot, 40 * kPage));
+        CHECK(f.charged() <= kCapacity);
+        CHECK_OK(f.ledger->release(member.slot, 40 * kPage));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(f.charged() == 0);
+}
+
+}  // namespace
+
+void test_ledger() {
+  a_lease_is_reserved_committed_or_cancelled();
+  a_minimum_is_kept_from_others_and_a_limit_from_its_client();
+  static_memory_counts_beside_pages();
+  every_record_can_be_taken_and_no_more();
+  a_death_inside_the_mutex_is_repaired();
+  a_destroyed_ledger_grants_nothing();
+  threads_never_take_more_than_there_is();
+}
+
+}  // namespace kvcached::testing
