@@ -40,6 +40,7 @@ from prism.messages import (
 STATUS_MIN_S = 0.020
 STATUS_MAX_S = 1.0
 STALLED_RETRY_S = 0.005
+STALLED_STEP_S = 0.002
 LINGER_MS = 1000
 MESSAGES_PER_TURN = 64
 
@@ -157,7 +158,8 @@ class Worker:
 
     def _patience_s(self) -> float:
         """A core that holds requests but cannot compute (no room) is stepped again soon: memory
-        of other engines may have come free, and nobody tells us."""
+        of other engines may have come free, and nobody tells us. `_stalled` finds it also when
+        it calls itself busy: a step without output and without work."""
         if self._busy and not self._stalled:
             return 0.0
         until_status_s = self._status_due_s() - self._clock()
@@ -168,7 +170,7 @@ class Worker:
         output = self._core.step()
         self._busy = output.busy
         silent = not (output.chunks or output.failures)
-        self._stalled = silent and self._clock() - started_s < STALLED_RETRY_S / 10
+        self._stalled = silent and self._clock() - started_s < STALLED_STEP_S
         self._changed = True
         self._send_output(output)
 

@@ -129,7 +129,8 @@ class FakeCore:
         return self._memory.trim(target_bytes) if self._memory else Trimmed(returned_bytes=0)
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
-        self._client.set_limit(kv_limit_bytes)
+        if self._memory is not None:
+            self._memory.set_limit(kv_limit_bytes)
 
     # --- requests --------------------------------------------------------------------------
 
@@ -161,6 +162,8 @@ class FakeCore:
             self._compute(self._memory)
             output.chunks += self._emit(self._memory)
         output.busy = bool(self._running)
+        if self._memory is not None and not output.busy:
+            self._memory.kv.trim()
         return output
 
     def _drop(self, sequence: Sequence) -> None:

@@ -69,10 +69,13 @@ class Memory:
         self._leases: list[kvcached.StaticLease] = []
         self.static_bytes = order.model.weight_bytes + config.engine.static_bytes
         self.reserve_bytes = reserve_bytes(layout, usage.page_bytes, order.model.context_length)
+        self._check_limit(order)
         try:
             self._reserve(order, config.engine.static_bytes)
             tokens = max(usage.capacity_bytes // layout.token_bytes, order.model.context_length)
             self.kv = client.alloc_kvcache(layout, tokens, reserved_blocks=RESERVED_BLOCKS)
+            # A block on the edge of a slab would otherwise map and unmap it on every step.
+            self.kv.set_spare_pages(0, sum(layout.slab_pages(usage.page_bytes)))
         except kvcached.NoRoomError as error:
             self._release()
             raise self._no_room(device, order.model) from error
@@ -89,6 +92,14 @@ class Memory:
         self._leases.append(self._client.reserve_static(static_bytes, "workspace"))
         self._client.set_min(self.reserve_bytes)
         self._client.set_limit(order.kv_limit_bytes)
+
+    def _check_limit(self, order: Activate) -> None:
+        limit_bytes = order.kv_limit_bytes
+        if limit_bytes is not None and limit_bytes < self.reserve_bytes:
+            raise ActivationError(
+                f"{order.model.name}: its KV limit of {limit_bytes} bytes is below the "
+                f"{self.reserve_bytes} bytes of one request of full context"
+            )
 
     def _release(self) -> None:
         self._client.set_limit(None)
@@ -178,6 +189,12 @@ class Memory:
             "kv_mapped_bytes": self.kv.mapped_bytes(),
             "static_bytes": self.static_bytes,
         }
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Never below what one request of full context needs."""
+        if limit_bytes is not None:
+            limit_bytes = max(limit_bytes, self.reserve_bytes)
+        self._client.set_limit(limit_bytes)
 
     def free(self) -> None:
         self._buffers.clear()
