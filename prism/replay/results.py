@@ -135,7 +135,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     rate_scale: float = 1.0
     time_scale: float = 1.0
-    slo_scales: list[float] = [1.0]
+    slo_scales: tuple[float, ...] = (1.0,)
     seed: int = 0
     timeout_s: float = 600.0
     block_tokens: int = 512

@@ -1,0 +1,180 @@
+"""What the terminal shows: live progress, the result tables, a trace's statistics."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from prism.replay.metrics import meets_all
+from prism.replay.report import milliseconds, percent
+from prism.replay.results import GroupSummary, RequestRecord, Results
+from prism.replay.stats import TraceStats
+from prism.replay.trace import TraceRequest
+
+ROLLING_REQUESTS = 50
+PLAIN_INTERVAL_S = 10.0
+
+
+class LiveProgress:
+    """Follows a replay: a live bar on a terminal, one line each 10 s elsewhere."""
+
+    def __init__(self, console: Console, requests: int, scale: float) -> None:
+        self.console, self.requests, self.scale = console, requests, scale
+        self.sent_count = self.done_count = self.error_count = 0
+        self.recent: deque[bool] = deque(maxlen=ROLLING_REQUESTS)
+        self.printed_s = time.monotonic()
+        self.bar = Progress(
+            TextColumn("replay"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("replay", total=requests, state="")
+
+    def __enter__(self) -> LiveProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def sent(self, request: TraceRequest) -> None:
+        self.sent_count += 1
+        self._show()
+
+    def done(self, record: RequestRecord) -> None:
+        self.done_count += 1
+        self.error_count += not record.ok
+        verdict = meets_all(record, self.scale)
+        if verdict is not None:
+            self.recent.append(verdict)
+        self._show()
+
+    @property
+    def state(self) -> str:
+        rolling = percent(sum(self.recent) / len(self.recent)) if self.recent else "-"
+        return (
+            f"sent {self.sent_count}  in flight {self.sent_count - self.done_count}  "
+            f"errors {self.error_count}  attainment (last {len(self.recent)}) {rolling}"
+        )
+
+    def _show(self) -> None:
+        self.bar.update(self.task, completed=self.done_count, state=self.state)
+        now_s = time.monotonic()
+        if not self.console.is_terminal and now_s - self.printed_s >= PLAIN_INTERVAL_S:
+            self.printed_s = now_s
+            self.console.print(f"done {self.done_count}/{self.requests}  {self.state}")
+
+
+def print_results(console: Console, results: Results) -> None:
+    """Attainment at each SLO scale, latencies, and the server's counters."""
+    console.print(attainment_table(results))
+    console.print(latency_table(results))
+    summary, total = results.summary, results.summary.total
+    console.print(
+        f"{total.completed} of {total.requests} requests finished in {summary.duration_s:.1f} s, "
+        f"{summary.output_tokens_per_s:.1f} output tokens/s, "
+        f"send lag P99 {summary.send_lag_p99_ms:.1f} ms"
+    )
+    for code, count in total.errors.items():
+        message = next(r.message for r in results.records if r.error == code)
+        console.print(f"[red]{count} x {code}[/red], such as: ", end="")
+        console.print(message, markup=False)
+    if results.counters is None:
+        console.print("the server has no /status: no page or activation counters")
+        return
+    grown = results.counters
+    console.print(
+        f"maps {grown.maps} ({summary.maps_per_minute:.0f}/min), unmaps {grown.unmaps} "
+        f"({summary.unmaps_per_minute:.0f}/min), activations {grown.activations}, evictions "
+        f"{grown.evictions}, retractions {grown.retractions}, "
+        f"engine restarts {grown.engine_restarts}"
+    )
+
+
+def attainment_table(results: Results) -> Table:
+    table = Table(title="SLO attainment")
+    for column in ("model", "requests", "errors", "SLO scale", "TTFT", "TPOT", "E2E", "all"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, group in _groups(results).items():
+        for number, (scale, found) in enumerate(group.attainment.items()):
+            first = number == 0
+            table.add_row(
+                name if first else "",
+                str(group.requests) if first else "",
+                str(group.requests - group.completed) if first else "",
+                scale,
+                *(percent(value) for value in (found.ttft, found.tpot, found.e2e, found.all)),
+                end_section=number == len(group.attainment) - 1,
+            )
+    return table
+
+
+def latency_table(results: Results) -> Table:
+    table = Table(title="Latency of finished requests (mean / P50 / P95 / P99)")
+    for column in ("model", "TTFT", "TPOT", "E2E"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, group in _groups(results).items():
+        cells = (
+            " / ".join(milliseconds(v) for v in (found.mean, found.p50, found.p95, found.p99))
+            for found in (group.ttft_ms, group.tpot_ms, group.e2e_ms)
+        )
+        table.add_row(name, *cells)
+    return table
+
+
+def print_stats(console: Console, stats: TraceStats) -> None:
+    """The statistics of Prism §3.1 with the published values beside them."""
+    table = Table(title=f"{stats.requests} requests in {stats.duration_s:.0f} s")
+    columns = "model,share,CV of req/min,CV of gaps,idle >10 s per h,median idle,idle,active"
+    for column in columns.split(","):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for model in stats.models:
+        table.add_row(
+            model.model,
+            percent(model.share),
+            _number(model.rate_cv),
+            _number(model.gap_cv),
+            f"{model.idle_per_hour:.0f}",
+            "-" if model.median_idle_s is None else f"{model.median_idle_s:.0f} s",
+            percent(model.idle_time),
+            percent(model.active_time),
+        )
+    console.print(table)
+    console.print(summary_table(stats))
+
+
+def summary_table(stats: TraceStats) -> Table:
+    table = Table(title="All models, and what Prism reports of production traces")
+    for column in ("statistic", "here", "published"):
+        table.add_column(column, justify="left" if column == "statistic" else "right")
+    active = (
+        f"{percent(stats.active_mean)} ({percent(stats.active_p10)}-{percent(stats.active_p90)})"
+    )
+    rows = (
+        ("requests from the last 60 % of models", percent(stats.tail_share), "about 25 %"),
+        ("models with CV of req/min above 1", percent(stats.rate_cv_above_1), "many"),
+        ("models with median idle above 30 s", percent(stats.median_idle_above_30_s), "many"),
+        ("models with over 40 idles per hour", percent(stats.idle_per_hour_above_40), "0-50 %"),
+        ("models active at a time, mean (P10-P90)", active, "23-50 %"),
+        ("changes of the active set per hour", f"{stats.active_changes_per_hour:.0f}", "54-766"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _groups(results: Results) -> dict[str, GroupSummary]:
+    return {**results.summary.models, "total": results.summary.total}
