@@ -1,0 +1,7 @@
+"""`python -m prism.cluster`."""
+
+import sys
+
+from prism.cluster.main import main
+
+sys.exit(main())

@@ -1,0 +1,170 @@
+"""Carries actions out, each as a task: orders to agents, routes in Redis, in the right sequence.
+
+An action's failure is logged, counted and remembered (bars); what it left half-done shows in the
+agents' reports and is mended by the next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from prism.cluster.changes import Changes
+from prism.cluster.link import Link, settle
+from prism.cluster.state import Move, State
+from prism.errors import ActionError, QueueUnavailableError
+from prism.messages import ActivateModel, EvictModel
+from prism.policies.data import Action, Activate, Evict, Migrate
+from prism.queueing.requests import RequestQueue
+
+log = logging.getLogger("prism.cluster")
+
+
+class Actuator:
+    """At most one action per model is under way; activations wait for the evictions that are
+    under way on their device when they start. For one event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        link: Link,
+        queue: RequestQueue,
+        changes: Changes,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._link = link
+        self._queue = queue
+        self._changes = changes
+        self._now_s = now_s
+        self._tasks: dict[str, asyncio.Task[str]] = {}
+
+    def start(self, action: Action) -> asyncio.Task[str] | None:
+        """Begin; the task's value is "" or what went wrong. None: nothing to do, or the model
+        has an action under way."""
+        if action.model in self._state.moves:
+            return None
+        if isinstance(action, Activate):
+            earlier = self._evictions_on(action.device)
+            move = Move("activate", action.model, action.device)
+            return self._begin(move, action.reason, self._activate(action, earlier))
+        if isinstance(action, Evict):
+            move = Move("evict", action.model, action.device)
+            return self._begin(move, action.reason, self._evict(action))
+        if isinstance(action, Migrate):
+            move = Move("migrate", action.model, action.target, action.source)
+            return self._begin(move, action.reason, self._migrate(action))
+        return None
+
+    def drop_copy(self, model: str, device: str, home: str) -> None:
+        """Evict `model` from `device` while it stays routed to and served by `home`."""
+        if model not in self._state.moves:
+            why = f"a second copy, {home} serves it"
+            move = Move("drop_copy", model, device, home)
+            self._begin(move, why, self._take_down(model, device, why))
+
+    async def stop(self) -> None:
+        """Cancel what is under way; the agents finish it, the next scheduler sees the result."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- bookkeeping ------------------------------------------------------------------------
+
+    def _begin(self, move: Move, reason: str, work: Awaitable[None]) -> asyncio.Task[str]:
+        log.info("%s %s on %s: %s", move.kind, move.model, move.device, reason)
+        self._state.moves[move.model] = move
+        task = asyncio.create_task(self._finish(move, work))
+        self._tasks[move.model] = task
+        self._changes.notify()
+        return task
+
+    async def _finish(self, move: Move, work: Awaitable[None]) -> str:
+        problem = ""
+        try:
+            await work
+            self._succeeded(move)
+        except (ActionError, QueueUnavailableError) as error:
+            problem = str(error)
+            self._failed(move, problem)
+        finally:
+            del self._state.moves[move.model]
+            del self._tasks[move.model]
+            self._changes.notify()
+        return problem
+
+    def _succeeded(self, move: Move) -> None:
+        self._state.actions_total[move.kind] += 1
+        self._state.wanted.discard(move.model)
+        if move.kind == "activate":
+            self._state.activated_s[move.model] = self._now_s()
+
+    def _failed(self, move: Move, problem: str) -> None:
+        log.warning("%s of %s on %s failed: %s", move.kind, move.model, move.device, problem)
+        self._state.actions_total[f"{move.kind}_failed"] += 1
+        if move.brings_up:
+            self._state.bars.failed(move.model, move.device, problem, self._now_s())
+
+    def _evictions_on(self, device: str) -> list[tuple[str, asyncio.Task[str]]]:
+        moves = self._state.moves.values()
+        leaving = [m.model for m in moves if m.kind == "evict" and m.device == device]
+        return [(model, self._tasks[model]) for model in leaving]
+
+    # --- the sequences ----------------------------------------------------------------------
+
+    async def _activate(
+        self, action: Activate, earlier: Sequence[tuple[str, asyncio.Task[str]]]
+    ) -> None:
+        for model, eviction in earlier:
+            problem = await asyncio.shield(eviction)
+            if problem:
+                raise ActionError(f"{model} could not be evicted from {action.device}: {problem}")
+        await self._bring_up(action.model, action.device, action, route_at_once=True)
+
+    async def _evict(self, action: Evict) -> None:
+        # First the route: no request may arrive at a model that is being taken down.
+        await self._queue.route(action.model, None)
+        await self._take_down(action.model, action.device, action.reason)
+
+    async def _migrate(self, action: Migrate) -> None:
+        """Make-before-break: the source serves until the target is ready."""
+        await self._bring_up(action.model, action.target, action, route_at_once=False)
+        await self._queue.route(action.model, action.target)
+        await self._take_down(action.model, action.source, action.reason)
+
+    async def _bring_up(
+        self, name: str, device: str, action: Activate | Migrate, route_at_once: bool
+    ) -> None:
+        await self._free_engine(device)
+        limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
+        spec = self._state.config.model(name)
+        order = ActivateModel(0, spec, limit_bytes, action.reason)
+        result = await self._link.post(device, order)
+        try:
+            if route_at_once:  # so that requests wait where they will be served
+                await self._queue.route(name, device)
+            await settle(result, device, self._state.timing.activation_s)
+        finally:
+            result.cancel()
+        await self._reported(device, name, "active")
+
+    async def _take_down(self, name: str, device: str, reason: str) -> None:
+        timing = self._state.timing
+        timeout_s = self._state.config.engine.drain_timeout_s + timing.eviction_slack_s
+        await self._link.ask(device, EvictModel(0, name, reason), timeout_s)
+        await self._reported(device, name, "absent")
+
+    async def _free_engine(self, device: str) -> None:
+        def free() -> bool:
+            report = self._state.book.report(device)
+            return report is None or report.engines_free > 0 or report.engines_starting == 0
+
+        await self._changes.until(free, self._state.timing.engine_wait_s)
+
+    async def _reported(self, device: str, name: str, stage: str) -> None:
+        """Until the agent's report shows what its result said: plans are made on reports."""
+        await self._changes.until(
+            lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
+        )

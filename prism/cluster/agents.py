@@ -1,0 +1,101 @@
+"""What the agents last reported, and which of them still answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from prism.messages import AgentReport, ModelReport
+
+ABSENT_STATES = ("failed",)
+
+
+@dataclass(slots=True)
+class Agent:
+    """`seen_s`: when its last report came, on the scheduler's monotonic clock. `started`: all its
+    engines have been up at once since it came."""
+
+    report: AgentReport
+    seen_s: float
+    started: bool = False
+
+
+class AgentBook:
+    """The latest report of every live agent. For one event loop.
+
+    A device whose agent was never heard of counts as lost only after `start_grace_s`: its agent
+    may be starting, or not have noticed yet that the scheduler is back.
+    """
+
+    def __init__(
+        self, devices: Collection[str], now_s: float, lost_after_s: float, start_grace_s: float
+    ) -> None:
+        self._devices = tuple(devices)
+        self._agents: dict[str, Agent] = {}
+        self._grace_until_s = now_s + start_grace_s
+        self._lost_after_s = lost_after_s
+        self._ever_seen: set[str] = set()
+
+    def take(self, report: AgentReport, now_s: float) -> set[str]:
+        """Note a report; returns the models that served there before and now do not."""
+        before = self._agents.get(report.device)
+        started = report.engines_starting == 0 and report.engines_total > 0
+        if before is not None and before.report.epoch == report.epoch:
+            started = started or before.started
+        self._agents[report.device] = Agent(report, now_s, started)
+        self._ever_seen.add(report.device)
+        if before is None:
+            return set()
+        return _serving(before.report) - _serving(report)
+
+    def drop_lost(self, now_s: float) -> dict[str, set[str]]:
+        """Forget agents that have been silent too long: device -> models that it served."""
+        late = [d for d, a in self._agents.items() if now_s - a.seen_s > self._lost_after_s]
+        return {device: _serving(self._agents.pop(device).report) for device in late}
+
+    def knows(self, device: str) -> bool:
+        return device in self._devices
+
+    def report(self, device: str) -> AgentReport | None:
+        agent = self._agents.get(device)
+        return agent.report if agent else None
+
+    def reports(self) -> list[AgentReport]:
+        return [self._agents[d].report for d in self._devices if d in self._agents]
+
+    def seen_s(self, device: str) -> float:
+        """REQUIRES: the device's agent is live."""
+        return self._agents[device].seen_s
+
+    def is_gone(self, device: str, now_s: float) -> bool:
+        """No agent answers there, and none is expected to any moment."""
+        expected = device not in self._ever_seen and now_s < self._grace_until_s
+        return device not in self._agents and not (expected and self.knows(device))
+
+    def all_heard(self, now_s: float) -> bool:
+        """Every device's agent has reported, or has had its time to do so."""
+        heard = self._ever_seen.issuperset(self._devices)
+        return heard or (now_s >= self._grace_until_s and bool(self._agents))
+
+    def all_started(self) -> bool:
+        """Every device has a live agent whose engines have been up."""
+        agents = [self._agents.get(device) for device in self._devices]
+        return all(agent is not None and agent.started for agent in agents)
+
+    def model(self, device: str, name: str) -> ModelReport | None:
+        report = self.report(device)
+        models = report.models if report else []
+        return next((m for m in models if m.model == name), None)
+
+    def state(self, device: str, name: str) -> str:
+        """ "activating", "active", "draining", or "absent" (also where it failed)."""
+        model = self.model(device, name)
+        return "absent" if model is None or model.state in ABSENT_STATES else model.state
+
+    def where(self, name: str, *states: str) -> list[str]:
+        """Devices with a live agent on which the model is in one of `states`, in config order."""
+        return [d for d in self._devices if d in self._agents and self.state(d, name) in states]
+
+
+def _serving(report: AgentReport) -> set[str]:
+    return {m.model for m in report.models if m.state == "active"}

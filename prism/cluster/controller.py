@@ -1,0 +1,231 @@
+"""The turns of the scheduler's process: observe, mend, plan, act, publish.
+
+A turn follows every change that matters (a request for an absent model, a finished action, an
+agent's news) at once, and the report interval at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from uuid import uuid4
+
+from prism.cluster.actuator import Actuator
+from prism.cluster.changes import Changes
+from prism.cluster.link import Link
+from prism.cluster.repairs import Route, repairs
+from prism.cluster.state import State
+from prism.cluster.status import build_status
+from prism.cluster.view import build_view
+from prism.errors import LeaseLostError, QueueUnavailableError
+from prism.messages import AgentReport
+from prism.policies.data import Action, ClusterView, Refuse, Settings
+from prism.queueing.requests import RequestQueue
+from prism.scheduler.cluster import ClusterScheduler
+
+TURN_GAP_S = 0.01
+LEASE_S = 1.0
+BLOCK_S = 5.0
+
+log = logging.getLogger("prism.cluster")
+
+
+class Controller:
+    """A `ClusterPort` over the live cluster, and the loop that steps the scheduler on it."""
+
+    def __init__(
+        self, state: State, queue: RequestQueue, changes: Changes, now_s: Callable[[], float]
+    ) -> None:
+        self._state = state
+        self._queue = queue
+        self._changes = changes
+        self._now_s = now_s
+        self._owner = f"scheduler-{uuid4().hex}"
+        self._recovered: set[str] = set()
+        scheduler = state.config.scheduler
+        settings = Settings(
+            idle_threshold_s=scheduler.idle_threshold_s,
+            migration_threshold=scheduler.migration_threshold,
+        )
+        self._scheduler = ClusterScheduler(self, state.policy, settings, scheduler.interval_s)
+
+    def attach(self, link: Link, actuator: Actuator) -> None:
+        """Both need this object's callbacks first. REQUIRES: called before `run`."""
+        self._link = link
+        self._actuator = actuator
+
+    # --- ClusterPort ------------------------------------------------------------------------
+
+    def view(self) -> ClusterView:
+        return build_view(self._state, self._now_s())
+
+    def apply(self, action: Action) -> None:
+        """Start the action; a refusal is kept for the status instead."""
+        if isinstance(action, Refuse):
+            self._refuse(action)
+        else:
+            self._actuator.start(action)
+
+    # --- what comes in ----------------------------------------------------------------------
+
+    def on_report(self, report: AgentReport) -> None:
+        """An agent's report; wakes the loop when more than counters changed."""
+        state, device = self._state, report.device
+        if not state.book.knows(device):
+            log.warning("dropped a report about %s, which is not in the configuration", device)
+            return
+        before, now_s = state.book.report(device), self._now_s()
+        for model in state.book.take(report, now_s):
+            if model not in state.moves:
+                self._died(model, device)
+        totals = {m.model: m.prompt_tokens_total + m.output_tokens_total for m in report.models}
+        state.rates.observe(device, report.epoch, totals, now_s)
+        state.sizes.observe(report)
+        if before is None or _shape(before) != _shape(report):
+            self._abandon_orders(before, report)
+            self._changes.notify()
+
+    async def watch_arrivals(self) -> None:
+        """Wake the loop at once when a request arrives for a model that is placed nowhere."""
+        cursor = "0"
+        while True:
+            try:
+                cursor, arrived = await self._queue.wait_unplaced(cursor, BLOCK_S)
+            except QueueUnavailableError:
+                await asyncio.sleep(self._state.timing.queue_retry_s)
+                continue
+            if arrived:
+                self._changes.notify()
+
+    # --- the loop ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Turn until cancelled. While Redis does not answer, nothing is planned."""
+        available = True
+        while True:
+            version = self._changes.version
+            try:
+                await self.turn()
+                available = True
+            except QueueUnavailableError as error:
+                if available:
+                    log.warning("nothing is planned until Redis answers again: %s", error)
+                available = False
+                await asyncio.sleep(self._state.timing.queue_retry_s)
+            await asyncio.sleep(TURN_GAP_S)
+            interval_s = self._state.config.scheduler.report_interval_s
+            await self._changes.until(
+                lambda seen=version: self._changes.version != seen, interval_s
+            )  # type: ignore[misc]
+
+    async def turn(self) -> None:
+        """Once through everything. Raises QueueUnavailableError."""
+        state = self._state
+        self._drop_lost_agents()
+        state.placement = await self._queue.placement()
+        state.unplaced = await self._queue.unplaced_counts()
+        await self._mend()
+        await self._recover_queues()
+        if state.book.all_heard(self._now_s()):
+            self._plan()
+        await self._queue.publish_status(build_status(state, self.view()))
+
+    def _plan(self) -> None:
+        state = self._state
+        if not state.planned_once:
+            state.wanted |= self._wanted_at_start()
+            state.planned_once = True
+        actions = self._scheduler.step(self._now_s())
+        refused = {action.model for action in actions if isinstance(action, Refuse)}
+        for model in state.refusals.keys() - refused:
+            del state.refusals[model]
+
+    def _wanted_at_start(self) -> set[str]:
+        """All models, or after a restart of this process those that were up before it."""
+        state = self._state
+        names = {model.name for model in state.config.models}
+        seen = {m for m in names if m in state.placement or state.book.where(m, "active")}
+        return seen if seen and state.policy.evicts else names
+
+    def _refuse(self, action: Refuse) -> None:
+        state = self._state
+        failure = state.bars.message(action.model, self._now_s())
+        reason = f"{action.reason}: {failure}" if failure else action.reason
+        if state.refusals.get(action.model) != reason:
+            log.warning("%s is not placed: %s", action.model, reason)
+            state.actions_total["refuse"] += 1
+        state.refusals[action.model] = reason
+        if state.policy.evicts and not failure:
+            # There is no room for it unless requests make some: it waits for the first one.
+            state.wanted.discard(action.model)
+
+    # --- faults -----------------------------------------------------------------------------
+
+    def _died(self, model: str, device: str) -> None:
+        found = self._state.book.model(device, model)
+        problem = (found.error if found else "") or f"its engine on {device} ended"
+        log.warning("%s was lost on %s: %s", model, device, problem)
+        self._state.actions_total["lost"] += 1
+        self._state.bars.died(model, device, problem, self._now_s())
+        self._state.wanted.add(model)
+
+    def _abandon_orders(self, before: AgentReport | None, report: AgentReport) -> None:
+        """An agent that restarted will not answer what its predecessor was asked."""
+        if before is None or before.epoch == report.epoch:
+            return
+        for move in list(self._state.moves.values()):
+            for device in (move.device, move.source):
+                known = self._state.book.state(report.device, move.model) != "absent"
+                if device == report.device and not known:
+                    self._link.give_up(device, f"the agent of {device} restarted", move.model)
+
+    def _drop_lost_agents(self) -> None:
+        for device, models in self._state.book.drop_lost(self._now_s()).items():
+            silent_s = self._state.timing.lost_after_s
+            why = f"the agent of {device} is gone: no report for {silent_s:g} s"
+            log.warning("%s; it served %s", why, ", ".join(sorted(models)) or "nothing")
+            self._state.actions_total["agent_lost"] += 1
+            self._link.give_up(device, why)
+            self._state.wanted |= models - self._state.moves.keys()
+
+    async def _mend(self) -> None:
+        for repair in repairs(self._state, self._now_s()):
+            if isinstance(repair, Route):
+                log.info("route %s to %s: %s", repair.model, repair.device, repair.reason)
+                moved = await self._queue.route(repair.model, repair.device)
+                self._note_route(repair, moved)
+            else:
+                self._actuator.drop_copy(repair.model, repair.device, repair.home)
+
+    def _note_route(self, repair: Route, moved: int) -> None:
+        self._state.unplaced.pop(repair.model, None)
+        if repair.device is not None:
+            self._state.placement[repair.model] = repair.device
+            return
+        self._state.placement.pop(repair.model, None)
+        if moved:
+            self._state.unplaced[repair.model] = moved
+
+    async def _recover_queues(self) -> None:
+        """What a lost agent left running waits again, where its model is routed by now."""
+        for device in [d.name for d in self._state.config.devices]:
+            if not self._state.book.is_gone(device, self._now_s()):
+                self._recovered.discard(device)
+            elif device not in self._recovered:
+                await self._recover_queue(device)
+
+    async def _recover_queue(self, device: str) -> None:
+        try:
+            epoch = await self._queue.acquire(device, self._owner, LEASE_S)
+        except LeaseLostError:
+            return  # the agent's lease has not run out yet
+        await self._queue.release(device, self._owner, epoch)
+        self._recovered.add(device)
+        self._changes.notify()
+
+
+def _shape(report: AgentReport) -> tuple[object, ...]:
+    """What plans and waiting actions depend on."""
+    states = sorted((m.model, m.state) for m in report.models)
+    return (report.epoch, report.engines_free, report.engines_starting, states)

@@ -1,0 +1,91 @@
+"""Entry point: reads the resolved configuration, wires the parts, runs until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+
+from prism.cluster.actuator import Actuator
+from prism.cluster.changes import Changes
+from prism.cluster.controller import Controller
+from prism.cluster.link import Link
+from prism.cluster.operator import Operator
+from prism.cluster.state import new_state
+from prism.cluster.timing import Timing
+from prism.config import ClusterConfig, read_resolved
+from prism.errors import ConfigError
+from prism.messages import OperatorCommand
+from prism.policies import registry
+from prism.process import die_with_parent
+from prism.queueing.requests import RequestQueue
+
+log = logging.getLogger("prism.cluster")
+
+
+async def run(config: ClusterConfig, timing: Timing, stop: asyncio.Event) -> None:
+    """Schedule the cluster until `stop` is set. Models stay as they are then."""
+    policy = registry.live(config.policy)
+    state = new_state(config, policy, timing, time.monotonic())
+    queue = RequestQueue.connect(config.redis_url, config.namespace)
+    changes = Changes()
+    controller = Controller(state, queue, changes, time.monotonic)
+    operators: list[Operator] = []
+
+    def on_command(identity: bytes, command: OperatorCommand) -> None:
+        operators[0].take(identity, command)
+
+    link = Link(config.scheduler_endpoint, controller.on_report, on_command)
+    actuator = Actuator(state, link, queue, changes, time.monotonic)
+    operators.append(Operator(state, link, actuator, changes, time.monotonic))
+    controller.attach(link, actuator)
+    try:
+        await _until_stopped(stop, link.run(), controller.watch_arrivals(), controller.run())
+    finally:
+        await operators[0].stop()
+        await actuator.stop()
+        link.close()
+        await queue.close()
+
+
+async def _until_stopped(stop: asyncio.Event, *loops: object) -> None:
+    """Run the loops until `stop`; an error in one of them ends all and is raised."""
+    tasks = [asyncio.ensure_future(loop) for loop in loops]  # type: ignore[call-overload]
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (stopped, *tasks):
+            task.cancel()
+        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+
+
+async def _serve(config: ClusterConfig) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    log.info(
+        "policy %s, %d devices, %d models", config.policy, len(config.devices), len(config.models)
+    )
+    await run(config, Timing(), stop)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit codes: 0 after SIGTERM, 2 for a configuration that cannot be served."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="python -m prism.cluster", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the resolved cluster.json")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        asyncio.run(_serve(read_resolved(options.config)))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,178 @@
+"""Operators' commands: activate, evict, flush, status. Each ends in one ActionResult."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from prism.cluster.actuator import Actuator
+from prism.cluster.changes import Changes
+from prism.cluster.link import Link
+from prism.cluster.state import State
+from prism.cluster.status import build_status
+from prism.cluster.view import build_view
+from prism.errors import ActionError
+from prism.messages import ActionResult, OperatorCommand, TrimModel
+from prism.policies.data import Evict, Migrate
+
+COMMANDS = ("activate", "evict", "flush", "status")
+log = logging.getLogger("prism.cluster")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    ok: bool
+    message: str
+
+
+class Operator:
+    """Carries commands out, each in a task of its own. For one event loop."""
+
+    def __init__(
+        self,
+        state: State,
+        link: Link,
+        actuator: Actuator,
+        changes: Changes,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._link = link
+        self._actuator = actuator
+        self._changes = changes
+        self._now_s = now_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, identity: bytes, command: OperatorCommand) -> None:
+        """Begin; the operator gets its answer when the command is done."""
+        task = asyncio.create_task(self._answer(identity, command))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, identity: bytes, command: OperatorCommand) -> None:
+        begun_s = self._now_s()
+        outcome = await self.carry_out(command)
+        log.info("operator: %s %s: %s", command.kind, command.model or "", outcome.message[:200])
+        seconds = self._now_s() - begun_s
+        await self._link.answer(identity, ActionResult(0, outcome.ok, outcome.message, seconds))
+
+    async def carry_out(self, command: OperatorCommand) -> Outcome:
+        """Never raises for a bad command: the outcome says what to change."""
+        problem = self._problem(command)
+        if problem:
+            return Outcome(False, problem)
+        if command.kind == "status":
+            return self._status()
+        if command.kind == "flush":
+            return await self._flush(command)
+        if command.model is None:
+            return Outcome(False, f"{command.kind}: name a model")
+        if command.kind == "evict":
+            return await self._evict(command.model)
+        return await self._activate(command.model, command.device)
+
+    def _problem(self, command: OperatorCommand) -> str:
+        models = [model.name for model in self._state.config.models]
+        devices = [device.name for device in self._state.config.devices]
+        if command.kind not in COMMANDS:
+            return f"there is no command {command.kind!r}; use one of {', '.join(COMMANDS)}"
+        if command.model is not None and command.model not in models:
+            return f"there is no model {command.model!r}; the models are {', '.join(models)}"
+        if command.device is not None and command.device not in devices:
+            return f"there is no device {command.device!r}; the devices are {', '.join(devices)}"
+        return ""
+
+    def _status(self) -> Outcome:
+        status = build_status(self._state, build_view(self._state, self._now_s()))
+        return Outcome(True, msgspec.json.encode(status).decode())
+
+    async def _flush(self, command: OperatorCommand) -> Outcome:
+        """Idle memory goes back: spare pages and unused prefix cache."""
+        live = [r.device for r in self._state.book.reports()]
+        devices = [command.device] if command.device else live
+        if command.model is not None:
+            devices = [d for d in devices if d in self._state.book.where(command.model, "active")]
+        asked = (self._trim(device, command.model) for device in devices)
+        outcomes = await asyncio.gather(*asked)
+        if not outcomes:
+            return Outcome(False, "flush: nothing is active there")
+        return Outcome(all(o.ok for o in outcomes), "; ".join(o.message for o in outcomes))
+
+    async def _trim(self, device: str, model: str | None) -> Outcome:
+        try:
+            result = await self._link.ask(device, TrimModel(0, model), self._state.timing.trim_s)
+        except ActionError as error:
+            return Outcome(False, f"{device}: {error}")
+        return Outcome(True, f"{device}: {result.message or 'flushed'}")
+
+    async def _evict(self, model: str) -> Outcome:
+        if self._state.config.model(model).never_evict:
+            return Outcome(False, f"{model} is never_evict in the configuration; change it there")
+        if model in self._state.moves:
+            return Outcome(False, _busy(self._state, model))
+        devices = self._state.book.where(model, "active")
+        if not devices:
+            return Outcome(True, f"{model} is not active")
+        placed = self._state.placement.get(model)
+        device = placed if placed in devices else devices[0]
+        problem = await self._done(Evict(model, device, "an operator asked for it"))
+        return Outcome(not problem, problem or f"{model} evicted from {device}")
+
+    async def _done(self, action: Evict | Migrate) -> str:
+        task = self._actuator.start(action)
+        return await asyncio.shield(task) if task else _busy(self._state, action.model)
+
+    async def _activate(self, model: str, device: str | None) -> Outcome:
+        pinned = self._state.config.model(model).pinned_device
+        if device and pinned and device != pinned:
+            return Outcome(False, f"{model} is pinned to {pinned}; it cannot go to {device}")
+        active = self._state.book.where(model, "active")
+        if active and device in (None, *active):
+            return Outcome(True, f"{model} is active on {device or active[0]}")
+        if active and device:
+            action = Migrate(model, active[0], device, "an operator asked for it")
+            problem = await self._done(action)
+            return Outcome(not problem, problem or f"{model} moved to {device}")
+        return await self._demand(model, device)
+
+    async def _demand(self, model: str, device: str | None) -> Outcome:
+        """Let the policy place it as if a request waited, and wait for the outcome."""
+        state = self._state
+        if model in state.demands:
+            return Outcome(False, f"{model}: another operator is activating it")
+        state.bars.clear(model)
+        state.refusals.pop(model, None)
+        state.demands[model] = device
+        self._changes.notify()
+        try:
+            await self._changes.until(lambda: self._settled(model), state.timing.activation_s)
+        finally:
+            del state.demands[model]
+        active = state.book.where(model, "active")
+        if active:
+            return Outcome(True, f"{model} is active on {active[0]}")
+        now_s = self._now_s()
+        why = state.bars.message(model, now_s) or state.refusals.get(model) or "no answer in time"
+        return Outcome(False, f"{model} was not activated: {why}")
+
+    def _settled(self, model: str) -> bool:
+        """Active, refused or failed, with nothing under way any more."""
+        state = self._state
+        ended = state.book.where(model, "active") or state.bars.count(model)
+        return model not in state.moves and bool(ended or model in state.refusals)
+
+
+def _busy(state: State, model: str) -> str:
+    move = state.moves.get(model)
+    what = f"{move.kind} on {move.device}" if move else "an action"
+    return f"{model}: {what} is under way; try again when it is done"

@@ -1,0 +1,56 @@
+"""What each model takes of a device: computed at first, measured once it has been active."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prism.config import ClusterConfig
+from prism.messages import AgentReport, ModelSpec
+from prism.model_memory import MemoryNeed, memory_need
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes. `weight_bytes` includes the engine's non-elastic share."""
+
+    weight_bytes: int
+    kv_floor_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_floor_bytes
+
+
+class Sizes:
+    """`learn`: let measurements replace what was computed. A policy whose placement is fixed
+    needs sizes that never change."""
+
+    def __init__(self, config: ClusterConfig, learn: bool) -> None:
+        self._sizes = {model.name: _computed(model, config) for model in config.models}
+        self._learn = learn
+
+    def of(self, model: str) -> Size:
+        return self._sizes[model]
+
+    def observe(self, report: AgentReport) -> None:
+        """Take over what active models really hold."""
+        for model in report.models:
+            if self._learn and model.state == "active" and model.model in self._sizes:
+                computed = self._sizes[model.model]
+                self._sizes[model.model] = Size(
+                    model.static_bytes or computed.weight_bytes,
+                    model.kv_reserve_bytes or computed.kv_floor_bytes,
+                )
+
+
+def _computed(model: ModelSpec, config: ClusterConfig) -> Size:
+    """The largest need over the devices where the model can be at all (page sizes may differ)."""
+    devices = [d for d in config.devices if model.pinned_device in (None, d.name)]
+    needs = [(memory_need(model, device, config.engine), device) for device in devices]
+    fitting = [need for need, device in needs if need.total_bytes <= device.capacity_bytes]
+    need = max(fitting or [need for need, _ in needs], key=_total)
+    return Size(need.weight_bytes + need.static_bytes, need.kv_bytes)
+
+
+def _total(need: MemoryNeed) -> int:
+    return need.total_bytes
