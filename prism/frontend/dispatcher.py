@@ -27,6 +27,8 @@ _HEARTBEAT_S = 2.0
 _REQUEUE_DELAYS_S = (0.0, 0.2, 1.0, 3.0)
 _STRANGERS_MAX = 1024
 _CANCEL_BATCH_MAX = 1024
+_CLOSE_TIMEOUT_S = 2.0
+_LINGER_MS = 200
 
 
 class Dispatcher:
@@ -48,6 +50,7 @@ class Dispatcher:
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._cancels: list[zmq.asyncio.Socket] = []
+        self._loops: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: OrderedDict[str, None] = OrderedDict()
         self._decoder = msgspec.msgpack.Decoder(EngineOutput)
@@ -57,22 +60,21 @@ class Dispatcher:
         self._inbox.bind(self.reply_to)
         for endpoint in self._cancel_endpoints:
             socket = self._context.socket(zmq.PUSH)
-            socket.set(zmq.LINGER, 0)
             socket.connect(endpoint)
             self._cancels.append(socket)
-        self._spawn(self._receive())
-        self._spawn(self._beat())
+        self._loops = [self._spawn(self._receive()), self._spawn(self._beat())]
 
     async def close(self) -> None:
         """Cancels what is open and lets the cancellations go out (bounded)."""
         self.cancel([entry.request.id for entry in self.log])
-        await asyncio.sleep(0)
-        loops = list(self._tasks)
-        await asyncio.wait(loops, timeout=0.5)
-        for task in loops:
+        while errands := self._tasks.difference(self._loops):
+            _, late = await asyncio.wait(errands, timeout=_CLOSE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+        for task in self._loops:
             task.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
-        self._context.destroy(linger=200)
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        self._context.destroy(linger=_LINGER_MS)
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -207,10 +209,11 @@ class Dispatcher:
             if not entry.received_tokens and self.log.get(entry.request.id) is entry:
                 await self._queue.enqueue(entry.request)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

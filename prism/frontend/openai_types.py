@@ -110,13 +110,13 @@ class GenerationBody(BaseModel):
 class CompletionBody(GenerationBody):
     """POST /v1/completions. `prompt` is normalised to a list of texts or token id lists."""
 
-    prompt: list[str] | list[list[TokenId]]
+    prompt: list[str] | list[list[int]]
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompt_list(cls, value: Any) -> Any:
         prompts = value if isinstance(value, list) else [value]
-        if prompts and all(type(p) is int for p in prompts):
+        if prompts and all(_is_id(p) for p in prompts):
             prompts = [prompts]
         if not _all_texts(prompts) and not _all_id_lists(prompts):
             raise ValueError(
@@ -132,7 +132,11 @@ def _all_texts(prompts: list[Any]) -> bool:
 
 
 def _all_id_lists(prompts: list[Any]) -> bool:
-    return all(isinstance(p, list) and all(type(i) is int for i in p) for p in prompts)
+    return all(isinstance(p, list) and all(_is_id(i) for i in p) for p in prompts)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 class Message(BaseModel):

@@ -62,8 +62,9 @@ class ScriptedAgent:
     async def _take_requests(self) -> None:
         cursor = "0"
         while True:
-            for cursor, request in await self._queue.read(self.device, cursor, block_s=0.5):
-                if await self._queue.admit(self.device, self._epoch, [cursor]):
+            for entry, request in await self._queue.read(self.device, cursor, block_s=0.5):
+                cursor = entry
+                if await self._queue.admit(self.device, self._epoch, [entry]):
                     self.seen.append(request)
                     self._spawn(self._serve(request))
 
@@ -92,9 +93,7 @@ async def silent(request: Request) -> AsyncIterator[Chunk | Failure]:
     yield died(request)
 
 
-def tokens(
-    request: Request, first: int, ids: list[int], finish_reason: str | None = None
-) -> Chunk:
+def tokens(request: Request, first: int, ids: list[int], finish_reason: str | None = None) -> Chunk:
     return Chunk(request.id, request.attempt, first, ids, finish_reason)
 
 

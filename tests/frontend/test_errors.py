@@ -1,0 +1,132 @@
+"""Bad input gets OpenAI's error shape and a message that names what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.frontend.conftest import Stack
+
+GOOD: dict[str, Any] = {"model": "base", "prompt": "x"}
+CHAT: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "x"}]}
+
+COMPLETION_ERRORS = [
+    ({"model": None}, "model", "model: Input should be a valid string"),
+    ({"prompt": 7.5}, "prompt", "prompt: must be a string, a list of strings, a list of token"),
+    ({"prompt": ["a", 1]}, "prompt", "prompt: must be a string, a list of strings"),
+    ({"prompt": []}, "prompt", "prompt: has 0 prompts; give 1 to 128"),
+    ({"prompt": ""}, "prompt", "prompt: is empty"),
+    ({"prompt": [5, 300]}, "prompt", "token id 300 is outside the vocabulary of 300 tokens"),
+    ({"prompt": [-1]}, "prompt", "prompt: must be a string, a list of strings"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens: Input should be greater than or equal to 1"),
+    ({"max_tokens": "9"}, "max_tokens", "max_tokens: Input should be a valid integer"),
+    ({"max_tokens": True}, "max_tokens", "max_tokens: Input should be a valid integer"),
+    ({"temperature": 2.5}, "temperature", "temperature: Input should be less than or equal to 2"),
+    ({"top_p": 0}, "top_p", "top_p: Input should be greater than 0"),
+    ({"top_k": 0}, "top_k", "top_k: must be positive, or -1"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),
+    ({"stop": [""]}, "stop", "stop: must be a non-empty string or a list of them"),
+    ({"stop": ["a"] * 17}, "stop", "stop: has 17 strings; at most 16"),
+    ({"stream": "yes"}, "stream", "stream: Input should be a valid boolean"),
+    ({"n": 2}, "n", "n: 2 is not supported; remove it"),
+    ({"echo": True}, "echo", "echo: True is not supported"),
+    ({"logprobs": 5}, "logprobs", "logprobs: 5 is not supported"),
+    ({"min_p": 0.1}, "min_p", "min_p: unknown field; remove it"),
+    ({"slo_ttft_ms": 0}, "slo_ttft_ms", "slo_ttft_ms: Input should be greater than 0"),
+]
+
+
+def check_shape(error: dict[str, Any]) -> None:
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("change", "param", "message"), COMPLETION_ERRORS)
+async def test_bad_completion(
+    stack: Stack, change: dict[str, Any], param: str, message: str
+) -> None:
+    response = await stack.client.post("/v1/completions", json={**GOOD, **change})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+    check_shape(error)
+
+
+CHAT_ERRORS = [
+    ({"messages": []}, "messages: List should have at least 1 item"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content: Field required"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role: Input should be"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        'messages[0].content: part 0 must be {"type": "text"',
+    ),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "no tools here"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one of them"),
+    ({"model": "base"}, "base has no chat template; use /v1/completions"),
+    ({"tools": [{"type": "function"}]}, "tools: "),
+    ({"top_logprobs": 2}, "top_logprobs: 2 is not supported"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHAT_ERRORS)
+async def test_bad_chat(stack: Stack, change: dict[str, Any], message: str) -> None:
+    response = await stack.client.post("/v1/chat/completions", json={**CHAT, **change})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    check_shape(response.json()["error"])
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"model": "base", "prompt": "x"']
+)
+async def test_malformed_json(stack: Stack, body: bytes) -> None:
+    response = await stack.client.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    check_shape(response.json()["error"])
+
+
+async def test_unknown_model(stack: Stack) -> None:
+    for response in (
+        await stack.client.post("/v1/completions", json={**GOOD, "model": "gpt-9"}),
+        await stack.client.get("/v1/models/gpt-9"),
+    ):
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "model_not_found")
+        assert error["message"] == "the model 'gpt-9' does not exist; models here: chat, base"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "excess"), [(200, 57, 1), (200, 100, 44), (256, None, 1)]
+)
+async def test_context_overflow(
+    stack: Stack, prompt: int, max_tokens: int | None, excess: int
+) -> None:
+    body = {"model": "base", "prompt": [9] * prompt, "max_tokens": max_tokens}
+    response = await stack.client.post("/v1/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert f"exceed it by {excess}: shorten" in error["message"]
+    assert not stack.agent.seen
+
+
+async def test_a_body_without_end(stack: Stack) -> None:
+    response = await stack.client.post("/v1/completions", content=b" " * (33 << 20))
+    assert response.status_code == 413
+
+
+async def test_unknown_routes_and_methods(stack: Stack) -> None:
+    lost = await stack.client.get("/v2/completions")
+    assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
+    method = await stack.client.get("/v1/completions")
+    assert method.status_code == 405
+    check_shape(method.json()["error"])
+
+
+async def test_fields_that_ask_for_nothing_are_accepted(stack: Stack) -> None:
+    from tests.frontend.scripted_agent import answering
+
+    stack.agent.script = answering([7])
+    neutral = {"n": 1, "logprobs": None, "echo": False, "user": "me", "logit_bias": {}}
+    response = await stack.client.post("/v1/completions", json={**GOOD, **neutral})
+    assert response.status_code == 200

@@ -1,0 +1,234 @@
+"""Engines that die, clients that go, Redis that is down, and shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from prism.frontend.__main__ import drain
+from prism.messages import Chunk, Failure, Request
+from prism.queueing.server import BundledRedis
+from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
+from tests.frontend.scripted_agent import answering, died, silent, tokens
+from tests.frontend.test_completions import events, stream
+
+BODY = {"model": "base", "prompt": "x", "max_tokens": 20}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def failing(failures: int, after: list[int]) -> Callable[[Request], AsyncIterator[Chunk | Failure]]:
+    """The first `failures` attempts die behind the tokens `after`; the next one answers."""
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        if request.attempt > failures:
+            yield tokens(request, 0, [*ids_of("fine"), 0], "stop")
+            return
+        if after:
+            yield tokens(request, 0, after)
+        yield died(request)
+        yield tokens(request, len(after), ids_of("late"), "stop")
+
+    return script
+
+
+async def test_without_output_the_request_is_served_again(stack: Stack) -> None:
+    stack.agent.script = failing(1, [])
+    got = await stream(stack, "/v1/completions", **BODY)
+    assert "".join(e["choices"][0]["text"] for e in got) == "fine"
+    assert [r.attempt for r in stack.agent.seen] == [1, 2]
+
+
+async def test_what_a_waiting_client_has_not_seen_is_generated_again(stack: Stack) -> None:
+    stack.agent.script = failing(2, ids_of("half"))
+    answer = (await stack.client.post("/v1/completions", json=BODY)).json()
+    assert answer["choices"][0]["text"] == "fine"
+    assert answer["usage"]["completion_tokens"] == len(ids_of("fine")) + 1
+    assert [r.attempt for r in stack.agent.seen] == [1, 2, 3]
+
+
+async def test_text_held_back_for_a_stop_string_is_not_seen(stack: Stack) -> None:
+    stack.agent.script = failing(1, ids_of("fin"))
+    got = await stream(stack, "/v1/completions", **BODY, stop="finest")
+    assert "".join(e["choices"][0]["text"] for e in got) == "fine"
+
+
+async def test_attempts_are_bounded(stack: Stack) -> None:
+    stack.agent.script = failing(100, [])
+    response = await stack.client.post("/v1/completions", json=BODY)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_died"
+    assert [r.attempt for r in stack.agent.seen] == [1, 2, 3]
+
+
+async def test_a_stream_with_output_ends_with_the_named_error(stack: Stack) -> None:
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        yield tokens(request, 0, ids_of("half"))
+        await seen.wait()
+        yield died(request)
+
+    seen = asyncio.Event()
+    stack.agent.script = script
+    async with stack.client.stream(
+        "POST", "/v1/completions", json={**BODY, "stream": True}
+    ) as response:
+        lines = response.aiter_lines()
+        assert "half" in await anext(lines)
+        seen.set()
+        rest = [line async for line in lines if line]
+    assert '"code":"engine_died"' in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    assert len(stack.agent.seen) == 1
+
+
+async def test_a_failure_that_is_not_retryable_keeps_its_code(stack: Stack) -> None:
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        yield Failure(request.id, 1, "context_length_exceeded", "too long for the engine")
+
+    stack.agent.script = script
+    response = await stack.client.post("/v1/completions", json=BODY)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "too long for the engine"
+
+
+async def test_a_second_run_of_the_same_attempt_is_skipped_over(stack: Stack) -> None:
+    """A replaced agent runs the request again from its start; greedy output repeats itself."""
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        ids = ids_of("repeated")
+        yield tokens(request, 0, ids[:3])
+        yield tokens(request, 0, ids[:2])
+        yield tokens(request, 2, ids[2:], "stop")
+
+    stack.agent.script = script
+    got = await stream(stack, "/v1/completions", **BODY, temperature=0)
+    assert "".join(e["choices"][0]["text"] for e in got) == "repeated"
+
+
+async def test_a_stream_whose_client_goes_is_cancelled(stack: Stack) -> None:
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        for index in range(200):
+            yield tokens(request, index, [7])
+            await asyncio.sleep(0.02)
+
+    stack.agent.script = script
+    async with stack.client.stream(
+        "POST", "/v1/completions", json={**BODY, "stream": True}
+    ) as response:
+        await anext(response.aiter_lines())
+    await until(lambda: stack.agent.cancelled == {r.id for r in stack.agent.seen} != set())
+    assert len(stack.services.dispatcher.log) == 0
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_client_that_goes_before_the_first_token(stack: Stack, streaming: bool) -> None:
+    stack.agent.script = silent
+    post = stack.client.post("/v1/completions", json={**BODY, "stream": streaming}, timeout=0.3)
+    with pytest.raises(httpx.ReadTimeout):
+        await post
+    await until(lambda: stack.agent.cancelled == {r.id for r in stack.agent.seen} != set())
+    assert len(stack.services.dispatcher.log) == 0
+
+
+async def test_a_waiting_request_of_a_gone_client_leaves_the_queue(stack: Stack) -> None:
+    queue = stack.services.queue
+    await queue.route("base", "host:1")
+    with pytest.raises(httpx.ReadTimeout):
+        await stack.client.post("/v1/completions", json=BODY, timeout=0.3)
+    async with asyncio.timeout(5):
+        while await queue.depth("host:1"):
+            await asyncio.sleep(0.01)
+
+
+async def test_output_that_nobody_has_open_is_cancelled(stack: Stack) -> None:
+    reply_to = stack.services.dispatcher.reply_to
+    await stack.agent.send(reply_to, Chunk("cmpl-forgotten-0", 1, 0, [5]))
+    await until(lambda: "cmpl-forgotten-0" in stack.agent.cancelled)
+
+
+async def test_too_many_open_requests(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    config = make_config(redis_server.url, namespace, short_dir, max_open_requests=2)
+    async with stack_of(config) as stack:
+        response = await stack.client.post(
+            "/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]}
+        )
+        assert response.status_code == 429
+        assert response.headers["retry-after"]
+        assert "frontend.max_open_requests" in response.json()["error"]["message"]
+        stack.agent.script = answering([7])
+        assert (await stack.client.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_no_progress_ends_with_an_error(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    config = make_config(redis_server.url, namespace, short_dir, progress_timeout_s=0.2)
+    async with stack_of(config) as stack:
+        response = await stack.client.post("/v1/completions", json=BODY)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "timeout"
+        await until(lambda: len(stack.agent.cancelled) == 1)
+
+
+async def test_redis_down_and_up_again(namespace: str, short_dir: Path) -> None:
+    (short_dir / "redis").mkdir()
+    with BundledRedis(short_dir / "redis") as redis:
+        async with stack_of(make_config(redis.url, namespace, short_dir)) as stack:
+            redis.kill()
+            response = await stack.client.post("/v1/completions", json=BODY)
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+            assert response.json()["error"]["code"] == "queue_unavailable"
+            assert (await stack.client.get("/health")).status_code == 503
+            assert (await stack.client.get("/metrics")).status_code == 200
+            redis.start()
+            assert (await stack.client.get("/health")).json()["reason"].startswith("starting")
+
+
+async def test_draining_finishes_what_is_open_and_refuses_the_rest(stack: Stack) -> None:
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        yield tokens(request, 0, ids_of("half "))
+        await more.wait()
+        yield tokens(request, len(ids_of("half ")), [*ids_of("whole"), 0], "stop")
+
+    more = asyncio.Event()
+    stack.agent.script = script
+    open_request = asyncio.create_task(stream(stack, "/v1/completions", **BODY))
+    await until(lambda: len(stack.agent.seen) == 1)
+    draining = asyncio.create_task(drain(stack.services, asyncio.Queue()))
+    await until(lambda: stack.services.draining)
+    refused = await stack.client.post("/v1/completions", json=BODY)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    assert (await stack.client.get("/health")).status_code == 503
+    assert not draining.done()
+    more.set()
+    got = await open_request
+    assert "".join(e["choices"][0]["text"] for e in got) == "half whole"
+    await asyncio.wait_for(draining, 5)
+
+
+async def test_what_the_drain_has_no_time_for_ends_with_an_error(stack: Stack) -> None:
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        yield tokens(request, 0, ids_of("half"))
+        await asyncio.Event().wait()
+
+    stack.agent.script = script
+    body = {**BODY, "stream": True}
+    async with stack.client.stream("POST", "/v1/completions", json=body) as response:
+        await until(lambda: len(stack.agent.seen) == 1)
+        signals: asyncio.Queue[int] = asyncio.Queue()
+        signals.put_nowait(15)
+        await drain(stack.services, signals)
+        got = await events(response)
+    assert got[-1]["error"]["code"] == "shutting_down"
