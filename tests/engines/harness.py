@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+import kvcached
 from prism.config import ClusterConfig, write_resolved
 from prism.messages import (
     Activate,
@@ -33,6 +34,7 @@ from prism.messages import (
     NurseryReady,
     Request,
     Sampling,
+    Shutdown,
     ToEngine,
 )
 
@@ -41,27 +43,20 @@ T = TypeVar("T")
 
 
 def request(
-    request_id: str,
-    model: str,
-    prompt_ids: list[int],
-    max_tokens: int = 16,
-    attempt: int = 1,
-    stop_token_ids: tuple[int, ...] = (),
+    request_id: str, model: str, prompt_ids: list[int], max_tokens: int = 16, **sampling: Any
 ) -> Request:
-    sampling = Sampling(
-        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=stop_token_ids
-    )
+    """A greedy request that no end-of-sequence token stops."""
+    settings = {"temperature": 0.0, "ignore_eos": True} | sampling
     return Request(
         id=request_id,
         model=model,
         prompt_ids=prompt_ids,
-        sampling=sampling,
+        sampling=Sampling(max_tokens=max_tokens, **settings),
         arrival_unix_s=time.time(),
         slo_ttft_s=10.0,
         slo_tpot_s=1.0,
         frontend_id="f0",
         reply_to="nowhere",
-        attempt=attempt,
     )
 
 
@@ -159,10 +154,17 @@ class NurseryProcess:
 
 
 class DeviceUnderTest:
-    """Talks to engines as the agent does. One engine unless a test forks more."""
+    """Talks to engines as the agent does, and owns the device's ledger as the agent does."""
 
     def __init__(self, adapter: str, config: ClusterConfig, environment: dict[str, str]) -> None:
         self.config = config
+        place = config.device(DEVICE)
+        self.memory = kvcached.Device.open(
+            DEVICE,
+            capacity_bytes=place.capacity_bytes,
+            page_bytes=place.page_bytes,
+            namespace=config.namespace,
+        )
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
@@ -182,6 +184,17 @@ class DeviceUnderTest:
         hello = self.wait_for(EngineHello, engine_id)
         assert hello == EngineHello(engine_id=engine_id, pid=forked.pid)
         return hello
+
+    def client_usage(self, engine_id: str = "e0") -> kvcached.ClientUsage | None:
+        """The engine's record in the ledger."""
+        found = [c for c in self.memory.usage().clients if c.name == engine_id]
+        return found[0] if found else None
+
+    def end(self, engine_id: str = "e0") -> None:
+        """Shut an engine down and check that it leaves nothing in the ledger."""
+        self.send(Shutdown(), engine_id)
+        assert self.exited(engine_id).status == 0, self._logs()
+        assert self.client_usage(engine_id) is None
 
     def send(self, message: ToEngine, engine_id: str = "e0") -> None:
         self.send_raw([msgspec.msgpack.encode(message)], engine_id)
@@ -235,7 +248,7 @@ class DeviceUnderTest:
 
     def exited(self, engine_id: str = "e0") -> EngineExited:
         exited = self.nursery.expect(EngineExited, 30.0)
-        assert (exited.engine_id, exited.pid) == (engine_id, self.pids[engine_id])
+        assert (exited.engine_id, exited.pid) == (engine_id, self.pids.pop(engine_id))
         return exited
 
     def engine_log(self, engine_id: str = "e0") -> str:
@@ -245,10 +258,11 @@ class DeviceUnderTest:
         self._router.close()
         self._context.term()
         self.nursery.close()
+        self.memory.destroy(force=True)
 
     def _receive(self, deadline_s: float, wanted: str) -> None:
         left_ms = 1000 * (deadline_s - time.monotonic())
-        assert left_ms > 0 and self._router.poll(max(1, left_ms)), f"no {wanted}: {self._logs()}"
+        assert self._router.poll(max(1, left_ms)), f"no {wanted}: {self._logs()}"
         sender, payload = self._router.recv_multipart()
         message: FromEngine = msgspec.msgpack.decode(payload, type=FromEngine)
         match message:

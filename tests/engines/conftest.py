@@ -1,0 +1,50 @@
+"""One nursery per adapter and module; one fresh engine per test."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tests.engines.harness import DeviceUnderTest
+from tests.engines.subjects import Subject, fake_subject, sglang_subject
+
+SUBJECTS = {"fake": fake_subject, "sglang": sglang_subject}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session", params=["fake", pytest.param("sglang", marks=pytest.mark.sglang)])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return SUBJECTS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def device(subject: Subject) -> Iterator[DeviceUnderTest]:
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
+        config = subject.config(Path(directory), f"t{uuid4().hex[:10]}")
+        device = DeviceUnderTest(subject.adapter, config, subject.environment)
+        yield device
+        device.close()
+
+
+@pytest.fixture
+def engine(device: DeviceUnderTest) -> Iterator[str]:
+    """A fresh engine; ended after the test unless the test did."""
+    engine_id = f"e{next(_numbers)}"
+    device.fork(engine_id)
+    yield engine_id
+    if engine_id in device.pids:
+        device.end(engine_id)
+
+
+@pytest.fixture
+def second_engine(device: DeviceUnderTest) -> Iterator[str]:
+    engine_id = f"e{next(_numbers)}"
+    device.fork(engine_id)
+    yield engine_id
+    if engine_id in device.pids:
+        device.end(engine_id)

@@ -1,0 +1,139 @@
+"""The adapters that the conformance suite runs on, each with two models of unlike shape."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import kvcached
+from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.engines.fake import expected_tokens
+from prism.messages import ModelSpec, Request, Submit
+from tests.engines.harness import DEVICE, DeviceUnderTest, request
+
+MODELS = Path(__file__).parent.parent.parent / ".cache" / "models"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a ModelSpec says about the model's memory."""
+
+    architecture: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    weight_bytes: int
+    path: str = ""
+
+
+def model_spec(name: str, shape: Shape, context_length: int) -> ModelSpec:
+    layout = kvcached.Layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype="float32")
+    return ModelSpec(
+        name=name,
+        path=shape.path,
+        architecture=shape.architecture,
+        dtype="float32",
+        kv_dtype="float32",
+        context_length=context_length,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        weight_bytes=shape.weight_bytes,
+        token_bytes=layout.token_bytes,
+        slo_ttft_s=10.0,
+        slo_tpot_s=1.0,
+    )
+
+
+@dataclass(slots=True)
+class Subject:
+    """An adapter under test. `slow_environment` makes its requests last long enough to be met
+    while they run."""
+
+    adapter: str
+    models: tuple[ModelSpec, ModelSpec]
+    capacity_bytes: int
+    page_bytes: int = 64 << 10
+    environment: dict[str, str] = field(default_factory=dict)
+    known: dict[tuple[str, tuple[int, ...]], list[int]] = field(default_factory=dict)
+
+    def config(self, run_dir: Path, namespace: str) -> ClusterConfig:
+        return ClusterConfig(
+            namespace=namespace,
+            run_dir=str(run_dir),
+            redis_url="",
+            policy="prism",
+            devices=[DeviceConfig(DEVICE, self.capacity_bytes, self.page_bytes, 2)],
+            models=list(self.models),
+            engine=EngineConfig(adapter=self.adapter, static_bytes=1 << 20, max_running=8),
+        )
+
+    def prompts(self, count: int, seed: int, length: tuple[int, int] = (3, 60)) -> list[list[int]]:
+        rng = random.Random(seed)
+        return [
+            [rng.randrange(10, 1000) for _ in range(rng.randint(*length))] for _ in range(count)
+        ]
+
+    def learn(self, device: DeviceUnderTest, engine_id: str, requests: Sequence[Request]) -> None:
+        """Make `expected` know these outputs. The fake's are known; an engine with a model
+        computes each of them alone on a quiet device."""
+        for item in requests:
+            key = (item.model, tuple(item.prompt_ids))
+            known = self.known.get(key, [])
+            if self.adapter != "fake" and len(known) < item.sampling.max_tokens:
+                alone = f"alone/{item.id}"
+                probe = request(alone, item.model, item.prompt_ids, item.sampling.max_tokens)
+                device.send(Submit([probe]), engine_id)
+                self.known[key] = device.finish(alone)[0].token_ids
+
+    def expected(self, item: Request) -> list[int]:
+        """The whole output of a request that nothing stops early."""
+        count = item.sampling.max_tokens
+        if self.adapter == "fake":
+            return expected_tokens(item.prompt_ids, count)
+        return self.known[item.model, tuple(item.prompt_ids)][:count]
+
+
+def fake_subject() -> Subject:
+    """A step takes 2 ms; the device holds about 1,700 tokens of `a` beside its weights."""
+    return Subject(
+        adapter="fake",
+        models=(
+            model_spec("a", Shape("Plain", 2, 2, 32, 1 << 20), context_length=512),
+            model_spec("b", Shape("Wide", 3, 1, 64, 2 << 20), context_length=256),
+        ),
+        capacity_bytes=8 << 20,
+        environment={"PRISM_FAKE": '{"decode_step_ms": 2, "prefill_tokens_per_s": 50000}'},
+    )
+
+
+def prepared(name: str) -> Path:
+    """The directory of a tiny model, made once in the checkout's cache, in a process of its own."""
+    command = [sys.executable, "-m", "prism.models.cli", "prepare", name, "--dir", str(MODELS)]
+    subprocess.run(command, check=True, timeout=300)
+    return MODELS / name
+
+
+def sglang_subject() -> Subject:
+    llama, qwen = prepared("tiny-llama"), prepared("tiny-qwen3")
+    sizes = {path: (path / "model.safetensors").stat().st_size for path in (llama, qwen)}
+    return Subject(
+        adapter="sglang",
+        models=(
+            model_spec(
+                "tiny-llama",
+                Shape("LlamaForCausalLM", 4, 4, 32, sizes[llama], str(llama)),
+                context_length=512,
+            ),
+            model_spec(
+                "tiny-qwen3",
+                Shape("Qwen3ForCausalLM", 6, 2, 64, sizes[qwen], str(qwen)),
+                context_length=256,
+            ),
+        ),
+        capacity_bytes=96 << 20,
+    )
