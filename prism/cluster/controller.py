@@ -35,10 +35,18 @@ class Controller:
     """A `ClusterPort` over the live cluster, and the loop that steps the scheduler on it."""
 
     def __init__(
-        self, state: State, queue: RequestQueue, changes: Changes, now_s: Callable[[], float]
+        self,
+        state: State,
+        queue: RequestQueue,
+        link: Link,
+        actuator: Actuator,
+        changes: Changes,
+        now_s: Callable[[], float],
     ) -> None:
         self._state = state
         self._queue = queue
+        self._link = link
+        self._actuator = actuator
         self._changes = changes
         self._now_s = now_s
         self._owner = f"scheduler-{uuid4().hex}"
@@ -49,11 +57,6 @@ class Controller:
             migration_threshold=scheduler.migration_threshold,
         )
         self._scheduler = ClusterScheduler(self, state.policy, settings, scheduler.interval_s)
-
-    def attach(self, link: Link, actuator: Actuator) -> None:
-        """Both need this object's callbacks first. REQUIRES: called before `run`."""
-        self._link = link
-        self._actuator = actuator
 
     # --- ClusterPort ------------------------------------------------------------------------
 
@@ -115,9 +118,7 @@ class Controller:
                 await asyncio.sleep(self._state.timing.queue_retry_s)
             await asyncio.sleep(TURN_GAP_S)
             interval_s = self._state.config.scheduler.report_interval_s
-            await self._changes.until(
-                lambda seen=version: self._changes.version != seen, interval_s
-            )  # type: ignore[misc]
+            await self._changes.since(version, interval_s)
 
     async def turn(self) -> None:
         """Once through everything. Raises QueueUnavailableError."""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import zmq
@@ -35,12 +34,7 @@ class Link:
     Action ids are unique over restarts, so that an answer to an earlier scheduler is dropped.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        on_report: Callable[[AgentReport], None],
-        on_command: Callable[[bytes, OperatorCommand], None],
-    ) -> None:
+    def __init__(self, endpoint: str) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -50,14 +44,16 @@ class Link:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(endpoint)
-        self._on_report = on_report
-        self._on_command = on_command
         self._decoder = msgspec.msgpack.Decoder(ToScheduler)
         self._encoder = msgspec.msgpack.Encoder()
         self._last_id = time.time_ns() // 1_000_000
         self._waiting: dict[int, tuple[str, str, asyncio.Future[ActionResult]]] = {}
 
-    async def run(self) -> None:
+    async def run(
+        self,
+        on_report: Callable[[AgentReport], None],
+        on_command: Callable[[bytes, OperatorCommand], None],
+    ) -> None:
         """Receive until cancelled. Malformed messages are logged and dropped."""
         while True:
             identity, *frames = await self._socket.recv_multipart()
@@ -66,7 +62,14 @@ class Link:
             except msgspec.MsgspecError as error:
                 log.warning("dropped a malformed message of %r: %s", identity, error)
                 continue
-            self._receive(identity, message)
+            if isinstance(message, ActionResult):
+                self._settle(message)
+            elif isinstance(message, OperatorCommand):
+                on_command(identity, message)
+            elif identity.decode(errors="replace") == message.device:
+                on_report(message)
+            else:
+                log.warning("dropped a report about %s sent by %r", message.device, identity)
 
     async def post(self, device: str, order: Order) -> asyncio.Future[ActionResult]:
         """Send `order` under a fresh action id; the future is its result.
@@ -107,17 +110,10 @@ class Link:
         self._socket.close()
         self._context.term()
 
-    def _receive(self, identity: bytes, message: Any) -> None:
-        if isinstance(message, ActionResult):
-            _, _, result = self._waiting.get(message.action_id, ("", "", None))
-            if result is not None and not result.done():
-                result.set_result(message)
-        elif isinstance(message, OperatorCommand):
-            self._on_command(identity, message)
-        elif identity.decode(errors="replace") == message.device:
-            self._on_report(message)
-        else:
-            log.warning("dropped a report about %s sent by %r", message.device, identity)
+    def _settle(self, message: ActionResult) -> None:
+        _, _, result = self._waiting.get(message.action_id, ("", "", None))
+        if result is not None and not result.done():
+            result.set_result(message)
 
     async def _send(self, identity: bytes, message: Order | ActionResult) -> None:
         try:

@@ -8,7 +8,9 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from prism.cluster.actuator import Actuator
 from prism.cluster.changes import Changes
@@ -19,7 +21,6 @@ from prism.cluster.state import new_state
 from prism.cluster.timing import Timing
 from prism.config import ClusterConfig, read_resolved
 from prism.errors import ConfigError
-from prism.messages import OperatorCommand
 from prism.policies import registry
 from prism.process import die_with_parent
 from prism.queueing.requests import RequestQueue
@@ -33,29 +34,24 @@ async def run(config: ClusterConfig, timing: Timing, stop: asyncio.Event) -> Non
     state = new_state(config, policy, timing, time.monotonic())
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     changes = Changes()
-    controller = Controller(state, queue, changes, time.monotonic)
-    operators: list[Operator] = []
-
-    def on_command(identity: bytes, command: OperatorCommand) -> None:
-        operators[0].take(identity, command)
-
-    link = Link(config.scheduler_endpoint, controller.on_report, on_command)
+    link = Link(config.scheduler_endpoint)
     actuator = Actuator(state, link, queue, changes, time.monotonic)
-    operators.append(Operator(state, link, actuator, changes, time.monotonic))
-    controller.attach(link, actuator)
+    controller = Controller(state, queue, link, actuator, changes, time.monotonic)
+    operator = Operator(state, link, actuator, changes, time.monotonic)
+    receiving = link.run(controller.on_report, operator.take)
     try:
-        await _until_stopped(stop, link.run(), controller.watch_arrivals(), controller.run())
+        await _until_stopped(stop, receiving, controller.watch_arrivals(), controller.run())
     finally:
-        await operators[0].stop()
+        await operator.stop()
         await actuator.stop()
         link.close()
         await queue.close()
 
 
-async def _until_stopped(stop: asyncio.Event, *loops: object) -> None:
+async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None]) -> None:
     """Run the loops until `stop`; an error in one of them ends all and is raised."""
-    tasks = [asyncio.ensure_future(loop) for loop in loops]  # type: ignore[call-overload]
-    stopped = asyncio.ensure_future(stop.wait())
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    stopped = asyncio.create_task(stop.wait())
     try:
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
