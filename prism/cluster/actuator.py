@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 
-from prism.cluster.changes import Changes
 from prism.cluster.link import Link, settle
 from prism.cluster.state import Move, State
 from prism.errors import ActionError, QueueUnavailableError
@@ -30,14 +29,10 @@ class Actuator:
         state: State,
         link: Link,
         queue: RequestQueue,
-        changes: Changes,
-        now_s: Callable[[], float],
     ) -> None:
         self._state = state
         self._link = link
         self._queue = queue
-        self._changes = changes
-        self._now_s = now_s
         self._tasks: dict[str, asyncio.Task[str]] = {}
 
     def start(self, action: Action) -> asyncio.Task[str] | None:
@@ -78,7 +73,7 @@ class Actuator:
         self._state.moves[move.model] = move
         task = asyncio.create_task(self._finish(move, work))
         self._tasks[move.model] = task
-        self._changes.notify()
+        self._state.changes.notify()
         return task
 
     async def _finish(self, move: Move, work: Awaitable[None]) -> str:
@@ -92,20 +87,20 @@ class Actuator:
         finally:
             del self._state.moves[move.model]
             del self._tasks[move.model]
-            self._changes.notify()
+            self._state.changes.notify()
         return problem
 
     def _succeeded(self, move: Move) -> None:
         self._state.actions_total[move.kind] += 1
         self._state.wanted.discard(move.model)
         if move.kind == "activate":
-            self._state.activated_s[move.model] = self._now_s()
+            self._state.activated_s[move.model] = self._state.now_s()
 
     def _failed(self, move: Move, problem: str) -> None:
         log.warning("%s of %s on %s failed: %s", move.kind, move.model, move.device, problem)
         self._state.actions_total[f"{move.kind}_failed"] += 1
         if move.brings_up:
-            self._state.bars.failed(move.model, move.device, problem, self._now_s())
+            self._state.bars.failed(move.model, move.device, problem, self._state.now_s())
 
     def _evictions_on(self, device: str) -> list[tuple[str, asyncio.Task[str]]]:
         moves = self._state.moves.values()
@@ -161,10 +156,10 @@ class Actuator:
             report = self._state.book.report(device)
             return report is None or report.engines_free > 0 or report.engines_starting == 0
 
-        await self._changes.until(free, self._state.timing.engine_wait_s)
+        await self._state.changes.until(free, self._state.timing.engine_wait_s)
 
     async def _reported(self, device: str, name: str, stage: str) -> None:
         """Until the agent's report shows what its result said: plans are made on reports."""
-        await self._changes.until(
+        await self._state.changes.until(
             lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
         )

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from uuid import uuid4
 
 from prism.cluster.actuator import Actuator
-from prism.cluster.changes import Changes
 from prism.cluster.link import Link
 from prism.cluster.repairs import Route, repairs
 from prism.cluster.state import State
@@ -40,15 +38,11 @@ class Controller:
         queue: RequestQueue,
         link: Link,
         actuator: Actuator,
-        changes: Changes,
-        now_s: Callable[[], float],
     ) -> None:
         self._state = state
         self._queue = queue
         self._link = link
         self._actuator = actuator
-        self._changes = changes
-        self._now_s = now_s
         self._owner = f"scheduler-{uuid4().hex}"
         self._recovered: set[str] = set()
         scheduler = state.config.scheduler
@@ -61,7 +55,7 @@ class Controller:
     # --- ClusterPort ------------------------------------------------------------------------
 
     def view(self) -> ClusterView:
-        return build_view(self._state, self._now_s())
+        return build_view(self._state, self._state.now_s())
 
     def apply(self, action: Action) -> None:
         """Start the action; a refusal is kept for the status instead."""
@@ -78,7 +72,7 @@ class Controller:
         if not state.book.knows(device):
             log.warning("dropped a report about %s, which is not in the configuration", device)
             return
-        before, now_s = state.book.report(device), self._now_s()
+        before, now_s = state.book.report(device), self._state.now_s()
         for model in state.book.take(report, now_s):
             if model not in state.moves:
                 self._died(model, device)
@@ -87,7 +81,7 @@ class Controller:
         state.sizes.observe(report)
         if before is None or _shape(before) != _shape(report):
             self._abandon_orders(before, report)
-            self._changes.notify()
+            self._state.changes.notify()
 
     async def watch_arrivals(self) -> None:
         """Wake the loop at once when a request arrives for a model that is placed nowhere."""
@@ -99,7 +93,7 @@ class Controller:
                 await asyncio.sleep(self._state.timing.queue_retry_s)
                 continue
             if arrived:
-                self._changes.notify()
+                self._state.changes.notify()
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -107,7 +101,7 @@ class Controller:
         """Turn until cancelled. While Redis does not answer, nothing is planned."""
         available = True
         while True:
-            version = self._changes.version
+            version = self._state.changes.version
             try:
                 await self.turn()
                 available = True
@@ -118,7 +112,7 @@ class Controller:
                 await asyncio.sleep(self._state.timing.queue_retry_s)
             await asyncio.sleep(TURN_GAP_S)
             interval_s = self._state.config.scheduler.report_interval_s
-            await self._changes.since(version, interval_s)
+            await self._state.changes.since(version, interval_s)
 
     async def turn(self) -> None:
         """Once through everything. Raises QueueUnavailableError."""
@@ -128,7 +122,7 @@ class Controller:
         state.unplaced = await self._queue.unplaced_counts()
         await self._mend()
         await self._recover_queues()
-        if state.book.all_heard(self._now_s()):
+        if state.book.all_heard(self._state.now_s()):
             self._plan()
         await self._queue.publish_status(build_status(state, self.view()))
 
@@ -137,7 +131,7 @@ class Controller:
         if not state.planned_once:
             state.wanted |= self._wanted_at_start()
             state.planned_once = True
-        actions = self._scheduler.step(self._now_s())
+        actions = self._scheduler.step(self._state.now_s())
         refused = {action.model for action in actions if isinstance(action, Refuse)}
         for model in state.refusals.keys() - refused:
             del state.refusals[model]
@@ -151,7 +145,7 @@ class Controller:
 
     def _refuse(self, action: Refuse) -> None:
         state = self._state
-        failure = state.bars.message(action.model, self._now_s())
+        failure = state.bars.message(action.model, self._state.now_s())
         reason = f"{action.reason}: {failure}" if failure else action.reason
         if state.refusals.get(action.model) != reason:
             log.warning("%s is not placed: %s", action.model, reason)
@@ -168,7 +162,7 @@ class Controller:
         problem = (found.error if found else "") or f"its engine on {device} ended"
         log.warning("%s was lost on %s: %s", model, device, problem)
         self._state.actions_total["lost"] += 1
-        self._state.bars.died(model, device, problem, self._now_s())
+        self._state.bars.died(model, device, problem, self._state.now_s())
         self._state.wanted.add(model)
 
     def _abandon_orders(self, before: AgentReport | None, report: AgentReport) -> None:
@@ -182,7 +176,7 @@ class Controller:
                     self._link.give_up(device, f"the agent of {device} restarted", move.model)
 
     def _drop_lost_agents(self) -> None:
-        for device, models in self._state.book.drop_lost(self._now_s()).items():
+        for device, models in self._state.book.drop_lost(self._state.now_s()).items():
             silent_s = self._state.timing.lost_after_s
             why = f"the agent of {device} is gone: no report for {silent_s:g} s"
             log.warning("%s; it served %s", why, ", ".join(sorted(models)) or "nothing")
@@ -191,7 +185,7 @@ class Controller:
             self._state.wanted |= models - self._state.moves.keys()
 
     async def _mend(self) -> None:
-        for repair in repairs(self._state, self._now_s()):
+        for repair in repairs(self._state, self._state.now_s()):
             if isinstance(repair, Route):
                 log.info("route %s to %s: %s", repair.model, repair.device, repair.reason)
                 moved = await self._queue.route(repair.model, repair.device)
@@ -211,7 +205,7 @@ class Controller:
     async def _recover_queues(self) -> None:
         """What a lost agent left running waits again, where its model is routed by now."""
         for device in [d.name for d in self._state.config.devices]:
-            if not self._state.book.is_gone(device, self._now_s()):
+            if not self._state.book.is_gone(device, self._state.now_s()):
                 self._recovered.discard(device)
             elif device not in self._recovered:
                 await self._recover_queue(device)
@@ -223,7 +217,7 @@ class Controller:
             return  # the agent's lease has not run out yet
         await self._queue.release(device, self._owner, epoch)
         self._recovered.add(device)
-        self._changes.notify()
+        self._state.changes.notify()
 
 
 def _shape(report: AgentReport) -> tuple[object, ...]:

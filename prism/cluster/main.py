@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from prism.cluster.actuator import Actuator
-from prism.cluster.changes import Changes
 from prism.cluster.controller import Controller
 from prism.cluster.link import Link
 from prism.cluster.operator import Operator
@@ -31,13 +30,12 @@ log = logging.getLogger("prism.cluster")
 async def run(config: ClusterConfig, timing: Timing, stop: asyncio.Event) -> None:
     """Schedule the cluster until `stop` is set. Models stay as they are then."""
     policy = registry.live(config.policy)
-    state = new_state(config, policy, timing, time.monotonic())
+    state = new_state(config, policy, timing, time.monotonic)
     queue = RequestQueue.connect(config.redis_url, config.namespace)
-    changes = Changes()
     link = Link(config.scheduler_endpoint)
-    actuator = Actuator(state, link, queue, changes, time.monotonic)
-    controller = Controller(state, queue, link, actuator, changes, time.monotonic)
-    operator = Operator(state, link, actuator, changes, time.monotonic)
+    actuator = Actuator(state, link, queue)
+    controller = Controller(state, queue, link, actuator)
+    operator = Operator(state, link, actuator)
     receiving = link.run(controller.on_report, operator.take)
     try:
         await _until_stopped(stop, receiving, controller.watch_arrivals(), controller.run())

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from prism.cluster.actuator import Actuator
-from prism.cluster.changes import Changes
 from prism.cluster.link import Link
 from prism.cluster.state import State
 from prism.cluster.status import build_status
@@ -37,14 +35,10 @@ class Operator:
         state: State,
         link: Link,
         actuator: Actuator,
-        changes: Changes,
-        now_s: Callable[[], float],
     ) -> None:
         self._state = state
         self._link = link
         self._actuator = actuator
-        self._changes = changes
-        self._now_s = now_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, identity: bytes, command: OperatorCommand) -> None:
@@ -60,10 +54,10 @@ class Operator:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, identity: bytes, command: OperatorCommand) -> None:
-        begun_s = self._now_s()
+        begun_s = self._state.now_s()
         outcome = await self.carry_out(command)
         log.info("operator: %s %s: %s", command.kind, command.model or "", outcome.message[:200])
-        seconds = self._now_s() - begun_s
+        seconds = self._state.now_s() - begun_s
         await self._link.answer(identity, ActionResult(0, outcome.ok, outcome.message, seconds))
 
     async def carry_out(self, command: OperatorCommand) -> Outcome:
@@ -93,7 +87,7 @@ class Operator:
         return ""
 
     def _status(self) -> Outcome:
-        status = build_status(self._state, build_view(self._state, self._now_s()))
+        status = build_status(self._state, build_view(self._state, self._state.now_s()))
         return Outcome(True, msgspec.json.encode(status).decode())
 
     async def _flush(self, command: OperatorCommand) -> Outcome:
@@ -153,15 +147,15 @@ class Operator:
         state.bars.clear(model)
         state.refusals.pop(model, None)
         state.demands[model] = device
-        self._changes.notify()
+        self._state.changes.notify()
         try:
-            await self._changes.until(lambda: self._settled(model), state.timing.activation_s)
+            await self._state.changes.until(lambda: self._settled(model), state.timing.activation_s)
         finally:
             del state.demands[model]
         active = state.book.where(model, "active")
         if active:
             return Outcome(True, f"{model} is active on {active[0]}")
-        now_s = self._now_s()
+        now_s = self._state.now_s()
         why = state.bars.message(model, now_s) or state.refusals.get(model) or "no answer in time"
         return Outcome(False, f"{model} was not activated: {why}")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prism.cluster.agents import AgentBook
 from prism.cluster.bars import Bars
+from prism.cluster.changes import Changes
 from prism.cluster.sizes import Sizes
 from prism.cluster.timing import Timing
 from prism.config import ClusterConfig
@@ -33,7 +35,9 @@ class Move:
 class State:
     """placement, unplaced: as last read from Redis. moves: at most one action per model.
     wanted: models to be resident although no request waits. demands: operators' activations
-    that are not finished, model -> device or None. activated_s: when models became active."""
+    that are not finished, model -> device or None. activated_s: when models became active.
+    now_s: a monotonic clock, which all times `*_s` here are on. Whoever changes the state calls
+    `changes.notify`."""
 
     config: ClusterConfig
     policy: Policy
@@ -42,6 +46,8 @@ class State:
     rates: TokenRates
     bars: Bars
     sizes: Sizes
+    now_s: Callable[[], float]
+    changes: Changes
     started_s: float
     placement: dict[str, str] = field(default_factory=dict)
     unplaced: dict[str, int] = field(default_factory=dict)
@@ -55,16 +61,21 @@ class State:
     started_all: bool = False
 
 
-def new_state(config: ClusterConfig, policy: Policy, timing: Timing, now_s: float) -> State:
+def new_state(
+    config: ClusterConfig, policy: Policy, timing: Timing, now_s: Callable[[], float]
+) -> State:
     """The state of a scheduler that has heard of nobody yet."""
+    started_s = now_s()
     devices = [device.name for device in config.devices]
     return State(
         config=config,
         policy=policy,
         timing=timing,
-        book=AgentBook(devices, now_s, timing.lost_after_s, timing.start_grace_s),
+        book=AgentBook(devices, started_s, timing.lost_after_s, timing.start_grace_s),
         rates=TokenRates(config.scheduler.rate_window_s),
         bars=Bars(timing),
         sizes=Sizes(config, learn=policy.evicts),
-        started_s=now_s,
+        now_s=now_s,
+        changes=Changes(),
+        started_s=started_s,
     )
