@@ -227,6 +227,11 @@ class DeviceUnderTest:
         self.wait_until(lambda: all(self.stream(i).ended for i in request_ids), timeout_s)
         return [self.stream(i) for i in request_ids]
 
+    def finish_one(self, open_ids: set[str], timeout_s: float = 240.0) -> None:
+        """Wait until any of these ended, and remove those that have."""
+        self.wait_until(lambda: any(self.stream(i).ended for i in open_ids), timeout_s)
+        open_ids -= {i for i in open_ids if self.stream(i).ended}
+
     def fresh_status(self, engine_id: str = "e0") -> EngineStatus:
         """The next status from now on."""
         count = len(self.statuses)

@@ -135,5 +135,5 @@ def sglang_subject() -> Subject:
                 context_length=256,
             ),
         ),
-        capacity_bytes=96 << 20,
+        capacity_bytes=66 << 20,
     )
