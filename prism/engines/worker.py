@@ -234,9 +234,10 @@ class Worker:
             return
         self._activating = name
         try:
-            self._link.send(self._core.activate(order))
+            activated = self._core.activate(order)
             self._model = name
             log.info("activated %s", name)
+            self._link.send(activated)
         except ActivationError as error:
             log.warning("activation of %s failed: %s", name, error)
             missing = error.missing_bytes
@@ -254,8 +255,8 @@ class Worker:
         if model:
             self._core.deactivate()
         seconds = self._clock() - started_s
-        self._link.send(Deactivated(model=model, seconds=seconds))
         log.info("deactivated %s in %.3f s", model or "nothing", seconds)
+        self._link.send(Deactivated(model=model, seconds=seconds))
 
     # --- failures --------------------------------------------------------------------------
 
