@@ -24,9 +24,9 @@ from prism.errors import ConfigError
 from prism.messages import ModelSpec
 from prism.model_memory import MemoryNeed, memory_need
 from prism.model_spec import DTYPE_BYTES, ModelFiles, inspect_model
+from prism.policies import registry
 from prism.units import format_size, parse_size, parse_time
 
-POLICIES = ("prism", "static")
 ADAPTERS = ("sglang", "fake")
 _DEVICE_NAME = re.compile(r"host:\d{1,4}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.:@+/-]*")
@@ -47,7 +47,7 @@ def load(path: Path) -> ClusterConfig:
 
 
 def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
-    _one_of(data.policy, POLICIES, "policy")
+    registry.live(data.policy)
     devices = [_device(d, f"devices[{i}]") for i, d in enumerate(data.devices)]
     models = [_model(m, f"models[{i}]", base_dir) for i, m in enumerate(data.models)]
     config = ClusterConfig(

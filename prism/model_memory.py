@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, lcm
+from math import ceil
 
+from kvcached.layout import Layout
 from prism.config import DeviceConfig, EngineConfig
 from prism.messages import ModelSpec
 
@@ -27,18 +28,21 @@ class MemoryNeed:
 
 def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) -> MemoryNeed:
     """What `model` must find free on `device` to serve at all (per-layer layout)."""
-    slab_bytes, slab_tokens = _slab(model, device.page_bytes)
-    tokens = model.context_length + BLOCK_TOKENS
-    kv_bytes = ceil(tokens / slab_tokens) * slab_bytes * 2 * model.num_layers
+    layout = Layout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.kv_dtype,
+        block_tokens=BLOCK_TOKENS,
+    )
+    page_bytes = device.page_bytes
+    slabs = ceil((model.context_length + BLOCK_TOKENS) / layout.slab_tokens(page_bytes))
     return MemoryNeed(
-        weight_bytes=ceil(model.weight_bytes / device.page_bytes) * device.page_bytes,
-        static_bytes=ceil(engine.static_bytes / device.page_bytes) * device.page_bytes,
-        kv_bytes=kv_bytes,
+        weight_bytes=_whole_pages(model.weight_bytes, page_bytes),
+        static_bytes=_whole_pages(engine.static_bytes, page_bytes),
+        kv_bytes=slabs * layout.quantum_bytes(page_bytes),
     )
 
 
-def _slab(model: ModelSpec, page_bytes: int) -> tuple[int, int]:
-    """(bytes, tokens) of one buffer's smallest run of pages that holds whole blocks."""
-    buffer_token_bytes = model.token_bytes // (2 * model.num_layers)
-    slab_bytes = lcm(buffer_token_bytes * BLOCK_TOKENS, page_bytes)
-    return slab_bytes, slab_bytes // buffer_token_bytes
+def _whole_pages(size_bytes: int, page_bytes: int) -> int:
+    return ceil(size_bytes / page_bytes) * page_bytes

@@ -1,0 +1,271 @@
+"""The YAML: what it becomes, and the one line that each mistake gets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prism.config import read_resolved, write_resolved
+from prism.config_load import load
+from prism.errors import ConfigError
+from tests.frontend.tiny_model import make_model
+
+MIB = 1 << 20
+Edit = Callable[[dict[str, Any]], object]
+
+GOOD: dict[str, Any] = {
+    "devices": [
+        {"name": "host:0", "capacity": "64MiB", "page": "64KiB"},
+        {"name": "host:1", "capacity": "64MiB", "page": "64KiB", "engines": 3},
+    ],
+    "models": [
+        {"name": "a", "path": "a", "slo": {"ttft": "500ms", "tpot": "50ms"}},
+        {"name": "b", "path": "models/b", "context_length": 100, "device": "host:1"},
+    ],
+    "engine": {"adapter": "fake", "static": "1MiB"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model(tmp_path / "a")
+    make_model(tmp_path / "models" / "b")
+    return tmp_path
+
+
+def written(folder: Path, data: object) -> Path:
+    path = folder / "prism.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return path
+
+
+def test_a_good_file(folder: Path) -> None:
+    config = load(written(folder, GOOD))
+    assert [(d.name, d.capacity_bytes, d.page_bytes, d.engines) for d in config.devices] == [
+        ("host:0", 64 * MIB, 1 << 16, 2),
+        ("host:1", 64 * MIB, 1 << 16, 3),
+    ]
+    a, b = config.models
+    assert (a.path, b.path) == (str(folder / "a"), str(folder / "models" / "b"))
+    assert (a.slo_ttft_s, a.slo_tpot_s) == (0.5, 0.05)
+    assert (a.context_length, b.context_length) == (256, 100)
+    assert (b.pinned_device, a.dtype, a.kv_dtype) == ("host:1", "float32", "float32")
+    assert config.engine.static_bytes == MIB
+    assert (config.policy, config.port, config.redis_url) == ("prism", 8000, "")
+
+
+def test_the_resolved_file_reads_back_and_is_private(folder: Path) -> None:
+    config = load(written(folder, GOOD))
+    path = folder / "cluster.json"
+    write_resolved(config, path)
+    assert read_resolved(path) == config
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def put(*keys: str | int, value: object) -> Edit:
+    def edit(data: dict[str, Any]) -> None:
+        place: Any = data
+        for key in keys[:-1]:
+            place = place.setdefault(key, {}) if isinstance(place, dict) else place[key]
+        place[keys[-1]] = value
+
+    return edit
+
+
+MISTAKES: list[tuple[Edit, str]] = [
+    (
+        put("modles", value=[]),
+        "modles: unknown key; did you mean 'models'?",
+    ),
+    (
+        put("xyz", value=1),
+        "xyz: unknown key; known keys: devices, models, policy, redis, frontend, scheduler, engine",
+    ),
+    (
+        put("models", 0, "slo", "tfft", value="1s"),
+        "models[0].slo.tfft: unknown key; did you mean 'ttft'?",
+    ),
+    (
+        put("engine", "adaptor", value="fake"),
+        "engine.adaptor: unknown key; did you mean 'adapter'?",
+    ),
+    (
+        lambda data: data.pop("models"),
+        "models: is missing; add it",
+    ),
+    (
+        lambda data: data["models"][1].pop("path"),
+        "models[1].path: is missing; add it",
+    ),
+    (
+        put("models", value=[]),
+        "models: the list is empty; add at least one entry",
+    ),
+    (
+        put("models", 0, "name", value=7),
+        "models[0].name: expected `str`, got `int`; correct the value",
+    ),
+    (
+        put("models", 0, "name", value="two words"),
+        "models[0].name: 'two words' cannot be used; write letters, digits and . _ - : / @ +",
+    ),
+    (
+        put("models", 1, "name", value="a"),
+        "models[1].name: 'a' is used twice; rename one",
+    ),
+    (
+        put("devices", 1, "name", value="host:0"),
+        "devices[1].name: 'host:0' is used twice; rename one",
+    ),
+    (
+        put("devices", 0, "name", value="cuda:0"),
+        "devices[0].name: 'cuda:0' is not a device of this version; use host:0, host:1, ...",
+    ),
+    (
+        put("models", 0, "device", value="host:7"),
+        "models[0].device: unknown device 'host:7'; choose one of host:0, host:1",
+    ),
+    (
+        put("models", 0, "path", value="nowhere"),
+        "models[0].path: there is no directory {folder}/nowhere; correct the path",
+    ),
+    (
+        put("models", 0, "path", value="models"),
+        "models[0].path: {folder}/models has no config.json; give a directory in Hugging Face's"
+        " layout (config.json, tokenizer.json, *.safetensors)",
+    ),
+    (
+        put("models", 0, "dtype", value="int4"),
+        "models[0].dtype: unknown value 'int4'; choose one of auto, float32, bfloat16, float16",
+    ),
+    (
+        put("models", 0, "context_length", value=0),
+        "models[0].context_length: 0 is too small; give at least 1",
+    ),
+    (
+        put("models", 0, "static_share", value=1.5),
+        "models[0].static_share: 1.5 is not in (0, 1]; write 0.5",
+    ),
+    (
+        put("models", 0, "slo", "ttft", value="fast"),
+        "models[0].slo.ttft: 'fast' is not a time; write a number and one of us, ms, s, m, min, h,"
+        " such as 500ms or 2s",
+    ),
+    (
+        put("models", 0, "slo", "ttft", value=500),
+        'models[0].slo.ttft: expected `str`, got `int`; write it as "500ms"',
+    ),
+    (
+        put("policy", value="magic"),
+        "policy: there is no 'magic'; choose one of prism, static",
+    ),
+    (
+        put("redis", value="localhost:6379"),
+        "redis: 'localhost:6379' is not a Redis URL; write redis://host:port, or leave the key out"
+        " to use the bundled server",
+    ),
+    (
+        put("frontend", "port", value=70000),
+        "frontend.port: 70000 is no port; choose 1 to 65535, or 0 for any free one",
+    ),
+    (
+        put("frontend", "max_open_requests", value=0),
+        "frontend.max_open_requests: 0 is too small; give at least 1",
+    ),
+    (
+        put("scheduler", "interval", value="0s"),
+        "scheduler.interval: '0s' must be more than 0, such as 500ms or 2s",
+    ),
+    (
+        put("scheduler", "migration_threshold", value=-1),
+        "scheduler.migration_threshold: -1.0 is too small; give at least 0",
+    ),
+    (
+        put("engine", "adapter", value="vllm"),
+        "engine.adapter: unknown value 'vllm'; choose one of sglang, fake",
+    ),
+    (
+        put("engine", "max_running", value=0),
+        "engine.max_running: 0 is too small; give at least 1",
+    ),
+    (
+        put("devices", 0, "engines", value=0),
+        "devices[0].engines: 0 is out of range; choose 1 to 64",
+    ),
+    (
+        put("devices", 0, "capacity", value="1 Gb/s"),
+        "devices[0].capacity: '1 Gb/s' is not a size; write a number and one of B, KiB, MiB, GiB,"
+        " TiB, KB, MB, GB, TB, such as 512MiB or 2GiB",
+    ),
+    (
+        put("devices", 0, "capacity", value=1073741824),
+        'devices[0].capacity: expected `str`, got `int`; write it as "1GiB"',
+    ),
+    (
+        put("devices", 0, "capacity", value="32KiB"),
+        "devices[0].capacity: 32KiB is below one page (64KiB); raise capacity or lower"
+        " devices[0].page",
+    ),
+    (
+        put("devices", 0, "page", value="48KiB"),
+        "devices[0].page: 48KiB is not a power of two of at least 4KiB; use 64KiB or 2MiB",
+    ),
+    (
+        put("devices", 0, "capacity", value="1MiB"),
+        "devices[0].capacity: 1MiB is too small for any model; a needs 1.312MiB (weights 64KiB,"
+        " fixed share 1MiB, KV of one 256-token request 256KiB); raise capacity to 2MiB or lower"
+        " models[0].context_length",
+    ),
+    (
+        put("devices", value=[{"name": "host:1", "capacity": "2MiB", "page": "2MiB"}]),
+        "devices[0].capacity: 2MiB is too small for any model; a needs 12MiB (weights 2MiB, fixed"
+        " share 2MiB, KV of one 256-token request 8MiB); raise capacity to 12MiB or lower"
+        " models[0].context_length",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), MISTAKES)
+def test_a_mistake_gets_one_line_with_the_remedy(folder: Path, edit: Edit, message: str) -> None:
+    data = copy.deepcopy(GOOD)
+    edit(data)
+    path = written(folder, data)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: {message.format(folder=folder)}"
+
+
+def test_a_model_that_fits_on_no_device(folder: Path) -> None:
+    make_model(folder / "wide", num_key_value_heads=4, head_dim=512, max_position_embeddings=4096)
+    data = copy.deepcopy(GOOD)
+    data["models"].append({"name": "wide", "path": "wide"})
+    with pytest.raises(ConfigError, match=r"models\[2\]: wide needs 129.6MiB .* and host:0 has"):
+        load(written(folder, data))
+
+
+TEXTS = [
+    ("devices: [", "line 1, column 11: expected the node content, but found '<stream end>'"),
+    ("a: 1\na: 2\n", "line 2, column 1: the key 'a' is given twice; correct the YAML there"),
+    ("a: b: c", "line 1, column 5: mapping values are not allowed here; correct the YAML there"),
+    ("- 1", "the file must hold keys such as devices: and models:; see the README"),
+    ("", "the file must hold keys such as devices: and models:; see the README"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), TEXTS)
+def test_text_that_is_not_the_yaml_wanted(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory; correct --config"):
+        load(tmp_path / "none.yaml")

@@ -1,0 +1,137 @@
+"""Geometry and sizes from a model's own files, per architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prism.errors import ConfigError
+from prism.model_spec import ModelFiles, inspect_model
+from tests.frontend.tiny_model import VOCAB_SIZE, make_model
+
+BASE_PARAMETERS = VOCAB_SIZE * 32 + 32
+
+
+def geometry(files: ModelFiles) -> tuple[int, int, int, int]:
+    return files.num_layers, files.num_kv_heads, files.head_dim, files.context_length
+
+
+def model(directory: Path, **config: Any) -> Path:
+    """A model directory with exactly this config.json."""
+    make_model(directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+GEMMA = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34},
+}
+QWEN = {
+    **LLAMA,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 512,
+}
+GEOMETRIES = [
+    (LLAMA, (3, 4, 16, 2048)),
+    ({**LLAMA, "num_key_value_heads": 1, "max_position_embeddings": 99}, (3, 1, 16, 99)),
+    (QWEN, (3, 2, 24, 512)),
+    (GPT2, (12, 12, 64, 1024)),
+    ({**GPT2, "n_layer": 2, "n_head": 4, "n_embd": 40, "n_positions": 128}, (2, 4, 10, 128)),
+    (GEMMA, (34, 4, 256, 131072)),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), GEOMETRIES)
+def test_geometry(tmp_path: Path, config: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert geometry(inspect_model(model(tmp_path / "m", **config), "key")) == expected
+
+
+def test_sizes_follow_the_serving_dtype(tmp_path: Path) -> None:
+    files = inspect_model(model(tmp_path / "m", **QWEN, tie_word_embeddings=True), "key")
+    assert files.token_bytes("float32") == 2 * 3 * 2 * 24 * 4
+    assert files.weight_bytes("float32") == 2 * files.weight_bytes("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("tied", "parameters"),
+    [(True, BASE_PARAMETERS), (False, BASE_PARAMETERS + VOCAB_SIZE * 32)],
+)
+def test_a_tied_head_is_not_counted_twice(tmp_path: Path, tied: bool, parameters: int) -> None:
+    files = inspect_model(make_model(tmp_path / "m", tie_word_embeddings=tied), "key")
+    assert files.parameters == parameters
+
+
+def test_buffers_are_not_weights(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "m")
+    extra = {
+        "h.0.attn.bias": np.zeros((1, 1, 128, 128), np.uint8),
+        "h.0.attn.c_attn.bias": np.zeros(96, np.float32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32),
+    }
+    save_file(extra, str(directory / "more.safetensors"))
+    assert inspect_model(directory, "key").parameters == BASE_PARAMETERS + 96
+
+
+def test_sharded_weights_are_read_through_their_index(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "m")
+    save_file({"x": np.zeros(10, np.float32)}, str(directory / "unlisted.safetensors"))
+    index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert inspect_model(directory, "key").parameters == BASE_PARAMETERS
+
+
+def remove(name: str) -> Any:
+    return lambda directory: (directory / name).unlink()
+
+
+def write(name: str, text: str) -> Any:
+    return lambda directory: (directory / name).write_text(text)
+
+
+def configure(**config: Any) -> Any:
+    return lambda directory: make_model(directory, **config)
+
+
+BROKEN = [
+    (remove("tokenizer.json"), "has no tokenizer.json; save the fast tokenizer there"),
+    (remove("model.safetensors"), "has no *.safetensors; save the weights in that format"),
+    (write("config.json", "{"), "cannot read {directory}/config.json: Expecting"),
+    (write("config.json", "[]"), "config.json is not a JSON object; repair the file"),
+    (write("model.safetensors", "x"), "cannot read {directory}/model.safetensors: "),
+    (write("model.safetensors.index.json", "{}"), "index.json: 'weight_map'; download it again"),
+    (configure(architectures=["BertModel"]), "'BertModel', which does not generate text"),
+    (configure(architectures=None), "names architecture 'none', which does not generate text"),
+    (configure(num_hidden_layers=None), "config.json lacks a positive num_hidden_layers"),
+    (configure(num_attention_heads=0), "config.json lacks a positive num_attention_heads"),
+    (configure(quantization_config={}), "holds quantized weights, which this version cannot"),
+    (configure(kv_lora_rank=512), "uses latent attention (MLA), which this version cannot serve"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BROKEN)
+def test_broken_files_are_named(tmp_path: Path, damage: Any, message: str) -> None:
+    directory = make_model(tmp_path / "m")
+    damage(directory)
+    with pytest.raises(ConfigError) as caught:
+        inspect_model(directory, "models[0].path")
+    assert str(caught.value).startswith("models[0].path: ")
+    assert message.format(directory=directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
