@@ -25,6 +25,10 @@ class EngineView:
     available_tokens counts mapped free tokens plus what the ledger would grant this engine now;
     pending_prefill_s is prefill work already submitted; ready_in_s is the remaining activation
     time (0 when active).
+
+    shared_tokens is the part of available_tokens that is the device's common free room: what one
+    engine takes of it, the others no longer have. It is taken in quanta of quantum_tokens, each
+    token of token_bytes.
     """
 
     model: str
@@ -35,6 +39,9 @@ class EngineView:
     prefill_tokens_per_s: float
     pending_prefill_s: float = 0.0
     ready_in_s: float = 0.0
+    shared_tokens: int = 0
+    token_bytes: int = 1
+    quantum_tokens: int = 1
 
 
 class EnginePort(Protocol):

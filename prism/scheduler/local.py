@@ -1,0 +1,218 @@
+"""The order and the admission of one device's waiting requests (Prism §6.3, Algorithm 2).
+
+Step-driven: owns no thread, socket or sleep. It holds a mirror of the device's queue, and hands
+to the engines only what starts at once; engines have no waiting queue of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from prism.policies.data import Job, Order
+from prism.policies.moore_hodgson import order
+from prism.ports import EnginePort, EngineView
+from prism.scheduler.room import Room, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request in the mirror. Times are on the clock of `step`'s now_s."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    arrival_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """headroom_tokens: output tokens (at most max_tokens) that must fit beside the prompt.
+    passes_max: how often others may overtake a request that lacks memory before the memory is
+    kept for it, and for how long at most (hold_s).
+    late_every: how many others may go before a model's oldest late request until it is its turn.
+    prefill_horizon_s: prefill work an engine may hold before it takes no more.
+    order_age_s: the order is computed anew after this, since deadlines pass.
+    """
+
+    headroom_tokens: int = 64
+    passes_max: int = 8
+    hold_s: float = 30.0
+    late_every: int = 4
+    prefill_horizon_s: float = 0.25
+    order_age_s: float = 0.25
+
+
+class LocalScheduler:
+    """Not thread-safe. Every request added is dispatched or removed, never dropped."""
+
+    def __init__(self, engines: EnginePort, limits: Limits | None = None) -> None:
+        self._engines = engines
+        self._limits = limits or Limits()
+        self._waiting: dict[str, Waiting] = {}
+        self._order = Order((), ())
+        self._ordered_at_s = float("-inf")
+        self._ordered_for: frozenset[str] = frozenset()
+        self._changed = False
+        self._late_passed: Counter[str] = Counter()
+        self._passed: Counter[str] = Counter()
+        self._held_since_s: dict[str, float] = {}
+
+    def add(self, request: Waiting) -> None:
+        """A second add of the same id replaces the first."""
+        self._waiting[request.id] = request
+        self._changed = True
+
+    def remove(self, request_ids: Collection[str]) -> None:
+        """Gone from the queue for another reason than a dispatch. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+            self._passed.pop(request_id, None)
+            self._late_passed.pop(request_id, None)
+            self._held_since_s.pop(request_id, None)
+            self._changed = True
+
+    def waiting(self) -> Counter[str]:
+        """Model -> waiting requests."""
+        return Counter(request.model for request in self._waiting.values())
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def step(self, now_s: float) -> list[str]:
+        """Dispatch through the port all that starts at once; returns the ids in their order.
+
+        A request that cannot start blocks the later ones of its model only.
+        """
+        if not self._waiting:
+            return []
+        views = self._engines.views()
+        self._refresh_order(now_s, views)
+        room = Room(views, self._limits.prefill_horizon_s)
+        dispatched, lacking = self._choose(now_s, room)
+        for model, ids in self._by_model(dispatched).items():
+            self._engines.dispatch(model, ids)
+        self._count_late_passes(dispatched)
+        self.remove(dispatched)
+        for model, tokens in lacking.items():
+            self._engines.ask_memory(model, tokens)
+        return dispatched
+
+    # --- order ------------------------------------------------------------------------------
+
+    def _refresh_order(self, now_s: float, views: Collection[EngineView]) -> None:
+        present = frozenset(view.model for view in views)
+        old = now_s - self._ordered_at_s >= self._limits.order_age_s
+        if not (self._changed or old or present != self._ordered_for):
+            return
+        by_model = {view.model: view for view in views}
+        served = [r for r in self._waiting.values() if r.model in by_model]
+        self._order = _order(served, by_model, now_s)
+        self._ordered_at_s, self._ordered_for, self._changed = now_s, present, False
+
+    def _sequence(self) -> Iterator[Waiting]:
+        """Held ones, late ones whose turn it is, on-time ones, the other late ones."""
+        turns = [i for i in self._late_heads() if self._late_passed[i] >= self._limits.late_every]
+        first = dict.fromkeys([*self._held_since_s, *turns])
+        rest = (job.id for job in (*self._order.on_time, *self._order.late))
+        yield from (self._waiting[i] for i in first)
+        yield from (self._waiting[i] for i in rest if i not in first)
+
+    def _late_heads(self) -> list[str]:
+        """The oldest late request of each model, oldest first. Per model, since one that cannot
+        start for a reason of its own model must not take the turn of the others."""
+        heads: dict[str, str] = {}
+        for job in self._order.late:
+            heads.setdefault(job.model, job.id)
+        return list(heads.values())
+
+    def _count_late_passes(self, dispatched: Collection[str]) -> None:
+        for request_id in self._late_heads():
+            if request_id not in dispatched:
+                self._late_passed[request_id] += len(dispatched)
+
+    # --- admission --------------------------------------------------------------------------
+
+    def _choose(self, now_s: float, room: Room) -> tuple[list[str], dict[str, int]]:
+        """(ids that start now, model -> KV tokens that its first request lacks)."""
+        self._end_old_holds(now_s)
+        chosen: list[str] = []
+        blocked: set[str] = set()
+        lacking: dict[str, int] = {}
+        heads: list[str] = []
+        for request in self._sequence():
+            if request.model in blocked or request.model not in room:
+                continue
+            verdict, missing_tokens = self._try(room, request)
+            if verdict is Verdict.STARTS:
+                chosen.append(request.id)
+                if self._count_passes(heads, now_s):
+                    break
+                continue
+            blocked.add(request.model)
+            if verdict is Verdict.MEMORY:
+                heads.append(request.id)
+                lacking[request.model] = missing_tokens
+                if request.id in self._held_since_s:
+                    break
+            if len(blocked) == len(room):
+                break
+        return chosen, lacking
+
+    def _try(self, room: Room, request: Waiting) -> tuple[Verdict, int]:
+        """Take the request if it starts; else what it lacks and how many KV tokens of it.
+
+        An idle engine's first request needs no headroom: the engine's own reserve lets one
+        request run to its end.
+        """
+        idle = room.idle(request.model)
+        headroom = 1 if idle else min(request.max_tokens, self._limits.headroom_tokens)
+        need_tokens = room.need_tokens(request.model, request.prompt_tokens, headroom)
+        verdict = room.verdict(request.model, need_tokens)
+        if verdict is Verdict.STARTS:
+            room.take(request.model, request.prompt_tokens, headroom)
+        return verdict, need_tokens - room.free_tokens(request.model)
+
+    def _count_passes(self, heads: list[str], now_s: float) -> bool:
+        """One more request went past `heads`, which lack memory. True: from now on it is kept."""
+        self._passed.update(heads)
+        overtaken = [i for i in heads if self._passed[i] >= self._limits.passes_max]
+        for request_id in overtaken:
+            self._held_since_s.setdefault(request_id, now_s)
+        return bool(overtaken)
+
+    def _end_old_holds(self, now_s: float) -> None:
+        """A bound, so that a request that never fits cannot stop the device for ever."""
+        for request_id, since_s in list(self._held_since_s.items()):
+            if now_s - since_s > self._limits.hold_s:
+                del self._held_since_s[request_id]
+                del self._passed[request_id]
+
+    def _by_model(self, request_ids: list[str]) -> dict[str, list[str]]:
+        by_model: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            by_model.setdefault(self._waiting[request_id].model, []).append(request_id)
+        return by_model
+
+
+def _order(waiting: Collection[Waiting], views: dict[str, EngineView], now_s: float) -> Order:
+    """Requests that could not be on time even alone are late at once; work in flight delays all.
+
+    An activation delays only its own model, so it decides whether a request of it can be on time
+    at all, and takes no time from the others.
+    """
+    jobs: list[Job] = []
+    hopeless: list[Job] = []
+    for request in waiting:
+        view = views[request.model]
+        prefill_s = request.prompt_tokens / view.prefill_tokens_per_s
+        job = Job(request.id, request.model, request.arrival_s, request.deadline_s, prefill_s)
+        in_time = now_s + view.ready_in_s + prefill_s <= request.deadline_s
+        (jobs if in_time else hopeless).append(job)
+    busy_s = sum(view.pending_prefill_s for view in views.values())
+    found = order(jobs, now_s, busy_s)
+    late = sorted([*found.late, *hopeless], key=lambda job: (job.arrival_s, job.id))
+    return Order(found.on_time, tuple(late))

@@ -1,0 +1,110 @@
+"""What can start at once: slots, prefill work and KV memory of a device's engines.
+
+A `Room` lives for one scheduling step. It starts from the engines' views and shrinks with each
+request taken, so that a step never hands out the same memory twice: two engines that both see the
+device's free room share it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from prism.ports import EngineView
+
+
+class Verdict(Enum):
+    """Why a request cannot start, or that it can. Only MEMORY is shared between models."""
+
+    STARTS = "starts"
+    NOT_READY = "not ready"
+    SLOTS = "slots"
+    PREFILL = "prefill"
+    MEMORY = "memory"
+
+
+@dataclass(slots=True)
+class _Engine:
+    view: EngineView
+    own_tokens: int
+    taken: int = 0
+    pending_prefill_s: float = 0.0
+
+
+class Room:
+    """prefill_horizon_s: an engine with more prefill work than this takes no more requests yet,
+    since they would only wait inside it, where no later deadline can overtake them."""
+
+    def __init__(self, views: Iterable[EngineView], prefill_horizon_s: float) -> None:
+        self._horizon_s = prefill_horizon_s
+        self._shared_taken_bytes = 0
+        self._engines = {
+            view.model: _Engine(
+                view,
+                own_tokens=view.available_tokens - view.shared_tokens,
+                pending_prefill_s=view.pending_prefill_s,
+            )
+            for view in views
+        }
+
+    def need_tokens(self, model: str, prompt_tokens: int, headroom_tokens: int) -> int:
+        """KV tokens that must be free for the request to start, in whole blocks; one more block
+        for each running request, which may need its next one any moment."""
+        engine = self._engines[model]
+        block = engine.view.block_tokens
+        blocks = -(-(prompt_tokens + headroom_tokens) // block)
+        return (blocks + engine.view.running + engine.taken) * block
+
+    def free_tokens(self, model: str) -> int:
+        """What `model` could take now, after what this step has taken."""
+        engine = self._engines[model]
+        return max(0, engine.own_tokens) + self._shared_left_tokens(engine)
+
+    def verdict(self, model: str, need_tokens: int) -> Verdict:
+        """Whether one more request of `model` that needs `need_tokens` starts at once."""
+        engine = self._engines[model]
+        if engine.view.ready_in_s > 0:
+            return Verdict.NOT_READY
+        if engine.view.running + engine.taken >= engine.view.max_running:
+            return Verdict.SLOTS
+        if engine.pending_prefill_s > self._horizon_s:
+            return Verdict.PREFILL
+        return Verdict.STARTS if need_tokens <= self.free_tokens(model) else Verdict.MEMORY
+
+    def take(self, model: str, prompt_tokens: int, headroom_tokens: int) -> None:
+        """The request starts. REQUIRES: `verdict` said STARTS."""
+        engine = self._engines[model]
+        block = engine.view.block_tokens
+        tokens = -(-(prompt_tokens + headroom_tokens) // block) * block
+        from_own = min(tokens, max(0, engine.own_tokens))
+        engine.own_tokens -= from_own
+        self._take_shared(engine, tokens - from_own)
+        engine.taken += 1
+        engine.pending_prefill_s += prompt_tokens / engine.view.prefill_tokens_per_s
+
+    def _take_shared(self, engine: _Engine, tokens: int) -> None:
+        """What is left of the last quantum is this engine's own from now on."""
+        quantum = engine.view.quantum_tokens
+        quanta_tokens = min(-(-tokens // quantum) * quantum, self._shared_left_tokens(engine))
+        engine.own_tokens += quanta_tokens - tokens
+        self._shared_taken_bytes += quanta_tokens * engine.view.token_bytes
+
+    def _shared_left_tokens(self, engine: _Engine) -> int:
+        view = engine.view
+        if not self._shared_taken_bytes:
+            return view.shared_tokens
+        left_bytes = view.shared_tokens * view.token_bytes - self._shared_taken_bytes
+        quantum_bytes = view.quantum_tokens * view.token_bytes
+        return max(0, left_bytes // quantum_bytes) * view.quantum_tokens
+
+    def idle(self, model: str) -> bool:
+        """Nothing runs there and nothing was taken for it."""
+        engine = self._engines[model]
+        return engine.view.running + engine.taken == 0
+
+    def __contains__(self, model: str) -> bool:
+        return model in self._engines
+
+    def __len__(self) -> int:
+        return len(self._engines)

@@ -1,0 +1,189 @@
+"""The local scheduler's admission: what starts, what blocks whom, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from prism.scheduler import local
+from prism.scheduler.local import Limits, LocalScheduler, Waiting
+from tests.scheduler.device import Device, Engine
+
+
+class World:
+    """A scheduler and its device; `add` in order of arrival unless told otherwise."""
+
+    def __init__(self, free_bytes: int, engines: dict[str, Engine], **limits: float) -> None:
+        self.device = Device(free_bytes, engines)
+        chosen = Limits(**{"headroom_tokens": 2, **limits})  # type: ignore[arg-type]
+        self.scheduler = LocalScheduler(self.device, chosen)
+        self.count = 0
+
+    def add(
+        self,
+        id: str,
+        model: str = "a",
+        *,
+        prompt: int = 2,
+        deadline: float = 1e6,
+        max_tokens: int = 2,
+        arrival: float | None = None,
+    ) -> None:
+        self.count += 1
+        arrival_s = self.count * 1e-3 if arrival is None else arrival
+        request = Waiting(id, model, prompt, max_tokens, arrival_s, deadline)
+        self.device.requests[id] = request
+        self.scheduler.add(request)
+
+    def step(self, now_s: float = 1.0) -> list[str]:
+        return self.scheduler.step(now_s)
+
+
+def test_earliest_deadline_first_and_only_into_free_slots() -> None:
+    world = World(1000, {"a": Engine(max_running=2)})
+    world.add("last", deadline=30)
+    world.add("first", deadline=10)
+    world.add("second", deadline=20)
+    assert world.step() == ["first", "second"]
+    assert world.step() == []
+    world.device.engines["a"].running.clear()
+    assert world.step() == ["last"]
+    assert world.device.asked == []  # slots, not memory, were missing
+
+
+def test_late_ones_after_the_on_time_ones_oldest_first() -> None:
+    world = World(1000, {"a": Engine()})
+    world.add("late2", deadline=0.5, arrival=0.2)
+    world.add("late1", deadline=0.5, arrival=0.1)
+    world.add("on time", deadline=9)
+    assert world.step(now_s=1.0) == ["on time", "late1", "late2"]
+
+
+def test_late_ones_get_their_turn_among_ever_new_on_time_ones() -> None:
+    world = World(1000, {"a": Engine(max_running=1)}, late_every=3)
+    world.add("late", deadline=0.0)
+    served: list[str] = []
+    for n in range(6):
+        world.add(f"n{n}", deadline=1000.0 + n)
+        served += world.step(now_s=1.0 + n)
+        world.device.engines["a"].running.clear()
+    assert served == ["n0", "n1", "n2", "late", "n3", "n4"]
+
+
+def test_a_model_that_is_not_ready_blocks_only_itself() -> None:
+    world = World(1000, {"a": Engine(ready_in_s=3.0), "b": Engine()})
+    world.add("waits", "a", deadline=2)
+    world.add("goes", "b")
+    world.add("absent", "c")
+    assert world.step() == ["goes"]
+    assert world.scheduler.waiting() == {"a": 1, "c": 1}
+    world.device.engines["a"].ready_in_s = 0.0
+    assert world.step() == ["waits"]
+
+
+def test_activation_that_outlasts_the_deadline_makes_late() -> None:
+    engines = {"a": Engine(ready_in_s=5.0, max_running=1)}
+    world = World(1000, engines)
+    world.add("hopeless", deadline=4)
+    world.add("in time", deadline=9)
+    world.step(now_s=1.0)
+    engines["a"].ready_in_s = 0.0
+    assert world.step(now_s=1.1) == ["in time"]
+
+
+def test_prefill_in_flight_counts_against_deadlines() -> None:
+    """1 s of work is in flight elsewhere: of two that need 0.5 s by 1.6 s, one is late."""
+    engines = {"a": Engine(max_running=1), "b": Engine(pending_prefill_s=1.0)}
+    world = World(1000, engines, prefill_horizon_s=9.0)
+    world.add("longer", prompt=60, deadline=1.61)
+    world.add("shorter", prompt=50, deadline=1.62)
+    assert world.step(now_s=0.0) == ["shorter"]
+
+
+def test_prefill_beyond_the_horizon_waits_here() -> None:
+    engine = Engine(max_running=9, prefill_tokens_per_s=100.0)
+    world = World(10_000, {"a": engine}, prefill_horizon_s=0.5)
+    for n in range(4):
+        world.add(str(n), prompt=40)  # 0.4 s each
+    assert world.step() == ["0", "1"]
+    engine.pending_prefill_s = 0.51
+    assert world.step() == []
+    engine.pending_prefill_s = 0.2
+    assert world.step() == ["2"]
+
+
+def test_two_engines_do_not_both_get_the_same_free_memory() -> None:
+    engines = {"a": Engine(token_bytes=4), "b": Engine(token_bytes=1)}
+    world = World(64, engines)  # 16 tokens for a or 64 for b
+    world.add("a", "a", prompt=12)
+    world.add("b", "b", prompt=40)
+    assert world.step() == ["a"]
+    assert world.device.asked == [("b", 42)]
+
+
+def test_a_head_without_memory_is_overtaken_a_bounded_number_of_times() -> None:
+    engines = {"big": Engine(max_running=9), "small": Engine(max_running=9)}
+    world = World(64, engines, passes_max=3)
+    world.add("s0", "small", prompt=2, max_tokens=9)
+    world.step()
+    world.add("big", "big", prompt=62, deadline=100)
+    for n in range(1, 9):
+        world.add(f"s{n}", "small", prompt=2, max_tokens=9, deadline=200 + n)
+    assert world.step() == ["s1", "s2", "s3"]
+    for _ in range(8):
+        assert world.step() == []  # memory is kept for "big" although "small" would fit
+        world.device.advance()
+    world.device.advance()
+    assert world.step()[0] == "big"
+    assert ("big", 8) in world.device.asked
+
+
+def test_memory_is_not_kept_for_ever() -> None:
+    engines = {"big": Engine(), "small": Engine(max_running=1)}
+    world = World(64, engines, passes_max=1, hold_s=10)
+    world.add("never", "big", prompt=1000, deadline=1e6)
+    for n in range(3):
+        world.add(f"s{n}", "small", deadline=2e6)
+    assert world.step(1.0) == ["s0"]
+    world.device.engines["small"].running.clear()
+    assert world.step(2.0) == []
+    assert world.step(12.0) == ["s1"]
+
+
+def test_an_idle_engine_starts_one_without_headroom() -> None:
+    world = World(16, {"a": Engine()}, headroom_tokens=100)
+    world.add("1", prompt=8, max_tokens=100)
+    world.add("2", prompt=1, max_tokens=100)
+    assert world.step() == ["1"]
+
+
+def test_removed_and_replaced_ones() -> None:
+    world = World(1000, {"a": Engine()})
+    world.add("1")
+    world.add("2")
+    world.add("2", prompt=4)
+    world.scheduler.remove(["1", "unknown"])
+    assert (len(world.scheduler), world.step()) == (1, ["2"])
+    assert world.device.engines["a"].running == {"2": 4}
+
+
+def test_the_order_is_computed_on_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    real = local.order
+
+    def counted(*args):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        return real(*args)
+
+    monkeypatch.setattr(local, "order", counted)
+    world = World(1000, {"a": Engine(max_running=0)}, order_age_s=10)
+    world.add("1")
+    for n in range(50):
+        world.step(1.0 + n / 100)
+    assert calls == 1
+    world.add("2")
+    world.step(2.0)
+    world.step(2.0)
+    assert calls == 2
+    world.step(13.0)  # deadlines have passed meanwhile
+    assert calls == 3
