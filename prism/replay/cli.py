@@ -144,17 +144,22 @@ def generate(
     _save(requests, out)
 
 
-@app.command(epilog="Example: prism-replay stats traces/demo.jsonl --time-scale 8")
+@app.command(epilog="Example: prism-replay stats traces/demo.jsonl --time-scale 8 --seconds 1200")
 def stats(
     trace: TraceFile,
+    *,
     time_scale: TimeScale = 1.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Length where it is more than the last arrival.")
+    ] = None,
     format_: Annotated[str, typer.Option("--format", help=", ".join(FORMATS))] = "prism",
 ) -> None:
     """Print popularity, idleness and burstiness beside the published values."""
     from prism.replay.console import print_stats
     from prism.replay.stats import describe
 
-    print_stats(Console(), describe(transforms.scale_time(read_format(trace, format_), time_scale)))
+    requests = transforms.scale_time(read_format(trace, format_), time_scale)
+    print_stats(Console(), describe(requests, seconds))
 
 
 @app.command(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import msgspec
@@ -175,19 +176,23 @@ class Sender:
 
 
 def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
-    """Greedy, and of exactly `output_length` tokens where the server knows `ignore_eos`."""
-    return msgspec.json.encode(
-        {
-            "model": request.model,
-            "prompt": prompt,
-            "max_tokens": request.output_length,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-    )
+    """Greedy, and of exactly `output_length` tokens where the server knows `ignore_eos`.
+
+    The trace's SLOs go along, so that a server that schedules by deadline (Prism §6.3) works
+    towards those that the replay judges by.
+    """
+    body: dict[str, Any] = {
+        "model": request.model,
+        "prompt": prompt,
+        "max_tokens": request.output_length,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    slos = {"slo_ttft_ms": request.slo_ttft_ms, "slo_tpot_ms": request.slo_tpot_ms}
+    return msgspec.json.encode(body | {key: slo for key, slo in slos.items() if slo is not None})
 
 
 def decode_error(body: bytes) -> ErrorBody:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -103,7 +104,7 @@ def print_results(console: Console, results: Results) -> None:
 def attainment_table(results: Results) -> Table:
     table = Table(title="SLO attainment")
     for column in ("model", "requests", "errors", "SLO scale", "TTFT", "TPOT", "E2E", "all"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+        table.add_column(column, **_column(column))
     for name, group in _groups(results).items():
         for number, (scale, found) in enumerate(group.attainment.items()):
             first = number == 0
@@ -121,7 +122,7 @@ def attainment_table(results: Results) -> Table:
 def latency_table(results: Results) -> Table:
     table = Table(title="Latency of finished requests (mean / P50 / P95 / P99)")
     for column in ("model", "TTFT", "TPOT", "E2E"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+        table.add_column(column, **_column(column))
     for name, group in _groups(results).items():
         cells = (
             " / ".join(milliseconds(v) for v in (found.mean, found.p50, found.p95, found.p99))
@@ -134,9 +135,9 @@ def latency_table(results: Results) -> Table:
 def print_stats(console: Console, stats: TraceStats) -> None:
     """The statistics of Prism §3.1 with the published values beside them."""
     table = Table(title=f"{stats.requests} requests in {stats.duration_s:.0f} s")
-    columns = "model,share,CV of req/min,CV of gaps,idle >10 s per h,median idle,idle,active"
+    columns = "model,share,rate CV,gap CV,idles per h,median idle,idle,active"
     for column in columns.split(","):
-        table.add_column(column, justify="left" if column == "model" else "right")
+        table.add_column(column, **_column(column))
     for model in stats.models:
         table.add_row(
             model.model,
@@ -155,7 +156,7 @@ def print_stats(console: Console, stats: TraceStats) -> None:
 def summary_table(stats: TraceStats) -> Table:
     table = Table(title="All models, and what Prism reports of production traces")
     for column in ("statistic", "here", "published"):
-        table.add_column(column, justify="left" if column == "statistic" else "right")
+        table.add_column(column, **_column(column))
     active = (
         f"{percent(stats.active_mean)} ({percent(stats.active_p10)}-{percent(stats.active_p90)})"
     )
@@ -164,12 +165,20 @@ def summary_table(stats: TraceStats) -> Table:
         ("models with CV of req/min above 1", percent(stats.rate_cv_above_1), "many"),
         ("models with median idle above 30 s", percent(stats.median_idle_above_30_s), "many"),
         ("models with over 40 idles per hour", percent(stats.idle_per_hour_above_40), "0-50 %"),
-        ("models active at a time, mean (P10-P90)", active, "23-50 %"),
+        ("models active at a time, mean", percent(stats.active_mean), "23-50 %"),
+        ("models active at a time, P10", percent(stats.active_p10), ""),
+        ("models active at a time, P90", percent(stats.active_p90), ""),
         ("changes of the active set per hour", f"{stats.active_changes_per_hour:.0f}", "54-766"),
     )
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _column(name: str) -> dict[str, Any]:
+    """Names stay whole and on the left, numbers stand on the right."""
+    named = name in {"model", "statistic"}
+    return {"justify": "left" if named else "right", "no_wrap": named}
 
 
 def _number(value: float | None) -> str:

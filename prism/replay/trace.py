@@ -106,5 +106,6 @@ def explain(error: msgspec.ValidationError) -> str:
     """msgspec's message with the key in front: "input_length: Expected `int` >= 1"."""
     reason, _, location = str(error).partition(" - at `$.")
     if "required field `model`" in reason:
-        return f"{reason}; `prism-replay convert --models NAME` gives every request a model"
+        remedy = "prism-replay convert --format mooncake --models NAME"
+        return f"{reason}; for a trace without models: `{remedy}`"
     return f"{location.rstrip('`')}: {reason}" if location else reason
