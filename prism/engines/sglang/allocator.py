@@ -31,7 +31,6 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self._kv = active_memory().kv
         self._live = torch.zeros(0, dtype=torch.bool)
         self._tree_cache: Any = None
-        self.evicted_tokens_total = 0
         super().__init__(*args, **kwargs)
 
     # --- what can be had -------------------------------------------------------------------
@@ -71,9 +70,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def evict_cache(self, tree_cache: Any, tokens: int = 256) -> int:
         """Free about `tokens` of unused prefix cache, the least recently used first."""
         result = tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))
-        evicted = int(result.num_tokens_evicted)
-        self.evicted_tokens_total += evicted
-        return evicted
+        return int(result.num_tokens_evicted)
 
     # --- SGLang's capacity hooks -----------------------------------------------------------
 

@@ -33,7 +33,10 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
         chunk_limit: int | None,
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
-        if total_tokens >= self.remaining_total:
+        # Without the block per request that SGLang adds: prefixes and chunks end on a block's
+        # edge here, and with it a request of the full context would miss its guaranteed room.
+        needed = self.ceil_paged_tokens(total_tokens - self.page_size)
+        if needed > self.remaining_total:
             return False, None
         now = extend_input_len if chunk_limit is None else min(extend_input_len, chunk_limit)
         return (True, chunk_limit) if self._secure(now) else (False, None)
@@ -55,4 +58,4 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
         return self.allocator.secure(self._granted_pages + self._pages(tokens), self.tree_cache)
 
     def _pages(self, tokens: int) -> int:
-        return int(self.ceil_paged_tokens(tokens)) // int(self.page_size) + 1
+        return int(self.ceil_paged_tokens(tokens)) // int(self.page_size)

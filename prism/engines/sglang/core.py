@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import kvcached
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.sglang import host, requests
-from prism.engines.sglang.memory import BLOCK_TOKENS, EngineMemory, plan
+from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
 from prism.engines.sglang.speed import Speed
 from prism.errors import ActivationError, RequestError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
+from prism.model_memory import BLOCK_TOKENS
 
 
 @dataclass(slots=True)
@@ -29,8 +30,6 @@ class _Totals:
     prompt_tokens: int = 0
     output_tokens: int = 0
     retractions: int = 0
-    maps: int = 0
-    unmaps: int = 0
 
 
 @dataclass(slots=True)
@@ -117,7 +116,7 @@ class SglangCore:
         active, self._active = self._active, None
         if active is None:
             return
-        self._keep_totals(active)
+        self._totals.retractions += active.scheduler.retractions_total
         self._by_rid.clear()
         self._rejected.clear()
         memory = active.memory
@@ -137,19 +136,20 @@ class SglangCore:
     def trim(self, target_bytes: int | None) -> Trimmed:
         if self._active is None:
             return Trimmed(returned_bytes=0)
-        kv = self._active.memory.kv
-        allocator = self._active.scheduler.token_to_kv_pool_allocator
-        before_bytes = kv.mapped_bytes()
-        evicted_before = allocator.evicted_tokens_total
+        kv, scheduler = self._active.memory.kv, self._active.scheduler
+        allocator = scheduler.token_to_kv_pool_allocator
+        held_bytes, evicted_tokens = self._client.usage().committed_bytes, 0
         kv.trim()
-        while target_bytes is None or before_bytes - kv.mapped_bytes() < target_bytes:
-            if not allocator.evict_cache(self._active.scheduler.tree_cache):
+        while True:
+            returned_bytes = max(0, held_bytes - self._client.usage().committed_bytes)
+            if target_bytes is not None and returned_bytes >= target_bytes:
                 break
+            evicted = allocator.evict_cache(scheduler.tree_cache)
+            if not evicted:
+                break
+            evicted_tokens += evicted
             kv.trim()
-        return Trimmed(
-            returned_bytes=max(0, before_bytes - kv.mapped_bytes()),
-            evicted_tokens=allocator.evicted_tokens_total - evicted_before,
-        )
+        return Trimmed(returned_bytes=returned_bytes, evicted_tokens=evicted_tokens)
 
     # --- requests --------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class SglangCore:
         allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
         evictable = int(tree.evictable_size())
         speed = self._speeds.get(active.order.model.name)
-        counters = kv.counters()
+        usage = self._client.usage()
         waiting = scheduler.waiting_reqs()
         return EngineStatus(
             engine_id=self._context.engine_id,
@@ -244,31 +244,26 @@ class SglangCore:
             evictable_tokens=evictable,
             pending_prefill_tokens=sum(scheduler.prefill_left(req) for req in waiting),
             prefill_tokens_per_s=speed.tokens_per_s if speed else 0.0,
-            kv_mapped_bytes=kv.mapped_bytes(),
+            kv_mapped_bytes=usage.committed_bytes,
             static_bytes=active.memory.plan.static_bytes,
             prompt_tokens_total=self._totals.prompt_tokens,
             output_tokens_total=self._totals.output_tokens,
             retractions_total=self._totals.retractions + scheduler.retractions_total,
-            maps_total=self._totals.maps + counters.maps,
-            unmaps_total=self._totals.unmaps + counters.unmaps,
+            maps_total=usage.maps,
+            unmaps_total=usage.unmaps,
         )
 
     def _idle_status(self) -> EngineStatus:
+        usage = self._client.usage()
         return EngineStatus(
             engine_id=self._context.engine_id,
             model=None,
             prompt_tokens_total=self._totals.prompt_tokens,
             output_tokens_total=self._totals.output_tokens,
             retractions_total=self._totals.retractions,
-            maps_total=self._totals.maps,
-            unmaps_total=self._totals.unmaps,
+            maps_total=usage.maps,
+            unmaps_total=usage.unmaps,
         )
-
-    def _keep_totals(self, active: _Active) -> None:
-        counters = active.memory.kv.counters()
-        self._totals.maps += counters.maps
-        self._totals.unmaps += counters.unmaps
-        self._totals.retractions += active.scheduler.retractions_total
 
     def _required(self) -> _Active:
         if self._active is None:

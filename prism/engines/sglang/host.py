@@ -25,12 +25,13 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
 )
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
 
-from prism.engines.sglang import server_args  # noqa: E402
+from prism.engines.sglang import noise, server_args  # noqa: E402
 from prism.engines.sglang.kv_pool import KvcachedPool  # noqa: E402
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
 from prism.engines.sglang.scheduler import InProcessScheduler  # noqa: E402
 from prism.messages import Activate  # noqa: E402
 
+noise.install()
 _libc = ctypes.CDLL(None)
 
 

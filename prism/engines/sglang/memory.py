@@ -11,12 +11,9 @@ from dataclasses import dataclass
 import kvcached
 from prism.errors import ActivationError
 from prism.messages import Activate
+from prism.model_memory import BLOCK_TOKENS
 
-BLOCK_TOKENS = 16
 _PADDING_BLOCKS = 1
-# A prefill is granted whole blocks plus one per request (see budget.py), and SGLang compares with
-# "less than": two blocks above the context make a full-context request always admissible.
-_SLACK_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ def plan(order: Activate, *, capacity_bytes: int, page_bytes: int, static_bytes:
     )
     slab_tokens = layout.slab_tokens(page_bytes)
     quantum = layout.quantum_bytes(page_bytes)
-    blocks = -(-spec.context_length // BLOCK_TOKENS) + _SLACK_BLOCKS + _PADDING_BLOCKS
+    blocks = -(-spec.context_length // BLOCK_TOKENS) + _PADDING_BLOCKS
     reserve_slabs = -(-blocks * BLOCK_TOKENS // slab_tokens)
     return MemoryPlan(
         layout=layout,

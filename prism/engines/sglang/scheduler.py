@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_MATCHED_TOKEN,
+    Req,
+)
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.utils.common import DynamicGradMode
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang.srt.utils.watchdog import Watchdog
@@ -71,16 +76,23 @@ def _emission(req: Req) -> Emission:
     new = list(output[req.send_token_offset :])
     req.send_token_offset = len(output)
     reason = req.finished_reason
-    message = reason.message if isinstance(reason, FINISH_ABORT) else ""
-    return Emission(req.rid, new, _finish(reason), message, int(req.cached_tokens))
+    finish, message = _finish(reason)
+    return Emission(req.rid, new, finish, message, int(req.cached_tokens))
 
 
-def _finish(reason: object) -> str | None:
-    if reason is None:
-        return None
-    if isinstance(reason, FINISH_ABORT):
-        return "abort"
-    return "length" if isinstance(reason, FINISH_LENGTH) else "stop"
+def _finish(reason: Any) -> tuple[str | None, str]:
+    """A string matches only where SGLang reports broken logits: stop strings are not its job."""
+    match reason:
+        case None:
+            return None, ""
+        case FINISH_LENGTH():
+            return "length", ""
+        case FINISH_MATCHED_TOKEN():
+            return "stop", ""
+        case FINISH_ABORT():
+            return "abort", str(reason.message)
+        case _:
+            return "abort", str(reason.to_json())
 
 
 class InProcessScheduler(Scheduler):  # type: ignore[misc]
@@ -123,10 +135,22 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
         return InProcessStreamer
 
+    def _create_generation_req(self, recv_req: Any, *args: Any, **kwargs: Any) -> Req:
+        """A request that ignores end-of-sequence still heeds its own stop tokens; in SGLang it
+        would ignore both."""
+        params = recv_req.sampling_params
+        if params.ignore_eos and params.stop_token_ids:
+            params.ignore_eos = False
+            kwargs["eos_token_ids"] = None
+        return super()._create_generation_req(recv_req, *args, **kwargs)
+
     # --- one step ---------------------------------------------------------------------------
 
     def start(self) -> None:
         """What SGLang's event loop does before its first turn."""
+        # Sampling with each request's own seed; as a start-up argument it would switch the prefix
+        # cache off, which is about reproducible logits, not about seeds.
+        get_context().override("prism.seeds", enable_deterministic_inference=True)
         self._war_barrier_enabled = False
         self.schedule_stream.synchronize = lambda: None
         self.metrics_reporter.start_scheduler_time_accounting()

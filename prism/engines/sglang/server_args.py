@@ -6,8 +6,9 @@ from typing import Any
 
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from prism.engines.sglang.memory import BLOCK_TOKENS, MemoryPlan
+from prism.engines.sglang.memory import MemoryPlan
 from prism.messages import Activate
+from prism.model_memory import BLOCK_TOKENS
 
 # SGLang refuses prompts of its context minus 6 tokens or more and ends requests one token early;
 # with this many positions more, a request may fill the model's whole context. Positions above the

@@ -15,12 +15,16 @@ import sys
 import types
 from pathlib import Path
 
+from prism.models.hugging_face import declare_torchvision_operators
+
 PLATFORM_ENTRY_POINT = "prism_cpu"
 
 _ENVIRONMENT = {
     "SGLANG_PLATFORM": PLATFORM_ENTRY_POINT,
     # A model may be served with a few more positions than its config says: SGLang keeps two back.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    # Inductor needs a real Triton; without one a compiled function fails at its first call.
+    "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
@@ -31,7 +35,7 @@ def install() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _stand_in_for_triton()
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
 
 
 class _TritonStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -80,18 +84,3 @@ def _load_sglang_stubs() -> types.ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _declare_torchvision_operators() -> None:
-    """torchvision's Python half registers fake kernels for operators its CUDA half defines."""
-    import torch
-
-    if "torchvision" in sys.modules or hasattr(torch.ops.torchvision, "nms"):
-        return
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _kept_alive.append(library)
-
-
-_kept_alive: list[object] = []

@@ -1,0 +1,65 @@
+"""Devices whose engines are real SGLang processes, forked from a real nursery."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+import kvcached
+from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from tests.engines.harness import DEVICE, DeviceUnderTest
+
+PAGE_BYTES = 64 << 10
+STATIC_BYTES = 1 << 20
+
+MakeDevice = Callable[..., DeviceUnderTest]
+
+
+def config_of(run_dir: Path, capacity_bytes: int, chunk_tokens: int = 64) -> ClusterConfig:
+    return ClusterConfig(
+        namespace=f"t{uuid4().hex[:10]}",
+        run_dir=str(run_dir),
+        redis_url="",
+        policy="prism",
+        devices=[DeviceConfig(DEVICE, capacity_bytes, PAGE_BYTES, 2)],
+        models=[],
+        engine=EngineConfig(
+            adapter="sglang", static_bytes=STATIC_BYTES, prefill_chunk_tokens=chunk_tokens
+        ),
+    )
+
+
+@contextlib.contextmanager
+def opened_device(capacity_bytes: int, chunk_tokens: int = 64) -> Iterator[DeviceUnderTest]:
+    """A device with a nursery and no engine yet; asserts that nothing of it stays."""
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
+        config = config_of(Path(directory), capacity_bytes, chunk_tokens)
+        ledger = kvcached.Device.open(
+            DEVICE,
+            capacity_bytes=capacity_bytes,
+            page_bytes=PAGE_BYTES,
+            namespace=config.namespace,
+        )
+        device = DeviceUnderTest("sglang", config, {"OMP_NUM_THREADS": "1"})
+        try:
+            yield device
+        finally:
+            device.close()
+            ledger.destroy()
+
+
+def ledger_of(device: DeviceUnderTest) -> kvcached.Device:
+    return kvcached.Device.open(DEVICE, namespace=device.config.namespace)
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceUnderTest]:
+    """A roomy device with one engine, shared by the tests of a module."""
+    with opened_device(256 << 20) as opened:
+        opened.fork()
+        yield opened

@@ -1,0 +1,74 @@
+"""Tiny models of several architectures, and what Hugging Face transformers say they answer."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from prism.messages import ModelSpec
+from prism.model_spec import inspect_model
+from prism.models import tiny
+from prism.models.hugging_face import import_transformers
+from prism.models.store import default_directory, prepare
+
+RECIPES = {m.name: m for m in tiny.TINY_MODELS}
+LLAMA, QWEN3, GPT2 = tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name
+
+
+@lru_cache
+def path_of(name: str) -> Path:
+    return prepare(RECIPES[name], default_directory(), lambda _text: None)
+
+
+def spec_of(name: str, context_length: int | None = None) -> ModelSpec:
+    files = inspect_model(path_of(name), name)
+    return ModelSpec(
+        name=name,
+        path=str(path_of(name)),
+        architecture=files.architecture,
+        dtype="float32",
+        kv_dtype="float32",
+        context_length=context_length or files.context_length,
+        num_layers=files.num_layers,
+        num_kv_heads=files.num_kv_heads,
+        head_dim=files.head_dim,
+        weight_bytes=files.weight_bytes("float32"),
+        token_bytes=files.token_bytes("float32"),
+        slo_ttft_s=2.0,
+        slo_tpot_s=0.2,
+    )
+
+
+def prompts(name: str, count: int, lengths: tuple[int, int], seed: int = 1) -> list[list[int]]:
+    """Random token ids of the model's vocabulary, without its special tokens."""
+    rng = random.Random(f"{name}/{seed}")
+    top = RECIPES[name].settings["vocab_size"]
+    return [[rng.randrange(16, top) for _ in range(rng.randint(*lengths))] for _ in range(count)]
+
+
+@lru_cache(maxsize=1)
+def _network(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own, of its imports
+        import torch
+
+        torch.set_num_threads(1)
+        auto = import_transformers().AutoModelForCausalLM
+        return auto.from_pretrained(path_of(name), dtype=torch.float32).eval()
+
+
+def greedy(name: str, prompt: list[int], tokens: int) -> list[int]:
+    """`tokens` greedy tokens after `prompt`, end-of-sequence tokens included."""
+    import torch
+
+    network, output = _network(name), list[int]()
+    ids, cache = torch.tensor([prompt]), None
+    with torch.inference_mode():
+        while len(output) < tokens:
+            result = network(ids, past_key_values=cache, use_cache=True)
+            output.append(int(result.logits[0, -1].argmax()))
+            ids, cache = torch.tensor([[output[-1]]]), result.past_key_values
+    return output
