@@ -61,6 +61,11 @@ class BundledRedis:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended, by itself or by a signal."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> str:
         """Start (again, after `stop` or `kill`: same address, same data) and return the URL.
 
@@ -76,6 +81,8 @@ class BundledRedis:
                 stdout=log,
                 stderr=log,
                 cwd=self.directory,
+                # A terminal's Ctrl-C is for whoever started us, who then ends us in order.
+                start_new_session=True,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 (only a system call in it)
             )
         assert self._process.stdin is not None

@@ -1,0 +1,195 @@
+"""`prism-serve`: serve many models on few devices, and operate a running cluster."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from prism.config import ClusterConfig
+from prism.config_load import load
+from prism.errors import ConfigError, PrismError
+from prism.messages import ClusterStatus, OperatorCommand
+from prism.serve import operator, report
+from prism.serve.launcher import Options, serve
+from prism.serve.run_dir import find
+
+DEFAULT_CONFIG = Path("prism.yaml")
+_STATUS_TIMEOUT_S = 10.0
+_ACTION_TIMEOUT_S = 300.0
+_PIPE_COLUMNS = 200
+
+app = typer.Typer(
+    name="prism-serve",
+    help="Serve many models on few devices behind one OpenAI-compatible endpoint.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="The cluster's YAML; default prism.yaml.")
+]
+NewRunDir = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Sockets, logs, state; must be new. Removed at the end."),
+]
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Which cluster, where several run (printed at its start)."),
+]
+Host = Annotated[str | None, typer.Option("--host", help="Overrides frontend.host.")]
+Port = Annotated[int | None, typer.Option("--port", "-p", help="Overrides frontend.port.")]
+LogDir = Annotated[Path | None, typer.Option("--log-dir", help="Keep the logs there.")]
+LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL")]
+
+
+@app.callback(
+    invoke_without_command=True,
+    epilog="Examples: prism-serve --config prism.yaml   |   prism-serve check -c prism.yaml   |"
+    "   prism-serve status --json   |   prism-serve evict llama",
+)
+def root(
+    context: typer.Context,
+    *,
+    config: Config = None,
+    run_dir: NewRunDir = None,
+    host: Host = None,
+    port: Port = None,
+    log_dir: LogDir = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Without a command: start everything and serve until Ctrl-C (the same as `up`)."""
+    if context.invoked_subcommand is None:
+        _up(_load(config, host, port), Options(run_dir, log_dir, _level(log_level)))
+
+
+@app.command()
+def up(
+    *,
+    config: Config = None,
+    run_dir: NewRunDir = None,
+    host: Host = None,
+    port: Port = None,
+    log_dir: LogDir = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Start everything and serve until Ctrl-C."""
+    _up(_load(config, host, port), Options(run_dir, log_dir, _level(log_level)))
+
+
+@app.command()
+def check(*, config: Config = None) -> None:
+    """Check the YAML and the models' files; start nothing."""
+    checked = _load(config, None, None)
+    _console().print(report.configuration(checked))
+    _warn(checked)
+
+
+@app.command()
+def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
+    """Devices, models, memory and queues of the running cluster."""
+    command = OperatorCommand("status")
+    result = operator.ask(find(run_dir), command, _STATUS_TIMEOUT_S)
+    if as_json:
+        print(result.message)
+    else:
+        shown = msgspec.json.decode(result.message, type=ClusterStatus)
+        _console().print(report.cluster(shown))
+
+
+@app.command()
+def activate(
+    model: Model,
+    *,
+    device: Annotated[str | None, typer.Option(help="Where; default: the policy's choice.")] = None,
+    as_json: AsJson = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Bring MODEL up now, before a request asks for it."""
+    _operate(OperatorCommand("activate", model, device), as_json, run_dir)
+
+
+@app.command()
+def evict(model: Model, *, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
+    """Take MODEL off its device; the next request for it brings it back."""
+    _operate(OperatorCommand("evict", model), as_json, run_dir)
+
+
+@app.command()
+def flush(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
+    *,
+    as_json: AsJson = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Give back idle memory: spare pages and the prefix cache, of MODEL or of all."""
+    _operate(OperatorCommand("flush", model), as_json, run_dir)
+
+
+def main() -> None:
+    """Exit codes: 0 good, 1 the cluster or the action failed, 2 wrong input (one line each)."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, 2)
+    except PrismError as error:
+        _fail(error, 1)
+
+
+def _fail(error: PrismError, code: int) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _load(config: Path | None, host: str | None, port: int | None) -> ClusterConfig:
+    if config is None and not DEFAULT_CONFIG.is_file():
+        raise ConfigError(
+            "--config: missing, and there is no prism.yaml here; name the cluster's YAML"
+        )
+    loaded = load(config or DEFAULT_CONFIG)
+    if port is not None and not 0 <= port <= 65535:
+        raise ConfigError(f"--port: {port} is no port; choose 1 to 65535, or 0 for any free one")
+    return msgspec.structs.replace(
+        loaded, host=host or loaded.host, port=loaded.port if port is None else port
+    )
+
+
+def _level(name: str) -> str:
+    if name.lower() not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"--log-level: unknown {name!r}; choose debug, info, warning or error")
+    return name.lower()
+
+
+def _up(config: ClusterConfig, options: Options) -> None:
+    _warn(config)
+    serve(config, options, _console())
+
+
+def _operate(command: OperatorCommand, as_json: bool, run_dir: Path | None) -> None:
+    result = operator.ask(find(run_dir), command, _ACTION_TIMEOUT_S)
+    if as_json:
+        shown = {"ok": result.ok, "message": result.message, "seconds": result.seconds}
+        print(json.dumps(shown))
+    else:
+        print(result.message or ("done" if result.ok else "failed"))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+def _warn(config: ClusterConfig) -> None:
+    if warning := report.memory_warning(config):
+        print(warning, file=sys.stderr)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)

@@ -1,0 +1,238 @@
+"""The life of one cluster on one machine: start everything, watch it, end everything."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import redis
+from rich.console import Console
+
+from prism.config import ClusterConfig, write_resolved
+from prism.errors import ConfigError, QueueUnavailableError
+from prism.queueing.requests import RequestQueue
+from prism.queueing.server import BundledRedis
+from prism.serve.children import Child, ChildSpec
+from prism.serve.progress import Probe, make_display
+from prism.serve.run_dir import RunDir, remove_ledgers, sweep
+from prism.serve.supervisor import Supervisor
+
+_BACKLOG = 2048
+_TICK_S = 0.2
+_PROBE_EVERY_TICKS = 3
+# Beyond its drain time a child may take this long to close sockets and give memory back.
+_GRACE_S = 5.0
+_AGENT_DRAIN_MAX_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """From the command line. log_dir: where logs survive the cluster."""
+
+    run_dir: Path | None = None
+    log_dir: Path | None = None
+    log_level: str = "info"
+
+
+class Signals:
+    """Counts SIGTERM, SIGINT and SIGHUP: the first ends the cluster in order, the next at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def caught(self) -> Iterator[Signals]:
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.signal(number, self._take) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def hurry(self) -> bool:
+        return self.count > 1
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def serve(config: ClusterConfig, options: Options, console: Console) -> None:
+    """Serve until a signal; returns when nothing is left running and nothing left behind.
+
+    Raises ConfigError (nothing was left running) or ClusterFailedError. Main thread only.
+    """
+    with Signals().caught() as signals, ExitStack() as stack:
+        listener = stack.enter_context(_listener(config))
+        sweep()
+        run_dir = RunDir.create(options.run_dir, options.log_dir)
+        stack.callback(run_dir.remove)
+        redis_server = _redis(config, run_dir, stack)
+        resolved = _resolved(config, run_dir, redis_server, listener)
+        write_resolved(resolved, run_dir.config_file)
+        stack.callback(remove_ledgers, resolved)
+        if redis_server is None:
+            stack.callback(_forget_keys, resolved)
+        _run(resolved, _Cluster(run_dir, listener, redis_server, options), signals, console)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    run_dir: RunDir
+    listener: socket.socket
+    redis: BundledRedis | None
+    options: Options
+
+
+def _run(config: ClusterConfig, cluster: _Cluster, signals: Signals, console: Console) -> None:
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    supervisor = Supervisor(_children(config, cluster), cluster.redis, say)
+    try:
+        supervisor.start()
+        _until_ready(config, supervisor, signals, console)
+        while not signals.count:
+            supervisor.watch(time.monotonic())
+            time.sleep(_TICK_S)
+        say("shutting down: open requests are finished first; once more ends at once")
+    finally:
+        # Only the frontend holds the port from here on: it refuses new requests by itself.
+        cluster.listener.close()
+        supervisor.stop(signals.hurry)
+
+
+def _until_ready(
+    config: ClusterConfig, supervisor: Supervisor, signals: Signals, console: Console
+) -> None:
+    began_s = time.monotonic()
+    probe = Probe(_url(config))
+    reason: str | None = "starting"
+    tick = 0
+    with make_display(console) as display:
+        while not signals.count and reason is not None:
+            supervisor.watch(time.monotonic())
+            if tick % _PROBE_EVERY_TICKS == 0:
+                reason = probe.reason()
+                display.show(reason or "ready", probe.status())
+            tick += 1
+            time.sleep(_TICK_S)
+    probe.close()
+    if reason is None:
+        _announce(config, time.monotonic() - began_s, console.print)
+
+
+def _announce(config: ClusterConfig, seconds: float, say: Callable[..., None]) -> None:
+    url = _url(config)
+    models = ", ".join(m.name for m in config.models)
+    say(f"[bold green]ready[/] in {seconds:.1f} s: {url}/v1", highlight=False, soft_wrap=True)
+    for line in (
+        f"models: {models}",
+        f"try:    curl {url}/v1/completions -H 'Content-Type: application/json'"
+        f' -d \'{{"model": "{config.models[0].name}", "prompt": "Hello", "max_tokens": 16}}\'',
+        f"state:  prism-serve status --run-dir {config.run_dir}; Ctrl-C ends everything",
+    ):
+        say(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _children(config: ClusterConfig, cluster: _Cluster) -> list[list[Child]]:
+    """In the order of starting; they are ended in the reverse one."""
+    arguments = ("--config", str(cluster.run_dir.config_file))
+    drain_s = config.engine.drain_timeout_s
+    scheduler = ChildSpec("scheduler", "prism.cluster", arguments, _GRACE_S)
+    agents = [
+        ChildSpec(
+            f"agent-{device.name.replace(':', '')}",
+            "prism.agent",
+            (*arguments, "--device", device.name),
+            # The frontends have ended by then, and with them every request.
+            min(drain_s, _AGENT_DRAIN_MAX_S) + _GRACE_S,
+        )
+        for device in config.devices
+    ]
+    listen_fd = cluster.listener.fileno()
+    extra = ("--frontend-id", "f0", "--listen-fd", str(listen_fd))
+    level = ("--log-level", cluster.options.log_level)
+    frontend = ChildSpec(
+        "frontend-f0",
+        "prism.frontend",
+        (*arguments, *extra, *level),
+        drain_s + _GRACE_S,
+        (listen_fd,),
+    )
+    logs = cluster.run_dir.logs
+    groups = [[scheduler], agents, [frontend]]
+    return [[Child(spec, logs) for spec in group] for group in groups]
+
+
+def _listener(config: ClusterConfig) -> socket.socket:
+    """Opened here, so that the port is checked before anything starts, and stays open while a
+    frontend is replaced."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"frontend.port: cannot listen on {config.host}:{config.port}:"
+            f" {error.strerror or error}; choose another port or stop what uses it"
+        ) from error
+
+
+def _redis(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> BundledRedis | None:
+    """The bundled server, started; None where the user names one, which must answer."""
+    if config.redis_url:
+        asyncio.run(_check_redis(config.redis_url))
+        return None
+    directory = run_dir.path / "redis"
+    directory.mkdir()
+    return stack.enter_context(BundledRedis(directory))
+
+
+async def _check_redis(url: str) -> None:
+    queue = RequestQueue.connect(url, "prism-check")
+    try:
+        await queue.status()
+    except (QueueUnavailableError, redis.RedisError) as error:
+        raise ConfigError(
+            f"redis: {error}; start that server, correct the URL, or leave the key out to use the"
+            " bundled one"
+        ) from error
+    finally:
+        await queue.close()
+
+
+def _resolved(
+    config: ClusterConfig,
+    run_dir: RunDir,
+    redis_server: BundledRedis | None,
+    listener: socket.socket,
+) -> ClusterConfig:
+    return msgspec.structs.replace(
+        config,
+        namespace=f"prism-{secrets.token_hex(4)}",
+        run_dir=str(run_dir.path),
+        redis_url=redis_server.url if redis_server else config.redis_url,
+        port=listener.getsockname()[1],
+    )
+
+
+def _forget_keys(config: ClusterConfig) -> None:
+    """A Redis that is not ours keeps nothing of this cluster."""
+    with redis.Redis.from_url(config.redis_url, socket_timeout=5) as client:
+        for key in client.scan_iter(f"{config.namespace}:*", count=1000):
+            client.unlink(key)
+
+
+def _url(config: ClusterConfig) -> str:
+    """Where this machine reaches the frontend."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.port}"

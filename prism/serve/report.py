@@ -1,0 +1,129 @@
+"""Tables for people: a configuration that was checked, a cluster that runs."""
+
+from __future__ import annotations
+
+import psutil
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from prism.config import ClusterConfig, DeviceConfig
+from prism.messages import ClusterStatus, ModelSpec
+from prism.model_memory import MemoryNeed, memory_need
+from prism.units import format_size
+
+
+def configuration(config: ClusterConfig) -> RenderableType:
+    """Models and what they take; devices and what fits on them."""
+    return Group(_models_table(config), _devices_table(config))
+
+
+def memory_warning(config: ClusterConfig) -> str | None:
+    """Host devices stand for RAM: say so where the machine has less of it free."""
+    wanted = sum(device.capacity_bytes for device in config.devices)
+    free = psutil.virtual_memory().available
+    if wanted <= free:
+        return None
+    return (
+        f"warning: devices[].capacity adds up to {format_size(wanted)}, but only"
+        f" {format_size(free)} of memory are free; lower the capacities"
+    )
+
+
+def _models_table(config: ClusterConfig) -> Table:
+    table = Table(
+        "model", "architecture", "context", "weights", "KV/token", "KV of one request", "SLO",
+        title="models", title_justify="left",
+    )  # fmt: skip
+    for model in config.models:
+        need = _need(config, model)
+        table.add_row(
+            model.name,
+            f"{model.architecture} {model.dtype}",
+            str(model.context_length),
+            format_size(model.weight_bytes),
+            format_size(model.token_bytes),
+            format_size(need.kv_bytes),
+            f"{model.slo_ttft_s * 1000:g} / {model.slo_tpot_s * 1000:g} ms",
+        )
+    return table
+
+
+def _devices_table(config: ClusterConfig) -> Table:
+    table = Table(
+        "device", "capacity", "page", "engines", "models that fit", "all together",
+        title="devices", title_justify="left",
+    )  # fmt: skip
+    for device in config.devices:
+        models = [m for m in config.models if m.pinned_device in (None, device.name)]
+        needs = [memory_need(m, device, config.engine).total_bytes for m in models]
+        names = [m.name for m, n in zip(models, needs, strict=True) if n <= device.capacity_bytes]
+        table.add_row(
+            device.name,
+            format_size(device.capacity_bytes),
+            format_size(device.page_bytes),
+            str(device.engines),
+            ", ".join(names),
+            _together(sum(needs), device),
+        )
+    return table
+
+
+def _together(total_bytes: int, device: DeviceConfig) -> str:
+    fits = total_bytes <= device.capacity_bytes
+    return f"{format_size(total_bytes)}{'' if fits else ': in turn'}"
+
+
+def _need(config: ClusterConfig, model: ModelSpec) -> MemoryNeed:
+    name = model.pinned_device or config.devices[0].name
+    return memory_need(model, config.device(name), config.engine)
+
+
+def cluster(status: ClusterStatus) -> RenderableType:
+    """Devices, their models, and what waits without a device."""
+    parts: list[RenderableType] = [_agents_table(status), _active_table(status)]
+    parts += [Text(f"{model}: {n} requests wait unplaced") for model, n in status.unplaced.items()]
+    return Group(*parts)
+
+
+def _agents_table(status: ClusterStatus) -> Table:
+    table = Table(
+        "device", "reserved", "resident", "capacity", "engines free", "starting", "replaced",
+        "KVPR", title=f"policy {status.policy}, {'ready' if status.ready else 'not ready'}",
+        title_justify="left",
+    )  # fmt: skip
+    for agent in status.agents:
+        table.add_row(
+            agent.device,
+            format_size(agent.reserved_bytes),
+            format_size(agent.resident_bytes),
+            format_size(agent.capacity_bytes),
+            f"{agent.engines_free}/{agent.engines_total}",
+            str(agent.engines_starting),
+            str(agent.engine_restarts_total),
+            f"{status.kvpr.get(agent.device, 0):.3g}",
+        )
+    return table
+
+
+def _active_table(status: ClusterStatus) -> Table:
+    table = Table(
+        "model", "device", "state", "waiting", "running", "KV mapped", "weights and fixed",
+        "maps", "unmaps", "finished", "failed",
+    )  # fmt: skip
+    for agent in status.agents:
+        for model in agent.models:
+            table.add_row(
+                model.model,
+                agent.device,
+                model.state,
+                str(model.waiting),
+                str(model.running),
+                format_size(model.kv_mapped_bytes),
+                format_size(model.static_bytes),
+                str(model.maps_total),
+                str(model.unmaps_total),
+                str(model.finished_total),
+                str(model.failed_total),
+            )
+    return table

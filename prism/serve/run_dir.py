@@ -1,0 +1,180 @@
+"""The directory of one running cluster: sockets, logs, Redis's files, the resolved configuration.
+
+It is locked while its `prism-serve` lives; the kernel drops the lock with the process, so a
+directory without a holder was left by one that was killed and may be swept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+import kvcached
+from prism.config import ClusterConfig, read_resolved
+from prism.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PREFIX = "prism-"
+CONFIG_FILE = "cluster.json"
+_LOCK_FILE = "lock"
+# sun_path holds 107 bytes (unix(7)); the longest socket name is "redis/redis.sock" or
+# "engines-host9999".
+_PATH_BYTES_MAX = 107 - len("/engines-host9999")
+
+
+class RunDir:
+    """Created with mode 0700 and held until `remove`. `path` is absolute and short."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def create(cls, wanted: Path | None, log_dir: Path | None = None) -> RunDir:
+        """A fresh directory: `wanted`, or one below the system's temporary directory.
+
+        `log_dir`: logs go there and survive; else they lie, and end, in the run directory.
+        Raises ConfigError when it is too long for sockets, in use, or holds something else.
+        """
+        path = Path(tempfile.mkdtemp(prefix=PREFIX)) if wanted is None else _prepared(wanted)
+        _check_length(path)
+        lock_fd = _lock(path)
+        if lock_fd is None:
+            raise ConfigError(f"--run-dir: {path} was taken by another prism-serve; choose another")
+        made = cls(path, lock_fd)
+        try:
+            _make_logs(path, log_dir)
+        except ConfigError:
+            made.remove()
+            raise
+        return made
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / CONFIG_FILE
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def remove(self) -> None:
+        """The directory and everything in it; then the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock_fd)
+
+
+def find(wanted: Path | None) -> ClusterConfig:
+    """The configuration of a running cluster: the one in `wanted`, or the only one there is.
+
+    Raises ConfigError that lists what runs.
+    """
+    if wanted is not None:
+        if not _is_held(wanted):
+            raise ConfigError(f"--run-dir: no prism-serve runs in {wanted}; correct the path")
+        return read_resolved(wanted / CONFIG_FILE)
+    running = [read_resolved(p / CONFIG_FILE) for p in _candidates() if _is_held(p)]
+    if not running:
+        raise ConfigError("no running prism-serve was found; start one, or name its --run-dir")
+    if len(running) > 1:
+        listed = ", ".join(f"{c.run_dir} (port {c.port})" for c in running)
+        raise ConfigError(f"several clusters run: {listed}; choose one with --run-dir")
+    return running[0]
+
+
+def sweep() -> None:
+    """Remove what killed clusters of this user left: run directories and device ledgers."""
+    for path in _candidates():
+        lock_fd = _lock(path)
+        if lock_fd is None:
+            continue
+        log.info("removing %s, left by a prism-serve that was killed", path)
+        _sweep_ledgers(path)
+        RunDir(path, lock_fd).remove()
+
+
+def remove_ledgers(config: ClusterConfig) -> None:
+    """The shared-memory segments of all devices of a cluster whose processes have ended."""
+    for device in config.devices:
+        kvcached.Device.unlink(config.namespace, device.name, force=True)
+
+
+def _prepared(wanted: Path) -> Path:
+    path = wanted.absolute()
+    if (path / CONFIG_FILE).exists() and not _is_held(path):
+        _sweep_ledgers(path)
+        shutil.rmtree(path)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        content = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot use {path}: {error.strerror}") from error
+    if content:
+        raise ConfigError(f"--run-dir: {path} is in use or not empty; choose another directory")
+    path.chmod(0o700)
+    return path
+
+
+def _check_length(path: Path) -> None:
+    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+        path.rmdir()
+        raise ConfigError(
+            f"--run-dir: {path} is too long for unix sockets (over {_PATH_BYTES_MAX} bytes);"
+            " choose a shorter one, such as /tmp/prism"
+        )
+
+
+def _make_logs(path: Path, log_dir: Path | None) -> None:
+    try:
+        if log_dir is None:
+            (path / "logs").mkdir()
+            return
+        log_dir.mkdir(parents=True, exist_ok=True)
+        (path / "logs").symlink_to(log_dir.absolute())
+    except OSError as error:
+        raise ConfigError(f"--log-dir: cannot use {log_dir}: {error.strerror}") from error
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the directory, or None while another process holds it."""
+    lock_fd = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock_fd)
+        return None
+    return lock_fd
+
+
+def _is_held(path: Path) -> bool:
+    if not (path / _LOCK_FILE).is_file() or not (path / CONFIG_FILE).is_file():
+        return False
+    lock_fd = _lock(path)
+    if lock_fd is not None:
+        os.close(lock_fd)
+    return lock_fd is None
+
+
+def _candidates() -> Iterator[Path]:
+    """Run directories of this user, running or left behind."""
+    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        try:
+            mine = path.stat().st_uid == os.getuid()
+            if mine and (path / _LOCK_FILE).is_file() and (path / CONFIG_FILE).is_file():
+                yield path
+        except OSError:
+            continue
+
+
+def _sweep_ledgers(path: Path) -> None:
+    try:
+        remove_ledgers(read_resolved(path / CONFIG_FILE))
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("%s names no ledgers: %s", path / CONFIG_FILE, error)
