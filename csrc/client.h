@@ -3,7 +3,6 @@
 // Thread rule: any thread. After a fork the child's copy is dead (Code::forked).
 #pragma once
 
-#include <atomic>
 #include <mutex>
 
 #include "fork_guard.h"

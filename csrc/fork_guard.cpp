@@ -22,7 +22,10 @@ Registry& registry() {
 
 void before_fork() {
   registry().mutex.lock();
-  for (ForkGuarded* object : registry().objects) object->lock_for_fork();
+  auto& objects = registry().objects;
+  for (auto object = objects.rbegin(); object != objects.rend(); ++object) {
+    (*object)->lock_for_fork();
+  }
 }
 
 void after_fork_in_parent() {

@@ -15,7 +15,8 @@ class ForkGuarded {
   virtual void abandon_in_child() = 0;
 };
 
-// Neither may be called while holding what lock_for_fork locks.
+// Neither may be called while holding what lock_for_fork locks. A fork locks the newest object
+// first, so an object may take the locks of those made before it while holding its own.
 void guard_against_fork(ForkGuarded* object);
 void unguard_against_fork(ForkGuarded* object);
 

@@ -11,6 +11,7 @@
 // MAP_FIXED overwrites silently; the books kept here are what enforces the rules of vmm.h.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -71,8 +72,8 @@ class HostVmm final : public Vmm, private ForkGuarded {
 
   const uint64_t page_bytes_;
   int fd_;
-  bool closed_ = false;
-  bool forked_ = false;
+  std::atomic<bool> closed_ = false;
+  std::atomic<bool> forked_ = false;
   Handle next_handle_ = 1;
   std::map<uint64_t, Reservation> reservations_;  // by address
   std::unordered_map<Handle, Use> uses_;

@@ -1,0 +1,49 @@
+"""A device per test, and proof that nothing of it stays in /dev/shm."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcached import Device, Layout, segment_path
+
+PAGE = 64 << 10
+CAPACITY = 64 << 20
+# Tokens of 512 B a buffer: a block of 16 is 8 KiB, a page of 64 KiB holds 8 blocks.
+TINY = Layout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_tokens=16)
+# SmolLM2-135M: a block of 12 KiB divides no page; 3 pages hold 16 blocks.
+SMOL = Layout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="float32", block_tokens=16)
+
+
+@pytest.fixture
+def device(namespace: str) -> Iterator[Device]:
+    opened = Device.open("host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
+    yield opened
+    Device.unlink(namespace, "host:0")
+    assert not segment_path("host:0", namespace).exists()
+
+
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def spawn(namespace: str) -> Iterator[Spawn]:
+    """Starts a command of worker.py on the test's device; ends what is left of it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(command: str, *arguments: object) -> subprocess.Popen[str]:
+        argv = [sys.executable, str(Path(__file__).parent / "worker.py"), command, namespace]
+        process = subprocess.Popen(
+            [*argv, *map(str, arguments)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

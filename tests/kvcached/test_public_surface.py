@@ -1,0 +1,79 @@
+"""What users may rely on: the names of the package, its exceptions, what importing it costs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kvcached
+from kvcached import errors
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_public_names_are_pinned() -> None:
+    assert kvcached.__all__ == [
+        "Client",
+        "ClientUsage",
+        "Device",
+        "DeviceUsage",
+        "KVCache",
+        "KVCounters",
+        "KvcachedError",
+        "Layout",
+        "NoRoomError",
+        "StaticLease",
+        "TensorView",
+        "VirtualTensor",
+        "errors",
+        "segment_path",
+    ]
+    assert all(hasattr(kvcached, name) for name in kvcached.__all__)
+
+
+def test_the_drawn_tree_is_the_tree() -> None:
+    assert errors.__doc__ is not None
+    drawn = re.findall(r"(\w+Error)\b", errors.__doc__.split("A call that raises")[0])
+    made = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.KvcachedError)
+    }
+    assert set(drawn) - {"ValueError", "ImportError"} == made
+
+
+def test_no_room_keeps_its_figures_when_sent_to_another_process() -> None:
+    error = errors.NoRoomError("full", 5, 3)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.need_bytes, copy.free_bytes) == ("full", 5, 3)
+
+
+def test_import_needs_neither_torch_nor_numpy() -> None:
+    loaded = run_python("import sys, kvcached; print({'torch', 'numpy'} & set(sys.modules))")
+    assert loaded.stdout.strip() == "set()", loaded.stderr
+
+
+def test_the_other_distribution_of_this_name_is_refused(tmp_path: Path) -> None:
+    info = tmp_path / "kvcached-0.1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcached\nVersion: 0.1.2\n")
+    code = (
+        "try:\n    import kvcached\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)"
+    )
+    refused = run_python(code, PYTHONPATH=str(tmp_path))
+    assert refused.stdout.startswith("ConflictingPackageError"), refused.stderr
+    assert "kvcached 0.1.2" in refused.stdout
+    assert "pip uninstall kvcached" in refused.stdout

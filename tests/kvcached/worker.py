@@ -1,0 +1,160 @@
+"""Processes that the tests start, race and kill: worker.py COMMAND NAMESPACE [ARGUMENT ...]."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from kvcached import Client, Device, Layout, NoRoomError, VirtualTensor
+
+LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_tokens=16)
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def hold(device: Device, size_bytes: str) -> None:
+    """Maps and touches memory, says "ready", and keeps it until stdin closes."""
+    with device.client("holder") as client:
+        tensor = client.alloc_virtual_tensor(int(size_bytes))
+        tensor.map(0, int(size_bytes))
+        np.from_dlpack(tensor)[:] = 1
+        say("ready")
+        sys.stdin.read()
+
+
+class Racer:
+    """Maps and unmaps single pages at random, a bit more than its fair share."""
+
+    def __init__(self, device: Device, client: Client, seed: int) -> None:
+        self.device = device
+        self.page = device.page_bytes
+        self.pages = device.capacity_bytes // self.page // 3
+        self.tensor: VirtualTensor = client.alloc_virtual_tensor(self.pages * self.page)
+        self.bytes = np.from_dlpack(self.tensor)
+        self.random = random.Random(seed)
+        self.mapped: set[int] = set()
+        self.granted = self.refused = 0
+
+    def step(self) -> None:
+        page = self.random.randrange(self.pages)
+        if page in self.mapped:
+            self.tensor.unmap(page * self.page, self.page)
+            self.mapped.remove(page)
+            return
+        try:
+            self.tensor.map(page * self.page, self.page)
+        except NoRoomError:
+            self.refused += 1
+            return
+        self.bytes[page * self.page : (page + 1) * self.page] = 1
+        self.mapped.add(page)
+        self.granted += 1
+
+
+def race(device: Device, seed: str, steps: str) -> None:
+    """Races for `steps` steps and reports what was granted and refused."""
+    with device.client(f"racer-{seed}") as client:
+        racer = Racer(device, client, int(seed))
+        for step in range(int(steps)):
+            racer.step()
+            if step % 16 == 0:
+                usage = device.usage()
+                assert usage.reserved_bytes <= usage.capacity_bytes
+        say(racer.granted, racer.refused)
+
+
+def churn(device: Device, seed: str) -> None:
+    """Allocates and frees KV blocks until it is killed."""
+    client = device.client(f"churner-{seed}", min_bytes=device.page_bytes)
+    lease = client.reserve_static(12345, "weights")
+    kv = client.alloc_kvcache(LAYOUT, 1 << 16)
+    say("ready", lease.size_bytes)
+    chooser = random.Random(int(seed))
+    while True:
+        ids = kv.alloc_kv(chooser.randrange(200))
+        if ids is not None:
+            kv.free_kv(ids)
+
+
+def touch_hole(device: Device, when: str) -> None:
+    """Reads KV memory that is not there: "never" mapped, "freed", or "closed" with its client."""
+    client = device.client("toucher")
+    kv = client.alloc_kvcache(LAYOUT, 1 << 12)
+    keys = np.from_dlpack(kv.k_buffer(0))
+    say("floor", keys[0, 0, 0])
+    if when == "freed":
+        client.free_kvcache(kv)
+    elif when == "closed":
+        client.close()
+    say("read", keys[-1 if when == "never" else 0, 0, 0])
+
+
+def open_as_nobody(device: Device) -> None:
+    """Says which error another user gets."""
+    import os
+
+    from kvcached.errors import LedgerPermissionError
+
+    os.setuid(65534)
+    try:
+        Device.open("host:0", namespace=device.namespace)
+    except LedgerPermissionError as error:
+        say(error)
+
+
+def create_in(device: Device, directory: str) -> None:
+    """Creates a ledger in a directory of its own and says which error that gives."""
+    import kvcached.device
+    from kvcached.errors import SharedMemoryFullError
+
+    kvcached.device.SHM_DIR = Path(directory)
+    try:
+        Device.open("host:0", capacity_bytes=1 << 20, page_bytes=1 << 16)
+    except SharedMemoryFullError as error:
+        say(error, "left:", *Path(directory).iterdir())
+
+
+def fork(device: Device) -> None:
+    """Forks with an open client: the child can use the device, but not the parent's client."""
+    import os
+
+    from kvcached.errors import ForkedClientError
+
+    client = device.client("parent")
+    kv = client.alloc_kvcache(LAYOUT, 1 << 12)
+    keys = np.from_dlpack(kv.k_buffer(0))
+    keys[0] = 7
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (lambda: kv.alloc_kv(1), client.usage, lambda: client.reserve_static(1, "x")):
+            try:
+                call()
+            except ForkedClientError:
+                refused += 1
+        client.close()
+        with device.client("child") as own:
+            tensor = own.alloc_virtual_tensor(device.page_bytes)
+            tensor.map(0, device.page_bytes)
+            np.from_dlpack(tensor)[:] = 9
+            names = sorted(entry.name for entry in device.usage().clients)
+        say("child", refused, *names)
+        os._exit(0)
+    os.waitpid(child, 0)
+    say("parent", keys[0, 0, 0], kv.alloc_kv(1))
+    client.close()
+
+
+def main() -> None:
+    command, namespace, *arguments = sys.argv[1:]
+    device = Device.open("host:0", namespace=namespace)
+    globals()[command](device, *arguments)
+
+
+if __name__ == "__main__":
+    main()
