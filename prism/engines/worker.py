@@ -224,7 +224,8 @@ class Worker:
             self._fail({r.id: r.attempt for r in misplaced}, "model_not_active", text)
         mine = [r for r in requests if r.model == self._model and r.id not in self._open]
         self._open.update((r.id, r.attempt) for r in mine)
-        self._core.submit(mine)
+        if mine:
+            self._core.submit(mine)
 
     def _activate(self, order: Activate) -> None:
         name = order.model.name

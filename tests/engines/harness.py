@@ -20,6 +20,7 @@ from prism.config import ClusterConfig, write_resolved
 from prism.messages import (
     Activate,
     Activated,
+    ActivationFailed,
     Chunk,
     EngineExited,
     EngineForked,
@@ -36,6 +37,8 @@ from prism.messages import (
     Sampling,
     Shutdown,
     ToEngine,
+    Trim,
+    Trimmed,
 )
 
 DEVICE = "host:0"
@@ -204,9 +207,17 @@ class DeviceUnderTest:
 
     def activate(self, model: ModelSpec, engine_id: str = "e0", **options: Any) -> Activated:
         self.send(Activate(model=model, **options), engine_id)
-        return self.wait_for(Activated, engine_id)
+        answer = self.wait_for((Activated, ActivationFailed), engine_id)
+        assert isinstance(answer, Activated), answer
+        return answer
 
-    def wait_for(self, kind: type[T], engine_id: str = "e0", timeout_s: float = 60.0) -> T:
+    def trim(self, engine_id: str = "e0", target_bytes: int | None = None) -> Trimmed:
+        self.send(Trim(target_bytes=target_bytes), engine_id)
+        return self.wait_for(Trimmed, engine_id)
+
+    def wait_for(
+        self, kind: type[T] | tuple[type[T], ...], engine_id: str = "e0", timeout_s: float = 60.0
+    ) -> T:
         """The next message of this kind from this engine; the others are kept or recorded."""
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -214,7 +225,7 @@ class DeviceUnderTest:
                 if sender == engine_id and isinstance(message, kind):
                     del self._inbox[i]
                     return message
-            self._receive(deadline_s, kind.__name__)
+            self._receive(deadline_s, str(kind))
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Receive until `condition` holds."""

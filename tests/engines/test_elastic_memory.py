@@ -17,8 +17,6 @@ from prism.messages import (
     Request,
     SetLimit,
     Submit,
-    Trim,
-    Trimmed,
 )
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
@@ -68,11 +66,9 @@ def test_trim_returns_the_prefix_cache(
     assert status.kv_mapped_bytes > floor_bytes
     assert status.available_tokens >= status.evictable_tokens
 
-    device.send(Trim(target_bytes=1), engine)
-    some = device.wait_for(Trimmed, engine)
+    some = device.trim(engine, target_bytes=1)
     assert 0 < some.returned_bytes <= status.kv_mapped_bytes - floor_bytes
-    device.send(Trim(), engine)
-    rest = device.wait_for(Trimmed, engine)
+    rest = device.trim(engine)
     assert some.returned_bytes + rest.returned_bytes == status.kv_mapped_bytes - floor_bytes
     usage = device.client_usage(engine)
     assert usage is not None
@@ -151,8 +147,7 @@ def test_a_limit_holds_and_can_be_lifted(
     assert peak_mapped_bytes(device, engine, start) <= reserve_bytes
 
     device.send(SetLimit(None), engine)
-    device.send(Trim(), engine)
-    device.wait_for(Trimmed, engine)
+    device.trim(engine)
     start = len(device.statuses)
     again = [request(next(_ids), model.name, r.prompt_ids, r.sampling.max_tokens) for r in requests]
     assert serve(device, engine, again) == limited
@@ -168,6 +163,7 @@ def test_two_engines_at_the_limit_of_the_device_finish_everything(
         quanta_bytes.append(device.activate(model, name).quantum_bytes)
         batches[name] = long_requests(subject, model, count=14, seed=5)
         subject.learn(device, name, batches[name])
+        device.trim(name)
     start = len(device.statuses)
     for name, _ in pairs:
         device.send(Submit(batches[name]), name)
@@ -189,8 +185,7 @@ def test_an_engine_waits_for_room_without_spinning(
     reserve_bytes = device.activate(model, engine).reserve_bytes
     requests = long_requests(subject, model, count=4, seed=6)
     subject.learn(device, engine, requests)
-    device.send(Trim(), engine)
-    device.wait_for(Trimmed, engine)
+    device.trim(engine)
     with device.memory.client("hog") as hog:
         lease = hog.reserve_static(device.memory.usage().free_bytes, "test")
         start = len(device.statuses)
