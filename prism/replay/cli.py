@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,8 @@ def run(
         block_tokens=block_tokens,
         token_ids=parse_token_range(token_ids),
     )
+    for path in (out, html):
+        check_writable(path)
     results = _replay(requests, config)
     _write(results, out, html)
     if results.config.interrupted:
@@ -99,6 +102,7 @@ def report(
     """Write the HTML report of an earlier replay."""
     from prism.replay.report import write_report
 
+    check_writable(out)
     write_report(read_results(results), out)
     Console().print(f"report: {out}")
 
@@ -184,15 +188,15 @@ def convert(
 ) -> None:
     """Turn a public trace into one for the models at hand.
 
-    The source's models are ranked by requests and cut into as many runs of equal length as
-    there are targets: the long tail stays. Without --slo, SLOs of the source are kept.
+    The models of the requests taken are ranked by popularity and cut into as many runs of equal
+    length as there are targets: the long tail stays. Without --slo, SLOs of the source are kept.
     """
     requests = read_format(trace, format_)
+    requests = transforms.window(requests, start) if start else requests
+    requests = _scaled(requests, rate_scale, time_scale, limit, seed)
     targets = list(parse_models(models))
     mapping = transforms.popularity_map(models_of(requests), targets)
     requests = transforms.map_models(requests, mapping)
-    requests = transforms.window(requests, start) if start else requests
-    requests = _scaled(requests, rate_scale, time_scale, limit, seed)
     if context:
         rule = transforms.LengthRule(context, length_scale, output_max)
         requests = transforms.fit_lengths(requests, rule)
@@ -201,6 +205,18 @@ def convert(
     if slo or requests[0].slo_ttft_ms is None:
         requests = with_slos(requests, *parse_slos(slo or []))
     _save(requests, out)
+
+
+def check_writable(path: Path | None) -> None:
+    """Before minutes of work: raise ConfigError if `path` cannot be written afterwards."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written; name a file in a writable folder")
 
 
 def parse_scales(text: str) -> tuple[float, ...]:
@@ -295,7 +311,12 @@ def _scaled(
 
 
 def _save(requests: list[TraceRequest], out: Path) -> None:
+    check_writable(out)
     write_trace(out, requests)
     end_s = requests[-1].arrival_s
     counts = ", ".join(f"{m} {sum(r.model == m for r in requests)}" for m in models_of(requests))
     Console().print(f"{out}: {len(requests)} requests in {end_s:.1f} s: {counts}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

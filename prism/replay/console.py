@@ -157,9 +157,6 @@ def summary_table(stats: TraceStats) -> Table:
     table = Table(title="All models, and what Prism reports of production traces")
     for column in ("statistic", "here", "published"):
         table.add_column(column, **_column(column))
-    active = (
-        f"{percent(stats.active_mean)} ({percent(stats.active_p10)}-{percent(stats.active_p90)})"
-    )
     rows = (
         ("requests from the last 60 % of models", percent(stats.tail_share), "about 25 %"),
         ("models with CV of req/min above 1", percent(stats.rate_cv_above_1), "many"),

@@ -54,9 +54,9 @@ class GeneratorConfig:
     seconds: float
     rate_rps: float
     seed: int = 0
-    active_fraction: float = 0.47
+    active_fraction: float = 0.5
     active_window_s: float = 120.0
-    gap_cv: float = 2.0
+    gap_cv: float = 2.5
     session_s: float = 300.0
     prefix_share: float = 0.0
     lengths: Lengths = field(default_factory=Lengths)

@@ -53,7 +53,7 @@ def scale_time(trace: Trace, factor: float) -> list[TraceRequest]:
 def window(trace: Trace, start_s: float, end_s: float = math.inf) -> list[TraceRequest]:
     """The requests that arrive in [start_s, end_s), with start_s as the new zero."""
     inside = [
-        msgspec.structs.replace(request, timestamp=request.timestamp - start_s * 1000)
+        msgspec.structs.replace(request, timestamp=round(request.timestamp - start_s * 1000, 3))
         for request in trace
         if start_s <= request.arrival_s < end_s
     ]

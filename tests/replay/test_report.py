@@ -1,0 +1,149 @@
+"""The HTML report: self-contained, well-formed, and with the numbers of the results."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import pytest
+
+from prism.replay.metrics import summarize
+from prism.replay.plots import OTHERS, all_plots
+from prism.replay.report import render
+from prism.replay.results import Counters, Results, RunConfig, Sample
+from prism.replay.theme import MARKERS
+from tests.replay.records import a_record
+
+NASTY = '<b>$x_1$ & "m"'
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load, element ids, and the visible text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name in {"src", "href", "data", "action", "poster", "xlink:href", "srcset"}:
+                self.loads.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def results(models: int = 2, scales: tuple[float, ...] = (0.5, 1.0), **fields: object) -> Results:
+    records = [
+        a_record(number, f"m{number % models}", **({"ttft_ms": 60.0 + number} | fields))
+        for number in range(40)
+    ]
+    samples = [
+        Sample(
+            float(second),
+            {f"m{number}": second << 20 for number in range(models)},
+            second << 20,
+            1 << 30,
+            Counters(maps=7 * second, unmaps=6 * second),
+        )
+        for second in range(41)
+    ]
+    counters = samples[-1].counters
+    summary = summarize(records, scales, 40.0, counters)
+    config = RunConfig(trace="test.jsonl", url="http://h:1", requests=40, slo_scales=scales)
+    return Results(config, records, samples, counters, summary)
+
+
+def test_nothing_is_fetched() -> None:
+    html = render(results())
+    page = Page(html)
+    assert all(reference.startswith("#") for reference in page.loads)
+    assert all(ref.startswith("#") for ref in re.findall(r"url\(['\"]?([^)'\"]*)", html))
+    assert not re.search(r"@import|//[a-z0-9.-]+\.[a-z]{2,}", html)
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "embed"}
+
+
+def test_ids_are_unique_and_references_resolve() -> None:
+    html = render(results())
+    page = Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    references = set(re.findall(r"url\(#([^)]*)\)", html)) | {ref[1:] for ref in page.loads}
+    assert references
+    assert references <= set(page.ids)
+
+
+def test_the_numbers_are_on_the_page() -> None:
+    found = results()
+    text = Page(render(found)).text
+    # TTFT runs from 60 to 99 ms: all within 100 ms, none within 50 ms
+    assert found.summary.total.attainment["1"].all == 1.0
+    for number in ("100.0 %", "0.0 %", "80 ms", "97 ms", "5.0 tok/s", "420/min", "360/min"):
+        expected = number if number != "420/min" else f"{7 * 40 / 40 * 60:.0f}/min"
+        assert expected in text
+    assert "40 requests" in text
+
+
+def test_every_figure_is_well_formed_and_has_units() -> None:
+    plots = all_plots(results())
+    assert list(plots) == ["attainment", "scales", "ttft", "tpot", "arrivals", "memory", "maps"]
+    for name, svg in plots.items():
+        texts = " ".join("".join(node.itertext()) for node in ET.fromstring(svg).iter("text"))
+        assert re.search(r"\((ms, log|s|%)\)", texts), name
+    assert "MiB" in plots["memory"]
+
+
+def test_colours_are_left_to_the_page_for_dark_and_light() -> None:
+    html = render(results())
+    assert "prefers-color-scheme: dark" in html
+    for name, marker in MARKERS.items():
+        assert marker not in html
+        # each once for light and once for dark
+        assert len(re.findall(rf"--{name}: #", html)) == 2
+
+
+def test_model_names_are_escaped() -> None:
+    found = results()
+    records = [a_record(0, NASTY)]
+    summary = summarize(records, (1.0,), 1.0, None)
+    config = RunConfig(trace=NASTY, url="u", requests=1)
+    page = Page(render(Results(config, records, found.samples, None, summary)))
+    assert "b" not in page.tags
+    assert NASTY in page.text
+
+
+def test_more_models_than_colours_are_grouped() -> None:
+    plots = all_plots(results(models=20))
+    assert OTHERS in plots["arrivals"]
+    assert OTHERS in plots["memory"]
+    assert "m19" in plots["attainment"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "absent"),
+    [
+        ({"slo_ttft_ms": None, "slo_tpot_ms": None, "slo_e2e_ms": None}, "attainment"),
+        ({"error": "timeout", "ttft_ms": None, "tpot_ms": None, "e2e_ms": None}, "tpot"),
+    ],
+)
+def test_figures_without_data_are_left_out(fields: dict[str, object], absent: str) -> None:
+    found = results(**fields)
+    assert absent not in all_plots(found)
+    assert f'id="plot-{absent}"' not in render(found)
+
+
+def test_an_interrupted_run_and_an_empty_one_say_so() -> None:
+    config = RunConfig(trace="t", url="u", requests=9, interrupted=True)
+    empty = Results(config, [], [], None, summarize([], (1.0,), 0.1, None))
+    assert "Interrupted: partial results, 0 of 9" in Page(render(empty)).text
+
+
+def test_the_same_results_give_the_same_page() -> None:
+    assert render(results()) == render(results())
