@@ -22,10 +22,10 @@ import uvloop
 from prism.config import ClusterConfig, read_resolved
 from prism.errors import ConfigError
 from prism.frontend.app import create_app
+from prism.frontend.listener import open_listener
 from prism.frontend.services import Services
 from prism.process import die_with_parent
 
-_BACKLOG = 2048
 _CLOSE_TIMEOUT_S = 3
 
 
@@ -43,8 +43,8 @@ def main() -> int:
     logging.basicConfig(
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    config = read_resolved(arguments.config)
     try:
+        config = read_resolved(arguments.config)
         listener = _listener(config, arguments.listen_fd)
         uvloop.run(serve(config, arguments.frontend_id, listener))
     except ConfigError as error:
@@ -62,7 +62,6 @@ async def serve(config: ClusterConfig, frontend_id: str, listener: socket.socket
             log_config=None,
             access_log=False,
             lifespan="off",
-            backlog=_BACKLOG,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
     )
@@ -103,15 +102,7 @@ def _signal_queue() -> asyncio.Queue[int]:
 
 def _listener(config: ClusterConfig, fd: int | None) -> socket.socket:
     """The socket that the launcher opened, or one of our own."""
-    if fd is not None:
-        return socket.socket(fileno=fd)
-    try:
-        return socket.create_server((config.host, config.port), backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"frontend.port: cannot listen on {config.host}:{config.port}: {error.strerror};"
-            " choose another port or stop the process that uses it"
-        ) from error
+    return open_listener(config.host, config.port) if fd is None else socket.socket(fileno=fd)
 
 
 def _arguments() -> argparse.Namespace:

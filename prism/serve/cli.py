@@ -15,6 +15,7 @@ from rich.console import Console
 from prism.config import ClusterConfig
 from prism.config_load import load
 from prism.errors import ConfigError, PrismError
+from prism.frontend.tokenizers import load_tokenizers
 from prism.messages import ClusterStatus, OperatorCommand
 from prism.serve import operator, report
 from prism.serve.launcher import Options, serve
@@ -90,6 +91,7 @@ def up(
 def check(*, config: Config = None) -> None:
     """Check the YAML and the models' files; start nothing."""
     checked = _load(config, None, None)
+    load_tokenizers(checked.models)
     _console().print(report.configuration(checked))
     _warn(checked)
 

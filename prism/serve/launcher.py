@@ -19,6 +19,7 @@ from rich.console import Console
 
 from prism.config import ClusterConfig, write_resolved
 from prism.errors import ConfigError, QueueUnavailableError
+from prism.frontend.listener import open_listener
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
@@ -26,7 +27,6 @@ from prism.serve.progress import Probe, make_display
 from prism.serve.run_dir import RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
 
-_BACKLOG = 2048
 _TICK_S = 0.2
 _PROBE_EVERY_TICKS = 3
 # Beyond its drain time a child may take this long to close sockets and give memory back.
@@ -72,7 +72,9 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
     Raises ConfigError (nothing was left running) or ClusterFailedError. Main thread only.
     """
     with Signals().caught() as signals, ExitStack() as stack:
-        listener = stack.enter_context(_listener(config))
+        # Opened here, so that the port is checked before anything starts, and stays open while
+        # a frontend is replaced.
+        listener = stack.enter_context(open_listener(config.host, config.port))
         sweep()
         run_dir = RunDir.create(options.run_dir, options.log_dir)
         stack.callback(run_dir.remove)
@@ -172,19 +174,6 @@ def _children(config: ClusterConfig, cluster: _Cluster) -> list[list[Child]]:
     logs = cluster.run_dir.logs
     groups = [[scheduler], agents, [frontend]]
     return [[Child(spec, logs) for spec in group] for group in groups]
-
-
-def _listener(config: ClusterConfig) -> socket.socket:
-    """Opened here, so that the port is checked before anything starts, and stays open while a
-    frontend is replaced."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        return socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"frontend.port: cannot listen on {config.host}:{config.port}:"
-            f" {error.strerror or error}; choose another port or stop what uses it"
-        ) from error
 
 
 def _redis(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> BundledRedis | None:

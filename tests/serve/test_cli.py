@@ -1,0 +1,98 @@
+"""What a user's mistakes look like from outside: one line on stderr, exit code 2."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.frontend.tiny_model import make_model
+
+
+def prism_serve(*arguments: str, cwd: Path, tmp: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command; `tmp` is its temporary directory, so that no other cluster is seen."""
+    command = [sys.executable, "-c", "from prism.serve.cli import main; main()", *arguments]
+    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp), "HOME": str(cwd)}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model(tmp_path / "a")
+    data = {
+        "devices": [{"name": "host:0", "capacity": "16MiB", "page": "64KiB"}],
+        "models": [{"name": "a", "path": "a"}],
+        "engine": {"adapter": "fake", "static": "1MiB"},
+        "frontend": {"port": 0},
+    }
+    (tmp_path / "prism.yaml").write_text(yaml.safe_dump(data))
+    return tmp_path
+
+
+def test_check_prints_what_fits(folder: Path, short_dir: Path) -> None:
+    done = prism_serve("check", cwd=folder, tmp=short_dir)
+    assert done.returncode == 0, done.stderr
+    assert "LlamaForCausalLM float32" in done.stdout
+    assert "host:0" in done.stdout
+
+
+def check_refused(done: subprocess.CompletedProcess[str], message: str, tmp: Path) -> None:
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp.iterdir()) == []
+
+
+def test_a_wrong_key(folder: Path, short_dir: Path) -> None:
+    (folder / "prism.yaml").write_text("devises: []\nmodels: []\n")
+    done = prism_serve(cwd=folder, tmp=short_dir)
+    check_refused(done, "prism.yaml: devises: unknown key; did you mean 'devices'?", short_dir)
+
+
+def test_no_file(short_dir: Path, tmp_path: Path) -> None:
+    done = prism_serve(cwd=tmp_path, tmp=short_dir)
+    check_refused(done, "--config: missing, and there is no prism.yaml here", short_dir)
+
+
+def test_a_port_in_use(folder: Path, short_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = prism_serve("--port", str(port), cwd=folder, tmp=short_dir)
+    message = f"frontend.port: cannot listen on 127.0.0.1:{port}: Address already in use; choose"
+    check_refused(done, message, short_dir)
+
+
+def test_a_port_out_of_range(folder: Path, short_dir: Path) -> None:
+    done = prism_serve("--port", "70000", cwd=folder, tmp=short_dir)
+    check_refused(done, "--port: 70000 is no port", short_dir)
+
+
+def test_a_redis_that_does_not_answer(folder: Path, short_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = (folder / "prism.yaml").read_text()
+    (folder / "prism.yaml").write_text(f"{text}redis: redis://127.0.0.1:{port}\n")
+    done = prism_serve(cwd=folder, tmp=short_dir)
+    check_refused(done, "redis: Redis does not answer", short_dir)
+
+
+def test_a_tokenizer_that_cannot_be_loaded(folder: Path, short_dir: Path) -> None:
+    """Found by the frontend, when other processes run already: nothing stays."""
+    (folder / "a" / "tokenizer.json").write_text("{}")
+    for command in ("check", "up"):
+        done = prism_serve(command, cwd=folder, tmp=short_dir)
+        check_refused(done, "cannot load", short_dir)
+        assert done.stderr.endswith("save the fast tokenizer again\n")
+
+
+def test_operating_without_a_cluster(tmp_path: Path, short_dir: Path) -> None:
+    for command in (["status"], ["activate", "a"], ["evict", "a"], ["flush"]):
+        done = prism_serve(*command, cwd=tmp_path, tmp=short_dir)
+        check_refused(done, "no running prism-serve was found; start one, or", short_dir)

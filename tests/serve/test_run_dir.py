@@ -1,0 +1,141 @@
+"""Run directories: private, locked by the living, swept when left by the killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+import kvcached
+from prism.config import ClusterConfig, DeviceConfig, write_resolved
+from prism.errors import ConfigError
+from prism.serve import run_dir
+from prism.serve.run_dir import RunDir
+
+
+@pytest.fixture
+def temporary(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where new run directories go in this test."""
+    monkeypatch.setattr("tempfile.tempdir", str(short_dir))
+    return short_dir
+
+
+def config_for(made: RunDir, **changes: object) -> ClusterConfig:
+    config = ClusterConfig(
+        namespace=f"t{uuid4().hex[:8]}",
+        run_dir=str(made.path),
+        redis_url="",
+        policy="prism",
+        devices=[DeviceConfig("host:0", 1 << 20, 1 << 16, 1)],
+        models=[],
+    )
+    config = msgspec.structs.replace(config, **changes)
+    write_resolved(config, made.config_file)
+    return config
+
+
+def test_it_is_private_and_leaves_nothing(temporary: Path) -> None:
+    made = RunDir.create(None)
+    assert made.path.parent == temporary
+    assert made.path.stat().st_mode & 0o777 == 0o700
+    assert made.logs.is_dir()
+    made.remove()
+    assert list(temporary.iterdir()) == []
+
+
+def test_logs_can_outlive_it(temporary: Path) -> None:
+    made = RunDir.create(temporary / "run", temporary / "logs" / "here")
+    (made.logs / "a.log").write_text("kept")
+    made.remove()
+    assert (temporary / "logs" / "here" / "a.log").read_text() == "kept"
+
+
+def test_one_in_use_is_refused(temporary: Path) -> None:
+    made = RunDir.create(temporary / "run")
+    config_for(made)
+    with pytest.raises(ConfigError, match="is in use or not empty; choose another directory"):
+        RunDir.create(temporary / "run")
+    made.remove()
+
+
+def test_one_with_other_content_is_refused_and_kept(temporary: Path) -> None:
+    (temporary / "mine").mkdir()
+    (temporary / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"--run-dir: .* not empty"):
+        RunDir.create(temporary / "mine")
+    assert (temporary / "mine" / "thesis.txt").exists()
+
+
+def test_a_path_too_long_for_sockets(temporary: Path) -> None:
+    with pytest.raises(ConfigError, match="too long for unix sockets"):
+        RunDir.create(temporary / ("x" * 100))
+    assert list(temporary.iterdir()) == []
+
+
+def test_find_needs_exactly_one(temporary: Path) -> None:
+    with pytest.raises(ConfigError, match="no running prism-serve was found"):
+        run_dir.find(None)
+    first = RunDir.create(None)
+    expected = config_for(first)
+    assert run_dir.find(None) == expected
+    second = RunDir.create(None)
+    config_for(second, port=9)
+    with pytest.raises(ConfigError, match=r"several clusters run: .*\(port 9\).*--run-dir"):
+        run_dir.find(None)
+    assert run_dir.find(first.path) == expected
+    first.remove()
+    with pytest.raises(ConfigError, match="no prism-serve runs in"):
+        run_dir.find(first.path)
+    second.remove()
+
+
+LEAVE = """
+import os, sys
+from pathlib import Path
+from prism.serve.run_dir import RunDir
+print(RunDir.create(Path(sys.argv[1])).path, flush=True)
+os._exit(9)
+"""
+
+
+def left_behind(path: Path) -> ClusterConfig:
+    """What a killed launcher leaves: directory, configuration, device ledger, no lock."""
+    subprocess.run([sys.executable, "-c", LEAVE, str(path)], check=False, timeout=60)
+    stale = ClusterConfig(
+        namespace=f"t{uuid4().hex[:8]}",
+        run_dir=str(path),
+        redis_url="",
+        policy="prism",
+        devices=[DeviceConfig("host:0", 1 << 20, 1 << 16, 1)],
+        models=[],
+    )
+    write_resolved(stale, path / run_dir.CONFIG_FILE)
+    kvcached.Device.open(
+        "host:0", capacity_bytes=1 << 20, page_bytes=1 << 16, namespace=stale.namespace
+    )
+    return stale
+
+
+def test_sweep_removes_what_the_killed_left_and_nothing_else(temporary: Path) -> None:
+    stale = left_behind(temporary / "prism-stale")
+    running = RunDir.create(None)
+    config_for(running)
+    (temporary / "prism-other").mkdir()
+    segment = kvcached.segment_path("host:0", stale.namespace)
+    assert segment.exists()
+    run_dir.sweep()
+    assert not segment.exists()
+    assert {p.name for p in temporary.iterdir()} == {running.path.name, "prism-other"}
+    running.remove()
+
+
+def test_a_stale_directory_is_taken_over(temporary: Path) -> None:
+    stale = left_behind(temporary / "run")
+    made = RunDir.create(temporary / "run")
+    assert not made.config_file.exists()
+    assert not kvcached.segment_path("host:0", stale.namespace).exists()
+    made.remove()
