@@ -74,4 +74,9 @@ def _move_in(made: Path, target: Path, recipe: Recipe, directory: Path) -> None:
         return
     if target.exists():
         shutil.move(target, made.parent / "old")
-    made.rename(target)
+    try:
+        made.rename(target)
+    except OSError:
+        # Another process moved its own in since we looked; ours is not needed.
+        if not is_prepared(recipe, directory):
+            raise

@@ -164,6 +164,7 @@ class FakeCore:
         output.busy = bool(self._running)
         if self._memory is not None and not output.busy:
             self._memory.kv.trim()
+            self._memory.kv.check_integrity()
         return output
 
     def _drop(self, sequence: Sequence) -> None:
