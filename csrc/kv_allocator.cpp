@@ -37,12 +37,6 @@ Slab KvAllocator::floor_slabs() const {
   return static_cast<Slab>((reserved_blocks_ + blocks_per_slab_ - 1) / blocks_per_slab_);
 }
 
-bool KvAllocator::is_owned(int64_t block) const {
-  const auto slab = static_cast<Slab>(block / blocks_per_slab_);
-  const auto position = static_cast<uint64_t>(block - first_block(slab));
-  return (owned_[slab * words_per_slab_ + position / kWordBits] & bit(position)) != 0;
-}
-
 void KvAllocator::set_owned(int64_t block, bool owned) {
   const auto slab = static_cast<Slab>(block / blocks_per_slab_);
   const auto position = static_cast<uint64_t>(block - first_block(slab));
@@ -185,29 +179,39 @@ Status KvAllocator::refuse(int64_t block) const {
   return failure(Code::double_free, name + " is not allocated; free each id once");
 }
 
-Status KvAllocator::claim_back(int64_t block) {
-  if (block < reserved_blocks_ || block >= total_blocks() || !is_owned(block)) {
-    return refuse(block);
+Status KvAllocator::disown(std::span<const int64_t> ids) {
+  freed_.clear();
+  int64_t first = -int64_t{blocks_per_slab_};  // of the slab of the last id; of none yet
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const int64_t block = ids[i];
+    if (block < reserved_blocks_ || block >= total_blocks())
+      return undo_disown(ids.first(i), block);
+    if (block < first || block >= first + blocks_per_slab_) {
+      const auto slab = static_cast<Slab>(static_cast<uint64_t>(block) / blocks_per_slab_);
+      first = first_block(slab);
+      freed_.push_back({slab, 0});
+    }
+    const auto position = static_cast<uint64_t>(block - first);
+    uint64_t& word = owned_[freed_.back().slab * words_per_slab_ + position / kWordBits];
+    if ((word & bit(position)) == 0) return undo_disown(ids.first(i), block);
+    word &= ~bit(position);
+    ++freed_.back().blocks;
   }
-  set_owned(block, false);
   return {};
 }
 
+Status KvAllocator::undo_disown(std::span<const int64_t> ids, int64_t refused) {
+  for (const int64_t block : ids) set_owned(block, true);
+  return refuse(refused);
+}
+
 Status KvAllocator::give(std::span<const int64_t> ids, std::vector<Slab>& emptied) {
-  for (size_t i = 0; i < ids.size(); ++i) {
-    Status status = claim_back(ids[i]);
-    if (status.ok()) continue;
-    for (const int64_t undone : ids.first(i)) set_owned(undone, true);
-    return status;
-  }
+  KV_TRY(disown(ids));
   live_blocks_ -= static_cast<int64_t>(ids.size());
   free_mapped_blocks_ += static_cast<int64_t>(ids.size());
-  for (size_t i = 0; i < ids.size();) {
-    const auto slab = static_cast<Slab>(ids[i] / blocks_per_slab_);
-    const size_t begin = i;
-    while (i < ids.size() && static_cast<Slab>(ids[i] / blocks_per_slab_) == slab) ++i;
-    set_free(slab, free_[slab] + static_cast<uint32_t>(i - begin));
-    if (free_[slab] == blocks_per_slab_) emptied.push_back(slab);
+  for (const Freed& run : freed_) {
+    set_free(run.slab, free_[run.slab] + run.blocks);
+    if (free_[run.slab] == blocks_per_slab_) emptied.push_back(run.slab);
   }
   return {};
 }

@@ -53,14 +53,20 @@ class KvAllocator {
   Status check() const;
 
  private:
+  struct Freed {
+    Slab slab;
+    uint32_t blocks;
+  };
   enum class State : uint8_t { unmapped, mapped, retired };
   static constexpr Slab kNone = UINT32_MAX;
 
   int64_t first_block(Slab slab) const { return int64_t{slab} * blocks_per_slab_; }
-  bool is_owned(int64_t block) const;
   void set_owned(int64_t block, bool owned);
   uint32_t count_owned(Slab slab) const;
-  Status claim_back(int64_t block);
+  // Clears the ownership bits of all ids, leaving in freed_ how many went from which slab, or
+  // changes nothing.
+  Status disown(std::span<const int64_t> ids);
+  Status undo_disown(std::span<const int64_t> ids, int64_t refused);
   Status refuse(int64_t block) const;
 
   // Mapped slabs with room, in doubly linked lists by their number of free blocks.
@@ -80,6 +86,7 @@ class KvAllocator {
   mutable Slab lowest_unmapped_hint_ = 0;  // no slab below it is unmapped
   std::vector<uint64_t> owned_;            // words_per_slab_ words for each slab
   std::vector<State> states_;
+  std::vector<Freed> freed_;    // scratch of give, kept for its storage
   std::vector<uint32_t> free_;  // per slab
   std::vector<Slab> next_, previous_;
   std::vector<Slab> heads_;         // by number of free blocks

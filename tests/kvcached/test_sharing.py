@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from .conftest import CAPACITY, PAGE, TINY, Spawn
 DEADLINE_S = 30
 
 
-def wait_ready(process: subprocess.Popen[str]) -> None:
+def wait_for(process: subprocess.Popen[str], word: str) -> None:
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("ready")
+    assert process.stdout.readline().startswith(word)
 
 
 def wait_free(device: Device, free_bytes: int) -> None:
@@ -95,26 +96,38 @@ def test_usage_adds_up(device: Device) -> None:
     assert device.usage().free_bytes == CAPACITY
 
 
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
 def test_eight_processes_never_over_commit(device: Device, spawn: Spawn) -> None:
-    racers = [spawn("race", seed, 1500) for seed in range(8)]
-    most = 0
-    while any(racer.poll() is None for racer in racers):
-        resident = device.resident_bytes()
-        most = max(most, resident)
-        assert resident <= CAPACITY
-        time.sleep(0.005)
+    racers = [spawn("race", seed, 2000) for seed in range(8)]
+    for racer in racers:
+        wait_for(racer, "ready")
+    for racer in racers:
+        tell(racer)
+    with ThreadPoolExecutor(len(racers)) as waiters:
+        racing = [waiters.submit(wait_for, racer, "done") for racer in racers]
+        while not all(future.done() for future in racing):
+            assert device.resident_bytes() <= CAPACITY
+            time.sleep(0.005)
+    assert device.usage().reserved_bytes > CAPACITY * 0.9
+    assert device.resident_bytes() == device.usage().committed_bytes
+    for racer in racers:
+        tell(racer)
     outcomes = [racer.communicate(timeout=DEADLINE_S)[0].split() for racer in racers]
     assert all(racer.returncode == 0 for racer in racers)
     assert all(int(granted) > 0 for granted, _ in outcomes)
     assert sum(int(refused) for _, refused in outcomes) > 0
-    assert most > CAPACITY // 2
     assert device.usage().free_bytes == CAPACITY
     assert device.resident_bytes() == 0
 
 
 def test_killed_client_returns_its_pages(device: Device, spawn: Spawn) -> None:
     holder = spawn("hold", CAPACITY)
-    wait_ready(holder)
+    wait_for(holder, "ready")
     assert device.resident_bytes() == CAPACITY
     with device.client("next") as client:
         tensor = client.alloc_virtual_tensor(CAPACITY)
@@ -132,7 +145,7 @@ def test_killed_client_returns_its_pages(device: Device, spawn: Spawn) -> None:
 
 def test_available_blocks_sees_a_death(device: Device, spawn: Spawn) -> None:
     holder = spawn("hold", CAPACITY - TINY.quantum_bytes(PAGE))
-    wait_ready(holder)
+    wait_for(holder, "ready")
     with device.client("next") as client:
         kv = client.alloc_kvcache(TINY, 1 << 16)
         assert not kv.can_alloc(100)
@@ -144,7 +157,7 @@ def test_available_blocks_sees_a_death(device: Device, spawn: Spawn) -> None:
 def test_kills_at_any_moment_leave_the_capacity_whole(device: Device, spawn: Spawn) -> None:
     for seed in range(12):
         churner = spawn("churn", seed)
-        wait_ready(churner)
+        wait_for(churner, "ready")
         time.sleep(0.003 * seed)
         churner.kill()
         churner.wait()

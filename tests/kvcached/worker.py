@@ -28,7 +28,7 @@ def hold(device: Device, size_bytes: str) -> None:
 
 
 class Racer:
-    """Maps and unmaps single pages at random, a bit more than its fair share."""
+    """Maps and unmaps single pages at random; eight of these want twice the device."""
 
     def __init__(self, device: Device, client: Client, seed: int) -> None:
         self.device = device
@@ -43,6 +43,8 @@ class Racer:
     def step(self) -> None:
         page = self.random.randrange(self.pages)
         if page in self.mapped:
+            if self.random.random() < 0.75:
+                return
             self.tensor.unmap(page * self.page, self.page)
             self.mapped.remove(page)
             return
@@ -57,14 +59,18 @@ class Racer:
 
 
 def race(device: Device, seed: str, steps: str) -> None:
-    """Races for `steps` steps and reports what was granted and refused."""
+    """Waits for a line, races for `steps` steps, reports what was granted and refused."""
     with device.client(f"racer-{seed}") as client:
         racer = Racer(device, client, int(seed))
+        say("ready")
+        sys.stdin.readline()
         for step in range(int(steps)):
             racer.step()
             if step % 16 == 0:
                 usage = device.usage()
                 assert usage.reserved_bytes <= usage.capacity_bytes
+        say("done")
+        sys.stdin.readline()  # holds its share until all have raced
         say(racer.granted, racer.refused)
 
 
