@@ -10,13 +10,20 @@ import matplotlib.ticker
 import numpy as np
 from numpy.typing import NDArray
 
-from prism.replay.results import METRICS, Attainment, Results, Sample, scale_key
+from prism.replay.results import (
+    METRICS,
+    Attainment,
+    RequestRecord,
+    Results,
+    Sample,
+    scale_key,
+)
 from prism.replay.theme import MARKERS, RC, SERIES_MAX, new_axes, series_color, to_svg
 
 Floats = NDArray[np.float64]
 Plot = Callable[[Results], Any]
 
-LABELS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "End to end", "all": "All together"}
+LABELS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "All"}
 OTHERS = "other models"
 HALF = (6.2, 3.3)
 MIB = 1 << 20
@@ -28,15 +35,19 @@ def all_plots(results: Results) -> dict[str, str]:
     plots: dict[str, Plot] = {
         "attainment": attainment_per_model,
         "scales": attainment_per_scale,
-        "ttft": lambda found: latency_cdf(found, "ttft", "Time to first token"),
-        "tpot": lambda found: latency_cdf(found, "tpot", "Time per output token"),
+        "ttft": lambda found: latency_cdf(found, "ttft", "Time to first token (dotted: SLO)"),
+        "tpot": lambda found: latency_cdf(found, "tpot", "Time per output token (dotted: SLO)"),
         "arrivals": arrivals,
         "memory": memory,
         "maps": map_rate,
     }
     with mpl.rc_context(RC):
         drawn = {name: plot(results) for name, plot in plots.items()}
-        return {name: to_svg(figure, name) for name, figure in drawn.items() if figure}
+        figures = {name: figure for name, figure in drawn.items() if figure}
+        if len(figures) % 2:
+            # the page gives an odd last figure the whole width
+            list(figures.values())[-1].set_size_inches(2 * HALF[0], HALF[1])
+        return {name: to_svg(figure, name) for name, figure in figures.items()}
 
 
 def attainment_per_model(results: Results) -> Any:
@@ -54,7 +65,8 @@ def attainment_per_model(results: Results) -> Any:
         offsets = rows + 0.3 - 0.2 * number
         _draw_bars(axes, offsets, [_percent(a, metric) for a in found.values()], metric)
     axes.set_yticks(rows, list(found))
-    axes.set_xlim(0, 100)
+    axes.set_xlim(0, 106)
+    axes.set_xticks(range(0, 101, 20))
     axes.grid(visible=False, axis="y")
     figure.legend(loc="outside lower center", ncols=4)
     return figure
@@ -81,25 +93,40 @@ def attainment_per_scale(results: Results) -> Any:
 
 
 def latency_cdf(results: Results, metric: str, title: str) -> Any:
-    """One step curve per model over a logarithmic axis of milliseconds."""
-    series = {
-        name: np.sort([v for r in records if r.ok and (v := r.value_ms(metric)) is not None])
-        for name, records in _by_group(results).items()
-    }
+    """One step curve per model over a logarithmic axis of milliseconds, its SLO dotted."""
+    groups = _by_group(results)
+    series = {name: _latencies_ms(records, metric) for name, records in groups.items()}
     series = {name: values for name, values in series.items() if len(values)}
     if not series:
         return None
     figure, axes = new_axes(title, f"{LABELS[metric]} (ms, log)", "requests at or below (%)", HALF)
     for name, values in series.items():
-        # a log axis has no zero; nothing measurable is below 10 us
-        points = np.maximum(np.concatenate([values[:1], values]), 0.01)
+        points = np.concatenate([values[:1], values])
         percent = np.linspace(0, 100, len(points))
         axes.step(points, percent, where="post", color=_color(results, name), label=name)
+    slos_ms = {name: slo for name in series if (slo := _common_slo_ms(groups[name], metric))}
+    for name, slo_ms in slos_ms.items():
+        axes.axvline(slo_ms, color=_color(results, name), linestyle=":", linewidth=1.2)
+    shown = [*np.concatenate(list(series.values())), *slos_ms.values()]
+    axes.set_xlim(min(shown) / 1.3, max(shown) * 1.3)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda ms, _: f"{ms:g}"))
     axes.set_ylim(0, 101)
-    axes.legend(loc="lower right")
+    _legend_below(figure, len(series))
     return figure
+
+
+def _latencies_ms(records: Sequence[RequestRecord], metric: str) -> Floats:
+    """Sorted, of finished requests; at least 10 us, since a log axis has no zero."""
+    found = [record.value_ms(metric) for record in records if record.ok]
+    values: Floats = np.sort([value for value in found if value is not None])
+    return np.maximum(values, 0.01)
+
+
+def _common_slo_ms(records: Sequence[RequestRecord], metric: str) -> float | None:
+    """The SLO that all of `records` share; None where they differ."""
+    slos_ms = {record.slo_ms(metric) for record in records}
+    return slos_ms.pop() if len(slos_ms) == 1 else None
 
 
 def arrivals(results: Results) -> Any:
@@ -176,13 +203,11 @@ def _draw_bars(axes: Any, offsets: Floats, values: Sequence[float], metric: str)
     axes.barh(offsets, values, height=0.18, color=MARKERS[metric], label=LABELS[metric])
     for offset, value in zip(offsets, values, strict=True):
         if not np.isnan(value):
-            inside = value > 90
             axes.annotate(
                 f"{value:.0f}",
                 (value, offset),
-                xytext=(-3 if inside else 3, 0),
+                xytext=(3, 0),
                 textcoords="offset points",
-                ha="right" if inside else "left",
                 va="center_baseline",
                 fontsize=7,
             )
@@ -213,8 +238,8 @@ def _color(results: Results, series: str) -> str:
     return series_color(_model_order(results).index(series))
 
 
-def _by_group(results: Results) -> dict[str, list[Any]]:
-    groups: dict[str, list[Any]] = {}
+def _by_group(results: Results) -> dict[str, list[RequestRecord]]:
+    groups: dict[str, list[RequestRecord]] = {}
     for name in results.summary.models:
         chosen = [record for record in results.records if record.model == name]
         groups.setdefault(_series_name(results, name), []).extend(chosen)
