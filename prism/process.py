@@ -11,11 +11,13 @@ thread that lives as long as the process.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
 
 PARENT_VARIABLE = "PRISM_PARENT_PID"
+LOG_LEVEL_VARIABLE = "PRISM_LOG_LEVEL"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,6 +43,14 @@ def die_with_parent(parent_pid: int | None = None, sig: int = signal.SIGKILL) ->
         raise OSError(code, os.strerror(code))
     if os.getppid() != expected:
         os.kill(os.getpid(), sig)
+
+
+def configure_logging() -> None:
+    """Log to stderr at the level that the launcher's --log-level put into the environment."""
+    logging.basicConfig(
+        level=os.environ.get(LOG_LEVEL_VARIABLE, "info").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
 
 
 def wrapped_command() -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from prism.errors import ConfigError
 from prism.frontend.app import create_app
 from prism.frontend.listener import open_listener
 from prism.frontend.services import Services
-from prism.process import die_with_parent
+from prism.process import configure_logging, die_with_parent
 
 _CLOSE_TIMEOUT_S = 3
 
@@ -40,9 +39,7 @@ class Server(uvicorn.Server):
 def main() -> int:
     arguments = _arguments()
     die_with_parent()
-    logging.basicConfig(
-        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging()
     try:
         config = read_resolved(arguments.config)
         listener = _listener(config, arguments.listen_fd)
@@ -112,7 +109,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--listen-fd", type=int, help="a listening socket inherited from the parent"
     )
-    parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 
 

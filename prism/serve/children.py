@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,8 +56,11 @@ class Child:
     Thread rule: the launcher's main thread (a child dies with the thread that started it).
     """
 
-    def __init__(self, spec: ChildSpec, logs: Path) -> None:
+    def __init__(
+        self, spec: ChildSpec, logs: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.spec = spec
+        self._variables = variables or {}
         self.log = logs / f"{spec.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -66,7 +69,7 @@ class Child:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        environment = child_environment()
+        environment = {**child_environment(), **self._variables}
         # More than one OpenMP thread per engine spins against the other engines.
         environment.setdefault("OMP_NUM_THREADS", "1")
         with self.log.open("ab") as log:

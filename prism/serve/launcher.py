@@ -20,6 +20,7 @@ from rich.console import Console
 from prism.config import ClusterConfig, write_resolved
 from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.listener import open_listener
+from prism.process import LOG_LEVEL_VARIABLE
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
@@ -163,17 +164,17 @@ def _children(config: ClusterConfig, cluster: _Cluster) -> list[list[Child]]:
     ]
     listen_fd = cluster.listener.fileno()
     extra = ("--frontend-id", "f0", "--listen-fd", str(listen_fd))
-    level = ("--log-level", cluster.options.log_level)
     frontend = ChildSpec(
         "frontend-f0",
         "prism.frontend",
-        (*arguments, *extra, *level),
+        (*arguments, *extra),
         drain_s + _GRACE_S,
         (listen_fd,),
     )
     logs = cluster.run_dir.logs
     groups = [[scheduler], agents, [frontend]]
-    return [[Child(spec, logs) for spec in group] for group in groups]
+    variables = {LOG_LEVEL_VARIABLE: cluster.options.log_level}
+    return [[Child(spec, logs, variables) for spec in group] for group in groups]
 
 
 def _redis(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> BundledRedis | None:

@@ -1,0 +1,71 @@
+"""A whole cluster under `prism-serve`: requests, operators, a frontend that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import httpx
+
+from prism.engines.fake import expected_tokens
+from tests.serve.conftest import Cluster, until
+
+PROMPT = [9, 8, 7]
+
+
+def test_completions_of_both_models(cluster: Cluster) -> None:
+    for model in ("a", "b"):
+        answer = cluster.post(model, return_token_ids=True, ignore_eos=True).json()
+        assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 12)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["total_tokens"] == 15
+
+
+def test_health_and_metrics(cluster: Cluster) -> None:
+    assert httpx.get(f"{cluster.url}/health").json() == {"status": "ready"}
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    assert "prism_cluster_ready 1.0" in metrics
+    assert 'prism_device_capacity_bytes{device="host:0"} 1.6777216e+07' in metrics
+
+
+def state(cluster: Cluster) -> dict[str, Any]:
+    done = cluster.operate("status", "--json")
+    assert done.returncode == 0, done.stderr
+    models = [m for agent in json.loads(done.stdout)["agents"] for m in agent["models"]]
+    return {m["model"]: m["state"] for m in models}
+
+
+def test_operators_evict_and_activate(cluster: Cluster) -> None:
+    done = cluster.operate("evict", "b")
+    assert done.returncode == 0, done.stderr
+    assert "b" not in state(cluster)
+    done = cluster.operate("activate", "b", "--device", "host:0")
+    assert done.returncode == 0, done.stderr
+    assert state(cluster)["b"] == "active"
+    cluster.operate("evict", "b")
+    assert cluster.post("b").status_code == 200
+
+
+def test_operators_flush(cluster: Cluster) -> None:
+    done = cluster.operate("flush", "--json")
+    assert json.loads(done.stdout)["ok"] is True
+
+
+def test_operators_mistakes_are_named(cluster: Cluster) -> None:
+    done = cluster.operate("activate", "zzz")
+    assert done.returncode == 1
+    assert "there is no model 'zzz'; the models are a, b" in done.stdout
+
+
+def test_status_for_people(cluster: Cluster) -> None:
+    table = cluster.operate("status").stdout
+    assert "host:0" in table
+    assert "policy prism, ready" in table
+
+
+def test_a_frontend_that_dies_is_replaced_on_the_same_port(cluster: Cluster) -> None:
+    os.kill(cluster.child("prism.frontend"), signal.SIGKILL)
+    until(lambda: "frontend-f0 ended (signal SIGKILL)" in cluster.output(), "notice")
+    assert cluster.post().status_code == 200
