@@ -8,6 +8,7 @@ one reached the server. Redis stores and never sorts: order is the agent's (Pris
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -203,8 +204,15 @@ class RequestQueue:
         return await self._call(self._scripts[script](keys=[self._prefix], args=list(args)))
 
     async def _call(self, answer: Any) -> Any:
+        # redis-py waits with asyncio.wait_for, which before Python 3.12 swallows a cancellation
+        # that comes in the moment it is done: the caller would go on for ever.
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
         with _named_errors():
-            return await cast("Awaitable[Any]", answer)
+            value = await cast("Awaitable[Any]", answer)
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
+        return value
 
     async def _read_stream(
         self, queue: str, cursor: str, block_s: float, count: int
