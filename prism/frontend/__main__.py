@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import resource
 import signal
 import socket
 import sys
@@ -26,6 +27,9 @@ from prism.frontend.services import Services
 from prism.process import configure_logging, die_with_parent
 
 _CLOSE_TIMEOUT_S = 3
+# Longer than clients keep idle connections, or they would meet one that is just being closed.
+_KEEP_ALIVE_S = 75
+_OPEN_FILES_MAX = 65536
 
 
 class Server(uvicorn.Server):
@@ -40,6 +44,7 @@ def main() -> int:
     arguments = _arguments()
     die_with_parent()
     configure_logging()
+    _raise_file_limit()
     try:
         config = read_resolved(arguments.config)
         listener = _listener(config, arguments.listen_fd)
@@ -59,6 +64,7 @@ async def serve(config: ClusterConfig, frontend_id: str, listener: socket.socket
             log_config=None,
             access_log=False,
             lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
     )
@@ -87,6 +93,13 @@ async def drain(services: Services, signals: asyncio.Queue[int]) -> None:
     services.dispatcher.break_all("shutting_down", "the server was shut down before the end")
     with suppress(TimeoutError):
         await asyncio.wait_for(services.wait_idle(), 1.0)
+
+
+def _raise_file_limit() -> None:
+    """Each connection is an open file; the usual soft limit is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES_MAX)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _signal_queue() -> asyncio.Queue[int]:

@@ -20,6 +20,7 @@ from rich.console import Console
 from prism.config import ClusterConfig, write_resolved
 from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.listener import open_listener
+from prism.messages import ClusterStatus
 from prism.process import LOG_LEVEL_VARIABLE
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
@@ -129,17 +130,20 @@ def _until_ready(
                 display.show(reason or "ready", probe.status())
             tick += 1
             time.sleep(_TICK_S)
-    probe.close()
     if reason is None:
-        _announce(config, time.monotonic() - began_s, console.print)
+        _announce(config, time.monotonic() - began_s, probe.status(), console.print)
+    probe.close()
 
 
-def _announce(config: ClusterConfig, seconds: float, say: Callable[..., None]) -> None:
+def _announce(
+    config: ClusterConfig, seconds: float, status: ClusterStatus | None, say: Callable[..., None]
+) -> None:
     url = _url(config)
-    models = ", ".join(m.name for m in config.models)
     say(f"[bold green]ready[/] in {seconds:.1f} s: {url}/v1", highlight=False, soft_wrap=True)
+    refusals = status.refusals if status else {}
     for line in (
-        f"models: {models}",
+        *(f"note:   {model} has no place now: {why}" for model, why in refusals.items()),
+        f"models: {', '.join(m.name for m in config.models)}",
         f"try:    curl {url}/v1/completions -H 'Content-Type: application/json'"
         f' -d \'{{"model": "{config.models[0].name}", "prompt": "Hello", "max_tokens": 16}}\'',
         f"state:  prism-serve status --run-dir {config.run_dir}; Ctrl-C ends everything",
