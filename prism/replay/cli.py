@@ -64,7 +64,9 @@ def run(
     block_tokens: Annotated[int, typer.Option(help="Tokens per hash id.", min=1)] = 512,
     token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Results as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(help="One-page report.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", "--report", help="One-page report.")
+    ] = None,
     strict: Annotated[bool, typer.Option(help="Exit 1 when any request failed.")] = False,
 ) -> None:
     """Send the trace's requests at their times and measure TTFT, TPOT and end to end.

@@ -14,6 +14,7 @@ from prism.replay.client import cluster_status
 from prism.replay.results import Counters, Sample
 
 INTERVAL_S = 1.0
+FROM_ZERO = {"activations", "evictions", "engine_restarts"}
 
 
 @dataclass
@@ -21,16 +22,19 @@ class Growth:
     """How much counters grew since the first observation, as a Prometheus `increase`.
 
     A value below the last one means that the counter began anew with its process; a counter
-    that is gone keeps what it had grown by.
+    that is gone keeps what it had grown by. `from_zero`: whether one that is first seen later
+    began at 0, or had its value already (a model that comes back keeps its device's count).
     """
 
+    from_zero: bool = False
     last: dict[str, int] = field(default_factory=dict)
     total: int = 0
     started: bool = False
 
     def observe(self, values: Mapping[str, int]) -> int:
         for key, value in values.items():
-            before = self.last.get(key, 0 if self.started else value)
+            absent = 0 if self.started and self.from_zero else value
+            before = self.last.get(key, absent)
             self.total += value - before if value >= before else value
             self.last[key] = value
         self.started = True
@@ -45,12 +49,10 @@ class StatusTracker:
 
     def counters(self, status: ClusterStatus) -> Counters:
         values = counter_values(status)
-        return Counters(
-            **{
-                name: self.growths.setdefault(name, Growth()).observe(found)
-                for name, found in values.items()
-            }
-        )
+        return Counters(**{name: self._growth(name).observe(v) for name, v in values.items()})
+
+    def _growth(self, name: str) -> Growth:
+        return self.growths.setdefault(name, Growth(name in FROM_ZERO))
 
     def sample(self, status: ClusterStatus, t_s: float) -> Sample:
         return Sample(
@@ -69,13 +71,12 @@ def counter_values(status: ClusterStatus) -> dict[str, dict[str, int]]:
         for agent in status.agents
         for report in agent.models
     }
-    actions = {name.lower(): count for name, count in status.actions_total.items()}
     return {
         "maps": {key: report.maps_total for key, report in reports.items()},
         "unmaps": {key: report.unmaps_total for key, report in reports.items()},
         "retractions": {key: report.retractions_total for key, report in reports.items()},
-        "activations": _matching(actions, "activat"),
-        "evictions": _matching(actions, "evict"),
+        "activations": _action(status, "activate"),
+        "evictions": _action(status, "evict"),
         "engine_restarts": {a.device: a.engine_restarts_total for a in status.agents},
     }
 
@@ -102,5 +103,5 @@ async def sample_status(
         await asyncio.sleep(due_s - time.monotonic())
 
 
-def _matching(actions: dict[str, int], prefix: str) -> dict[str, int]:
-    return {name: count for name, count in actions.items() if name.startswith(prefix)}
+def _action(status: ClusterStatus, kind: str) -> dict[str, int]:
+    return {kind: status.actions_total.get(kind, 0)}

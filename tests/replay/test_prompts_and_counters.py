@@ -65,7 +65,14 @@ def test_growth_starts_at_the_first_value_and_survives_restarts() -> None:
     assert growth.observe({"a": 130}) == 30
     assert growth.observe({}) == 30
     assert growth.observe({"a": 5}) == 35
-    assert growth.observe({"a": 7, "b": 10}) == 47
+    assert growth.observe({"a": 7, "b": 10}) == 37
+    assert growth.observe({"b": 12}) == 39
+
+
+def test_growth_from_zero_counts_what_is_first_seen_later() -> None:
+    growth = Growth(from_zero=True)
+    assert growth.observe({"a": 100}) == 0
+    assert growth.observe({"a": 101, "b": 10}) == 11
 
 
 @given(st.lists(st.integers(0, 50), min_size=1), st.lists(st.integers(0, 50)))
@@ -92,7 +99,7 @@ def status(maps: int, activations: int) -> ClusterStatus:
         ModelReport("b", "active", maps_total=1, retractions_total=maps),
     ]
     agent = AgentReport("host:0", 1, 0.0, 100, 1, 0, 0, 40, 0, 0, 2, models)
-    actions = {"activate": activations, "evict": 1, "refuse": 9}
+    actions = {"activate": activations, "activate_failed": maps, "evict": 1}
     return ClusterStatus(0.0, "prism", {}, [agent, agent], actions_total=actions)
 
 
