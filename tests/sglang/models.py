@@ -72,3 +72,17 @@ def greedy(name: str, prompt: list[int], tokens: int) -> list[int]:
             output.append(int(result.logits[0, -1].argmax()))
             ids, cache = torch.tensor([[output[-1]]]), result.past_key_values
     return output
+
+
+def largest_gap(name: str, prompt: list[int], output: list[int]) -> float:
+    """How far below the largest logit an output token lies at worst, given the tokens before it.
+
+    0 for an exact greedy output. Over hundreds of tokens two logits now and then tie up to
+    rounding, which depends on the batch; a wrong KV page shows as a gap of the logits' spread.
+    """
+    import torch
+
+    with torch.inference_mode():
+        logits = _network(name)(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        return float((logits.max(dim=1).values - chosen).max())
