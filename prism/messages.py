@@ -290,6 +290,7 @@ class AgentReport(Wire, frozen=True):
     models: list[ModelReport]
     engine_restarts_total: int = 0
     cancel_endpoint: str = ""
+    waiting_unplaced: int = 0
 
 
 class ActivateModel(Wire, frozen=True):

@@ -1,0 +1,7 @@
+"""`python -m prism.agent`."""
+
+import sys
+
+from prism.agent.main import main
+
+sys.exit(main())

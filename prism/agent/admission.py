@@ -1,0 +1,145 @@
+"""What the local scheduler sees of this device's engines, and what it decides (EnginePort)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcached import ClientUsage, Device
+from prism.agent.memory import Reclaimer
+from prism.agent.models import ModelState, Served
+from prism.agent.pool import Engine
+from prism.agent.running import Load
+from prism.agent.state import State
+from prism.ports import EngineView
+
+# Until a model's prefill speed has been measured.
+PREFILL_PRIOR_TOKENS_PER_S = 1000.0
+ACTIVATION_PRIOR_S = 2.0
+# An activation that takes longer than expected is expected to end after this.
+READY_SOON_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """KV memory of one active engine, in its quanta.
+
+    own_tokens: idle in its pages or guaranteed to it, less what its newest requests will take;
+    negative: they will take that much of the device's free room (spill_bytes).
+    limit_bytes: what its limit leaves.
+    """
+
+    engine: Engine
+    own_tokens: int
+    spill_bytes: int
+    limit_bytes: int | None
+
+    def shared_tokens(self, free_bytes: int) -> int:
+        activated = self.engine.activated
+        assert activated is not None
+        room_bytes = max(0, free_bytes)
+        if self.limit_bytes is not None:
+            room_bytes = min(room_bytes, max(0, self.limit_bytes))
+        return room_bytes // activated.quantum_bytes * activated.quantum_tokens
+
+
+class DevicePort:
+    """Memory is read from the ledger at each call: an engine's own figure of the device's free
+    room is up to a second old, and others may have taken it since."""
+
+    def __init__(self, state: State, device: Device, reclaimer: Reclaimer) -> None:
+        self._state = state
+        self._device = device
+        self._reclaimer = reclaimer
+        self._chosen: list[tuple[str, list[str]]] = []
+
+    def views(self) -> Sequence[EngineView]:
+        loads = self._state.running.loads()
+        usage = self._device.usage()
+        clients = {client.name: client for client in usage.clients}
+        claims = {
+            served.name: _claim(engine, clients.get(engine.id), loads.get(engine.id, Load()))
+            for served in self._state.models.served.values()
+            if (engine := self._ready_engine(served)) is not None
+        }
+        free_bytes = usage.free_bytes - sum(claim.spill_bytes for claim in claims.values())
+        views = []
+        for served in self._state.models.served.values():
+            if claim := claims.get(served.name):
+                load = loads.get(served.engine_id, Load())
+                views.append(self._active_view(served, claim, load, free_bytes))
+            elif served.takes_requests:
+                views.append(self._coming_view(served))
+        return views
+
+    def dispatch(self, model: str, request_ids: Sequence[str]) -> None:
+        self._chosen.append((model, list(request_ids)))
+
+    def ask_memory(self, model: str, tokens: int) -> None:
+        served = self._state.models.active(model)
+        engine = self._state.pool.get(served.engine_id) if served else None
+        if engine is not None and engine.activated is not None:
+            quanta = -(-tokens // engine.activated.quantum_tokens)
+            self._reclaimer.reclaim(quanta * engine.activated.quantum_bytes, engine.id)
+
+    def take_chosen(self) -> list[tuple[str, list[str]]]:
+        """(model, request ids) dispatched since the last call."""
+        chosen, self._chosen = self._chosen, []
+        return chosen
+
+    def _ready_engine(self, served: Served) -> Engine | None:
+        """Its engine, once a status about this model says what it has."""
+        engine = self._state.pool.get(served.engine_id)
+        ready = served.state is ModelState.ACTIVE and engine is not None
+        return engine if ready and engine is not None and engine.status is not None else None
+
+    def _active_view(self, served: Served, claim: Claim, load: Load, free_bytes: int) -> EngineView:
+        activated = claim.engine.activated
+        assert activated is not None
+        speed = self._speed(served.name)
+        shared_tokens = claim.shared_tokens(free_bytes)
+        return EngineView(
+            model=served.name,
+            available_tokens=max(0, claim.own_tokens) + shared_tokens,
+            running=load.running,
+            max_running=activated.max_running,
+            block_tokens=activated.block_tokens,
+            prefill_tokens_per_s=speed,
+            pending_prefill_s=load.pending_prompt_tokens / speed,
+            shared_tokens=shared_tokens,
+            token_bytes=claim.engine.token_bytes,
+            quantum_tokens=activated.quantum_tokens,
+        )
+
+    def _coming_view(self, served: Served) -> EngineView:
+        expected_s = served.activation_s or ACTIVATION_PRIOR_S
+        left_s = expected_s - (self._state.now_s() - served.since_s)
+        return EngineView(
+            model=served.name,
+            available_tokens=0,
+            running=0,
+            max_running=0,
+            block_tokens=1,
+            prefill_tokens_per_s=self._speed(served.name),
+            ready_in_s=max(READY_SOON_S, left_s),
+        )
+
+    def _speed(self, model: str) -> float:
+        return self._state.models.totals(model).prefill_tokens_per_s or PREFILL_PRIOR_TOKENS_PER_S
+
+
+def _claim(engine: Engine, client: ClientUsage | None, load: Load) -> Claim:
+    status, activated = engine.status, engine.activated
+    assert status is not None
+    assert activated is not None
+    idle_tokens = status.free_mapped_tokens + status.evictable_tokens
+    guaranteed_bytes, limit_bytes = 0, None
+    if client is not None:
+        guaranteed_bytes = max(0, client.min_bytes - client.reserved_bytes)
+        if client.limit_bytes is not None:
+            held_bytes = max(client.reserved_bytes, client.min_bytes)
+            limit_bytes = client.limit_bytes - held_bytes
+    quanta = guaranteed_bytes // activated.quantum_bytes
+    own_tokens = idle_tokens + quanta * activated.quantum_tokens - load.pending_need_tokens
+    spilled_quanta = -(-max(0, -own_tokens) // activated.quantum_tokens)
+    return Claim(engine, own_tokens, spilled_quanta * activated.quantum_bytes, limit_bytes)

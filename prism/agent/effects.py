@@ -1,0 +1,67 @@
+"""What the state machine of models and engines does to the world."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+from kvcached import Device
+from prism.agent.engines import EngineLink
+from prism.agent.memory import Reclaimer
+from prism.agent.pool import Engine
+from prism.agent.reporter import Reporter
+from prism.agent.running import RunningBook
+from prism.agent.serving import Serving
+from prism.messages import ActionResult, ToEngine
+
+log = logging.getLogger(__name__)
+
+
+class AgentEffects:
+    """See `prism.agent.lifecycle.Effects`."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        link: EngineLink,
+        running: RunningBook,
+        reclaimer: Reclaimer,
+        serving: Serving,
+        reporter: Reporter,
+    ) -> None:
+        self._device = device
+        self._link = link
+        self._running = running
+        self._reclaimer = reclaimer
+        self._serving = serving
+        self._reporter = reporter
+
+    def send(self, engine_id: str, message: ToEngine) -> bool:
+        return self._link.send(engine_id, message)
+
+    def kill(self, engine: Engine) -> None:
+        if engine.pid:
+            try:
+                os.kill(engine.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                log.debug("%s had ended already", engine.id)
+        self._device.reap()
+
+    def engine_lost(self, engine_id: str, why: str) -> None:
+        self._serving.engine_lost(engine_id, why)
+        self._reclaimer.lost(engine_id)
+
+    def engine_load(self, engine_id: str) -> int:
+        return len(self._running.on_engine(engine_id))
+
+    def reclaim(self, need_bytes: int, for_engine: str) -> None:
+        self._reclaimer.reclaim(need_bytes, for_engine)
+
+    def answer(self, result: ActionResult) -> None:
+        self._reporter.answer(result)
+
+    def changed(self) -> None:
+        self._reporter.changed()
+        self._serving.wake()

@@ -1,0 +1,50 @@
+"""Entry point: reads the resolved configuration and runs one device's agent until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from kvcached import KvcachedError
+from prism.agent.agent import Agent
+from prism.config import ClusterConfig, read_resolved
+from prism.errors import ConfigError, PrismError
+from prism.process import die_with_parent
+
+
+async def _serve(config: ClusterConfig, config_path: Path, device: str) -> None:
+    agent = Agent(config, config_path, device)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, agent.stop)
+    await agent.run()
+
+
+def _checked(config: ClusterConfig, device: str) -> ClusterConfig:
+    names = [each.name for each in config.devices]
+    if device not in names:
+        raise ConfigError(f"--device {device}: not in the configuration; it has {', '.join(names)}")
+    return config
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit codes: 0 after SIGTERM or Drain, 2 for a wrong setting, 1 for what else ends it."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="python -m prism.agent", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the resolved cluster.json")
+    parser.add_argument("--device", required=True, help="the device's name, such as host:0")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        config = _checked(read_resolved(options.config), options.device)
+        asyncio.run(_serve(config, options.config, options.device))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (PrismError, KvcachedError) as error:
+        logging.getLogger(__name__).error("the agent of %s ends: %s", options.device, error)
+        return 1
+    return 0

@@ -1,0 +1,99 @@
+"""The device's engine processes and what each is doing (Prism §5.2: the engine pool)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from prism.agent.models import Counters
+from prism.messages import Activated, EngineStatus
+
+
+class EngineState(Enum):
+    STARTING = "starting"
+    FREE = "free"
+    ACTIVATING = "activating"
+    ACTIVE = "active"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Engine:
+    """Times are monotonic. `seen_s`: its last message; `since_s`: when its state began.
+    `status` is the last one about `model`;
+    `counters` are those of the last status about anything."""
+
+    id: str
+    since_s: float
+    seen_s: float
+    state: EngineState = EngineState.STARTING
+    pid: int = 0
+    model: str | None = None
+    activated: Activated | None = None
+    status: EngineStatus | None = None
+    counters: Counters = (0, 0, 0)
+
+    def become(self, state: EngineState, now_s: float, model: str | None = None) -> None:
+        self.state, self.since_s, self.seen_s = state, now_s, now_s
+        self.model, self.status = model, None
+        if state is not EngineState.ACTIVE:
+            self.activated = None
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes per token of the active model; 1 before it is known."""
+        if self.activated is None:
+            return 1
+        return -(-self.activated.quantum_bytes // self.activated.quantum_tokens)
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """KV memory that no request uses: free slots in mapped pages and prefix cache."""
+        if self.status is None:
+            return 0
+        tokens = self.status.free_mapped_tokens + self.status.evictable_tokens
+        return tokens * self.token_bytes
+
+
+class Pool:
+    """The engines that are alive or starting. An engine that died is removed at once."""
+
+    def __init__(self, device: str, size: int) -> None:
+        self.size = size
+        self._prefix = device.replace(":", "")
+        self._engines: dict[str, Engine] = {}
+        self._count = 0
+        self.restarts_total = 0
+
+    def create(self, now_s: float) -> Engine:
+        """A new record with a fresh id; its process is still to be started."""
+        engine = Engine(f"{self._prefix}-e{self._count}", now_s, now_s)
+        self._count += 1
+        self._engines[engine.id] = engine
+        return engine
+
+    def get(self, engine_id: str) -> Engine | None:
+        return self._engines.get(engine_id)
+
+    def remove(self, engine_id: str) -> Engine | None:
+        return self._engines.pop(engine_id, None)
+
+    def free(self) -> Engine | None:
+        """The engine that has been free for the longest time."""
+        idle = [e for e in self if e.state is EngineState.FREE]
+        return min(idle, key=lambda engine: engine.since_s, default=None)
+
+    @property
+    def is_short(self) -> bool:
+        """An engine died and its replacement has not been started yet."""
+        return len(self) < self.size
+
+    def count(self, state: EngineState) -> int:
+        return sum(engine.state is state for engine in self)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(list(self._engines.values()))
+
+    def __len__(self) -> int:
+        return len(self._engines)

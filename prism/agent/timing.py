@@ -1,0 +1,43 @@
+"""Time limits of the agent, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """lease_ttl_s: the queue is free for another agent this long after we died.
+    lease_wait_s: how long a fresh agent waits for an earlier one's lease to run out.
+    tick_s: how often time limits are looked at. retry_s: pause after Redis did not answer.
+    silent_s: an engine without a message for so long is killed; hello_s, activation_s: the same
+    while it starts and while it loads a model, when it cannot send.
+    absent_grace_s: how long requests wait for a model that is not here, since the queue is often
+    faster than the scheduler's order to activate; failed_grace_s: the same where it failed.
+    frontend_missing_s: a frontend whose heartbeat is gone for so long is dead.
+    reclaim_s: pause between two orders to one engine to give memory back; memory_retry_s: pause
+    before an activation that lacked memory is tried again, memory_tries times.
+    revive_window_s, revives_max: a model whose engines die more often than that in that window is
+    reported as failed instead of being activated again.
+    fork_retry_s, fork_retry_max_s: pause after an engine died before it was ready, doubling.
+    """
+
+    lease_ttl_s: float = 10.0
+    lease_wait_s: float = 30.0
+    tick_s: float = 0.1
+    retry_s: float = 0.2
+    silent_s: float = 20.0
+    hello_s: float = 60.0
+    activation_s: float = 150.0
+    absent_grace_s: float = 3.0
+    failed_grace_s: float = 0.5
+    frontend_check_s: float = 1.0
+    frontend_missing_s: float = 3.0
+    reclaim_s: float = 0.1
+    memory_retry_s: float = 0.3
+    memory_tries: int = 3
+    revive_window_s: float = 60.0
+    revives_max: int = 3
+    fork_retry_s: float = 0.5
+    fork_retry_max_s: float = 30.0
+    nursery_stop_s: float = 15.0
