@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from prism.models.hugging_face import import_transformers
 from tests.acceptance.harness import MODELS
 
 
@@ -22,10 +23,9 @@ def prompts(model: str, count: int, lengths: Sequence[int] = (5, 40), seed: int 
 @lru_cache(maxsize=4)
 def load(model: str) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
+    return import_transformers().AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,81 @@
+"""Replays through `prism-replay` against a live cluster: paging is exercised, SLOs are judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.acceptance.harness import ROOT, Cluster, cluster_yaml, model_yaml, serving
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
+
+TRACES = Path(os.environ.get("PRISM_TRACES", ROOT.parent / "shared" / "traces"))
+SCALES = (0.1, 1.0, 10.0)
+
+
+def prism_replay(*arguments: str) -> None:
+    command = [str(Path(sys.executable).parent / "prism-replay"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    print(done.stdout[-6000:])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def replay(cluster: Cluster, trace: Path, out: Path, *options: str) -> dict[str, Any]:
+    scales = ",".join(str(scale) for scale in SCALES)
+    prism_replay(
+        *("run", str(trace), "--url", cluster.url, "--slo-scale", scales, "--strict"),
+        *("--out", str(out), *options),
+    )
+    return dict(json.loads(out.read_text()))
+
+
+def test_a_replay_maps_and_unmaps_pages(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+    """At least 200 maps and 200 unmaps a minute at 64 KiB pages, counted by the ledger."""
+    trace = tmp_path / "trace.jsonl"
+    prism_replay(
+        *("generate", "--models", ",".join(tiny_models), "--seconds", "30", "--rate", "2"),
+        *("--seed", "5", "--input-tokens", "48:256", "--output-tokens", "16:64"),
+        *("--slo", "1000/100", "--out", str(trace)),
+    )
+    config = cluster_yaml(
+        [model_yaml(name) for name in tiny_models],
+        [{"name": "host:0", "capacity": "160MiB", "page": "64KiB", "engines": 2}],
+    )
+    with serving(config, tmp_path) as cluster:
+        result = replay(cluster, trace, tmp_path / "out.json")
+    summary = result["summary"]
+    print({key: value for key, value in summary.items() if "maps" in key})
+    assert summary["maps_per_minute"] >= 200
+    assert summary["unmaps_per_minute"] >= 200
+
+
+@pytest.mark.long
+def test_arena_chat_at_three_slo_scales(tmp_path: Path) -> None:
+    """300 requests of the Chatbot Arena sample on the demo's models and devices."""
+    source = TRACES / "arena_chat27_vtc.csv"
+    if not source.exists():
+        pytest.skip(f"{source} is not there; the trace is not part of the repository")
+    demo = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
+    names = ["tiny-llama", "tiny-qwen3", "tiny-gpt2", "smollm2-135m"]
+    trace = tmp_path / "arena.jsonl"
+    prism_replay(
+        *("convert", str(source), "--format", "arena", "--models", ",".join(names)),
+        *("--context", "512", "--output-max", "64", "--limit", "300", "--time-scale", "2.0"),
+        *("--slo", "500/50", "--slo", "smollm2-135m=2000/300", "--out", str(trace)),
+    )
+    demo["models"] = [model_yaml(m["name"], slo=m["slo"]) for m in demo["models"]]
+    with serving(demo, tmp_path) as cluster:
+        result = replay(cluster, trace, tmp_path / "out.json")
+    total = result["summary"]["total"]
+    attained = [attainment["all"] for attainment in total["attainment"].values()]
+    print(f"attainment at SLO scales {SCALES}: {attained}")
+    assert not total["errors"]
+    assert attained[0] < attained[1] < attained[2]
+    assert 0 < attained[1] < 1
