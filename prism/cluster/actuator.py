@@ -24,12 +24,7 @@ class Actuator:
     """At most one action per model is under way; activations wait for the evictions that are
     under way on their device when they start. For one event loop."""
 
-    def __init__(
-        self,
-        state: State,
-        link: Link,
-        queue: RequestQueue,
-    ) -> None:
+    def __init__(self, state: State, link: Link, queue: RequestQueue) -> None:
         self._state = state
         self._link = link
         self._queue = queue

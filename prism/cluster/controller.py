@@ -32,13 +32,7 @@ log = logging.getLogger("prism.cluster")
 class Controller:
     """A `ClusterPort` over the live cluster, and the loop that steps the scheduler on it."""
 
-    def __init__(
-        self,
-        state: State,
-        queue: RequestQueue,
-        link: Link,
-        actuator: Actuator,
-    ) -> None:
+    def __init__(self, state: State, queue: RequestQueue, link: Link, actuator: Actuator) -> None:
         self._state = state
         self._queue = queue
         self._link = link
@@ -150,6 +144,7 @@ class Controller:
         if state.refusals.get(action.model) != reason:
             log.warning("%s is not placed: %s", action.model, reason)
             state.actions_total["refuse"] += 1
+            state.changes.notify()
         state.refusals[action.model] = reason
         if state.policy.evicts and not failure:
             # There is no room for it unless requests make some: it waits for the first one.

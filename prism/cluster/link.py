@@ -128,7 +128,8 @@ async def settle(
 ) -> ActionResult:
     """Wait for an order's result; raises ActionError unless it is good."""
     try:
-        outcome = await asyncio.wait_for(result, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            outcome = await result
     except TimeoutError:
         raise ActionError(f"{device} gave no answer within {timeout_s:g} s") from None
     if not outcome.ok:

@@ -30,6 +30,8 @@ log = logging.getLogger("prism.cluster")
 async def run(config: ClusterConfig, timing: Timing, stop: asyncio.Event) -> None:
     """Schedule the cluster until `stop` is set. Models stay as they are then."""
     policy = registry.live(config.policy)
+    devices, models = len(config.devices), len(config.models)
+    log.info("policy %s, %d devices, %d models", policy.name, devices, models)
     state = new_state(config, policy, timing, time.monotonic)
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     link = Link(config.scheduler_endpoint)
@@ -64,9 +66,6 @@ async def _serve(config: ClusterConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    log.info(
-        "policy %s, %d devices, %d models", config.policy, len(config.devices), len(config.models)
-    )
     await run(config, Timing(), stop)
 
 

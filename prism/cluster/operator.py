@@ -30,12 +30,7 @@ class Outcome:
 class Operator:
     """Carries commands out, each in a task of its own. For one event loop."""
 
-    def __init__(
-        self,
-        state: State,
-        link: Link,
-        actuator: Actuator,
-    ) -> None:
+    def __init__(self, state: State, link: Link, actuator: Actuator) -> None:
         self._state = state
         self._link = link
         self._actuator = actuator

@@ -1,0 +1,192 @@
+"""A cluster without engines: the real scheduler, Redis and sockets; scripted agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from prism.cluster.main import run
+from prism.cluster.timing import Timing
+from prism.config import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from prism.messages import (
+    ActionResult,
+    ClusterStatus,
+    ModelSpec,
+    OperatorCommand,
+    Request,
+    Sampling,
+)
+from prism.queueing.requests import RequestQueue
+from prism.queueing.server import BundledRedis
+from tests.cluster.scripted import ScriptedAgent, eventually
+
+MODEL_BYTES = 57344  # what memory_need says of `spec`: 40960 of weights, 16384 of KV
+TIMING = Timing(
+    lost_after_s=1.5,
+    start_grace_s=2.0,
+    activation_s=20.0,
+    settle_s=2.0,
+    retry_s=0.2,
+    retry_max_s=0.5,
+    queue_retry_s=0.05,
+)
+
+
+def spec(name: str, **more: Any) -> ModelSpec:
+    defaults: dict[str, Any] = {
+        "path": "/nowhere",
+        "architecture": "Scripted",
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "context_length": 100,
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "weight_bytes": 40960,
+        "token_bytes": 128,
+        "slo_ttft_s": 1.0,
+        "slo_tpot_s": 0.1,
+    }
+    return ModelSpec(name=name, **{**defaults, **more})
+
+
+class Cluster:
+    """Everything of one test; `stop` ends what is still running."""
+
+    def __init__(self, url: str, namespace: str, directory: Path) -> None:
+        self._url = url
+        self._namespace = namespace
+        self._directory = directory
+        self._serial = count()
+        self.agents: dict[str, ScriptedAgent] = {}
+        self._scheduler: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self.queue = RequestQueue.connect(url, namespace)
+
+    def configure(
+        self, *models: ModelSpec, rooms: tuple[float, ...] = (2.0,), engines: int = 2, **more: Any
+    ) -> ClusterConfig:
+        """`rooms`: each device's capacity in models."""
+        devices = [
+            DeviceConfig(f"host:{i}", int(room * MODEL_BYTES) // 4096 * 4096, 4096, engines)
+            for i, room in enumerate(rooms)
+        ]
+        settings = {"interval_s": 0.3, "report_interval_s": 0.1, "idle_threshold_s": 0.5}
+        settings |= more.pop("scheduler", {})
+        self.config = ClusterConfig(
+            namespace=self._namespace,
+            run_dir=str(self._directory),
+            redis_url=self._url,
+            policy=more.pop("policy", "prism"),
+            devices=devices,
+            models=list(models),
+            scheduler=SchedulerConfig(**settings),
+            engine=EngineConfig(adapter="fake", static_bytes=0, drain_timeout_s=1.0),
+        )
+        return self.config
+
+    async def start(self, **agent: Any) -> None:
+        """The scheduler and an agent for every device; returns when the cluster is ready."""
+        self.start_scheduler()
+        for device in self.config.devices:
+            await self.start_agent(device.name, **agent)
+        await eventually(self.ready)
+
+    def start_scheduler(self) -> None:
+        self._stop = asyncio.Event()
+        self._scheduler = asyncio.create_task(run(self.config, TIMING, self._stop))
+
+    async def stop_scheduler(self) -> None:
+        if self._scheduler is not None:
+            self._stop.set()
+            scheduler, self._scheduler = self._scheduler, None
+            await scheduler
+
+    async def start_agent(self, device: str, **more: Any) -> ScriptedAgent:
+        agent = ScriptedAgent(self.config, device, **more)
+        await agent.start()
+        self.agents[device] = agent
+        return agent
+
+    async def kill_agent(self, device: str) -> None:
+        await self.agents.pop(device).kill()
+
+    async def stop(self) -> None:
+        await self.stop_scheduler()
+        broken = [rule for agent in self.agents.values() for rule in agent.broken_rules]
+        for device in list(self.agents):
+            await self.kill_agent(device)
+        await self.queue.close()
+        assert not broken
+
+    # --- what tests do and see --------------------------------------------------------------
+
+    async def send(self, model: str) -> str:
+        request = Request(
+            id=f"r{next(self._serial)}",
+            model=model,
+            prompt_ids=[1, 2, 3],
+            sampling=Sampling(max_tokens=1),
+            arrival_unix_s=0.0,
+            slo_ttft_s=1.0,
+            slo_tpot_s=1.0,
+            frontend_id="f0",
+            reply_to="",
+        )
+        return await self.queue.enqueue(request)
+
+    async def serves(self, model: str, timeout_s: float = 30.0) -> None:
+        """Send a request and wait until some agent has served it."""
+        before = self.finished(model)
+        await self.send(model)
+        await eventually(lambda: self.finished(model) > before, timeout_s)
+
+    def finished(self, model: str) -> int:
+        return sum(agent.finished[model] for agent in self.agents.values())
+
+    def active(self) -> dict[str, set[str]]:
+        return {device: agent.active() for device, agent in self.agents.items()}
+
+    def orders(self) -> list[tuple[str, str]]:
+        """All agents' orders; in sequence for a cluster of one device."""
+        return [order for agent in self.agents.values() for order in agent.orders]
+
+    async def status(self) -> ClusterStatus:
+        return await eventually(self.queue.status)
+
+    async def ready(self) -> bool:
+        status = await self.queue.status()
+        return status is not None and status.ready
+
+    async def command(self, kind: str, **more: Any) -> ActionResult:
+        """As an operator's tool would ask."""
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self.config.scheduler_endpoint)
+            await socket.send(msgspec.msgpack.encode(OperatorCommand(kind=kind, **more)))
+            frame = await asyncio.wait_for(socket.recv(), 30.0)
+            return msgspec.msgpack.decode(frame, type=ActionResult)
+        finally:
+            socket.close()
+            context.term()
+
+
+@pytest.fixture
+async def cluster(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> AsyncIterator[Cluster]:
+    made = Cluster(redis_server.url, namespace, short_dir)
+    try:
+        yield made
+    finally:
+        await made.stop()

@@ -1,0 +1,260 @@
+"""The scheduler's process in bad times: failed activations, restarts, lost agents and engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from prism.config import write_resolved
+from prism.messages import ActionResult
+from tests.cluster.conftest import Cluster, spec
+from tests.cluster.scripted import eventually
+
+
+async def test_a_failed_activation_is_retried_with_a_pause(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(1.0,))
+    cluster.start_scheduler()
+    agent = await cluster.start_agent("host:0", failing={"a": "no such file: weights"})
+    await cluster.send("a")
+
+    async def refused() -> bool:
+        reason = (await cluster.status()).refusals.get("a", "")
+        return "no such file: weights" in reason and "host:0" in reason
+
+    await eventually(refused)
+    await eventually(lambda: agent.orders.count(("activate", "a")) >= 3)
+    status = await cluster.status()
+    assert status.ready, "a model that cannot start does not keep the cluster from serving"
+    assert status.actions_total["activate_failed"] >= 2
+    agent.failing.clear()
+    await eventually(lambda: cluster.finished("a"))
+
+    async def cleared() -> bool:
+        return not (await cluster.status()).refusals
+
+    await eventually(cleared)
+
+
+async def test_a_failed_activation_is_tried_on_the_other_device(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(2.0, 1.5))
+    cluster.start_scheduler()
+    await cluster.start_agent("host:0", failing={"a": "broken"})
+    await cluster.start_agent("host:1")
+    await cluster.send("a")
+    await eventually(lambda: cluster.agents["host:1"].finished["a"])
+    assert (await cluster.queue.placement()) == {"a": "host:1"}
+
+
+async def test_requests_of_a_failed_activation_go_back_to_unplaced(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(1.0,))
+    cluster.start_scheduler()
+    agent = await cluster.start_agent("host:0", failing={"a": "broken"}, stuck={"a"})
+    await eventually(lambda: agent.orders)
+    assert await cluster.send("a") == "host:0"
+    agent.stuck.clear()
+
+    async def unplaced() -> bool:
+        return (await cluster.status()).unplaced == {"a": 1}
+
+    await eventually(unplaced)
+
+
+# --- the scheduler itself ------------------------------------------------------------------
+
+
+async def test_a_restarted_scheduler_changes_nothing(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), spec("c"), rooms=(2.0, 1.0))
+    await cluster.start()
+    before, placement = cluster.active(), await cluster.queue.placement()
+    orders = list(cluster.orders())
+    await cluster.stop_scheduler()
+    cluster.start_scheduler()
+    for name in "abc":
+        await cluster.serves(name)
+    await eventually(cluster.ready)
+    await asyncio.sleep(0.5)
+    assert cluster.active() == before
+    assert await cluster.queue.placement() == placement
+    assert cluster.orders() == orders
+
+
+async def test_kill_9_of_the_process_and_sigterm(cluster: Cluster, short_dir: Path) -> None:
+    config = cluster.configure(spec("a"), spec("b"), rooms=(2.0,))
+    path = short_dir / "cluster.json"
+    write_resolved(config, path)
+
+    async def launch() -> asyncio.subprocess.Process:
+        command = (sys.executable, "-m", "prism.cluster", "--config", str(path))
+        return await asyncio.create_subprocess_exec(*command)
+
+    await cluster.start_agent("host:0")
+    process = await launch()
+    await eventually(cluster.ready)
+    orders = list(cluster.orders())
+    os.kill(process.pid, signal.SIGKILL)
+    assert await process.wait() == -signal.SIGKILL
+    assert await cluster.send("a") == "host:0"
+    stamp = (await cluster.status()).time_unix_s
+    process = await launch()
+
+    async def back() -> bool:
+        status = await cluster.status()
+        return status.ready and status.time_unix_s > stamp
+
+    await eventually(back)
+    await cluster.serves("b")
+    assert cluster.orders() == orders
+    process.terminate()
+    assert await process.wait() == 0
+
+
+async def test_an_unknown_policy_is_one_line_and_exit_code_2(
+    cluster: Cluster, short_dir: Path
+) -> None:
+    path = short_dir / "cluster.json"
+    write_resolved(cluster.configure(spec("a"), policy="fifo"), path)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "prism.cluster", "--config", str(path), stderr=asyncio.subprocess.PIPE
+    )
+    _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert stderr.decode().startswith("policy: there is no 'fifo'")
+    assert stderr.count(b"\n") == 1
+
+
+async def test_an_active_model_that_is_not_routed_gets_routed(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(1.0,))
+    await cluster.start()
+    await cluster.stop_scheduler()
+    await cluster.queue.route("a", None)
+    await cluster.send("a")
+    assert cluster.finished("a") == 0
+    cluster.start_scheduler()
+    await eventually(lambda: cluster.finished("a"))
+    assert await cluster.queue.placement() == {"a": "host:0"}
+    assert cluster.orders() == [("activate", "a")]
+
+
+async def test_a_second_copy_is_taken_down(cluster: Cluster) -> None:
+    """As after a scheduler that died in the middle of a migration."""
+    cluster.configure(spec("a"), rooms=(1.0, 1.0))
+    await cluster.start()
+    home = (await cluster.queue.placement())["a"]
+    other = ({"host:0", "host:1"} - {home}).pop()
+    await cluster.stop_scheduler()
+    cluster.agents[other].residents["a"] = replace(cluster.agents[home].residents["a"])
+    cluster.start_scheduler()
+    await eventually(lambda: cluster.active() == {home: {"a"}, other: set()})
+    assert (await cluster.queue.placement()) == {"a": home}
+    await cluster.serves("a")
+
+
+async def test_malformed_messages_do_no_harm(cluster: Cluster) -> None:
+    cluster.configure(spec("a"))
+    await cluster.start()
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    with contextlib.closing(socket):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(cluster.config.scheduler_endpoint)
+        for frame in (b"", b"\xc1\xff", msgspec.msgpack.encode({"type": "Nonsense"})):
+            await socket.send(frame)
+        await socket.send(msgspec.msgpack.encode(ActionResult(12345, True)))
+        await cluster.serves("a")
+        assert (await cluster.command("status")).ok
+    context.term()
+
+
+# --- agents and engines --------------------------------------------------------------------
+
+
+async def test_requests_of_a_lost_agent_go_elsewhere(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
+    await cluster.start()
+    placement = await cluster.queue.placement()
+    cluster.agents[placement["a"]].serving = False
+    assert await cluster.send("a") == placement["a"]
+    await cluster.kill_agent(placement["a"])
+    await eventually(lambda: cluster.finished("a"))
+    assert set((await cluster.queue.placement()).values()) == {placement["b"]}
+    assert not (await cluster.status()).ready
+
+
+async def test_what_a_lost_agent_was_running_is_served_elsewhere(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
+    await cluster.start()
+    home = (await cluster.queue.placement())["a"]
+    agent = cluster.agents[home]
+    agent.serving = False
+    await cluster.send("a")
+    (entry, request), *_ = await cluster.queue.read(home, "0", 0)
+    assert await cluster.queue.admit(home, agent._epoch, [entry])
+    await cluster.kill_agent(home)
+    await eventually(lambda: cluster.finished("a"))
+    assert not await cluster.queue.forget([request.id])
+
+
+async def test_an_agent_that_restarts_gets_its_models_back(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(2.0,))
+    await cluster.start()
+    await cluster.kill_agent("host:0")
+    await cluster.send("a")
+    agent = await cluster.start_agent("host:0")
+    await eventually(lambda: agent.active() == {"a", "b"})
+    await eventually(lambda: cluster.finished("a"))
+    await eventually(cluster.ready)
+
+
+async def test_an_agent_that_restarts_during_an_activation(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(1.0,))
+    cluster.start_scheduler()
+    await cluster.start_agent("host:0", stuck={"a"})
+    await eventually(lambda: cluster.orders() == [("activate", "a")])
+    await cluster.kill_agent("host:0")
+    await cluster.start_agent("host:0")
+    await cluster.serves("a")
+
+
+async def test_a_model_whose_engine_died_comes_back_at_once(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(2.0,))
+    await cluster.start()
+    agent = cluster.agents["host:0"]
+    agent.delay_s = 0.3
+    await agent.lose("a")
+    await cluster.serves("a")
+    assert agent.active() == {"a", "b"}
+    status = await cluster.status()
+    assert status.actions_total["lost"] == 1
+    assert "activate_failed" not in status.actions_total
+
+
+async def test_the_scheduler_outlives_a_redis_that_stops_answering(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prism.errors import QueueUnavailableError
+    from prism.queueing.requests import RequestQueue
+
+    cluster.configure(spec("a"), spec("b"), rooms=(1.5,))
+    await cluster.start()
+    real = RequestQueue.placement
+
+    async def gone(self: RequestQueue) -> dict[str, str]:
+        raise QueueUnavailableError("Redis does not answer: test")
+
+    monkeypatch.setattr(RequestQueue, "placement", gone)
+    absent = ({"a", "b"} - cluster.agents["host:0"].active()).pop()
+    await cluster.send(absent)
+    await asyncio.sleep(0.8)
+    assert len(cluster.orders()) == 1
+    monkeypatch.setattr(RequestQueue, "placement", real)
+    await eventually(lambda: cluster.finished(absent))

@@ -1,0 +1,208 @@
+"""What policies see, from reports and actions under way; bars and sizes on their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prism.cluster.bars import Bars
+from prism.cluster.repairs import DropCopy, Route, repairs
+from prism.cluster.state import Move, State, new_state
+from prism.cluster.timing import Timing
+from prism.cluster.view import build_view
+from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.messages import AgentReport, ModelReport
+from prism.policies import registry
+from prism.policies.data import GpuView, ModelView
+from tests.cluster.conftest import MODEL_BYTES, spec
+
+CAPACITY = 4 * MODEL_BYTES
+
+
+def make_state(*models: Any, policy: str = "prism", now_s: float = 100.0) -> State:
+    config = ClusterConfig(
+        namespace="n",
+        run_dir="/run",
+        redis_url="",
+        policy=policy,
+        devices=[DeviceConfig(f"host:{i}", CAPACITY, 4096, 3) for i in range(2)],
+        models=list(models) or [spec("a"), spec("b")],
+        engine=EngineConfig(static_bytes=0),
+    )
+    return new_state(config, registry.get(policy), Timing(), lambda: now_s)
+
+
+def report(device: str, *models: ModelReport, **more: Any) -> AgentReport:
+    defaults = {
+        "epoch": 1,
+        "time_unix_s": 1000.0,
+        "capacity_bytes": CAPACITY,
+        "page_bytes": 4096,
+        "reserved_bytes": 0,
+        "committed_bytes": 0,
+        "resident_bytes": 0,
+        "engines_free": 3 - len(models),
+        "engines_starting": 0,
+        "engines_total": 3,
+    }
+    return AgentReport(device=device, models=list(models), **{**defaults, **more})
+
+
+def seen(state: State, *reports: AgentReport, at_s: float = 100.0) -> None:
+    for r in reports:
+        state.book.take(r, at_s)
+        state.sizes.observe(r)
+
+
+def look(state: State, now_s: float = 100.0) -> tuple[dict[str, ModelView], dict[str, GpuView]]:
+    view = build_view(state, now_s)
+    return {m.name: m for m in view.models}, {g.name: g for g in view.gpus}
+
+
+def test_a_device_without_report_is_not_alive() -> None:
+    state = make_state()
+    seen(state, report("host:0", engines_starting=1, engines_free=2))
+    _, gpus = look(state)
+    assert (gpus["host:0"].alive, gpus["host:0"].engines_free) == (True, 3)
+    assert (gpus["host:1"].alive, gpus["host:1"].engines_free) == (False, 0)
+    assert gpus["host:1"].capacity_bytes == CAPACITY
+
+
+def test_an_activation_on_its_way_takes_memory_and_an_engine_once() -> None:
+    state = make_state()
+    seen(state, report("host:0"), report("host:1"))
+    state.moves["a"] = Move("activate", "a", "host:0")
+    models, gpus = look(state)
+    assert (models["a"].device, models["a"].state) == ("host:0", "activating")
+    assert (gpus["host:0"].engines_free, gpus["host:0"].free_bytes) == (2, CAPACITY - MODEL_BYTES)
+    half = ModelReport("a", "activating", static_bytes=40960)
+    seen(state, report("host:0", half, reserved_bytes=40960))
+    _, gpus = look(state)
+    assert (gpus["host:0"].engines_free, gpus["host:0"].free_bytes) == (2, CAPACITY - MODEL_BYTES)
+    assert gpus["host:0"].fixed_bytes == 0
+
+
+@pytest.mark.parametrize("there", [(), (ModelReport("a", "activating"),)])
+def test_a_migration_counts_on_both_devices(there: tuple[ModelReport, ...]) -> None:
+    state = make_state()
+    seen(state, report("host:0", ModelReport("a", "active")), report("host:1", *there))
+    state.moves["a"] = Move("migrate", "a", "host:1", "host:0")
+    models, gpus = look(state)
+    assert (models["a"].device, models["a"].state) == ("host:0", "migrating")
+    assert gpus["host:1"].fixed_bytes == MODEL_BYTES
+    assert gpus["host:1"].engines_free == 2
+    assert (gpus["host:0"].fixed_bytes, gpus["host:0"].engines_free) == (0, 2)
+
+
+def test_a_failed_model_is_absent_and_its_requests_count() -> None:
+    state = make_state()
+    seen(state, report("host:0", ModelReport("a", "failed", waiting=2)))
+    state.unplaced["a"] = 3
+    models, _ = look(state)
+    assert (models["a"].device, models["a"].state, models["a"].waiting) == (None, "absent", 5)
+
+
+def test_the_copy_that_is_routed_is_the_one_shown() -> None:
+    state = make_state()
+    seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
+    state.placement["a"] = "host:1"
+    models, gpus = look(state)
+    assert models["a"].device == "host:1"
+    assert gpus["host:0"].fixed_bytes == MODEL_BYTES
+
+
+def test_idle_time_is_on_the_agents_clock_and_starts_with_the_activation() -> None:
+    state = make_state()
+    last = ModelReport("a", "active", last_request_unix_s=970.0)
+    seen(state, report("host:0", last, ModelReport("b", "active")), at_s=140.0)
+    models, _ = look(state, now_s=142.0)
+    assert models["a"].idle_s == pytest.approx(32.0)
+    assert models["b"].idle_s == pytest.approx(42.0)
+    state.activated_s["a"] = 139.0
+    assert look(state, now_s=142.0)[0]["a"].idle_s == pytest.approx(3.0)
+
+
+def test_an_operators_demand_counts_like_a_request_and_names_the_device() -> None:
+    state = make_state()
+    state.demands["a"] = "host:1"
+    models, _ = look(state)
+    assert (models["a"].waiting, models["a"].pinned_device) == (1, "host:1")
+    assert (models["b"].waiting, models["b"].pinned_device) == (0, None)
+
+
+@pytest.mark.parametrize(("policy", "weight"), [("prism", 50000), ("static", 40960)])
+def test_sizes_are_measured_unless_placement_must_stay_fixed(policy: str, weight: int) -> None:
+    state = make_state(policy=policy)
+    assert look(state)[0]["a"].weight_bytes == 40960
+    measured = ModelReport("a", "active", static_bytes=50000, kv_reserve_bytes=20480)
+    seen(state, report("host:0", measured))
+    assert look(state)[0]["a"].weight_bytes == weight
+
+
+# --- repairs -------------------------------------------------------------------------------
+
+
+def test_nothing_to_mend_when_redis_and_agents_agree() -> None:
+    state = make_state()
+    seen(state, report("host:0", ModelReport("a", "active")), report("host:1"))
+    state.placement = {"a": "host:0"}
+    state.unplaced = {"b": 4}
+    assert repairs(state, 100.0) == []
+
+
+def test_devices_that_may_still_come_are_left_alone() -> None:
+    state = make_state()
+    seen(state, report("host:0"))
+    state.placement = {"a": "host:1", "b": "host:0"}
+    assert [r.model for r in repairs(state, 101.0)] == ["b"]
+    (_, late) = sorted(repairs(state, 131.0), key=lambda r: r.model, reverse=True)
+    assert late == Route("a", None, "it was routed to host:1")
+
+
+def test_a_model_with_an_action_under_way_is_left_to_it() -> None:
+    state = make_state()
+    seen(state, report("host:0"), report("host:1"))
+    state.placement = {"a": "host:0"}
+    state.moves["a"] = Move("activate", "a", "host:0")
+    assert repairs(state, 100.0) == []
+
+
+def test_requests_stranded_in_unplaced_and_second_copies() -> None:
+    state = make_state()
+    seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
+    state.placement, state.unplaced = {"a": "host:1", "zzz": "host:0"}, {"a": 1}
+    assert repairs(state, 100.0) == [
+        Route("zzz", None, "not in the configuration"),
+        Route("a", "host:1", "requests waited although it is placed"),
+        DropCopy("a", "host:0", "host:1"),
+    ]
+
+
+# --- bars ----------------------------------------------------------------------------------
+
+
+def test_pauses_double_up_to_a_bound_and_start_over_after_a_quiet_time() -> None:
+    bars = Bars(Timing(retry_s=1.0, retry_max_s=5.0, forget_s=60.0))
+    ends, now_s = [], 0.0
+    for _ in range(5):
+        bars.failed("a", "g", f"at {now_s:g}", now_s)
+        pause_s = next(p / 2 for p in range(1, 40) if not bars.devices("a", now_s + p / 2))
+        ends.append(pause_s)
+        now_s += pause_s
+    assert ends == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert bars.count("a") == 5
+    bars.failed("a", "g", "much later", now_s + 100)
+    assert bars.message("a", now_s + 100) == "much later"
+    assert not bars.devices("a", now_s + 101)
+
+
+def test_a_lost_model_may_come_back_at_once_the_first_time() -> None:
+    bars = Bars(Timing(retry_s=1.0))
+    bars.died("a", "g", "killed", 0.0)
+    assert bars.devices("a", 0.0) == ()
+    bars.died("a", "g", "killed", 5.0)
+    assert bars.devices("a", 5.5) == ("g",)
+    assert bars.devices("b", 5.5) == ()
+    bars.clear("a")
+    assert (bars.devices("a", 5.5), bars.count("a")) == ((), 0)
