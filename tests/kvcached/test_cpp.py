@@ -23,7 +23,7 @@ def build(sanitizers: str) -> Path:
     """The test program; built once for each state of the sources."""
     headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "tests" / "cpp").glob("*.h")]
     content = b"".join(path.read_bytes() for path in sources() + sorted(headers))
-    digest = hashlib.sha256(content + sanitizers.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(content + " ".join([*FLAGS, sanitizers]).encode()).hexdigest()[:16]
     program = ROOT / "build" / "cpp-tests" / f"{sanitizers.replace(',', '-')}-{digest}"
     if program.exists():
         return program
