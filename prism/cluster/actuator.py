@@ -127,7 +127,6 @@ class Actuator:
     async def _bring_up(
         self, name: str, device: str, action: Activate | Migrate, route_at_once: bool
     ) -> None:
-        await self._free_engine(device)
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
         spec = self._state.config.model(name)
         order = ActivateModel(0, spec, limit_bytes, action.reason)
@@ -145,13 +144,6 @@ class Actuator:
         timeout_s = self._state.config.engine.drain_timeout_s + timing.eviction_slack_s
         await self._link.ask(device, EvictModel(0, name, reason), timeout_s)
         await self._reported(device, name, "absent")
-
-    async def _free_engine(self, device: str) -> None:
-        def free() -> bool:
-            report = self._state.book.report(device)
-            return report is None or report.engines_free > 0 or report.engines_starting == 0
-
-        await self._state.changes.until(free, self._state.timing.engine_wait_s)
 
     async def _reported(self, device: str, name: str, stage: str) -> None:
         """Until the agent's report shows what its result said: plans are made on reports."""

@@ -37,7 +37,10 @@ class AgentBook:
         self._ever_seen: set[str] = set()
 
     def take(self, report: AgentReport, now_s: float) -> set[str]:
-        """Note a report; returns the models that served there before and now do not."""
+        """Note a report; returns the models that were up there, or coming up, and now are not.
+
+        A model whose engine died while the agent brings it up on another one is still there.
+        """
         before = self._agents.get(report.device)
         started = report.engines_starting == 0 and report.engines_total > 0
         if before is not None and before.report.epoch == report.epoch:
@@ -46,10 +49,11 @@ class AgentBook:
         self._ever_seen.add(report.device)
         if before is None:
             return set()
-        return _serving(before.report) - _serving(report)
+        kept = {m.model for m in report.models if m.state not in ABSENT_STATES}
+        return _serving(before.report) - kept
 
     def drop_lost(self, now_s: float) -> dict[str, set[str]]:
-        """Forget agents that have been silent too long: device -> models that it served."""
+        """Forget agents that have been silent too long: device -> models that were up there."""
         late = [d for d, a in self._agents.items() if now_s - a.seen_s > self._lost_after_s]
         return {device: _serving(self._agents.pop(device).report) for device in late}
 
@@ -98,4 +102,4 @@ class AgentBook:
 
 
 def _serving(report: AgentReport) -> set[str]:
-    return {m.model for m in report.models if m.state == "active"}
+    return {m.model for m in report.models if m.state in ("active", "activating")}

@@ -21,7 +21,7 @@ from prism.cluster.timing import Timing
 from prism.config import ClusterConfig, read_resolved
 from prism.errors import ConfigError
 from prism.policies import registry
-from prism.process import die_with_parent
+from prism.process import configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue
 
 log = logging.getLogger("prism.cluster")
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m prism.cluster", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved cluster.json")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    configure_logging()
     try:
         asyncio.run(_serve(read_resolved(options.config)))
     except ConfigError as error:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Timing:
     """lost_after_s: an agent that reports nothing for so long is gone. start_grace_s: how long a
     fresh scheduler waits for agents that it has not heard of yet. settle_s: how long after an
-    action's result the agent's report may take to show it. engine_wait_s: how long an activation
-    waits for an engine that is starting. retry_s, retry_max_s: pause after a failed activation,
-    doubling; forget_s: without failure for so long, the pause starts over.
+    action's result the agent's report may take to show it. activation_s: longer than the agent's
+    own limit, which covers engines that are starting. retry_s, retry_max_s: pause after a failed
+    activation, doubling; forget_s: without failure for so long, the pause starts over.
     """
 
     lost_after_s: float = 10.0
@@ -20,7 +20,6 @@ class Timing:
     eviction_slack_s: float = 30.0
     trim_s: float = 10.0
     settle_s: float = 5.0
-    engine_wait_s: float = 60.0
     retry_s: float = 1.0
     retry_max_s: float = 10.0
     forget_s: float = 60.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from prism.cluster.agents import ABSENT_STATES
 from prism.cluster.state import State
 from prism.config import DeviceConfig
-from prism.messages import ModelReport, ModelSpec
+from prism.messages import AgentReport, ModelReport, ModelSpec
 from prism.policies.data import ClusterView, GpuView, ModelView
 
 _MOVING = {"activate": "activating", "evict": "draining"}
@@ -94,10 +95,16 @@ def _gpu(state: State, device: DeviceConfig, models: tuple[ModelView, ...]) -> G
         capacity_bytes=report.capacity_bytes,
         fixed_bytes=_elsewhere_bytes(state, device.name, models, unseen),
         free_bytes=max(0, report.capacity_bytes - report.reserved_bytes - pending_bytes),
-        # An activation waits for an engine that is starting.
-        engines_free=max(0, report.engines_free + report.engines_starting - len(unseen)),
+        engines_free=_engines_free(report) - len(unseen),
         engines_total=device.engines,
     )
+
+
+def _engines_free(report: AgentReport) -> int:
+    """The agent lets an activation wait for an engine that is starting; such a model may show in
+    the report without holding an engine yet."""
+    here = sum(m.state not in ABSENT_STATES for m in report.models)
+    return min(report.engines_free + report.engines_starting, report.engines_total - here)
 
 
 def _pending_bytes(state: State, device: str, name: str) -> int:

@@ -180,15 +180,17 @@ def _evict_for(draft: Draft, model: ModelView, idle: Sequence[ModelView], why: s
 
 
 def _free_short_devices(draft: Draft) -> None:
-    """Memory short on a device while requests wait there: its first idle model goes."""
+    """Memory short on a device where a busy model has a backlog: the first idle model goes."""
     if draft.actions or _in_transition(draft.view):
         return
     for b in draft.bins.values():
         short = b.gpu.free_bytes < draft.settings.short_fraction * b.gpu.capacity_bytes
         idle = [m for m in _over_threshold(draft) if m.name in b.models]
-        if short and idle and any(m.waiting for m in b.models.values()):
+        # A request that has only just arrived waits as well; a backlog is as long as what runs.
+        backlog = any(m.waiting >= m.running > 0 for m in b.models.values())
+        if short and idle and backlog:
             free = kvpr.size_text(b.gpu.free_bytes)
-            reason = f"idle for {idle[0].idle_s:.1f} s while requests wait and {free} are free"
+            reason = f"idle for {idle[0].idle_s:.1f} s while a backlog waits and {free} are free"
             draft.actions.append(Evict(idle[0].name, b.name, reason))
             b.take(idle[0].name)
 

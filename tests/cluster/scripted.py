@@ -107,7 +107,7 @@ class ScriptedAgent:
             reserved_bytes=reserved_bytes,
             committed_bytes=reserved_bytes,
             resident_bytes=reserved_bytes,
-            engines_free=device.engines - self.engines_starting - len(self.residents),
+            engines_free=max(0, device.engines - self.engines_starting - len(self.residents)),
             engines_starting=self.engines_starting,
             engines_total=device.engines,
             models=[self._model_report(name, r) for name, r in self.residents.items()],
@@ -169,14 +169,14 @@ class ScriptedAgent:
         name, device = order.model.name, self.config.device(self.device)
         need = memory_need(order.model, device, self.config.engine).total_bytes
         taken = sum(r.need_bytes for r in self.residents.values())
-        if name in self.residents or len(self.residents) >= device.engines - self.engines_starting:
+        if name in self.residents or len(self.residents) >= device.engines:
             self.broken_rules.append(f"activate {name}: it is here, or no engine is free")
         if taken + need > device.capacity_bytes:
             self.broken_rules.append(f"activate {name}: {taken} + {need} bytes overfill")
         self.residents[name] = Resident(need, kv_limit_bytes=order.kv_limit_bytes)
         await self.report()
         await asyncio.sleep(self.delay_s)
-        while name in self.stuck:
+        while name in self.stuck or self.engines_starting:
             await asyncio.sleep(TICK_S)
         if name in self.failing:
             del self.residents[name]

@@ -39,15 +39,16 @@ async def test_not_ready_before_engines_and_activations_are(cluster: Cluster) ->
     await eventually(cluster.ready)
 
 
-async def test_an_activation_waits_for_an_engine_that_is_starting(cluster: Cluster) -> None:
-    cluster.configure(spec("a"), engines=1)
+async def test_engines_that_are_starting_count_and_no_more(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), engines=1)
     cluster.start_scheduler()
     agent = await cluster.start_agent("host:0", engines_starting=1)
+    await eventually(lambda: agent.orders == [("activate", "a")])
+    await cluster.send("b")
     await asyncio.sleep(0.5)
-    assert agent.orders == []
+    assert agent.orders == [("activate", "a")]
     agent.engines_starting = 0
-    await eventually(cluster.ready)
-    assert agent.active() == {"a"}
+    await eventually(lambda: cluster.finished("b"))
 
 
 async def test_arrival_activates_an_absent_model(cluster: Cluster) -> None:

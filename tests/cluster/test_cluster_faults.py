@@ -238,6 +238,21 @@ async def test_a_model_whose_engine_died_comes_back_at_once(cluster: Cluster) ->
     assert "activate_failed" not in status.actions_total
 
 
+async def test_a_model_that_the_agent_revives_is_left_alone(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(1.0, 1.0))
+    await cluster.start()
+    home = (await cluster.queue.placement())["a"]
+    resident = cluster.agents[home].residents["a"]
+    resident.state = "activating"
+    await cluster.agents[home].report()
+    assert await cluster.send("a") == home
+    await asyncio.sleep(0.5)
+    resident.state = "active"
+    await eventually(lambda: cluster.finished("a"))
+    assert cluster.orders() == [("activate", "a")]
+    assert "lost" not in (await cluster.status()).actions_total
+
+
 async def test_the_scheduler_outlives_a_redis_that_stops_answering(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,10 @@ def test_a_device_without_report_is_not_alive() -> None:
     seen(state, report("host:0", engines_starting=1, engines_free=2))
     _, gpus = look(state)
     assert (gpus["host:0"].alive, gpus["host:0"].engines_free) == (True, 3)
+    seen(
+        state, report("host:0", ModelReport("a", "activating"), engines_starting=3, engines_free=0)
+    )
+    assert look(state)[1]["host:0"].engines_free == 2
     assert (gpus["host:1"].alive, gpus["host:1"].engines_free) == (False, 0)
     assert gpus["host:1"].capacity_bytes == CAPACITY
 

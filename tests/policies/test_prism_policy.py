@@ -157,9 +157,12 @@ def test_room_of_models_on_their_way_out_counts() -> None:
     assert planned(models, [gpu("g0", engines_free=0)]) == [("activate", "a", "g0")]
 
 
-def test_a_short_device_with_waiting_requests_loses_its_idle_model() -> None:
-    models = [active("busy", "g0", waiting=4, running=2), active("old", "g0", idle_s=60)]
+def test_a_short_device_with_a_backlog_loses_its_idle_model() -> None:
+    old = active("old", "g0", idle_s=60)
+    models = [active("busy", "g0", waiting=4, running=2), old]
     assert planned(models, [gpu("g0", free_bytes=4)]) == [("evict", "old", "g0")]
+    just_arrived = active("busy", "g0", waiting=1)
+    assert planned([just_arrived, old], [gpu("g0", free_bytes=4)]) == []
     assert planned(models, [gpu("g0", free_bytes=6)]) == []
     assert planned(models, [gpu("g0", free_bytes=4)], rebalance=False) == []
 
