@@ -102,33 +102,33 @@ def print_results(console: Console, results: Results) -> None:
 
 
 def attainment_table(results: Results) -> Table:
-    table = Table(title="SLO attainment")
-    for column in ("model", "requests", "errors", "SLO scale", "TTFT", "TPOT", "E2E", "all"):
+    """A row per model and SLO scale; narrow enough for 80 columns."""
+    table = Table(title="SLO attainment (% of requests)")
+    for column in ("model", "requests", "errors", "SLO x", "TTFT", "TPOT", "E2E", "all"):
         table.add_column(column, **_column(column))
     for name, group in _groups(results).items():
+        heads = [name, str(group.requests), str(group.requests - group.completed)]
+        last = len(group.attainment) - 1
         for number, (scale, found) in enumerate(group.attainment.items()):
-            first = number == 0
-            table.add_row(
-                name if first else "",
-                str(group.requests) if first else "",
-                str(group.requests - group.completed) if first else "",
-                scale,
-                *(percent(value) for value in (found.ttft, found.tpot, found.e2e, found.all)),
-                end_section=number == len(group.attainment) - 1,
-            )
+            values = (found.ttft, found.tpot, found.e2e, found.all)
+            cells = (percent(value).removesuffix(" %") for value in values)
+            table.add_row(*heads, scale, *cells, end_section=number == last)
+            heads = ["", "", ""]
     return table
 
 
 def latency_table(results: Results) -> Table:
-    table = Table(title="Latency of finished requests (mean / P50 / P95 / P99)")
-    for column in ("model", "TTFT", "TPOT", "E2E"):
+    """A row per model and latency."""
+    table = Table(title="Latency of finished requests")
+    for column in ("model", "", "mean", "P50", "P95", "P99"):
         table.add_column(column, **_column(column))
     for name, group in _groups(results).items():
-        cells = (
-            " / ".join(milliseconds(v) for v in (found.mean, found.p50, found.p95, found.p99))
-            for found in (group.ttft_ms, group.tpot_ms, group.e2e_ms)
-        )
-        table.add_row(name, *cells)
+        rows = {"TTFT": group.ttft_ms, "TPOT": group.tpot_ms, "E2E": group.e2e_ms}
+        for label, found in rows.items():
+            values = (found.mean, found.p50, found.p95, found.p99)
+            head = name if label == "TTFT" else ""
+            cells = (milliseconds(value) for value in values)
+            table.add_row(head, label, *cells, end_section=label == "E2E")
     return table
 
 
