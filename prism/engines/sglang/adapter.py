@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import warnings
 
 from prism.engines.core import EngineContext, EngineCore
 
@@ -11,14 +13,21 @@ from prism.engines.core import EngineContext, EngineCore
 # process with a started thread pool must not be forked.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
+# They tell which accelerators and optional packages they do not find.
+_TALKATIVE = ("sglang", "transformers", "torch.distributed")
+
 
 def preload() -> None:
     """Import torch, transformers and SGLang (8 s on a small machine); start no thread."""
     for name, value in zip(_ONE_THREAD, ("1", "1", "false"), strict=True):
         os.environ.setdefault(name, value)
-    core = importlib.import_module("prism.engines.sglang.core")
-    core.host.quiet()
-    core.host.import_models()
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        host = importlib.import_module("prism.engines.sglang.host")
+        host.import_models()
+        importlib.import_module("prism.engines.sglang.core")
 
 
 def create(context: EngineContext) -> EngineCore:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import logging
 import os
 import tempfile
 from pathlib import Path
@@ -97,9 +96,3 @@ def import_models() -> None:
     """Import every model class that SGLang knows, so that forked engines find them loaded."""
 
     importlib.import_module("sglang.srt.models.registry")
-
-
-def quiet() -> None:
-    """SGLang's and transformers' loggers report to nobody unless something is wrong."""
-    for name in ("sglang", "transformers", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)

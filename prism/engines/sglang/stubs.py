@@ -25,6 +25,8 @@ _ENVIRONMENT = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     # Inductor needs a real Triton; without one a compiled function fails at its first call.
     "TORCHDYNAMO_DISABLE": "1",
+    # The process groups of one rank never talk, but gloo opens a port for each: on loopback.
+    "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }

@@ -1,0 +1,228 @@
+"""Every name of SGLang that the adapter relies on, with the shape it must have.
+
+A new SGLang version that moves one of them fails here, by name, before anything subtle does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+# "module below sglang.srt:object" -> its parameters; None: it only has to exist.
+SEAMS: dict[str, str | None] = {
+    # stubs
+    "sglang._platform_stubs:_MockModule": "name",
+    "sglang._platform_stubs:_cdiv": "a, b",
+    "sglang._platform_stubs:_next_power_of_2": "n",
+    "sglang._platform_stubs:_Config": "kwargs, num_warps, num_stages, **extra",
+    "sglang._platform_stubs:_triton_key": "",
+    # platform
+    "platforms.cpu:CpuSRTPlatform": None,
+    "platforms.device_mixin:PlatformEnum.OOT": None,
+    "platforms.interface:SRTPlatform.get_kv_pool_cls": "self, kind",
+    "platforms.interface:SRTPlatform.get_paged_allocator_cls": "self",
+    "platforms.interface:SRTPlatform.get_dispatch_key_name": "self",
+    "platforms.interface:SRTPlatform.get_default_attention_backend": "self",
+    # KV pool and allocator
+    "mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal": "self",
+    "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.clear": "self",
+    "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc": "self, need_size",
+    "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc_extend": (
+        "self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, "
+        "extend_num_tokens, num_new_pages"
+    ),
+    "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc_decode": (
+        "self, seq_lens, seq_lens_cpu, last_loc"
+    ),
+    "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator._release_page_ids": "self, *page_ids",
+    "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.get_all_free_pages": "self",
+    "mem_cache.allocator.base:BaseTokenToKVPoolAllocator.create_prefill_budget": (
+        "self, tree_cache, num_mixed_decode_tokens"
+    ),
+    "mem_cache.allocator.base:BaseTokenToKVPoolAllocator.evict_to_free_tokens": (
+        "self, tree_cache, num_tokens"
+    ),
+    "mem_cache.allocator.base:BaseTokenToKVPoolAllocator.check_decode_capacity": (
+        "self, num_tokens, tree_cache, requests, spec_algorithm"
+    ),
+    "mem_cache.base_prefix_cache:EvictParams": "num_tokens, swa_num_tokens, mamba_num",
+    "mem_cache.base_prefix_cache:EvictResult": None,
+    "mem_cache.base_prefix_cache:BasePrefixCache.evict_for_alloc": (
+        "self, params, allocation_reclaim_satisfied"
+    ),
+    "mem_cache.common:release_kv_cache": "req, tree_cache, checkpoint",
+    "utils:get_num_new_pages": None,
+    # admission
+    "mem_cache.prefill_budget:PrefillBudget": "allocator, tree_cache, num_mixed_decode_tokens",
+    "mem_cache.prefill_budget:PrefillBudget._available_and_evictable": "self",
+    "mem_cache.prefill_budget:PrefillBudget.check_prefill": (
+        "self, extend_input_len, total_tokens, max_new_tokens, input_tokens, "
+        "swa_host_hit_length, chunk_limit, auxiliary_swa_host_hit_length"
+    ),
+    "mem_cache.prefill_budget:PrefillBudget.available_chunk_tokens": "self, chunk_limit",
+    "mem_cache.prefill_budget:PrefillBudget.fit_chunk": (
+        "self, extend_input_len, max_new_tokens, chunk_limit"
+    ),
+    "mem_cache.prefill_budget:PrefillBudget.reserve": (
+        "self, extend_input_len, max_new_tokens, extra_tokens, chunk_limit, is_chunked_continuation"
+    ),
+    # scheduler
+    "managers.scheduler:Scheduler": "server_args, port_args",
+    "managers.scheduler:Scheduler.init_ipc_channels": "self, port_args",
+    "managers.scheduler:Scheduler.init_idle_sleeper": "self",
+    "managers.scheduler:Scheduler.init_watch_dog_memory_saver_input_blocker": "self",
+    "managers.scheduler:Scheduler.init_request_receiver": "self",
+    "managers.scheduler:Scheduler.get_output_streamer_class": "self",
+    "managers.scheduler:Scheduler._create_generation_req": "self, recv_req, *args, **kwargs",
+    "managers.scheduler:Scheduler.get_next_batch_to_run": "self, running_batch, last_batch",
+    "managers.scheduler:Scheduler.update_running_batch": "self, batch",
+    "managers.scheduler:Scheduler.run_batch": "self, batch, pp_proxy_tensors",
+    "managers.scheduler:Scheduler.process_batch_result": "self, batch, result",
+    "managers.scheduler:Scheduler.process_input_requests": "self, recv_reqs",
+    "managers.scheduler:Scheduler._add_request_to_queue": "self, req, is_retracted",
+    "managers.scheduler:Scheduler.abort_request": "self, recv_req",
+    "managers.scheduler:Scheduler.is_fully_idle": "self, for_health_check, ignore_waiting",
+    "managers.scheduler:Scheduler.on_idle": "self",
+    "managers.scheduler:Scheduler.release_host_resources": "self",
+    "managers.schedule_batch:Req.reset_for_retract": "self",
+    "managers.schedule_batch:Req.output_ids_through_stop": None,
+    "managers.schedule_batch:ScheduleBatch.check_decode_mem": "self, selected_indices",
+    "managers.schedule_batch:FINISH_ABORT": None,
+    "managers.schedule_batch:FINISH_LENGTH": None,
+    "managers.schedule_batch:FINISH_MATCHED_TOKEN": None,
+    "managers.io_struct:AbortReq": None,
+    "managers.io_struct:TokenizedGenerateReqInput": None,
+    "managers.scheduler_components.ipc_channels:SchedulerIpcChannels": (
+        "recv_from_tokenizer, recv_from_rpc, send_to_tokenizer, send_to_detokenizer, "
+        "send_metrics_from_scheduler"
+    ),
+    "managers.scheduler_components.output_streamer:SchedulerOutputStreamer.stream_output": (
+        "self, reqs, return_logprob, skip_req"
+    ),
+    "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter._shutdown_fpm": "self",
+    "utils.common:DynamicGradMode": None,
+    "utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create": "enable",
+    "utils.watchdog:Watchdog.create": "debug_name, watchdog_timeout, soft, test_stuck_time",
+    # process-wide state
+    "runtime_context:publish": "server_args, role, hf_config, ranks",
+    "runtime_context:reset_context": "",
+    "runtime_context:get_context": "",
+    "runtime_context:get_exec": "",
+    "runtime_context:SpawnRanks": "world_rank, dp_rank, gpu_id",
+    "runtime_context:RuntimeContext.override": "self, source, **fields",
+    "distributed.parallel_state:destroy_model_parallel": "",
+    "distributed.parallel_state:destroy_distributed_environment": "",
+    "environ:envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": None,
+    "models.registry:ModelRegistry": None,
+    # arguments and sampling
+    "server_args:ServerArgs": None,
+    "server_args:PortArgs": None,
+    "sampling.sampling_params:SamplingParams.normalize": "self, tokenizer",
+    "sampling.sampling_params:SamplingParams.verify": "self, vocab_size",
+    "sampling.sampling_params:TOP_K_ALL": None,
+    "layers.sampler:murmur_hash32": "seed, positions, col_indices",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sglang() -> None:
+    from prism.engines.sglang import stubs
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at import it lists what accelerators are missing
+        stubs.install()
+        importlib.import_module("sglang.srt.managers.scheduler")
+
+
+def resolve(name: str) -> Any:
+    module, _, path = name.partition(":")
+    module = module if module.startswith("sglang.") else f"sglang.srt.{module}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def parameters(function: Any) -> list[str]:
+    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    signature = inspect.signature(function).parameters.values()
+    return [marks.get(p.kind, "") + p.name for p in signature]
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_seam(name: str) -> None:
+    expected, found = SEAMS[name], resolve(name)
+    if expected is not None:
+        assert ", ".join(parameters(found)) == expected
+
+
+def test_our_overrides_keep_their_signatures() -> None:
+    from prism.engines.sglang.allocator import KvcachedAllocator
+    from prism.engines.sglang.budget import KvcachedBudget
+    from prism.engines.sglang.kv_pool import KvcachedPool
+    from prism.engines.sglang.noise import random_bits
+    from prism.engines.sglang.platform import PrismCpuPlatform
+    from prism.engines.sglang.scheduler import InProcessScheduler, InProcessStreamer
+
+    classes = (
+        KvcachedAllocator,
+        KvcachedBudget,
+        KvcachedPool,
+        PrismCpuPlatform,
+        InProcessScheduler,
+        InProcessStreamer,
+    )
+    ours = {
+        f"{cls.__name__}.{name}": (method, getattr(cls.__base__, name))
+        for cls in classes
+        for name, method in vars(cls).items()
+        if inspect.isfunction(method) and name != "__init__" and hasattr(cls.__base__, name)
+    }
+    assert len(ours) > 20
+    for name, (mine, stock) in ours.items():
+        if not parameters(mine)[-1].startswith("**"):
+            assert parameters(mine) == parameters(stock), name
+    assert parameters(random_bits) == ["seed", "positions", "col_indices"]
+
+
+def test_the_platform_is_found_by_its_entry_point() -> None:
+    from sglang.srt import platforms
+
+    from prism.engines.sglang.platform import PrismCpuPlatform
+
+    assert isinstance(platforms.current_platform, PrismCpuPlatform)
+
+
+def test_private_attributes_that_are_read() -> None:
+    """Instance attributes have no signature: their names must occur where they are set."""
+    source = inspect.getsource(resolve("managers.scheduler:Scheduler"))
+    for name in (
+        "chunked_req",
+        "waiting_queue",
+        "running_batch",
+        "last_batch",
+        "cur_batch_for_debug",
+        "_sched_idled",
+        "_war_barrier_enabled",
+        "schedule_stream",
+        "load_snapshot_writer",
+        "recv_skipper",
+        "input_blocker",
+        "token_to_kv_pool_allocator",
+        "tree_cache",
+    ):
+        assert f"self.{name}" in source, name
+    req = inspect.getsource(resolve("managers.schedule_batch:Req"))
+    for name in ("send_token_offset", "finished_output", "finished_len", "prefix_len"):
+        assert f"self.{name}" in req, name
+    paged = inspect.getsource(resolve("mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"))
+    for name in ("free_pages", "free_page_ids_group", "staged_pages", "num_staged_pages"):
+        assert f"self.{name}" in paged, name
