@@ -1,0 +1,111 @@
+"""Engines and agents killed with -9 under a whole cluster: every client gets its answer, or a
+named error behind a right beginning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from prism.engines.fake import expected_tokens
+from tests.serve.conftest import Cluster, descendants, serving, until
+
+COUNT = 40
+SLOW = json.dumps({"decode_step_ms": 15, "prefill_tokens_per_s": 60})
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def engines(cluster: Cluster) -> list[int]:
+    """Forked engine processes: children of a nursery."""
+    everyone = descendants(cluster.process.pid)
+    nurseries = [pid for pid in everyone if "prism.engines.nursery" in command_of(pid)]
+    return [pid for pid in nurseries if not descendants(pid)]
+
+
+async def stream(client: httpx.AsyncClient, prompt: list[int]) -> dict[str, Any]:
+    """One stream's ids and error."""
+    body = {"model": "a", "prompt": prompt, "max_tokens": COUNT, "ignore_eos": True}
+    got: dict[str, Any] = {"prompt": prompt, "ids": [], "error": None}
+    more = {"stream": True, "return_token_ids": True, "temperature": 0}
+    async with client.stream("POST", "/v1/completions", json={**body, **more}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                got["error"] = event.get("error")
+                for choice in event.get("choices", []):
+                    got["ids"] += choice["token_ids"]
+    return got
+
+
+async def kill_under_load(cluster: Cluster, victims: list[int]) -> list[dict[str, Any]]:
+    """Eight requests, some of them answering already, when the victims are killed."""
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=90) as client:
+        jobs = [asyncio.create_task(stream(client, [20 + i] * 8)) for i in range(8)]
+        await asyncio.sleep(0.7)
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        return list(await asyncio.gather(*jobs))
+
+
+def check(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        expected = expected_tokens(answer["prompt"], COUNT)
+        assert answer["ids"] == expected[: len(answer["ids"])]
+        if answer["error"] is None:
+            assert len(answer["ids"]) == COUNT
+        else:
+            assert answer["error"]["code"] == "engine_died"
+            assert answer["ids"], "nothing had been sent: it must be served again"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tempfile import TemporaryDirectory
+
+    with (
+        TemporaryDirectory(prefix="prism-") as temporary,
+        serving(tmp_path_factory.mktemp("death"), Path(temporary), SLOW) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_engines_that_die(cluster: Cluster, turn: int) -> None:
+    until(lambda: len(engines(cluster)) == 2, "all engines up again")
+    check(asyncio.run(kill_under_load(cluster, engines(cluster))))
+    assert asyncio.run(one(cluster))["ids"] == expected_tokens([7], COUNT)
+
+
+def test_an_agent_that_dies(cluster: Cluster) -> None:
+    """Its successor takes the queue over and serves everything again; greedy output goes on."""
+    check(asyncio.run(kill_under_load(cluster, [cluster.child("prism.agent")])))
+    assert asyncio.run(one(cluster))["ids"] == expected_tokens([7], COUNT)
+
+
+def test_a_scheduler_that_dies(cluster: Cluster) -> None:
+    check(asyncio.run(kill_under_load(cluster, [cluster.child("prism.cluster")])))
+
+
+async def one(cluster: Cluster) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=90) as client:
+        return await stream(client, [7])
+
+
+def test_both_ways_were_taken(cluster: Cluster) -> None:
+    """The kills above met requests with and without output, or they showed nothing."""
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    lines = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[:1] != "#")
+    assert float(lines['prism_retries_total{model="a"}']) > 0
+    assert float(lines['prism_requests_total{model="a",outcome="engine_died"}']) > 0
