@@ -229,6 +229,7 @@ class Agent:
         self._orders.close()
         self._cancels.close()
         self._context.term()
+        self._remove_sockets()
         for task in failed:
             task.result()
 
@@ -245,6 +246,15 @@ class Agent:
             self._device.destroy()
         except KvcachedError as error:
             log.error("the ledger of %s stays: %s", self._name, error)
+
+    def _remove_sockets(self) -> None:
+        """libzmq leaves the files of its ipc sockets behind."""
+        config = self._config
+        for endpoint in (
+            config.agent_engines_endpoint(self._name),
+            config.agent_cancel_endpoint(self._name),
+        ):
+            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     # --- small connections ------------------------------------------------------------------
 

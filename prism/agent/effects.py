@@ -42,7 +42,7 @@ class AgentEffects:
         return self._link.send(engine_id, message)
 
     def kill(self, engine: Engine) -> None:
-        if engine.pid:
+        if engine.pid and not engine.ended:
             try:
                 os.kill(engine.pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -46,7 +46,7 @@ class Nursery:
             await self._client.stop(self._timing.nursery_stop_s)
             failures = 0 if was_ready else failures + 1
             for engine in self._pool:
-                engine.pid = 0  # engines die with their nursery
+                engine.ended = True  # engines die with their nursery
                 self._lifecycle.engine_died(engine.id, "the nursery ended")
             await asyncio.sleep(self._timing.fork_retry_s)
         raise EngineError(
@@ -82,7 +82,7 @@ class Nursery:
         else:
             self._stillborn = 0
         if engine is not None:
-            engine.pid = 0  # reaped: the number may be somebody else's by now
+            engine.ended = True
         self._lifecycle.engine_died(engine_id, f"it ended with status {status}")
         self.tick()
 

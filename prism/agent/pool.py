@@ -22,6 +22,7 @@ class EngineState(Enum):
 class Engine:
     """Times are monotonic. `seen_s`: its last message; `since_s`: when its state began.
     `status` is the last one about `model`;
+    `ended`: its process was reaped, so its pid may be somebody else's by now;
     `counters` are those of the last status about anything."""
 
     id: str
@@ -29,6 +30,7 @@ class Engine:
     seen_s: float
     state: EngineState = EngineState.STARTING
     pid: int = 0
+    ended: bool = False
     model: str | None = None
     activated: Activated | None = None
     status: EngineStatus | None = None

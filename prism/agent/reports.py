@@ -63,6 +63,7 @@ def _model_report(
         waiting=waiting[served.name],
         running=runs[served.name],
         engine_id=served.engine_id,
+        engine_pid=engine.pid if engine else 0,
         last_request_unix_s=totals.last_request_unix_s,
         prompt_tokens_total=totals.prompt_tokens,
         output_tokens_total=totals.output_tokens,

@@ -22,7 +22,7 @@ class Timing:
     fork_retry_s, fork_retry_max_s: pause after an engine died before it was ready, doubling.
     """
 
-    lease_ttl_s: float = 10.0
+    lease_ttl_s: float = 5.0
     lease_wait_s: float = 30.0
     tick_s: float = 0.1
     retry_s: float = 0.2

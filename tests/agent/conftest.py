@@ -1,0 +1,39 @@
+"""An agent with two engines of the fake adapter, two of its models active."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from prism.agent.timing import Timing
+from prism.queueing import BundledRedis
+from tests.agent.harness import World, make_config, world
+
+FAST = Timing(
+    lease_ttl_s=1.5,
+    tick_s=0.02,
+    silent_s=3.0,
+    absent_grace_s=0.5,
+    failed_grace_s=0.1,
+    frontend_check_s=0.1,
+    frontend_missing_s=0.5,
+    memory_retry_s=0.1,
+    fork_retry_s=0.1,
+)
+
+
+@pytest.fixture(autouse=True)
+def fake_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 2 ms, so that requests last long enough to be met while they run."""
+    monkeypatch.setenv("PRISM_FAKE", '{"decode_step_ms": 2, "prefill_tokens_per_s": 50000}')
+
+
+@pytest.fixture
+async def agent_world(
+    redis_server: BundledRedis, short_dir: Path, namespace: str
+) -> AsyncIterator[World]:
+    """The agent is not started yet."""
+    async with world(make_config(short_dir, namespace, redis_server.url), FAST) as this:
+        yield this
