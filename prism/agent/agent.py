@@ -49,8 +49,7 @@ log = logging.getLogger(__name__)
 class Agent:
     """`run` serves the device until it is drained; make a new object for a new run.
 
-    Opening raises what `kvcached.Device.open` raises, and zmq.ZMQError when another agent has the
-    device's sockets.
+    Making one raises what `kvcached.Device.open` raises.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class Agent:
         )
         self._drain_timeout_s = config.engine.drain_timeout_s
         self._drain_action: int | None = None
+        self._bound = False
         self._stop = asyncio.Event()
         self._state = State(Pool(device, place.engines), self._timing)
         self._errands = Errands()
@@ -86,9 +86,9 @@ class Agent:
 
     def _wire_serving(self) -> None:
         """The request's way."""
-        self._reclaimer = Reclaimer(self._state, self._link)
+        self._reclaimer = Reclaimer(self._state, self._device, self._link)
         port = DevicePort(self._state, self._device, self._reclaimer)
-        limits = Limits()
+        limits = Limits(prefill_chunk_tokens=self._config.engine.prefill_chunk_tokens)
         scheduler = LocalScheduler(port, limits)
         self._mirror = Mirror(scheduler, lambda: time.time() - time.monotonic())
         self._lease = Lease(
@@ -152,6 +152,10 @@ class Agent:
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._lease.acquire()
+            # Only now: binding takes the addresses away from whoever has them.
+            self._link.bind()
+            self._cancels.bind()
+            self._bound = True
             tasks = [asyncio.create_task(loop) for loop in self._loops()]
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -229,9 +233,11 @@ class Agent:
         self._orders.close()
         self._cancels.close()
         self._context.term()
-        self._remove_sockets()
-        for task in failed:
-            task.result()
+        errors = [error for task in failed if (error := task.exception()) is not None]
+        if self._bound and not any(isinstance(error, LeaseLostError) for error in errors):
+            self._remove_sockets()
+        if errors:
+            raise errors[0]
 
     async def _leave_queue(self) -> None:
         try:
@@ -248,7 +254,8 @@ class Agent:
             log.error("the ledger of %s stays: %s", self._name, error)
 
     def _remove_sockets(self) -> None:
-        """libzmq leaves the files of its ipc sockets behind."""
+        """libzmq leaves the files of its ipc sockets behind. REQUIRES: the lease was not lost, or
+        they would be those of the next agent."""
         config = self._config
         for endpoint in (
             config.agent_engines_endpoint(self._name),

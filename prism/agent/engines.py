@@ -24,9 +24,13 @@ class EngineLink:
         # A send to an engine that is not connected, or takes nothing, is an error, not silence.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.bind(endpoint)
+        self._endpoint = endpoint
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._encoder = msgspec.msgpack.Encoder()
+
+    def bind(self) -> None:
+        """Take the address, from a predecessor as well."""
+        self._socket.bind(self._endpoint)
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
         """Never blocks. False: the engine is gone or hangs; its end is noticed elsewhere."""

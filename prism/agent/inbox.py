@@ -153,9 +153,13 @@ class CancelInbox:
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, serving: Serving) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
+        self._endpoint = endpoint
         self._serving = serving
         self._decoder = msgspec.msgpack.Decoder(Cancel)
+
+    def bind(self) -> None:
+        """Take the address, from a predecessor as well."""
+        self._socket.bind(self._endpoint)
 
     async def run(self) -> None:
         """Malformed messages are logged and dropped."""

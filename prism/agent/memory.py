@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from kvcached import Device
 from prism.agent.engines import EngineLink
-from prism.agent.pool import Engine
 from prism.agent.state import State
 from prism.messages import Trim, Trimmed
 
@@ -36,8 +36,9 @@ class Reclaimer:
     An engine answers its Trim messages in order, which says whose answer one is.
     """
 
-    def __init__(self, state: State, link: EngineLink) -> None:
+    def __init__(self, state: State, device: Device, link: EngineLink) -> None:
         self._state = state
+        self._device = device
         self._link = link
         self._asked_s: dict[str, float] = {}
         self._unanswered: defaultdict[str, deque[Flush | None]] = defaultdict(deque)
@@ -71,20 +72,29 @@ class Reclaimer:
         """Ask others for `need_bytes`: idle ones first, then those that hold most. Each engine at
         most every `reclaim_s`; what it was asked for a moment ago counts as on its way."""
         loads = self._state.running.loads()
-        holders = [e for e in self._state.pool if e.id != for_engine and e.reclaimable_bytes > 0]
-        holders.sort(key=lambda e: (e.id in loads, -e.reclaimable_bytes))
-        for engine in holders:
+        idle_bytes = self._reclaimable_bytes(for_engine)
+        for engine_id in sorted(idle_bytes, key=lambda i: (i in loads, -idle_bytes[i])):
             if need_bytes <= 0:
                 return
-            target_bytes = min(need_bytes, engine.reclaimable_bytes)
+            target_bytes = min(need_bytes, idle_bytes[engine_id])
             need_bytes -= target_bytes
-            self._ask(engine, target_bytes)
+            self._ask(engine_id, target_bytes)
 
-    def _ask(self, engine: Engine, target_bytes: int) -> None:
+    def _reclaimable_bytes(self, for_engine: str) -> dict[str, int]:
+        """Engine id -> bytes that would help others: idle, and above what it is guaranteed."""
+        found: dict[str, int] = {}
+        for client in self._device.usage().clients:
+            engine = self._state.pool.get(client.name)
+            if engine is not None and engine.id != for_engine:
+                spare_bytes = client.reserved_bytes - client.min_bytes
+                found[engine.id] = min(engine.idle_bytes, spare_bytes)
+        return {engine_id: size for engine_id, size in found.items() if size > 0}
+
+    def _ask(self, engine_id: str, target_bytes: int) -> None:
         now_s = self._state.now_s()
-        if now_s - self._asked_s.get(engine.id, float("-inf")) < self._state.timing.reclaim_s:
+        if now_s - self._asked_s.get(engine_id, float("-inf")) < self._state.timing.reclaim_s:
             return
-        self._asked_s[engine.id] = now_s
-        log.debug("%s shall give back %d bytes", engine.id, target_bytes)
-        if self._link.send(engine.id, Trim(target_bytes=target_bytes)):
-            self._unanswered[engine.id].append(None)
+        self._asked_s[engine_id] = now_s
+        log.debug("%s shall give back %d bytes", engine_id, target_bytes)
+        if self._link.send(engine_id, Trim(target_bytes=target_bytes)):
+            self._unanswered[engine_id].append(None)

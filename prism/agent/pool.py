@@ -50,7 +50,7 @@ class Engine:
         return -(-self.activated.quantum_bytes // self.activated.quantum_tokens)
 
     @property
-    def reclaimable_bytes(self) -> int:
+    def idle_bytes(self) -> int:
         """KV memory that no request uses: free slots in mapped pages and prefix cache."""
         if self.status is None:
             return 0

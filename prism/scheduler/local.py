@@ -34,7 +34,8 @@ class Limits:
     passes_max: how often others may overtake a request that lacks memory before the memory is
     kept for it, and for how long at most (hold_s).
     late_every: how many others may go before a model's oldest late request until it is its turn.
-    prefill_horizon_s: prefill work an engine may hold before it takes no more.
+    prefill_horizon_s: prefill work an engine may hold before it takes no more, but always one
+    prefill step of prefill_chunk_tokens.
     order_age_s: the order is computed anew after this, since deadlines pass.
     """
 
@@ -43,6 +44,7 @@ class Limits:
     hold_s: float = 30.0
     late_every: int = 4
     prefill_horizon_s: float = 0.25
+    prefill_chunk_tokens: int = 0
     order_age_s: float = 0.25
 
 
@@ -91,7 +93,8 @@ class LocalScheduler:
             return []
         views = self._engines.views()
         self._refresh_order(now_s, views)
-        room = Room(views, self._limits.prefill_horizon_s)
+        limits = self._limits
+        room = Room(views, limits.prefill_horizon_s, limits.prefill_chunk_tokens)
         dispatched, lacking = self._choose(now_s, room)
         for model, ids in self._by_model(dispatched).items():
             self._engines.dispatch(model, ids)

@@ -34,10 +34,17 @@ class _Engine:
 
 class Room:
     """prefill_horizon_s: an engine with more prefill work than this takes no more requests yet,
-    since they would only wait inside it, where no later deadline can overtake them."""
+    since they would only wait inside it, where no later deadline can overtake them. But a step's
+    worth of work (prefill_chunk_tokens) never waits here: smaller steps waste the engine."""
 
-    def __init__(self, views: Iterable[EngineView], prefill_horizon_s: float) -> None:
+    def __init__(
+        self,
+        views: Iterable[EngineView],
+        prefill_horizon_s: float,
+        prefill_chunk_tokens: int = 0,
+    ) -> None:
         self._horizon_s = prefill_horizon_s
+        self._chunk_tokens = prefill_chunk_tokens
         self._shared_taken_bytes = 0
         self._engines = {
             view.model: _Engine(
@@ -68,7 +75,8 @@ class Room:
             return Verdict.NOT_READY
         if engine.view.running + engine.taken >= engine.view.max_running:
             return Verdict.SLOTS
-        if engine.pending_prefill_s > self._horizon_s:
+        chunk_s = self._chunk_tokens / engine.view.prefill_tokens_per_s
+        if engine.pending_prefill_s > max(self._horizon_s, chunk_s):
             return Verdict.PREFILL
         return Verdict.STARTS if need_tokens <= self.free_tokens(model) else Verdict.MEMORY
 
