@@ -17,7 +17,6 @@ namespace {
 void bind_record(nb::module_& module) {
   nb::class_<ClientRecord>(module, "ClientRecord")
       .def_ro("pid", &ClientRecord::pid)
-      .def_ro("memory_fd", &ClientRecord::memory_fd)
       .def_prop_ro("reserved_bytes", &ClientRecord::elastic_bytes)
       .def_ro("committed_bytes", &ClientRecord::committed_bytes)
       .def_ro("static_bytes", &ClientRecord::static_bytes)
@@ -48,6 +47,8 @@ void bind_ledger(nb::module_& module) {
              LedgerUsage usage = take(without_gil([&] { return self.usage(); }));
              return std::tuple(usage.charged_bytes, std::move(usage.clients));
            })
+      .def("resident_bytes",
+           [](Ledger& self) { return take(without_gil([&] { return self.resident_bytes(); })); })
       .def("reap", [](Ledger& self) { return take(without_gil([&] { return self.reap(); })); })
       .def(
           "destroy",

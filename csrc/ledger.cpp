@@ -275,6 +275,20 @@ Result<LedgerUsage> Ledger::usage() {
   return usage;
 }
 
+Result<uint64_t> Ledger::resident_bytes() {
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); !status.ok()) return status;
+  reap_locked();
+  uint64_t total = 0;
+  for (const ClientRecord& client : segment_->clients) {
+    if (client.used == 0) continue;
+    Result<uint64_t> bytes = kvcached::resident_bytes(owner_of(client), client.memory_fd);
+    if (!bytes.ok()) return bytes;
+    total += bytes.value();
+  }
+  return total;
+}
+
 Result<ClientRecord> Ledger::client(int slot) {
   const Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;

@@ -74,6 +74,9 @@ class Ledger {
 
   // One coherent read, dead clients freed first.
   Result<LedgerUsage> usage();
+  // Memory behind all clients' pages, as the OS counts it. No reservation is granted while it
+  // looks, so that a page moving from one client to another is not counted twice.
+  Result<uint64_t> resident_bytes();
   Result<ClientRecord> client(int slot);
   Result<int> reap();
 

@@ -56,6 +56,25 @@ bool is_over(const ProcessId& process) {
   return stat.state == 'Z' || stat.state == 'X';
 }
 
+Result<uint64_t> resident_bytes(const ProcessId& process, int fd) {
+  constexpr uint64_t kBlockBytes = 512;  // of st_blocks
+  const std::string pid = std::to_string(process.pid);
+  if (process.pid_namespace != this_process().pid_namespace) {
+    return failure(Code::permission,
+                   "process " + pid + " is of another pid namespace; look from inside it");
+  }
+  struct stat info = {};
+  if (stat(("/proc/" + pid + "/fd/" + std::to_string(fd)).c_str(), &info) == 0) {
+    return static_cast<uint64_t>(info.st_blocks) * kBlockBytes;
+  }
+  if (errno == ENOENT || errno == ESRCH) return uint64_t{0};
+  if (errno == EACCES || errno == EPERM) {
+    return failure(Code::permission,
+                   "may not look at the memory of process " + pid + "; run as its user");
+  }
+  return system_failure("stat of a client's memory", errno);
+}
+
 Status lock_byte(int fd, off_t byte, bool wait) {
   struct flock lock = one_byte(byte);
   int result = 0;

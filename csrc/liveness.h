@@ -23,6 +23,10 @@ ProcessId this_process();
 // another pid namespace, which cannot be looked at, counts as over.
 bool is_over(const ProcessId& process);
 
+// Memory behind a file that the process has open, as the OS counts it; 0 once the process is over
+// or has closed it. Code::permission if this user may not look.
+Result<uint64_t> resident_bytes(const ProcessId& process, int fd);
+
 // Write-locks one byte for this open file description (not for the process).
 // Code::busy if another one holds it and `wait` is false.
 Status lock_byte(int fd, off_t byte, bool wait);

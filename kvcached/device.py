@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from kvcached.errors import (
     ClosedError,
     InvalidArgumentError,
     LedgerCorruptError,
-    LedgerPermissionError,
     LedgerVersionError,
     UnknownDeviceError,
 )
@@ -22,7 +20,6 @@ from kvcached.usage import ClientUsage, DeviceUsage
 SHM_DIR = Path("/dev/shm")
 DEFAULT_PAGE_BYTES = 2 << 20
 _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_BLOCK_BYTES = 512  # unit of st_blocks
 
 
 def segment_path(name: str, namespace: str = "default") -> Path:
@@ -96,10 +93,11 @@ class Device:
     def resident_bytes(self) -> int:
         """Bytes of physical memory behind all live clients' pages, as the OS counts them.
 
-        Raises LedgerPermissionError if a client belongs to a user whose files cannot be looked at.
+        No reservation is granted while it looks, so that a page which moves from one client to
+        another is not counted twice. Raises LedgerPermissionError if a client belongs to a user or
+        pid namespace whose files cannot be looked at.
         """
-        _, records = self._open_ledger().usage()
-        return sum(_resident_bytes(record) for record in records)
+        return self._open_ledger().resident_bytes()
 
     def client(self, name: str, *, min_bytes: int = 0, limit_bytes: int | None = None) -> Client:
         """Registers this process in the ledger; the client's memory dies with it.
@@ -151,16 +149,3 @@ class Device:
         if self._ledger is None:
             raise ClosedError("the device is closed; open it again")
         return self._ledger
-
-
-def _resident_bytes(record: _core.ClientRecord) -> int:
-    path = f"/proc/{record.pid}/fd/{record.memory_fd}"
-    try:
-        return os.stat(path).st_blocks * _BLOCK_BYTES
-    except PermissionError as error:
-        raise LedgerPermissionError(
-            f"cannot look at the memory of client {record.name!r} (process {record.pid}); "
-            "run as its user"
-        ) from error
-    except (FileNotFoundError, ProcessLookupError):
-        return 0  # it closed or died since the ledger was read

@@ -178,3 +178,13 @@ def test_client_arguments_are_checked(device: Device) -> None:
     with pytest.raises(errors.NoRoomError, match="minimum is not free"):
         device.client("a", min_bytes=CAPACITY + PAGE)
     assert device.usage().clients == ()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user takes root")
+def test_memory_that_may_not_be_looked_at_is_named(
+    device: Device, spawn: Spawn, namespace: str
+) -> None:
+    segment_path("host:0", namespace).chmod(0o666)
+    with device.client("owner"):
+        said, _ = spawn("look_as_nobody").communicate(timeout=60)
+    assert "may not look at the memory of process" in said

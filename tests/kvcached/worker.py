@@ -113,6 +113,19 @@ def open_as_nobody(device: Device) -> None:
         say(error)
 
 
+def look_as_nobody(device: Device) -> None:
+    """Says which error another user gets that looks at the memory of a client."""
+    import os
+
+    from kvcached.errors import LedgerPermissionError
+
+    os.setuid(65534)
+    try:
+        device.resident_bytes()
+    except LedgerPermissionError as error:
+        say(error)
+
+
 def create_in(device: Device, directory: str) -> None:
     """Creates a ledger in a directory of its own and says which error that gives."""
     import kvcached.device
