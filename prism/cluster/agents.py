@@ -27,13 +27,10 @@ class AgentBook:
     may be starting, or not have noticed yet that the scheduler is back.
     """
 
-    def __init__(
-        self, devices: Collection[str], now_s: float, lost_after_s: float, start_grace_s: float
-    ) -> None:
+    def __init__(self, devices: Collection[str], now_s: float, start_grace_s: float) -> None:
         self._devices = tuple(devices)
         self._agents: dict[str, Agent] = {}
         self._grace_until_s = now_s + start_grace_s
-        self._lost_after_s = lost_after_s
         self._ever_seen: set[str] = set()
 
     def take(self, report: AgentReport, now_s: float) -> set[str]:
@@ -52,10 +49,13 @@ class AgentBook:
         kept = {m.model for m in report.models if m.state not in ABSENT_STATES}
         return _serving(before.report) - kept
 
-    def drop_lost(self, now_s: float) -> dict[str, set[str]]:
-        """Forget agents that have been silent too long: device -> models that were up there."""
-        late = [d for d, a in self._agents.items() if now_s - a.seen_s > self._lost_after_s]
-        return {device: _serving(self._agents.pop(device).report) for device in late}
+    def silent(self, now_s: float, for_s: float) -> list[str]:
+        """Devices whose agent has not reported for longer than that."""
+        return [d for d, a in self._agents.items() if now_s - a.seen_s > for_s]
+
+    def drop(self, device: str) -> set[str]:
+        """Its agent is gone; returns the models that were up there."""
+        return _serving(self._agents.pop(device).report)
 
     def knows(self, device: str) -> bool:
         return device in self._devices

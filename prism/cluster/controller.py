@@ -111,10 +111,12 @@ class Controller:
     async def turn(self) -> None:
         """Once through everything. Raises QueueUnavailableError."""
         state = self._state
-        self._drop_lost_agents()
+        await self._drop_lost_agents()
+        # What is read may be older than the end of an action that was under way meanwhile.
+        moving = set(state.moves)
         state.placement = await self._queue.placement()
         state.unplaced = await self._queue.unplaced_counts()
-        await self._mend()
+        await self._mend(moving)
         await self._recover_queues()
         if state.book.all_heard(self._state.now_s()):
             self._plan()
@@ -170,17 +172,27 @@ class Controller:
                 if device == report.device and not known:
                     self._link.give_up(device, f"the agent of {device} restarted", move.model)
 
-    def _drop_lost_agents(self) -> None:
-        for device, models in self._state.book.drop_lost(self._state.now_s()).items():
-            silent_s = self._state.timing.lost_after_s
-            why = f"the agent of {device} is gone: no report for {silent_s:g} s"
-            log.warning("%s; it served %s", why, ", ".join(sorted(models)) or "nothing")
-            self._state.actions_total["agent_lost"] += 1
-            self._link.give_up(device, why)
-            self._state.wanted |= models - self._state.moves.keys()
+    async def _drop_lost_agents(self) -> None:
+        """Agents whose process has ended, and those that have been silent for too long."""
+        state, timing = self._state, self._state.timing
+        for device in state.book.silent(state.now_s(), timing.probe_after_s):
+            if not await self._link.is_connected(device):
+                self._drop_agent(device, "its connection is closed")
+        for device in state.book.silent(state.now_s(), timing.lost_after_s):
+            self._drop_agent(device, f"no report for {timing.lost_after_s:g} s")
 
-    async def _mend(self) -> None:
+    def _drop_agent(self, device: str, why: str) -> None:
+        models = self._state.book.drop(device)
+        served = ", ".join(sorted(models)) or "nothing"
+        log.warning("the agent of %s is gone (%s); it served %s", device, why, served)
+        self._state.actions_total["agent_lost"] += 1
+        self._link.give_up(device, f"the agent of {device} is gone: {why}")
+        self._state.wanted |= models - self._state.moves.keys()
+
+    async def _mend(self, moving: set[str]) -> None:
         for repair in repairs(self._state, self._state.now_s()):
+            if repair.model in moving:
+                continue
             if isinstance(repair, Route):
                 log.info("route %s to %s: %s", repair.model, repair.device, repair.reason)
                 moved = await self._queue.route(repair.model, repair.device)

@@ -93,6 +93,15 @@ class Link:
         """`post`, then wait for a good result; raises ActionError for any other outcome."""
         return await settle(await self.post(device, order), device, timeout_s)
 
+    async def is_connected(self, device: str) -> bool:
+        """Whether an agent holds a connection for this device. It sees an ActionResult that
+        answers nothing, which agents ignore."""
+        try:
+            await self._send(device.encode(), ActionResult(0, True))
+        except ActionError:
+            return False
+        return True
+
     async def answer(self, identity: bytes, result: ActionResult) -> None:
         """Reply to an operator; one who has gone is logged."""
         try:

@@ -71,7 +71,7 @@ def new_state(
         config=config,
         policy=policy,
         timing=timing,
-        book=AgentBook(devices, started_s, timing.lost_after_s, timing.start_grace_s),
+        book=AgentBook(devices, started_s, timing.start_grace_s),
         rates=TokenRates(config.scheduler.rate_window_s),
         bars=Bars(timing),
         sizes=Sizes(config, learn=policy.evicts),

@@ -30,7 +30,8 @@ from tests.cluster.scripted import ScriptedAgent, eventually
 
 MODEL_BYTES = 57344  # what memory_need says of `spec`: 40960 of weights, 16384 of KV
 TIMING = Timing(
-    lost_after_s=1.5,
+    probe_after_s=0.4,
+    lost_after_s=2.0,
     start_grace_s=2.0,
     activation_s=20.0,
     settle_s=2.0,

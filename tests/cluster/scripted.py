@@ -59,6 +59,7 @@ class ScriptedAgent:
     residents: dict[str, Resident] = field(default_factory=dict)
     finished: Counter[str] = field(default_factory=Counter)
     serving: bool = True
+    silent: bool = False
 
     async def start(self) -> None:
         self._context = zmq.asyncio.Context()
@@ -96,6 +97,8 @@ class ScriptedAgent:
         return {name for name, r in self.residents.items() if r.state == "active"}
 
     async def report(self) -> None:
+        if self.silent:
+            return
         device = self.config.device(self.device)
         reserved_bytes = sum(r.need_bytes for r in self.residents.values())
         message = AgentReport(

@@ -190,6 +190,20 @@ async def test_requests_of_a_lost_agent_go_elsewhere(cluster: Cluster) -> None:
     assert not (await cluster.status()).ready
 
 
+async def test_an_agent_that_hangs_is_lost_and_may_come_back(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
+    await cluster.start()
+    placement = await cluster.queue.placement()
+    agent = cluster.agents[placement["a"]]
+    agent.silent, agent.serving = True, False
+    await cluster.send("a")
+    await eventually(lambda: cluster.agents[placement["b"]].finished["a"])
+    agent.silent, agent.serving = False, True
+    await eventually(lambda: not agent.residents)
+    assert set((await cluster.queue.placement()).values()) == {placement["b"]}
+    await eventually(cluster.ready)
+
+
 async def test_what_a_lost_agent_was_running_is_served_elsewhere(cluster: Cluster) -> None:
     cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
     await cluster.start()
