@@ -1,0 +1,291 @@
+"""The state machine of models and engines, message by message, on a clock of our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prism.agent.lifecycle import Lifecycle
+from prism.agent.pool import Engine, EngineState, Pool
+from prism.agent.state import State
+from prism.agent.timing import Timing
+from prism.messages import (
+    ActionResult,
+    Activate,
+    Activated,
+    ActivateModel,
+    ActivationFailed,
+    Deactivate,
+    Deactivated,
+    EvictModel,
+    SetLimit,
+    ToEngine,
+)
+from tests.agent.harness import model_spec
+
+TIMING = Timing(revives_max=2, memory_tries=1)
+DRAIN_S = 10.0
+
+
+@dataclass
+class Recorder:
+    """Effects that are only written down."""
+
+    sent: list[tuple[str, ToEngine]] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    load: dict[str, int] = field(default_factory=dict)
+    reclaimed: list[tuple[int, str]] = field(default_factory=list)
+    answers: list[ActionResult] = field(default_factory=list)
+
+    def send(self, engine_id: str, message: ToEngine) -> bool:
+        self.sent.append((engine_id, message))
+        return True
+
+    def kill(self, engine: Engine) -> None:
+        self.killed.append(engine.id)
+
+    def engine_lost(self, engine_id: str, why: str) -> None:
+        self.lost.append(engine_id)
+
+    def engine_load(self, engine_id: str) -> int:
+        return self.load.get(engine_id, 0)
+
+    def reclaim(self, need_bytes: int, for_engine: str) -> None:
+        self.reclaimed.append((need_bytes, for_engine))
+
+    def answer(self, result: ActionResult) -> None:
+        self.answers.append(result)
+
+    def changed(self) -> None:
+        pass
+
+
+class Bench:
+    """A lifecycle with `engines` ready ones."""
+
+    def __init__(self, engines: int = 2) -> None:
+        self.time_s = 0.0
+        self.effects = Recorder()
+        self.state = State(Pool("host:0", engines), TIMING, lambda: self.time_s)
+        self.lifecycle = Lifecycle(self.state, self.effects, 4, DRAIN_S)
+        self.fill()
+
+    def fill(self) -> None:
+        """Replace what is missing, as the nursery does."""
+        while self.state.pool.is_short:
+            self.lifecycle.engine_ready(self.state.pool.create(self.time_s))
+
+    def engine(self, model: str) -> Engine:
+        served = self.state.models.served[model]
+        engine = self.state.pool.get(served.engine_id)
+        assert engine is not None
+        return engine
+
+    def order(self, model: str, action_id: int = 1, limit: int | None = None) -> None:
+        self.lifecycle.activate(ActivateModel(action_id, model_spec(model), limit))
+
+    def succeed(self, model: str) -> None:
+        engine = self.engine(model)
+        self.lifecycle.activated(engine, Activated(model, 4096, 16, 0, 0, 0, 16, 4))
+
+    def serve(self, model: str) -> Engine:
+        self.order(model)
+        self.succeed(model)
+        self.effects.answers.clear()
+        return self.engine(model)
+
+    def stage(self, model: str) -> str:
+        served = self.state.models.served.get(model)
+        return served.state.value if served else "absent"
+
+    def answered(self) -> list[tuple[int, bool]]:
+        return [(answer.action_id, answer.ok) for answer in self.effects.answers]
+
+
+def test_activation_is_answered_when_the_model_is_active() -> None:
+    bench = Bench()
+    bench.order("a", 7, limit=123)
+    engine = bench.engine("a")
+    assert bench.effects.sent == [(engine.id, Activate(model_spec("a"), 123, 4))]
+    assert (bench.stage("a"), bench.answered()) == ("activating", [])
+    bench.time_s = 1.5
+    bench.succeed("a")
+    assert (bench.stage("a"), bench.answered()) == ("active", [(7, True)])
+    assert bench.effects.answers[0].seconds == 1.5
+
+
+def test_two_orders_for_one_model_get_one_engine_and_two_answers() -> None:
+    bench = Bench()
+    bench.order("a", 1)
+    bench.order("a", 2, limit=99)
+    bench.succeed("a")
+    assert bench.answered() == [(1, True), (2, True)]
+    assert bench.state.pool.count(EngineState.FREE) == 1
+    assert bench.effects.sent[-1] == (bench.engine("a").id, SetLimit(99))
+
+
+def test_without_a_free_engine_the_order_fails_at_once() -> None:
+    bench = Bench(1)
+    bench.serve("a")
+    bench.order("b")
+    assert bench.answered() == [(1, False)]
+    assert bench.effects.answers[0].message == "no engine is free (a)"
+    assert bench.stage("b") == "failed"
+
+
+def test_while_an_engine_starts_the_order_waits_for_it() -> None:
+    bench = Bench(1)
+    bench.serve("a")
+    dead = bench.engine("a")
+    bench.lifecycle.engine_died(dead.id, "killed")
+    bench.order("b")
+    assert bench.answered() == []
+    assert bench.stage("b") == "activating"
+    bench.fill()
+    # "a" waited first.
+    assert bench.engine("a").state is EngineState.ACTIVATING
+    assert bench.state.models.served["b"].engine_id == ""
+
+
+def test_waiting_for_an_engine_is_bounded() -> None:
+    bench = Bench(1)
+    bench.lifecycle.engine_died(bench.state.pool.free().id, "killed")  # type: ignore[union-attr]
+    bench.order("a")
+    bench.time_s = TIMING.activation_s + 1
+    bench.lifecycle.tick()
+    assert (bench.stage("a"), bench.answered()) == ("failed", [(1, False)])
+
+
+def test_lack_of_memory_is_tried_again_after_others_gave_theirs() -> None:
+    bench = Bench()
+    bench.order("a")
+    engine = bench.engine("a")
+    bench.lifecycle.activation_failed(engine, ActivationFailed("a", "no room", 500))
+    assert bench.effects.reclaimed == [(500, engine.id)]
+    bench.lifecycle.tick()
+    assert bench.state.models.served["a"].engine_id == ""
+    bench.time_s += TIMING.memory_retry_s
+    bench.lifecycle.tick()
+    again = bench.engine("a")
+    bench.lifecycle.activation_failed(again, ActivationFailed("a", "no room", 500))
+    assert bench.answered() == [(1, False)]
+    assert (bench.stage("a"), bench.effects.answers[0].message) == ("failed", "no room")
+
+
+def test_a_failed_model_can_be_activated_again_and_evicted() -> None:
+    bench = Bench()
+    bench.order("a")
+    bench.lifecycle.activation_failed(bench.engine("a"), ActivationFailed("a", "bad file"))
+    bench.order("a", 2)
+    bench.succeed("a")
+    assert bench.answered() == [(1, False), (2, True)]
+    bench.order("b", 3)
+    bench.lifecycle.activation_failed(bench.engine("b"), ActivationFailed("b", "bad file"))
+    bench.lifecycle.evict(EvictModel(4, "b"))
+    assert bench.answered()[-1] == (4, True)
+    assert bench.stage("b") == "absent"
+
+
+def test_eviction_waits_for_the_running_ones() -> None:
+    bench = Bench()
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 2
+    bench.lifecycle.evict(EvictModel(5, "a"))
+    bench.order("a", 6)  # not now
+    bench.lifecycle.tick()
+    assert Deactivate() not in [message for _, message in bench.effects.sent]
+    assert bench.answered() == [(6, False)]
+    bench.effects.load.clear()
+    bench.lifecycle.tick()
+    bench.lifecycle.tick()
+    assert [m for _, m in bench.effects.sent].count(Deactivate()) == 1
+    bench.lifecycle.deactivated(engine, Deactivated("a", 0.1))
+    assert (bench.stage("a"), bench.answered()[-1]) == ("absent", (5, True))
+    assert engine.state is EngineState.FREE
+
+
+def test_eviction_waits_only_so_long() -> None:
+    bench = Bench()
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 2
+    bench.lifecycle.evict(EvictModel(5, "a"))
+    bench.time_s = DRAIN_S + 0.1
+    engine.seen_s = bench.time_s
+    bench.lifecycle.tick()
+    assert bench.effects.sent[-1] == (engine.id, Deactivate())
+
+
+def test_eviction_during_activation_is_refused() -> None:
+    bench = Bench()
+    bench.order("a", 1)
+    bench.lifecycle.evict(EvictModel(2, "a"))
+    assert bench.answered() == [(2, False)]
+    bench.succeed("a")
+    assert bench.answered()[-1] == (1, True)
+
+
+def test_an_engines_model_is_revived_on_another_one() -> None:
+    bench = Bench()
+    first = bench.serve("a")
+    bench.lifecycle.engine_died(first.id, "killed")
+    assert (bench.effects.killed, bench.effects.lost) == ([first.id], [first.id])
+    assert bench.stage("a") == "activating"
+    second = bench.engine("a")
+    assert second.id != first.id
+    bench.succeed("a")
+    bench.lifecycle.engine_died(first.id, "reported twice")
+    assert bench.state.pool.restarts_total == 1
+
+
+def test_revivals_are_bounded() -> None:
+    bench = Bench()
+    bench.order("a", 3)
+    for _ in range(TIMING.revives_max + 1):
+        assert bench.stage("a") == "activating"
+        bench.lifecycle.engine_died(bench.engine("a").id, "killed")
+        bench.fill()
+    assert (bench.stage("a"), bench.answered()) == ("failed", [(3, False)])
+
+
+def test_deaths_long_ago_do_not_count() -> None:
+    bench = Bench()
+    bench.serve("a")
+    for _ in range(TIMING.revives_max + 3):
+        bench.time_s += TIMING.revive_window_s
+        bench.lifecycle.engine_died(bench.engine("a").id, "killed")
+        bench.fill()
+        bench.succeed("a")
+    assert bench.stage("a") == "active"
+
+
+def test_death_while_draining_ends_the_eviction() -> None:
+    bench = Bench()
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 1
+    bench.lifecycle.evict(EvictModel(5, "a"))
+    bench.lifecycle.engine_died(engine.id, "killed")
+    assert (bench.stage("a"), bench.answered()) == ("absent", [(5, True)])
+
+
+def test_silent_engines_are_killed_each_state_with_its_own_patience() -> None:
+    bench = Bench(3)
+    active = bench.serve("a")
+    bench.order("b")
+    loading = bench.engine("b")
+    bench.time_s = TIMING.silent_s + 1
+    active.seen_s = bench.time_s
+    bench.lifecycle.tick()
+    assert len(bench.effects.killed) == 1  # the free one
+    assert {active.id, loading.id}.isdisjoint(bench.effects.killed)
+    active.seen_s = bench.time_s = TIMING.activation_s + 1
+    bench.lifecycle.tick()
+    assert loading.id in bench.effects.killed
+    assert active.id not in bench.effects.killed
+
+
+def test_a_model_that_nobody_ordered_is_taken_down() -> None:
+    bench = Bench()
+    engine = bench.state.pool.free()
+    assert engine is not None
+    bench.lifecycle.activated(engine, Activated("ghost", 1, 1, 0, 0, 0, 1, 1))
+    assert bench.effects.sent == [(engine.id, Deactivate())]

@@ -1,0 +1,249 @@
+"""The agent's small parts: memory as admission sees it, delivery, strays, counts, the mirror."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+import kvcached
+from prism.agent import delivery as delivery_module
+from prism.agent.admission import DevicePort
+from prism.agent.delivery import Delivery, Parcels
+from prism.agent.memory import Reclaimer
+from prism.agent.mirror import Entry, Mirror
+from prism.agent.models import ModelState, Served, Totals
+from prism.agent.pool import Engine, EngineState, Pool
+from prism.agent.running import Running
+from prism.agent.state import State
+from prism.agent.strays import Strays
+from prism.messages import Activated, Chunk, EngineOutput, EngineStatus, ToEngine, Trim, Trimmed
+from prism.scheduler.local import LocalScheduler
+from tests.agent.harness import model_spec
+from tests.queueing.requests import request
+
+PAGE = 4096
+QUANTUM = 4 * PAGE
+QUANTUM_TOKENS = 16
+
+
+class Sent:
+    """The engines' socket, written down."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, ToEngine]] = []
+
+    def send(self, engine_id: str, message: ToEngine) -> bool:
+        self.messages.append((engine_id, message))
+        return True
+
+
+class Bench:
+    """Two active engines on a real ledger of 100 quanta, each guaranteed ten."""
+
+    def __init__(self, device: kvcached.Device) -> None:
+        self.time_s = 0.0
+        self.device = device
+        self.state = State(Pool("host:0", 2), now_s=lambda: self.time_s)
+        self.sent = Sent()
+        self.reclaimer = Reclaimer(self.state, device, self.sent)  # type: ignore[arg-type]
+        self.port = DevicePort(self.state, device, self.reclaimer)
+        self.clients = {model: self._serve(model) for model in ("a", "b")}
+
+    def _serve(self, model: str) -> kvcached.Client:
+        engine = self.state.pool.create(0.0)
+        engine.become(EngineState.ACTIVE, 0.0, model)
+        engine.activated = Activated(model, QUANTUM, QUANTUM_TOKENS, 0, 0, 0, 16, 8)
+        served = Served(model_spec(model), 0.0, ModelState.ACTIVE, engine_id=engine.id)
+        self.state.models.served[model] = served
+        self.observe(model)
+        return self.device.client(engine.id, min_bytes=10 * QUANTUM)
+
+    def engine(self, model: str) -> Engine:
+        engine = self.state.pool.get(self.state.models.served[model].engine_id)
+        assert engine is not None
+        return engine
+
+    def observe(self, model: str, free: int = 0, evictable: int = 0) -> None:
+        self.engine(model).status = EngineStatus(
+            self.engine(model).id, model, free_mapped_tokens=free, evictable_tokens=evictable
+        )
+
+    def run(self, model: str, need_tokens: int, id: str = "1") -> Running:
+        run = Running(request(id, model, prompt_tokens=20), self.engine(model).id, need_tokens)
+        self.state.running.add(run)
+        return run
+
+    def quanta(self, model: str) -> tuple[float, float]:
+        """(own, shared) in quanta."""
+        view = next(view for view in self.port.views() if view.model == model)
+        own = view.available_tokens - view.shared_tokens
+        return own / QUANTUM_TOKENS, view.shared_tokens / QUANTUM_TOKENS
+
+
+@pytest.fixture
+def bench(namespace: str) -> Iterator[Bench]:
+    device = kvcached.Device.open(
+        "host:0", capacity_bytes=100 * QUANTUM, page_bytes=PAGE, namespace=namespace
+    )
+    bench = Bench(device)
+    yield bench
+    for client in bench.clients.values():
+        client.close()
+    device.destroy()
+
+
+def test_free_room_is_shared_and_guaranteed_room_is_not(bench: Bench) -> None:
+    assert bench.quanta("a") == bench.quanta("b") == (10, 80)
+    lease = bench.clients["b"].reserve_static(60 * QUANTUM, "weights")
+    assert bench.quanta("a") == (10, 20)
+    lease.release()
+
+
+def test_idle_memory_is_the_engines_own(bench: Bench) -> None:
+    bench.observe("a", free=32, evictable=16)
+    assert bench.quanta("a") == (13, 80)
+
+
+def test_what_was_submitted_counts_until_its_first_token(bench: Bench) -> None:
+    """12 quanta on their way to "a": its own ten, and two of the room that "b" sees as well."""
+    run = bench.run("a", need_tokens=12 * QUANTUM_TOKENS)
+    assert bench.quanta("a") == (0, 78)
+    assert bench.quanta("b") == (10, 78)
+    run.prefilled = True
+    assert bench.quanta("a") == (10, 80)
+
+
+def test_a_limit_bounds_the_shared_part(bench: Bench) -> None:
+    bench.clients["a"].set_limit(15 * QUANTUM)
+    assert bench.quanta("a") == (10, 5)
+    assert bench.quanta("b") == (10, 80)
+
+
+def test_models_on_their_way_are_shown_with_what_their_activation_still_takes(
+    bench: Bench,
+) -> None:
+    served = bench.state.models.served["a"]
+    served.state, served.since_s, served.activation_s = ModelState.ACTIVATING, 0.0, 4.0
+    bench.time_s = 1.0
+    assert [v.ready_in_s for v in bench.port.views()] == [3.0, 0.0]
+    bench.time_s = 9.0
+    assert bench.port.views()[0].ready_in_s > 0
+    served.state = ModelState.DRAINING
+    assert [view.model for view in bench.port.views()] == ["b"]
+
+
+def test_measured_speed_replaces_the_prior(bench: Bench) -> None:
+    totals = bench.state.models.totals("a")
+    totals.observe(EngineStatus("e", "a", prefill_tokens_per_s=40.0))
+    bench.run("a", need_tokens=16)
+    view = bench.port.views()[0]
+    assert (view.prefill_tokens_per_s, view.pending_prefill_s, view.running) == (40.0, 0.5, 1)
+
+
+def test_memory_is_asked_of_idle_engines_above_their_guarantee(bench: Bench) -> None:
+    kv = bench.clients["b"].alloc_kvcache(
+        kvcached.Layout(2, 2, 32, dtype="float32"), 1024, reserved_blocks=0
+    )
+    bench.observe("b", evictable=1024)
+    bench.port.ask_memory("a", 16)
+    assert bench.sent.messages == []  # all that "b" holds is guaranteed to it
+    assert kv.alloc_kv(64) is not None
+    held = bench.clients["b"].usage().reserved_bytes
+    assert held > 10 * QUANTUM
+    bench.port.ask_memory("a", 17)
+    target = min(2 * QUANTUM, held - 10 * QUANTUM)
+    assert bench.sent.messages == [(bench.engine("b").id, Trim(target))]
+    bench.port.ask_memory("a", 17)  # a moment later: on its way already
+    assert len(bench.sent.messages) == 1
+    bench.time_s += bench.state.timing.reclaim_s
+    bench.port.ask_memory("a", 17)
+    assert len(bench.sent.messages) == 2
+    bench.clients["b"].free_kvcache(kv)
+
+
+def test_flushes_are_answered_in_the_order_of_the_trims(bench: Bench) -> None:
+    answers: list[int] = []
+    a, b = bench.engine("a").id, bench.engine("b").id
+    bench.reclaimer.flush([a, b], answers.append)
+    bench.reclaimer.flush([a], answers.append)
+    bench.reclaimer.trimmed(a, Trimmed(5))
+    bench.reclaimer.trimmed(a, Trimmed(7))
+    assert answers == [7]
+    bench.reclaimer.trimmed(b, Trimmed(1))
+    bench.reclaimer.trimmed(b, Trimmed(99))  # nobody asked
+    assert answers == [7, 6]
+    bench.reclaimer.flush([a], answers.append)
+    bench.reclaimer.lost(a)
+    bench.reclaimer.flush([], answers.append)
+    assert answers == [7, 6, 0, 0]
+
+
+def test_a_frontend_that_takes_nothing_is_dead_and_blocks_nobody(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery_module, "SEND_HIGH_WATER", 10)
+    dead: list[str] = []
+    delivery = Delivery(dead.append)
+    lost = request("1", frontend_id="gone", reply_to=f"ipc://{short_dir}/gone")
+    for _ in range(20):
+        parcels = Parcels()
+        parcels.chunk(lost, Chunk("1", 1, 0, [1]))
+        delivery.send(parcels)
+    assert dead == ["gone"]
+    delivery.close()
+
+
+def test_output_is_grouped_by_frontend(short_dir: Path) -> None:
+    context = zmq.Context()
+    inboxes = {name: context.socket(zmq.PULL) for name in ("f0", "f1")}
+    for name, inbox in inboxes.items():
+        inbox.bind(f"ipc://{short_dir}/{name}")
+    delivery = Delivery(lambda _: None)
+    parcels = Parcels()
+    for n, name in enumerate(("f0", "f1", "f0")):
+        to = request(str(n), frontend_id=name, reply_to=f"ipc://{short_dir}/{name}")
+        parcels.chunk(to, Chunk(str(n), 1, 0, [n]))
+    delivery.send(parcels)
+    got = {name: msgspec.msgpack.decode(s.recv(), type=EngineOutput) for name, s in inboxes.items()}
+    assert [c.request_id for c in got["f0"].chunks] == ["0", "2"]
+    assert [c.request_id for c in got["f1"].chunks] == ["1"]
+    assert delivery.frontends() == {"f0", "f1"}
+    delivery.close()
+    for inbox in inboxes.values():
+        inbox.close()
+    context.term()
+
+
+def test_strays_get_a_while_to_be_joined_by_their_model(bench: Bench) -> None:
+    strays, timing = Strays(bench.state), bench.state.timing
+    assert strays.given_up(["a", "c"]) == set()
+    bench.time_s = timing.absent_grace_s
+    assert strays.given_up(["a"]) == set()  # none of "c" waits any more
+    assert strays.given_up(["a", "c"]) == set()
+    bench.time_s += timing.absent_grace_s
+    assert strays.given_up(["a", "c"]) == {"c"}
+    bench.state.models.served["a"].state = ModelState.DRAINING
+    assert strays.given_up(["a"]) == {"a"}
+
+
+def test_counts_of_an_engine_go_to_the_model_it_served() -> None:
+    totals = Totals()
+    totals.begin("e0", (100, 90, 1))
+    totals.observe(EngineStatus("e0", "a", maps_total=103, unmaps_total=90, retractions_total=2))
+    totals.observe(EngineStatus("e0", "a", maps_total=105, unmaps_total=95, retractions_total=2))
+    totals.begin("e1", (0, 0, 0))
+    totals.observe(EngineStatus("e1", "a", maps_total=4))
+    assert (totals.maps, totals.unmaps, totals.retractions) == (9, 5, 1)
+
+
+def test_wall_clock_deadlines_become_monotonic() -> None:
+    scheduler = LocalScheduler(None)  # type: ignore[arg-type]
+    mirror = Mirror(scheduler, lambda: 1000.0)
+    added = []
+    scheduler.add = added.append  # type: ignore[method-assign]
+    mirror.add(Entry("1-1", request("1", arrival_unix_s=1007.0)))
+    assert (added[0].arrival_s, added[0].deadline_s) == (7.0, 9.0)
