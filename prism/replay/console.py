@@ -96,7 +96,7 @@ def print_results(console: Console, results: Results) -> None:
     console.print(
         f"maps {grown.maps} ({summary.maps_per_minute:.0f}/min), unmaps {grown.unmaps} "
         f"({summary.unmaps_per_minute:.0f}/min), activations {grown.activations}, evictions "
-        f"{grown.evictions}, retractions {grown.retractions}, "
+        f"{grown.evictions}, migrations {grown.migrations}, retractions {grown.retractions}, "
         f"engine restarts {grown.engine_restarts}"
     )
 

@@ -63,6 +63,7 @@ class Counters(msgspec.Struct, frozen=True):
     retractions: int = 0
     activations: int = 0
     evictions: int = 0
+    migrations: int = 0
     engine_restarts: int = 0
 
 

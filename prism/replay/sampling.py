@@ -14,7 +14,7 @@ from prism.replay.client import cluster_status
 from prism.replay.results import Counters, Sample
 
 INTERVAL_S = 1.0
-FROM_ZERO = {"activations", "evictions", "engine_restarts"}
+FROM_ZERO = {"activations", "evictions", "migrations", "engine_restarts"}
 
 
 @dataclass
@@ -77,6 +77,7 @@ def counter_values(status: ClusterStatus) -> dict[str, dict[str, int]]:
         "retractions": {key: report.retractions_total for key, report in reports.items()},
         "activations": _action(status, "activate"),
         "evictions": _action(status, "evict"),
+        "migrations": _action(status, "migrate"),
         "engine_restarts": {a.device: a.engine_restarts_total for a in status.agents},
     }
 

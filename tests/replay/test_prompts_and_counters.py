@@ -99,7 +99,7 @@ def status(maps: int, activations: int) -> ClusterStatus:
         ModelReport("b", "active", maps_total=1, retractions_total=maps),
     ]
     agent = AgentReport("host:0", 1, 0.0, 100, 1, 0, 0, 40, 0, 0, 2, models)
-    actions = {"activate": activations, "activate_failed": maps, "evict": 1}
+    actions = {"activate": activations, "activate_failed": maps, "migrate": maps}
     return ClusterStatus(0.0, "prism", {}, [agent, agent], actions_total=actions)
 
 
@@ -107,6 +107,6 @@ def test_a_status_becomes_a_sample_of_growth_and_bytes() -> None:
     tracker = StatusTracker()
     tracker.counters(status(10, 2))
     sample = tracker.sample(status(14, 3), 1.5)
-    assert sample.counters == Counters(maps=4, retractions=4, activations=1)
+    assert sample.counters == Counters(maps=4, retractions=4, activations=1, migrations=4)
     assert (sample.kv_bytes, sample.resident_bytes) == ({"a": 10, "b": 0}, 80)
     assert sample.capacity_bytes == 200
