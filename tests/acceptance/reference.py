@@ -25,7 +25,11 @@ def load(model: str) -> Any:
     import torch
 
     torch.set_num_threads(1)
-    return import_transformers().AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
+    return (
+        import_transformers()
+        .AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32)
+        .eval()
+    )
 
 
 @lru_cache(maxsize=4096)
