@@ -262,9 +262,10 @@ class World:
         self.queue = RequestQueue.connect(config.redis_url, config.namespace)
         self.scheduler = FakeScheduler(self.context, config)
         self.frontend = FakeFrontend(self.context, config, self.queue, "f0")
+        self._listening = asyncio.create_task(self.frontend.run())
         self._tasks = [
             asyncio.create_task(self.scheduler.run()),
-            asyncio.create_task(self.frontend.run()),
+            self._listening,
             asyncio.create_task(self.frontend.beat()),
         ]
         self.agent: Agent | None = None
@@ -290,6 +291,10 @@ class World:
             result = await self.scheduler.activate(model)
             assert result.ok, result.message
             await self.queue.route(model, DEVICE)
+
+    def stop_listening(self) -> None:
+        """The test reads the frontend's socket itself from now on."""
+        self._listening.cancel()
 
     @property
     def device(self) -> kvcached.Device:
