@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations_with_replacement, product
+from random import Random
 
 import numpy as np
 import pytest
@@ -83,7 +84,9 @@ def test_equals_brute_force_later_and_busy(jobs: list[Job], now_s: int, busy_s: 
 
 
 @given(jobs_strategy, st.randoms(use_true_random=False))
-def test_partition_is_complete_sorted_and_independent_of_input_order(jobs, random) -> None:  # type: ignore[no-untyped-def]
+def test_partition_is_complete_sorted_and_independent_of_input_order(
+    jobs: list[Job], random: Random
+) -> None:
     found = order(jobs, 0.0)
     assert sorted(found.on_time + found.late, key=lambda j: j.id) == sorted(
         jobs, key=lambda j: j.id
