@@ -80,13 +80,12 @@ class Cluster:
         command = [*SERVE, *arguments, "--run-dir", str(self.run_dir)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
-    def child(self, module: str) -> int:
-        """The pid of `python -m MODULE`."""
+    def child(self, name: str) -> int:
+        """The pid of the first process whose command line has `name`."""
         for pid in descendants(self.process.pid):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if module.encode() in command:
+            if name in Path(f"/proc/{pid}/cmdline").read_text():
                 return pid
-        raise LookupError(module)
+        raise LookupError(name)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -69,3 +69,10 @@ def test_a_frontend_that_dies_is_replaced_on_the_same_port(cluster: Cluster) -> 
     os.kill(cluster.child("prism.frontend"), signal.SIGKILL)
     until(lambda: "frontend-f0 ended (signal SIGKILL)" in cluster.output(), "notice")
     assert cluster.post().status_code == 200
+
+
+def test_a_redis_that_dies_comes_back_with_its_data(cluster: Cluster) -> None:
+    os.kill(cluster.child("valkey-server"), signal.SIGKILL)
+    until(lambda: "the bundled Redis server ended" in cluster.output(), "notice")
+    until(lambda: httpx.get(f"{cluster.url}/health").status_code == 200, "health")
+    assert cluster.post().status_code == 200

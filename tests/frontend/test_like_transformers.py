@@ -1,0 +1,70 @@
+"""Prompts and texts are those of Hugging Face transformers on the same files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prism.frontend.detokenizer import Detokenizer
+from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
+from tests.frontend.conftest import make_spec
+from tests.frontend.tiny_model import VOCAB_SIZE, make_model
+
+# SWIG's types in a package that transformers imports warn at their creation; as an error that
+# leaves them half made, and the interpreter crashes at its end.
+pytestmark = pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelTokenizer, Any]:
+    """Ours and theirs."""
+    from prism.models.hugging_face import import_transformers
+
+    directory: Path = make_model(tmp_path_factory.mktemp("m"))
+    ours = load_tokenizers([make_spec("m", directory)])["m"]
+    return ours, import_transformers().AutoTokenizer.from_pretrained(directory)
+
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi, größer € 😀"}],
+    [
+        {"role": "system", "content": " be nice \n"},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y\n"},
+        {"role": "user", "content": " z "},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+async def test_chat_prompts(
+    pair: tuple[ModelTokenizer, Any], messages: list[dict[str, str]]
+) -> None:
+    ours, theirs = pair
+    assert ours.chat_template is not None
+    text = ours.chat_template.render(messages, {})
+    options = {"add_generation_prompt": True}
+    assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
+    ids = await ours.encode(text, special_tokens=False)
+    assert ids == theirs.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
+
+
+async def test_long_texts_are_encoded_alike(pair: tuple[ModelTokenizer, Any]) -> None:
+    ours, theirs = pair
+    text = "the quick brown fox — jumps\n\n" * 300
+    assert await ours.encode(text, special_tokens=True) == theirs(text)["input_ids"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_outputs(pair: tuple[ModelTokenizer, Any], seed: int) -> None:
+    ours, theirs = pair
+    rng = random.Random(seed)
+    prompt = "the quick größer €"
+    ids = [rng.randrange(VOCAB_SIZE) for _ in range(80)]
+    detokenizer = Detokenizer(ours.tokenizer, theirs(prompt)["input_ids"])
+    text = "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
+    whole = theirs.decode(theirs(prompt)["input_ids"] + ids, skip_special_tokens=True)
+    assert prompt + text == whole
