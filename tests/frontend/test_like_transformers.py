@@ -13,10 +13,6 @@ from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
 from tests.frontend.conftest import make_spec
 from tests.frontend.tiny_model import VOCAB_SIZE, make_model
 
-# SWIG's types in a package that transformers imports warn at their creation; as an error that
-# leaves them half made, and the interpreter crashes at its end.
-pytestmark = pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelTokenizer, Any]:
