@@ -1,0 +1,121 @@
+"""The demo end to end with fake engines: real processes, Redis, sockets and ledgers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from prism.config_load import load
+from prism.replay.results import read_results
+from prism.replay.trace import models_of, read_trace, write_trace
+from tests.replay.records import a_request
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_config(directory: Path, **changes: object) -> Path:
+    """A cluster of one small device that serves tiny-llama with fake engines."""
+    config = {
+        "devices": [{"name": "host:0", "capacity": "128MiB", "page": "64KiB", "engines": 1}],
+        "models": [{"name": "tiny-llama", "path": "models/tiny-llama", "context_length": 256}],
+        "engine": {"adapter": "fake", "static": "1MiB"},
+    }
+    path = directory / "demo.yaml"
+    path.write_text(yaml.safe_dump(config | changes))
+    return path
+
+
+def start_demo(directory: Path, config: Path, trace: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "prism.demo", "--config", config, "--trace", trace]
+    return subprocess.Popen(
+        [*command, "--results", directory / "results"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(directory)},
+        start_new_session=True,
+    )
+
+
+def wait_for_one_answer(url: str) -> None:
+    """Until the cluster has finished a request."""
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        status = httpx.get(f"{url}/status", timeout=10).json()
+        if any(m.get("finished_total") for a in status["agents"] for m in a["models"]):
+            return
+        time.sleep(0.1)
+    raise TimeoutError("no request was finished")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, [a_request(0.1 * number, "tiny-llama") for number in range(6)])
+    return path
+
+
+def test_the_demo_serves_replays_reports_and_leaves_nothing(short_dir: Path, trace: Path) -> None:
+    demo = start_demo(short_dir, write_config(short_dir), trace)
+    shown, _ = demo.communicate(timeout=200)
+    assert demo.returncode == 0, shown
+    assert "nothing is left running" in shown
+    results = read_results(short_dir / "results" / "demo.json")
+    assert results.summary.total.completed == 6
+    assert results.summary.total.errors == {}
+    assert (short_dir / "results" / "demo.html").exists()
+    assert not list(short_dir.glob("prism-demo-*"))
+
+
+def test_ctrl_c_ends_the_server_and_keeps_partial_results(short_dir: Path, trace: Path) -> None:
+    write_trace(trace, [a_request(0.0, "tiny-llama"), a_request(600.0, "tiny-llama")])
+    demo = start_demo(short_dir, write_config(short_dir), trace)
+    assert demo.stdout
+    shown = ""
+    while "--url" not in shown:
+        line = demo.stdout.readline()
+        assert line, shown
+        shown += line
+    below = psutil.Process(demo.pid).children(recursive=True)
+    wait_for_one_answer(shown.split("--url ")[1].split()[0])
+    os.killpg(demo.pid, signal.SIGINT)
+    rest, _ = demo.communicate(timeout=100)
+    assert demo.returncode == 130, shown + rest
+    assert read_results(short_dir / "results" / "demo.json").config.interrupted
+    assert not psutil.wait_procs(below, timeout=10)[1]
+
+
+def test_wrong_settings_end_with_2_and_leave_nothing(short_dir: Path, trace: Path) -> None:
+    demo = start_demo(short_dir, write_config(short_dir, polocy="prism"), trace)
+    shown, _ = demo.communicate(timeout=100)
+    assert demo.returncode == 2
+    assert "polocy" in shown
+    assert not list(short_dir.glob("prism-demo-*"))
+
+
+def test_the_shipped_config_serves_the_shipped_trace() -> None:
+    config = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
+    trace = read_trace(ROOT / "traces" / "demo.jsonl")
+    contexts = {model["name"]: model["context_length"] for model in config["models"]}
+    slos = {model["name"]: model["slo"] for model in config["models"]}
+    assert set(models_of(trace)) == set(contexts)
+    for request in trace:
+        assert request.input_length + request.output_length <= contexts[request.model]
+        ttft_ms = float(slos[request.model]["ttft"].removesuffix("ms").replace("s", "000"))
+        assert request.slo_ttft_ms == ttft_ms
+
+
+def test_the_shipped_config_is_valid_where_the_models_are_prepared() -> None:
+    if not (ROOT / ".cache" / "models" / "smollm2-135m").is_dir():
+        pytest.skip("models are not prepared; run prism-models prepare --dir .cache/models")
+    config = load(ROOT / "examples" / "demo.yaml")
+    assert [device.page_bytes for device in config.devices] == [65536, 65536]
