@@ -60,7 +60,7 @@ class Racer:
 
 def race(device: Device, seed: str, steps: str) -> None:
     """Waits for a line, races for `steps` steps, reports what was granted and refused."""
-    with device.client(f"racer-{seed}") as client:
+    with device.client(f"racer-{seed}", min_bytes=device.page_bytes) as client:
         racer = Racer(device, client, int(seed))
         say("ready")
         sys.stdin.readline()
