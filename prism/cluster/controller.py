@@ -148,7 +148,8 @@ class Controller:
             state.actions_total["refuse"] += 1
             state.changes.notify()
         state.refusals[action.model] = reason
-        if state.policy.evicts and not failure:
+        complete = len(state.book.reports()) == len(state.config.devices)
+        if state.policy.evicts and complete and not failure:
             # There is no room for it unless requests make some: it waits for the first one.
             state.wanted.discard(action.model)
 
@@ -175,9 +176,14 @@ class Controller:
     async def _drop_lost_agents(self) -> None:
         """Agents whose process has ended, and those that have been silent for too long."""
         state, timing = self._state, self._state.timing
-        for device in state.book.silent(state.now_s(), timing.probe_after_s):
-            if not await self._link.is_connected(device):
+        suspects = {
+            *state.book.silent(state.now_s(), timing.probe_after_s),
+            *self._link.unreachable,
+        }
+        for device in sorted(suspects):
+            if state.book.report(device) and not await self._link.is_connected(device):
                 self._drop_agent(device, "its connection is closed")
+        self._link.unreachable.clear()
         for device in state.book.silent(state.now_s(), timing.lost_after_s):
             self._drop_agent(device, f"no report for {timing.lost_after_s:g} s")
 

@@ -32,6 +32,7 @@ class Link:
     """A ROUTER that agents (identity = device) and operators connect to. For one event loop.
 
     Action ids are unique over restarts, so that an answer to an earlier scheduler is dropped.
+    `unreachable`: whom something could not be sent to, for the owner to look at and clear.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -47,6 +48,7 @@ class Link:
         self._decoder = msgspec.msgpack.Decoder(ToScheduler)
         self._encoder = msgspec.msgpack.Encoder()
         self._last_id = time.time_ns() // 1_000_000
+        self.unreachable: set[str] = set()
         self._waiting: dict[int, tuple[str, str, asyncio.Future[ActionResult]]] = {}
 
     async def run(
@@ -129,6 +131,7 @@ class Link:
             await self._socket.send_multipart([identity, self._encoder.encode(message)])
         except zmq.ZMQError as error:
             name = identity.decode(errors="replace")
+            self.unreachable.add(name)
             raise ActionError(f"no agent is connected for {name}: {error}") from error
 
 

@@ -218,11 +218,18 @@ async def test_what_a_lost_agent_was_running_is_served_elsewhere(cluster: Cluste
     assert not await cluster.queue.forget([request.id])
 
 
-async def test_an_agent_that_restarts_gets_its_models_back(cluster: Cluster) -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+async def test_an_agent_that_restarts_gets_its_models_back(cluster: Cluster, noticed: bool) -> None:
     cluster.configure(spec("a"), spec("b"), rooms=(2.0,))
     await cluster.start()
     await cluster.kill_agent("host:0")
     await cluster.send("a")
+
+    async def lost() -> bool:
+        return "agent_lost" in (await cluster.status()).actions_total
+
+    if noticed:
+        await eventually(lost)
     agent = await cluster.start_agent("host:0")
     await eventually(lambda: agent.active() == {"a", "b"})
     await eventually(lambda: cluster.finished("a"))
