@@ -36,6 +36,7 @@ class LiveProgress:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            refresh_per_second=2,
             disable=not console.is_terminal,
         )
         self.task = self.bar.add_task("replay", total=requests, state="")
