@@ -10,6 +10,8 @@ from typing import Any
 from prism.models.hugging_face import import_transformers
 from tests.acceptance.harness import MODELS
 
+TIE = 1e-4
+
 
 def prompts(model: str, count: int, lengths: Sequence[int] = (5, 40), seed: int = 7) -> list[Any]:
     """Random token-id prompts in the vocabulary of `model`, seeded."""
@@ -47,3 +49,20 @@ def greedy(model: str, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
                 return tuple(generated)
             step = torch.tensor([[generated[-1]]])
             out = network(step, past_key_values=out.past_key_values, use_cache=True)
+
+
+def is_greedy(model: str, prompt: tuple[int, ...], served: Sequence[int]) -> bool:
+    """Whether `served` is what greedy decoding gives, a tie decided either way.
+
+    Batches sum in another order than a single stream, so logits differ by rounding; where the two
+    best tokens are closer than TIE, both are greedy, and what follows is judged after the token
+    that was served.
+    """
+    if tuple(served) == greedy(model, prompt, len(served)):
+        return True
+    import torch
+
+    with torch.inference_mode():
+        logits = load(model)(torch.tensor([[*prompt, *served]])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(served).unsqueeze(1)).squeeze(1)
+    return bool((logits.max(dim=1).values - chosen).max() < TIE)
