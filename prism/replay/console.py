@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from prism.replay.metrics import meets_all
@@ -21,7 +21,10 @@ PLAIN_INTERVAL_S = 10.0
 
 
 class LiveProgress:
-    """Follows a replay: a live bar on a terminal, one line each 10 s elsewhere."""
+    """Follows a replay: a live bar on a terminal, one line each 10 s elsewhere.
+
+    The attainment shown is that of the last 50 answers, all SLOs together, at one scale.
+    """
 
     def __init__(self, console: Console, requests: int, scale: float) -> None:
         self.console, self.requests, self.scale = console, requests, scale
@@ -29,9 +32,7 @@ class LiveProgress:
         self.recent: deque[bool] = deque(maxlen=ROLLING_REQUESTS)
         self.printed_s = time.monotonic()
         self.bar = Progress(
-            TextColumn("replay"),
-            BarColumn(),
-            MofNCompleteColumn(),
+            BarColumn(bar_width=16),
             TextColumn("{task.fields[state]}"),
             TimeElapsedColumn(),
             console=console,
@@ -64,8 +65,8 @@ class LiveProgress:
     def state(self) -> str:
         rolling = percent(sum(self.recent) / len(self.recent)) if self.recent else "-"
         return (
-            f"sent {self.sent_count}  in flight {self.sent_count - self.done_count}  "
-            f"errors {self.error_count}  attainment (last {len(self.recent)}) {rolling}"
+            f"sent {self.sent_count}, done {self.done_count} of {self.requests}, "
+            f"errors {self.error_count}, attainment {rolling}"
         )
 
     def _show(self) -> None:
@@ -73,7 +74,7 @@ class LiveProgress:
         now_s = time.monotonic()
         if not self.console.is_terminal and now_s - self.printed_s >= PLAIN_INTERVAL_S:
             self.printed_s = now_s
-            self.console.print(f"done {self.done_count}/{self.requests}  {self.state}")
+            self.console.print(self.state)
 
 
 def print_results(console: Console, results: Results) -> None:
