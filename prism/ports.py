@@ -28,7 +28,8 @@ class EngineView:
 
     shared_tokens is the part of available_tokens that is the device's common free room: what one
     engine takes of it, the others no longer have. It is taken in quanta of quantum_tokens, each
-    token of token_bytes.
+    token of token_bytes. guaranteed_tokens is the part of available_tokens that no other engine
+    could ever have: what its running requests leave of its minimum.
     """
 
     model: str
@@ -42,6 +43,7 @@ class EngineView:
     shared_tokens: int = 0
     token_bytes: int = 1
     quantum_tokens: int = 1
+    guaranteed_tokens: int = 0
 
 
 class EnginePort(Protocol):

@@ -26,13 +26,14 @@ class Claim:
 
     own_tokens: idle in its pages or guaranteed to it, less what its newest requests will take;
     negative: they will take that much of the device's free room (spill_bytes).
-    limit_bytes: what its limit leaves.
+    limit_bytes: what its limit leaves. guaranteed_tokens: what its requests leave of its minimum.
     """
 
     engine: Engine
     own_tokens: int
     spill_bytes: int
     limit_bytes: int | None
+    guaranteed_tokens: int
 
     def shared_tokens(self, free_bytes: int) -> int:
         activated = self.engine.activated
@@ -109,6 +110,7 @@ class DevicePort:
             shared_tokens=shared_tokens,
             token_bytes=claim.engine.token_bytes,
             quantum_tokens=activated.quantum_tokens,
+            guaranteed_tokens=claim.guaranteed_tokens,
         )
 
     def _coming_view(self, served: Served) -> EngineView:
@@ -133,13 +135,23 @@ def _claim(engine: Engine, client: ClientUsage | None, load: Load) -> Claim:
     assert status is not None
     assert activated is not None
     idle_tokens = status.free_mapped_tokens + status.evictable_tokens
-    guaranteed_bytes, limit_bytes = 0, None
+    min_bytes, reserved_bytes, limit_bytes = 0, 0, None
     if client is not None:
-        guaranteed_bytes = max(0, client.min_bytes - client.reserved_bytes)
+        min_bytes, reserved_bytes = client.min_bytes, client.reserved_bytes
         if client.limit_bytes is not None:
-            held_bytes = max(client.reserved_bytes, client.min_bytes)
-            limit_bytes = client.limit_bytes - held_bytes
-    quanta = guaranteed_bytes // activated.quantum_bytes
-    own_tokens = idle_tokens + quanta * activated.quantum_tokens - load.pending_need_tokens
+            limit_bytes = client.limit_bytes - max(reserved_bytes, min_bytes)
+
+    def tokens(size_bytes: int) -> int:
+        return max(0, size_bytes) // activated.quantum_bytes * activated.quantum_tokens
+
+    pending = load.pending_need_tokens
+    own_tokens = idle_tokens + tokens(min_bytes - reserved_bytes) - pending
+    used_bytes = reserved_bytes - idle_tokens * engine.token_bytes
     spilled_quanta = -(-max(0, -own_tokens) // activated.quantum_tokens)
-    return Claim(engine, own_tokens, spilled_quanta * activated.quantum_bytes, limit_bytes)
+    return Claim(
+        engine,
+        own_tokens,
+        spilled_quanta * activated.quantum_bytes,
+        limit_bytes,
+        guaranteed_tokens=max(0, tokens(min_bytes - used_bytes) - pending),
+    )

@@ -128,7 +128,7 @@ class Lifecycle:
             self._effects.send(engine.id, Deactivate())
             return
         now_s = self._now_s()
-        served.activation_s = now_s - served.since_s
+        served.activation_s = now_s - engine.since_s
         served.state, served.error, served.memory_tries = ModelState.ACTIVE, "", 0
         engine.become(EngineState.ACTIVE, now_s, served.name)
         engine.activated = message

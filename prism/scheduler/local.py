@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prism.policies.data import Job, Order
 from prism.policies.moore_hodgson import order
@@ -46,6 +46,18 @@ class Limits:
     prefill_horizon_s: float = 0.25
     prefill_chunk_tokens: int = 0
     order_age_s: float = 0.25
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One step's outcome. ids: start now; blocked: models whose first request cannot; heads: those
+    that lack memory; lacking: model -> how many tokens; kept: memory is kept for one of them."""
+
+    ids: list[str] = field(default_factory=list)
+    blocked: set[str] = field(default_factory=set)
+    heads: list[str] = field(default_factory=list)
+    lacking: dict[str, int] = field(default_factory=dict)
+    kept: bool = False
 
 
 class LocalScheduler:
@@ -95,14 +107,14 @@ class LocalScheduler:
         self._refresh_order(now_s, views)
         limits = self._limits
         room = Room(views, limits.prefill_horizon_s, limits.prefill_chunk_tokens)
-        dispatched, lacking = self._choose(now_s, room)
-        for model, ids in self._by_model(dispatched).items():
+        choice = self._choose(now_s, room)
+        for model, ids in self._by_model(choice.ids).items():
             self._engines.dispatch(model, ids)
-        self._count_late_passes(dispatched)
-        self.remove(dispatched)
-        for model, tokens in lacking.items():
+        self._count_late_passes(choice.ids)
+        self.remove(choice.ids)
+        for model, tokens in choice.lacking.items():
             self._engines.ask_memory(model, tokens)
-        return dispatched
+        return choice.ids
 
     # --- order ------------------------------------------------------------------------------
 
@@ -139,34 +151,30 @@ class LocalScheduler:
 
     # --- admission --------------------------------------------------------------------------
 
-    def _choose(self, now_s: float, room: Room) -> tuple[list[str], dict[str, int]]:
-        """(ids that start now, model -> KV tokens that its first request lacks)."""
+    def _choose(self, now_s: float, room: Room) -> _Choice:
         self._end_old_holds(now_s)
-        chosen: list[str] = []
-        blocked: set[str] = set()
-        lacking: dict[str, int] = {}
-        heads: list[str] = []
+        choice = _Choice()
         for request in self._sequence():
-            if request.model in blocked or request.model not in room:
+            if request.model in choice.blocked or request.model not in room:
                 continue
-            verdict, missing_tokens = self._try(room, request)
+            verdict, missing_tokens, harmless = self._try(room, request, choice.kept)
             if verdict is Verdict.STARTS:
-                chosen.append(request.id)
-                if self._count_passes(heads, now_s):
-                    break
+                choice.ids.append(request.id)
+                if not harmless:
+                    choice.kept = self._count_passes(choice.heads, now_s) or choice.kept
                 continue
-            blocked.add(request.model)
-            if verdict is Verdict.MEMORY:
-                heads.append(request.id)
-                lacking[request.model] = missing_tokens
-                if request.id in self._held_since_s:
-                    break
-            if len(blocked) == len(room):
+            choice.blocked.add(request.model)
+            if verdict is Verdict.MEMORY and not choice.kept:
+                choice.heads.append(request.id)
+                choice.lacking[request.model] = missing_tokens
+                choice.kept = request.id in self._held_since_s
+            if len(choice.blocked) == len(room):
                 break
-        return chosen, lacking
+        return choice
 
-    def _try(self, room: Room, request: Waiting) -> tuple[Verdict, int]:
-        """Take the request if it starts; else what it lacks and how many KV tokens of it.
+    def _try(self, room: Room, request: Waiting, kept: bool) -> tuple[Verdict, int, bool]:
+        """Take the request if it starts: (verdict, KV tokens it lacks, whether it takes only what
+        no other model could have). `kept`: all other memory is kept for somebody.
 
         An idle engine's first request needs no headroom: the engine's own reserve lets one
         request run to its end.
@@ -175,9 +183,12 @@ class LocalScheduler:
         headroom = 1 if idle else min(request.max_tokens, self._limits.headroom_tokens)
         need_tokens = room.need_tokens(request.model, request.prompt_tokens, headroom)
         verdict = room.verdict(request.model, need_tokens)
+        harmless = room.harms_nobody(request.model, need_tokens)
+        if verdict is Verdict.STARTS and kept and not harmless:
+            verdict = Verdict.MEMORY
         if verdict is Verdict.STARTS:
             room.take(request.model, request.prompt_tokens, headroom)
-        return verdict, need_tokens - room.free_tokens(request.model)
+        return verdict, need_tokens - room.free_tokens(request.model), harmless
 
     def _count_passes(self, heads: list[str], now_s: float) -> bool:
         """One more request went past `heads`, which lack memory. True: from now on it is kept."""

@@ -28,6 +28,7 @@ class Verdict(Enum):
 class _Engine:
     view: EngineView
     own_tokens: int
+    guaranteed_tokens: int
     taken: int = 0
     pending_prefill_s: float = 0.0
 
@@ -50,6 +51,7 @@ class Room:
             view.model: _Engine(
                 view,
                 own_tokens=view.available_tokens - view.shared_tokens,
+                guaranteed_tokens=view.guaranteed_tokens,
                 pending_prefill_s=view.pending_prefill_s,
             )
             for view in views
@@ -67,6 +69,10 @@ class Room:
         """What `model` could take now, after what this step has taken."""
         engine = self._engines[model]
         return max(0, engine.own_tokens) + self._shared_left_tokens(engine)
+
+    def harms_nobody(self, model: str, need_tokens: int) -> bool:
+        """The request fits into memory that no other model could have."""
+        return need_tokens <= self._engines[model].guaranteed_tokens
 
     def verdict(self, model: str, need_tokens: int) -> Verdict:
         """Whether one more request of `model` that needs `need_tokens` starts at once."""
@@ -87,6 +93,7 @@ class Room:
         tokens = -(-(prompt_tokens + headroom_tokens) // block) * block
         from_own = min(tokens, max(0, engine.own_tokens))
         engine.own_tokens -= from_own
+        engine.guaranteed_tokens -= tokens
         self._take_shared(engine, tokens - from_own)
         engine.taken += 1
         engine.pending_prefill_s += prompt_tokens / engine.view.prefill_tokens_per_s

@@ -117,6 +117,25 @@ def test_what_was_submitted_counts_until_its_first_token(bench: Bench) -> None:
     assert bench.quanta("a") == (10, 80)
 
 
+def test_requests_use_up_the_guarantee_before_anything_else(bench: Bench) -> None:
+    def left() -> list[float]:
+        return [view.guaranteed_tokens / QUANTUM_TOKENS for view in bench.port.views()]
+
+    assert left() == [10, 10]
+    run = bench.run("a", need_tokens=4 * QUANTUM_TOKENS)
+    assert left() == [6, 10]
+    run.prefilled = True
+    kv = bench.clients["a"].alloc_kvcache(
+        kvcached.Layout(2, 2, 32, dtype="float32"), 1024, reserved_blocks=0
+    )
+    assert kv.alloc_kv(4) is not None
+    quanta = bench.clients["a"].usage().reserved_bytes / QUANTUM
+    assert left() == [10 - quanta, 10]
+    bench.observe("a", evictable=16)  # one of them is cache by now
+    assert left() == [11 - quanta, 10]
+    bench.clients["a"].free_kvcache(kv)
+
+
 def test_a_limit_bounds_the_shared_part(bench: Bench) -> None:
     bench.clients["a"].set_limit(15 * QUANTUM)
     assert bench.quanta("a") == (10, 5)

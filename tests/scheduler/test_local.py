@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from prism.fakes import FakeEngines
+from prism.ports import EngineView
 from prism.scheduler import local
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
 from tests.scheduler.device import Device, Engine
@@ -187,3 +189,22 @@ def test_the_order_is_computed_on_change_only(monkeypatch: pytest.MonkeyPatch) -
     assert calls == 2
     world.step(13.0)  # deadlines have passed meanwhile
     assert calls == 3
+
+
+def test_memory_kept_for_one_does_not_stop_others_within_their_guarantee() -> None:
+    """What "small" is guaranteed could never help "big"; the rest of the device is kept."""
+    views = [
+        EngineView("big", 8, 1, 9, 2, 100.0, shared_tokens=8),
+        EngineView("small", 20, 1, 9, 2, 100.0, shared_tokens=8, guaranteed_tokens=12),
+    ]
+    engines = FakeEngines(views)
+    scheduler = LocalScheduler(engines, Limits(headroom_tokens=2, passes_max=1))
+    scheduler.add(Waiting("big", "big", 60, 2, 0.0, 100.0))
+    scheduler.add(Waiting("taker", "small", 14, 2, 0.1, 101.0))
+    assert scheduler.step(1.0) == ["taker"]  # the one that may still overtake
+    for n, prompt in enumerate((14, 4, 2)):
+        scheduler.add(Waiting(f"s{n}", "small", prompt, 2, 0.2, 102.0 + n))
+    assert scheduler.step(2.0) == []  # "s0" would take what is kept, and is the first
+    scheduler.remove(["s0"])
+    assert scheduler.step(3.0) == ["s1"]  # 4 + 2 + a block for each running one: 8 of 12
+    assert engines.asked[-1] == ("big", 56)
