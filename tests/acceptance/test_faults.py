@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from prism.config import read_resolved
 from tests.acceptance.harness import (
     Answer,
     Cluster,
@@ -58,15 +59,30 @@ async def kill_in_flight(cluster: Cluster, model: str) -> list[Answer]:
 def test_five_engine_kills_lose_nothing(tiny_models: tuple[str, str], tmp_path: Path) -> None:
     model = tiny_models[1]
     with serving(config(tiny_models), tmp_path) as cluster:
+        reserved_before = reserved_bytes(cluster)
         for kill in range(1, 6):
             answers = asyncio.run(kill_in_flight(cluster, model))
             for prompt, answer in zip(prompts(model, 8), answers, strict=True):
                 check_answer(model, prompt, answer)
-            cluster.wait_until(lambda k=kill: restarts(cluster) >= k, "a replacement")  # type: ignore[misc]
-        dead = [c for agent in cluster.agents() for c in dead_clients(agent)]
-        assert not dead
+            wait_for_restarts(cluster, kill)
         after = asyncio.run(one(cluster, model))
         assert tuple(after.ids) == greedy(model, prompts(model, 1)[0], TOKENS)
+        assert cluster.operate("flush").returncode == 0
+        cluster.wait_until(
+            lambda: reserved_bytes(cluster) == reserved_before, "the dead engines' pages back", 15
+        )
+
+
+def wait_for_restarts(cluster: Cluster, kills: int) -> None:
+    def restarted() -> bool:
+        return sum(agent["engine_restarts_total"] for agent in cluster.agents()) >= kills
+
+    cluster.wait_until(restarted, "a replacement of the killed engine")
+
+
+def reserved_bytes(cluster: Cluster) -> int:
+    """What the device's ledger holds for all its clients, living or dead."""
+    return sum(int(agent["reserved_bytes"]) for agent in cluster.agents())
 
 
 def check_answer(model: str, prompt: tuple[int, ...], answer: Answer) -> None:
@@ -85,23 +101,14 @@ async def one(cluster: Cluster, model: str) -> Answer:
         return await complete(client, model, prompts(model, 1)[0], TOKENS)
 
 
-def restarts(cluster: Cluster) -> int:
-    return sum(agent["engine_restarts_total"] for agent in cluster.agents())
-
-
-def dead_clients(agent: dict[str, Any]) -> list[str]:
-    """Ledger bytes that belong to no living model or engine of this agent."""
-    held = sum(m["kv_reserve_bytes"] + m["static_bytes"] for m in agent["models"])
-    return [] if agent["reserved_bytes"] >= held else ["ledger holds less than its clients"]
-
-
 def test_sigterm_finishes_what_runs_and_leaves_nothing(
     tiny_models: tuple[str, str], tmp_path: Path
 ) -> None:
     model = tiny_models[0]
     with serving(config(tiny_models), tmp_path) as cluster:
         children = descendants(cluster.process.pid)
-        segments = set(Path("/dev/shm").glob("prism-kvcached*"))
+        namespace = read_resolved(cluster.run_dir / "cluster.json").namespace
+        assert list(Path("/dev/shm").glob(f"prism-kvcached.{namespace}.*"))
         answer = asyncio.run(stop_while_streaming(cluster, model))
         assert tuple(answer.ids) == greedy(model, prompts(model, 1)[0], TOKENS)
         cluster.process.wait(60)
@@ -109,7 +116,7 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing(
     time.sleep(0.5)
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     assert not cluster.run_dir.exists()
-    assert not (segments & set(Path("/dev/shm").glob("prism-kvcached*")))
+    assert not list(Path("/dev/shm").glob(f"prism-kvcached.{namespace}.*"))
 
 
 async def stop_while_streaming(cluster: Cluster, model: str) -> Answer:
