@@ -45,12 +45,13 @@ def die_with_parent(parent_pid: int | None = None, sig: int = signal.SIGKILL) ->
         os.kill(os.getpid(), sig)
 
 
-def configure_logging() -> None:
-    """Log to stderr at the level that the launcher's --log-level put into the environment."""
-    logging.basicConfig(
-        level=os.environ.get(LOG_LEVEL_VARIABLE, "info").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+def configure_logging(
+    text: str = "%(asctime)s %(levelname)s %(name)s: %(message)s",
+) -> None:
+    """Log to stderr at the level that the launcher's --log-level put into the environment,
+    replacing what was configured before."""
+    level = os.environ.get(LOG_LEVEL_VARIABLE, "info").upper()
+    logging.basicConfig(level=level, format=text, force=True)
 
 
 def wrapped_command() -> list[str]:

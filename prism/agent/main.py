@@ -13,7 +13,7 @@ from kvcached import KvcachedError
 from prism.agent.agent import Agent
 from prism.config import ClusterConfig, read_resolved
 from prism.errors import ConfigError, PrismError
-from prism.process import die_with_parent
+from prism.process import configure_logging, die_with_parent
 
 
 async def _serve(config: ClusterConfig, config_path: Path, device: str) -> None:
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the resolved cluster.json")
     parser.add_argument("--device", required=True, help="the device's name, such as host:0")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    configure_logging()
     try:
         config = _checked(read_resolved(options.config), options.device)
         asyncio.run(_serve(config, options.config, options.device))

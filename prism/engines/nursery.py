@@ -37,7 +37,7 @@ from prism.engines.core import EngineContext
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError
 from prism.messages import EngineExited, EngineForked, ForkEngine, FromNursery, NurseryReady
-from prism.process import die_with_parent
+from prism.process import configure_logging, die_with_parent
 
 TERMINATE_S = 5.0
 ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -217,8 +217,7 @@ def redirect_to_log(path: Path) -> None:
 
 
 def log_to_stderr(name: str) -> None:
-    text = f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=text, force=True)
+    configure_logging(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
 
 
 def warn_about_threads() -> None:

@@ -255,6 +255,8 @@ class Worker:
         self._busy = False
         if model:
             self._core.deactivate()
+            # The last counters of this model: what the deactivation itself unmapped included.
+            self._link.send(msgspec.structs.replace(self._core.status(), model=model))
         seconds = self._clock() - started_s
         log.info("deactivated %s in %.3f s", model or "nothing", seconds)
         self._link.send(Deactivated(model=model, seconds=seconds))

@@ -227,3 +227,6 @@ def test_deactivation_returns_every_byte(
     assert usage == kvcached.ClientUsage(
         engine, device.pids[engine], 0, 0, 0, 0, None, usage.maps, usage.unmaps
     )
+    last = device.statuses[-1]
+    assert last.model == model.name
+    assert (last.maps_total, last.unmaps_total) == (usage.maps, usage.unmaps)
