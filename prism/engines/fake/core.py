@@ -64,8 +64,6 @@ class Totals:
     prompt_tokens: int = 0
     output_tokens: int = 0
     retractions: int = 0
-    maps: int = 0
-    unmaps: int = 0
 
 
 class FakeCore:
@@ -114,7 +112,6 @@ class FakeCore:
     def deactivate(self) -> None:
         if self._memory is None:
             return
-        self._totals.maps, self._totals.unmaps = self._map_totals()
         self._memory.free()
         self._memory = None
         self._model = None
@@ -267,8 +264,7 @@ class FakeCore:
     # --- status ----------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        totals, memory = self._totals, self._memory
-        maps, unmaps = self._map_totals()
+        totals, memory, usage = self._totals, self._memory, self._client.usage()
         return EngineStatus(
             engine_id=self._context.engine_id,
             model=self._model,
@@ -279,17 +275,10 @@ class FakeCore:
             prompt_tokens_total=totals.prompt_tokens,
             output_tokens_total=totals.output_tokens,
             retractions_total=totals.retractions,
-            maps_total=maps,
-            unmaps_total=unmaps,
+            maps_total=usage.maps,
+            unmaps_total=usage.unmaps,
             **(memory.figures() if memory else {}),
         )
-
-    def _map_totals(self) -> tuple[int, int]:
-        """Over all models this process served."""
-        if self._memory is None:
-            return self._totals.maps, self._totals.unmaps
-        counters = self._memory.kv.counters()
-        return self._totals.maps + counters.maps, self._totals.unmaps + counters.unmaps
 
 
 def _too_long(request: Request, excess: int) -> Failure:
