@@ -11,6 +11,7 @@ import pytest
 from tests.acceptance.harness import MODELS
 
 TINY = ("tiny-llama", "tiny-qwen3")
+DEMO = (*TINY, "tiny-gpt2", "smollm2-135m")
 
 
 def prepare(*names: str) -> None:
@@ -25,6 +26,6 @@ def tiny_models() -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> str:
-    prepare("smollm2-135m")
-    return "smollm2-135m"
+def demo_models() -> tuple[str, ...]:
+    prepare(*DEMO)
+    return DEMO

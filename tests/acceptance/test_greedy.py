@@ -66,15 +66,17 @@ def test_one_stream_at_a_time(one_engine: Cluster, tiny_models: tuple[str, str])
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-def test_smollm2(
-    smollm2: str, tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.timeout(1200)
+def test_every_demo_model(
+    demo_models: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """All of them through one engine process: alone, then at 8 streams after the others."""
     config = cluster_yaml(
-        [model_yaml(name) for name in (smollm2, *tiny_models)],
+        [model_yaml(name) for name in demo_models],
         [{"name": "host:0", "capacity": "1GiB", "page": "64KiB", "engines": 1}],
     )
-    with serving(config, tmp_path_factory.mktemp("smollm2")) as cluster:
-        check_equal(cluster, smollm2, concurrent=False)
-        check_equal(cluster, tiny_models[1], concurrent=True)
-        check_equal(cluster, smollm2, concurrent=True)
+    with serving(config, tmp_path_factory.mktemp("demo_models")) as cluster:
+        for concurrent in (False, True):
+            for model in demo_models:
+                check_equal(cluster, model, concurrent)
+        assert sum(agent["engine_restarts_total"] for agent in cluster.agents()) == 0

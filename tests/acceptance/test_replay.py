@@ -72,16 +72,15 @@ def test_a_replay_maps_and_unmaps_pages(tiny_models: tuple[str, str], tmp_path: 
 
 
 @pytest.mark.long
-def test_arena_chat_at_three_slo_scales(tmp_path: Path) -> None:
+def test_arena_chat_at_three_slo_scales(demo_models: tuple[str, ...], tmp_path: Path) -> None:
     """300 requests of the Chatbot Arena sample on the demo's models and devices."""
     source = TRACES / "arena_chat27_vtc.csv"
     if not source.exists():
         pytest.skip(f"{source} is not there; the trace is not part of the repository")
     demo = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
-    names = ["tiny-llama", "tiny-qwen3", "tiny-gpt2", "smollm2-135m"]
     trace = tmp_path / "arena.jsonl"
     prism_replay(
-        *("convert", str(source), "--format", "arena", "--models", ",".join(names)),
+        *("convert", str(source), "--format", "arena", "--models", ",".join(demo_models)),
         *("--context", "512", "--output-max", "64", "--limit", "300", "--time-scale", "2.0"),
         *("--slo", "500/50", "--slo", "smollm2-135m=2000/300", "--out", str(trace)),
     )
