@@ -40,7 +40,7 @@ class Claim:
         assert activated is not None
         room_bytes = max(0, free_bytes)
         if self.limit_bytes is not None:
-            room_bytes = min(room_bytes, max(0, self.limit_bytes))
+            room_bytes = min(room_bytes, max(0, self.limit_bytes - self.spill_bytes))
         return room_bytes // activated.quantum_bytes * activated.quantum_tokens
 
 

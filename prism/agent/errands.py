@@ -30,7 +30,7 @@ class Errands:
         self._forgotten[request_id] = None
 
     def requeue(self, request_id: str) -> None:
-        """It was admitted, but could not be handed to an engine."""
+        """It was admitted, or may have been, and is on no engine."""
         self._returned[request_id] = None
 
     def unplace(self, entry_id: str) -> None:
@@ -45,8 +45,8 @@ class Errands:
         """Raises QueueUnavailableError, LeaseLostError."""
         await self._do(self._adopted, lambda ids: queue.admit(device, epoch, ids))
         await self._do(self._finished, lambda ids: queue.finish(device, epoch, ids))
-        await self._do(self._forgotten, queue.forget)
         await self._do(self._returned, lambda ids: queue.requeue(device, epoch, ids))
+        await self._do(self._forgotten, queue.forget)
         await self._do(self._unplaced, lambda ids: queue.unplace(device, epoch, ids))
 
     @staticmethod

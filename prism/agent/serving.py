@@ -132,8 +132,10 @@ class Serving:
         return entries
 
     def _put_back(self) -> None:
-        """Unless a newer attempt was read meanwhile."""
+        """Unless a newer attempt was read meanwhile. Redis may have admitted them all the same:
+        then they have left its queue, where a replay or a cancellation would look for them."""
         for request_id, entry in self._admitting.items():
+            self._parts.errands.requeue(request_id)
             if request_id in self._cancelled:
                 self._parts.errands.forget(request_id)
             elif request_id not in self._parts.mirror:

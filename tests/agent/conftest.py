@@ -1,14 +1,16 @@
-"""An agent with two engines of the fake adapter, two of its models active."""
+"""An agent with two engines of the fake adapter, and a bench for its parts."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+import kvcached
 from prism.agent.timing import Timing
 from prism.queueing import BundledRedis
+from tests.agent.bench import PAGE, QUANTUM, Bench
 from tests.agent.harness import World, make_config, world
 
 FAST = Timing(
@@ -37,3 +39,15 @@ async def agent_world(
     """The agent is not started yet."""
     async with world(make_config(short_dir, namespace, redis_server.url), FAST) as this:
         yield this
+
+
+@pytest.fixture
+def bench(namespace: str) -> Iterator[Bench]:
+    device = kvcached.Device.open(
+        "host:0", capacity_bytes=100 * QUANTUM, page_bytes=PAGE, namespace=namespace
+    )
+    bench = Bench(device)
+    yield bench
+    for client in bench.clients.values():
+        client.close()
+    device.destroy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,89 +10,14 @@ import zmq
 
 import kvcached
 from prism.agent import delivery as delivery_module
-from prism.agent.admission import DevicePort
 from prism.agent.delivery import Delivery, Parcels
-from prism.agent.memory import Reclaimer
 from prism.agent.mirror import Entry, Mirror
-from prism.agent.models import ModelState, Served, Totals
-from prism.agent.pool import Engine, EngineState, Pool
-from prism.agent.running import Running
-from prism.agent.state import State
+from prism.agent.models import ModelState, Totals
 from prism.agent.strays import Strays
-from prism.messages import Activated, Chunk, EngineOutput, EngineStatus, ToEngine, Trim, Trimmed
+from prism.messages import Chunk, EngineOutput, EngineStatus, Trim, Trimmed
 from prism.scheduler.local import LocalScheduler
-from tests.agent.harness import model_spec
+from tests.agent.bench import QUANTUM, QUANTUM_TOKENS, Bench
 from tests.queueing.requests import request
-
-PAGE = 4096
-QUANTUM = 4 * PAGE
-QUANTUM_TOKENS = 16
-
-
-class Sent:
-    """The engines' socket, written down."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[str, ToEngine]] = []
-
-    def send(self, engine_id: str, message: ToEngine) -> bool:
-        self.messages.append((engine_id, message))
-        return True
-
-
-class Bench:
-    """Two active engines on a real ledger of 100 quanta, each guaranteed ten."""
-
-    def __init__(self, device: kvcached.Device) -> None:
-        self.time_s = 0.0
-        self.device = device
-        self.state = State(Pool("host:0", 2), now_s=lambda: self.time_s)
-        self.sent = Sent()
-        self.reclaimer = Reclaimer(self.state, device, self.sent)  # type: ignore[arg-type]
-        self.port = DevicePort(self.state, device, self.reclaimer)
-        self.clients = {model: self._serve(model) for model in ("a", "b")}
-
-    def _serve(self, model: str) -> kvcached.Client:
-        engine = self.state.pool.create(0.0)
-        engine.become(EngineState.ACTIVE, 0.0, model)
-        engine.activated = Activated(model, QUANTUM, QUANTUM_TOKENS, 0, 0, 0, 16, 8)
-        served = Served(model_spec(model), 0.0, ModelState.ACTIVE, engine_id=engine.id)
-        self.state.models.served[model] = served
-        self.observe(model)
-        return self.device.client(engine.id, min_bytes=10 * QUANTUM)
-
-    def engine(self, model: str) -> Engine:
-        engine = self.state.pool.get(self.state.models.served[model].engine_id)
-        assert engine is not None
-        return engine
-
-    def observe(self, model: str, free: int = 0, evictable: int = 0) -> None:
-        self.engine(model).status = EngineStatus(
-            self.engine(model).id, model, free_mapped_tokens=free, evictable_tokens=evictable
-        )
-
-    def run(self, model: str, need_tokens: int, id: str = "1") -> Running:
-        run = Running(request(id, model, prompt_tokens=20), self.engine(model).id, need_tokens)
-        self.state.running.add(run)
-        return run
-
-    def quanta(self, model: str) -> tuple[float, float]:
-        """(own, shared) in quanta."""
-        view = next(view for view in self.port.views() if view.model == model)
-        own = view.available_tokens - view.shared_tokens
-        return own / QUANTUM_TOKENS, view.shared_tokens / QUANTUM_TOKENS
-
-
-@pytest.fixture
-def bench(namespace: str) -> Iterator[Bench]:
-    device = kvcached.Device.open(
-        "host:0", capacity_bytes=100 * QUANTUM, page_bytes=PAGE, namespace=namespace
-    )
-    bench = Bench(device)
-    yield bench
-    for client in bench.clients.values():
-        client.close()
-    device.destroy()
 
 
 def test_free_room_is_shared_and_guaranteed_room_is_not(bench: Bench) -> None:
@@ -140,6 +64,14 @@ def test_a_limit_bounds_the_shared_part(bench: Bench) -> None:
     bench.clients["a"].set_limit(15 * QUANTUM)
     assert bench.quanta("a") == (10, 5)
     assert bench.quanta("b") == (10, 80)
+
+
+def test_what_was_submitted_counts_against_a_limit(bench: Bench) -> None:
+    """13 quanta on their way, ten of them guaranteed: two of the limit's fifteen are left."""
+    bench.clients["a"].set_limit(15 * QUANTUM)
+    bench.run("a", need_tokens=13 * QUANTUM_TOKENS)
+    assert bench.quanta("a") == (0, 2)
+    assert bench.quanta("b") == (10, 77)
 
 
 def test_models_on_their_way_are_shown_with_what_their_activation_still_takes(

@@ -1,0 +1,72 @@
+"""Two engines that exist on paper only, on a real ledger: for tests of the agent's parts."""
+
+from __future__ import annotations
+
+import kvcached
+from prism.agent.admission import DevicePort
+from prism.agent.memory import Reclaimer
+from prism.agent.models import ModelState, Served
+from prism.agent.pool import Engine, EngineState, Pool
+from prism.agent.running import Running
+from prism.agent.state import State
+from prism.messages import Activated, EngineStatus, ToEngine
+from tests.agent.harness import model_spec
+from tests.queueing.requests import request
+
+PAGE = 4096
+QUANTUM = 4 * PAGE
+QUANTUM_TOKENS = 16
+
+
+class Sent:
+    """The engines' socket, written down."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, ToEngine]] = []
+
+    def send(self, engine_id: str, message: ToEngine) -> bool:
+        self.messages.append((engine_id, message))
+        return True
+
+
+class Bench:
+    """Two active engines on a real ledger of 100 quanta, each guaranteed ten."""
+
+    def __init__(self, device: kvcached.Device) -> None:
+        self.time_s = 0.0
+        self.device = device
+        self.state = State(Pool("host:0", 2), now_s=lambda: self.time_s)
+        self.sent = Sent()
+        self.reclaimer = Reclaimer(self.state, device, self.sent)  # type: ignore[arg-type]
+        self.port = DevicePort(self.state, device, self.reclaimer)
+        self.clients = {model: self._serve(model) for model in ("a", "b")}
+
+    def _serve(self, model: str) -> kvcached.Client:
+        engine = self.state.pool.create(0.0)
+        engine.become(EngineState.ACTIVE, 0.0, model)
+        engine.activated = Activated(model, QUANTUM, QUANTUM_TOKENS, 0, 0, 0, 16, 8)
+        served = Served(model_spec(model), 0.0, ModelState.ACTIVE, engine_id=engine.id)
+        self.state.models.served[model] = served
+        self.observe(model)
+        return self.device.client(engine.id, min_bytes=10 * QUANTUM)
+
+    def engine(self, model: str) -> Engine:
+        engine = self.state.pool.get(self.state.models.served[model].engine_id)
+        assert engine is not None
+        return engine
+
+    def observe(self, model: str, free: int = 0, evictable: int = 0) -> None:
+        self.engine(model).status = EngineStatus(
+            self.engine(model).id, model, free_mapped_tokens=free, evictable_tokens=evictable
+        )
+
+    def run(self, model: str, need_tokens: int, id: str = "1") -> Running:
+        run = Running(request(id, model, prompt_tokens=20), self.engine(model).id, need_tokens)
+        self.state.running.add(run)
+        return run
+
+    def quanta(self, model: str) -> tuple[float, float]:
+        """(own, shared) in quanta."""
+        view = next(view for view in self.port.views() if view.model == model)
+        own = view.available_tokens - view.shared_tokens
+        return own / QUANTUM_TOKENS, view.shared_tokens / QUANTUM_TOKENS

@@ -1,0 +1,120 @@
+"""Redis admits requests and the answer is lost: each still runs once, or is gone if unwanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Collection
+
+import pytest
+
+from prism.agent.delivery import Delivery
+from prism.agent.errands import Errands
+from prism.agent.mirror import Entry, Mirror
+from prism.agent.serving import Parts, Serving
+from prism.errors import QueueUnavailableError
+from prism.messages import Submit
+from prism.queueing import BundledRedis, RequestQueue
+from prism.scheduler.local import Limits, LocalScheduler
+from tests.agent.bench import Bench
+from tests.queueing.requests import request
+
+DEVICE = "host:0"
+
+
+class LossyQueue(RequestQueue):
+    """The answer to the first admission does not arrive."""
+
+    lost = False
+
+    async def admit(self, device: str, epoch: int, entry_ids: Collection[str]) -> set[str]:
+        admitted = await super().admit(device, epoch, entry_ids)
+        if admitted and not self.lost:
+            self.lost = True
+            raise QueueUnavailableError("the connection broke")
+        return admitted
+
+
+class Desk:
+    """Serving with a real queue; engines are `bench.sent`."""
+
+    def __init__(self, bench: Bench, queue: RequestQueue) -> None:
+        self.bench, self.queue, self.epoch = bench, queue, 0
+        limits = Limits()
+        scheduler = LocalScheduler(bench.port, limits)
+        self.delivery = Delivery(lambda _: None)
+        self.mirror = Mirror(scheduler, lambda: time.time() - bench.time_s)
+        parts = Parts(
+            state=bench.state,
+            device=DEVICE,
+            queue=queue,
+            mirror=self.mirror,
+            scheduler=scheduler,
+            limits=limits,
+            port=bench.port,
+            link=bench.sent,  # type: ignore[arg-type]
+            delivery=self.delivery,
+            errands=Errands(),
+        )
+        self.serving = Serving(parts, lambda: None, time.time)
+
+    async def replay(self) -> None:
+        """What the intake does after an outage."""
+        entries = await self.queue.read(DEVICE, "0", 0)
+        for entry_id, waiting in entries:
+            self.serving.arrived(Entry(entry_id, waiting))
+        self.serving.replayed({entry_id for entry_id, _ in entries})
+
+    async def lose_an_answer(self) -> None:
+        await self.queue.enqueue(request("1"))
+        await self.replay()
+        with pytest.raises(QueueUnavailableError):
+            await self.serving.turn(self.epoch)
+
+    @property
+    def submitted(self) -> list[str]:
+        orders = [m for _, m in self.bench.sent.messages if isinstance(m, Submit)]
+        return [each.id for order in orders for each in order.requests]
+
+
+@pytest.fixture
+async def desk(redis_server: BundledRedis, namespace: str, bench: Bench) -> AsyncIterator[Desk]:
+    queue = LossyQueue.connect(redis_server.url, namespace)
+    await queue.route("a", DEVICE)
+    desk = Desk(bench, queue)
+    desk.epoch = await queue.acquire(DEVICE, "agent", 30)
+    yield desk
+    desk.delivery.close()
+    await queue.close()
+
+
+@pytest.mark.parametrize("replay_first", [True, False])
+async def test_it_runs_once(desk: Desk, replay_first: bool) -> None:
+    await desk.lose_an_answer()
+    if replay_first:
+        await desk.replay()
+    for _ in range(3):
+        await desk.serving.turn(desk.epoch)
+        await desk.replay()
+    assert desk.submitted == ["1"]
+    assert desk.serving.held() == {"1"}
+
+
+async def test_it_goes_where_its_model_went(desk: Desk) -> None:
+    await desk.lose_an_answer()
+    desk.serving.hand_back(lambda model: True)
+    await desk.queue.route("a", None)
+    await desk.serving.turn(desk.epoch)
+    assert await desk.queue.unplaced_counts() == {"a": 1}
+
+
+@pytest.mark.parametrize("who", ["client", "frontend"])
+async def test_nobody_wants_it_any_more(desk: Desk, who: str) -> None:
+    await desk.lose_an_answer()
+    if who == "client":
+        desk.serving.cancel(["1"])
+    else:
+        desk.serving.frontend_died("f0")
+    await desk.serving.turn(desk.epoch)
+    await desk.queue.acquire(DEVICE, "agent", 30)  # what runs there would wait again
+    assert await desk.queue.depth(DEVICE) == 0
+    assert desk.submitted == []
