@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from fastapi import Request
@@ -10,7 +11,10 @@ from pydantic import ValidationError
 from prism.frontend.errors import BodyTooLargeError, from_validation
 from prism.frontend.openai_types import GenerationBody
 
-_BODY_BYTES_MAX = 32 << 20
+# A million tokens as text or ids; a larger body would hold up every other request.
+_BODY_BYTES_MAX = 8 << 20
+# Below this, parsing takes less time than handing it to a thread.
+_INLINE_BYTES_MAX = 64 << 10
 Body = TypeVar("Body", bound=GenerationBody)
 
 
@@ -25,7 +29,10 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         if len(data) > _BODY_BYTES_MAX:
             raise BodyTooLargeError(f"the body exceeds {_BODY_BYTES_MAX >> 20} MiB; shorten it")
     try:
-        body = kind.model_validate_json(bytes(data))
+        if len(data) <= _INLINE_BYTES_MAX:
+            body = kind.model_validate_json(bytes(data))
+        else:
+            body = await asyncio.to_thread(kind.model_validate_json, bytes(data))
     except ValidationError as error:
         raise from_validation(error) from error
     body.refuse_unsupported()

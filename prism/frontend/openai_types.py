@@ -118,12 +118,12 @@ class CompletionBody(GenerationBody):
         prompts = value if isinstance(value, list) else [value]
         if prompts and all(_is_id(p) for p in prompts):
             prompts = [prompts]
+        if not 1 <= len(prompts) <= PROMPTS_MAX:
+            raise ValueError(f"has {len(prompts)} prompts; give 1 to {PROMPTS_MAX}")
         if not _all_texts(prompts) and not _all_id_lists(prompts):
             raise ValueError(
                 "must be a string, a list of strings, a list of token ids, or a list of such lists"
             )
-        if not 1 <= len(prompts) <= PROMPTS_MAX:
-            raise ValueError(f"has {len(prompts)} prompts; give 1 to {PROMPTS_MAX}")
         return prompts
 
 

@@ -21,12 +21,7 @@ async def completion_order(services: Services, body: CompletionBody) -> Order:
     arrival = _Arrival.now("cmpl")
     model = services.model(body.model)
     tokenizer = services.tokenizers[model.name]
-    prompts = [
-        await tokenizer.encode(p, special_tokens=True)
-        if isinstance(p, str)
-        else _checked(p, tokenizer)
-        for p in body.prompt
-    ]
+    prompts = await _encoded(model, body, tokenizer)
     return _order(arrival, model, body, prompts, tokenizer.eos_ids)
 
 
@@ -37,9 +32,11 @@ async def chat_order(services: Services, body: ChatBody) -> Order:
     tokenizer = services.tokenizers[model.name]
     if tokenizer.chat_template is None:
         raise bad_request(f"model: {model.name} has no chat template; use /v1/completions", "model")
+    _refuse_hopeless(model, body, tokenizer, sum(len(m.content) for m in body.messages))
     text = tokenizer.chat_template.render(_messages(body), body.chat_template_kwargs)
-    prompt = await tokenizer.encode(text, special_tokens=False)
-    return _order(arrival, model, body, [prompt], tokenizer.chat_eos_ids)
+    _refuse_hopeless(model, body, tokenizer, len(text))
+    prompts = await tokenizer.encode([text], special_tokens=False)
+    return _order(arrival, model, body, prompts, tokenizer.chat_eos_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +61,52 @@ def _messages(body: ChatBody) -> list[dict[str, Any]]:
     return messages
 
 
-def _checked(prompt: list[int], tokenizer: ModelTokenizer) -> list[int]:
-    for token_id in prompt:
-        if token_id >= tokenizer.vocab_size:
-            raise bad_request(
-                f"prompt: token id {token_id} is outside the vocabulary of"
-                f" {tokenizer.vocab_size} tokens",
-                "prompt",
-            )
-    return prompt
+async def _encoded(
+    model: ModelSpec, body: CompletionBody, tokenizer: ModelTokenizer
+) -> list[list[int]]:
+    texts = [p for p in body.prompt if isinstance(p, str)]
+    for text in texts:
+        _refuse_hopeless(model, body, tokenizer, len(text))
+    if texts:
+        return await tokenizer.encode(texts, special_tokens=True)
+    id_lists = [p for p in body.prompt if not isinstance(p, str)]
+    for prompt in id_lists:
+        _check_ids(prompt, tokenizer)
+    return id_lists
+
+
+def _check_ids(prompt: list[int], tokenizer: ModelTokenizer) -> None:
+    largest = max(prompt, default=0)
+    if largest >= tokenizer.vocab_size:
+        raise bad_request(
+            f"prompt: token id {largest} is outside the vocabulary of"
+            f" {tokenizer.vocab_size} tokens",
+            "prompt",
+        )
+
+
+def _refuse_hopeless(
+    model: ModelSpec, body: GenerationBody, tokenizer: ModelTokenizer, chars: int
+) -> None:
+    """Raises for a text that exceeds the context however it is tokenised: tokenising megabytes
+    takes the time of others."""
+    least = -(-chars // tokenizer.token_chars_max)
+    if least > model.context_length:
+        raise _too_long(model, body, least, "at least ")
+
+
+def _too_long(
+    model: ModelSpec, body: GenerationBody, prompt_tokens: int, how: str = ""
+) -> ContextLengthError:
+    asked = body.tokens_asked or 1
+    excess = prompt_tokens + asked - model.context_length
+    error = ContextLengthError(
+        f"{model.name} has a context of {model.context_length} tokens; the prompt's"
+        f" {how}{prompt_tokens} and max_tokens {asked} exceed it by {how}{excess}: shorten the"
+        " prompt or lower max_tokens"
+    )
+    error.param = "messages" if isinstance(body, ChatBody) else "prompt"
+    return error
 
 
 def _order(
@@ -103,16 +137,10 @@ def _room(model: ModelSpec, prompt: list[int], body: GenerationBody) -> int:
     """Tokens that the context leaves for the output. Raises where that is not enough."""
     if not prompt:
         raise bad_request("prompt: is empty; give at least one token", "prompt")
-    asked = body.tokens_asked or 1
-    excess = len(prompt) + asked - model.context_length
-    if excess <= 0:
-        return model.context_length - len(prompt)
-    error = ContextLengthError(
-        f"{model.name} has a context of {model.context_length} tokens; the prompt's {len(prompt)}"
-        f" and max_tokens {asked} exceed it by {excess}: shorten the prompt or lower max_tokens"
-    )
-    error.param = "messages" if isinstance(body, ChatBody) else "prompt"
-    raise error
+    room = model.context_length - len(prompt)
+    if room < (body.tokens_asked or 1):
+        raise _too_long(model, body, len(prompt))
+    return room
 
 
 def _sampling(body: GenerationBody, max_tokens: int, eos_ids: tuple[int, ...]) -> Sampling:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,31 @@ from prism.messages import ModelSpec
 
 # Below this, encoding takes less time than handing it to a thread.
 _INLINE_CHARS_MAX = 4096
+# Longer than tokens of ordinary text are, for tokenizers that shorten it first (runs of spaces).
+_TOKEN_CHARS_MIN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
     """vocab_size: ids below it are valid in a prompt. eos_ids end a completion; chat_eos_ids end
-    a turn of a conversation (they include eos_ids)."""
+    a turn of a conversation (they include eos_ids). token_chars_max: no token stands for more
+    characters of a text."""
 
     tokenizer: Tokenizer
     vocab_size: int
     eos_ids: tuple[int, ...]
     chat_eos_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
+    token_chars_max: int
 
-    async def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """Token ids; `special_tokens` adds what the model wants around a text (BOS). Long texts
-        are encoded in a thread, so that streams do not stall."""
-        if len(text) <= _INLINE_CHARS_MAX:
-            return list(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids)
-        encoding = await asyncio.to_thread(
-            self.tokenizer.encode, text, add_special_tokens=special_tokens
-        )
-        return list(encoding.ids)
+    async def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
+        """Token ids of each; `special_tokens` adds what the model wants around a text (BOS). Long
+        texts are encoded in a thread, so that streams do not stall."""
+        # The call for a batch, since it alone lets go of the interpreter's lock.
+        call = partial(self.tokenizer.encode_batch_fast, texts, add_special_tokens=special_tokens)
+        inline = sum(map(len, texts)) <= _INLINE_CHARS_MAX
+        encodings = call() if inline else await asyncio.to_thread(call)
+        return [list(encoding.ids) for encoding in encodings]
 
 
 def load_tokenizers(models: Sequence[ModelSpec]) -> dict[str, ModelTokenizer]:
@@ -61,6 +65,7 @@ def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
         eos_ids=eos_ids,
         chat_eos_ids=tuple(dict.fromkeys((*eos_ids, *_ids(turn_end)))),
         chat_template=load_chat_template(directory, settings),
+        token_chars_max=max(_TOKEN_CHARS_MIN, *map(len, tokenizer.get_vocab())),
     )
 
 

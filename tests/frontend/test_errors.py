@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from prism.frontend.tokenizers import ModelTokenizer
 from tests.frontend.conftest import Stack
 
 GOOD: dict[str, Any] = {"model": "base", "prompt": "x"}
@@ -110,8 +112,45 @@ async def test_context_overflow(
     assert not stack.agent.seen
 
 
+HOPELESS = {
+    "/v1/completions": {"model": "base", "prompt": "x" * 100_000},
+    "/v1/chat/completions": {
+        "model": "chat",
+        "messages": [{"role": "user", "content": "x" * 50_000}] * 2,
+    },
+}
+
+
+@pytest.mark.parametrize("path", HOPELESS)
+async def test_a_text_that_no_tokens_could_fit_is_refused_untokenised(
+    stack: Stack, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def encode(*_: object, **__: object) -> list[list[int]]:
+        raise AssertionError("megabytes would be tokenised")
+
+    monkeypatch.setattr(ModelTokenizer, "encode", encode)
+    response = await stack.client.post(path, json=HOPELESS[path])
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    # 64 characters a token at most: 1,563 of them, and max_tokens 1, against 256
+    assert "prompt's at least 1563 and max_tokens 1 exceed it by at least 1308" in error["message"]
+
+
+async def test_a_long_text_is_tokenised_beside_the_event_loop(stack: Stack) -> None:
+    """The loop sends heartbeats: held up for seconds, agents take the frontend for dead."""
+    tokenizer = stack.services.tokenizers["base"]
+    text = "hello " * 300_000
+    encoding = asyncio.create_task(tokenizer.encode([text], special_tokens=False))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    assert len((await encoding)[0]) > 300_000
+    assert turns > 10
+
+
 async def test_a_body_without_end(stack: Stack) -> None:
-    response = await stack.client.post("/v1/completions", content=b" " * (33 << 20))
+    response = await stack.client.post("/v1/completions", content=b" " * (9 << 20))
     assert response.status_code == 413
 
 
