@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def test_interrupting_the_process_leaves_partial_results(
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "1 x interrupted" in shown
+    # The request for "good" may have been under way as well when the signal came.
+    assert re.search("[12] x interrupted", shown)
     assert read_results(out).config.interrupted
 
 
