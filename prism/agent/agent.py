@@ -69,6 +69,7 @@ class Agent:
         self._drain_timeout_s = config.engine.drain_timeout_s
         self._drain_action: int | None = None
         self._bound = False
+        self._replaced = False
         self._stop = asyncio.Event()
         self._state = State(Pool(device, place.engines), self._timing)
         self._errands = Errands()
@@ -161,6 +162,9 @@ class Agent:
             await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set():
                 await self._drain()
+        except LeaseLostError:
+            self._replaced = True
+            raise
         finally:
             await self._close(tasks)
 
@@ -219,12 +223,14 @@ class Agent:
         of a loop when all else is done."""
         self._serving.paused = True
         failed = [task for task in tasks if task.done() and not task.cancelled()]
+        errors = [error for task in failed if (error := task.exception()) is not None]
+        self._replaced |= any(isinstance(error, LeaseLostError) for error in errors)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._serving.end_all("the agent of this device stops")
         await self._nursery.stop()
-        self._destroy_device()
+        self._leave_device()
         await self._leave_queue()
         if self._drain_action is not None:
             self._orders.send(ActionResult(self._drain_action, True))
@@ -233,8 +239,7 @@ class Agent:
         self._orders.close()
         self._cancels.close()
         self._context.term()
-        errors = [error for task in failed if (error := task.exception()) is not None]
-        if self._bound and not any(isinstance(error, LeaseLostError) for error in errors):
+        if self._bound and not self._replaced:
             self._remove_sockets()
         if errors:
             raise errors[0]
@@ -247,7 +252,12 @@ class Agent:
             log.warning("%s", error)
         await self._queue.close()
 
-    def _destroy_device(self) -> None:
+    def _leave_device(self) -> None:
+        """The ledger goes with us, unless the next agent has it: its engines may be about to
+        start, so that nobody holds memory yet."""
+        if self._replaced:
+            self._device.close()
+            return
         try:
             self._device.destroy()
         except KvcachedError as error:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -192,12 +193,28 @@ async def test_two_agents_never_serve_one_queue(agent_world: World) -> None:
     keys = lost._redis
     await keys.delete(f"{agent_world.config.namespace}:lease:{DEVICE}")
     await lost.acquire(DEVICE, "second", 30)
+    of_second = agent_world.device
     assert agent_world._running is not None
     with pytest.raises(LeaseLostError, match="held by second"):
         await asyncio.wait_for(agent_world._running, 30)
     agent_world._running = None
     streams = [agent_world.frontend.stream(r.id) for r in victims]
     await until(lambda: all(s.failures or s.finish_reason for s in streams))
+    assert not of_second.usage().clients
+    of_second.destroy()
+
+
+async def test_an_agent_that_gets_no_lease_leaves_the_ledger_alone(agent_world: World) -> None:
+    agent_world.timing = replace(agent_world.timing, lease_wait_s=0.1)
+    await agent_world.queue.acquire(DEVICE, "first", 30)
+    agent_world.start_agent()
+    of_first = agent_world.device
+    assert agent_world._running is not None
+    with pytest.raises(LeaseLostError, match="held by first"):
+        await asyncio.wait_for(agent_world._running, 30)
+    agent_world._running = None
+    assert not of_first.usage().clients
+    of_first.destroy()
 
 
 async def test_drain_order_finishes_what_runs_and_keeps_what_waits(agent_world: World) -> None:
