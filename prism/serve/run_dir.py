@@ -79,8 +79,8 @@ def find(wanted: Path | None) -> ClusterConfig:
     if wanted is not None:
         if not _is_held(wanted):
             raise ConfigError(f"--run-dir: no prism-serve runs in {wanted}; correct the path")
-        return read_resolved(wanted / CONFIG_FILE)
-    running = [read_resolved(p / CONFIG_FILE) for p in _candidates() if _is_held(p)]
+        return _read(wanted)
+    running = [_read(p) for p in _candidates() if _is_held(p)]
     if not running:
         raise ConfigError("no running prism-serve was found; start one, or name its --run-dir")
     if len(running) > 1:
@@ -108,10 +108,10 @@ def remove_ledgers(config: ClusterConfig) -> None:
 
 def _prepared(wanted: Path) -> Path:
     path = wanted.absolute()
-    if (path / CONFIG_FILE).exists() and not _is_held(path):
-        _sweep_ledgers(path)
-        shutil.rmtree(path)
     try:
+        if _is_left_behind(path):
+            _sweep_ledgers(path)
+            shutil.rmtree(path)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -160,6 +160,27 @@ def _is_held(path: Path) -> bool:
     if lock_fd is not None:
         os.close(lock_fd)
     return lock_fd is None
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Whether a killed prism-serve made the directory: only then it may be removed. Others have
+    files called cluster.json, too."""
+    if not (path / _LOCK_FILE).is_file() or _is_held(path):
+        return False
+    try:
+        return Path(_read(path).run_dir) == path
+    except ConfigError:
+        return False
+
+
+def _read(path: Path) -> ClusterConfig:
+    file = path / CONFIG_FILE
+    try:
+        return read_resolved(file)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"--run-dir: {file} is not this version's: {error}; choose another directory"
+        ) from error
 
 
 def _candidates() -> Iterator[Path]:

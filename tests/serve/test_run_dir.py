@@ -70,6 +70,28 @@ def test_one_with_other_content_is_refused_and_kept(temporary: Path) -> None:
     assert (temporary / "mine" / "thesis.txt").exists()
 
 
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_directory_of_somebody_elses_cluster_json_is_kept(temporary: Path, locked: bool) -> None:
+    mine = temporary / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("x")
+    (mine / "cluster.json").write_text('{"nodes": 3}')
+    if locked:
+        (mine / "lock").touch()
+    with pytest.raises(ConfigError, match=r"--run-dir: .* not empty"):
+        RunDir.create(mine)
+    assert (mine / "thesis.txt").exists()
+
+
+def test_the_config_of_another_version_is_an_error_by_name(temporary: Path) -> None:
+    made = RunDir.create(None)
+    made.config_file.write_text('{"namespace": "x"}')
+    for wanted in (None, made.path):
+        with pytest.raises(ConfigError, match=r"cluster.json is not this version's: .*run_dir"):
+            run_dir.find(wanted)
+    made.remove()
+
+
 def test_a_path_too_long_for_sockets(temporary: Path) -> None:
     with pytest.raises(ConfigError, match="too long for unix sockets"):
         RunDir.create(temporary / ("x" * 100))
