@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import httpx
@@ -144,6 +145,9 @@ def wait_for(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
     except KeyboardInterrupt:
         return process.wait()
+    except SystemExit:
+        process.terminate()
+        raise
 
 
 def stop(server: Server) -> None:
@@ -197,9 +201,16 @@ def show(command: list[str]) -> None:
     console.print(f"  $ {shlex.join(words)}", style="dim", markup=False, soft_wrap=True)
 
 
+def end_in_order(number: int, _frame: FrameType | None) -> None:
+    """A signal whose default would leave the server behind, in a session of its own."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Exit code 2 for wrong input, 1 for a failed step or request."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end_in_order)
     try:
         app(prog_name="python -m prism.demo")
     except PrismError as error:

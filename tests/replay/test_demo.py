@@ -76,17 +76,36 @@ def test_the_demo_serves_replays_reports_and_leaves_nothing(short_dir: Path, tra
     assert not list(short_dir.glob("prism-demo-*"))
 
 
-def test_ctrl_c_ends_the_server_and_keeps_partial_results(short_dir: Path, trace: Path) -> None:
+def replaying_demo(directory: Path, trace: Path) -> tuple[subprocess.Popen[str], str]:
+    """A demo that has one answer and waits ten minutes for the next request; what it showed."""
     write_trace(trace, [a_request(0.0, "tiny-llama"), a_request(600.0, "tiny-llama")])
-    demo = start_demo(short_dir, write_config(short_dir), trace)
+    demo = start_demo(directory, write_config(directory), trace)
     assert demo.stdout
     shown = ""
     while "--url" not in shown:
         line = demo.stdout.readline()
         assert line, shown
         shown += line
-    below = psutil.Process(demo.pid).children(recursive=True)
     wait_for_one_answer(shown.split("--url ")[1].split()[0])
+    return demo, shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_the_demo_ends_the_server(
+    short_dir: Path, trace: Path, number: signal.Signals
+) -> None:
+    demo, shown = replaying_demo(short_dir, trace)
+    below = psutil.Process(demo.pid).children(recursive=True)
+    demo.send_signal(number)
+    rest, _ = demo.communicate(timeout=100)
+    assert demo.returncode == 128 + number, shown + rest
+    assert not psutil.wait_procs(below, timeout=10)[1]
+    assert not list(short_dir.glob("prism-demo-*"))
+
+
+def test_ctrl_c_ends_the_server_and_keeps_partial_results(short_dir: Path, trace: Path) -> None:
+    demo, shown = replaying_demo(short_dir, trace)
+    below = psutil.Process(demo.pid).children(recursive=True)
     os.killpg(demo.pid, signal.SIGINT)
     rest, _ = demo.communicate(timeout=100)
     assert demo.returncode == 130, shown + rest
