@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,8 +147,8 @@ class Sender:
                 error = decode_error(await answer.aread())
                 stream.fail(error_code(error, f"http_{answer.status_code}"), error.message)
                 return
-            async for line in answer.aiter_lines():
-                if line.startswith("data:") and line[5:].strip() != "[DONE]":
+            async for line in lines_of(answer.aiter_bytes()):
+                if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                     event = msgspec.json.decode(line[5:], type=StreamEvent)
                     stream.take(event, time.monotonic())
 
@@ -173,6 +174,17 @@ class Sender:
             error=stream.error,
             message=stream.message,
         )
+
+
+async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """The lines of a stream of events. httpx would also split where a text holds one of Unicode's
+    line separators, which JSON lets stand."""
+    rest = b""
+    async for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            yield line
+    yield rest
 
 
 def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:

@@ -3,7 +3,8 @@
 What a request gets depends on its model's name: "good" answers, "slow" pauses between tokens,
 "stuck" never ends, "refused" is a 503 in OpenAI's shape, "broken" ends without a finish reason,
 "short" gives one token too few, "dying" ends with an error event, "garbage" is no JSON,
-"textual" reports no token ids and a first token without text.
+"textual" reports no token ids and a first token without text, "lines" gives Unicode's line
+separators as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from prism.messages import AgentReport, ClusterStatus, ModelReport
 
-MODELS = ("good", "slow", "stuck", "refused", "broken", "short", "dying", "garbage", "textual")
+MODELS = ("good", "slow", "stuck", "refused", "broken", "short", "dying", "garbage")
+MODELS += ("textual", "lines")
 SLOW_STEP_S = 0.05
 
 
@@ -107,7 +109,9 @@ async def events(body: dict[str, Any]) -> AsyncIterator[str]:
             yield data({"error": {"message": "killed", "type": "engine", "code": "engine_died"}})
             return
         ids = {} if model == "textual" else {"token_ids": [7]}
-        text = "" if model == "textual" and number == 0 else "x"
+        text = (
+            "" if model == "textual" and number == 0 else "\x85\u2028" if model == "lines" else "x"
+        )
         yield data({"choices": [{"text": text, "index": 0, "finish_reason": None, **ids}]})
     if model != "broken":
         yield data({"choices": [{"text": "", "index": 0, "finish_reason": "length"}]})
@@ -116,7 +120,7 @@ async def events(body: dict[str, Any]) -> AsyncIterator[str]:
 
 
 def data(event: dict[str, Any]) -> str:
-    return f"data: {json.dumps(event)}\n\n"
+    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
 @contextmanager

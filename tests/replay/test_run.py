@@ -114,6 +114,11 @@ def test_servers_without_token_ids_are_counted_by_usage(server: ScriptedServer) 
     assert (record.error, record.output_tokens) == (None, 9)
 
 
+def test_a_text_with_line_separators_is_one_event(server: ScriptedServer) -> None:
+    (record,) = replay(server, [a_request(0.0, "lines", output_length=5)]).records
+    assert (record.error, record.output_tokens) == (None, 5)
+
+
 def test_growth_of_the_servers_counters_is_reported(server: ScriptedServer) -> None:
     results = replay(server, [a_request(0.0), a_request(0.1)], slo_scales=(1.0, 2.0))
     grown = results.counters
