@@ -56,7 +56,3 @@ class Errands:
             await call(batch)
             for each in batch:
                 ids.pop(each, None)
-
-    def __len__(self) -> int:
-        kinds = (self._finished, self._forgotten, self._returned, self._unplaced, self._adopted)
-        return sum(map(len, kinds))

@@ -87,6 +87,7 @@ class EngineInbox:
         serves = engine.state in (EngineState.ACTIVE, EngineState.DRAINING)
         if serves and status.model == engine.model and engine.model is not None:
             engine.status = status
+            self._state.running.status_came(engine.id)
             self._state.models.totals(engine.model).observe(status)
             if self._serving.has_waiting:
                 self._serving.wake()

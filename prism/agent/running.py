@@ -11,19 +11,22 @@ from prism.messages import Request
 
 @dataclass(slots=True)
 class Running:
-    """need_tokens: KV that it was admitted for. `prefilled`: its first token came, so what it
-    holds shows in the engine's figures. `silent`: nobody wants its output any more."""
+    """need_tokens: KV that it was admitted for. `prefilled`: its first token came; `shown`: so
+    did a status after it, and what the request holds shows in the engine's figures. `silent`:
+    nobody wants its output any more."""
 
     request: Request
     engine_id: str
     need_tokens: int
     prefilled: bool = False
+    shown: bool = False
     silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An engine's requests; pending_*: of those whose first token has not come yet."""
+    """An engine's requests; pending_need_tokens: of those whose memory its status does not show
+    yet; pending_prompt_tokens: of those whose first token has not come."""
 
     running: int = 0
     pending_need_tokens: int = 0
@@ -54,16 +57,22 @@ class RunningBook:
     def on_engine(self, engine_id: str) -> list[Running]:
         return [run for run in self if run.engine_id == engine_id]
 
+    def status_came(self, engine_id: str) -> None:
+        """Its figures are newer than the tokens that came before them."""
+        for run in self.on_engine(engine_id):
+            run.shown = run.prefilled
+
     def loads(self) -> dict[str, Load]:
         """Engine id -> its load; an engine without requests is not in it."""
         loads: dict[str, Load] = {}
         for run in self:
             load = loads.get(run.engine_id, Load())
-            waits = not run.prefilled
+            need_tokens = 0 if run.shown else run.need_tokens
+            prompt_tokens = 0 if run.prefilled else len(run.request.prompt_ids)
             loads[run.engine_id] = Load(
                 load.running + 1,
-                load.pending_need_tokens + (run.need_tokens if waits else 0),
-                load.pending_prompt_tokens + (len(run.request.prompt_ids) if waits else 0),
+                load.pending_need_tokens + need_tokens,
+                load.pending_prompt_tokens + prompt_tokens,
             )
         return loads
 

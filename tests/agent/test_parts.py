@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ import zmq
 import kvcached
 from prism.agent import delivery as delivery_module
 from prism.agent.delivery import Delivery, Parcels
+from prism.agent.inbox import EngineInbox
 from prism.agent.mirror import Entry, Mirror
 from prism.agent.models import ModelState, Totals
 from prism.agent.strays import Strays
@@ -32,13 +35,23 @@ def test_idle_memory_is_the_engines_own(bench: Bench) -> None:
     assert bench.quanta("a") == (13, 80)
 
 
-def test_what_was_submitted_counts_until_its_first_token(bench: Bench) -> None:
+def test_what_was_submitted_counts_until_a_status_shows_it(bench: Bench) -> None:
     """12 quanta on their way to "a": its own ten, and two of the room that "b" sees as well."""
     run = bench.run("a", need_tokens=12 * QUANTUM_TOKENS)
     assert bench.quanta("a") == (0, 78)
     assert bench.quanta("b") == (10, 78)
+    take_status = inbox_of(bench)._take_status
+    take_status(bench.engine("a"), EngineStatus(run.engine_id, "a"))  # sent before the first token
     run.prefilled = True
+    assert bench.quanta("a") == (0, 78)
+    take_status(bench.engine("a"), EngineStatus(run.engine_id, "a"))
     assert bench.quanta("a") == (10, 80)
+
+
+def inbox_of(bench: Bench) -> EngineInbox:
+    serving: Any = SimpleNamespace(has_waiting=False)
+    unused: Any = None
+    return EngineInbox(bench.state, unused, unused, serving, bench.reclaimer)
 
 
 def test_requests_use_up_the_guarantee_before_anything_else(bench: Bench) -> None:
@@ -48,7 +61,7 @@ def test_requests_use_up_the_guarantee_before_anything_else(bench: Bench) -> Non
     assert left() == [10, 10]
     run = bench.run("a", need_tokens=4 * QUANTUM_TOKENS)
     assert left() == [6, 10]
-    run.prefilled = True
+    run.shown = True
     kv = bench.clients["a"].alloc_kvcache(
         kvcached.Layout(2, 2, 32, dtype="float32"), 1024, reserved_blocks=0
     )

@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from prism.errors import BadRequestError, ContextLengthError, RequestError
-from prism.messages import Chunk, Failure, Request, Sampling
+from prism.messages import Failure, Request, Sampling
 
 
 def convert(
@@ -60,11 +60,6 @@ def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
 
 def failure(request: Request, error: RequestError) -> Failure:
     return Failure(request.id, request.attempt, error.code, str(error))
-
-
-def last_chunk(request: Request, first_index: int, reason: str) -> Chunk:
-    """The chunk that ends a request without new tokens."""
-    return Chunk(request.id, request.attempt, first_index, [], reason)
 
 
 def _seed(sampling: Sampling) -> int:
