@@ -76,7 +76,7 @@ class Totals:
 
     def begin(self, engine_id: str, counters: Counters) -> None:
         """This engine starts to serve the model; `counters` are what it has counted so far."""
-        self._seen[engine_id] = counters
+        self._seen = {engine_id: counters}
 
     def observe(self, status: EngineStatus) -> None:
         """Take over what grew since this engine's last status about this model."""

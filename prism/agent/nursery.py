@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -70,10 +73,19 @@ class Nursery:
                 self._ready = True
                 self.tick()
             case EngineForked(engine_id=engine_id, pid=pid):
-                if engine := self._pool.get(engine_id):
-                    engine.pid = pid
+                self._forked(engine_id, pid)
             case EngineExited(engine_id=engine_id, status=status):
                 self._exited(engine_id, status)
+
+    def _forked(self, engine_id: str, pid: int) -> None:
+        engine = self._pool.get(engine_id)
+        if engine is not None:
+            engine.pid = pid
+            return
+        # It was given up, and perhaps replaced, before it had a process that could be killed.
+        log.warning("%s (pid %d) comes too late", engine_id, pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
     def _exited(self, engine_id: str, status: int) -> None:
         engine = self._pool.get(engine_id)

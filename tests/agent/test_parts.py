@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,9 @@ from prism.agent.delivery import Delivery, Parcels
 from prism.agent.inbox import EngineInbox
 from prism.agent.mirror import Entry, Mirror
 from prism.agent.models import ModelState, Totals
+from prism.agent.nursery import Nursery
 from prism.agent.strays import Strays
-from prism.messages import Chunk, EngineOutput, EngineStatus, Trim, Trimmed
+from prism.messages import Chunk, EngineForked, EngineOutput, EngineStatus, Trim, Trimmed
 from prism.scheduler.local import LocalScheduler
 from tests.agent.bench import QUANTUM, QUANTUM_TOKENS, Bench
 from tests.queueing.requests import request
@@ -192,6 +195,17 @@ def test_strays_get_a_while_to_be_joined_by_their_model(bench: Bench) -> None:
     assert strays.given_up(["a", "c"]) == {"c"}
     bench.state.models.served["a"].state = ModelState.DRAINING
     assert strays.given_up(["a"]) == {"a"}
+
+
+def test_an_engine_that_comes_after_it_was_given_up_is_killed(bench: Bench) -> None:
+    unused: Any = None
+    nursery = Nursery(bench.state, unused, unused)
+    with subprocess.Popen(["sleep", "600"]) as late, subprocess.Popen(["sleep", "600"]) as wanted:
+        nursery._take(EngineForked(bench.engine("a").id, wanted.pid))
+        nursery._take(EngineForked("given-up", late.pid))
+        assert late.wait(10) == -signal.SIGKILL
+        assert (bench.engine("a").pid, wanted.poll()) == (wanted.pid, None)
+        wanted.kill()
 
 
 def test_counts_of_an_engine_go_to_the_model_it_served() -> None:
