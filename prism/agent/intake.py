@@ -40,14 +40,16 @@ class Intake:
         self._replay = True
 
     async def run(self) -> None:
+        down = False
         while True:
             try:
                 if self._replay:
                     await self._read_all()
                 await self._read(BLOCK_S)
+                down = False
             except QueueUnavailableError as error:
-                log.warning("%s", error)
-                self._replay = True
+                log.log(logging.DEBUG if down else logging.WARNING, "%s", error)
+                down = self._replay = True
                 await asyncio.sleep(self._timing.retry_s)
 
     async def _read_all(self) -> None:

@@ -26,6 +26,7 @@ class Turns:
         self._lease = lease
         self._timing = timing
         self._news = asyncio.Event()
+        self._down = False
 
     def wake(self) -> None:
         self._news.set()
@@ -42,8 +43,10 @@ class Turns:
         epoch = self._lease.epoch
         try:
             await serving.turn(epoch)
+            self._down = False
         except QueueUnavailableError as error:
-            log.warning("%s", error)
+            log.log(logging.DEBUG if self._down else logging.WARNING, "%s", error)
+            self._down = True
             await asyncio.sleep(self._timing.retry_s)
             self.wake()
         except LeaseLostError:
