@@ -81,8 +81,8 @@ def _at_least(value: float, least: float, key: str) -> None:
 def _redis_url(url: str | None) -> str:
     if url and not url.startswith(("redis://", "rediss://", "unix://")):
         raise ConfigError(
-            f"redis: {url!r} is not a Redis URL; write redis://host:port, or leave the key out to"
-            " use the bundled server"
+            "redis: is not a Redis URL; write redis://host:port, or leave the key out to use the"
+            " bundled server"
         )
     return url or ""
 

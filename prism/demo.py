@@ -60,7 +60,7 @@ class Server:
             return False
 
 
-@app.command()
+@app.command(epilog="Example: python -m prism.demo --slo-scale 1,2 --limit 40 --results out")
 def demo(
     *,
     config: Annotated[Path, typer.Option(help="The cluster's YAML.")] = ROOT / "examples/demo.yaml",

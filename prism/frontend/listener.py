@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 
@@ -15,13 +16,15 @@ def open_listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except socket.gaierror as error:
-        raise ConfigError(
-            f"frontend.host: {host!r} is no address of this machine ({error.strerror}); use"
-            " 127.0.0.1, or 0.0.0.0 for all"
-        ) from error
     except OSError as error:
+        # create_server gives resolver errors (which are negative) as plain OSError.
+        number = error.errno or 0
+        if number < 0 or number == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"frontend.host: {host!r} is no address of this machine; use 127.0.0.1, or 0.0.0.0"
+                " for all"
+            ) from error
         raise ConfigError(
-            f"frontend.port: cannot listen on {host}:{port}: {os.strerror(error.errno or 0)};"
+            f"frontend.port: cannot listen on {host}:{port}: {os.strerror(number)};"
             " choose another port or stop what uses it"
         ) from error

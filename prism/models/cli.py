@@ -33,14 +33,14 @@ def say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-@app.command("prepare")
+@app.command("prepare", epilog="Example: prism-models prepare tiny-llama --dir .cache/models")
 def prepare_command(names: Names = None, directory: Directory = None) -> None:
     """Make the models that are not there yet, and print the directory of each."""
     for recipe in find_recipes(names):
         typer.echo(prepare(recipe, directory or default_directory(), say))
 
 
-@app.command("list")
+@app.command("list", epilog="Example: prism-models list --dir .cache/models")
 def list_command(directory: Directory = None) -> None:
     """The models that can be prepared, and which are."""
     place = directory or default_directory()

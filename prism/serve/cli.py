@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -73,7 +74,7 @@ def root(
         _up(_load(config, host, port), Options(run_dir, log_dir, _level(log_level)))
 
 
-@app.command()
+@app.command(epilog="Example: prism-serve up --config prism.yaml --port 8080 --log-dir logs")
 def up(
     *,
     config: Config = None,
@@ -87,7 +88,7 @@ def up(
     _up(_load(config, host, port), Options(run_dir, log_dir, _level(log_level)))
 
 
-@app.command()
+@app.command(epilog="Example: prism-serve check --config prism.yaml")
 def check(*, config: Config = None) -> None:
     """Check the YAML and the models' files; start nothing."""
     checked = _load(config, None, None)
@@ -96,7 +97,7 @@ def check(*, config: Config = None) -> None:
     _warn(checked)
 
 
-@app.command()
+@app.command(epilog="Example: prism-serve status --json --run-dir /tmp/prism-a1b2c3d4")
 def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
     """Devices, models, memory and queues of the running cluster."""
     command = OperatorCommand("status")
@@ -108,7 +109,7 @@ def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
         _console().print(report.cluster(shown))
 
 
-@app.command()
+@app.command(epilog="Example: prism-serve activate tiny-llama --device host:1")
 def activate(
     model: Model,
     *,
@@ -120,13 +121,13 @@ def activate(
     _operate(OperatorCommand("activate", model, device), as_json, run_dir)
 
 
-@app.command()
+@app.command(epilog="Example: prism-serve evict tiny-llama")
 def evict(model: Model, *, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
     """Take MODEL off its device; the next request for it brings it back."""
     _operate(OperatorCommand("evict", model), as_json, run_dir)
 
 
-@app.command()
+@app.command(epilog="Examples: prism-serve flush   |   prism-serve flush tiny-llama")
 def flush(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
     *,
@@ -159,11 +160,21 @@ def _load(config: Path | None, host: str | None, port: int | None) -> ClusterCon
             "--config: missing, and there is no prism.yaml here; name the cluster's YAML"
         )
     loaded = load(config or DEFAULT_CONFIG)
+    _check_installed(loaded.engine.adapter)
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(f"--port: {port} is no port; choose 1 to 65535, or 0 for any free one")
     return msgspec.structs.replace(
         loaded, host=host or loaded.host, port=loaded.port if port is None else port
     )
+
+
+def _check_installed(adapter: str) -> None:
+    """Here, rather than by engines that fail to start again and again."""
+    if adapter == "sglang" and find_spec("sglang") is None:
+        raise ConfigError(
+            "engine.adapter: SGLang is not installed beside prism-serve; install it with"
+            " scripts/install of a checkout, or choose the adapter fake"
+        )
 
 
 def _level(name: str) -> str:

@@ -192,9 +192,19 @@ def _redis(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> BundledR
 
 
 async def _check_redis(url: str) -> None:
-    queue = RequestQueue.connect(url, "prism-check")
+    # Neither message repeats the URL, nor a part of it: it may hold a password.
+    unreadable = (
+        "redis: the URL cannot be read; write redis://:PASSWORD@host:port, with %2F for a / in the"
+        " password and so on, and no options"
+    )
+    try:
+        queue = RequestQueue.connect(url, "prism-check")
+    except ValueError as error:
+        raise ConfigError(unreadable) from error
     try:
         await queue.status()
+    except TypeError as error:
+        raise ConfigError(unreadable) from error
     except (QueueUnavailableError, redis.RedisError) as error:
         raise ConfigError(
             f"redis: {error}; start that server, correct the URL, or leave the key out to use the"

@@ -166,7 +166,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("redis", value="localhost:6379"),
-        "redis: 'localhost:6379' is not a Redis URL; write redis://host:port, or leave the key out"
+        "redis: is not a Redis URL; write redis://host:port, or leave the key out"
         " to use the bundled server",
     ),
     (

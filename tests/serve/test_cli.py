@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 import yaml
 
 from tests.frontend.tiny_model import make_model
@@ -72,6 +75,74 @@ def test_a_port_in_use(folder: Path, short_dir: Path) -> None:
 def test_a_port_out_of_range(folder: Path, short_dir: Path) -> None:
     done = prism_serve("--port", "70000", cwd=folder, tmp=short_dir)
     check_refused(done, "--port: 70000 is no port", short_dir)
+
+
+@pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
+def test_a_host_of_another_machine(folder: Path, short_dir: Path, host: str) -> None:
+    done = prism_serve("--host", host, cwd=folder, tmp=short_dir)
+    check_refused(done, f"frontend.host: '{host}' is no address of this machine", short_dir)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://:sec/ret@h:1", "redis: is not a Redis URL"),
+        ("redis://:sec/ret@h:1", "redis: the URL cannot be read; write redis://:PASSWORD@host"),
+        ("redis://:sec-ret@h:1?pool=7", "redis: the URL cannot be read"),
+    ],
+)
+def test_a_redis_url_that_cannot_be_read(
+    folder: Path, short_dir: Path, url: str, message: str
+) -> None:
+    text = (folder / "prism.yaml").read_text()
+    (folder / "prism.yaml").write_text(f"{text}redis: {url}\n")
+    done = prism_serve(cwd=folder, tmp=short_dir)
+    check_refused(done, message, short_dir)
+    assert "sec" not in done.stdout + done.stderr
+
+
+def test_an_engine_that_is_not_installed(folder: Path) -> None:
+    text = (folder / "prism.yaml").read_text()
+    (folder / "prism.yaml").write_text(text.replace("adapter: fake", "adapter: sglang"))
+    code = "import sys; sys.modules['sglang'] = None; import prism.serve.cli as c; c.main()"
+    for command in ("check", "up"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, command], cwd=folder, capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: engine.adapter: SGLang is not installed")
+
+
+@pytest.mark.parametrize(
+    ("script", "module"), [("serve", "msgspec"), ("replay", "typer"), ("models", "typer")]
+)
+def test_commands_without_their_extra_say_so(script: str, module: str) -> None:
+    code = f"import sys; sys.modules['{module}'] = None; import prism.commands as c; c.{script}()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: prism-{script} needs the package {module}; install")
+    assert done.stderr.count("\n") == 1
+
+
+SUBCOMMANDS = {
+    "prism.serve.cli": ("", "up", "check", "status", "activate", "evict", "flush"),
+    "prism.replay.cli": ("run", "report", "generate", "stats", "convert"),
+    "prism.models.cli": ("prepare", "list"),
+    "prism.demo": ("",),
+}
+
+
+@pytest.mark.parametrize("module", SUBCOMMANDS)
+def test_every_help_text_ends_with_an_example(module: str) -> None:
+    command = typer.main.get_command(importlib.import_module(module).app)
+    found = getattr(command, "commands", {}) | {"": command}
+    assert set(SUBCOMMANDS[module]) <= set(found)
+    for name in SUBCOMMANDS[module]:
+        epilog = found[name].epilog or ""
+        assert re.match(r"Examples?: (prism-|python -m )", epilog), name
 
 
 def test_a_redis_that_does_not_answer(folder: Path, short_dir: Path) -> None:
