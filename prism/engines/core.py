@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import kvcached
 from prism.config import ClusterConfig
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
 
@@ -23,6 +24,16 @@ class EngineContext:
     engine_id: str
     device: str
     config: ClusterConfig
+
+    def open_device(self) -> kvcached.Device:
+        """Attach to the device's ledger. Raises what `kvcached.Device.open` raises."""
+        place = self.config.device(self.device)
+        return kvcached.Device.open(
+            self.device,
+            capacity_bytes=place.capacity_bytes,
+            page_bytes=place.page_bytes,
+            namespace=self.config.namespace,
+        )
 
 
 @dataclass(slots=True)

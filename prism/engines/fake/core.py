@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
-import kvcached
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.fake.memory import BLOCK_TOKENS, Memory
 from prism.engines.fake.options import FakeOptions
@@ -70,21 +69,14 @@ class FakeCore:
     """See `prism.engines.core.EngineCore`."""
 
     def __init__(self, context: EngineContext, options: FakeOptions) -> None:
-        config = context.config
-        place = config.device(context.device)
         self._context = context
         self._options = options
-        self._device = kvcached.Device.open(
-            context.device,
-            capacity_bytes=place.capacity_bytes,
-            page_bytes=place.page_bytes,
-            namespace=config.namespace,
-        )
+        self._device = context.open_device()
         self._client = self._device.client(context.engine_id)
         self._memory: Memory | None = None
         self._model: str | None = None
         self._context_tokens = 0
-        self._max_running = config.engine.max_running
+        self._max_running = context.config.engine.max_running
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._rejected: list[Failure] = []

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import kvcached
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.sglang import host, requests
 from prism.engines.sglang.memory import EngineMemory, plan
@@ -49,15 +48,8 @@ class SglangCore:
     """
 
     def __init__(self, context: EngineContext) -> None:
-        config = context.config
-        place = config.device(context.device)
         self._context = context
-        self._device = kvcached.Device.open(
-            context.device,
-            capacity_bytes=place.capacity_bytes,
-            page_bytes=place.page_bytes,
-            namespace=config.namespace,
-        )
+        self._device = context.open_device()
         self._client = self._device.client(context.engine_id)
         self._active: _Active | None = None
         self._by_rid: dict[str, _Running] = {}
