@@ -26,10 +26,12 @@ class EngineView:
     pending_prefill_s is prefill work already submitted; ready_in_s is the remaining activation
     time (0 when active).
 
-    shared_tokens is the part of available_tokens that is the device's common free room: what one
-    engine takes of it, the others no longer have. It is taken in quanta of quantum_tokens, each
-    token of token_bytes. guaranteed_tokens is the part of available_tokens that no other engine
-    could ever have: what its running requests leave of its minimum.
+    shared_tokens is the device's common free room: what one engine takes of it, the others no
+    longer have. It is taken in quanta of quantum_tokens, each token of token_bytes; limit_tokens is
+    the most that this engine's own limit lets it take (None: there is no limit). own_tokens, the
+    rest of available_tokens, is free for this engine alone. guaranteed_tokens is the part of
+    available_tokens that no other engine could ever have: what its running requests leave of its
+    minimum.
     """
 
     model: str
@@ -44,6 +46,12 @@ class EngineView:
     token_bytes: int = 1
     quantum_tokens: int = 1
     guaranteed_tokens: int = 0
+    limit_tokens: int | None = None
+
+    @property
+    def own_tokens(self) -> int:
+        shared, limit = self.shared_tokens, self.limit_tokens
+        return self.available_tokens - (shared if limit is None else min(shared, limit))
 
 
 class EnginePort(Protocol):

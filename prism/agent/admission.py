@@ -35,13 +35,18 @@ class Claim:
     limit_bytes: int | None
     guaranteed_tokens: int
 
-    def shared_tokens(self, free_bytes: int) -> int:
+    @property
+    def limit_tokens(self) -> int | None:
+        """What its limit leaves beside what its newest requests will take."""
+        if self.limit_bytes is None:
+            return None
+        return self.tokens(self.limit_bytes - self.spill_bytes)
+
+    def tokens(self, size_bytes: int) -> int:
+        """In whole quanta."""
         activated = self.engine.activated
         assert activated is not None
-        room_bytes = max(0, free_bytes)
-        if self.limit_bytes is not None:
-            room_bytes = min(room_bytes, max(0, self.limit_bytes - self.spill_bytes))
-        return room_bytes // activated.quantum_bytes * activated.quantum_tokens
+        return max(0, size_bytes) // activated.quantum_bytes * activated.quantum_tokens
 
 
 class DevicePort:
@@ -98,10 +103,11 @@ class DevicePort:
         activated = claim.engine.activated
         assert activated is not None
         speed = self._speed(served.name)
-        shared_tokens = claim.shared_tokens(free_bytes)
+        shared_tokens, limit_tokens = claim.tokens(free_bytes), claim.limit_tokens
+        takes_tokens = shared_tokens if limit_tokens is None else min(shared_tokens, limit_tokens)
         return EngineView(
             model=served.name,
-            available_tokens=max(0, claim.own_tokens) + shared_tokens,
+            available_tokens=max(0, claim.own_tokens) + takes_tokens,
             running=load.running,
             max_running=activated.max_running,
             block_tokens=activated.block_tokens,
@@ -111,6 +117,7 @@ class DevicePort:
             token_bytes=claim.engine.token_bytes,
             quantum_tokens=activated.quantum_tokens,
             guaranteed_tokens=claim.guaranteed_tokens,
+            limit_tokens=limit_tokens,
         )
 
     def _coming_view(self, served: Served) -> EngineView:

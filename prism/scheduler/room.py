@@ -21,6 +21,7 @@ class Verdict(Enum):
     NOT_READY = "not ready"
     SLOTS = "slots"
     PREFILL = "prefill"
+    LIMIT = "limit"
     MEMORY = "memory"
 
 
@@ -29,6 +30,7 @@ class _Engine:
     view: EngineView
     own_tokens: int
     guaranteed_tokens: int
+    limit_tokens: int | None
     taken: int = 0
     pending_prefill_s: float = 0.0
 
@@ -50,8 +52,9 @@ class Room:
         self._engines = {
             view.model: _Engine(
                 view,
-                own_tokens=view.available_tokens - view.shared_tokens,
+                own_tokens=view.own_tokens,
                 guaranteed_tokens=view.guaranteed_tokens,
+                limit_tokens=view.limit_tokens,
                 pending_prefill_s=view.pending_prefill_s,
             )
             for view in views
@@ -84,7 +87,9 @@ class Room:
         chunk_s = self._chunk_tokens / engine.view.prefill_tokens_per_s
         if engine.pending_prefill_s > max(self._horizon_s, chunk_s):
             return Verdict.PREFILL
-        return Verdict.STARTS if need_tokens <= self.free_tokens(model) else Verdict.MEMORY
+        if need_tokens <= self.free_tokens(model):
+            return Verdict.STARTS
+        return Verdict.LIMIT if self._exceeds_limit(engine, need_tokens) else Verdict.MEMORY
 
     def take(self, model: str, prompt_tokens: int, headroom_tokens: int) -> None:
         """The request starts. REQUIRES: `verdict` said STARTS."""
@@ -103,9 +108,21 @@ class Room:
         quantum = engine.view.quantum_tokens
         quanta_tokens = min(-(-tokens // quantum) * quantum, self._shared_left_tokens(engine))
         engine.own_tokens += quanta_tokens - tokens
+        if engine.limit_tokens is not None:
+            engine.limit_tokens -= quanta_tokens
         self._shared_taken_bytes += quanta_tokens * engine.view.token_bytes
 
+    @staticmethod
+    def _exceeds_limit(engine: _Engine, need_tokens: int) -> bool:
+        """No memory of others would help it."""
+        limit_tokens = engine.limit_tokens
+        return limit_tokens is not None and need_tokens > max(0, engine.own_tokens) + limit_tokens
+
     def _shared_left_tokens(self, engine: _Engine) -> int:
+        left_tokens = self._device_left_tokens(engine)
+        return left_tokens if engine.limit_tokens is None else min(left_tokens, engine.limit_tokens)
+
+    def _device_left_tokens(self, engine: _Engine) -> int:
         view = engine.view
         if not self._shared_taken_bytes:
             return view.shared_tokens

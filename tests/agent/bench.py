@@ -66,7 +66,7 @@ class Bench:
         return run
 
     def quanta(self, model: str) -> tuple[float, float]:
-        """(own, shared) in quanta."""
+        """What `model` could take: (own, shared) in quanta."""
         view = next(view for view in self.port.views() if view.model == model)
-        own = view.available_tokens - view.shared_tokens
-        return own / QUANTUM_TOKENS, view.shared_tokens / QUANTUM_TOKENS
+        shared = view.available_tokens - view.own_tokens
+        return view.own_tokens / QUANTUM_TOKENS, shared / QUANTUM_TOKENS

@@ -208,3 +208,31 @@ def test_memory_kept_for_one_does_not_stop_others_within_their_guarantee() -> No
     scheduler.remove(["s0"])
     assert scheduler.step(3.0) == ["s1"]  # 4 + 2 + a block for each running one: 8 of 12
     assert engines.asked[-1] == ("big", 56)
+
+
+def test_an_engine_at_its_own_limit_takes_nothing_from_others() -> None:
+    """No memory of others would help it: none is asked for, none is kept."""
+    views = [
+        EngineView("full", 8, 1, 9, 2, 100.0, shared_tokens=64, limit_tokens=8),
+        EngineView("free", 64, 1, 9, 2, 100.0, shared_tokens=64),
+    ]
+    engines = FakeEngines(views)
+    scheduler = LocalScheduler(engines, Limits(headroom_tokens=2, passes_max=1))
+    scheduler.add(Waiting("full", "full", 20, 2, 0.0, 100.0))
+    for n in range(3):
+        scheduler.add(Waiting(f"f{n}", "free", 4, 2, 0.1, 101.0 + n))
+    assert scheduler.step(1.0) == ["f0", "f1", "f2"]
+    assert engines.asked == []
+
+
+def test_what_others_take_does_not_count_against_a_limit() -> None:
+    views = [
+        EngineView("a", 8, 0, 9, 2, 100.0, shared_tokens=64, limit_tokens=8),
+        EngineView("b", 64, 0, 9, 2, 100.0, shared_tokens=64),
+    ]
+    scheduler = LocalScheduler(FakeEngines(views), Limits(headroom_tokens=2))
+    scheduler.add(Waiting("b", "b", 20, 2, 0.0, 100.0))
+    for n in range(3):
+        scheduler.add(Waiting(f"a{n}", "a", 1, 2, 0.1, 101.0 + n))
+    # 2 tokens for "a0", 4 and a block for "a1"; "a2" would need 8.
+    assert scheduler.step(1.0) == ["b", "a0", "a1"]
