@@ -48,15 +48,18 @@ def main() -> int:
     try:
         config = read_resolved(arguments.config)
         listener = _listener(config, arguments.listen_fd)
-        uvloop.run(serve(config, arguments.frontend_id, listener))
+        ended_in_order = uvloop.run(serve(config, arguments.frontend_id, listener))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 0 if ended_in_order else 1
 
 
-async def serve(config: ClusterConfig, frontend_id: str, listener: socket.socket) -> None:
-    """Serve on `listener` until a signal, then drain. Raises ConfigError."""
+async def serve(config: ClusterConfig, frontend_id: str, listener: socket.socket) -> bool:
+    """Serve on `listener` until a signal, then drain. Raises ConfigError.
+
+    Returns False, without a drain, when the dispatcher broke: a new process must take over.
+    """
     app = create_app(config, frontend_id)
     server = Server(
         uvicorn.Config(
@@ -72,10 +75,16 @@ async def serve(config: ClusterConfig, frontend_id: str, listener: socket.socket
     async with app.router.lifespan_context(app):
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         ending = asyncio.create_task(signals.get())
-        await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
-        await drain(app.state.services, signals)
+        dispatcher = app.state.services.dispatcher
+        broken = asyncio.create_task(dispatcher.broken.wait())
+        await asyncio.wait((serving, ending, broken), return_when=asyncio.FIRST_COMPLETED)
+        if not broken.done():
+            broken.cancel()
+            await drain(app.state.services, signals)
+        dispatcher.break_all("internal_error", "the frontend failed; try again")
         server.should_exit = True
         await serving
+        return not dispatcher.broken.is_set()
 
 
 async def drain(services: Services, signals: asyncio.Queue[int]) -> None:

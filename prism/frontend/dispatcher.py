@@ -34,6 +34,8 @@ _LINGER_MS = 200
 class Dispatcher:
     """One per frontend process; every method is called from its event loop.
 
+    `broken` is set when a bug has ended one of its loops: nothing is served from then on.
+
     The log of open requests lives here. Whatever ends a request (its last chunk, an error, a
     client that goes away) must reach `close_requests` or `cancel`.
     """
@@ -51,6 +53,7 @@ class Dispatcher:
         self._inbox = self._context.socket(zmq.PULL)
         self._cancels: list[zmq.asyncio.Socket] = []
         self._loops: list[asyncio.Task[None]] = []
+        self.broken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: OrderedDict[str, None] = OrderedDict()
         self._decoder = msgspec.msgpack.Decoder(EngineOutput)
@@ -219,6 +222,8 @@ class Dispatcher:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a background task failed", exc_info=error)
+            if task in self._loops:
+                self.broken.set()
 
 
 def _lost(request_id: str, attempt: int) -> Failure:

@@ -6,15 +6,17 @@ import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from prism.errors import BadRequestError, QueueUnavailableError, RequestError
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 2
+STATUS_CLIENT_GONE = 499
 _RETRY_STATUSES = (429, 503)
 # Failure codes of engines and agents that are the request's own fault.
 _CLIENT_CODES = ("context_length_exceeded", "invalid_request_error")
@@ -79,6 +81,7 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(QueueUnavailableError, _on_queue_unavailable)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -110,6 +113,11 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     shown.status = error.status_code
     shown.code = "not_found" if error.status_code == 404 else "invalid_request_error"
     return respond(shown)
+
+
+async def _on_client_gone(_: Request, _error: Exception) -> Response:
+    """It went before its body was complete; nobody reads this."""
+    return Response(status_code=STATUS_CLIENT_GONE)
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:

@@ -16,11 +16,10 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from prism.errors import RequestError
-from prism.frontend.errors import error_body
+from prism.frontend.errors import STATUS_CLIENT_GONE, error_body
 from prism.frontend.generation import Generation
 from prism.frontend.services import Services
 
-_STATUS_CLIENT_GONE = 499
 Events = AsyncGenerator[dict[str, Any], None]
 _DONE = b"data: [DONE]\n\n"
 
@@ -42,7 +41,7 @@ async def reply_whole(
         await generation.start()
         outcome = None
         if not await _finished_before_disconnect(request, _drain(generation)):
-            return Response(status_code=_STATUS_CLIENT_GONE)
+            return Response(status_code=STATUS_CLIENT_GONE)
         return Response(msgspec.json.encode(render()), media_type="application/json")
     except RequestError as error:
         outcome = error.code

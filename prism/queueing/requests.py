@@ -229,9 +229,13 @@ def _named_errors() -> Iterator[None]:
         yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise QueueUnavailableError(f"Redis does not answer: {error}") from error
+    except (exceptions.OutOfMemoryError, exceptions.ReadOnlyError) as error:
+        raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
     except exceptions.ResponseError as error:
         if str(error).startswith("LEASELOST"):
             raise LeaseLostError(str(error).removeprefix("LEASELOST ")) from error
+        if str(error).startswith(("MISCONF", "NOREPLICAS")):  # a full disk; replicas are missing
+            raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
         raise
 
 

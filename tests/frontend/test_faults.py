@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
+from redis import Redis
 
-from prism.frontend.__main__ import drain
+from prism.frontend.__main__ import drain, serve
 from prism.messages import Chunk, Failure, Request
+from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering, died, silent, tokens
@@ -193,6 +197,56 @@ async def test_redis_down_and_up_again(namespace: str, short_dir: Path) -> None:
             assert (await stack.client.get("/metrics")).status_code == 200
             redis.start()
             assert (await stack.client.get("/health")).json()["reason"].startswith("starting")
+
+
+async def test_a_redis_that_takes_no_writes_is_an_outage(namespace: str, short_dir: Path) -> None:
+    """Full memory, as a managed server has it: 503, and the frontend lives on when it is over."""
+    (short_dir / "redis").mkdir()
+    with BundledRedis(short_dir / "redis") as server, Redis.from_url(server.url) as redis:
+        async with stack_of(make_config(server.url, namespace, short_dir)) as stack:
+            stack.agent.script = answering(ids_of("fine"))
+            redis.config_set("maxmemory", 1)
+            await asyncio.sleep(2.5)  # past a heartbeat
+            response = await stack.client.post("/v1/completions", json=BODY)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "queue_unavailable"
+            assert not stack.services.dispatcher.broken.is_set()
+            redis.config_set("maxmemory", 0)
+            response = await stack.client.post("/v1/completions", json=BODY)
+            assert response.json()["choices"][0]["text"] == "fine"
+            await until(lambda: bool(redis.keys(f"{namespace}:*f0*")))
+
+
+async def test_a_frontend_whose_dispatcher_breaks_ends(
+    redis_server: BundledRedis,
+    namespace: str,
+    short_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would look healthy and serve nobody; the launcher starts another."""
+
+    async def beat(*_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(RequestQueue, "beat", beat)
+    config = make_config(redis_server.url, namespace, short_dir)
+    async with asyncio.timeout(30):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            assert not await serve(config, "f0", listener)
+
+
+async def test_a_client_that_goes_while_it_sends_is_no_bug(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = stack.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.2)
+    writer.close()
+    await writer.wait_closed()
+    await asyncio.sleep(0.2)
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 async def test_draining_finishes_what_is_open_and_refuses_the_rest(stack: Stack) -> None:
