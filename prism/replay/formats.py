@@ -7,6 +7,7 @@ them into a trace for the models at hand.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -100,15 +101,24 @@ def read_format(path: Path, name: str) -> list[TraceRequest]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
-    lines = [(where, line.decode()) for where, line in numbered_lines(path)]
-    reader = csv.DictReader(text for _, text in lines)
-    for (where, _), row in zip(lines[1:], reader, strict=True):
+    """A row a line. Raises TraceError."""
+    lines = list(numbered_lines(path))
+    try:
+        rows = list(csv.DictReader([line.decode() for _, line in lines]))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path}: not CSV in UTF-8: {error}") from error
+    if len(rows) != max(0, len(lines) - 1):
+        raise TraceError(f"{path}: a quoted value spans lines; write one request a line")
+    for (where, _), row in zip(lines[1:], rows, strict=True):
         yield where, row
 
 
 def _convert(request: Callable[[Row], TraceRequest], row: Row, where: str) -> TraceRequest:
     try:
-        return request(row)
+        found = request(row)
+        if not math.isfinite(found.timestamp):
+            raise TraceError(f"{where}: the time is {found.timestamp}; give a number")
+        return found
     except KeyError as error:
         raise TraceError(f"{where}: column {error} is missing; is the format right?") from error
     except (ValueError, TypeError) as error:

@@ -68,9 +68,13 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
-    """The same trace gives the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(request) + b"\n" for request in trace))
+    """The same trace gives the same bytes. Raises TraceError."""
+    content = b"".join(msgspec.json.encode(request) + b"\n" for request in trace)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def models_of(trace: Trace) -> list[str]:

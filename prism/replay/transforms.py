@@ -23,8 +23,8 @@ def scale_rate(
     prefixes among themselves as the originals do, but not with the originals: otherwise the
     prefix cache would serve the added load. Raises TraceError if nothing is left.
     """
-    if factor <= 0:
-        raise TraceError(f"rate scale {factor:g}: must be above 0")
+    if not 0 < factor < math.inf:
+        raise TraceError(f"rate scale {factor:g}: must be above 0 and finite")
     rng = np.random.default_rng(seed)
     stride = 1 + max((max(r.hash_ids) for r in trace if r.hash_ids), default=0)
     end_ms = max(request.timestamp for request in trace)
@@ -42,8 +42,8 @@ def scale_rate(
 
 def scale_time(trace: Trace, factor: float) -> list[TraceRequest]:
     """Multiply every timestamp by `factor`: 0.5 replays twice as fast. SLOs stay as they are."""
-    if factor <= 0:
-        raise TraceError(f"time scale {factor:g}: must be above 0")
+    if not 0 < factor < math.inf:
+        raise TraceError(f"time scale {factor:g}: must be above 0 and finite")
     return [
         msgspec.structs.replace(request, timestamp=round(request.timestamp * factor, 3))
         for request in trace
@@ -104,10 +104,10 @@ class LengthRule:
 
 def fit_lengths(trace: Trace, rule: LengthRule) -> list[TraceRequest]:
     """Apply `rule` to every request; at least one token stays on each side."""
-    if rule.context_tokens <= rule.output_limit or rule.scale <= 0:
+    if rule.context_tokens <= rule.output_limit or not 0 < rule.scale < math.inf:
         raise TraceError(
             f"context {rule.context_tokens}, output limit {rule.output_limit}, length scale "
-            f"{rule.scale:g}: the context must exceed the output limit, the scale 0"
+            f"{rule.scale:g}: the context must exceed the output limit, the scale 0 (and be finite)"
         )
     return [_fit(request, rule) for request in trace]
 

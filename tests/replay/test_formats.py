@@ -48,6 +48,9 @@ def test_mooncake_keeps_hash_ids_and_ignores_other_keys(tmp_path: Path) -> None:
         ("arena", ARENA + "0,1.0,2,seven,9\n", ":2: "),
         ("arena", "id,timestamp_s\n0,1.0\n", "column 'model_id' is missing"),
         ("arena", ARENA, "empty"),
+        ("arena", ARENA + "0,nan,2,7,9\n", ":2: the time is nan"),
+        ("arena", ARENA + '"0\n1",1.0,2,7,9\n', "a quoted value spans lines"),
+        ("arena", ARENA + "0,1.0,2,7,\udcff\n", "not CSV in UTF-8"),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", ":2: "),
         ("mooncake", '{"timestamp": 1}\n', "input_length"),
         ("mooncake", "{\n", ":1: not a JSON object"),
@@ -56,7 +59,7 @@ def test_mooncake_keeps_hash_ids_and_ignores_other_keys(tmp_path: Path) -> None:
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, text: str, says: str) -> None:
     path = tmp_path / "file"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(TraceError) as caught:
         read_format(path, name)
     assert says in str(caught.value)

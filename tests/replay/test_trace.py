@@ -113,3 +113,8 @@ def test_the_demo_trace_is_what_its_readme_says() -> None:
     readme = (folder / "README.md").read_text()
     for figure in (stats.tail_share, stats.rate_cv_above_1, stats.active_mean):
         assert f"| {figure * 100:.3g} % |" in readme
+
+
+def test_a_file_that_cannot_be_written_is_a_named_error() -> None:
+    with pytest.raises(TraceError, match="/proc/x: cannot be written"):
+        write_trace(Path("/proc/x"), [a_request(0.0)])

@@ -106,10 +106,15 @@ def test_fitted_lengths_fit_the_context(
     [
         lambda: transforms.scale_rate(even(3), 0),
         lambda: transforms.scale_rate(even(3), 1e-9),
+        lambda: transforms.scale_rate(even(3), float("inf")),
+        lambda: transforms.scale_rate(even(3), float("nan")),
         lambda: transforms.scale_time(even(3), -1),
+        lambda: transforms.scale_time(even(3), float("inf")),
+        lambda: transforms.scale_time(even(3), float("nan")),
         lambda: transforms.window(even(3), 100),
         lambda: transforms.fit_lengths(even(3), transforms.LengthRule(10, output_max_tokens=10)),
         lambda: transforms.fit_lengths(even(3), transforms.LengthRule(10, scale=0)),
+        lambda: transforms.fit_lengths(even(3), transforms.LengthRule(10, scale=float("nan"))),
     ],
 )
 def test_impossible_transforms_are_named_errors(call: object) -> None:
