@@ -16,7 +16,9 @@ from prism.models.tiny import TINY_MODELS
 
 RECIPES: dict[str, Recipe] = {r.name: r for r in (SmolLM2(), *TINY_MODELS)}
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 Names = Annotated[list[str] | None, typer.Argument(help="models to prepare; all unless given")]
 Directory = Annotated[Path | None, typer.Option("--dir", help="where models are kept")]
 
@@ -50,12 +52,19 @@ def list_command(directory: Directory = None) -> None:
 
 
 def main() -> None:
-    """Exit code 2 with one line when a name is unknown or a source is missing."""
+    """Exit code 2 with one line when a name is unknown, or a source, a package or a folder to
+    write into is missing."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         app()
     except PrismError as error:
         say(f"prism-models: {error}")
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        say(f"prism-models: making models needs the package {error.name}; run scripts/install")
+        sys.exit(2)
+    except OSError as error:
+        say(f"prism-models: {error.filename}: {error.strerror}; choose a folder with --dir")
         sys.exit(2)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from prism.errors import ModelSourceError
+
 Progress = Callable[[str], None]
 RECIPE_FILE = "prism-recipe.json"
 
@@ -38,22 +40,24 @@ def default_directory() -> Path:
 
 def is_prepared(recipe: Recipe, directory: Path) -> bool:
     try:
-        text = (directory / recipe.name / RECIPE_FILE).read_text()
-    except FileNotFoundError:
+        mark = json.loads((directory / recipe.name / RECIPE_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):
         return False
-    return bool(json.loads(text) == _mark(recipe))
+    return bool(mark == _mark(recipe))
 
 
 def prepare(recipe: Recipe, directory: Path, progress: Progress) -> Path:
     """Make the model unless it is there; returns its directory.
 
     Made aside and renamed, so that a reader never sees half a model and an interrupted run leaves
-    none. Of two processes that make the same model, the second keeps the first's.
+    none. Of two processes that make the same model, the second keeps the first's. Raises
+    ModelSourceError when something that was not made here has the model's place.
     """
     target = directory / recipe.name
     if is_prepared(recipe, directory):
         progress(f"{recipe.name}: ready in {target}")
         return target
+    _refuse_foreign(target)
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{recipe.name}-", dir=directory) as scratch:
         made = Path(scratch) / "model"
@@ -63,6 +67,15 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress) -> Path:
         _move_in(made, target, recipe, directory)
     progress(f"{recipe.name}: ready in {target}")
     return target
+
+
+def _refuse_foreign(target: Path) -> None:
+    if not target.exists() or (target / RECIPE_FILE).is_file():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise ModelSourceError(
+            f"{target} was not made by prism-models; move it away, or choose another folder"
+        )
 
 
 def _mark(recipe: Recipe) -> dict[str, object]:

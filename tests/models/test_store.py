@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prism.models.store import Progress, default_directory, is_prepared, prepare
+from prism.errors import ModelSourceError
+from prism.models.store import RECIPE_FILE, Progress, default_directory, is_prepared, prepare
 
 
 @dataclass
@@ -57,10 +58,20 @@ def test_a_newer_recipe_replaces_the_model(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
 
 
-def test_a_directory_of_somebody_else_is_replaced_by_the_model(tmp_path: Path) -> None:
+def test_a_directory_of_somebody_else_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "half").write_text("")
-    assert [p.name for p in prepare(Recipe(), tmp_path, print).glob("w*")] == ["weights"]
+    (tmp_path / "toy" / "mine").write_text("precious")
+    with pytest.raises(ModelSourceError, match="was not made by prism-models; move it away"):
+        prepare(Recipe(), tmp_path, print)
+    assert (tmp_path / "toy" / "mine").read_text() == "precious"
+
+
+def test_a_model_with_a_damaged_mark_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / RECIPE_FILE).write_text("{")
+    assert not is_prepared(Recipe(), tmp_path)
+    prepare(Recipe(), tmp_path, print)
+    assert is_prepared(Recipe(), tmp_path)
 
 
 def test_two_at_once_agree(tmp_path: Path) -> None:
