@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import kvcached
+from prism.config import read_resolved
 from prism.model_spec import inspect_model
 from tests.acceptance.harness import (
     MODELS,
@@ -42,23 +43,26 @@ def two_models(models: Sequence[str], capacity: str, **overrides: Any) -> dict[s
 
 
 class Sampler(threading.Thread):
-    """Samples, from outside, what the cluster's processes hold while a test runs."""
+    """Samples, from outside, what the OS holds for the device's clients while a test runs.
+
+    The reading is the library's (every client's memory file, looked at while no page can change
+    hands), taken in this process; `memfd_resident_bytes` may count a moving page twice.
+    """
 
     def __init__(self, cluster: Cluster, period_s: float = 0.25):
         super().__init__(daemon=True)
         self.cluster, self.period_s = cluster, period_s
+        config = read_resolved(cluster.run_dir / "cluster.json")
+        self.device = kvcached.Device.open("host:0", namespace=config.namespace)
         self.resident_bytes: list[int] = []
         self.device_bytes: list[int] = []
         self.done = threading.Event()
 
     def run(self) -> None:
         while not self.done.wait(self.period_s):
-            pids = [self.cluster.process.pid, *descendants(self.cluster.process.pid)]
-            agent = self.cluster.agents()[0]
-            static = sum(model["static_bytes"] for model in agent["models"])
-            resident = memfd_resident_bytes(pids)
+            resident = self.device.resident_bytes()
             self.resident_bytes.append(resident)
-            self.device_bytes.append(resident + static)
+            self.device_bytes.append(resident + self.device.usage().static_bytes)
 
     def __enter__(self) -> Sampler:
         self.start()
