@@ -16,6 +16,7 @@ from kvcached.device import Device, segment_path  # noqa: E402
 from kvcached.errors import KvcachedError, NoRoomError  # noqa: E402
 from kvcached.kvcache import KVCache  # noqa: E402
 from kvcached.layout import Layout  # noqa: E402
+from kvcached.segments import Segment, SegmentClient, collect_garbage, segments  # noqa: E402
 from kvcached.tensor import VirtualTensor  # noqa: E402
 from kvcached.usage import ClientUsage, DeviceUsage, KVCounters  # noqa: E402
 
@@ -29,9 +30,13 @@ __all__ = [
     "KvcachedError",
     "Layout",
     "NoRoomError",
+    "Segment",
+    "SegmentClient",
     "StaticLease",
     "TensorView",
     "VirtualTensor",
+    "collect_garbage",
     "errors",
     "segment_path",
+    "segments",
 ]

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 from kvcached import _core
-from kvcached.checks import not_negative, positive
+from kvcached.checks import not_negative, positive, process_id
 from kvcached.client import Client
 from kvcached.errors import (
     ClosedError,
     InvalidArgumentError,
     LedgerCorruptError,
+    LedgerPermissionError,
     LedgerVersionError,
     UnknownDeviceError,
 )
@@ -30,6 +31,22 @@ def segment_path(name: str, namespace: str = "default") -> Path:
             f"namespace {namespace!r} must be 1 to 64 letters, digits, '.', '_' or '-'"
         )
     return SHM_DIR / f"prism-kvcached.{namespace}.{name}"
+
+
+def _client_query(client: str | int, pid: int | None) -> tuple[str | None, int | None]:
+    """(name, pid) for the ledger; an absent part matches every client."""
+    if isinstance(client, str):
+        return client, None if pid is None else process_id("pid", pid)
+    if pid is not None:
+        raise InvalidArgumentError("client is a pid already; give a name, or no pid beside it")
+    return None, process_id("client", client)
+
+
+def _resident_bytes(record: _core.ClientRecord) -> int | None:
+    try:
+        return record.resident_bytes()
+    except LedgerPermissionError:
+        return None
 
 
 class Device:
@@ -99,6 +116,15 @@ class Device:
         """
         return self._open_ledger().resident_bytes()
 
+    def residency(self) -> tuple[tuple[ClientUsage, int | None], ...]:
+        """Each client with the bytes of physical memory behind its pages, as the OS counts them.
+
+        None where this user, or this pid namespace, may not look. The figures are read one after
+        another, while reservations go on; `resident_bytes` is the coherent sum.
+        """
+        _, records = self._open_ledger().usage()
+        return tuple((ClientUsage.of(record), _resident_bytes(record)) for record in records)
+
     def client(self, name: str, *, min_bytes: int = 0, limit_bytes: int | None = None) -> Client:
         """Registers this process in the ledger; the client's memory dies with it.
 
@@ -111,6 +137,28 @@ class Device:
             not_negative("limit_bytes", limit_bytes)
         core = _core.Client.open(ledger, self.name, name, min_bytes, limit_bytes)
         return Client(core, ledger.page_bytes)
+
+    def set_limit(
+        self, client: str | int, limit_bytes: int | None, *, pid: int | None = None
+    ) -> None:
+        """Bounds the pages of a client of any process, found by name or pid; None lifts the limit.
+
+        It governs the client's next reservation; below what is held it stops growth and takes
+        nothing away. `pid` tells clients of one name apart. Raises UnknownClientError,
+        AmbiguousClientError, InvalidArgumentError below the client's minimum.
+        """
+        if limit_bytes is not None:
+            not_negative("limit_bytes", limit_bytes)
+        self._open_ledger().set_limit(*_client_query(client, pid), limit_bytes)
+
+    def set_min(self, client: str | int, min_bytes: int, *, pid: int | None = None) -> None:
+        """Guarantees pages to a client of any process, found as by `set_limit`.
+
+        Raises UnknownClientError, AmbiguousClientError, NoRoomError if they are not free,
+        InvalidArgumentError above the client's limit.
+        """
+        not_negative("min_bytes", min_bytes)
+        self._open_ledger().set_min(*_client_query(client, pid), min_bytes)
 
     def reap(self) -> int:
         """Frees the records of dead clients. Returns how many there were."""

@@ -14,7 +14,9 @@ KvcachedError
 │   ├── LedgerCorruptError                   the file is no ledger, or a damaged one
 │   ├── LedgerPermissionError                the OS does not let this user in
 │   ├── SharedMemoryFullError                no space in /dev/shm for the ledger
-│   └── TooManyClientsError                  every client record of the ledger is taken
+│   ├── TooManyClientsError                  every client record of the ledger is taken
+│   ├── UnknownClientError                   no live client of that name or process
+│   └── AmbiguousClientError                 several clients of that name or process
 ├── MappingError
 │   ├── AlreadyMappedError
 │   ├── NotMappedError
@@ -107,6 +109,14 @@ class TooManyClientsError(DeviceError):
     """Every client record of the ledger is taken."""
 
 
+class UnknownClientError(DeviceError):
+    """No live client of that name or process."""
+
+
+class AmbiguousClientError(DeviceError):
+    """Several clients of that name or process; name and pid together tell them apart."""
+
+
 class MappingError(KvcachedError):
     """A map or unmap that the state of the range does not allow."""
 
@@ -172,6 +182,8 @@ _BY_CODE: dict[str, type[KvcachedError]] = {
     "permission": LedgerPermissionError,
     "shm_full": SharedMemoryFullError,
     "too_many_clients": TooManyClientsError,
+    "unknown_client": UnknownClientError,
+    "ambiguous_client": AmbiguousClientError,
     "already_mapped": AlreadyMappedError,
     "not_mapped": NotMappedError,
     "unknown_handle": UnknownHandleError,

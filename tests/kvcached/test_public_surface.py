@@ -34,11 +34,15 @@ def test_public_names_are_pinned() -> None:
         "KvcachedError",
         "Layout",
         "NoRoomError",
+        "Segment",
+        "SegmentClient",
         "StaticLease",
         "TensorView",
         "VirtualTensor",
+        "collect_garbage",
         "errors",
         "segment_path",
+        "segments",
     ]
     assert all(hasattr(kvcached, name) for name in kvcached.__all__)
 

@@ -27,6 +27,32 @@ def hold(device: Device, size_bytes: str) -> None:
         sys.stdin.read()
 
 
+def watch(device: Device) -> None:
+    """Has the device open, without a client, until stdin closes."""
+    say("ready", device.name)
+    sys.stdin.read()
+
+
+def take(device: Device, name: str) -> None:
+    """Maps and touches as many pages more as each line says, and says what it got."""
+    page = device.page_bytes
+    with device.client(name) as client:
+        tensor = client.alloc_virtual_tensor(device.capacity_bytes)
+        memory = np.from_dlpack(tensor)
+        taken = 0
+        say("ready")
+        for line in sys.stdin:
+            wanted = int(line) * page
+            try:
+                tensor.map(taken, wanted)
+            except NoRoomError as error:
+                say(f"refused, {error.free_bytes} free")
+                continue
+            memory[taken : taken + wanted] = 1
+            taken += wanted
+            say("got", int(line))
+
+
 class Racer:
     """Maps and unmaps single pages at random; eight of these want twice the device."""
 
@@ -124,6 +150,20 @@ def look_as_nobody(device: Device) -> None:
         device.resident_bytes()
     except LedgerPermissionError as error:
         say(error)
+
+
+def look_around_as_nobody(device: Device) -> None:
+    """Says what another user sees of the device's segment, and what of it goes."""
+    import os
+
+    from kvcached import collect_garbage, segments
+
+    namespace = device.namespace
+    device.close()
+    os.setuid(65534)
+    (found,) = segments(namespace)
+    say((found.problem or "").split(" on ")[0])
+    say("removed", *(found in collect_garbage(dry, namespace) for dry in (True, False)))
 
 
 def create_in(device: Device, directory: str) -> None:
