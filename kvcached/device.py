@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvcached import _core
@@ -94,8 +95,10 @@ class Device:
 
     def usage(self) -> DeviceUsage:
         """One coherent read of the ledger; clients that died are freed first."""
+        return self._usage(*self._open_ledger().usage())
+
+    def _usage(self, charged_bytes: int, records: Sequence[_core.ClientRecord]) -> DeviceUsage:
         ledger = self._open_ledger()
-        charged_bytes, records = ledger.usage()
         clients = tuple(ClientUsage.of(record) for record in records)
         return DeviceUsage(
             capacity_bytes=ledger.capacity_bytes,
@@ -116,14 +119,15 @@ class Device:
         """
         return self._open_ledger().resident_bytes()
 
-    def residency(self) -> tuple[tuple[ClientUsage, int | None], ...]:
-        """Each client with the bytes of physical memory behind its pages, as the OS counts them.
+    def residency(self) -> tuple[DeviceUsage, tuple[int | None, ...]]:
+        """`usage`, and for each of its clients the bytes of physical memory behind its pages.
 
-        None where this user, or this pid namespace, may not look. The figures are read one after
-        another, while reservations go on; `resident_bytes` is the coherent sum.
+        As the OS counts them, None where this user, or this pid namespace, may not look. They are
+        read one after another while reservations go on; `resident_bytes` is the coherent sum.
         """
-        _, records = self._open_ledger().usage()
-        return tuple((ClientUsage.of(record), _resident_bytes(record)) for record in records)
+        charged_bytes, records = self._open_ledger().usage()
+        usage = self._usage(charged_bytes, records)
+        return usage, tuple(_resident_bytes(record) for record in records)
 
     def client(self, name: str, *, min_bytes: int = 0, limit_bytes: int | None = None) -> Client:
         """Registers this process in the ledger; the client's memory dies with it.

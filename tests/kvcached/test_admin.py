@@ -121,5 +121,7 @@ def test_residency_is_told_per_client(device: Device, spawn: Spawn) -> None:
     taker = Taker(spawn)
     assert taker.take(3) == "got 3"
     with device.client("idle"):
-        by_name = {client.name: resident for client, resident in device.residency()}
+        usage, resident_bytes = device.residency()
+        assert usage == device.usage()
+    by_name = {c.name: b for c, b in zip(usage.clients, resident_bytes, strict=True)}
     assert by_name == {"taker": 3 * PAGE, "idle": 0}
