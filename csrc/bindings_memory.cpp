@@ -40,6 +40,16 @@ nb::object to_dlpack(const TensorView& view, nb::handle max_version) {
   return nb::steal(capsule);
 }
 
+// A consumer may ask for another device; views are exported where they are.
+void check_dlpack_device(const TensorView& view, nb::handle wanted) {
+  if (wanted.is_none()) return;
+  const DlDevice device = dlpack_device(view);
+  if (nb::cast<int>(wanted[0]) == device.type && nb::cast<int>(wanted[1]) == device.id) return;
+  throw nb::buffer_error(view.region->vmm()->location().on_gpu
+                             ? "the memory of a cuda device is on that GPU; copy it from there"
+                             : "the memory of a host device is CPU memory");
+}
+
 nb::object alloc_ids(KvCache& cache, int64_t count) {
   if (count < 0) check(failure(Code::invalid_argument, "num_blocks is negative"));
   if (count > cache.total_blocks()) return nb::none();
@@ -76,15 +86,16 @@ void bind_view(nb::module_& module) {
             if (copy.is(nb::handle(Py_True))) {
               throw nb::buffer_error("kvcached exports views; copy on the consumer's side");
             }
-            if (!device.is_none() && nb::cast<int>(device[0]) != kDlpackCpu) {
-              throw nb::buffer_error("the memory of a host device is CPU memory");
-            }
+            check_dlpack_device(self, device);
             return to_dlpack(self, max_version);
           },
           nb::kw_only(), nb::arg("stream").none() = nb::none(),
           nb::arg("max_version").none() = nb::none(), nb::arg("dl_device").none() = nb::none(),
           nb::arg("copy").none() = nb::none())
-      .def("__dlpack_device__", [](const TensorView&) { return std::tuple(kDlpackCpu, 0); });
+      .def("__dlpack_device__", [](const TensorView& self) {
+        const DlDevice device = dlpack_device(self);
+        return std::tuple(device.type, device.id);
+      });
 }
 
 void bind_tensor(nb::module_& module) {
