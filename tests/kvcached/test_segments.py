@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 from collections.abc import Iterator
 
@@ -118,6 +119,22 @@ def test_another_version_is_stale_once_nobody_uses_it(left_behind: str) -> None:
 def test_damaged_files_are_named(left_behind: str, content: bytes, reason: str) -> None:
     segment_path("host:0", left_behind).write_bytes(content)
     assert reason in (segment_of(left_behind).stale_reason or "")
+    assert collected(left_behind)
+
+
+def test_random_damage_is_listed_and_collected(left_behind: str) -> None:
+    path = segment_path("host:0", left_behind)
+    whole = path.read_bytes()
+    chooser = random.Random(3)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(chooser.randrange(1, 40)):
+            damaged[chooser.randrange(chooser.choice((128, len(whole))))] = chooser.randrange(256)
+        path.write_bytes(damaged[: chooser.choice((len(whole), chooser.randrange(len(whole))))])
+        found = segment_of(left_behind)
+        assert found.problem is None
+        assert found.stale_reason or found.clients_alive  # damage may name a process that lives
+    path.write_bytes(b"")
     assert collected(left_behind)
 
 
