@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcached import _core, device
+from kvcached import _core
+from kvcached import device as devices
 from kvcached.errors import LedgerPermissionError, SystemCallError, UnknownDeviceError
 
 _PREFIX = "prism-kvcached."
@@ -50,6 +51,15 @@ class Segment:
         """Clients whose record outlived their process."""
         return len(self.clients) - self.clients_alive
 
+    def open(self) -> devices.Device:
+        """Attaches, to look and to administer: unlike `Device.open` this needs no GPU driver.
+
+        Raises UnknownDeviceError if the segment is gone, LedgerVersionError, LedgerCorruptError,
+        LedgerPermissionError.
+        """
+        ledger = _core.Ledger.open(str(self.path), None, None)
+        return devices.Device(self.device, self.namespace, ledger)
+
 
 def segments(namespace: str | None = None) -> tuple[Segment, ...]:
     """Every ledger in shared memory, or in one namespace, in order of namespace and device.
@@ -58,7 +68,7 @@ def segments(namespace: str | None = None) -> tuple[Segment, ...]:
     whether of this boot or an earlier one and whatever their library version, or its creator died
     before it was done.
     """
-    found = (_inspect(path) for path in device.SHM_DIR.glob(f"{_PREFIX}*"))
+    found = (_inspect(path) for path in devices.SHM_DIR.glob(f"{_PREFIX}*"))
     wanted = (s for s in found if s and namespace in (None, s.namespace))
     return tuple(sorted(wanted, key=lambda s: (s.namespace, s.device)))
 

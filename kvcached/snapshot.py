@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcached.device import Device
 from kvcached.errors import DeviceError, UnknownDeviceError
 from kvcached.segments import Segment, segments
 from kvcached.usage import ClientUsage, DeviceUsage
@@ -50,8 +49,7 @@ def take_snapshots(namespace: str | None = None, device: str | None = None) -> l
 
 def _snapshot(segment: Segment) -> DeviceSnapshot | None:
     try:
-        device = Device.open(segment.device, namespace=segment.namespace)
-        usage, resident_bytes = device.residency()
+        usage, resident_bytes = segment.open().residency()
     except (UnknownDeviceError, DeviceError):
         return None
     return DeviceSnapshot(segment.namespace, segment.device, usage, resident_bytes)

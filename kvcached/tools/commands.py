@@ -185,7 +185,7 @@ def _find_device(namespace: str | None, device: str | None) -> Device:
         raise UnknownDeviceError("no such device is in use; see kvctl list")
     if len(found) > 1:
         raise InvalidArgumentError(f"several devices are in use; give one of: {names}")
-    return Device.open(found[0].device, namespace=found[0].namespace)
+    return found[0].open()
 
 
 def _report(device: Device, client: str, change: Record, text: str, as_json: bool) -> None:

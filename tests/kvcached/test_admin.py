@@ -8,7 +8,9 @@ import pytest
 
 from kvcached import ClientUsage, Device, NoRoomError, errors
 
-from .conftest import CAPACITY, PAGE, Spawn
+from .conftest import CAPACITY, EVERY_DEVICE, PAGE, Spawn
+
+pytestmark = EVERY_DEVICE
 
 
 class Taker:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvcached import Device, segment_path
+from kvcached import Device, NoRoomError, segment_path
 from kvcached.errors import InvalidArgumentError
 from kvcached.snapshot import take_snapshots
 from kvcached.tools.commands import app
@@ -84,6 +84,23 @@ def test_limit_governs_a_running_process(device: Device, spawn: Spawn, namespace
     assert taker.take(3) == "got 3"
     assert kvctl_json("min", "taker", "1MiB", "-n", namespace)["min_bytes"] == 1 << 20
     assert usage_of(device, "taker").min_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("device_name", ["cuda:0"])
+def test_a_gpu_is_administered_without_its_driver(
+    device: Device, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = ("--namespace", namespace)
+    with device.client("engine") as client:
+        tensor = client.alloc_virtual_tensor(4 * PAGE)
+        tensor.map(0, 2 * PAGE)
+        monkeypatch.setenv("KVCACHED_LIBCUDA", "/nowhere/libcuda.so")
+        command = [*KVCTL, "top", "--once", "--interval", "0.05", "--json", *where]
+        (found,) = json.loads(subprocess.check_output(command))
+        assert found["clients"][0]["resident_bytes"] == 2 * PAGE
+        subprocess.check_call([*KVCTL, "limit", "engine", "128KiB", *where])
+        with pytest.raises(NoRoomError):
+            tensor.map(2 * PAGE, PAGE)
 
 
 def test_one_of_two_twins_is_named_by_its_pid(device: Device, spawn: Spawn, namespace: str) -> None:
