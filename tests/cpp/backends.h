@@ -25,8 +25,8 @@ std::vector<Backend> backends();
 // The library behind "cuda:0" (see cuda_driver.h), or null. backends() makes its primary context
 // current in the main thread, nothing_leaked() drops it.
 void* cuda_library();
-// Whether that is the test library, whose control functions then are there.
-bool is_test_libcuda();
+// Whether that is the test library, with its control functions, and takes pages of kPage bytes.
+bool can_steer_cuda();
 // Prints and answers false if there is something that was not given back.
 bool nothing_leaked();
 

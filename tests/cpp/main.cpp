@@ -35,7 +35,7 @@ int main() {
   test_kv_allocator();
   test_region("host:0");
   test_kv_cache("host:0");
-  if (is_test_libcuda()) {
+  if (can_steer_cuda()) {
     test_cuda_faults();
     test_region("cuda:0");
     test_kv_cache("cuda:0");

@@ -15,8 +15,7 @@ enum Error {
   kNoDevice = 100,
   kInvalidDevice = 101,
   kInvalidContext = 201,
-  kIllegalAddress = 700,
-  kNotSupported = 801,
+  kNotFound = 500,
 };
 
 struct MemLocation {

@@ -1,4 +1,5 @@
 // libcuda's symbols, as far as kvcached and its tests use them, over the simulator.
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -84,8 +85,7 @@ constexpr NamedError kErrors[] = {
     {100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-    {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
 };
 
 const NamedError* find_error(int error) {
@@ -124,6 +124,19 @@ EXPORT int cuGetErrorString(int error, const char** text) {
   const NamedError* found = find_error(error);
   *text = found != nullptr ? found->text : nullptr;
   return found != nullptr ? test_libcuda::kSuccess : test_libcuda::kInvalidValue;
+}
+
+// NVIDIA's own bindings find everything through this one; newer forms of a name come first.
+EXPORT int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int* found) {
+  Dl_info self = {};
+  if (dladdr(contexts, &self) == 0) return test_libcuda::kInvalidValue;
+  void* library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  *function = dlsym(library, (std::string(symbol) + "_v2").c_str());
+  if (*function == nullptr) *function = dlsym(library, symbol);
+  dlclose(library);
+  constexpr int kSymbolNotFound = 1;
+  if (found != nullptr) *found = *function != nullptr ? 0 : kSymbolNotFound;
+  return *function != nullptr ? test_libcuda::kSuccess : test_libcuda::kNotFound;
 }
 
 EXPORT int cuDeviceGetCount(int* count) {
