@@ -52,7 +52,7 @@ def _resident_bytes(record: _core.ClientRecord) -> int | None:
 
 class Device:
     """A device as all processes of one namespace share it. Usable from any thread, and by children
-    after a fork.
+    after a fork: opening one makes no call to CUDA.
     """
 
     def __init__(self, name: str, namespace: str, ledger: _core.Ledger) -> None:
@@ -113,6 +113,7 @@ class Device:
     def resident_bytes(self) -> int:
         """Bytes of physical memory behind all live clients' pages, as the OS counts them.
 
+        On a GPU, whose memory the OS does not see, the bytes that the clients have committed.
         No reservation is granted while it looks, so that a page which moves from one client to
         another is not counted twice. Raises LedgerPermissionError if a client belongs to a user or
         pid namespace whose files cannot be looked at.
@@ -133,7 +134,9 @@ class Device:
         """Registers this process in the ledger; the client's memory dies with it.
 
         `min_bytes` are guaranteed, `limit_bytes` bounds its pages. Raises NoRoomError if the
-        minimum is not free, TooManyClientsError, DeviceGoneError.
+        minimum is not free, TooManyClientsError, DeviceGoneError; on `cuda:N` UnknownDeviceError if
+        there is no such GPU, AlignmentError if page_bytes is not the driver's granularity times a
+        power of two, ForkedClientError in the child of a process that had used CUDA.
         """
         ledger = self._open_ledger()
         not_negative("min_bytes", min_bytes)

@@ -6,7 +6,7 @@ KvcachedError
 │   └── UnknownDeviceError                   no such device name, or no ledger to attach to
 ├── NoRoomError                              expected: the device has no room for this client now
 ├── DeviceError
-│   ├── BackendUnavailableError              the backend is not in this version or on this machine
+│   ├── BackendUnavailableError              the machine lacks what the backend needs
 │   ├── DeviceMismatchError                  the ledger exists with other capacity or page size
 │   ├── DeviceBusyError                      live clients keep the device from being destroyed
 │   ├── DeviceGoneError                      another process destroyed the device
@@ -27,7 +27,7 @@ KvcachedError
 │   └── DoubleFreeError                      an id that is not allocated, or named twice
 ├── ClosedError                              the object was closed or freed before
 ├── ForkedClientError                        the object belongs to the parent process
-├── SystemCallError                          the OS refused; the message names the call
+├── SystemCallError                          the OS or the driver refused; names the call
 ├── InternalError                            a broken invariant: a bug in kvcached
 └── ConflictingPackageError (also ImportError)   another package of the same name is installed
 
@@ -74,7 +74,7 @@ class DeviceError(KvcachedError):
 
 
 class BackendUnavailableError(DeviceError):
-    """The backend is not in this version or on this machine."""
+    """The machine lacks what the backend needs: for `cuda:N`, NVIDIA's driver or a GPU."""
 
 
 class DeviceMismatchError(DeviceError):
@@ -158,7 +158,7 @@ class ForkedClientError(KvcachedError):
 
 
 class SystemCallError(KvcachedError):
-    """The OS refused a call; the message names it."""
+    """The OS or the CUDA driver refused a call; the message names it and the error."""
 
 
 class InternalError(KvcachedError):
