@@ -89,4 +89,5 @@ NB_MODULE(_core, module) {
   nb::register_exception_translator(kvcached::raise_status);
   kvcached::bind_device(module);
   kvcached::bind_memory(module);
+  kvcached::bind_kv(module);
 }
