@@ -37,6 +37,10 @@ const char* code_name(Code code) {
       return "shm_full";
     case Code::too_many_clients:
       return "too_many_clients";
+    case Code::unknown_client:
+      return "unknown_client";
+    case Code::ambiguous_client:
+      return "ambiguous_client";
     case Code::already_mapped:
       return "already_mapped";
     case Code::not_mapped:
@@ -85,4 +89,5 @@ NB_MODULE(_core, module) {
   nb::register_exception_translator(kvcached::raise_status);
   kvcached::bind_device(module);
   kvcached::bind_memory(module);
+  kvcached::bind_kv(module);
 }

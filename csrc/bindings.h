@@ -31,5 +31,6 @@ auto without_gil(Call call) {
 
 void bind_device(nanobind::module_& module);
 void bind_memory(nanobind::module_& module);
+void bind_kv(nanobind::module_& module);
 
 }  // namespace kvcached

@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "client.h"
+#include "segments.h"
 
 namespace nb = nanobind;
 
@@ -28,7 +29,10 @@ void bind_record(nb::module_& module) {
                    })
       .def_ro("maps", &ClientRecord::maps)
       .def_ro("unmaps", &ClientRecord::unmaps)
-      .def_prop_ro("name", [](const ClientRecord& self) { return std::string(self.name); });
+      .def_prop_ro("name", [](const ClientRecord& self) { return std::string(self.name); })
+      .def("resident_bytes", [](const ClientRecord& self) {
+        return take(without_gil([&] { return resident_bytes(self); }));
+      });
 }
 
 void bind_ledger(nb::module_& module) {
@@ -47,6 +51,22 @@ void bind_ledger(nb::module_& module) {
              LedgerUsage usage = take(without_gil([&] { return self.usage(); }));
              return std::tuple(usage.charged_bytes, std::move(usage.clients));
            })
+      .def(
+          "set_limit",
+          [](Ledger& self, std::optional<std::string> name, std::optional<int32_t> pid,
+             std::optional<uint64_t> bytes) {
+            const ClientQuery query{std::move(name), pid};
+            check(without_gil([&] { return self.set_limit(query, bytes.value_or(kNoLimit)); }));
+          },
+          nb::arg("name").none(), nb::arg("pid").none(), nb::arg("bytes").none())
+      .def(
+          "set_min",
+          [](Ledger& self, std::optional<std::string> name, std::optional<int32_t> pid,
+             uint64_t bytes) {
+            const ClientQuery query{std::move(name), pid};
+            check(without_gil([&] { return self.set_min(query, bytes); }));
+          },
+          nb::arg("name").none(), nb::arg("pid").none(), nb::arg("bytes"))
       .def("resident_bytes",
            [](Ledger& self) { return take(without_gil([&] { return self.resident_bytes(); })); })
       .def("reap", [](Ledger& self) { return take(without_gil([&] { return self.reap(); })); })
@@ -89,6 +109,25 @@ void bind_client(nb::module_& module) {
       .def("close", [](Client& self) { check(without_gil([&] { return self.close(); })); });
 }
 
+void bind_segments(nb::module_& module) {
+  nb::class_<SegmentClient>(module, "SegmentClient")
+      .def_ro("name", &SegmentClient::name)
+      .def_ro("pid", &SegmentClient::pid)
+      .def_ro("alive", &SegmentClient::alive);
+  nb::class_<SegmentReport>(module, "SegmentReport")
+      .def_ro("version", &SegmentReport::version)
+      .def_ro("capacity_bytes", &SegmentReport::capacity_bytes)
+      .def_ro("page_bytes", &SegmentReport::page_bytes)
+      .def_ro("clients", &SegmentReport::clients)
+      .def_ro("stale_reason", &SegmentReport::stale_reason);
+  module.def("inspect_segment", [](const std::string& path) {
+    return take(without_gil([&] { return inspect_segment(path); }));
+  });
+  module.def("remove_if_stale", [](const std::string& path) {
+    return take(without_gil([&] { return remove_if_stale(path); }));
+  });
+}
+
 }  // namespace
 
 void bind_device(nb::module_& module) {
@@ -96,6 +135,7 @@ void bind_device(nb::module_& module) {
   bind_record(module);
   bind_ledger(module);
   bind_client(module);
+  bind_segments(module);
 }
 
 }  // namespace kvcached

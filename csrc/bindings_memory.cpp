@@ -1,5 +1,4 @@
-// KV caches, virtual tensors and views for Python.
-#include <nanobind/ndarray.h>
+// Virtual tensors and views for Python.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -7,7 +6,6 @@
 
 #include "bindings.h"
 #include "dlpack.h"
-#include "kv_cache.h"
 #include "virtual_tensor.h"
 
 namespace nb = nanobind;
@@ -15,8 +13,6 @@ namespace nb = nanobind;
 namespace kvcached {
 
 namespace {
-
-using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::device::cpu>;
 
 constexpr const char* kVersionedName = "dltensor_versioned";
 constexpr const char* kUnversionedName = "dltensor";
@@ -40,28 +36,14 @@ nb::object to_dlpack(const TensorView& view, nb::handle max_version) {
   return nb::steal(capsule);
 }
 
-nb::object alloc_ids(KvCache& cache, int64_t count) {
-  if (count < 0) check(failure(Code::invalid_argument, "num_blocks is negative"));
-  if (count > cache.total_blocks()) return nb::none();
-  auto ids = std::make_unique<int64_t[]>(static_cast<size_t>(count));
-  Status status = without_gil([&] { return cache.alloc({ids.get(), static_cast<size_t>(count)}); });
-  if (status.code == Code::no_room) return nb::none();
-  check(std::move(status));
-  const nb::capsule owner(ids.get(), [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
-  int64_t* data = ids.release();
-  return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(data, {static_cast<size_t>(count)}, owner)
-      .cast();
-}
-
-void free_ids(KvCache& cache, const Ids& ids) {
-  if (ids.stride(0) == 1 || ids.size() <= 1) {
-    check(without_gil([&] { return cache.free({ids.data(), ids.size()}); }));
-    return;
-  }
-  std::vector<int64_t> dense(ids.size());
-  for (size_t i = 0; i < dense.size(); ++i)
-    dense[i] = ids.data()[static_cast<int64_t>(i) * ids.stride(0)];
-  check(without_gil([&] { return cache.free(dense); }));
+// A consumer may ask for another device; views are exported where they are.
+void check_dlpack_device(const TensorView& view, nb::handle wanted) {
+  if (wanted.is_none()) return;
+  const DlDevice device = dlpack_device(view);
+  if (nb::cast<int>(wanted[0]) == device.type && nb::cast<int>(wanted[1]) == device.id) return;
+  throw nb::buffer_error(view.region->vmm()->location().on_gpu
+                             ? "the memory of a cuda device is on that GPU; copy it from there"
+                             : "the memory of a host device is CPU memory");
 }
 
 void bind_view(nb::module_& module) {
@@ -76,15 +58,16 @@ void bind_view(nb::module_& module) {
             if (copy.is(nb::handle(Py_True))) {
               throw nb::buffer_error("kvcached exports views; copy on the consumer's side");
             }
-            if (!device.is_none() && nb::cast<int>(device[0]) != kDlpackCpu) {
-              throw nb::buffer_error("the memory of a host device is CPU memory");
-            }
+            check_dlpack_device(self, device);
             return to_dlpack(self, max_version);
           },
           nb::kw_only(), nb::arg("stream").none() = nb::none(),
           nb::arg("max_version").none() = nb::none(), nb::arg("dl_device").none() = nb::none(),
           nb::arg("copy").none() = nb::none())
-      .def("__dlpack_device__", [](const TensorView&) { return std::tuple(kDlpackCpu, 0); });
+      .def("__dlpack_device__", [](const TensorView& self) {
+        const DlDevice device = dlpack_device(self);
+        return std::tuple(device.type, device.id);
+      });
 }
 
 void bind_tensor(nb::module_& module) {
@@ -112,50 +95,11 @@ void bind_tensor(nb::module_& module) {
       .def("close", [](VirtualTensor& self) { check(without_gil([&] { return self.close(); })); });
 }
 
-void bind_cache(nb::module_& module) {
-  nb::class_<KvCache>(module, "KvCache")
-      .def_static(
-          "create",
-          [](std::shared_ptr<Client> client, std::vector<uint64_t> slab_pages, Slab slabs,
-             uint32_t blocks_per_slab, int64_t reserved_blocks) {
-            KvGeometry geometry{std::move(slab_pages), slabs, blocks_per_slab, reserved_blocks};
-            return take(without_gil([&] { return KvCache::create(client, std::move(geometry)); }));
-          })
-      .def("alloc", alloc_ids)
-      .def("free", free_ids, nb::arg("ids").noconvert())
-      .def("available_blocks",
-           [](KvCache& self) { return take(without_gil([&] { return self.available_blocks(); })); })
-      .def_prop_ro("total_blocks", &KvCache::total_blocks)
-      .def_prop_ro("live_blocks", &KvCache::live_blocks)
-      .def_prop_ro("free_mapped_blocks", &KvCache::free_mapped_blocks)
-      .def_prop_ro("mapped_bytes", &KvCache::mapped_bytes)
-      .def_prop_ro("floor_bytes", &KvCache::floor_bytes)
-      .def("set_spare_pages",
-           [](KvCache& self, size_t low, size_t high) {
-             check(without_gil([&] { return self.set_spare_pages(low, high); }));
-           })
-      .def("trim", [](KvCache& self) { return take(without_gil([&] { return self.trim(); })); })
-      .def("check", [](const KvCache& self) { check(without_gil([&] { return self.check(); })); })
-      .def("counters",
-           [](const KvCache& self) {
-             const MapCounters counters = self.counters();
-             return std::tuple(counters.maps, counters.unmaps, counters.pages_mapped,
-                               counters.pages_unmapped);
-           })
-      .def("buffer_view",
-           [](const KvCache& self, size_t buffer, std::vector<int64_t> shape, std::string dtype) {
-             return take(TensorView::make(self.region(), self.buffer_offset(buffer),
-                                          std::move(shape), std::move(dtype)));
-           })
-      .def("close", [](KvCache& self) { check(without_gil([&] { return self.close(); })); });
-}
-
 }  // namespace
 
 void bind_memory(nb::module_& module) {
   bind_view(module);
   bind_tensor(module);
-  bind_cache(module);
 }
 
 }  // namespace kvcached

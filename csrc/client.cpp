@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 namespace kvcached {
@@ -71,6 +72,33 @@ void Client::abandon_in_child() {
   lock_fd_ = -1;
 }
 
+void Client::lock_for_fork() {
+  holders_mutex_.lock();
+  mutex_.lock();
+}
+
+void Client::unlock_after_fork() {
+  mutex_.unlock();
+  holders_mutex_.unlock();
+}
+
+void Client::add_holder(SpareHolder* holder) {
+  const std::lock_guard lock(holders_mutex_);
+  holders_.push_back(holder);
+}
+
+void Client::remove_holder(SpareHolder* holder) {
+  const std::lock_guard lock(holders_mutex_);
+  holders_.erase(std::remove(holders_.begin(), holders_.end(), holder), holders_.end());
+}
+
+void Client::give_back_spares(const SpareHolder* asker) {
+  const std::lock_guard lock(holders_mutex_);
+  for (SpareHolder* holder : holders_) {
+    if (holder != asker) holder->give_back_spares();
+  }
+}
+
 Status Client::reserve(uint64_t bytes) {
   KV_TRY(check_open());
   return ledger_->reserve(slot_, bytes);
@@ -98,6 +126,9 @@ Result<uint64_t> Client::available() {
 
 Status Client::reserve_static(uint64_t bytes) {
   KV_TRY(check_open());
+  Status status = ledger_->reserve_static(slot_, bytes);
+  if (status.code != Code::no_room) return status;
+  give_back_spares(nullptr);
   return ledger_->reserve_static(slot_, bytes);
 }
 
@@ -108,7 +139,10 @@ Status Client::release_static(uint64_t bytes) {
 
 Status Client::set_limit(uint64_t bytes) {
   KV_TRY(check_open());
-  return ledger_->set_limit(slot_, bytes);
+  KV_TRY(ledger_->set_limit(slot_, bytes));
+  Result<ClientRecord> now = ledger_->client(slot_);
+  if (now.ok() && now.value().elastic_bytes() > bytes) give_back_spares(nullptr);
+  return {};
 }
 
 Status Client::set_min(uint64_t bytes) {

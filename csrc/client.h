@@ -11,6 +11,14 @@
 
 namespace kvcached {
 
+// Holds pages of a client that it could do without.
+class SpareHolder {
+ public:
+  virtual ~SpareHolder() = default;
+  // Gives them back, unless another thread is inside the holder. Never waits for it.
+  virtual void give_back_spares() = 0;
+};
+
 class Client final : private ForkGuarded {
  public:
   static Result<std::shared_ptr<Client>> open(std::shared_ptr<Ledger> ledger,
@@ -37,18 +45,26 @@ class Client final : private ForkGuarded {
   Status cancel(uint64_t bytes);
   Status release(uint64_t bytes);
   Result<uint64_t> available();
+  // Takes back the spare pages of its holders before it says no_room.
   Status reserve_static(uint64_t bytes);
   Status release_static(uint64_t bytes);
+  // Spare pages go at once if more is held than the new limit.
   Status set_limit(uint64_t bytes);
   Status set_min(uint64_t bytes);
   void count_maps(uint64_t maps, uint64_t unmaps);
   Result<ClientRecord> record();
 
+  // A holder is added once and removed before it dies.
+  void add_holder(SpareHolder* holder);
+  void remove_holder(SpareHolder* holder);
+  // Asks every holder but `asker`, who may hold its own lock.
+  void give_back_spares(const SpareHolder* asker);
+
  private:
   Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int lock_fd, int slot);
 
-  void lock_for_fork() override { mutex_.lock(); }
-  void unlock_after_fork() override { mutex_.unlock(); }
+  void lock_for_fork() override;
+  void unlock_after_fork() override;
   void abandon_in_child() override;
 
   const std::shared_ptr<Ledger> ledger_;
@@ -56,6 +72,8 @@ class Client final : private ForkGuarded {
   int lock_fd_;
   const int slot_;
   std::mutex mutex_;  // of lock_fd_
+  std::vector<SpareHolder*> holders_;
+  std::mutex holders_mutex_;
 };
 
 }  // namespace kvcached

@@ -6,11 +6,6 @@ namespace kvcached {
 
 namespace {
 
-struct DlDevice {
-  int32_t type;
-  int32_t id;
-};
-
 struct DlTensor {
   void* data;
   DlDevice device;
@@ -37,6 +32,9 @@ struct DlManagedVersioned {
   DlTensor tensor;
 };
 
+constexpr int32_t kDlpackCpu = 1;
+constexpr int32_t kDlpackCuda = 2;
+
 // Owns what the tensor points to.
 template <class Managed>
 struct Export {
@@ -56,7 +54,7 @@ Managed* export_view(const TensorView& view) {
   auto* made = new Export<Managed>{{}, view.region, view.shape, row_major_strides(view.shape)};
   const ElementType type = element_type(view.dtype).value();
   made->managed.tensor = {reinterpret_cast<void*>(view.address()),
-                          {kDlpackCpu, 0},
+                          dlpack_device(view),
                           static_cast<int32_t>(view.shape.size()),
                           type.code,
                           type.bits,
@@ -110,6 +108,11 @@ Result<TensorView> TensorView::make(std::shared_ptr<Region> region, uint64_t off
                        std::to_string(region->bytes()) + " bytes");
   }
   return TensorView{std::move(region), offset_bytes, std::move(shape), std::move(dtype)};
+}
+
+DlDevice dlpack_device(const TensorView& view) {
+  const Location location = view.region->vmm()->location();
+  return {location.on_gpu ? kDlpackCuda : kDlpackCpu, location.ordinal};
 }
 
 void* export_versioned(const TensorView& view) {

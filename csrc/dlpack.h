@@ -20,7 +20,7 @@ struct ElementType {
 Result<ElementType> element_type(const std::string& name);
 
 // A dense row-major view of part of a region. It keeps the address range reserved, not the pages:
-// reading a hole of it is a fault, on the host device a SIGSEGV.
+// reading a hole of it is a fault, on the host device a SIGSEGV, on a GPU the end of the context.
 struct TensorView {
   std::shared_ptr<Region> region;
   uint64_t offset_bytes;
@@ -32,7 +32,13 @@ struct TensorView {
   uint64_t address() const { return region->address() + offset_bytes; }
 };
 
-inline constexpr int kDlpackCpu = 1;
+// The standard's device: kDLCPU = 1 or kDLCUDA = 2, and the ordinal.
+struct DlDevice {
+  int32_t type;
+  int32_t id;
+};
+
+DlDevice dlpack_device(const TensorView& view);
 
 // New managed tensors, as the content of a capsule named "dltensor_versioned" or "dltensor".
 void* export_versioned(const TensorView& view);

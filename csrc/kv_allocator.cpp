@@ -2,14 +2,22 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
 namespace kvcached {
 
 namespace {
 
 constexpr uint32_t kWordBits = 64;
+// Up to here the few blocks of a slab are cheaper one by one than as a run; they lie in one word.
+constexpr uint32_t kNarrow = 16;
 
 uint64_t bit(uint64_t position) { return uint64_t{1} << (position % kWordBits); }
+
+// `count` ones from `position` on, which stay in the word.
+uint64_t bits(uint32_t position, uint32_t count) {
+  return (~uint64_t{0} >> (kWordBits - count)) << position;
+}
 
 Status broken(const std::string& what) {
   return failure(Code::internal, "KV allocator integrity: " + what + " does not add up");
@@ -21,13 +29,11 @@ KvAllocator::KvAllocator(Slab slabs, uint32_t blocks_per_slab, int64_t reserved_
     : slabs_(slabs),
       blocks_per_slab_(blocks_per_slab),
       reserved_blocks_(reserved_blocks),
+      slab_shift_(std::has_single_bit(blocks_per_slab) ? std::countr_zero(blocks_per_slab) : -1),
       words_per_slab_((blocks_per_slab + kWordBits - 1) / kWordBits),
       unmapped_slabs_(slabs),
       owned_(words_per_slab_ * slabs, 0),
-      states_(slabs, State::unmapped),
-      free_(slabs, 0),
-      next_(slabs, kNone),
-      previous_(slabs, kNone),
+      nodes_(slabs, {kNone, kNone}),
       heads_(blocks_per_slab + 1, kNone),
       nonempty_(blocks_per_slab / kWordBits + 1, 0) {
   for (int64_t block = 0; block < reserved_blocks; ++block) set_owned(block, true);
@@ -37,8 +43,19 @@ Slab KvAllocator::floor_slabs() const {
   return static_cast<Slab>((reserved_blocks_ + blocks_per_slab_ - 1) / blocks_per_slab_);
 }
 
+Slab KvAllocator::needed_slabs() const {
+  return static_cast<Slab>((reserved_blocks_ + live_blocks_ + blocks_per_slab_ - 1) /
+                           blocks_per_slab_);
+}
+
+Slab KvAllocator::slab_of(int64_t block) const {
+  // A division costs more than all the rest of freeing a block.
+  if (slab_shift_ >= 0) return static_cast<Slab>(block >> slab_shift_);
+  return static_cast<Slab>(static_cast<uint64_t>(block) / blocks_per_slab_);
+}
+
 void KvAllocator::set_owned(int64_t block, bool owned) {
-  const auto slab = static_cast<Slab>(block / blocks_per_slab_);
+  const Slab slab = slab_of(block);
   const auto position = static_cast<uint64_t>(block - first_block(slab));
   uint64_t& word = owned_[slab * words_per_slab_ + position / kWordBits];
   word = owned ? word | bit(position) : word & ~bit(position);
@@ -53,30 +70,36 @@ uint32_t KvAllocator::count_owned(Slab slab) const {
 }
 
 void KvAllocator::link(Slab slab) {
-  const uint32_t free = free_[slab];
-  if (free == 0) return;
-  previous_[slab] = kNone;
-  next_[slab] = heads_[free];
-  if (heads_[free] != kNone) previous_[heads_[free]] = slab;
-  heads_[free] = slab;
-  nonempty_[free / kWordBits] |= bit(free);
+  Node& node = nodes_[slab];
+  if (node.free == 0) return;
+  Slab& head = heads_[node.free];
+  node.previous = kNone;
+  node.next = head;
+  if (head != kNone) {
+    nodes_[head].previous = slab;
+  } else {
+    nonempty_[node.free / kWordBits] |= bit(node.free);
+  }
+  head = slab;
+  if (node.free == blocks_per_slab_) ++empty_slabs_;
 }
 
 void KvAllocator::unlink(Slab slab) {
-  const uint32_t free = free_[slab];
-  if (free == 0) return;
-  if (next_[slab] != kNone) previous_[next_[slab]] = previous_[slab];
-  if (previous_[slab] != kNone) {
-    next_[previous_[slab]] = next_[slab];
+  const Node& node = nodes_[slab];
+  if (node.free == 0) return;
+  if (node.free == blocks_per_slab_) --empty_slabs_;
+  if (node.next != kNone) nodes_[node.next].previous = node.previous;
+  if (node.previous != kNone) {
+    nodes_[node.previous].next = node.next;
     return;
   }
-  heads_[free] = next_[slab];
-  if (heads_[free] == kNone) nonempty_[free / kWordBits] &= ~bit(free);
+  heads_[node.free] = node.next;
+  if (node.next == kNone) nonempty_[node.free / kWordBits] &= ~bit(node.free);
 }
 
 void KvAllocator::set_free(Slab slab, uint32_t free) {
   unlink(slab);
-  free_[slab] = free;
+  nodes_[slab].free = free;
   link(slab);
 }
 
@@ -92,7 +115,7 @@ uint32_t KvAllocator::fullest() const {
 std::vector<Slab> KvAllocator::lowest_unmapped(Slab count) const {
   std::vector<Slab> found;
   for (Slab slab = lowest_unmapped_hint_; found.size() < count; ++slab) {
-    if (states_[slab] == State::unmapped) found.push_back(slab);
+    if (nodes_[slab].state == State::unmapped) found.push_back(slab);
     if (found.empty()) lowest_unmapped_hint_ = slab + 1;
   }
   return found;
@@ -100,7 +123,7 @@ std::vector<Slab> KvAllocator::lowest_unmapped(Slab count) const {
 
 std::vector<Slab> KvAllocator::empty_mapped() const {
   std::vector<Slab> found;
-  for (Slab slab = heads_[blocks_per_slab_]; slab != kNone; slab = next_[slab]) {
+  for (Slab slab = heads_[blocks_per_slab_]; slab != kNone; slab = nodes_[slab].next) {
     found.push_back(slab);
   }
   std::sort(found.begin(), found.end());
@@ -109,9 +132,10 @@ std::vector<Slab> KvAllocator::empty_mapped() const {
 
 void KvAllocator::add_mapped(std::span<const Slab> slabs) {
   for (const Slab slab : slabs) {
-    states_[slab] = State::mapped;
-    free_[slab] = blocks_per_slab_ - count_owned(slab);
-    free_mapped_blocks_ += free_[slab];
+    nodes_[slab].state = State::mapped;
+    ++mapped_slabs_;
+    nodes_[slab].free = blocks_per_slab_ - count_owned(slab);
+    free_mapped_blocks_ += nodes_[slab].free;
     --unmapped_slabs_;
     link(slab);
   }
@@ -120,9 +144,10 @@ void KvAllocator::add_mapped(std::span<const Slab> slabs) {
 void KvAllocator::remove_mapped(std::span<const Slab> slabs) {
   for (const Slab slab : slabs) {
     unlink(slab);
-    free_mapped_blocks_ -= free_[slab];
-    free_[slab] = 0;
-    states_[slab] = State::unmapped;
+    free_mapped_blocks_ -= nodes_[slab].free;
+    nodes_[slab].free = 0;
+    nodes_[slab].state = State::unmapped;
+    --mapped_slabs_;
     ++unmapped_slabs_;
     lowest_unmapped_hint_ = std::min(lowest_unmapped_hint_, slab);
   }
@@ -130,29 +155,47 @@ void KvAllocator::remove_mapped(std::span<const Slab> slabs) {
 
 void KvAllocator::retire(std::span<const Slab> slabs) {
   for (const Slab slab : slabs) {
-    if (states_[slab] == State::unmapped) {
+    if (nodes_[slab].state == State::unmapped) {
       --unmapped_slabs_;
     } else {
       unlink(slab);
-      free_mapped_blocks_ -= free_[slab];
-      free_[slab] = 0;
+      --mapped_slabs_;
+      free_mapped_blocks_ -= nodes_[slab].free;
+      nodes_[slab].free = 0;
     }
-    states_[slab] = State::retired;
+    nodes_[slab].state = State::retired;
   }
 }
 
 void KvAllocator::take_from(Slab slab, std::span<int64_t> ids) {
-  const int64_t first = first_block(slab);
+  uint64_t* word = &owned_[slab * words_per_slab_];
+  int64_t first = first_block(slab);
   size_t filled = 0;
-  for (size_t i = 0; filled < ids.size(); ++i) {
-    uint64_t& owned = owned_[slab * words_per_slab_ + i];
-    while (~owned != 0 && filled < ids.size()) {
-      const auto position = static_cast<uint32_t>(std::countr_one(owned));
-      owned |= bit(position);
-      ids[filled++] = first + static_cast<int64_t>(i * kWordBits + position);
+  for (; filled < ids.size(); ++word, first += kWordBits) {
+    while (~*word != 0 && filled < ids.size()) {
+      const auto position = static_cast<uint32_t>(std::countr_one(*word));
+      const auto room = static_cast<uint32_t>(std::countr_zero(*word >> position));
+      const auto count =
+          std::min<size_t>(std::min(room, kWordBits - position), ids.size() - filled);
+      *word |= bits(position, static_cast<uint32_t>(count));
+      std::iota(&ids[filled], &ids[filled] + count, first + position);
+      filled += count;
     }
   }
-  set_free(slab, free_[slab] - static_cast<uint32_t>(ids.size()));
+  set_free(slab, nodes_[slab].free - static_cast<uint32_t>(ids.size()));
+}
+
+void KvAllocator::take_rest_of(Slab slab, std::span<int64_t> ids) {
+  uint64_t& word = owned_[slab];
+  const int64_t first = first_block(slab);
+  uint64_t unowned = ~word & bits(0, blocks_per_slab_);
+  word |= unowned;
+  for (int64_t& id : ids) {
+    id = first + std::countr_zero(unowned);
+    unowned &= unowned - 1;
+  }
+  unlink(slab);
+  nodes_[slab].free = 0;
 }
 
 void KvAllocator::take(std::span<int64_t> ids) {
@@ -160,8 +203,12 @@ void KvAllocator::take(std::span<int64_t> ids) {
   free_mapped_blocks_ -= static_cast<int64_t>(ids.size());
   while (!ids.empty()) {
     const Slab slab = heads_[fullest()];
-    const size_t count = std::min<size_t>(ids.size(), free_[slab]);
-    take_from(slab, ids.first(count));
+    const size_t count = std::min<size_t>(ids.size(), nodes_[slab].free);
+    if (blocks_per_slab_ <= kNarrow && count == nodes_[slab].free) {
+      take_rest_of(slab, ids.first(count));
+    } else {
+      take_from(slab, ids.first(count));
+    }
     ids = ids.subspan(count);
   }
 }
@@ -179,23 +226,61 @@ Status KvAllocator::refuse(int64_t block) const {
   return failure(Code::double_free, name + " is not allocated; free each id once");
 }
 
+size_t KvAllocator::run_length(std::span<const int64_t> ids, int64_t first) const {
+  const int64_t in_slab = first + blocks_per_slab_ - ids[0];
+  const size_t end = std::min(ids.size(), static_cast<size_t>(in_slab));
+  size_t length = 1;
+  while (length < end && ids[length] == ids[length - 1] + 1) ++length;
+  return length;
+}
+
+uint32_t KvAllocator::disown_run(Slab slab, uint32_t position, uint32_t count) {
+  uint64_t* word = &owned_[slab * words_per_slab_ + position / kWordBits];
+  for (uint32_t done = 0; done < count; ++word) {
+    const uint32_t offset = (position + done) % kWordBits;
+    const uint32_t wanted = std::min(count - done, kWordBits - offset);
+    const uint64_t mask = bits(offset, wanted);
+    if (const uint64_t missing = ~*word & mask; missing != 0) {
+      return done + static_cast<uint32_t>(std::countr_zero(missing)) - offset;
+    }
+    *word &= ~mask;
+    done += wanted;
+  }
+  return count;
+}
+
+size_t KvAllocator::disown_narrow(Slab slab, std::span<const int64_t> ids) {
+  const int64_t first = first_block(slab);
+  uint64_t word = owned_[slab];
+  size_t gone = 0;
+  for (; gone < ids.size(); ++gone) {
+    const auto position = static_cast<uint64_t>(ids[gone] - first);
+    if (position >= blocks_per_slab_ || ids[gone] < reserved_blocks_) break;
+    if ((word & bit(position)) == 0) break;
+    word &= ~bit(position);
+  }
+  owned_[slab] = word;
+  return gone;
+}
+
+size_t KvAllocator::disown_in(Slab slab, std::span<const int64_t> ids) {
+  if (blocks_per_slab_ <= kNarrow) return disown_narrow(slab, ids);
+  const int64_t first = first_block(slab);
+  const auto count = static_cast<uint32_t>(run_length(ids, first));
+  return disown_run(slab, static_cast<uint32_t>(ids[0] - first), count);
+}
+
 Status KvAllocator::disown(std::span<const int64_t> ids) {
   freed_.clear();
-  int64_t first = -int64_t{blocks_per_slab_};  // of the slab of the last id; of none yet
-  for (size_t i = 0; i < ids.size(); ++i) {
+  const int64_t end = total_blocks();
+  for (size_t i = 0; i < ids.size();) {
     const int64_t block = ids[i];
-    if (block < reserved_blocks_ || block >= total_blocks())
-      return undo_disown(ids.first(i), block);
-    if (block < first || block >= first + blocks_per_slab_) {
-      const auto slab = static_cast<Slab>(static_cast<uint64_t>(block) / blocks_per_slab_);
-      first = first_block(slab);
-      freed_.push_back({slab, 0});
-    }
-    const auto position = static_cast<uint64_t>(block - first);
-    uint64_t& word = owned_[freed_.back().slab * words_per_slab_ + position / kWordBits];
-    if ((word & bit(position)) == 0) return undo_disown(ids.first(i), block);
-    word &= ~bit(position);
-    ++freed_.back().blocks;
+    if (block < reserved_blocks_ || block >= end) return undo_disown(ids.first(i), block);
+    const Slab slab = slab_of(block);
+    const size_t gone = disown_in(slab, ids.subspan(i));
+    if (gone == 0) return undo_disown(ids.first(i), block);
+    freed_.push_back({slab, static_cast<uint32_t>(gone)});
+    i += gone;
   }
   return {};
 }
@@ -205,28 +290,49 @@ Status KvAllocator::undo_disown(std::span<const int64_t> ids, int64_t refused) {
   return refuse(refused);
 }
 
-Status KvAllocator::give(std::span<const int64_t> ids, std::vector<Slab>& emptied) {
+Status KvAllocator::give(std::span<const int64_t> ids) {
   KV_TRY(disown(ids));
   live_blocks_ -= static_cast<int64_t>(ids.size());
   free_mapped_blocks_ += static_cast<int64_t>(ids.size());
-  for (const Freed& run : freed_) {
-    set_free(run.slab, free_[run.slab] + run.blocks);
-    if (free_[run.slab] == blocks_per_slab_) emptied.push_back(run.slab);
-  }
+  for (const Freed& run : freed_) set_free(run.slab, nodes_[run.slab].free + run.blocks);
   return {};
+}
+
+Status KvAllocator::check_lists() const {
+  Slab linked = 0;
+  for (uint32_t free = 0; free < heads_.size(); ++free) {
+    if (((nonempty_[free / kWordBits] & bit(free)) != 0) != (heads_[free] != kNone)) {
+      return broken("the map of the lists of slabs");
+    }
+    Slab previous = kNone;
+    for (Slab slab = heads_[free]; slab != kNone; slab = nodes_[slab].next) {
+      const Node& node = nodes_[slab];
+      const bool right = node.free == free && node.previous == previous &&
+                         node.state == State::mapped && ++linked <= slabs_;
+      if (!right) return broken("a list of slabs with room");
+      previous = slab;
+    }
+  }
+  const auto has_room = [](const Node& node) { return node.free != 0; };
+  const auto with_room = std::count_if(nodes_.begin(), nodes_.end(), has_room);
+  return with_room == linked ? Status{} : broken("the number of slabs with room");
 }
 
 Status KvAllocator::check() const {
   int64_t live = -reserved_blocks_;
   int64_t free_mapped = 0;
   Slab unmapped = 0;
+  Slab mapped = 0;
+  Slab empty = 0;
   for (Slab slab = 0; slab < slabs_; ++slab) {
     const uint32_t owned = count_owned(slab);
     live += owned;
-    unmapped += states_[slab] == State::unmapped ? 1 : 0;
-    if (states_[slab] == State::mapped) {
+    unmapped += nodes_[slab].state == State::unmapped ? 1 : 0;
+    if (nodes_[slab].state == State::mapped) {
       free_mapped += blocks_per_slab_ - owned;
-      if (free_[slab] != blocks_per_slab_ - owned) return broken("free blocks of a slab");
+      ++mapped;
+      empty += owned == 0 ? 1 : 0;
+      if (nodes_[slab].free != blocks_per_slab_ - owned) return broken("free blocks of a slab");
     } else if (owned != 0) {
       return broken("a block on an unmapped slab");
     }
@@ -234,7 +340,9 @@ Status KvAllocator::check() const {
   if (live != live_blocks_) return broken("the number of live blocks");
   if (free_mapped != free_mapped_blocks_) return broken("the number of free mapped blocks");
   if (unmapped != unmapped_slabs_) return broken("the number of unmapped slabs");
-  return {};
+  if (mapped != mapped_slabs_) return broken("the number of mapped slabs");
+  if (empty != empty_slabs_) return broken("the number of empty slabs");
+  return check_lists();
 }
 
 }  // namespace kvcached

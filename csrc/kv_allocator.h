@@ -4,6 +4,8 @@
 // holding `blocks_per_slab` whole blocks. Blocks are taken from the fullest mapped slab that has
 // room (best fit), so that the emptiest ones drain and can be unmapped; a new slab is the lowest
 // unmapped one, so that mapped memory stays in few runs.
+// Ids come in ascending runs, and runs are what take and give work on: the bookkeeping of a run
+// that lies in one word of the bitmap costs as much as that of one id.
 // Ids are dense: block b lies in slab b / blocks_per_slab. Blocks below `reserved_blocks` are never
 // handed out (engines write padding there) and keep their slabs mapped.
 // Thread rule: the owner's. Nothing here touches memory of the device.
@@ -30,11 +32,16 @@ class KvAllocator {
   int64_t free_mapped_blocks() const { return free_mapped_blocks_; }
   uint32_t blocks_per_slab() const { return blocks_per_slab_; }
   Slab unmapped_slabs() const { return unmapped_slabs_; }
+  // Mapped slabs with no live block: they cost memory, and the next need for them no mapping.
+  Slab empty_slabs() const { return empty_slabs_; }
+  Slab mapped_slabs() const { return mapped_slabs_; }
+  // Slabs that the live blocks would fill if they lay without gaps, reserved blocks included.
+  Slab needed_slabs() const;
   Slab floor_slabs() const;
 
   // The `count` lowest unmapped slabs, ascending. REQUIRES: count <= unmapped_slabs()
   std::vector<Slab> lowest_unmapped(Slab count) const;
-  // Mapped slabs with no live block, ascending: spares whose unmap failed before.
+  // Those of empty_slabs(), ascending.
   std::vector<Slab> empty_mapped() const;
   void add_mapped(std::span<const Slab> slabs);
   // REQUIRES: mapped, no live block
@@ -46,10 +53,10 @@ class KvAllocator {
   // Fills `ids`. REQUIRES: ids.size() <= free_mapped_blocks()
   void take(std::span<int64_t> ids);
   // Frees all ids or none: Code::unknown_block, Code::double_free (also for an id named twice).
-  // `emptied` receives the slabs that have no live block any more.
-  Status give(std::span<const int64_t> ids, std::vector<Slab>& emptied);
+  Status give(std::span<const int64_t> ids);
 
-  // Recounts everything from the ownership bitmap; Code::internal if a count is wrong.
+  // Recounts everything from the ownership bitmap and walks every list; Code::internal if a
+  // count or a link is wrong.
   Status check() const;
 
  private:
@@ -58,14 +65,29 @@ class KvAllocator {
     uint32_t blocks;
   };
   enum class State : uint8_t { unmapped, mapped, retired };
+  // What a step needs to know of a slab, in a quarter of a cache line.
+  struct Node {
+    Slab next;
+    Slab previous;
+    uint32_t free = 0;
+    State state = State::unmapped;
+  };
   static constexpr Slab kNone = UINT32_MAX;
 
   int64_t first_block(Slab slab) const { return int64_t{slab} * blocks_per_slab_; }
   void set_owned(int64_t block, bool owned);
   uint32_t count_owned(Slab slab) const;
+  Slab slab_of(int64_t block) const;
+  // How many of the first ids are consecutive and of one slab, whose first block is `first`.
+  size_t run_length(std::span<const int64_t> ids, int64_t first) const;
   // Clears the ownership bits of all ids, leaving in freed_ how many went from which slab, or
   // changes nothing.
   Status disown(std::span<const int64_t> ids);
+  // The same for ids of one slab, the first of which lies in it: at least that one, unless it has
+  // no owner. Answers how many went.
+  size_t disown_in(Slab slab, std::span<const int64_t> ids);
+  size_t disown_narrow(Slab slab, std::span<const int64_t> ids);
+  uint32_t disown_run(Slab slab, uint32_t position, uint32_t count);
   Status undo_disown(std::span<const int64_t> ids, int64_t refused);
   Status refuse(int64_t block) const;
 
@@ -74,23 +96,26 @@ class KvAllocator {
   void unlink(Slab slab);
   void set_free(Slab slab, uint32_t free);
   uint32_t fullest() const;
+  Status check_lists() const;
+  void take_rest_of(Slab slab, std::span<int64_t> ids);
   void take_from(Slab slab, std::span<int64_t> ids);
 
   const Slab slabs_;
   const uint32_t blocks_per_slab_;
   const int64_t reserved_blocks_;
+  const int slab_shift_;  // log2 of blocks_per_slab_, -1 if that is no power of two
   const size_t words_per_slab_;
   int64_t live_blocks_ = 0;
   int64_t free_mapped_blocks_ = 0;
   Slab unmapped_slabs_;
+  Slab mapped_slabs_ = 0;
+  Slab empty_slabs_ = 0;
   mutable Slab lowest_unmapped_hint_ = 0;  // no slab below it is unmapped
   std::vector<uint64_t> owned_;            // words_per_slab_ words for each slab
-  std::vector<State> states_;
-  std::vector<Freed> freed_;    // scratch of give, kept for its storage
-  std::vector<uint32_t> free_;  // per slab
-  std::vector<Slab> next_, previous_;
-  std::vector<Slab> heads_;         // by number of free blocks
-  std::vector<uint64_t> nonempty_;  // bitmap of heads_
+  std::vector<Node> nodes_;                // by slab
+  std::vector<Freed> freed_;               // scratch of give, kept for its storage
+  std::vector<Slab> heads_;                // by number of free blocks
+  std::vector<uint64_t> nonempty_;         // bitmap of heads_
 };
 
 }  // namespace kvcached

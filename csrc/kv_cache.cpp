@@ -38,6 +38,7 @@ Result<std::shared_ptr<KvCache>> KvCache::create(std::shared_ptr<Client> client,
   if (!region.ok()) return region.status();
   std::shared_ptr<KvCache> cache(
       new KvCache(std::move(client), std::move(region.value()), std::move(geometry)));
+  cache->client_->add_holder(cache.get());
   const Slab floor = cache->blocks_.floor_slabs();
   if (Status status = floor > 0 ? cache->grow(floor) : Status{}; !status.ok()) return status;
   return cache;
@@ -50,7 +51,7 @@ KvCache::KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region,
       geometry_(std::move(geometry)),
       page_bytes_(client_->page_bytes()),
       pages_per_slab_(sum(geometry_.slab_pages)),
-      pool_(client_),
+      pool_(client_, this),
       blocks_(geometry_.slabs, geometry_.blocks_per_slab, geometry_.reserved_blocks) {
   uint64_t first_page = 0;
   for (const uint64_t pages : geometry_.slab_pages) {
@@ -60,6 +61,7 @@ KvCache::KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region,
 }
 
 KvCache::~KvCache() {
+  client_->remove_holder(this);
   // What a failure leaves behind is given back when the client closes.
   (void)close();
 }
@@ -138,11 +140,35 @@ Status KvCache::alloc(std::span<int64_t> ids) {
 Status KvCache::free(std::span<const int64_t> ids) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
-  std::vector<Slab> emptied;
-  KV_TRY(blocks_.give(ids, emptied));
-  std::sort(emptied.begin(), emptied.end());
-  if (!emptied.empty()) (void)shrink(emptied);
+  KV_TRY(blocks_.give(ids));
+  settle_locked();
   return {};
+}
+
+bool KvCache::try_alloc(std::span<int64_t> ids) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || !check_open().ok()) return false;
+  if (static_cast<int64_t>(ids.size()) > blocks_.free_mapped_blocks()) return false;
+  blocks_.take(ids);
+  return true;
+}
+
+TryFree KvCache::try_free(std::span<const int64_t> ids) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || !check_open().ok() || !blocks_.give(ids).ok()) return TryFree::nothing;
+  return has_surplus() ? TryFree::freed_with_surplus : TryFree::freed;
+}
+
+void KvCache::settle() {
+  const std::lock_guard lock(mutex_);
+  if (check_open().ok()) settle_locked();
+}
+
+void KvCache::settle_locked() {
+  if (!has_surplus()) return;
+  // The low ones stay, so that what is mapped lies together.
+  const std::vector<Slab> empty = blocks_.empty_mapped();
+  (void)shrink(std::span(empty).subspan(low_slabs_));
 }
 
 Result<int64_t> KvCache::available_blocks() {
@@ -170,6 +196,11 @@ uint64_t KvCache::mapped_bytes() const {
   return region_->mapped_pages() * page_bytes_;
 }
 
+uint64_t KvCache::needed_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return blocks_.needed_slabs() * pages_per_slab_ * page_bytes_;
+}
+
 uint64_t KvCache::floor_bytes() const {
   return blocks_.floor_slabs() * pages_per_slab_ * page_bytes_;
 }
@@ -177,6 +208,33 @@ uint64_t KvCache::floor_bytes() const {
 MapCounters KvCache::counters() const {
   const std::lock_guard lock(mutex_);
   return region_->counters();
+}
+
+Status KvCache::set_mapped_spares(size_t low_pages, size_t high_pages) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  if (low_pages > high_pages) {
+    return failure(Code::invalid_argument, "the low watermark is above the high one; swap them");
+  }
+  low_slabs_ = low_pages / pages_per_slab_;
+  high_slabs_ = high_pages / pages_per_slab_;
+  settle_locked();
+  return {};
+}
+
+Result<size_t> KvCache::refill() {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  Result<size_t> pages = pool_.available_pages();
+  if (!pages.ok()) return pages.status();
+  const size_t missing = low_slabs_ - std::min<size_t>(low_slabs_, blocks_.empty_slabs());
+  const size_t count =
+      std::min<size_t>({missing, blocks_.unmapped_slabs(), pages.value() / pages_per_slab_});
+  if (count == 0) return size_t{0};
+  const Status status = grow(static_cast<Slab>(count));
+  if (status.code == Code::no_room) return size_t{0};
+  if (!status.ok()) return status;
+  return count * pages_per_slab_;
 }
 
 Status KvCache::set_spare_pages(size_t low, size_t high) {
@@ -187,6 +245,15 @@ Status KvCache::set_spare_pages(size_t low, size_t high) {
 
 Result<size_t> KvCache::trim() {
   const std::lock_guard lock(mutex_);
+  return trim_locked();
+}
+
+void KvCache::give_back_spares() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock) (void)trim_locked();
+}
+
+Result<size_t> KvCache::trim_locked() {
   if (Status status = check_open(); !status.ok()) return status;
   const std::vector<Slab> idle = blocks_.empty_mapped();
   size_t given = 0;

@@ -1,5 +1,10 @@
 // The KV cache of one model: block ids above, pages below. Growing by a slab maps its pages in
 // every buffer of the model in one batch, all or nothing.
+//
+// Memory that no block needs is kept in two tiers, each between watermarks: slabs that are still
+// mapped, which the next alloc takes without a call to the driver, and unmapped pages, which save
+// their creation (page_pool.h). Both go back at once when the client needs the room elsewhere, when
+// its limit falls below what it holds, and in trim.
 // Thread rule: any thread; calls are serialised. One engine thread is the intended user.
 #pragma once
 
@@ -16,29 +21,47 @@ struct KvGeometry {
   int64_t reserved_blocks = 0;
 };
 
-class KvCache {
+// What try_free did.
+enum class TryFree { nothing, freed, freed_with_surplus };
+
+class KvCache final : private SpareHolder {
  public:
   // Reserves the address space and maps the slabs of the reserved blocks, nothing else.
   static Result<std::shared_ptr<KvCache>> create(std::shared_ptr<Client> client,
                                                  KvGeometry geometry);
-  ~KvCache();
+  ~KvCache() override;
   KvCache(const KvCache&) = delete;
   KvCache& operator=(const KvCache&) = delete;
 
   // Fills `ids` or changes nothing; Code::no_room if this client cannot have the pages now.
   Status alloc(std::span<int64_t> ids);
-  // Frees all ids or none. Slabs without a live block are unmapped; one whose unmap the OS refuses
-  // stays mapped and charged, is used again, and trim reports the reason.
+  // Frees all ids or none. Slabs without a live block above the high watermark are unmapped; one
+  // whose unmap the OS refuses stays mapped and charged, is used again, and trim reports the
+  // reason.
   Status free(std::span<const int64_t> ids);
 
-  // Blocks that alloc would grant now.
+  // alloc and free for callers that hold a lock of their own (Python's): they wait for nobody and
+  // leave the driver alone. alloc does the rest when try_alloc is false, free when nothing was
+  // freed, settle when there is a surplus of mapped slabs.
+  bool try_alloc(std::span<int64_t> ids);
+  TryFree try_free(std::span<const int64_t> ids);
+  void settle();
+
+  // Blocks that alloc would grant now, without the spare pages of the client's other caches.
   Result<int64_t> available_blocks();
   int64_t total_blocks() const { return blocks_.total_blocks(); }
   int64_t live_blocks() const;
   int64_t free_mapped_blocks() const;
   uint64_t mapped_bytes() const;
+  // Bytes of the fewest slabs that could hold the live and the reserved blocks.
+  uint64_t needed_bytes() const;
   uint64_t floor_bytes() const;
 
+  // Mapped pages without a live block to keep, in whole slabs: when more than `high` are left, all
+  // but `low` are unmapped; refill maps up to `low`.
+  Status set_mapped_spares(size_t low_pages, size_t high_pages);
+  // Maps slabs ahead of need, as many as are missing and granted. Returns the pages mapped.
+  Result<size_t> refill();
   // Unmapped pages to keep for reuse; see page_pool.h.
   Status set_spare_pages(size_t low, size_t high);
   // Gives back every page that holds no live block. Returns how many went.
@@ -54,6 +77,10 @@ class KvCache {
  private:
   KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region, KvGeometry geometry);
 
+  void give_back_spares() override;
+  Result<size_t> trim_locked();
+  void settle_locked();
+  bool has_surplus() const { return blocks_.empty_slabs() > high_slabs_; }
   Status check_open() const;
   Status grow(Slab count);
   Status shrink(std::span<const Slab> slabs);
@@ -68,6 +95,8 @@ class KvCache {
   std::vector<uint64_t> buffer_pages_;  // first page of each buffer in the region
   PagePool pool_;
   KvAllocator blocks_;
+  size_t low_slabs_ = 0;
+  size_t high_slabs_ = 0;
   bool closed_ = false;
   mutable std::mutex mutex_;
 };

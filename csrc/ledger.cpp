@@ -59,11 +59,25 @@ uint64_t capped_sum(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64
 
 uint64_t above(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
+std::string describe(const ClientRecord& client) {
+  return std::string(client.name) + " (pid " + std::to_string(client.pid) + ")";
+}
+
+void append(std::string* list, const std::string& item) {
+  if (!list->empty()) *list += ", ";
+  *list += item;
+}
+
 ProcessId owner_of(const ClientRecord& client) {
   return {client.pid, client.pid_namespace, client.start_ticks};
 }
 
 }  // namespace
+
+Result<uint64_t> resident_bytes(const ClientRecord& client) {
+  if (client.memory_fd < 0) return uint64_t{client.committed_bytes};
+  return resident_bytes(owner_of(client), client.memory_fd);
+}
 
 Result<std::shared_ptr<Ledger>> Ledger::open(const LedgerOptions& options) {
   Result<LedgerFile> file = open_ledger_file(options);
@@ -235,9 +249,7 @@ Status Ledger::release_static(int slot, uint64_t bytes) {
   return {};
 }
 
-Status Ledger::set_limit(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
-  KV_TRY(lock.check());
+Status Ledger::set_limit_locked(int slot, uint64_t bytes) {
   if (bytes < record(slot).min_bytes) {
     return failure(Code::invalid_argument, "limit_bytes is below min_bytes; lower the minimum");
   }
@@ -245,9 +257,7 @@ Status Ledger::set_limit(int slot, uint64_t bytes) {
   return {};
 }
 
-Status Ledger::set_min(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
-  KV_TRY(lock.check());
+Status Ledger::set_min_locked(int slot, uint64_t bytes) {
   ClientRecord& client = record(slot);
   if (bytes > client.limit_bytes) {
     return failure(Code::invalid_argument, "min_bytes is above limit_bytes; raise the limit");
@@ -257,6 +267,56 @@ Status Ledger::set_min(int slot, uint64_t bytes) {
   if (extra > free_bytes()) return no_room(extra, free_bytes(), "the minimum is not free");
   update(client, [=](ClientRecord& c) { c.min_bytes = bytes; });
   return {};
+}
+
+Result<int> Ledger::find_locked(const ClientQuery& query) {
+  reap_locked();
+  int slot_found = -1;
+  std::string found;
+  std::string all;
+  for (int slot = 0; slot < kMaxClients; ++slot) {
+    const ClientRecord& client = record(slot);
+    if (client.used == 0) continue;
+    append(&all, describe(client));
+    if (query.name && *query.name != client.name) continue;
+    if (query.pid && *query.pid != client.pid) continue;
+    append(&found, describe(client));
+    slot_found = slot_found < 0 ? slot : kMaxClients;
+  }
+  if (slot_found < 0) {
+    return failure(Code::unknown_client,
+                   "no such client; there " + (all.empty() ? "are none" : "are: " + all));
+  }
+  if (slot_found == kMaxClients) {
+    return failure(Code::ambiguous_client, "several clients: " + found + "; name one by its pid");
+  }
+  return slot_found;
+}
+
+Status Ledger::set_limit(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  return set_limit_locked(slot, bytes);
+}
+
+Status Ledger::set_min(int slot, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  return set_min_locked(slot, bytes);
+}
+
+Status Ledger::set_limit(const ClientQuery& query, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  Result<int> slot = find_locked(query);
+  return slot.ok() ? set_limit_locked(slot.value(), bytes) : slot.status();
+}
+
+Status Ledger::set_min(const ClientQuery& query, uint64_t bytes) {
+  const Lock lock(*segment_);
+  KV_TRY(lock.check());
+  Result<int> slot = find_locked(query);
+  return slot.ok() ? set_min_locked(slot.value(), bytes) : slot.status();
 }
 
 void Ledger::count_maps(int slot, uint64_t maps, uint64_t unmaps) {
@@ -282,7 +342,7 @@ Result<uint64_t> Ledger::resident_bytes() {
   uint64_t total = 0;
   for (const ClientRecord& client : segment_->clients) {
     if (client.used == 0) continue;
-    Result<uint64_t> bytes = kvcached::resident_bytes(owner_of(client), client.memory_fd);
+    Result<uint64_t> bytes = kvcached::resident_bytes(client);
     if (!bytes.ok()) return bytes;
     total += bytes.value();
   }

@@ -33,6 +33,16 @@ struct ClientOptions {
   uint64_t limit_bytes = kNoLimit;
 };
 
+// Which client an administrator means. An absent part matches every client.
+struct ClientQuery {
+  std::optional<std::string> name;
+  std::optional<int32_t> pid;
+};
+
+// Memory behind a client's pages, as the OS counts it; for a client without a memory file (on a
+// GPU) what it committed. Code::permission if this user may not look.
+Result<uint64_t> resident_bytes(const ClientRecord& client);
+
 struct LedgerUsage {
   uint64_t capacity_bytes;
   uint64_t page_bytes;
@@ -70,12 +80,16 @@ class Ledger {
 
   Status set_limit(int slot, uint64_t bytes);  // may be below what is held: no growth then
   Status set_min(int slot, uint64_t bytes);
+  // The same for an administrator: any process, a client found by name, by pid or by both. The
+  // client sees it at its next reservation. Code::unknown_client, Code::ambiguous_client.
+  Status set_limit(const ClientQuery& query, uint64_t bytes);
+  Status set_min(const ClientQuery& query, uint64_t bytes);
   void count_maps(int slot, uint64_t maps, uint64_t unmaps);
 
   // One coherent read, dead clients freed first.
   Result<LedgerUsage> usage();
-  // Memory behind all clients' pages, as the OS counts it. No reservation is granted while it
-  // looks, so that a page moving from one client to another is not counted twice.
+  // resident_bytes of all clients. No reservation is granted while it looks, so that a page moving
+  // from one client to another is not counted twice.
   Result<uint64_t> resident_bytes();
   Result<ClientRecord> client(int slot);
   Result<int> reap();
@@ -92,6 +106,9 @@ class Ledger {
   uint64_t room(const ClientRecord& client) const;
   bool is_alive(int slot) const;
   int reap_locked();
+  Result<int> find_locked(const ClientQuery& query);
+  Status set_limit_locked(int slot, uint64_t bytes);
+  Status set_min_locked(int slot, uint64_t bytes);
   Status claim_record(int slot, const ClientOptions& options, int memory_fd);
   // Applies `change` to a record and keeps the total of charges right.
   template <class Change>

@@ -17,26 +17,6 @@ namespace {
 
 constexpr mode_t kMode = 0660;
 
-std::string current_boot_id() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
-  return id.substr(0, sizeof(LedgerSegment::boot_id) - 1);
-}
-
-Status open_failure(const std::string& path, int error) {
-  if (error == ENOENT) {
-    return failure(Code::unknown_device,
-                   "no ledger at " + path + "; open the device with capacity_bytes to create it");
-  }
-  if (error == EACCES || error == EPERM) {
-    return failure(Code::permission, "no permission on " + path +
-                                         "; run as the user that created it, or use another "
-                                         "namespace");
-  }
-  return system_failure(("open " + path).c_str(), error);
-}
-
 // A file of another user in a sticky directory may not be opened with O_CREAT (protected_regular),
 // hence the two attempts.
 Result<int> open_file(const std::string& path, bool create) {
@@ -183,6 +163,26 @@ Result<LedgerSegment*> attach_or_create(int fd, const LedgerOptions& options) {
 
 }  // namespace
 
+std::string current_boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  return id.substr(0, sizeof(LedgerSegment::boot_id) - 1);
+}
+
+Status open_failure(const std::string& path, int error) {
+  if (error == ENOENT) {
+    return failure(Code::unknown_device,
+                   "no ledger at " + path + "; open the device with capacity_bytes to create it");
+  }
+  if (error == EACCES || error == EPERM) {
+    return failure(Code::permission, "no permission on " + path +
+                                         "; run as the user that created it, or use another "
+                                         "namespace");
+  }
+  return system_failure(("open " + path).c_str(), error);
+}
+
 bool is_still_at(int fd, const std::string& path) {
   struct stat by_fd = {};
   struct stat by_path = {};
@@ -203,6 +203,11 @@ Result<LedgerFile> open_ledger_file(const LedgerOptions& options) {
     if (fstat(fd.value(), &info) == 0 && info.st_size == 0) ::unlink(options.path.c_str());
     ::close(fd.value());
     return segment.status();
+  }
+  if (Status shared = share_byte(fd.value(), kOpenByte); !shared.ok()) {
+    munmap(segment.value(), sizeof(LedgerSegment));
+    ::close(fd.value());
+    return shared;
   }
   // The lock belongs to this open file description: unlock by byte, the fd stays.
   struct flock unlock = {};

@@ -24,14 +24,25 @@ class FileLock {
   FileLock(FileLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   FileLock& operator=(FileLock&&) = delete;
   ~FileLock();
+  // The locked file.
+  int fd() const { return fd_; }
 
  private:
   explicit FileLock(int fd) : fd_(fd) {}
   int fd_;
 };
 
+// This machine's boot, as a ledger keeps it.
+std::string current_boot_id();
+
+// The status for an open or unlink of a ledger file that failed.
+Status open_failure(const std::string& path, int error);
+
 // Byte of the file that client `slot` keeps locked while it lives; byte 0 is FileLock's.
 inline off_t liveness_byte(int slot) { return 1 + slot; }
+
+// Byte that everybody who has the ledger open shares a lock on, clients or not.
+inline constexpr off_t kOpenByte = 1 + kMaxClients;
 
 // Sum of the charges of all used records.
 uint64_t total_charge(const LedgerSegment& segment);

@@ -16,7 +16,7 @@ inline constexpr uint64_t kNoLimit = UINT64_MAX;
 struct ClientRecord {
   uint32_t used;  // written last when a client joins, first when it leaves
   int32_t pid;
-  int32_t memory_fd;  // of pid: the file that holds its pages
+  int32_t memory_fd;  // of pid: the file that holds its pages; -1: none
   uint32_t padding;
   uint64_t pid_namespace;
   uint64_t start_ticks;

@@ -86,6 +86,19 @@ Status lock_byte(int fd, off_t byte, bool wait) {
   return system_failure("fcntl(F_OFD_SETLK)", errno);
 }
 
+Status share_byte(int fd, off_t byte) {
+  struct flock lock = one_byte(byte);
+  lock.l_type = F_RDLCK;
+  if (fcntl(fd, F_OFD_SETLK, &lock) == 0) return {};
+  return system_failure("fcntl(F_OFD_SETLK)", errno);
+}
+
+bool is_file_locked(int fd) {
+  struct flock lock = one_byte(0);
+  lock.l_len = 0;  // to the end of the file, wherever that is
+  return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+}
+
 bool is_byte_locked(int fd, off_t byte) {
   struct flock lock = one_byte(byte);
   return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;

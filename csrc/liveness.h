@@ -31,6 +31,12 @@ Result<uint64_t> resident_bytes(const ProcessId& process, int fd);
 // Code::busy if another one holds it and `wait` is false.
 Status lock_byte(int fd, off_t byte, bool wait);
 
+// Read-locks one byte for this open file description, beside all others that do.
+Status share_byte(int fd, off_t byte);
+
+// Whether another open file description than fd's holds any lock on the file.
+bool is_file_locked(int fd);
+
 // Whether another open file description than fd's holds the byte.
 bool is_byte_locked(int fd, off_t byte);
 

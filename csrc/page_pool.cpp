@@ -4,9 +4,16 @@
 
 namespace kvcached {
 
+Status PagePool::reserve(uint64_t bytes) {
+  Status status = client_->reserve(bytes);
+  if (status.code != Code::no_room) return status;
+  client_->give_back_spares(owner_);
+  return client_->reserve(bytes);
+}
+
 Result<std::vector<Handle>> PagePool::create(size_t count) {
   const uint64_t bytes = count * client_->page_bytes();
-  if (Status status = client_->reserve(bytes); !status.ok()) return status;
+  if (Status status = reserve(bytes); !status.ok()) return status;
   Result<std::vector<Handle>> handles = client_->vmm()->create(count);
   Status outcome = handles.ok() ? client_->commit(bytes) : handles.status();
   if (outcome.ok()) return handles;

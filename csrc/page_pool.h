@@ -1,7 +1,8 @@
 // Physical pages of one client: each page is reserved in the ledger before it is created, and is
 // charged until its memory is back with the OS. Pages that come back are kept for reuse (creating
 // one is three quarters of the cost of a map on a GPU) while they are no more than `high`; above
-// that, all but `low` are given back.
+// that, all but `low` are given back. Under pressure all of them are: PagePool asks the client's
+// other holders of spare pages before it says no_room.
 // Thread rule: the owner's.
 #pragma once
 
@@ -11,7 +12,9 @@ namespace kvcached {
 
 class PagePool {
  public:
-  explicit PagePool(std::shared_ptr<Client> client) : client_(std::move(client)) {}
+  // `owner` is whoever holds this pool's spares for others to ask, if anybody.
+  explicit PagePool(std::shared_ptr<Client> client, const SpareHolder* owner = nullptr)
+      : client_(std::move(client)), owner_(owner) {}
 
   // `count` pages, all or none; Code::no_room if the ledger does not grant them.
   Result<std::vector<Handle>> take(size_t count);
@@ -26,9 +29,11 @@ class PagePool {
   Result<size_t> available_pages();
 
  private:
+  Status reserve(uint64_t bytes);
   Result<std::vector<Handle>> create(size_t count);
 
   const std::shared_ptr<Client> client_;
+  const SpareHolder* const owner_;
   std::vector<Handle> spares_;
   size_t low_ = 0;
   size_t high_ = 0;

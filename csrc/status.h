@@ -23,6 +23,8 @@ enum class Code {
   permission,        // the OS does not let this user open the ledger
   shm_full,          // no room in shared memory for the ledger itself
   too_many_clients,  // every client record is taken
+  unknown_client,    // no live client of that name or process
+  ambiguous_client,  // several clients of that name or process
   already_mapped,    // map on a mapped address, or of a mapped handle
   not_mapped,        // unmap or set_access on an address with nothing mapped
   unknown_handle,    // released or never created

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 
+#include "vmm_cuda.h"
 #include "vmm_host.h"
 
 namespace kvcached {
@@ -33,9 +34,8 @@ Status Vmm::map_accessible(uint64_t address, std::span<const Handle> handles) {
 Status check_device_name(const std::string& device) {
   if (is_numbered(device, "host")) return {};
   if (is_numbered(device, "cuda")) {
-    return failure(Code::unavailable, "device '" + device +
-                                          "': the CUDA backend is not in this version of "
-                                          "kvcached; use a host device such as 'host:0'");
+    const Result<const CudaDriver*> driver = CudaDriver::load();
+    return driver.ok() ? Status{} : driver.status();
   }
   return failure(Code::unknown_device,
                  "device '" + device + "' is not known; write 'host:0' or 'cuda:0'");
@@ -43,7 +43,8 @@ Status check_device_name(const std::string& device) {
 
 Result<std::shared_ptr<Vmm>> make_vmm(const std::string& device, uint64_t page_bytes) {
   if (Status status = check_device_name(device); !status.ok()) return status;
-  return HostVmm::make(page_bytes);
+  if (device.starts_with("host:")) return HostVmm::make(page_bytes);
+  return CudaVmm::make(std::stoi(device.substr(device.find(':') + 1)), page_bytes);
 }
 
 }  // namespace kvcached

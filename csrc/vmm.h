@@ -28,11 +28,18 @@ namespace kvcached {
 using Handle = uint64_t;  // never 0, never reused within one Vmm
 inline constexpr Handle kNoHandle = 0;
 
+// Where the memory is: RAM that the CPU reads and writes, or a GPU.
+struct Location {
+  bool on_gpu = false;
+  int ordinal = 0;
+};
+
 class Vmm {
  public:
   virtual ~Vmm() = default;
 
   virtual uint64_t page_bytes() const = 0;
+  virtual Location location() const = 0;
 
   virtual Result<uint64_t> reserve(uint64_t bytes) = 0;
   virtual Status free_address(uint64_t address, uint64_t bytes) = 0;
@@ -63,7 +70,8 @@ class Vmm {
 // Code::unavailable for a backend that this version or machine lacks; Code::unknown_device else.
 Result<std::shared_ptr<Vmm>> make_vmm(const std::string& device, uint64_t page_bytes);
 
-// Checks the name alone and that its backend is there, as make_vmm would.
+// Checks the name alone and that its backend can be loaded. Makes no call to a driver, so that the
+// process can still fork; whether cuda:N exists is known when a client is opened.
 Status check_device_name(const std::string& device);
 
 }  // namespace kvcached

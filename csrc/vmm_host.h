@@ -8,16 +8,14 @@
 // long): pages that are created together lie together, so a run of them is one mmap call and one
 // kernel mapping, whatever was freed before. Holes merge into one mapping by themselves. Both
 // matter because vm.max_map_count allows a process 65,530 mappings.
-// MAP_FIXED overwrites silently; the books kept here are what enforces the rules of vmm.h.
+// MAP_FIXED overwrites silently; the books are what enforces the rules of vmm.h.
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <mutex>
-#include <unordered_map>
 
 #include "fork_guard.h"
-#include "vmm.h"
+#include "vmm_books.h"
 
 namespace kvcached {
 
@@ -28,7 +26,8 @@ class HostVmm final : public Vmm, private ForkGuarded {
   HostVmm(const HostVmm&) = delete;
   HostVmm& operator=(const HostVmm&) = delete;
 
-  uint64_t page_bytes() const override { return page_bytes_; }
+  uint64_t page_bytes() const override { return books_.page_bytes(); }
+  Location location() const override { return {}; }
   Result<uint64_t> reserve(uint64_t bytes) override;
   Status free_address(uint64_t address, uint64_t bytes) override;
   Result<std::vector<Handle>> create(size_t count) override;
@@ -42,25 +41,8 @@ class HostVmm final : public Vmm, private ForkGuarded {
   int memory_fd() const override { return fd_; }
 
  private:
-  struct Reservation {
-    uint64_t bytes;
-    std::vector<Handle> pages;  // what is mapped there, kNoHandle for a hole
-  };
-  struct Use {
-    bool mapped = false;
-    bool released = false;
-  };
-
   HostVmm(uint64_t page_bytes, int fd);
 
-  Status check_range(uint64_t address, uint64_t bytes) const;
-  // The pages of a range that lies within one reservation; empty if it does not.
-  std::span<Handle> find_pages(uint64_t address, uint64_t bytes);
-  // The same if every page of the range is mapped, else an empty span.
-  std::span<Handle> find_mapped_pages(uint64_t address, uint64_t bytes);
-  // Marks every handle as mapped, or none.
-  Status claim(std::span<const Handle> handles);
-  void unclaim(std::span<const Handle> handles);
   Status map_with(uint64_t address, std::span<const Handle> handles, int protection);
   Status map_slots(uint64_t address, std::span<const Handle> handles, int protection);
   // Gives back the memory of handles, runs of adjacent slots in one call.
@@ -70,13 +52,10 @@ class HostVmm final : public Vmm, private ForkGuarded {
   void unlock_after_fork() override { mutex_.unlock(); }
   void abandon_in_child() override;
 
-  const uint64_t page_bytes_;
+  VmmBooks books_;
   int fd_;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> forked_ = false;
-  Handle next_handle_ = 1;
-  std::map<uint64_t, Reservation> reservations_;  // by address
-  std::unordered_map<Handle, Use> uses_;
   mutable std::mutex mutex_;
 };
 

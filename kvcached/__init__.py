@@ -16,22 +16,28 @@ from kvcached.device import Device, segment_path  # noqa: E402
 from kvcached.errors import KvcachedError, NoRoomError  # noqa: E402
 from kvcached.kvcache import KVCache  # noqa: E402
 from kvcached.layout import Layout  # noqa: E402
+from kvcached.segments import Segment, SegmentClient, collect_garbage, segments  # noqa: E402
 from kvcached.tensor import VirtualTensor  # noqa: E402
-from kvcached.usage import ClientUsage, DeviceUsage, KVCounters  # noqa: E402
+from kvcached.usage import ClientUsage, DeviceUsage, Fragmentation, KVCounters  # noqa: E402
 
 __all__ = [
     "Client",
     "ClientUsage",
     "Device",
     "DeviceUsage",
+    "Fragmentation",
     "KVCache",
     "KVCounters",
     "KvcachedError",
     "Layout",
     "NoRoomError",
+    "Segment",
+    "SegmentClient",
     "StaticLease",
     "TensorView",
     "VirtualTensor",
+    "collect_garbage",
     "errors",
     "segment_path",
+    "segments",
 ]

@@ -17,9 +17,15 @@ def not_negative(name: str, value: int) -> int:
     return _in_range(name, value, 0)
 
 
-def _in_range(name: str, value: int, low: int) -> int:
+def process_id(name: str, value: int) -> int:
+    """`value` if it can be a process id."""
+    return _in_range(name, value, 1, 2**31 - 1)
+
+
+def _in_range(name: str, value: int, low: int, high: int = _MAX) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgumentError(f"{name} must be an integer, not {type(value).__name__}")
-    if not low <= value <= _MAX:
-        raise InvalidArgumentError(f"{name} is {value}; it must be from {low} to 2^63 - 1")
+    if not low <= value <= high:
+        bound = f"2^{(high + 1).bit_length() - 1} - 1"
+        raise InvalidArgumentError(f"{name} is {value}; it must be from {low} to {bound}")
     return value

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvcached import _core
-from kvcached.checks import not_negative, positive
+from kvcached.checks import not_negative, positive, process_id
 from kvcached.client import Client
 from kvcached.errors import (
     ClosedError,
     InvalidArgumentError,
     LedgerCorruptError,
+    LedgerPermissionError,
     LedgerVersionError,
     UnknownDeviceError,
 )
@@ -32,9 +34,25 @@ def segment_path(name: str, namespace: str = "default") -> Path:
     return SHM_DIR / f"prism-kvcached.{namespace}.{name}"
 
 
+def _client_query(client: str | int, pid: int | None) -> tuple[str | None, int | None]:
+    """(name, pid) for the ledger; an absent part matches every client."""
+    if isinstance(client, str):
+        return client, None if pid is None else process_id("pid", pid)
+    if pid is not None:
+        raise InvalidArgumentError("client is a pid already; give a name, or no pid beside it")
+    return None, process_id("client", client)
+
+
+def _resident_bytes(record: _core.ClientRecord) -> int | None:
+    try:
+        return record.resident_bytes()
+    except LedgerPermissionError:
+        return None
+
+
 class Device:
     """A device as all processes of one namespace share it. Usable from any thread, and by children
-    after a fork.
+    after a fork: opening one makes no call to CUDA.
     """
 
     def __init__(self, name: str, namespace: str, ledger: _core.Ledger) -> None:
@@ -77,8 +95,10 @@ class Device:
 
     def usage(self) -> DeviceUsage:
         """One coherent read of the ledger; clients that died are freed first."""
+        return self._usage(*self._open_ledger().usage())
+
+    def _usage(self, charged_bytes: int, records: Sequence[_core.ClientRecord]) -> DeviceUsage:
         ledger = self._open_ledger()
-        charged_bytes, records = ledger.usage()
         clients = tuple(ClientUsage.of(record) for record in records)
         return DeviceUsage(
             capacity_bytes=ledger.capacity_bytes,
@@ -93,17 +113,30 @@ class Device:
     def resident_bytes(self) -> int:
         """Bytes of physical memory behind all live clients' pages, as the OS counts them.
 
+        On a GPU, whose memory the OS does not see, the bytes that the clients have committed.
         No reservation is granted while it looks, so that a page which moves from one client to
         another is not counted twice. Raises LedgerPermissionError if a client belongs to a user or
         pid namespace whose files cannot be looked at.
         """
         return self._open_ledger().resident_bytes()
 
+    def residency(self) -> tuple[DeviceUsage, tuple[int | None, ...]]:
+        """`usage`, and for each of its clients the bytes of physical memory behind its pages.
+
+        As the OS counts them, None where this user, or this pid namespace, may not look. They are
+        read one after another while reservations go on; `resident_bytes` is the coherent sum.
+        """
+        charged_bytes, records = self._open_ledger().usage()
+        usage = self._usage(charged_bytes, records)
+        return usage, tuple(_resident_bytes(record) for record in records)
+
     def client(self, name: str, *, min_bytes: int = 0, limit_bytes: int | None = None) -> Client:
         """Registers this process in the ledger; the client's memory dies with it.
 
         `min_bytes` are guaranteed, `limit_bytes` bounds its pages. Raises NoRoomError if the
-        minimum is not free, TooManyClientsError, DeviceGoneError.
+        minimum is not free, TooManyClientsError, DeviceGoneError; on `cuda:N` UnknownDeviceError if
+        there is no such GPU, AlignmentError if page_bytes is not the driver's granularity times a
+        power of two, ForkedClientError in the child of a process that had used CUDA.
         """
         ledger = self._open_ledger()
         not_negative("min_bytes", min_bytes)
@@ -111,6 +144,28 @@ class Device:
             not_negative("limit_bytes", limit_bytes)
         core = _core.Client.open(ledger, self.name, name, min_bytes, limit_bytes)
         return Client(core, ledger.page_bytes)
+
+    def set_limit(
+        self, client: str | int, limit_bytes: int | None, *, pid: int | None = None
+    ) -> None:
+        """Bounds the pages of a client of any process, found by name or pid; None lifts the limit.
+
+        It governs the client's next reservation; below what is held it stops growth and takes
+        nothing away. `pid` tells clients of one name apart. Raises UnknownClientError,
+        AmbiguousClientError, InvalidArgumentError below the client's minimum.
+        """
+        if limit_bytes is not None:
+            not_negative("limit_bytes", limit_bytes)
+        self._open_ledger().set_limit(*_client_query(client, pid), limit_bytes)
+
+    def set_min(self, client: str | int, min_bytes: int, *, pid: int | None = None) -> None:
+        """Guarantees pages to a client of any process, found as by `set_limit`.
+
+        Raises UnknownClientError, AmbiguousClientError, NoRoomError if they are not free,
+        InvalidArgumentError above the client's limit.
+        """
+        not_negative("min_bytes", min_bytes)
+        self._open_ledger().set_min(*_client_query(client, pid), min_bytes)
 
     def reap(self) -> int:
         """Frees the records of dead clients. Returns how many there were."""

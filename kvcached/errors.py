@@ -6,7 +6,7 @@ KvcachedError
 │   └── UnknownDeviceError                   no such device name, or no ledger to attach to
 ├── NoRoomError                              expected: the device has no room for this client now
 ├── DeviceError
-│   ├── BackendUnavailableError              the backend is not in this version or on this machine
+│   ├── BackendUnavailableError              the machine lacks what the backend needs
 │   ├── DeviceMismatchError                  the ledger exists with other capacity or page size
 │   ├── DeviceBusyError                      live clients keep the device from being destroyed
 │   ├── DeviceGoneError                      another process destroyed the device
@@ -14,7 +14,9 @@ KvcachedError
 │   ├── LedgerCorruptError                   the file is no ledger, or a damaged one
 │   ├── LedgerPermissionError                the OS does not let this user in
 │   ├── SharedMemoryFullError                no space in /dev/shm for the ledger
-│   └── TooManyClientsError                  every client record of the ledger is taken
+│   ├── TooManyClientsError                  every client record of the ledger is taken
+│   ├── UnknownClientError                   no live client of that name or process
+│   └── AmbiguousClientError                 several clients of that name or process
 ├── MappingError
 │   ├── AlreadyMappedError
 │   ├── NotMappedError
@@ -25,7 +27,7 @@ KvcachedError
 │   └── DoubleFreeError                      an id that is not allocated, or named twice
 ├── ClosedError                              the object was closed or freed before
 ├── ForkedClientError                        the object belongs to the parent process
-├── SystemCallError                          the OS refused; the message names the call
+├── SystemCallError                          the OS or the driver refused; names the call
 ├── InternalError                            a broken invariant: a bug in kvcached
 └── ConflictingPackageError (also ImportError)   another package of the same name is installed
 
@@ -72,7 +74,7 @@ class DeviceError(KvcachedError):
 
 
 class BackendUnavailableError(DeviceError):
-    """The backend is not in this version or on this machine."""
+    """The machine lacks what the backend needs: for `cuda:N`, NVIDIA's driver or a GPU."""
 
 
 class DeviceMismatchError(DeviceError):
@@ -105,6 +107,14 @@ class SharedMemoryFullError(DeviceError):
 
 class TooManyClientsError(DeviceError):
     """Every client record of the ledger is taken."""
+
+
+class UnknownClientError(DeviceError):
+    """No live client of that name or process."""
+
+
+class AmbiguousClientError(DeviceError):
+    """Several clients of that name or process; name and pid together tell them apart."""
 
 
 class MappingError(KvcachedError):
@@ -148,7 +158,7 @@ class ForkedClientError(KvcachedError):
 
 
 class SystemCallError(KvcachedError):
-    """The OS refused a call; the message names it."""
+    """The OS or the CUDA driver refused a call; the message names it and the error."""
 
 
 class InternalError(KvcachedError):
@@ -172,6 +182,8 @@ _BY_CODE: dict[str, type[KvcachedError]] = {
     "permission": LedgerPermissionError,
     "shm_full": SharedMemoryFullError,
     "too_many_clients": TooManyClientsError,
+    "unknown_client": UnknownClientError,
+    "ambiguous_client": AmbiguousClientError,
     "already_mapped": AlreadyMappedError,
     "not_mapped": NotMappedError,
     "unknown_handle": UnknownHandleError,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvcached import _core
 from kvcached.checks import not_negative, positive
 from kvcached.errors import InvalidArgumentError
-from kvcached.usage import KVCounters
+from kvcached.usage import Fragmentation, KVCounters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,7 @@ class KVCache:
         return self._core.alloc(num_blocks)
 
     def free_kv(self, ids: NDArray[np.int64]) -> None:
-        """Frees blocks; pages without a live block go back to the device.
+        """Frees blocks; pages without a live block go back, but for what the watermarks keep.
 
         Raises DoubleFreeError or UnknownBlockError before anything changes.
         """
@@ -93,7 +93,7 @@ class KVCache:
         """Blocks that alloc_kv would grant now.
 
         Free blocks on mapped pages, and those on pages that the ledger would grant this client
-        (its limit and the others' minimums counted).
+        (its limit and the others' minimums counted); spare pages of other caches not counted.
         """
         return self._core.available_blocks()
 
@@ -113,10 +113,33 @@ class KVCache:
         """Bytes that stay mapped when no block is live: the slabs of the reserved blocks."""
         return self._core.floor_bytes
 
-    def set_spare_pages(self, low: int, high: int) -> None:
-        """Keeps freed pages for reuse: up to `high`; above that all but `low` are given back.
+    def fragmentation(self) -> Fragmentation:
+        """Mapped bytes against the fewest slabs that could hold what is live."""
+        return Fragmentation(self._core.mapped_bytes, self._core.needed_bytes)
 
-        Spare pages count as reserved and are not available to others. Default: 0, 0.
+    def set_premapped_pages(self, low: int, high: int) -> None:
+        """Keeps pages mapped ahead of need, in whole slabs; alloc_kv takes them without the driver.
+
+        When a free leaves more than `high` without a live block, all but `low` are unmapped;
+        `refill` maps up to `low`. They count as reserved, like spare pages, and go back at once in
+        `trim`, when the client's limit falls below what it holds, and when another cache, tensor or
+        static lease of this client would not find room. Default: 0, 0.
+        """
+        self._core.set_mapped_spares(not_negative("low", low), not_negative("high", high))
+
+    def refill(self) -> int:
+        """Maps pages ahead of need up to the low watermark, as far as there is room.
+
+        For an engine's idle moments, so that its busy ones wait for no mapping. Returns the pages
+        that were mapped.
+        """
+        return self._core.refill()
+
+    def set_spare_pages(self, low: int, high: int) -> None:
+        """Keeps unmapped pages for reuse: up to `high`; above that all but `low` are given back.
+
+        Spare pages count as reserved and are not available to other clients; when this client needs
+        room elsewhere they go back as premapped ones do. Default: 0, 0.
         """
         self._core.set_spare_pages(not_negative("low", low), not_negative("high", high))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,3 +69,21 @@ class KVCounters:
     unmaps: int
     pages_mapped: int
     pages_unmapped: int
+
+
+@dataclass(frozen=True)
+class Fragmentation:
+    """What a KV cache has mapped, and the fewest slabs that could hold its live blocks.
+
+    The difference is free blocks in slabs that are in use, and slabs kept ahead of need.
+    """
+
+    mapped_bytes: int
+    needed_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """mapped / needed: 1 at best, and when nothing is mapped; inf when nothing is needed."""
+        if self.needed_bytes == 0:
+            return math.inf if self.mapped_bytes else 1.0
+        return self.mapped_bytes / self.needed_bytes

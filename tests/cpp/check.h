@@ -47,9 +47,11 @@ bool is_readable(uint64_t address);
 std::string fresh_ledger_path();
 
 void test_vmm();
-void test_region();
+void test_cuda_faults();
 void test_ledger();
 void test_kv_allocator();
-void test_kv_cache();
+// On pages of kPage bytes of this device.
+void test_region(const std::string& device);
+void test_kv_cache(const std::string& device);
 
 }  // namespace kvcached::testing

@@ -2,6 +2,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "backends.h"
 #include "check.h"
 
 namespace kvcached::testing {
@@ -28,11 +29,20 @@ std::string fresh_ledger_path() {
 }  // namespace kvcached::testing
 
 int main() {
-  kvcached::testing::test_vmm();
-  kvcached::testing::test_region();
-  kvcached::testing::test_ledger();
-  kvcached::testing::test_kv_allocator();
-  kvcached::testing::test_kv_cache();
+  using namespace kvcached::testing;
+  test_vmm();
+  test_ledger();
+  test_kv_allocator();
+  test_region("host:0");
+  test_kv_cache("host:0");
+  if (can_steer_cuda()) {
+    test_cuda_faults();
+    test_region("cuda:0");
+    test_kv_cache("cuda:0");
+    CHECK(nothing_leaked());
+  } else {
+    std::puts("skipped on cuda: what needs the test libcuda (KVCACHED_LIBCUDA)");
+  }
   std::puts("all C++ tests passed");
   return 0;
 }

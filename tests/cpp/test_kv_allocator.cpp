@@ -20,13 +20,12 @@ void the_fullest_slab_is_used_first() {
   blocks.add_mapped(blocks.lowest_unmapped(3));
   CHECK(blocks.free_mapped_blocks() == 11 && blocks.unmapped_slabs() == 1);
   CHECK((take(blocks, 2) == std::vector<int64_t>{1, 2}));  // slab 0 holds the reserved block
-  std::vector<Slab> emptied;
   const std::vector<int64_t> rest = take(blocks, 9);
   const int64_t two_of_slab_1[] = {4, 6};
   const int64_t one_of_slab_2[] = {9};
-  CHECK_OK(blocks.give(two_of_slab_1, emptied));
-  CHECK_OK(blocks.give(one_of_slab_2, emptied));
-  CHECK(emptied.empty());
+  CHECK_OK(blocks.give(two_of_slab_1));
+  CHECK_OK(blocks.give(one_of_slab_2));
+  CHECK(blocks.empty_slabs() == 0);
   CHECK((take(blocks, 2) == std::vector<int64_t>{9, 4}));
   CHECK_OK(blocks.check());
 }
@@ -35,18 +34,37 @@ void bad_ids_change_nothing() {
   KvAllocator blocks(2, 4, 1);
   blocks.add_mapped(blocks.lowest_unmapped(1));
   CHECK(take(blocks, 2).size() == 2);
-  std::vector<Slab> emptied;
-  const auto give = [&](std::vector<int64_t> ids) { return blocks.give(ids, emptied); };
+  const auto give = [&](std::vector<int64_t> ids) { return blocks.give(ids); };
   CHECK_CODE(give({1, 1}), Code::double_free);
   CHECK_CODE(give({1, 3}), Code::double_free);
   CHECK_CODE(give({1, 7}), Code::double_free);
   CHECK_CODE(give({1, 0}), Code::unknown_block);
   CHECK_CODE(give({1, 8}), Code::unknown_block);
   CHECK_CODE(give({1, -1}), Code::unknown_block);
-  CHECK(blocks.live_blocks() == 2 && blocks.free_mapped_blocks() == 1 && emptied.empty());
+  CHECK(blocks.live_blocks() == 2 && blocks.free_mapped_blocks() == 1);
   CHECK_OK(blocks.check());
   CHECK_OK(give({2, 1}));
-  CHECK(emptied.empty());  // the reserved block keeps its slab
+  CHECK(blocks.empty_slabs() == 0);  // the reserved block keeps its slab
+}
+
+// Runs that go past a slab or a word, or back into what the same call freed.
+void bad_runs_change_nothing(uint32_t blocks_per_slab) {
+  KvAllocator blocks(4, blocks_per_slab, 2);
+  blocks.add_mapped(blocks.lowest_unmapped(3));
+  const int64_t live = 3 * int64_t{blocks_per_slab} - 2;
+  std::vector<int64_t> ids = take(blocks, static_cast<size_t>(live));
+  std::sort(ids.begin(), ids.end());
+  for (const int64_t bad : {int64_t{0}, int64_t{1}, ids.front(), ids.back(), ids.back() + 1,
+                            blocks.total_blocks(), int64_t{-1}}) {
+    std::vector<int64_t> with_bad = ids;
+    with_bad.push_back(bad);
+    CHECK(!blocks.give(with_bad).ok());
+    CHECK(blocks.live_blocks() == live && blocks.free_mapped_blocks() == 0);
+    CHECK_OK(blocks.check());
+  }
+  CHECK_OK(blocks.give(ids));
+  CHECK_OK(blocks.check());
+  CHECK(blocks.empty_slabs() == 2 && blocks.needed_slabs() == 1);
 }
 
 void retired_slabs_are_never_used_again() {
@@ -77,10 +95,11 @@ void random_steps_agree_with_a_set(uint32_t blocks_per_slab, unsigned seed) {
     } else {
       std::shuffle(live.begin(), live.end(), random);
       const size_t freed = std::min(count, live.size());
-      std::vector<Slab> emptied;
-      CHECK_OK(blocks.give(std::span(live).first(freed), emptied));
+      const bool ascending = random() % 2 == 0;
+      if (ascending) std::sort(live.begin(), live.end());
+      CHECK_OK(blocks.give(std::span(live).first(freed)));
       live.erase(live.begin(), live.begin() + static_cast<std::ptrdiff_t>(freed));
-      blocks.remove_mapped(emptied);
+      if (random() % 2 == 0) blocks.remove_mapped(blocks.empty_mapped());
     }
     const std::set<int64_t> distinct(live.begin(), live.end());
     CHECK(distinct.size() == live.size());
@@ -97,6 +116,7 @@ void test_kv_allocator() {
   the_fullest_slab_is_used_first();
   bad_ids_change_nothing();
   retired_slabs_are_never_used_again();
+  for (const uint32_t width : {4, 16, 17, 64, 65, 200}) bad_runs_change_nothing(width);
   for (const uint32_t width : {1, 5, 63, 64, 65, 128, 200}) {
     random_steps_agree_with_a_set(width, width);
   }

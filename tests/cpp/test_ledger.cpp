@@ -8,6 +8,7 @@
 #include "check.h"
 #include "ledger.h"
 #include "ledger_segment.h"
+#include "segments.h"
 
 namespace kvcached::testing {
 
@@ -74,6 +75,43 @@ void a_minimum_is_kept_from_others_and_a_limit_from_its_client() {
   CHECK_CODE(f.ledger->set_min(b.slot, 101 * kPage), Code::no_room);
   CHECK_OK(f.ledger->set_min(b.slot, 100 * kPage));
   CHECK_CODE(f.ledger->set_limit(b.slot, kPage), Code::invalid_argument);
+}
+
+void an_administrator_finds_clients_by_name_and_pid() {
+  Fixture f;
+  Member a(f.ledger, {.name = "a"});
+  Member twin(f.ledger, {.name = "twin"});
+  Member other_twin(f.ledger, {.name = "twin", .limit_bytes = 90 * kPage});
+  const std::shared_ptr<Ledger> admin = value_of(Ledger::open({f.path, {}, {}}));
+  CHECK_OK(admin->set_limit({.name = "a", .pid = {}}, 10 * kPage));
+  CHECK(value_of(f.ledger->available(a.slot)) == 10 * kPage);
+  CHECK_CODE(f.ledger->reserve(a.slot, 11 * kPage), Code::no_room);
+  CHECK_OK(admin->set_limit({.name = "a", .pid = getpid()}, kNoLimit));
+  CHECK_OK(admin->set_min({.name = "a", .pid = {}}, 60 * kPage));
+  CHECK(value_of(f.ledger->available(twin.slot)) == 40 * kPage);
+  CHECK_CODE(admin->set_min({.name = "b", .pid = {}}, 0), Code::unknown_client);
+  CHECK_CODE(admin->set_min({.name = "a", .pid = 1}, 0), Code::unknown_client);
+  CHECK_CODE(admin->set_limit({.name = "twin", .pid = {}}, 0), Code::ambiguous_client);
+  CHECK_CODE(admin->set_limit({.name = {}, .pid = getpid()}, 0), Code::ambiguous_client);
+  CHECK(value_of(f.ledger->available(other_twin.slot)) == 40 * kPage);
+}
+
+void a_segment_is_stale_once_nobody_has_it_open() {
+  const std::string path = fresh_ledger_path();
+  CHECK_CODE(inspect_segment(path).status(), Code::unknown_device);
+  CHECK(!value_of(remove_if_stale(path)));
+  {
+    const std::shared_ptr<Ledger> open = value_of(Ledger::open({path, kCapacity, kPage}));
+    CHECK(value_of(inspect_segment(path)).stale_reason.empty());
+    const Member member(open, {.name = "member"});
+    const SegmentReport report = value_of(inspect_segment(path));
+    CHECK(report.clients.size() == 1 && report.clients[0].alive);
+    CHECK(report.version == kLedgerVersion && report.capacity_bytes == kCapacity);
+    CHECK(!value_of(remove_if_stale(path)));
+  }
+  CHECK(!value_of(inspect_segment(path)).stale_reason.empty());
+  CHECK(value_of(remove_if_stale(path)));
+  CHECK(access(path.c_str(), F_OK) != 0);
 }
 
 void static_memory_counts_beside_pages() {
@@ -171,6 +209,8 @@ void threads_never_take_more_than_there_is() {
 void test_ledger() {
   a_lease_is_reserved_committed_or_cancelled();
   a_minimum_is_kept_from_others_and_a_limit_from_its_client();
+  an_administrator_finds_clients_by_name_and_pid();
+  a_segment_is_stale_once_nobody_has_it_open();
   static_memory_counts_beside_pages();
   every_record_can_be_taken_and_no_more();
   a_death_inside_the_mutex_is_repaired();

@@ -1,16 +1,19 @@
 #include "check.h"
-#include "faulty_vmm.h"
 #include "region.h"
+#include "vmm_fault.h"
 
 namespace kvcached::testing {
 
 namespace {
 
+std::string device_under_test;
+
 constexpr PageRun kRuns[] = {{0, 2}, {4, 2}, {8, 2}};
 constexpr uint64_t kRunPages = 6;
 
 struct Fixture {
-  std::shared_ptr<FaultyVmm> vmm = std::make_shared<FaultyVmm>(value_of(make_vmm("host:0", kPage)));
+  std::shared_ptr<FaultVmm> vmm =
+      std::make_shared<FaultVmm>(value_of(make_vmm(device_under_test, kPage)));
   std::shared_ptr<Region> region = value_of(Region::reserve(vmm, 10 * kPage));
   std::vector<Handle> pages = value_of(vmm->create(kRunPages));
 
@@ -83,7 +86,8 @@ void runs_outside_or_in_the_wrong_state_change_nothing() {
 
 }  // namespace
 
-void test_region() {
+void test_region(const std::string& device) {
+  device_under_test = device;
   a_batch_maps_and_unmaps_every_run();
   a_failed_map_is_rolled_back_at_any_point();
   a_failed_unmap_is_rolled_back_at_any_point();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,9 @@ import pytest
 
 from kvcached import Device, Layout, segment_path
 
+from .compiling import build_libcuda
+from .libcuda import LibCuda
+
 PAGE = 64 << 10
 CAPACITY = 64 << 20
 # Tokens of 512 B a buffer: a block of 16 is 8 KiB, a page of 64 KiB holds 8 blocks.
@@ -19,26 +23,46 @@ TINY = Layout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_
 SMOL = Layout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="float32", block_tokens=16)
 
 
+# For the tests that hold on every backend: pytestmark = EVERY_DEVICE
+EVERY_DEVICE = pytest.mark.parametrize("device_name", ["host:0", "cuda:0"])
+
+
+@pytest.fixture(scope="session")
+def libcuda() -> LibCuda:
+    """The test libcuda, which is what `cuda:N` means from then on, in worker processes too."""
+    path = build_libcuda()
+    os.environ["KVCACHED_LIBCUDA"] = str(path)
+    return LibCuda(path)
+
+
 @pytest.fixture
-def device(namespace: str) -> Iterator[Device]:
-    opened = Device.open("host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
+def device_name() -> str:
+    return "host:0"
+
+
+@pytest.fixture
+def device(namespace: str, device_name: str, libcuda: LibCuda) -> Iterator[Device]:
+    opened = Device.open(device_name, capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
     yield opened
-    Device.unlink(namespace, "host:0")
-    assert not segment_path("host:0", namespace).exists()
+    Device.unlink(namespace, device_name)
+    assert not segment_path(device_name, namespace).exists()
 
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def spawn(namespace: str) -> Iterator[Spawn]:
+def spawn(namespace: str, device_name: str) -> Iterator[Spawn]:
     """Starts a command of worker.py on the test's device; ends what is left of it."""
     started: list[subprocess.Popen[str]] = []
 
     def start(command: str, *arguments: object) -> subprocess.Popen[str]:
         argv = [sys.executable, str(Path(__file__).parent / "worker.py"), command, namespace]
         process = subprocess.Popen(
-            [*argv, *map(str, arguments)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+            [*argv, device_name, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            text=True,
         )
         started.append(process)
         return process

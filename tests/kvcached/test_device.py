@@ -26,7 +26,6 @@ def test_a_second_open_attaches(device: Device, namespace: str) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("cuda:0", errors.BackendUnavailableError),
         ("tpu:0", errors.UnknownDeviceError),
         ("host", errors.UnknownDeviceError),
         ("host:-1", errors.UnknownDeviceError),
@@ -145,7 +144,7 @@ def test_full_shared_memory_is_named_and_leaves_nothing(
     if unshare is None or subprocess.call([unshare, "-m", *flags, *mount]) != 0:
         pytest.skip("a small tmpfs cannot be mounted here")
     worker = [sys.executable, str(Path(__file__).parent / "worker.py")]
-    command = " ".join([*mount, "&&", *worker, "create_in", namespace, str(tmp_path)])
+    command = " ".join([*mount, "&&", *worker, "create_in", namespace, "host:0", str(tmp_path)])
     done = subprocess.run(
         [unshare, "-m", *flags, "sh", "-c", command], capture_output=True, text=True, check=True
     )

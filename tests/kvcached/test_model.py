@@ -12,6 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcached import Device, Layout, NoRoomError, errors
 
+from .arrays import as_array
+
+pytestmark = pytest.mark.usefixtures("libcuda")
+
 PAGE = 4096
 # A block of 4 tokens is 768 B in K and 1,024 B in V: 3 and 4 pages hold 16 blocks.
 LAYOUT = Layout(
@@ -23,16 +27,18 @@ CAPACITY = 12 * LAYOUT.quantum_bytes(PAGE)
 class KvMachine(RuleBasedStateMachine):
     """Every live block carries its own tag in each buffer; a neighbour of the client presses."""
 
+    DEVICE = "host:0"
+
     def __init__(self) -> None:
         super().__init__()
         self.namespace = f"model-{uuid4().hex[:10]}"
         self.device = Device.open(
-            "host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=self.namespace
+            self.DEVICE, capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=self.namespace
         )
         self.client = self.device.client("subject")
         self.kv = self.client.alloc_kvcache(LAYOUT, 10 * LAYOUT.slab_tokens(PAGE))
         self.buffers = [
-            np.from_dlpack(view(layer))
+            as_array(view(layer))
             for layer in range(LAYOUT.num_layers)
             for view in (self.kv.k_buffer, self.kv.v_buffer)
         ]
@@ -128,10 +134,22 @@ class KvMachine(RuleBasedStateMachine):
         self.device.destroy()
 
 
-KvMachine.TestCase.settings = settings(
-    max_examples=200,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+class KvMachineOnCuda(KvMachine):
+    """The same on a GPU of the test libcuda."""
+
+    DEVICE = "cuda:0"
+
+
+def campaign(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+KvMachine.TestCase.settings = campaign(200)
+KvMachineOnCuda.TestCase.settings = campaign(60)
 TestKvCacheAgainstADict = KvMachine.TestCase
+TestKvCacheAgainstADictOnCuda = KvMachineOnCuda.TestCase

@@ -29,16 +29,21 @@ def test_public_names_are_pinned() -> None:
         "ClientUsage",
         "Device",
         "DeviceUsage",
+        "Fragmentation",
         "KVCache",
         "KVCounters",
         "KvcachedError",
         "Layout",
         "NoRoomError",
+        "Segment",
+        "SegmentClient",
         "StaticLease",
         "TensorView",
         "VirtualTensor",
+        "collect_garbage",
         "errors",
         "segment_path",
+        "segments",
     ]
     assert all(hasattr(kvcached, name) for name in kvcached.__all__)
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvcached import Client, Device, Layout, errors
 
-from .conftest import CAPACITY, PAGE, TINY
+from .arrays import as_array
+from .conftest import CAPACITY, EVERY_DEVICE, PAGE, TINY
 
 
 @pytest.fixture
@@ -18,11 +19,12 @@ def client(device: Device):  # type: ignore[no-untyped-def]
         yield opened
 
 
+@EVERY_DEVICE
 def test_map_touch_unmap(device: Device, client: Client) -> None:
     tensor = client.alloc_virtual_tensor(1 << 40)
     assert device.resident_bytes() == 0
     tensor.map(1 << 30, 8 * PAGE)
-    values = np.from_dlpack(tensor.view([8 * PAGE // 4], "float32", 1 << 30))
+    values = as_array(tensor.view([8 * PAGE // 4], "float32", 1 << 30))
     values[:] = 1.5
     assert device.resident_bytes() == tensor.mapped_bytes == 8 * PAGE
     tensor.unmap((1 << 30) + PAGE, 6 * PAGE)
@@ -38,12 +40,13 @@ def test_new_pages_hold_no_old_data(client: Client) -> None:
     tensor = client.alloc_virtual_tensor(PAGE)
     for _ in range(2):
         tensor.map(0, PAGE)
-        data = np.from_dlpack(tensor)
+        data = as_array(tensor)
         assert not data.any()
         data[:] = 255
         tensor.unmap(0, PAGE)
 
 
+@EVERY_DEVICE
 def test_bad_ranges_change_nothing(device: Device, client: Client) -> None:
     for size, error in ((0, "is 0"), (-PAGE, "is -"), (PAGE + 1, "multiples"), (1 << 62, "pages")):
         with pytest.raises(errors.InvalidArgumentError, match=error):
@@ -65,6 +68,7 @@ def test_bad_ranges_change_nothing(device: Device, client: Client) -> None:
     assert tensor.mapped_bytes == device.usage().committed_bytes == PAGE
 
 
+@EVERY_DEVICE
 def test_views_are_checked(client: Client) -> None:
     tensor = client.alloc_virtual_tensor(PAGE)
     for shape, dtype, offset in (
@@ -81,11 +85,12 @@ def test_views_are_checked(client: Client) -> None:
         tensor.view([1], "int4")
 
 
+@EVERY_DEVICE
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "uint8", "int64"])
 def test_numpy_shares_the_memory(client: Client, dtype: str) -> None:
     tensor = client.alloc_virtual_tensor(PAGE)
     tensor.map(0, PAGE)
-    first, second = (np.from_dlpack(tensor.view([4, 5, 6], dtype)) for _ in range(2))
+    first, second = (as_array(tensor.view([4, 5, 6], dtype)) for _ in range(2))
     assert first.dtype == np.dtype(dtype)
     assert first.shape == (4, 5, 6)
     first[3, 4, 5] = 7
@@ -96,7 +101,7 @@ def test_an_export_outlives_its_maker(device: Device) -> None:
     client = device.client("test")
     tensor = client.alloc_virtual_tensor(PAGE)
     tensor.map(0, PAGE)
-    data = np.from_dlpack(tensor)
+    data = as_array(tensor)
     capsules = [tensor.__dlpack__(), tensor.__dlpack__(max_version=(1, 0))]
     del tensor, client, capsules
     gc.collect()
@@ -128,11 +133,10 @@ def test_torch_shares_the_memory(client: Client, dtype: str) -> None:
     assert torch.from_dlpack(kv.v_buffer(1))[0].eq(0).all()
 
 
+@EVERY_DEVICE
 def test_buffers_of_a_cache_do_not_overlap(client: Client) -> None:
     kv = client.alloc_kvcache(TINY, 1 << 10)
-    buffers = [
-        np.from_dlpack(view(layer)) for layer in range(2) for view in (kv.k_buffer, kv.v_buffer)
-    ]
+    buffers = [as_array(view(layer)) for layer in range(2) for view in (kv.k_buffer, kv.v_buffer)]
     for index, buffer in enumerate(buffers):
         buffer[: TINY.block_tokens] = index
     for index, buffer in enumerate(buffers):

@@ -1,4 +1,7 @@
-"""Processes that the tests start, race and kill: worker.py COMMAND NAMESPACE [ARGUMENT ...]."""
+"""Processes that the tests start, race and kill.
+
+worker.py COMMAND NAMESPACE DEVICE [ARGUMENT ...]
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-import numpy as np
+from arrays import as_array
 
 from kvcached import Client, Device, Layout, NoRoomError, VirtualTensor
 
@@ -22,9 +25,35 @@ def hold(device: Device, size_bytes: str) -> None:
     with device.client("holder") as client:
         tensor = client.alloc_virtual_tensor(int(size_bytes))
         tensor.map(0, int(size_bytes))
-        np.from_dlpack(tensor)[:] = 1
+        as_array(tensor)[:] = 1
         say("ready")
         sys.stdin.read()
+
+
+def watch(device: Device) -> None:
+    """Has the device open, without a client, until stdin closes."""
+    say("ready", device.name)
+    sys.stdin.read()
+
+
+def take(device: Device, name: str) -> None:
+    """Maps and touches as many pages more as each line says, and says what it got."""
+    page = device.page_bytes
+    with device.client(name) as client:
+        tensor = client.alloc_virtual_tensor(device.capacity_bytes)
+        memory = as_array(tensor)
+        taken = 0
+        say("ready")
+        for line in sys.stdin:
+            wanted = int(line) * page
+            try:
+                tensor.map(taken, wanted)
+            except NoRoomError as error:
+                say(f"refused, {error.free_bytes} free")
+                continue
+            memory[taken : taken + wanted] = 1
+            taken += wanted
+            say("got", int(line))
 
 
 class Racer:
@@ -35,7 +64,7 @@ class Racer:
         self.page = device.page_bytes
         self.pages = device.capacity_bytes // self.page // 3
         self.tensor: VirtualTensor = client.alloc_virtual_tensor(self.pages * self.page)
-        self.bytes = np.from_dlpack(self.tensor)
+        self.bytes = as_array(self.tensor)
         self.random = random.Random(seed)
         self.mapped: set[int] = set()
         self.granted = self.refused = 0
@@ -91,7 +120,7 @@ def touch_hole(device: Device, when: str) -> None:
     """Reads KV memory that is not there: "never" mapped, "freed", or "closed" with its client."""
     client = device.client("toucher")
     kv = client.alloc_kvcache(LAYOUT, 1 << 12)
-    keys = np.from_dlpack(kv.k_buffer(0))
+    keys = as_array(kv.k_buffer(0))
     say("floor", keys[0, 0, 0])
     if when == "freed":
         client.free_kvcache(kv)
@@ -126,6 +155,20 @@ def look_as_nobody(device: Device) -> None:
         say(error)
 
 
+def look_around_as_nobody(device: Device) -> None:
+    """Says what another user sees of the device's segment, and what of it goes."""
+    import os
+
+    from kvcached import collect_garbage, segments
+
+    namespace = device.namespace
+    device.close()
+    os.setuid(65534)
+    (found,) = segments(namespace)
+    say((found.problem or "").split(" on ")[0])
+    say("removed", *(found in collect_garbage(dry, namespace) for dry in (True, False)))
+
+
 def create_in(device: Device, directory: str) -> None:
     """Creates a ledger in a directory of its own and says which error that gives."""
     import kvcached.device
@@ -146,7 +189,7 @@ def fork(device: Device) -> None:
 
     client = device.client("parent")
     kv = client.alloc_kvcache(LAYOUT, 1 << 12)
-    keys = np.from_dlpack(kv.k_buffer(0))
+    keys = as_array(kv.k_buffer(0))
     keys[0] = 7
     child = os.fork()
     if child == 0:
@@ -160,7 +203,7 @@ def fork(device: Device) -> None:
         with device.client("child") as own:
             tensor = own.alloc_virtual_tensor(device.page_bytes)
             tensor.map(0, device.page_bytes)
-            np.from_dlpack(tensor)[:] = 9
+            as_array(tensor)[:] = 9
             names = sorted(entry.name for entry in device.usage().clients)
         say("child", refused, *names)
         os._exit(0)
@@ -169,9 +212,45 @@ def fork(device: Device) -> None:
     client.close()
 
 
+def fork_with_gpu(device: Device) -> None:
+    """Forks with an open client of a GPU: CUDA is dead in the child, and it is told so."""
+    import os
+
+    from kvcached.errors import ForkedClientError
+
+    client = device.client("parent")
+    kv = client.alloc_kvcache(LAYOUT, 1 << 12)
+    keys = as_array(kv.k_buffer(0))
+    keys[0] = 7
+    child = os.fork()
+    if child == 0:
+        for call in (lambda: kv.alloc_kv(1), lambda: device.client("child"), client.usage):
+            try:
+                call()
+            except ForkedClientError as error:
+                say("child:", error)
+        client.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    say("parent", keys[0, 0, 0], kv.alloc_kv(1))
+    client.close()
+
+
+def fork_then_open(device: Device) -> None:
+    """Forks with an open device; the child opens a client of its own."""
+    import os
+
+    child = os.fork()
+    if child == 0:
+        with device.client("child"):
+            say("child", len(device.usage().clients))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
 def main() -> None:
-    command, namespace, *arguments = sys.argv[1:]
-    device = Device.open("host:0", namespace=namespace)
+    command, namespace, device_name, *arguments = sys.argv[1:]
+    device = Device.open(device_name, namespace=namespace)
     globals()[command](device, *arguments)
 
 

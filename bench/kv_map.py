@@ -1,0 +1,149 @@
+"""Mapping runs of pages over all layers in one call, on the host backend.
+
+    python bench/kv_map.py [--layers 32] [--pages 32] [--pairs 15] [--aging 10000]
+
+A slab row of `pages` pages in each of 2 x layers buffers is mapped and unmapped: by kvcached in one
+alloc_kv and free_kv; by one call per page and buffer on a virtual tensor; and by raw mmap calls of
+the same runs (map over PROT_NONE, then PROT_NONE over the map) with no bookkeeping at all. Measured
+on a fresh cache, and again after random allocations and frees. Spare pages are kept, so that no
+page is created or given back to the OS, which raw mmap does not do either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+from collections.abc import Callable
+from uuid import uuid4
+
+import numpy as np
+from pairs import measure
+
+from kvcached import Client, Device, KVCache, Layout
+
+PAGE_BYTES = 64 << 10
+MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 1, 2, 0x10, 0x20, 0x4000
+PROT_READ_WRITE = 3
+PAGES = PROT_READ_WRITE, MAP_SHARED | MAP_FIXED
+RESERVATION = 0, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
+HOLE = 0, RESERVATION[1] | MAP_FIXED
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+
+def mmap(address: int | None, size: int, how: tuple[int, int], fd: int, offset: int) -> int:
+    """`how`: protection and flags."""
+    found = libc.mmap(address, size, *how, fd, offset)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return int(found)
+
+
+class RawRuns:
+    """mmap of one run per buffer, and nothing else."""
+
+    def __init__(self, buffers: int, pages: int) -> None:
+        self.run_bytes, self.stride = pages * PAGE_BYTES, 4 * pages * PAGE_BYTES
+        self.buffers = buffers
+        self.fd = os.memfd_create("bench")
+        os.ftruncate(self.fd, buffers * self.run_bytes)
+        self.start = mmap(None, buffers * self.stride, RESERVATION, -1, 0)
+
+    def round_trip(self) -> None:
+        size = self.run_bytes
+        for n in range(self.buffers):
+            at = self.start + n * self.stride
+            mmap(at, size, PAGES, self.fd, n * size)
+        for n in range(self.buffers):
+            mmap(self.start + n * self.stride, size, HOLE, -1, 0)
+
+
+def in_one_call(kv: KVCache, blocks: int) -> Callable[[], None]:
+    def round_trip() -> None:
+        ids = kv.alloc_kv(blocks)
+        if ids is None:
+            raise SystemExit("the device is too small")
+        kv.free_kv(ids)
+
+    return round_trip
+
+
+def page_by_page(client: Client, buffers: int, pages: int) -> Callable[[], None]:
+    tensor = client.alloc_virtual_tensor(buffers * 2 * pages * PAGE_BYTES)
+    offsets = [(2 * n * pages + i) * PAGE_BYTES for n in range(buffers) for i in range(pages)]
+
+    def round_trip() -> None:
+        for offset in offsets:
+            tensor.map(offset, PAGE_BYTES)
+        for offset in offsets:
+            tensor.unmap(offset, PAGE_BYTES)
+
+    return round_trip
+
+
+def age(kv: KVCache, steps: int, slab_blocks: int) -> None:
+    """Random allocations and frees; ends with no block live."""
+    draw = random.Random(1)
+    live = []
+    for _ in range(steps):
+        if live and draw.random() < 0.5:
+            kv.free_kv(live.pop(draw.randrange(len(live))))
+            continue
+        ids = kv.alloc_kv(draw.randint(1, 2 * slab_blocks))
+        if ids is not None:
+            live.append(ids)
+        if len(live) > 32:
+            kv.free_kv(np.concatenate([live.pop(draw.randrange(len(live))) for _ in range(16)]))
+    for ids in live:
+        kv.free_kv(ids)
+
+
+def report(client: Client, options: argparse.Namespace) -> None:
+    layout = Layout(num_layers=options.layers, num_kv_heads=8, head_dim=128, block_tokens=16)
+    buffers, per_call = layout.num_buffers, layout.num_buffers * options.pages
+    slab_blocks = layout.slab_tokens(PAGE_BYTES) // layout.block_tokens
+    slabs = options.pages // layout.slab_pages(PAGE_BYTES)[0]
+    tokens = 32 * slabs * slab_blocks * layout.block_tokens
+    kv = client.alloc_kvcache(layout, tokens, reserved_blocks=0)
+    kv.set_spare_pages(2 * per_call, 2 * per_call)
+    batched = in_one_call(kv, slabs * slab_blocks)
+    raw = RawRuns(buffers, options.pages)
+    single = page_by_page(client, buffers, options.pages)
+    for state in ("fresh", f"after {options.aging} random calls"):
+        if state != "fresh":
+            age(kv, options.aging, slab_blocks)
+        for other, name, target in (
+            (single, "one call per page", "target 0.1"),
+            (raw.round_trip, "raw mmap of the runs", "target 1.5"),
+        ):
+            pairs = measure(batched, other, options.pairs)
+            us = per_call / 1e6
+            print(pairs.line(f"{state}, against {name}", target, "us per page", us, us))
+    kv.check_integrity()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--pages", type=int, default=32, help="pages of a run")
+    parser.add_argument("--pairs", type=int, default=15, help="timings of each")
+    parser.add_argument("--aging", type=int, default=10_000, help="random calls in between")
+    options = parser.parse_args(arguments)
+    device = Device.open(
+        "host:0",
+        capacity_bytes=1 << 40,  # of the ledger alone: no page is touched
+        page_bytes=PAGE_BYTES,
+        namespace=f"bench-{uuid4().hex[:8]}",
+    )
+    try:
+        with device.client("bench") as client:
+            report(client, options)
+    finally:
+        device.destroy(force=True)
+
+
+if __name__ == "__main__":
+    main()

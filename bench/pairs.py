@@ -1,0 +1,43 @@
+"""Interleaved pairs of timings: two things measured in turn, so that both see the same machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Seconds of both things in each pair, and the median of the ratios first / second."""
+
+    first_s: list[float]
+    second_s: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Median over the pairs."""
+        return median(a / b for a, b in zip(self.first_s, self.second_s, strict=True))
+
+    def line(self, name: str, target: str, unit: str, first: float, second: float) -> str:
+        """One line: medians in `unit`, after division by what each count of seconds stands for."""
+        a, b = median(self.first_s) / first, median(self.second_s) / second
+        ratio = self.ratio / first * second
+        return f"{name:44} {a:9.3f} against {b:9.3f} {unit}: ratio {ratio:7.3f} ({target})"
+
+
+def measure(first: Callable[[], object], second: Callable[[], object], pairs: int) -> Pairs:
+    """Runs both in turn `pairs` times, once more before to warm up; CPU time of this thread.
+
+    CPU time, with the kernel's share, since the machine may be busy with other work.
+    """
+    first()
+    second()
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(pairs):
+        for call, seconds in ((first, taken[0]), (second, taken[1])):
+            begin_s = time.thread_time()
+            call()
+            seconds.append(time.thread_time() - begin_s)
+    return Pairs(*taken)

@@ -1,0 +1,116 @@
+// KV caches for Python. alloc and free run once per engine step and sequence: a call that needs no
+// driver keeps the GIL, since letting go of it costs more than the call.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+#include "dlpack.h"
+#include "kv_cache.h"
+
+namespace nb = nanobind;
+
+namespace kvcached {
+
+namespace {
+
+using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::device::cpu>;
+
+// A new int64 array of numpy's. numpy is imported by the first call, not with the package.
+nb::object new_array(int64_t count) {
+  static const auto* const empty = new nb::object(nb::module_::import_("numpy").attr("empty"));
+  static const auto* const dtype =
+      new nb::object(nb::module_::import_("numpy").attr("dtype")("int64"));
+  return (*empty)(count, *dtype);
+}
+
+// REQUIRES: an array of new_array, which stays alive.
+std::span<int64_t> elements(const nb::object& array) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE) != 0) nb::raise_python_error();
+  const std::span<int64_t> found(static_cast<int64_t*>(view.buf),
+                                 static_cast<size_t>(view.len) / sizeof(int64_t));
+  PyBuffer_Release(&view);
+  return found;
+}
+
+nb::object alloc_ids(KvCache& cache, int64_t count) {
+  if (count < 0) check(failure(Code::invalid_argument, "num_blocks is negative"));
+  if (count > cache.total_blocks()) return nb::none();
+  nb::object array = new_array(count);
+  const std::span<int64_t> ids = elements(array);
+  if (cache.try_alloc(ids)) return array;
+  Status status = without_gil([&] { return cache.alloc(ids); });
+  if (status.code == Code::no_room) return nb::none();
+  check(std::move(status));
+  return array;
+}
+
+void free_dense(KvCache& cache, std::span<const int64_t> ids) {
+  switch (cache.try_free(ids)) {
+    case TryFree::nothing:
+      return check(without_gil([&] { return cache.free(ids); }));
+    case TryFree::freed_with_surplus:
+      return without_gil([&] { cache.settle(); });
+    case TryFree::freed:
+      return;
+  }
+}
+
+void free_ids(KvCache& cache, const Ids& ids) {
+  if (ids.stride(0) == 1 || ids.size() <= 1) return free_dense(cache, {ids.data(), ids.size()});
+  std::vector<int64_t> dense(ids.size());
+  for (size_t i = 0; i < dense.size(); ++i)
+    dense[i] = ids.data()[static_cast<int64_t>(i) * ids.stride(0)];
+  free_dense(cache, dense);
+}
+
+}  // namespace
+
+void bind_kv(nb::module_& module) {
+  nb::class_<KvCache>(module, "KvCache")
+      .def_static(
+          "create",
+          [](std::shared_ptr<Client> client, std::vector<uint64_t> slab_pages, Slab slabs,
+             uint32_t blocks_per_slab, int64_t reserved_blocks) {
+            KvGeometry geometry{std::move(slab_pages), slabs, blocks_per_slab, reserved_blocks};
+            return take(without_gil([&] { return KvCache::create(client, std::move(geometry)); }));
+          })
+      .def("alloc", alloc_ids)
+      .def("free", free_ids, nb::arg("ids").noconvert())
+      .def("available_blocks",
+           [](KvCache& self) { return take(without_gil([&] { return self.available_blocks(); })); })
+      .def_prop_ro("total_blocks", &KvCache::total_blocks)
+      .def_prop_ro("live_blocks", &KvCache::live_blocks)
+      .def_prop_ro("free_mapped_blocks", &KvCache::free_mapped_blocks)
+      .def_prop_ro("mapped_bytes", &KvCache::mapped_bytes)
+      .def_prop_ro("floor_bytes", &KvCache::floor_bytes)
+      .def_prop_ro("needed_bytes", &KvCache::needed_bytes)
+      .def("set_mapped_spares",
+           [](KvCache& self, size_t low, size_t high) {
+             check(without_gil([&] { return self.set_mapped_spares(low, high); }));
+           })
+      .def("refill", [](KvCache& self) { return take(without_gil([&] { return self.refill(); })); })
+      .def("set_spare_pages",
+           [](KvCache& self, size_t low, size_t high) {
+             check(without_gil([&] { return self.set_spare_pages(low, high); }));
+           })
+      .def("trim", [](KvCache& self) { return take(without_gil([&] { return self.trim(); })); })
+      .def("check", [](const KvCache& self) { check(without_gil([&] { return self.check(); })); })
+      .def("counters",
+           [](const KvCache& self) {
+             const MapCounters counters = self.counters();
+             return std::tuple(counters.maps, counters.unmaps, counters.pages_mapped,
+                               counters.pages_unmapped);
+           })
+      .def("buffer_view",
+           [](const KvCache& self, size_t buffer, std::vector<int64_t> shape, std::string dtype) {
+             return take(TensorView::make(self.region(), self.buffer_offset(buffer),
+                                          std::move(shape), std::move(dtype)));
+           })
+      .def("close", [](KvCache& self) { check(without_gil([&] { return self.close(); })); });
+}
+
+}  // namespace kvcached

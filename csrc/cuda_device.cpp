@@ -1,0 +1,130 @@
+#include "cuda_device.h"
+
+namespace kvcached {
+
+namespace {
+
+constexpr int kDeviceLocation = 1;
+constexpr int kPinned = 1;
+constexpr int kReadWrite = 3;
+constexpr int kMinimumGranularity = 0;
+constexpr int kHasVirtualMemory = 102;  // CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+
+}  // namespace
+
+Result<std::unique_ptr<CudaDevice>> CudaDevice::open(int ordinal) {
+  Result<const CudaDriver*> driver = CudaDriver::load();
+  if (!driver.ok()) return driver.status();
+  if (Status status = driver.value()->init(); !status.ok()) return status;
+  std::unique_ptr<CudaDevice> device(new CudaDevice(*driver.value(), ordinal));
+  if (Status status = device->find_device(); !status.ok()) return status;
+  if (Status status = device->find_granularity(); !status.ok()) return status;
+  const CuResult retained =
+      driver.value()->functions().primary_ctx_retain(&device->context_, device->device_);
+  Status status = driver.value()->check(retained, "cuDevicePrimaryCtxRetain");
+  if (!status.ok()) return status;
+  return device;
+}
+
+CudaDevice::~CudaDevice() {
+  if (context_ != nullptr && !abandoned_) driver_.functions().primary_ctx_release(device_);
+}
+
+Status CudaDevice::find_device() {
+  const CuFunctions& cuda = driver_.functions();
+  int count = 0;
+  KV_TRY(driver_.check(cuda.device_get_count(&count), "cuDeviceGetCount"));
+  if (ordinal_ >= count) {
+    return failure(
+        Code::unknown_device,
+        "device 'cuda:" + std::to_string(ordinal_) + "' does not exist; the driver " +
+            (count == 0 ? "shows no GPU" : "shows cuda:0 to cuda:" + std::to_string(count - 1)) +
+            " (see CUDA_VISIBLE_DEVICES)");
+  }
+  KV_TRY(driver_.check(cuda.device_get(&device_, ordinal_), "cuDeviceGet"));
+  int supported = 0;
+  KV_TRY(driver_.check(cuda.device_get_attribute(&supported, kHasVirtualMemory, device_),
+                       "cuDeviceGetAttribute"));
+  if (supported != 0) return {};
+  return failure(Code::unavailable, "device 'cuda:" + std::to_string(ordinal_) +
+                                        "' has no virtual memory management; use another GPU or a "
+                                        "host device such as 'host:0'");
+}
+
+Status CudaDevice::find_granularity() {
+  const CuAllocationProp prop = allocation();
+  size_t bytes = 0;
+  KV_TRY(driver_.check(
+      driver_.functions().mem_get_allocation_granularity(&bytes, &prop, kMinimumGranularity),
+      "cuMemGetAllocationGranularity"));
+  granularity_bytes_ = bytes;
+  return {};
+}
+
+CuAllocationProp CudaDevice::allocation() const {
+  CuAllocationProp prop = {};
+  prop.type = kPinned;
+  prop.location = {kDeviceLocation, device_};
+  return prop;
+}
+
+template <class Function, class... Arguments>
+CuResult CudaDevice::call(Function function, Arguments... arguments) const {
+  const CuFunctions& cuda = driver_.functions();
+  if (const CuResult pushed = cuda.ctx_push_current(context_); pushed != kCuSuccess) return pushed;
+  const CuResult result = function(arguments...);
+  CuContext popped = nullptr;
+  (void)cuda.ctx_pop_current(&popped);
+  return result;
+}
+
+Result<uint64_t> CudaDevice::reserve(uint64_t bytes, uint64_t alignment) {
+  uint64_t address = 0;
+  const CuResult result =
+      call(driver_.functions().mem_address_reserve, &address, bytes, alignment, uint64_t{0}, 0ULL);
+  if (result == kCuSuccess) return address;
+  return failure(Code::invalid_argument,
+                 "cannot reserve " + std::to_string(bytes) +
+                     " bytes of address space; ask for a smaller virtual size (" +
+                     driver_.describe(result) + ")");
+}
+
+Status CudaDevice::free_address(uint64_t address, uint64_t bytes) {
+  return driver_.check(call(driver_.functions().mem_address_free, address, bytes),
+                       "cuMemAddressFree");
+}
+
+Result<CuHandle> CudaDevice::create(uint64_t bytes) {
+  const CuAllocationProp prop = allocation();
+  CuHandle handle = 0;
+  const CuResult result = call(driver_.functions().mem_create, &handle, bytes, &prop, 0ULL);
+  if (result == kCuSuccess) return handle;
+  Status status = driver_.check(result, "cuMemCreate");
+  if (result == kCuOutOfMemory) {
+    // The ledger granted the page; somebody outside of it holds the memory.
+    status.code = Code::no_room;
+    status.need_bytes = bytes;
+  }
+  return status;
+}
+
+Status CudaDevice::release(CuHandle handle) {
+  return driver_.check(call(driver_.functions().mem_release, handle), "cuMemRelease");
+}
+
+Status CudaDevice::map(uint64_t address, uint64_t bytes, CuHandle handle) {
+  return driver_.check(call(driver_.functions().mem_map, address, bytes, size_t{0}, handle, 0ULL),
+                       "cuMemMap");
+}
+
+Status CudaDevice::unmap(uint64_t address, uint64_t bytes) {
+  return driver_.check(call(driver_.functions().mem_unmap, address, bytes), "cuMemUnmap");
+}
+
+Status CudaDevice::set_access(uint64_t address, uint64_t bytes) {
+  const CuAccess access = {{kDeviceLocation, device_}, kReadWrite};
+  return driver_.check(call(driver_.functions().mem_set_access, address, bytes, &access, size_t{1}),
+                       "cuMemSetAccess");
+}
+
+}  // namespace kvcached

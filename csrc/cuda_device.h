@@ -1,0 +1,57 @@
+// One GPU of the driver: its granularity, its primary context, and the calls that make, map and
+// drop single allocations there. Knows no rules and keeps no books; vmm_cuda does.
+// Thread rule: any thread; every call makes the context current and restores what was before.
+#pragma once
+
+#include <memory>
+
+#include "cuda_driver.h"
+
+namespace kvcached {
+
+class CudaDevice {
+ public:
+  // Code::unknown_device if the machine has no such ordinal.
+  static Result<std::unique_ptr<CudaDevice>> open(int ordinal);
+  ~CudaDevice();
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  int ordinal() const { return ordinal_; }
+  // Sizes and addresses are multiples of this: 2 MiB on GPUs of today.
+  uint64_t granularity_bytes() const { return granularity_bytes_; }
+
+  Result<uint64_t> reserve(uint64_t bytes, uint64_t alignment);
+  Status free_address(uint64_t address, uint64_t bytes);
+  // Code::no_room if the GPU is full.
+  Result<CuHandle> create(uint64_t bytes);
+  Status release(CuHandle handle);
+  Status map(uint64_t address, uint64_t bytes, CuHandle handle);
+  // May cover many whole mappings, as may set_access.
+  Status unmap(uint64_t address, uint64_t bytes);
+  Status set_access(uint64_t address, uint64_t bytes);
+
+  // The child of a fork: the driver is dead there, and the destructor must not call it.
+  void abandon() { abandoned_ = true; }
+
+ private:
+  class Current;
+
+  CudaDevice(const CudaDriver& driver, int ordinal) : driver_(driver), ordinal_(ordinal) {}
+  Status find_device();
+  Status find_granularity();
+  CuAllocationProp allocation() const;
+
+  // Calls a driver function in the GPU's context.
+  template <class Function, class... Arguments>
+  CuResult call(Function function, Arguments... arguments) const;
+
+  const CudaDriver& driver_;
+  const int ordinal_;
+  CuOrdinal device_ = 0;
+  CuContext context_ = nullptr;
+  uint64_t granularity_bytes_ = 0;
+  bool abandoned_ = false;
+};
+
+}  // namespace kvcached

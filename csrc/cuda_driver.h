@@ -1,0 +1,96 @@
+// The part of the CUDA driver API that vmm_cuda uses: our own declarations of libcuda's C
+// interface (https://docs.nvidia.com/cuda/cuda-driver-api), found at run time. Building and
+// importing need no CUDA toolkit, and a machine without a GPU only ever sees Code::unavailable.
+//
+// The library is libcuda.so.1, or what the environment variable KVCACHED_LIBCUDA names.
+// Thread rule: any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "status.h"
+
+namespace kvcached {
+
+using CuResult = int;
+using CuOrdinal = int;      // CUdevice
+using CuContext = void*;    // CUcontext
+using CuHandle = uint64_t;  // CUmemGenericAllocationHandle
+
+inline constexpr CuResult kCuSuccess = 0;
+inline constexpr CuResult kCuOutOfMemory = 2;
+inline constexpr CuResult kCuDeinitialized = 4;
+
+struct CuLocation {
+  int type;  // 1: a device
+  int id;
+};
+
+struct CuAllocationProp {
+  int type;                    // 1: pinned to its location
+  int requested_handle_types;  // 0: not to be exported
+  CuLocation location;
+  void* win32_handle_metadata;
+  unsigned char flags[8];  // compression, RDMA, usage: none
+};
+
+struct CuAccess {
+  CuLocation location;
+  int flags;  // 3: read and write
+};
+
+static_assert(sizeof(CuAllocationProp) == 32 && sizeof(CuAccess) == 12);
+
+// libcuda's functions, each named after its symbol without "cu" and a version suffix.
+struct CuFunctions {
+  CuResult (*init)(unsigned flags);
+  CuResult (*get_error_name)(CuResult error, const char** name);
+  CuResult (*get_error_string)(CuResult error, const char** text);
+  CuResult (*device_get_count)(int* count);
+  CuResult (*device_get)(CuOrdinal* device, int ordinal);
+  CuResult (*device_get_attribute)(int* value, int attribute, CuOrdinal device);
+  CuResult (*primary_ctx_retain)(CuContext* context, CuOrdinal device);
+  CuResult (*primary_ctx_release)(CuOrdinal device);
+  CuResult (*ctx_push_current)(CuContext context);
+  CuResult (*ctx_pop_current)(CuContext* context);
+  CuResult (*mem_get_allocation_granularity)(size_t* bytes, const CuAllocationProp* prop, int kind);
+  CuResult (*mem_address_reserve)(uint64_t* address, size_t bytes, size_t alignment, uint64_t hint,
+                                  unsigned long long flags);
+  CuResult (*mem_address_free)(uint64_t address, size_t bytes);
+  CuResult (*mem_create)(CuHandle* handle, size_t bytes, const CuAllocationProp* prop,
+                         unsigned long long flags);
+  CuResult (*mem_release)(CuHandle handle);
+  CuResult (*mem_map)(uint64_t address, size_t bytes, size_t offset, CuHandle handle,
+                      unsigned long long flags);
+  CuResult (*mem_unmap)(uint64_t address, size_t bytes);
+  CuResult (*mem_set_access)(uint64_t address, size_t bytes, const CuAccess* access, size_t count);
+};
+
+class CudaDriver {
+ public:
+  // Loads the library once per path and process; makes no call into it, so that the process can
+  // still fork. Code::unavailable, saying what to install, if it is missing or too old. The
+  // driver is never unloaded.
+  static Result<const CudaDriver*> load();
+
+  // cuInit. Code::forked in the child of a process that had used CUDA: the driver does not
+  // survive a fork. Code::unavailable if there is no GPU.
+  Status init() const;
+
+  const CuFunctions& functions() const { return functions_; }
+  // Ok, or a failure with the call, the driver's name of the error and its text: Code::closed once
+  // the driver has shut down with its process, else Code::system_call.
+  Status check(CuResult result, const char* call) const;
+  // Both as in "CUDA_ERROR_NO_DEVICE (100): no CUDA-capable device is detected"
+  std::string describe(CuResult error) const;
+
+ private:
+  CudaDriver() = default;
+  Status resolve(void* library, const std::string& path);
+
+  CuFunctions functions_ = {};
+};
+
+}  // namespace kvcached

@@ -1,0 +1,167 @@
+#include "vmm_books.h"
+
+#include <algorithm>
+
+namespace kvcached {
+
+namespace {
+
+constexpr uint64_t kMaxPages = uint64_t{1} << 26;  // of one reservation: bounds the books
+
+bool is_mapped(Handle page) { return page != kNoHandle; }
+
+}  // namespace
+
+Status VmmBooks::check_range(uint64_t address, uint64_t bytes) const {
+  if (bytes == 0) return failure(Code::invalid_argument, "size is 0 bytes; give a positive size");
+  if (address % page_bytes_ != 0 || bytes % page_bytes_ != 0) {
+    return failure(Code::not_aligned, "offset and size must be multiples of the page size, " +
+                                          std::to_string(page_bytes_) + " bytes");
+  }
+  return {};
+}
+
+std::span<const Handle> VmmBooks::find_pages(uint64_t address, uint64_t bytes) const {
+  auto after = reservations_.upper_bound(address);
+  if (after == reservations_.begin()) return {};
+  const auto& [start, reservation] = *std::prev(after);
+  const uint64_t offset = address - start;
+  if (offset >= reservation.bytes || bytes > reservation.bytes - offset) return {};
+  return std::span(reservation.pages).subspan(offset / page_bytes_, bytes / page_bytes_);
+}
+
+std::span<Handle> VmmBooks::find_pages(uint64_t address, uint64_t bytes) {
+  const std::span<const Handle> found = std::as_const(*this).find_pages(address, bytes);
+  return {const_cast<Handle*>(found.data()), found.size()};
+}
+
+Status VmmBooks::check_reserve(uint64_t bytes) const {
+  KV_TRY(check_range(0, bytes));
+  if (bytes / page_bytes_ <= kMaxPages) return {};
+  return failure(Code::invalid_argument, std::to_string(bytes) + " bytes are more than " +
+                                             std::to_string(kMaxPages) +
+                                             " pages; ask for less or use larger pages");
+}
+
+void VmmBooks::add_reservation(uint64_t address, uint64_t bytes) {
+  std::vector<Handle> holes(bytes / page_bytes_, kNoHandle);
+  reservations_.emplace(address, Reservation{bytes, std::move(holes)});
+}
+
+Status VmmBooks::check_free_address(uint64_t address, uint64_t bytes) const {
+  const auto found = reservations_.find(address);
+  if (found == reservations_.end() || found->second.bytes != bytes) {
+    return failure(Code::invalid_argument, "not a reservation; free exactly what was reserved");
+  }
+  const auto& pages = found->second.pages;
+  if (std::any_of(pages.begin(), pages.end(), is_mapped)) {
+    return failure(Code::already_mapped, "pages are mapped in the reservation; unmap them first");
+  }
+  return {};
+}
+
+std::vector<Handle> VmmBooks::create(size_t count) {
+  std::vector<Handle> handles(count);
+  for (Handle& handle : handles) {
+    handle = next_handle_++;
+    uses_.emplace(handle, Use{});
+  }
+  return handles;
+}
+
+Result<std::vector<Handle>> VmmBooks::mark_released(std::span<const Handle> handles) {
+  std::vector<Handle> idle;
+  for (size_t i = 0; i < handles.size(); ++i) {
+    auto use = uses_.find(handles[i]);
+    if (use == uses_.end() || use->second.released) {
+      unmark_released(handles.first(i));
+      return failure(Code::unknown_handle, "page handle " + std::to_string(handles[i]) +
+                                               " was released or never created");
+    }
+    use->second.released = true;
+    if (!use->second.mapped) idle.push_back(handles[i]);
+  }
+  return idle;
+}
+
+void VmmBooks::unmark_released(std::span<const Handle> handles) {
+  for (const Handle handle : handles) uses_[handle].released = false;
+}
+
+void VmmBooks::forget(std::span<const Handle> handles) {
+  for (const Handle handle : handles) uses_.erase(handle);
+}
+
+Status VmmBooks::claim(std::span<const Handle> handles) {
+  for (size_t i = 0; i < handles.size(); ++i) {
+    auto use = uses_.find(handles[i]);
+    const bool known = use != uses_.end() && !use->second.released;
+    if (known && !use->second.mapped) {
+      use->second.mapped = true;
+      continue;
+    }
+    unclaim(handles.first(i));
+    const std::string name = "page handle " + std::to_string(handles[i]);
+    return known ? failure(Code::already_mapped, name + " is mapped already; unmap it first")
+                 : failure(Code::unknown_handle, name + " was released or never created");
+  }
+  return {};
+}
+
+void VmmBooks::unclaim(std::span<const Handle> handles) {
+  for (const Handle handle : handles) uses_[handle].mapped = false;
+}
+
+Status VmmBooks::map(uint64_t address, std::span<const Handle> handles) {
+  KV_TRY(check_range(address, handles.size() * page_bytes_));
+  const std::span<Handle> pages = find_pages(address, handles.size() * page_bytes_);
+  if (pages.empty()) return failure(Code::invalid_argument, "the range is not reserved");
+  if (std::any_of(pages.begin(), pages.end(), is_mapped)) {
+    return failure(Code::already_mapped, "part of the range is mapped already; unmap it first");
+  }
+  KV_TRY(claim(handles));
+  std::copy(handles.begin(), handles.end(), pages.begin());
+  return {};
+}
+
+Status VmmBooks::check_mapped(uint64_t address, uint64_t bytes, const char* call) const {
+  KV_TRY(check_range(address, bytes));
+  const std::span<const Handle> pages = find_pages(address, bytes);
+  if (!pages.empty() && std::all_of(pages.begin(), pages.end(), is_mapped)) return {};
+  return failure(Code::not_mapped, std::string(call) + " needs every page of the range mapped");
+}
+
+std::vector<Handle> VmmBooks::unmap(uint64_t address, uint64_t bytes) {
+  const std::span<Handle> pages = find_pages(address, bytes);
+  unclaim(pages);
+  std::vector<Handle> released;
+  std::copy_if(pages.begin(), pages.end(), std::back_inserter(released),
+               [this](Handle handle) { return uses_[handle].released; });
+  std::fill(pages.begin(), pages.end(), kNoHandle);
+  forget(released);
+  return released;
+}
+
+std::vector<AddressRange> VmmBooks::mapped_ranges() const {
+  std::vector<AddressRange> ranges;
+  for (const auto& [start, reservation] : reservations_) {
+    const auto& pages = reservation.pages;
+    auto first = std::find_if(pages.begin(), pages.end(), is_mapped);
+    while (first != pages.end()) {
+      const auto end = std::find(first, pages.end(), kNoHandle);
+      ranges.push_back({start + static_cast<uint64_t>(first - pages.begin()) * page_bytes_,
+                        static_cast<uint64_t>(end - first) * page_bytes_});
+      first = std::find_if(end, pages.end(), is_mapped);
+    }
+  }
+  return ranges;
+}
+
+void VmmBooks::clear() {
+  for (auto& [start, reservation] : reservations_) {
+    std::fill(reservation.pages.begin(), reservation.pages.end(), kNoHandle);
+  }
+  uses_.clear();
+}
+
+}  // namespace kvcached

@@ -1,0 +1,211 @@
+#include "vmm_cuda.h"
+
+#include <bit>
+
+namespace kvcached {
+
+namespace {
+
+Status check_page_bytes(uint64_t page_bytes, uint64_t granularity_bytes) {
+  if (page_bytes != 0 && page_bytes % granularity_bytes == 0 &&
+      std::has_single_bit(page_bytes / granularity_bytes)) {
+    return {};
+  }
+  return failure(Code::not_aligned, "page_bytes " + std::to_string(page_bytes) +
+                                        " must be the driver's granularity of " +
+                                        std::to_string(granularity_bytes) +
+                                        " bytes, or that times a power of two");
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Vmm>> CudaVmm::make(int ordinal, uint64_t page_bytes) {
+  Result<std::unique_ptr<CudaDevice>> device = CudaDevice::open(ordinal);
+  if (!device.ok()) return device.status();
+  Status status = check_page_bytes(page_bytes, device.value()->granularity_bytes());
+  if (!status.ok()) return status;
+  return std::shared_ptr<Vmm>(new CudaVmm(std::move(device.value()), page_bytes));
+}
+
+CudaVmm::CudaVmm(std::unique_ptr<CudaDevice> device, uint64_t page_bytes)
+    : device_(std::move(device)), books_(page_bytes) {
+  guard_against_fork(this);
+}
+
+CudaVmm::~CudaVmm() {
+  unguard_against_fork(this);
+  // What fails here ends with the process.
+  (void)close();
+  if (forked_) return;
+  for (const auto& [address, reservation] : books_.reservations()) {
+    (void)device_->free_address(address, reservation.bytes);
+  }
+}
+
+Status CudaVmm::check_not_forked() const {
+  if (!forked_) return {};
+  return failure(Code::forked,
+                 "this client belongs to the parent process; CUDA does not survive a fork: spawn, "
+                 "or fork before the first client is opened");
+}
+
+Status CudaVmm::check_open() const {
+  KV_TRY(check_not_forked());
+  if (closed_) return failure(Code::closed, "the client is closed");
+  return {};
+}
+
+Result<uint64_t> CudaVmm::reserve(uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  if (Status status = books_.check_reserve(bytes); !status.ok()) return status;
+  Result<uint64_t> address = device_->reserve(bytes, page_bytes());
+  if (address.ok()) books_.add_reservation(address.value(), bytes);
+  return address;
+}
+
+Status CudaVmm::free_address(uint64_t address, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_not_forked());
+  KV_TRY(books_.check_free_address(address, bytes));
+  KV_TRY(device_->free_address(address, bytes));
+  books_.remove_reservation(address);
+  return {};
+}
+
+void CudaVmm::drop(std::span<const CuHandle> unowned) {
+  for (const CuHandle handle : unowned) {
+    if (!device_->release(handle).ok()) owed_.push_back(handle);
+  }
+}
+
+Status CudaVmm::create_all(std::span<CuHandle> made) {
+  for (size_t i = 0; i < made.size(); ++i) {
+    Result<CuHandle> handle = device_->create(page_bytes());
+    if (!handle.ok()) {
+      drop(made.first(i));
+      return handle.status();
+    }
+    made[i] = handle.value();
+  }
+  return {};
+}
+
+Result<std::vector<Handle>> CudaVmm::create(size_t count) {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  if (count == 0) return failure(Code::invalid_argument, "cannot create 0 pages");
+  std::vector<CuHandle> made(count);
+  if (Status status = create_all(made); !status.ok()) return status;
+  std::vector<Handle> handles = books_.create(count);
+  for (size_t i = 0; i < count; ++i) made_.emplace(handles[i], made[i]);
+  return handles;
+}
+
+Status CudaVmm::release_all(std::span<const Handle> handles) {
+  for (size_t i = 0; i < handles.size(); ++i) {
+    const Status status = device_->release(made_[handles[i]]);
+    if (status.ok()) continue;
+    std::vector<CuHandle> anew(i);
+    if (!create_all(anew).ok()) {
+      for (const Handle gone : handles.first(i)) made_.erase(gone);
+      return failure(Code::stranded, "a failed release could not be undone: " + status.message);
+    }
+    for (size_t gone = 0; gone < i; ++gone) made_[handles[gone]] = anew[gone];
+    return status;
+  }
+  for (const Handle handle : handles) made_.erase(handle);
+  return {};
+}
+
+Status CudaVmm::release(std::span<const Handle> handles) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  Result<std::vector<Handle>> idle = books_.mark_released(handles);
+  if (!idle.ok()) return idle.status();
+  if (Status status = release_all(idle.value()); !status.ok()) {
+    books_.unmark_released(handles);
+    return status;
+  }
+  books_.forget(idle.value());
+  return {};
+}
+
+Status CudaVmm::map_all(uint64_t address, std::span<const Handle> handles) {
+  for (size_t i = 0; i < handles.size(); ++i) {
+    const uint64_t page = address + i * page_bytes();
+    const Status status = device_->map(page, page_bytes(), made_[handles[i]]);
+    if (status.ok()) continue;
+    const uint64_t done = i * page_bytes();
+    const bool undone = i == 0 || device_->unmap(address, done).ok();
+    // Pages that stay mapped stay in the books: close() unmaps them.
+    const uint64_t kept = undone ? 0 : done;
+    (void)books_.unmap(address + kept, handles.size() * page_bytes() - kept);
+    return undone ? status
+                  : failure(Code::stranded, "a failed map could not be undone: " + status.message);
+  }
+  return {};
+}
+
+Status CudaVmm::map(uint64_t address, std::span<const Handle> handles) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  KV_TRY(books_.map(address, handles));
+  return map_all(address, handles);
+}
+
+Status CudaVmm::set_access(uint64_t address, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  KV_TRY(books_.check_mapped(address, bytes, "set_access"));
+  return device_->set_access(address, bytes);
+}
+
+Status CudaVmm::unmap(uint64_t address, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  KV_TRY(books_.check_mapped(address, bytes, "unmap"));
+  KV_TRY(device_->unmap(address, bytes));
+  std::vector<CuHandle> unowned;
+  for (const Handle handle : books_.unmap(address, bytes)) {
+    unowned.push_back(made_[handle]);
+    made_.erase(handle);
+  }
+  drop(unowned);
+  return {};
+}
+
+Status CudaVmm::give_back_everything() {
+  for (const AddressRange& range : books_.mapped_ranges()) {
+    KV_TRY(device_->unmap(range.address, range.bytes));
+    (void)books_.unmap(range.address, range.bytes);
+  }
+  while (!made_.empty()) {
+    KV_TRY(device_->release(made_.begin()->second));
+    made_.erase(made_.begin());
+  }
+  while (!owed_.empty()) {
+    KV_TRY(device_->release(owed_.back()));
+    owed_.pop_back();
+  }
+  return {};
+}
+
+Status CudaVmm::close() {
+  const std::lock_guard lock(mutex_);
+  if (closed_ || forked_) return {};
+  // Code::closed: the driver has shut down, and everything is given back.
+  if (Status status = give_back_everything(); !status.ok() && status.code != Code::closed) {
+    return status;
+  }
+  books_.clear();
+  closed_ = true;
+  return {};
+}
+
+void CudaVmm::abandon_in_child() {
+  forked_ = true;
+  device_->abandon();
+}
+
+}  // namespace kvcached

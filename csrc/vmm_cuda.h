@@ -1,0 +1,69 @@
+// The Vmm of a GPU: the CUDA driver's virtual memory calls, one allocation of page_bytes() per
+// handle. The driver enforces its rules by undefined behaviour as often as by errors; the books
+// refuse first, so that a mistake is the same named error as on a host device.
+//
+// Calls per run of n pages: map n x cuMemMap and one cuMemSetAccess; unmap one cuMemUnmap (a range
+// of whole mappings is one call). Where a call fails half way, the driver's state is rolled back.
+//   release of a mapped handle calls cuMemRelease at its unmap, not before, so that it can still
+//   be refused as a whole; a release that fails half way makes the pages that are gone anew.
+// A driver handle whose release failed in a rollback is kept and released again by close().
+// There is no memory file: memory_fd() is -1, and the ledger counts what is committed instead.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+
+#include "cuda_device.h"
+#include "fork_guard.h"
+#include "vmm_books.h"
+
+namespace kvcached {
+
+class CudaVmm final : public Vmm, private ForkGuarded {
+ public:
+  // Code::unknown_device if there is no such GPU, Code::not_aligned if page_bytes is not the
+  // driver's granularity times a power of two, Code::forked after a fork of a user of CUDA.
+  static Result<std::shared_ptr<Vmm>> make(int ordinal, uint64_t page_bytes);
+  ~CudaVmm() override;
+  CudaVmm(const CudaVmm&) = delete;
+  CudaVmm& operator=(const CudaVmm&) = delete;
+
+  uint64_t page_bytes() const override { return books_.page_bytes(); }
+  Location location() const override { return {true, device_->ordinal()}; }
+  Result<uint64_t> reserve(uint64_t bytes) override;
+  Status free_address(uint64_t address, uint64_t bytes) override;
+  Result<std::vector<Handle>> create(size_t count) override;
+  Status release(std::span<const Handle> handles) override;
+  Status map(uint64_t address, std::span<const Handle> handles) override;
+  Status set_access(uint64_t address, uint64_t bytes) override;
+  Status unmap(uint64_t address, uint64_t bytes) override;
+  Status close() override;
+  Status check_open() const override;
+  int memory_fd() const override { return -1; }
+
+ private:
+  CudaVmm(std::unique_ptr<CudaDevice> device, uint64_t page_bytes);
+
+  Status check_not_forked() const;
+  Status create_all(std::span<CuHandle> made);
+  // REQUIRES: the books say mapped. They are put right if the driver fails.
+  Status map_all(uint64_t address, std::span<const Handle> handles);
+  Status release_all(std::span<const Handle> handles);
+  // Gives back what no handle stands for any more; what fails is owed until close().
+  void drop(std::span<const CuHandle> unowned);
+  Status give_back_everything();
+
+  void lock_for_fork() override { mutex_.lock(); }
+  void unlock_after_fork() override { mutex_.unlock(); }
+  void abandon_in_child() override;
+
+  const std::unique_ptr<CudaDevice> device_;
+  VmmBooks books_;
+  std::unordered_map<Handle, CuHandle> made_;  // the driver's handle of each of ours
+  std::vector<CuHandle> owed_;
+  std::atomic<bool> closed_ = false;
+  std::atomic<bool> forked_ = false;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace kvcached

@@ -1,0 +1,58 @@
+#include "vmm_fault.h"
+
+namespace kvcached {
+
+void FaultVmm::fail_at(size_t call, size_t times) {
+  const std::lock_guard lock(mutex_);
+  first_failing_ = calls_.size() + call;
+  end_failing_ = first_failing_ + times;
+}
+
+std::vector<VmmCall> FaultVmm::calls() const {
+  const std::lock_guard lock(mutex_);
+  return calls_;
+}
+
+Status FaultVmm::pass(VmmCall call) {
+  const std::lock_guard lock(mutex_);
+  calls_.push_back(call);
+  if (calls_.size() < first_failing_ || calls_.size() >= end_failing_) return {};
+  return failure(Code::system_call, "injected");
+}
+
+Result<uint64_t> FaultVmm::reserve(uint64_t bytes) {
+  if (Status status = pass(VmmCall::reserve); !status.ok()) return status;
+  return below_->reserve(bytes);
+}
+
+Status FaultVmm::free_address(uint64_t address, uint64_t bytes) {
+  KV_TRY(pass(VmmCall::free_address));
+  return below_->free_address(address, bytes);
+}
+
+Result<std::vector<Handle>> FaultVmm::create(size_t count) {
+  if (Status status = pass(VmmCall::create); !status.ok()) return status;
+  return below_->create(count);
+}
+
+Status FaultVmm::release(std::span<const Handle> handles) {
+  KV_TRY(pass(VmmCall::release));
+  return below_->release(handles);
+}
+
+Status FaultVmm::map(uint64_t address, std::span<const Handle> handles) {
+  KV_TRY(pass(VmmCall::map));
+  return below_->map(address, handles);
+}
+
+Status FaultVmm::set_access(uint64_t address, uint64_t bytes) {
+  KV_TRY(pass(VmmCall::set_access));
+  return below_->set_access(address, bytes);
+}
+
+Status FaultVmm::unmap(uint64_t address, uint64_t bytes) {
+  KV_TRY(pass(VmmCall::unmap));
+  return below_->unmap(address, bytes);
+}
+
+}  // namespace kvcached

@@ -1,0 +1,47 @@
+// A decorator for tests: passes every call to the Vmm below, records it, and fails those it was
+// told to fail without passing them on. close() is neither counted nor failed.
+// Thread rule: any thread.
+#pragma once
+
+#include <mutex>
+
+#include "vmm.h"
+
+namespace kvcached {
+
+enum class VmmCall { reserve, free_address, create, release, map, set_access, unmap };
+
+class FaultVmm final : public Vmm {
+ public:
+  explicit FaultVmm(std::shared_ptr<Vmm> below) : below_(std::move(below)) {}
+
+  // Fails the Nth call from now on (1: the next) and the `times` - 1 after it.
+  void fail_at(size_t call, size_t times = 1);
+  // Every call so far, failed ones included.
+  std::vector<VmmCall> calls() const;
+
+  uint64_t page_bytes() const override { return below_->page_bytes(); }
+  Location location() const override { return below_->location(); }
+  Result<uint64_t> reserve(uint64_t bytes) override;
+  Status free_address(uint64_t address, uint64_t bytes) override;
+  Result<std::vector<Handle>> create(size_t count) override;
+  Status release(std::span<const Handle> handles) override;
+  Status map(uint64_t address, std::span<const Handle> handles) override;
+  Status set_access(uint64_t address, uint64_t bytes) override;
+  Status unmap(uint64_t address, uint64_t bytes) override;
+  Status close() override { return below_->close(); }
+  Status check_open() const override { return below_->check_open(); }
+  int memory_fd() const override { return below_->memory_fd(); }
+
+ private:
+  // Records the call; Code::system_call if it is one to fail.
+  Status pass(VmmCall call);
+
+  const std::shared_ptr<Vmm> below_;
+  std::vector<VmmCall> calls_;
+  size_t first_failing_ = 0;  // counted from 1
+  size_t end_failing_ = 0;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace kvcached

@@ -1,0 +1,112 @@
+"""The ledgers in shared memory: which there are, who uses them, and removing those nobody does."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcached import _core
+from kvcached import device as devices
+from kvcached.errors import LedgerPermissionError, SystemCallError, UnknownDeviceError
+
+_PREFIX = "prism-kvcached."
+
+
+@dataclass(frozen=True)
+class SegmentClient:
+    """A client's record in a segment. That of a dead client waits to be reaped."""
+
+    name: str
+    pid: int
+    alive: bool
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One ledger file as a stranger finds it.
+
+    `version`, `capacity_bytes` and `page_bytes` are None where they cannot be told: the file is no
+    ledger, was never finished or is of another version. `stale_reason` says why nobody will miss
+    it, None while somebody has it open. `problem` says why it could not be read.
+    """
+
+    path: Path
+    namespace: str
+    device: str
+    version: int | None = None
+    capacity_bytes: int | None = None
+    page_bytes: int | None = None
+    clients: tuple[SegmentClient, ...] = ()
+    stale_reason: str | None = None
+    problem: str | None = None
+
+    @property
+    def clients_alive(self) -> int:
+        """Clients whose process lives."""
+        return sum(client.alive for client in self.clients)
+
+    @property
+    def clients_dead(self) -> int:
+        """Clients whose record outlived their process."""
+        return len(self.clients) - self.clients_alive
+
+    def open(self) -> devices.Device:
+        """Attaches, to look and to administer: unlike `Device.open` this needs no GPU driver.
+
+        Raises UnknownDeviceError if the segment is gone, LedgerVersionError, LedgerCorruptError,
+        LedgerPermissionError.
+        """
+        ledger = _core.Ledger.open(str(self.path), None, None)
+        return devices.Device(self.device, self.namespace, ledger)
+
+
+def segments(namespace: str | None = None) -> tuple[Segment, ...]:
+    """Every ledger in shared memory, or in one namespace, in order of namespace and device.
+
+    Changes nothing. A segment is stale when no process has it open: its processes have ended,
+    whether of this boot or an earlier one and whatever their library version, or its creator died
+    before it was done.
+    """
+    found = (_inspect(path) for path in devices.SHM_DIR.glob(f"{_PREFIX}*"))
+    wanted = (s for s in found if s and namespace in (None, s.namespace))
+    return tuple(sorted(wanted, key=lambda s: (s.namespace, s.device)))
+
+
+def collect_garbage(dry_run: bool = False, namespace: str | None = None) -> tuple[Segment, ...]:
+    """Removes the stale segments, none else, and returns them; `dry_run` only returns them.
+
+    Each is looked at again with openers kept out, so that one that comes into use meanwhile stays.
+    Segments of other users that may not be removed are left out.
+    """
+    stale = [segment for segment in segments(namespace) if segment.stale_reason]
+    if dry_run:
+        return tuple(segment for segment in stale if os.access(segment.path, os.W_OK))
+    return tuple(segment for segment in stale if _remove(segment.path))
+
+
+def _inspect(path: Path) -> Segment | None:
+    namespace, _, name = path.name.removeprefix(_PREFIX).rpartition(".")
+    try:
+        report = _core.inspect_segment(str(path))
+    except UnknownDeviceError:  # removed meanwhile
+        return None
+    except (LedgerPermissionError, SystemCallError) as error:
+        return Segment(path, namespace, name, problem=str(error))
+    return Segment(
+        path,
+        namespace,
+        name,
+        version=report.version or None,
+        capacity_bytes=report.capacity_bytes or None,
+        page_bytes=report.page_bytes or None,
+        clients=tuple(SegmentClient(c.name, c.pid, c.alive) for c in report.clients),
+        stale_reason=report.stale_reason or None,
+    )
+
+
+def _remove(path: Path) -> bool:
+    try:
+        return _core.remove_if_stale(str(path))
+    except LedgerPermissionError:
+        return False

@@ -1,0 +1,196 @@
+"""The commands of `kvctl`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from kvcached import Device, collect_garbage, segments
+from kvcached.errors import InvalidArgumentError, UnknownDeviceError
+from kvcached.snapshot import DeviceSnapshot, take_snapshots, used_segments
+from kvcached.tools.rates import Rates
+from kvcached.tools.records import Record, device_record, segment_record
+from kvcached.tools.sizes import format_size, parse_size
+from kvcached.tools.tables import device_view, segment_table
+
+app = typer.Typer(
+    help="Who holds how much of which device, and changing it: the administration of kvcached.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="only this namespace; all unless given")
+]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", "-d", help="only this device, such as host:0 or cuda:0")
+]
+Json = Annotated[bool, typer.Option("--json", help="for scripts: JSON, sizes in bytes")]
+ClientName = Annotated[str, typer.Argument(help="name of the client, or its process id")]
+Pid = Annotated[int | None, typer.Option("--pid", help="tells clients of one name apart")]
+
+
+def _say(as_json: bool, value: object, view: Callable[[], RenderableType]) -> None:
+    if as_json:
+        typer.echo(json.dumps(value))
+        return
+    console = Console()
+    # Into a file or a pipe nothing is cut off, however long the line.
+    console.print(view(), soft_wrap=not console.is_terminal)
+
+
+@app.command("list")
+def list_command(namespace: Namespace = None, as_json: Json = False) -> None:
+    """List every segment in shared memory: who uses it, or why it is stale.
+
+    Examples: kvctl list · kvctl list --namespace demo · kvctl list --json
+    """
+    found = segments(namespace)
+    _say(as_json, [segment_record(s) for s in found], lambda: segment_table(found))
+
+
+@app.command()
+def gc(
+    namespace: Namespace = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="remove nothing")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove the segments that no process has open.
+
+    Examples: kvctl gc --dry-run · kvctl gc · kvctl gc --namespace demo --json
+    """
+    found = collect_garbage(dry_run, namespace)
+    done = "would remove" if dry_run else "removed"
+    lines = [f"{done} {s.namespace}/{s.device}: {s.stale_reason}" for s in found]
+    text = "\n".join(lines or ["nothing is stale"])
+    _say(as_json, [segment_record(s) for s in found], lambda: Text(text))
+
+
+@app.command()
+def top(
+    namespace: Namespace = None,
+    device: DeviceName = None,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.05, help="seconds")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="two reads, one print")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show every device in use and its clients, again and again until Ctrl-C.
+
+    In a bar, # is static memory, | are pages that exist, : is what is promised beyond them.
+    --json prints one line for each read.
+
+    Examples: kvctl top · kvctl top --device cuda:0 --interval 0.5 · kvctl top --once --json
+    """
+    frames = _frames(namespace, device, interval_s, once)
+    try:
+        if as_json or once or not Console().is_terminal:
+            for snapshots, rates in frames:
+                _say(
+                    as_json,
+                    [device_record(s, rates) for s in snapshots],
+                    lambda s=snapshots, r=rates: device_view(s, r),  # type: ignore[misc]
+                )
+        else:
+            _live(frames)
+    except KeyboardInterrupt:
+        return
+
+
+Frame = tuple[list[DeviceSnapshot], Rates]
+
+
+def _frames(
+    namespace: str | None, device: str | None, interval_s: float, once: bool
+) -> Iterator[Frame]:
+    """Reads for ever, or the second read alone: a rate takes two."""
+    rates = Rates()
+    first = True
+    while True:
+        snapshots = take_snapshots(namespace, device)
+        rates.update(time.monotonic(), snapshots)
+        if not (once and first):
+            yield snapshots, rates
+            if once:
+                return
+        first = False
+        time.sleep(interval_s)
+
+
+def _live(frames: Iterator[Frame]) -> None:
+    with Live(screen=True, auto_refresh=False) as live:
+        for snapshots, rates in frames:
+            live.update(device_view(snapshots, rates), refresh=True)
+
+
+@app.command()
+def limit(
+    client: ClientName,
+    size: Annotated[str, typer.Argument(help="such as 512MiB or 2GiB, or none")],
+    *,
+    namespace: Namespace = None,
+    device: DeviceName = None,
+    pid: Pid = None,
+    as_json: Json = False,
+) -> None:
+    """Bound a client's pages, or lift the bound. It governs the client's next reservation.
+
+    Below what the client holds it stops growth and takes nothing away.
+
+    Examples: kvctl limit engine-0 512MiB · kvctl limit engine-0 none · kvctl limit 4711 2GiB
+    """
+    limit_bytes = None if size.lower() == "none" else parse_size(size)
+    opened = _find_device(namespace, device)
+    opened.set_limit(_name_or_pid(client), limit_bytes, pid=pid)
+    shown = "none" if limit_bytes is None else format_size(limit_bytes)
+    _report(opened, client, {"limit_bytes": limit_bytes}, f"limit {shown}", as_json)
+
+
+@app.command("min")
+def min_command(
+    client: ClientName,
+    size: Annotated[str, typer.Argument(help="such as 512MiB or 2GiB")],
+    *,
+    namespace: Namespace = None,
+    device: DeviceName = None,
+    pid: Pid = None,
+    as_json: Json = False,
+) -> None:
+    """Guarantee a client's pages: no other client can take them.
+
+    Examples: kvctl min engine-0 64MiB · kvctl min engine-0 0 --device cuda:0 --namespace demo
+    """
+    min_bytes = parse_size(size)
+    opened = _find_device(namespace, device)
+    opened.set_min(_name_or_pid(client), min_bytes, pid=pid)
+    _report(opened, client, {"min_bytes": min_bytes}, f"min {format_size(min_bytes)}", as_json)
+
+
+def _name_or_pid(client: str) -> str | int:
+    return int(client) if client.isdecimal() else client
+
+
+def _find_device(namespace: str | None, device: str | None) -> Device:
+    """The only device in use that fits."""
+    found = used_segments(namespace, device)
+    names = ", ".join(f"--namespace {s.namespace} --device {s.device}" for s in found)
+    if not found:
+        raise UnknownDeviceError("no such device is in use; see kvctl list")
+    if len(found) > 1:
+        raise InvalidArgumentError(f"several devices are in use; give one of: {names}")
+    return found[0].open()
+
+
+def _report(device: Device, client: str, change: Record, text: str, as_json: bool) -> None:
+    where = {"namespace": device.namespace, "device": device.name, "client": client}
+    if as_json:
+        typer.echo(json.dumps({**where, **change}))
+    else:
+        typer.echo(f"{client} on {device.namespace}/{device.name}: {text}")

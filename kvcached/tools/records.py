@@ -1,0 +1,40 @@
+"""What `kvctl --json` prints: the same figures as the tables, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvcached.segments import Segment
+from kvcached.snapshot import DeviceSnapshot
+from kvcached.tools.rates import Rates
+
+Record = dict[str, Any]
+
+
+def segment_record(segment: Segment) -> Record:
+    """A segment with its clients."""
+    return {
+        **asdict(segment),
+        "path": str(segment.path),
+        "clients_alive": segment.clients_alive,
+        "clients_dead": segment.clients_dead,
+    }
+
+
+def device_record(snapshot: DeviceSnapshot, rates: Rates | None = None) -> Record:
+    """A device with its clients; `maps_per_s` is null where two reads are wanting."""
+    clients = [
+        {
+            **asdict(client),
+            "resident_bytes": resident_bytes,
+            "maps_per_s": rates.maps_per_s(snapshot, client) if rates else None,
+        }
+        for client, resident_bytes in snapshot.clients
+    ]
+    return {
+        "namespace": snapshot.namespace,
+        "device": snapshot.device,
+        **asdict(snapshot.usage),
+        "clients": clients,
+    }

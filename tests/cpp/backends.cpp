@@ -1,0 +1,132 @@
+#include "backends.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "check.h"
+#include "vmm_fault.h"
+
+namespace kvcached::testing {
+
+namespace {
+
+constexpr uint64_t kGpuPage = 2 << 20;
+uint64_t cuda_bytes_before = 0;
+
+void* open_cuda() {
+  const char* path = std::getenv("KVCACHED_LIBCUDA");
+  void* library = dlopen(path != nullptr ? path : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return nullptr;
+  const auto init = reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
+  return init != nullptr && init(0) == 0 ? library : nullptr;
+}
+
+void enter_context() {
+  void* context = nullptr;
+  CHECK(cuda_function<int(void**, int)>("cuDevicePrimaryCtxRetain")(&context, 0) == 0);
+  CHECK(cuda_function<int(void*)>("cuCtxPushCurrent_v2")(context) == 0);
+}
+
+uint64_t cuda_used_bytes() {
+  size_t free = 0;
+  size_t total = 0;
+  CHECK(cuda_function<int(size_t*, size_t*)>("cuMemGetInfo_v2")(&free, &total) == 0);
+  return total - free;
+}
+
+std::shared_ptr<Vmm> make_host() { return value_of(make_vmm("host:0", kPage)); }
+
+uint64_t cuda_page_bytes() {
+  static const uint64_t bytes = make_vmm("cuda:0", kPage).ok() ? kPage : kGpuPage;
+  return bytes;
+}
+
+std::shared_ptr<Vmm> make_cuda() {
+  auto vmm = value_of(make_vmm("cuda:0", cuda_page_bytes()));
+  cuda_bytes_before = cuda_used_bytes();
+  return vmm;
+}
+
+template <std::shared_ptr<Vmm> (*make)()>
+std::shared_ptr<Vmm> make_below_faults() {
+  return std::make_shared<FaultVmm>(make());
+}
+
+void fill_host(uint64_t address, uint64_t bytes, int value) {
+  std::memset(reinterpret_cast<void*>(address), value, bytes);
+}
+
+int read_host(uint64_t address) { return *reinterpret_cast<volatile unsigned char*>(address); }
+
+uint64_t held_on_host(const Vmm& vmm) { return resident_bytes(vmm.memory_fd()); }
+
+bool is_readable_cuda(uint64_t address) {
+  struct {
+    int type, id;
+  } location = {1, 0};
+  unsigned long long flags = 0;
+  const auto get = cuda_function<int(unsigned long long*, void*, uint64_t)>("cuMemGetAccess");
+  return get(&flags, &location, address) == 0 && flags == 3;
+}
+
+void fill_cuda(uint64_t address, uint64_t bytes, int value) {
+  const auto set = cuda_function<int(uint64_t, unsigned char, size_t)>("cuMemsetD8_v2");
+  CHECK(set(address, static_cast<unsigned char>(value), bytes) == 0);
+}
+
+int read_cuda(uint64_t address) {
+  unsigned char byte = 0;
+  const auto copy = cuda_function<int(void*, uint64_t, size_t)>("cuMemcpyDtoH_v2");
+  CHECK(copy(&byte, address, 1) == 0);
+  return byte;
+}
+
+uint64_t held_on_cuda(const Vmm&) { return cuda_used_bytes() - cuda_bytes_before; }
+
+}  // namespace
+
+void* cuda_library() {
+  static void* library = open_cuda();
+  return library;
+}
+
+void* find_cuda_symbol(const char* name) {
+  void* found = dlsym(cuda_library(), name);
+  if (found == nullptr) std::fprintf(stderr, "libcuda has no %s\n", name);
+  CHECK(found != nullptr);
+  return found;
+}
+
+bool can_steer_cuda() {
+  return cuda_library() != nullptr && dlsym(cuda_library(), "test_cuda_leaks") != nullptr &&
+         cuda_page_bytes() == kPage;
+}
+
+bool nothing_leaked() {
+  if (!can_steer_cuda()) return true;
+  void* context = nullptr;
+  CHECK(cuda_function<int(void**)>("cuCtxPopCurrent_v2")(&context) == 0);
+  CHECK(cuda_function<int(int)>("cuDevicePrimaryCtxRelease_v2")(0) == 0);
+  const char* leaks = cuda_function<const char*()>("test_cuda_leaks")();
+  if (*leaks != '\0') std::fprintf(stderr, "leaked on the test libcuda: %s\n", leaks);
+  return *leaks == '\0';
+}
+
+std::vector<Backend> backends() {
+  std::vector<Backend> found = {
+      {"host", make_host, is_readable, fill_host, read_host, held_on_host},
+      {"host below faults", make_below_faults<make_host>, is_readable, fill_host, read_host,
+       held_on_host},
+  };
+  if (cuda_library() == nullptr) return found;
+  enter_context();
+  found.push_back({"cuda", make_cuda, is_readable_cuda, fill_cuda, read_cuda, held_on_cuda});
+  found.push_back({"cuda below faults", make_below_faults<make_cuda>, is_readable_cuda, fill_cuda,
+                   read_cuda, held_on_cuda});
+  return found;
+}
+
+}  // namespace kvcached::testing

@@ -1,0 +1,40 @@
+// The backends that one conformance suite runs on, and how a test looks at memory on each.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "vmm.h"
+
+namespace kvcached::testing {
+
+struct Backend {
+  std::string name;
+  std::shared_ptr<Vmm> (*make)();
+  bool (*is_readable)(uint64_t address);
+  void (*fill)(uint64_t address, uint64_t bytes, int value);
+  int (*read_at)(uint64_t address);
+  // Physical memory that the Vmm holds, in the words of the OS or the driver. REQUIRES: every page
+  // was filled (the host device takes memory at the first touch), and one Vmm at a time.
+  uint64_t (*held_bytes)(const Vmm& vmm);
+};
+
+// Host and, where a driver can be loaded, cuda:0; each bare and below the fault decorator.
+std::vector<Backend> backends();
+
+// The library behind "cuda:0" (see cuda_driver.h), or null. backends() makes its primary context
+// current in the main thread, nothing_leaked() drops it.
+void* cuda_library();
+// Whether that is the test library, with its control functions, and takes pages of kPage bytes.
+bool can_steer_cuda();
+// Prints and answers false if there is something that was not given back.
+bool nothing_leaked();
+
+void* find_cuda_symbol(const char* name);
+
+template <class Function>
+Function* cuda_function(const char* name) {
+  return reinterpret_cast<Function*>(find_cuda_symbol(name));
+}
+
+}  // namespace kvcached::testing

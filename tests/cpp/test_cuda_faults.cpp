@@ -1,0 +1,181 @@
+// vmm_cuda on a driver that fails: at any call, nothing changes and nothing is lost. Runs on the
+// test libcuda, whose used bytes and leaks are the judge.
+#include "backends.h"
+#include "check.h"
+#include "control.h"
+#include "vmm_cuda.h"
+
+namespace kvcached::testing {
+
+namespace {
+
+constexpr int kInvalidValue = 1;
+
+struct Driver {
+  decltype(&test_cuda_calls) calls = cuda_function<decltype(test_cuda_calls)>("test_cuda_calls");
+  decltype(&test_cuda_reset_calls) reset =
+      cuda_function<decltype(test_cuda_reset_calls)>("test_cuda_reset_calls");
+  decltype(&test_cuda_fail_at) fail_at =
+      cuda_function<decltype(test_cuda_fail_at)>("test_cuda_fail_at");
+  decltype(&test_cuda_used_bytes) used_bytes =
+      cuda_function<decltype(test_cuda_used_bytes)>("test_cuda_used_bytes");
+};
+
+struct Fixture {
+  Driver driver;
+  std::shared_ptr<Vmm> vmm = value_of(make_vmm("cuda:1", kPage));
+  uint64_t address = value_of(vmm->reserve(8 * kPage));
+
+  ~Fixture() {
+    driver.fail_at(0, 0, 0);
+    CHECK_OK(vmm->close());
+    CHECK(driver.used_bytes(1) == 0);
+  }
+  uint64_t used_pages() const { return driver.used_bytes(1) / kPage; }
+  // Runs `call` with its driver calls failing one after another, `times` in a row, until it
+  // passes; `unchanged` is checked after each failure. Returns how many there were.
+  template <class Call, class Check>
+  uint64_t fail_everywhere(uint64_t times, Call call, Check unchanged) {
+    for (uint64_t nth = 1;; ++nth) {
+      driver.fail_at(nth, times, kInvalidValue);
+      const Status status = call();
+      driver.fail_at(0, 0, 0);
+      if (status.ok()) return nth - 1;
+      CHECK(status.message.find("CUDA_ERROR_INVALID_VALUE (1): invalid argument") !=
+            std::string::npos);
+      unchanged(status);
+    }
+  }
+};
+
+void a_failed_create_gives_all_back() {
+  Fixture f;
+  std::vector<Handle> pages;
+  const uint64_t calls = f.fail_everywhere(
+      1,
+      [&] {
+        auto made = f.vmm->create(3);
+        if (!made.ok()) return made.status();
+        pages = made.value();
+        return Status{};
+      },
+      [&](const Status& status) {
+        CHECK(status.code == Code::system_call);
+        CHECK(f.used_pages() == 0);
+      });
+  CHECK(calls == 3 && f.used_pages() == 3);
+}
+
+void a_failed_map_leaves_the_range_unmapped() {
+  Fixture f;
+  const auto pages = value_of(f.vmm->create(3));
+  const uint64_t calls = f.fail_everywhere(
+      1, [&] { return f.vmm->map_accessible(f.address, pages); },
+      [&](const Status& status) {
+        CHECK(status.code == Code::system_call);
+        CHECK_CODE(f.vmm->unmap(f.address, kPage), Code::not_mapped);
+      });
+  CHECK(calls == 4);  // a map for each page, one set_access
+  CHECK(is_readable(f.address + 2 * kPage));
+}
+
+void a_failed_release_keeps_every_handle() {
+  Fixture f;
+  const auto pages = value_of(f.vmm->create(3));
+  const uint64_t calls = f.fail_everywhere(
+      1, [&] { return f.vmm->release(pages); },
+      [&](const Status& status) {
+        CHECK(status.code == Code::system_call);
+        CHECK(f.used_pages() == 3);
+        CHECK_OK(f.vmm->map_accessible(f.address, pages));
+        CHECK(is_readable(f.address));
+        CHECK_OK(f.vmm->unmap(f.address, 3 * kPage));
+      });
+  CHECK(calls == 3 && f.used_pages() == 0);
+}
+
+void a_failed_unmap_leaves_the_range_mapped() {
+  Fixture f;
+  const auto pages = value_of(f.vmm->create(3));
+  CHECK_OK(f.vmm->map_accessible(f.address, pages));
+  const uint64_t calls = f.fail_everywhere(
+      1, [&] { return f.vmm->unmap(f.address, 3 * kPage); },
+      [&](const Status&) { CHECK(is_readable(f.address)); });
+  CHECK(calls == 1);  // whatever the number of pages
+}
+
+// The rollback fails as well: what is left is owed, and close() gives it back.
+void a_failed_rollback_is_paid_at_close() {
+  for (uint64_t nth = 1; nth <= 4; ++nth) {
+    Fixture f;
+    f.driver.fail_at(nth, 2, kInvalidValue);
+    (void)f.vmm->create(3);
+    f.driver.fail_at(0, 0, 0);
+    const auto pages = value_of(f.vmm->create(3));
+    f.driver.fail_at(nth, 2, kInvalidValue);
+    (void)f.vmm->map_accessible(f.address, pages);
+    f.driver.fail_at(nth, 2, kInvalidValue);
+    (void)f.vmm->release(pages);
+  }
+}
+
+void released_while_mapped_goes_with_the_mapping() {
+  Fixture f;
+  const auto pages = value_of(f.vmm->create(2));
+  CHECK_OK(f.vmm->map_accessible(f.address, pages));
+  CHECK_OK(f.vmm->release(pages));
+  CHECK(f.used_pages() == 2);
+  f.driver.fail_at(2, 1, kInvalidValue);  // the first release of the unmap: owed
+  CHECK_OK(f.vmm->unmap(f.address, 2 * kPage));
+  CHECK(f.used_pages() == 1);
+}
+
+void close_can_be_tried_again() {
+  for (uint64_t nth = 1; nth <= 3; ++nth) {
+    Fixture f;
+    const auto pages = value_of(f.vmm->create(2));
+    CHECK_OK(f.vmm->map_accessible(f.address, pages));
+    f.driver.fail_at(nth, 1, kInvalidValue);
+    CHECK_CODE(f.vmm->close(), Code::system_call);
+    CHECK(f.used_pages() > 0);
+  }
+}
+
+void a_full_gpu_is_no_room() {
+  Fixture f;
+  f.driver.fail_at(3, 1, kCuOutOfMemory);
+  const Status status = f.vmm->create(5).status();
+  CHECK(status.code == Code::no_room && status.need_bytes == kPage);
+  CHECK(status.message.find("CUDA_ERROR_OUT_OF_MEMORY") != std::string::npos);
+  CHECK(f.used_pages() == 0);
+}
+
+void names_and_page_sizes_are_checked() {
+  CHECK_CODE(make_vmm("cuda:2", kPage).status(), Code::unknown_device);
+  CHECK_CODE(make_vmm("cuda:9999", kPage).status(), Code::unknown_device);
+  for (const uint64_t bytes : {uint64_t{2048}, kPage + 4096, 3 * kPage}) {
+    CHECK_CODE(make_vmm("cuda:0", bytes).status(), Code::not_aligned);
+  }
+  auto large = value_of(make_vmm("cuda:1", 4 * kPage));
+  const uint64_t address = value_of(large->reserve(8 * kPage));
+  CHECK(address % (4 * kPage) == 0);
+  CHECK_OK(large->map_accessible(address, value_of(large->create(2))));
+  CHECK(is_readable(address + 8 * kPage - 1));
+  CHECK(large->location().on_gpu && large->location().ordinal == 1);
+}
+
+}  // namespace
+
+void test_cuda_faults() {
+  a_failed_create_gives_all_back();
+  a_failed_map_leaves_the_range_unmapped();
+  a_failed_release_keeps_every_handle();
+  a_failed_unmap_leaves_the_range_mapped();
+  a_failed_rollback_is_paid_at_close();
+  released_while_mapped_goes_with_the_mapping();
+  close_can_be_tried_again();
+  a_full_gpu_is_no_room();
+  names_and_page_sizes_are_checked();
+}
+
+}  // namespace kvcached::testing

@@ -1,0 +1,54 @@
+"""The driver through NVIDIA's bindings (`pip install cuda-bindings`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DEVICE = 0
+
+
+class Oracle:
+    """Looks at device 0 in its primary context."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.call(driver.cuInit(0))
+        self.device = self.call(driver.cuDeviceGet(DEVICE))
+        self.context = self.call(driver.cuDevicePrimaryCtxRetain(self.device))
+        self.call(driver.cuCtxPushCurrent(self.context))
+
+    def call(self, outcome: tuple[Any, ...]) -> Any:
+        """The values of a call that must succeed."""
+        result, *values = outcome
+        assert result == self.driver.CUresult.CUDA_SUCCESS, result
+        return values[0] if len(values) == 1 else values
+
+    def location(self) -> Any:
+        location = self.driver.CUmemLocation()
+        location.type = self.driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = DEVICE
+        return location
+
+    def granularity_bytes(self) -> int:
+        prop = self.driver.CUmemAllocationProp()
+        prop.type = self.driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location = self.location()
+        kinds = self.driver.CUmemAllocationGranularity_flags
+        minimum = kinds.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return self.call(self.driver.cuMemGetAllocationGranularity(prop, minimum))
+
+    def can_access(self, address: int) -> bool:
+        result, flags = self.driver.cuMemGetAccess(self.location(), address)
+        granted = self.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return result == self.driver.CUresult.CUDA_SUCCESS and flags == int(granted)
+
+    def fill(self, address: int, value: int, size_bytes: int) -> None:
+        self.call(self.driver.cuMemsetD8(address, value, size_bytes))
+
+    def read(self, address: int) -> int:
+        byte = bytearray(1)
+        self.call(self.driver.cuMemcpyDtoH(byte, address, 1))
+        return byte[0]
+
+    def free_bytes(self) -> int:
+        return self.call(self.driver.cuMemGetInfo())[0]

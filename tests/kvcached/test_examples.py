@@ -1,0 +1,75 @@
+"""What the documents show is run, and what they promise has the tests that they name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcached.device import SHM_DIR
+
+ROOT = Path(__file__).parent.parent.parent
+GUARANTEES = ROOT / "docs" / "guarantees.md"
+
+
+def run(*command: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_engine_loop_shares_a_device_and_answers_rightly(namespace: str) -> None:
+    said = run(str(ROOT / "examples" / "engine_loop.py"), namespace)
+    beside, preempted, alone = (int(re.findall(r": (\d+)", line)[0]) for line in said[:3])
+    assert beside < alone == 12
+    assert preempted > 0
+    assert said[3:] == [
+        "12 of 12 answers are right",
+        "held when idle: 0 bytes beside the padding block",
+    ]
+    assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
+
+
+def test_the_thirty_lines_run(namespace: str) -> None:
+    document = (ROOT / "docs" / "kvcached.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 30
+    assert code.count('"my-machine"') == 1
+    checked = code.replace('"my-machine"', repr(namespace)).replace(
+        "    kv.free_kv(blocks)",
+        "    print(kv.live_blocks(), float(k[1][slots].sum()))\n    kv.free_kv(blocks)",
+    )
+    assert run("-c", checked) == [f"3 {48.0 * 2 * 64}"]
+    assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
+
+
+def promised() -> list[tuple[str, str]]:
+    return re.findall(r"`(tests/[^`:]+)::(\w+)`", GUARANTEES.read_text())
+
+
+@pytest.mark.parametrize(("path", "name"), promised())
+def test_a_promised_test_exists(path: str, name: str) -> None:
+    keyword = "void" if path.endswith(".cpp") else "def"
+    assert re.search(rf"^(?:async )?{keyword} {name}\(", (ROOT / path).read_text(), re.MULTILINE)
+
+
+def test_every_guarantee_names_a_test() -> None:
+    rows = [line for line in GUARANTEES.read_text().splitlines() if line.startswith("|")]
+    lines = [row for row in rows if row not in {"| never | shown by |", "|---|---|"}]
+    assert len(lines) > 20
+    assert not [line for line in lines if not re.search(r"\| `tests/[^`]+::\w+`", line)]
+
+
+def test_documents_link_to_files_that_exist() -> None:
+    broken = [
+        f"{document.name}: {target}"
+        for document in (GUARANTEES, ROOT / "docs" / "kvcached.md")
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text())
+        if not (document.parent / target).exists()
+    ]
+    assert not broken

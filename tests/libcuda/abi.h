@@ -1,0 +1,47 @@
+// The driver's types and numbers as its documentation gives them, written down a second time: the
+// library under test has declarations of its own, and a slip in one of the two shows as a refusal.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace test_libcuda {
+
+enum Error {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kOutOfMemory = 2,
+  kNotInitialized = 3,
+  kNoDevice = 100,
+  kInvalidDevice = 101,
+  kInvalidContext = 201,
+  kNotFound = 500,
+};
+
+struct MemLocation {
+  int32_t type;
+  int32_t id;
+};
+
+struct MemAllocationProp {
+  int32_t type;
+  int32_t requested_handle_types;
+  MemLocation location;
+  void* win32_handle_metadata;
+  uint8_t compression_type;
+  uint8_t gpu_direct_rdma_capable;
+  uint16_t usage;
+  uint8_t reserved[4];
+};
+
+struct MemAccessDesc {
+  MemLocation location;
+  int32_t flags;
+};
+
+inline constexpr int kLocationDevice = 1;
+inline constexpr int kAllocationPinned = 1;
+inline constexpr int kAccessReadWrite = 3;
+inline constexpr int kAttributeVirtualMemory = 102;
+
+}  // namespace test_libcuda

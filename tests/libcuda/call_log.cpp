@@ -1,0 +1,48 @@
+#include "call_log.h"
+
+#include <cstdlib>
+
+#include "abi.h"
+
+namespace test_libcuda {
+
+CallLog& CallLog::instance() {
+  static auto* log = new CallLog;  // outlives every client
+  return *log;
+}
+
+CallLog::CallLog() {
+  const char* at = std::getenv("KVCACHED_TEST_CUDA_FAIL_AT");
+  if (at != nullptr) fail_at(std::strtoull(at, nullptr, 0), 1, kInvalidValue);
+}
+
+int CallLog::record(const char* function) {
+  ++counts_[function];
+  ++total_;
+  if (until_failure_ == 0 || failures_ == 0) return 0;
+  if (until_failure_ > 1) {
+    --until_failure_;
+    return 0;
+  }
+  --failures_;
+  return error_;
+}
+
+uint64_t CallLog::count(const char* function) const {
+  if (function == nullptr) return total_;
+  const auto found = counts_.find(function);
+  return found == counts_.end() ? 0 : found->second;
+}
+
+void CallLog::reset() {
+  counts_.clear();
+  total_ = 0;
+}
+
+void CallLog::fail_at(uint64_t call, uint64_t times, int error) {
+  until_failure_ = call;
+  failures_ = call == 0 ? 0 : times;
+  error_ = error;
+}
+
+}  // namespace test_libcuda

@@ -1,0 +1,22 @@
+// What tests ask of the library beside CUDA's own functions; found with dlsym or ctypes.
+//
+// Counted are the calls that reserve, create, map, set access, unmap, release and free: those that
+// cost time and can fail at run time. Failing one of them changes nothing in the simulator.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+// Counted calls since the last reset: of one function ("cuMemMap"), or of all (null).
+uint64_t test_cuda_calls(const char* function);
+void test_cuda_reset_calls();
+// Fails the Nth counted call from now on (1: the next) and the `times` - 1 after it with `error`.
+// N = 0: none. The environment's KVCACHED_TEST_CUDA_FAIL_AT does the same from the start, with
+// CUDA_ERROR_INVALID_VALUE once.
+void test_cuda_fail_at(uint64_t call, uint64_t times, int error);
+uint64_t test_cuda_used_bytes(int device);
+// The rule that the last refusal was about, in words.
+const char* test_cuda_refusal();
+// What is not given back now, in words; empty if nothing.
+const char* test_cuda_leaks();
+}

@@ -1,0 +1,97 @@
+// GPUs made of host memory that refuse whatever CUDA's documentation forbids. One sparse memfd per
+// device holds its physical memory, so that touching a hole, or a page without access, is a fault.
+//
+// A refusal also says in words which rule was broken: refusal(). Everything here is called with
+// one lock held (driver_api.cpp), on behalf of the process that called init; in a forked child
+// the library is dead, as CUDA is, and none of the mapped memory is there.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+
+namespace test_libcuda {
+
+struct Allocation {
+  int device;
+  uint64_t bytes;
+  uint64_t offset;  // in the device's memfd
+  int mappings = 0;
+  bool released = false;
+};
+
+struct Mapping {
+  uint64_t bytes;
+  uint64_t handle;
+  bool accessible = false;
+};
+
+struct Device {
+  int fd = -1;
+  uint64_t used_bytes = 0;
+  uint64_t next_offset = 0;
+  int context_uses = 0;
+};
+
+struct Settings {
+  int devices = 2;                     // KVCACHED_TEST_CUDA_DEVICES
+  uint64_t device_bytes = 1ULL << 30;  // KVCACHED_TEST_CUDA_BYTES, of each
+  uint64_t granularity_bytes = 4096;   // KVCACHED_TEST_CUDA_GRANULARITY; GPUs have 2 MiB
+};
+
+class Simulator {
+ public:
+  static Simulator& instance();
+
+  Error init();
+  // Whether calls can be served: initialised, and not in a forked child.
+  Error check_usable() const;
+  const Settings& settings() const { return settings_; }
+  const std::string& refusal() const { return refusal_; }
+  uint64_t used_bytes(int device) const;
+  // What is not given back, in words; empty if nothing.
+  std::string leaks() const;
+
+  Error retain_context(int device);
+  Error release_context(int device);
+  bool has_context(int device) const;
+
+  Error check_prop(const MemAllocationProp& prop);
+  Error reserve(uint64_t* address, uint64_t bytes, uint64_t alignment);
+  Error free_address(uint64_t address, uint64_t bytes);
+  Error create(uint64_t* handle, uint64_t bytes, const MemAllocationProp& prop);
+  Error release(uint64_t handle);
+  Error map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t handle);
+  Error unmap(uint64_t address, uint64_t bytes);
+  Error set_access(uint64_t address, uint64_t bytes, const MemAccessDesc& access);
+  // 0 or kAccessReadWrite; refuses addresses where nothing is mapped.
+  Error get_access(uint64_t address, unsigned long long* flags);
+  // Whether a copy may touch the range.
+  Error check_accessible(uint64_t address, uint64_t bytes);
+
+ private:
+  using Mappings = std::map<uint64_t, Mapping>;
+
+  Error refuse(Error error, std::string why);
+  Error check_size(const char* call, uint64_t address, uint64_t bytes);
+  bool is_reserved(uint64_t address, uint64_t bytes) const;
+  bool overlaps_mapping(uint64_t address, uint64_t bytes) const;
+  // The mappings that make up the range exactly; empty if it cuts one or has a hole.
+  std::vector<Mappings::iterator> whole_mappings(uint64_t address, uint64_t bytes);
+  void free_if_unused(uint64_t handle);
+  static void abandon_in_child();
+
+  Settings settings_;
+  std::vector<Device> devices_;
+  std::map<uint64_t, uint64_t> reservations_;  // address -> bytes
+  Mappings mappings_;                          // by address
+  std::map<uint64_t, Allocation> allocations_;
+  uint64_t next_handle_ = 0x1000;
+  std::string refusal_;
+  bool initialised_ = false;
+  bool dead_ = false;
+};
+
+}  // namespace test_libcuda
