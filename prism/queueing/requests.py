@@ -27,6 +27,7 @@ from prism.messages import ClusterStatus, Request
 
 UNPLACED = "unplaced"
 _SOCKET_TIMEOUT_S = 10.0
+_CONNECTIONS_MAX = 32
 _BLOCK_MAX_S = 5.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
@@ -56,13 +57,16 @@ class RequestQueue:
     @classmethod
     def connect(cls, url: str, namespace: str) -> RequestQueue:
         """`url`: redis://, rediss:// or unix://. Opens no connection yet."""
-        client = redis_async.Redis.from_url(
+        # A burst waits its turn for a connection; redis-py's plain pool refuses it.
+        pool = redis_async.BlockingConnectionPool.from_url(
             url,
+            max_connections=_CONNECTIONS_MAX,
+            timeout=_SOCKET_TIMEOUT_S,
             socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
             retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 2),
         )
-        return cls(client, namespace)
+        return cls(redis_async.Redis.from_pool(pool), namespace)
 
     async def close(self) -> None:
         await self._redis.aclose()

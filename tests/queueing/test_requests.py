@@ -42,6 +42,11 @@ async def test_goes_where_its_model_is_placed(queue: RequestQueue) -> None:
     assert await queue.placement() == {"a": DEVICE}
 
 
+async def test_a_burst_waits_for_connections(queue: RequestQueue) -> None:
+    await asyncio.gather(*(queue.enqueue(request(str(number))) for number in range(1000)))
+    assert await queue.unplaced_counts() == {"a": 1000}
+
+
 async def test_a_read_request_is_the_one_sent(queue: RequestQueue) -> None:
     sent = request("1", prompt_tokens=300, attempt=3)
     await queue.enqueue(sent)
