@@ -80,12 +80,17 @@ class Real:
 
 
 def trace(requests: int, live: int, seed: int) -> Iterator[tuple[int, int]]:
-    """(request, blocks): takes that many blocks more; 0: ends. Lengths have a long tail."""
+    """(request, blocks): takes that many blocks more; 0: ends. Lengths have a long tail.
+
+    The load swings between `live` requests and an eighth of that, so that memory could be given
+    back in between.
+    """
     draw = random.Random(seed)
     wants: dict[int, int] = {}
     arrived = 0
     while arrived < requests or wants:
-        if arrived < requests and len(wants) < live:
+        bound = live if arrived // (4 * live) % 2 == 0 else max(1, live // 8)
+        if arrived < requests and len(wants) < bound:
             wants[arrived] = min(400, int(draw.lognormvariate(3, 1)))
             yield arrived, 1 + wants[arrived] // 2  # the prompt
             arrived += 1

@@ -29,12 +29,17 @@ class PagePool {
   Result<size_t> available_pages();
 
  private:
+  // Takes spares out, runs of adjacent handles together (the backend maps such a run in one call):
+  // the longest runs or the shortest, the last of them in part. Ascending.
+  // REQUIRES: count <= spare_pages()
+  std::vector<Handle> remove_spares(size_t count, bool longest);
+  void add_spares(std::span<const Handle> handles);
   Status reserve(uint64_t bytes);
   Result<std::vector<Handle>> create(size_t count);
 
   const std::shared_ptr<Client> client_;
   const SpareHolder* const owner_;
-  std::vector<Handle> spares_;
+  std::vector<Handle> spares_;  // ascending
   size_t low_ = 0;
   size_t high_ = 0;
 };
