@@ -35,10 +35,10 @@ MIB = 1 << 20
 
 
 def two_models(
-    models: Sequence[str], capacity: str, context_tokens: int = 1024, **overrides: Any
+    models: Sequence[str], capacity: str, contexts: Sequence[int] = (1024, 1024), **overrides: Any
 ) -> dict[str, Any]:
     return cluster_yaml(
-        [model_yaml(name, context_length=context_tokens) for name in models],
+        [model_yaml(name, context_length=n) for name, n in zip(models, contexts, strict=True)],
         [{"name": "host:0", "capacity": capacity, "page": "64KiB", "engines": 2}],
         **overrides,
     )
@@ -97,9 +97,11 @@ def busy_tokens(config: dict[str, Any], models: Sequence[str], directory: Path) 
     with serving(config, directory) as cluster:
         warm = complete_all(cluster, [(models[1], range(20, 40), 4)])
         assert warm[0].error is None
-        jobs = [(models[0], prompt, 160) for prompt in prompts(models[0], 64, (256, 256))]
-        answers = complete_all(cluster, jobs)
-        assert all(a.error is None and len(a.ids) == 160 for a in answers)
+        lengths = [100 + 10 * (number % 7) for number in range(128)]
+        asked = zip(prompts(models[0], 128, (256, 256)), lengths, strict=True)
+        answers = complete_all(cluster, [(models[0], prompt, tokens) for prompt, tokens in asked])
+        assert not [a.error for a in answers if a.error]
+        assert [len(a.ids) for a in answers] == lengths
         return concurrent_tokens(answers, 256)
 
 
@@ -109,10 +111,10 @@ def test_a_busy_model_takes_what_an_idle_one_leaves(
 ) -> None:
     """The busy model runs at least 1.8 times the tokens of an equal static split. The rest to 2
     is what the idle model is guaranteed: room for one request of its full context."""
-    capacity = "128MiB"
+    capacity, contexts = "128MiB", (448, 256)
     engine = {"max_running": 64, "static": "4MiB"}
-    static = two_models(tiny_models, capacity, 512, policy="static", engine=engine)
-    elastic = two_models(tiny_models, capacity, 512, policy="prism", engine=engine)
+    static = two_models(tiny_models, capacity, contexts, policy="static", engine=engine)
+    elastic = two_models(tiny_models, capacity, contexts, policy="prism", engine=engine)
     split = busy_tokens(static, tiny_models, tmp_path / "static")
     shared = busy_tokens(elastic, tiny_models, tmp_path / "elastic")
     record_property("static_tokens", split)
