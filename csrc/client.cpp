@@ -61,6 +61,7 @@ Status Client::close() {
   const std::lock_guard lock(mutex_);
   if (lock_fd_ < 0) return {};
   KV_TRY(vmm_->close());
+  wake_.reset();
   Status left = ledger_->leave(slot_);
   ::close(lock_fd_);
   lock_fd_ = -1;
@@ -70,6 +71,7 @@ Status Client::close() {
 void Client::abandon_in_child() {
   if (lock_fd_ >= 0) ::close(lock_fd_);
   lock_fd_ = -1;
+  if (wake_) wake_->abandon_in_child();
 }
 
 void Client::lock_for_fork() {
@@ -148,6 +150,57 @@ Status Client::set_limit(uint64_t bytes) {
 Status Client::set_min(uint64_t bytes) {
   KV_TRY(check_open());
   return ledger_->set_min(slot_, bytes);
+}
+
+Result<int> Client::fileno() {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  if (!wake_) {
+    const uint32_t seen = ledger_->answered_request(slot_);
+    Result<std::unique_ptr<WakeThread>> made =
+        WakeThread::start(ledger_->request_word(slot_), seen);
+    if (!made.ok()) return made.status();
+    wake_ = std::move(made.value());
+  }
+  return wake_->fd();
+}
+
+bool Client::has_request() {
+  const std::lock_guard lock(mutex_);
+  if (wake_) wake_->clear();
+  return check_open().ok() && ledger_->has_request(slot_);
+}
+
+Result<std::optional<ShrinkRequest>> Client::shrink_request() {
+  if (Status status = check_open(); !status.ok()) return status;
+  return ledger_->shrink_request(slot_);
+}
+
+Status Client::answer(const ShrinkRequest& request, const ShrinkAnswer& answer) {
+  KV_TRY(check_open());
+  return ledger_->answer(slot_, request, answer);
+}
+
+Result<bool> Client::wait_for_room(uint64_t bytes, bool is_static, int64_t until_ns,
+                                   bool look_first) {
+  if (Status status = check_open(); !status.ok()) return status;
+  return ledger_->wait_for_room(slot_, bytes, is_static, until_ns, look_first);
+}
+
+void Client::end_wait() {
+  if (check_open().ok()) ledger_->end_wait(slot_);
+}
+
+void Client::publish_evictable(uint64_t bytes) {
+  if (check_open().ok()) ledger_->publish_evictable(slot_, bytes);
+}
+
+void Client::add_spare(int64_t bytes) {
+  if (check_open().ok()) ledger_->add_spare(slot_, bytes);
+}
+
+void Client::touch() {
+  if (check_open().ok()) ledger_->touch(slot_);
 }
 
 void Client::count_maps(uint64_t maps, uint64_t unmaps) {

@@ -8,6 +8,7 @@
 #include "fork_guard.h"
 #include "ledger.h"
 #include "vmm.h"
+#include "wake_thread.h"
 
 namespace kvcached {
 
@@ -54,6 +55,20 @@ class Client final : private ForkGuarded {
   void count_maps(uint64_t maps, uint64_t unmaps);
   Result<ClientRecord> record();
 
+  // The balloon; see ledger.h. The descriptor is readable while a request may wait; it belongs to
+  // this client and is closed with it. Nothing is freed here: that is the business of whoever
+  // polls it, on the thread that may.
+  Result<int> fileno();
+  bool has_request();
+  Result<std::optional<ShrinkRequest>> shrink_request();
+  Status answer(const ShrinkRequest& request, const ShrinkAnswer& answer);
+  Result<bool> wait_for_room(uint64_t bytes, bool is_static, int64_t until_ns, bool look_first);
+  void end_wait();
+  void publish_evictable(uint64_t bytes);
+  void add_spare(int64_t bytes);
+  void touch();
+  const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
+
   // A holder is added once and removed before it dies.
   void add_holder(SpareHolder* holder);
   void remove_holder(SpareHolder* holder);
@@ -71,7 +86,8 @@ class Client final : private ForkGuarded {
   const std::shared_ptr<Vmm> vmm_;
   int lock_fd_;
   const int slot_;
-  std::mutex mutex_;  // of lock_fd_
+  std::unique_ptr<WakeThread> wake_;
+  std::mutex mutex_;  // of lock_fd_ and wake_
   std::vector<SpareHolder*> holders_;
   std::mutex holders_mutex_;
 };

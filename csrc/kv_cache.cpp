@@ -26,6 +26,26 @@ uint64_t sum(const std::vector<uint64_t>& values) {
 
 }  // namespace
 
+// At the end of a call that moves pages.
+class KvCache::Publisher {
+ public:
+  explicit Publisher(KvCache& cache) : cache_(cache) {}
+  ~Publisher() { cache_.publish_spares(); }
+  Publisher(const Publisher&) = delete;
+  Publisher& operator=(const Publisher&) = delete;
+
+ private:
+  KvCache& cache_;
+};
+
+void KvCache::publish_spares() {
+  const uint64_t pages = pool_.spare_pages() + blocks_.empty_slabs() * pages_per_slab_;
+  const uint64_t bytes = closed_ ? 0 : pages * page_bytes_;
+  if (bytes == published_spare_bytes_) return;
+  client_->add_spare(static_cast<int64_t>(bytes - published_spare_bytes_));
+  published_spare_bytes_ = bytes;
+}
+
 Result<std::shared_ptr<KvCache>> KvCache::create(std::shared_ptr<Client> client,
                                                  KvGeometry geometry) {
   if (Status status = check_geometry(geometry); !status.ok()) return status;
@@ -123,6 +143,7 @@ Status KvCache::shrink(std::span<const Slab> slabs) {
 
 Status KvCache::alloc(std::span<int64_t> ids) {
   const std::lock_guard lock(mutex_);
+  const Publisher publisher(*this);
   KV_TRY(check_open());
   const auto wanted = static_cast<int64_t>(ids.size());
   if (const int64_t missing = wanted - blocks_.free_mapped_blocks(); missing > 0) {
@@ -134,11 +155,13 @@ Status KvCache::alloc(std::span<int64_t> ids) {
     KV_TRY(grow(static_cast<Slab>(slabs)));
   }
   blocks_.take(ids);
+  client_->touch();
   return {};
 }
 
 Status KvCache::free(std::span<const int64_t> ids) {
   const std::lock_guard lock(mutex_);
+  const Publisher publisher(*this);
   KV_TRY(check_open());
   KV_TRY(blocks_.give(ids));
   settle_locked();
@@ -150,17 +173,21 @@ bool KvCache::try_alloc(std::span<int64_t> ids) {
   if (!lock || !check_open().ok()) return false;
   if (static_cast<int64_t>(ids.size()) > blocks_.free_mapped_blocks()) return false;
   blocks_.take(ids);
+  client_->touch();
+  publish_spares();
   return true;
 }
 
 TryFree KvCache::try_free(std::span<const int64_t> ids) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || !check_open().ok() || !blocks_.give(ids).ok()) return TryFree::nothing;
+  publish_spares();
   return has_surplus() ? TryFree::freed_with_surplus : TryFree::freed;
 }
 
 void KvCache::settle() {
   const std::lock_guard lock(mutex_);
+  const Publisher publisher(*this);
   if (check_open().ok()) settle_locked();
 }
 
@@ -212,6 +239,7 @@ MapCounters KvCache::counters() const {
 
 Status KvCache::set_mapped_spares(size_t low_pages, size_t high_pages) {
   const std::lock_guard lock(mutex_);
+  const Publisher publisher(*this);
   KV_TRY(check_open());
   if (low_pages > high_pages) {
     return failure(Code::invalid_argument, "the low watermark is above the high one; swap them");
@@ -224,6 +252,7 @@ Status KvCache::set_mapped_spares(size_t low_pages, size_t high_pages) {
 
 Result<size_t> KvCache::refill() {
   const std::lock_guard lock(mutex_);
+  const Publisher publisher(*this);
   if (Status status = check_open(); !status.ok()) return status;
   Result<size_t> pages = pool_.available_pages();
   if (!pages.ok()) return pages.status();
@@ -239,18 +268,22 @@ Result<size_t> KvCache::refill() {
 
 Status KvCache::set_spare_pages(size_t low, size_t high) {
   const std::lock_guard lock(mutex_);
+  const Publisher publisher(*this);
   KV_TRY(check_open());
   return pool_.set_watermarks(low, high);
 }
 
 Result<size_t> KvCache::trim() {
   const std::lock_guard lock(mutex_);
+  const Publisher publisher(*this);
   return trim_locked();
 }
 
 void KvCache::give_back_spares() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (lock) (void)trim_locked();
+  if (!lock) return;
+  const Publisher publisher(*this);
+  (void)trim_locked();
 }
 
 Result<size_t> KvCache::trim_locked() {
@@ -275,6 +308,7 @@ Status KvCache::check() const {
 
 Status KvCache::close() {
   const std::lock_guard lock(mutex_);
+  const Publisher publisher(*this);
   if (closed_) return {};
   if (client_->check_open().ok()) {
     const MapCounters before = region_->counters();

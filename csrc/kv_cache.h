@@ -78,6 +78,10 @@ class KvCache final : private SpareHolder {
   KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region, KvGeometry geometry);
 
   void give_back_spares() override;
+  class Publisher;
+
+  // Says in the ledger what could be given back without touching a live block.
+  void publish_spares();
   Result<size_t> trim_locked();
   void settle_locked();
   bool has_surplus() const { return blocks_.empty_slabs() > high_slabs_; }
@@ -97,6 +101,7 @@ class KvCache final : private SpareHolder {
   KvAllocator blocks_;
   size_t low_slabs_ = 0;
   size_t high_slabs_ = 0;
+  uint64_t published_spare_bytes_ = 0;
   bool closed_ = false;
   mutable std::mutex mutex_;
 };

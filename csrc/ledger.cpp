@@ -9,55 +9,16 @@
 #include <cerrno>
 #include <cstring>
 
-#include "ledger_file.h"
+#include "ledger_lock.h"
 #include "liveness.h"
 
 namespace kvcached {
 
-// Holds the segment's mutex. If the last holder died inside, every record is whole all the same
-// (each change is one store that counts), and only the total has to be summed up again.
-class Ledger::Lock {
- public:
-  explicit Lock(LedgerSegment& segment) : segment_(segment) {
-    error_ = pthread_mutex_lock(&segment_.mutex);
-    if (error_ != EOWNERDEAD) return;
-    segment_.charged_bytes = total_charge(segment_);
-    error_ = pthread_mutex_consistent(&segment_.mutex);
-  }
-  ~Lock() {
-    if (error_ == 0) pthread_mutex_unlock(&segment_.mutex);
-  }
-  Lock(const Lock&) = delete;
-  Lock& operator=(const Lock&) = delete;
-
-  Status check() const {
-    if (error_ != 0) return system_failure("lock of the ledger", error_);
-    if (segment_.destroyed != 0) {
-      return failure(Code::gone, "the device was destroyed; close the client and open it again");
-    }
-    return {};
-  }
-
- private:
-  LedgerSegment& segment_;
-  int error_;
-};
-
 namespace {
-
-Status no_room(uint64_t need, uint64_t free, const char* why) {
-  return {Code::no_room,
-          "need " + std::to_string(need) + " bytes, " + std::to_string(free) + " free: " + why,
-          need, free};
-}
 
 Status underflow(const char* what) {
   return failure(Code::internal, std::string("more bytes given back than ") + what);
 }
-
-uint64_t capped_sum(uint64_t a, uint64_t b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
-
-uint64_t above(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
 std::string describe(const ClientRecord& client) {
   return std::string(client.name) + " (pid " + std::to_string(client.pid) + ")";
@@ -121,9 +82,13 @@ uint64_t Ledger::free_bytes() const {
   return above(segment_->capacity_bytes, segment_->charged_bytes);
 }
 
-uint64_t Ledger::room(const ClientRecord& client) const {
+uint64_t Ledger::free_bytes_for(const ClientRecord& client) {
+  return above(free_bytes(), wanted_before(client));
+}
+
+uint64_t Ledger::room(const ClientRecord& client) {
   const uint64_t elastic = client.elastic_bytes();
-  const uint64_t of_device = capped_sum(free_bytes(), above(client.min_bytes, elastic));
+  const uint64_t of_device = capped_sum(free_bytes_for(client), above(client.min_bytes, elastic));
   return std::min(above(client.limit_bytes, elastic), of_device);
 }
 
@@ -135,12 +100,14 @@ Result<int> Ledger::open_lock_fd() const {
 }
 
 Status Ledger::claim_record(int slot, const ClientOptions& options, int memory_fd) {
-  if (options.min_bytes > free_bytes()) reap_locked();
-  if (options.min_bytes > free_bytes()) {
-    return no_room(options.min_bytes, free_bytes(), "the minimum is not free on the device");
-  }
   ClientRecord& client = record(slot);
   client = {};
+  if (options.min_bytes > free_bytes_for(client)) reap_locked();
+  if (const uint64_t free = free_bytes_for(client); options.min_bytes > free) {
+    return no_room(options.min_bytes, free, "the minimum is not free on the device");
+  }
+  client.joined = ++segment_->tickets;
+  client.active_ns = monotonic_ns();
   const ProcessId self = this_process();
   client.pid = self.pid;
   client.pid_namespace = self.pid_namespace;
@@ -235,8 +202,10 @@ Result<uint64_t> Ledger::available(int slot) {
 Status Ledger::reserve_static(int slot, uint64_t bytes) {
   const Lock lock(*segment_);
   KV_TRY(lock.check());
-  if (bytes > free_bytes()) reap_locked();
-  if (bytes > free_bytes()) return no_room(bytes, free_bytes(), "the device is full");
+  if (bytes > free_bytes_for(record(slot))) reap_locked();
+  if (const uint64_t free = free_bytes_for(record(slot)); bytes > free) {
+    return no_room(bytes, free, "the device is full");
+  }
   update(record(slot), [=](ClientRecord& c) { c.static_bytes += bytes; });
   return {};
 }
@@ -249,11 +218,14 @@ Status Ledger::release_static(int slot, uint64_t bytes) {
   return {};
 }
 
-Status Ledger::set_limit_locked(int slot, uint64_t bytes) {
-  if (bytes < record(slot).min_bytes) {
+Status Ledger::set_limit_locked(Lock& lock, int slot, uint64_t bytes) {
+  ClientRecord& client = record(slot);
+  if (bytes < client.min_bytes) {
     return failure(Code::invalid_argument, "limit_bytes is below min_bytes; lower the minimum");
   }
-  record(slot).limit_bytes = bytes;
+  if (bytes > client.limit_bytes) lock.announce_room();
+  client.limit_bytes = bytes;
+  if (client.elastic_bytes() > bytes) lock.announce_ask(client);
   return {};
 }
 
@@ -263,8 +235,10 @@ Status Ledger::set_min_locked(int slot, uint64_t bytes) {
     return failure(Code::invalid_argument, "min_bytes is above limit_bytes; raise the limit");
   }
   const uint64_t extra = above(bytes, std::max(client.min_bytes, client.elastic_bytes()));
-  if (extra > free_bytes()) reap_locked();
-  if (extra > free_bytes()) return no_room(extra, free_bytes(), "the minimum is not free");
+  if (extra > free_bytes_for(client)) reap_locked();
+  if (const uint64_t free = free_bytes_for(client); extra > free) {
+    return no_room(extra, free, "the minimum is not free");
+  }
   update(client, [=](ClientRecord& c) { c.min_bytes = bytes; });
   return {};
 }
@@ -294,9 +268,9 @@ Result<int> Ledger::find_locked(const ClientQuery& query) {
 }
 
 Status Ledger::set_limit(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
+  Lock lock(*segment_);
   KV_TRY(lock.check());
-  return set_limit_locked(slot, bytes);
+  return set_limit_locked(lock, slot, bytes);
 }
 
 Status Ledger::set_min(int slot, uint64_t bytes) {
@@ -306,10 +280,10 @@ Status Ledger::set_min(int slot, uint64_t bytes) {
 }
 
 Status Ledger::set_limit(const ClientQuery& query, uint64_t bytes) {
-  const Lock lock(*segment_);
+  Lock lock(*segment_);
   KV_TRY(lock.check());
   Result<int> slot = find_locked(query);
-  return slot.ok() ? set_limit_locked(slot.value(), bytes) : slot.status();
+  return slot.ok() ? set_limit_locked(lock, slot.value(), bytes) : slot.status();
 }
 
 Status Ledger::set_min(const ClientQuery& query, uint64_t bytes) {
@@ -363,7 +337,7 @@ Result<int> Ledger::reap() {
 
 Status Ledger::destroy(bool force) {
   Result<FileLock> file_lock = FileLock::take(path_);
-  const Lock lock(*segment_);
+  Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) {
     return status.code == Code::gone ? Status{} : status;
   }
@@ -374,6 +348,7 @@ Status Ledger::destroy(bool force) {
     return failure(Code::busy, "clients still hold memory of " + path_ + "; close them first");
   }
   segment_->destroyed = 1;
+  lock.announce_room();
   // The path may be gone or hold a newer ledger by now; that one is not ours to remove.
   if (file_lock.ok() && is_still_at(fd_, path_) && ::unlink(path_.c_str()) != 0 &&
       errno != ENOENT) {

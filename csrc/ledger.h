@@ -11,8 +11,10 @@
 // Thread rule: any thread. Calls that name a slot come from the process that joined it.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -33,6 +35,9 @@ struct ClientOptions {
   uint64_t limit_bytes = kNoLimit;
 };
 
+// How long a sleeper trusts in being woken: its waker may have died before that.
+inline constexpr int64_t kLookAgainNs = 100'000'000;
+
 // Which client an administrator means. An absent part matches every client.
 struct ClientQuery {
   std::optional<std::string> name;
@@ -47,6 +52,35 @@ struct LedgerUsage {
   uint64_t capacity_bytes;
   uint64_t page_bytes;
   uint64_t charged_bytes;
+  std::vector<ClientRecord> clients;
+};
+
+// Part of a plan: this client of this record shall give back so much.
+struct Ask {
+  int slot;
+  uint64_t joined;
+  uint64_t bytes;
+};
+
+struct ShrinkRequest {
+  uint32_t number;
+  uint64_t bytes;  // to give back; kNoLimit: whatever can go
+};
+
+// What a client answers to a request. `evicted_tokens` of prefix cache made `evicted_bytes` of the
+// `given_bytes` free.
+struct ShrinkAnswer {
+  uint64_t given_bytes = 0;
+  uint64_t evicted_tokens = 0;
+  uint64_t evicted_bytes = 0;
+};
+
+// One coherent read for whoever plans who shall shrink; `slots` go with `clients`.
+struct BalloonView {
+  int64_t now_ns;
+  uint64_t asks;
+  uint64_t free_bytes;
+  std::vector<int> slots;
   std::vector<ClientRecord> clients;
 };
 
@@ -84,6 +118,36 @@ class Ledger {
   // client sees it at its next reservation. Code::unknown_client, Code::ambiguous_client.
   Status set_limit(const ClientQuery& query, uint64_t bytes);
   Status set_min(const ClientQuery& query, uint64_t bytes);
+
+  // --- the balloon: waiting for memory, and asking those who have some (ledger_balloon.cpp) ---
+
+  // Whether reserve (reserve_static if `is_static`) would grant the bytes. If not, sleeps until
+  // something has changed, kLookAgainNs have passed or `until_ns` has; look again then. From the
+  // first call on until end_wait or `until_ns` memory that comes free is kept for this client,
+  // after those who wait for longer, unless its limit or the others' guarantees forbid it for good.
+  // `look_first` false: sleeps in any case. Code::gone.
+  Result<bool> wait_for_room(int slot, uint64_t bytes, bool is_static, int64_t until_ns,
+                             bool look_first);
+  void end_wait(int slot);
+  Result<BalloonView> balloon_view();
+  // Posts requests, wakes their clients, and says which it reached: those that left are passed
+  // over. Code::busy, and nothing is posted, unless `asks` is still that of the view that the plan
+  // was made from.
+  Result<std::vector<bool>> ask(std::span<const Ask> plan, uint64_t asks, int64_t until_ns);
+
+  // For the asked client. has_request is a read of shared memory without the mutex.
+  bool has_request(int slot);
+  // Nothing if what was asked for is no longer wanted.
+  Result<std::optional<ShrinkRequest>> shrink_request(int slot);
+  Status answer(int slot, const ShrinkRequest& request, const ShrinkAnswer& answer);
+  // The word that changes with each request (a futex), and what it was at the last answer.
+  uint32_t* request_word(int slot) { return &record(slot).asked; }
+  uint32_t answered_request(int slot) { return std::atomic_ref(record(slot).answered).load(); }
+  // What this client could give back. Without the mutex.
+  void publish_evictable(int slot, uint64_t bytes);
+  void add_spare(int slot, int64_t bytes);
+  void touch(int slot);
+
   void count_maps(int slot, uint64_t maps, uint64_t unmaps);
 
   // One coherent read, dead clients freed first.
@@ -103,11 +167,15 @@ class Ledger {
   Ledger(std::string path, int fd, LedgerSegment* segment);
   ClientRecord& record(int slot) { return segment_->clients[slot]; }
   uint64_t free_bytes() const;
-  uint64_t room(const ClientRecord& client) const;
+  // Without what those wait for who came before this client.
+  uint64_t free_bytes_for(const ClientRecord& client);
+  uint64_t room(const ClientRecord& client);
+  uint64_t wanted_before(const ClientRecord& client);
+  uint64_t shared_part(const ClientRecord& client, uint64_t bytes, bool is_static) const;
   bool is_alive(int slot) const;
   int reap_locked();
   Result<int> find_locked(const ClientQuery& query);
-  Status set_limit_locked(int slot, uint64_t bytes);
+  Status set_limit_locked(Lock& lock, int slot, uint64_t bytes);
   Status set_min_locked(int slot, uint64_t bytes);
   Status claim_record(int slot, const ClientOptions& options, int memory_fd);
   // Applies `change` to a record and keeps the total of charges right.

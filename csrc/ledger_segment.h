@@ -9,9 +9,10 @@
 namespace kvcached {
 
 inline constexpr char kLedgerMagic[8] = {'K', 'V', 'L', 'E', 'D', 'G', 'E', 'R'};
-inline constexpr uint32_t kLedgerVersion = 1;
+inline constexpr uint32_t kLedgerVersion = 2;
 inline constexpr int kMaxClients = 128;
 inline constexpr uint64_t kNoLimit = UINT64_MAX;
+inline constexpr uint32_t kSleepers = 1;  // bit of LedgerSegment::room: somebody sleeps on it
 
 struct ClientRecord {
   uint32_t used;  // written last when a client joins, first when it leaves
@@ -28,7 +29,29 @@ struct ClientRecord {
   uint64_t maps;    // written without the mutex, by its client alone
   uint64_t unmaps;  // likewise
   char name[64];
-  uint64_t reserved[5];  // a whole number of cache lines, so that clients do not share one
+  uint64_t joined;  // tells the clients of one record apart
+
+  // What it could give back when asked; written without the mutex, by its client alone.
+  uint64_t spare_bytes;      // pages without a live block
+  uint64_t evictable_bytes;  // pages that only a prefix cache uses
+  int64_t active_ns;         // its last allocation, on the monotonic clock
+  uint64_t evicted_tokens;   // of prefix cache, to answer requests
+  uint64_t evicted_bytes;    // of pages that came free with them
+
+  // What it is asked for. A request is open while asked differs from answered.
+  uint32_t asked;  // a futex: its client sleeps on it
+  uint32_t answered;
+  uint64_t asked_bytes;       // beyond its limit it is asked anyway
+  int64_t asked_until_ns;     // after that nobody counts on it
+  int64_t ask_not_before_ns;  // it gave less than was asked for
+  uint64_t given_bytes;       // of all answers
+
+  // What it waits for.
+  uint64_t wanted_bytes;  // of the shared part of the device; others leave them free
+  int64_t wanted_until_ns;
+  uint64_t wanted_since;  // the order of those who wait; 0: it does not wait
+
+  uint64_t reserved[7];  // a whole number of cache lines, so that clients do not share one
 
   uint64_t elastic_bytes() const { return pending_bytes + committed_bytes; }
   // What the client takes from the device: a minimum counts whether it is used or not.
@@ -48,11 +71,16 @@ struct LedgerSegment {
   uint32_t padding;
   uint64_t charged_bytes;  // sum of charge_bytes() over used records; rebuilt after a death
   pthread_mutex_t mutex;   // process-shared, robust
+  uint32_t room;           // a futex: those who wait for room sleep on it; see kSleepers
+  uint32_t has_waiters;    // a record may have wanted_since set; 0: none has
+  uint64_t tickets;        // the last one given out, for joined and wanted_since
+  uint64_t asks;           // how often anybody was asked: a plan made before is out of date
+  uint64_t reserved[5];
   ClientRecord clients[kMaxClients];
 };
 
-static_assert(sizeof(ClientRecord) == 192);
+static_assert(sizeof(ClientRecord) == 320);
 static_assert(sizeof(pthread_mutex_t) == 40);
-static_assert(sizeof(LedgerSegment) == 128 + 192 * kMaxClients);
+static_assert(sizeof(LedgerSegment) == 192 + 320 * kMaxClients);
 
 }  // namespace kvcached

@@ -49,6 +49,7 @@ std::string fresh_ledger_path();
 void test_vmm();
 void test_cuda_faults();
 void test_ledger();
+void test_balloon();
 void test_kv_allocator();
 // On pages of kPage bytes of this device.
 void test_region(const std::string& device);

@@ -32,6 +32,7 @@ int main() {
   using namespace kvcached::testing;
   test_vmm();
   test_ledger();
+  test_balloon();
   test_kv_allocator();
   test_region("host:0");
   test_kv_cache("host:0");

@@ -5,38 +5,13 @@
 
 #include <thread>
 
-#include "check.h"
-#include "ledger.h"
+#include "ledger_fixture.h"
 #include "ledger_segment.h"
 #include "segments.h"
 
 namespace kvcached::testing {
 
 namespace {
-
-constexpr uint64_t kCapacity = 100 * kPage;
-
-struct Member {
-  explicit Member(std::shared_ptr<Ledger> joined, ClientOptions options = {.name = "member"})
-      : ledger(std::move(joined)),
-        lock_fd(value_of(ledger->open_lock_fd())),
-        slot(value_of(ledger->join(options, lock_fd, -1))) {}
-  ~Member() {
-    CHECK_OK(ledger->leave(slot));
-    ::close(lock_fd);
-  }
-
-  std::shared_ptr<Ledger> ledger;
-  int lock_fd;
-  int slot;
-};
-
-struct Fixture {
-  std::string path = fresh_ledger_path();
-  std::shared_ptr<Ledger> ledger = value_of(Ledger::open({path, kCapacity, kPage}));
-  ~Fixture() { CHECK_OK(ledger->destroy(true)); }
-  uint64_t charged() { return value_of(ledger->usage()).charged_bytes; }
-};
 
 void a_lease_is_reserved_committed_or_cancelled() {
   Fixture f;

@@ -1,0 +1,35 @@
+#include "futex.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <ctime>
+
+namespace kvcached {
+
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000;
+
+}  // namespace
+
+int64_t monotonic_ns() {
+  timespec now = {};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * kSecond + now.tv_nsec;
+}
+
+void futex_wait(uint32_t* word, uint32_t seen, int64_t until_ns) {
+  const timespec until = {until_ns / kSecond, until_ns % kSecond};
+  // The bitset variant takes a point in time on the monotonic clock instead of a duration.
+  (void)syscall(SYS_futex, word, FUTEX_WAIT_BITSET, seen, until_ns == INT64_MAX ? nullptr : &until,
+                nullptr, FUTEX_BITSET_MATCH_ANY);
+}
+
+void futex_wake_all(uint32_t* word) {
+  (void)syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace kvcached

@@ -1,0 +1,79 @@
+// The mutex of a ledger segment, held for the length of a scope; private to the ledger's files.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <vector>
+
+#include "futex.h"
+#include "ledger.h"
+#include "ledger_file.h"
+
+namespace kvcached {
+
+// If the last holder died inside, every record is whole all the same (each change is one store that
+// counts), and only the total has to be summed up again. Sleepers are woken after the unlock; those
+// whose waker dies before that look again by themselves (kLookAgainNs).
+class Ledger::Lock {
+ public:
+  explicit Lock(LedgerSegment& segment) : segment_(segment) {
+    error_ = pthread_mutex_lock(&segment_.mutex);
+    charged_bytes_ = segment_.charged_bytes;
+    if (error_ != EOWNERDEAD) return;
+    segment_.charged_bytes = total_charge(segment_);
+    error_ = pthread_mutex_consistent(&segment_.mutex);
+  }
+  ~Lock() {
+    if (error_ == 0) {
+      if (segment_.charged_bytes < charged_bytes_) announce_room();
+      pthread_mutex_unlock(&segment_.mutex);
+    }
+    if (room_) futex_wake_all(&segment_.room);
+    for (ClientRecord* client : asked_) futex_wake_all(&client->asked);
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+  Status check() const {
+    if (error_ != 0) return system_failure("lock of the ledger", error_);
+    if (segment_.destroyed != 0) {
+      return failure(Code::gone, "the device was destroyed; close the client and open it again");
+    }
+    return {};
+  }
+
+  // Somebody who waits for room may find it now. Goes without saying when the charges have become
+  // less. REQUIRES: the mutex is held.
+  void announce_room() {
+    if ((segment_.room & kSleepers) == 0) return;
+    std::atomic_ref(segment_.room).store((segment_.room & ~kSleepers) + 2 * kSleepers);
+    room_ = true;
+  }
+
+  // The client has a new reason to shrink. REQUIRES: the mutex is held.
+  void announce_ask(ClientRecord& client) {
+    std::atomic_ref(client.asked).fetch_add(1);
+    asked_.push_back(&client);
+  }
+
+ private:
+  LedgerSegment& segment_;
+  int error_;
+  uint64_t charged_bytes_ = 0;
+  bool room_ = false;
+  std::vector<ClientRecord*> asked_;
+};
+
+inline Status no_room(uint64_t need, uint64_t free, const char* why) {
+  return {Code::no_room,
+          "need " + std::to_string(need) + " bytes, " + std::to_string(free) + " free: " + why,
+          need, free};
+}
+
+inline uint64_t capped_sum(uint64_t a, uint64_t b) {
+  return a > UINT64_MAX - b ? UINT64_MAX : a + b;
+}
+
+inline uint64_t above(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+}  // namespace kvcached

@@ -1,0 +1,43 @@
+// A file descriptor for poll, select or epoll that becomes readable when another process changes a
+// shared word. A futex cannot be polled, and a socket or a FIFO needs a name that both sides see
+// and somebody who removes it; a thread that sleeps on the word and then writes to an eventfd
+// leaves nothing behind. The thread does nothing else.
+// Thread rule: any thread, but for the constructor and the destructor.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "status.h"
+
+namespace kvcached {
+
+class WakeThread {
+ public:
+  // Readable from the start if the word is not `seen`. The word outlives the object.
+  static Result<std::unique_ptr<WakeThread>> start(uint32_t* word, uint32_t seen);
+  // Adds one to the word to end its thread.
+  ~WakeThread();
+  WakeThread(const WakeThread&) = delete;
+  WakeThread& operator=(const WakeThread&) = delete;
+
+  int fd() const { return fd_; }
+  // Not readable any more, until the next change.
+  void clear();
+  // In a forked child, where the thread does not exist. Async-signal-safe.
+  void abandon_in_child();
+
+ private:
+  WakeThread(int fd, uint32_t* word) : fd_(fd), word_(word) {}
+  void run(uint32_t seen);
+
+  int fd_;
+  uint32_t* const word_;
+  std::atomic<bool> stopping_ = false;
+  std::atomic<bool> readable_ = false;
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace kvcached
