@@ -118,7 +118,7 @@ def run(subject: Model | Real, options: argparse.Namespace) -> float:
 
 def measure_real(options: argparse.Namespace) -> tuple[float, int]:
     """Mean ratio and slab growths of kvcached."""
-    layout = Layout(1, 1, PAGE_BYTES // options.slab_blocks // 2, None, "float16", 1)
+    layout = Layout(1, 1, PAGE_BYTES // options.slab_blocks // 2, dtype="float16", block_tokens=1)
     device = Device.open(
         "host:0",
         capacity_bytes=4 << 30,

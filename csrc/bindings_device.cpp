@@ -87,6 +87,7 @@ void bind_client(nb::module_& module) {
           },
           nb::arg("ledger"), nb::arg("device"), nb::arg("name"), nb::arg("min_bytes"),
           nb::arg("limit_bytes").none())
+      .def("available_bytes", [](Client& self) { return take(self.available()); })
       .def("record", [](Client& self) { return take(self.record()); })
       .def(
           "set_limit",

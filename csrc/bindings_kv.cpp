@@ -1,6 +1,7 @@
 // KV caches for Python. alloc and free run once per engine step and sequence: a call that needs no
 // driver keeps the GIL, since letting go of it costs more than the call.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -59,12 +60,30 @@ void free_dense(KvCache& cache, std::span<const int64_t> ids) {
   }
 }
 
-void free_ids(KvCache& cache, const Ids& ids) {
-  if (ids.stride(0) == 1 || ids.size() <= 1) return free_dense(cache, {ids.data(), ids.size()});
+std::vector<int64_t> dense_copy(const Ids& ids) {
   std::vector<int64_t> dense(ids.size());
   for (size_t i = 0; i < dense.size(); ++i)
     dense[i] = ids.data()[static_cast<int64_t>(i) * ids.stride(0)];
-  free_dense(cache, dense);
+  return dense;
+}
+
+void free_ids(KvCache& cache, const Ids& ids) {
+  if (ids.stride(0) == 1 || ids.size() <= 1) return free_dense(cache, {ids.data(), ids.size()});
+  free_dense(cache, dense_copy(ids));
+}
+
+// None if the virtual space is used up.
+std::optional<size_t> missing_pages(const KvCache& cache, int64_t blocks) {
+  if (blocks < 0) check(failure(Code::invalid_argument, "num_blocks is negative"));
+  Result<size_t> pages = without_gil([&] { return cache.missing_pages(blocks); });
+  if (!pages.ok() && pages.status().code == Code::no_room) return std::nullopt;
+  return take(std::move(pages));
+}
+
+bool found_room(Status status) {
+  if (status.code == Code::no_room) return false;
+  check(std::move(status));
+  return true;
 }
 
 }  // namespace
@@ -80,6 +99,18 @@ void bind_kv(nb::module_& module) {
           })
       .def("alloc", alloc_ids)
       .def("free", free_ids, nb::arg("ids").noconvert())
+      .def("missing_pages", missing_pages)
+      .def(
+          "check_free",
+          [](KvCache& self, const Ids& ids) {
+            const std::vector<int64_t> dense = dense_copy(ids);
+            check(without_gil([&] { return self.check_free(dense); }));
+          },
+          nb::arg("ids").noconvert())
+      .def("find_room",
+           [](KvCache& self, size_t pages) {
+             return found_room(without_gil([&] { return self.find_room(pages); }));
+           })
       .def("available_blocks",
            [](KvCache& self) { return take(without_gil([&] { return self.available_blocks(); })); })
       .def_prop_ro("total_blocks", &KvCache::total_blocks)
@@ -105,11 +136,13 @@ void bind_kv(nb::module_& module) {
              return std::tuple(counters.maps, counters.unmaps, counters.pages_mapped,
                                counters.pages_unmapped);
            })
-      .def("buffer_view",
-           [](const KvCache& self, size_t buffer, std::vector<int64_t> shape, std::string dtype) {
-             return take(TensorView::make(self.region(), self.buffer_offset(buffer),
-                                          std::move(shape), std::move(dtype)));
-           })
+      .def(
+          "buffer_view",
+          [](const KvCache& self, size_t buffer, uint64_t offset, std::vector<int64_t> shape,
+             std::vector<int64_t> strides, std::string dtype) {
+            return take(TensorView::make(self.region(), self.buffer_offset(buffer) + offset,
+                                         {std::move(shape), std::move(strides)}, std::move(dtype)));
+          })
       .def("close", [](KvCache& self) { check(without_gil([&] { return self.close(); })); });
 }
 

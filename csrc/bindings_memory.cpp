@@ -48,7 +48,10 @@ void check_dlpack_device(const TensorView& view, nb::handle wanted) {
 
 void bind_view(nb::module_& module) {
   nb::class_<TensorView>(module, "TensorView")
-      .def_prop_ro("shape", [](const TensorView& self) { return nb::tuple(nb::cast(self.shape)); })
+      .def_prop_ro("shape",
+                   [](const TensorView& self) { return nb::tuple(nb::cast(self.extents.shape)); })
+      .def_prop_ro("strides",
+                   [](const TensorView& self) { return nb::tuple(nb::cast(self.extents.strides)); })
       .def_ro("dtype", &TensorView::dtype)
       .def_prop_ro("address", &TensorView::address)
       .def(
@@ -89,8 +92,8 @@ void bind_tensor(nb::module_& module) {
       .def("view",
            [](const VirtualTensor& self, uint64_t offset, std::vector<int64_t> shape,
               std::string dtype) {
-             return take(
-                 TensorView::make(self.region(), offset, std::move(shape), std::move(dtype)));
+             return take(TensorView::make(self.region(), offset, dense(std::move(shape)),
+                                          std::move(dtype)));
            })
       .def("close", [](VirtualTensor& self) { check(without_gil([&] { return self.close(); })); });
 }

@@ -1,6 +1,7 @@
 #include "dlpack.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace kvcached {
 
@@ -40,27 +41,21 @@ template <class Managed>
 struct Export {
   Managed managed;
   std::shared_ptr<Region> region;
-  std::vector<int64_t> shape, strides;
+  Extents extents;
 };
-
-std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
-  return strides;
-}
 
 template <class Managed>
 Managed* export_view(const TensorView& view) {
-  auto* made = new Export<Managed>{{}, view.region, view.shape, row_major_strides(view.shape)};
+  auto* made = new Export<Managed>{{}, view.region, view.extents};
   const ElementType type = element_type(view.dtype).value();
   made->managed.tensor = {reinterpret_cast<void*>(view.address()),
                           dlpack_device(view),
-                          static_cast<int32_t>(view.shape.size()),
+                          static_cast<int32_t>(view.extents.shape.size()),
                           type.code,
                           type.bits,
                           1,
-                          made->shape.data(),
-                          made->strides.data(),
+                          made->extents.shape.data(),
+                          made->extents.strides.data(),
                           0};
   made->managed.context = made;
   made->managed.deleter = [](Managed* self) {
@@ -74,11 +69,37 @@ struct NamedType {
   ElementType type;
 };
 
-// DLPack type codes: 0 signed, 1 unsigned, 2 float, 4 bfloat.
+// DLPack type codes: 0 signed, 1 unsigned, 2 float, 4 bfloat; since 1.1 10 float8_e4m3fn and
+// 12 float8_e5m2.
 constexpr NamedType kTypes[] = {
-    {"float32", {2, 32}}, {"float16", {2, 16}}, {"bfloat16", {4, 16}}, {"float64", {2, 64}},
-    {"int8", {0, 8}},     {"uint8", {1, 8}},    {"int32", {0, 32}},    {"int64", {0, 64}},
+    {"float32", {2, 32}},     {"float16", {2, 16}}, {"bfloat16", {4, 16}},
+    {"float64", {2, 64}},     {"int8", {0, 8}},     {"uint8", {1, 8}},
+    {"int32", {0, 32}},       {"int64", {0, 64}},   {"float8_e4m3fn", {10, 8}},
+    {"float8_e5m2", {12, 8}},
 };
+
+// Bytes from the first element to the end of the last; none if that is beyond 64 bits.
+std::optional<uint64_t> span_bytes(const Extents& extents, uint64_t element_bytes) {
+  uint64_t last = 0;
+  for (size_t i = 0; i < extents.shape.size(); ++i) {
+    uint64_t reach = 0;
+    if (__builtin_mul_overflow(static_cast<uint64_t>(extents.shape[i] - 1),
+                               static_cast<uint64_t>(extents.strides[i]), &reach) ||
+        __builtin_add_overflow(last, reach, &last)) {
+      return std::nullopt;
+    }
+  }
+  uint64_t bytes = 0;
+  if (__builtin_add_overflow(last, uint64_t{1}, &last) ||
+      __builtin_mul_overflow(last, element_bytes, &bytes)) {
+    return std::nullopt;
+  }
+  return bytes;
+}
+
+bool all_positive(const std::vector<int64_t>& values) {
+  return std::all_of(values.begin(), values.end(), [](int64_t value) { return value > 0; });
+}
 
 }  // namespace
 
@@ -91,23 +112,32 @@ Result<ElementType> element_type(const std::string& name) {
   return failure(Code::invalid_argument, "dtype '" + name + "' is not supported; use " + known);
 }
 
+Extents dense(std::vector<int64_t> shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) {
+    // An extent that makes this overflow does not fit either; TensorView::make says so.
+    if (__builtin_mul_overflow(strides[i], shape[i], &strides[i - 1])) strides[i - 1] = 0;
+  }
+  return {std::move(shape), std::move(strides)};
+}
+
 Result<TensorView> TensorView::make(std::shared_ptr<Region> region, uint64_t offset_bytes,
-                                    std::vector<int64_t> shape, std::string dtype) {
+                                    Extents extents, std::string dtype) {
   Result<ElementType> type = element_type(dtype);
   if (!type.ok()) return type.status();
-  uint64_t bytes = type.value().bits / 8;
-  bool fits = !shape.empty() && offset_bytes % bytes == 0;
-  for (const int64_t extent : shape) {
-    fits =
-        fits && extent > 0 && !__builtin_mul_overflow(bytes, static_cast<uint64_t>(extent), &bytes);
-  }
-  if (!fits || offset_bytes > region->bytes() || bytes > region->bytes() - offset_bytes) {
+  const uint64_t element_bytes = type.value().bits / 8;
+  const bool sound = !extents.shape.empty() && extents.shape.size() == extents.strides.size() &&
+                     all_positive(extents.shape) && all_positive(extents.strides) &&
+                     offset_bytes % element_bytes == 0;
+  const std::optional<uint64_t> bytes =
+      sound ? span_bytes(extents, element_bytes) : std::optional<uint64_t>();
+  if (!bytes || offset_bytes > region->bytes() || *bytes > region->bytes() - offset_bytes) {
     return failure(Code::invalid_argument,
                    "the view must have positive extents, start at a multiple of its element and "
                    "lie within the tensor of " +
                        std::to_string(region->bytes()) + " bytes");
   }
-  return TensorView{std::move(region), offset_bytes, std::move(shape), std::move(dtype)};
+  return TensorView{std::move(region), offset_bytes, std::move(extents), std::move(dtype)};
 }
 
 DlDevice dlpack_device(const TensorView& view) {
@@ -118,7 +148,7 @@ DlDevice dlpack_device(const TensorView& view) {
 void* export_versioned(const TensorView& view) {
   auto* managed = export_view<DlManagedVersioned>(view);
   managed->major = 1;
-  managed->minor = 0;
+  managed->minor = 1;
   return managed;
 }
 

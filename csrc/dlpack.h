@@ -19,16 +19,26 @@ struct ElementType {
 // Code::invalid_argument for a name that is not supported, with the ones that are.
 Result<ElementType> element_type(const std::string& name);
 
-// A dense row-major view of part of a region. It keeps the address range reserved, not the pages:
-// reading a hole of it is a fault, on the host device a SIGSEGV, on a GPU the end of the context.
+// Where elements lie: `strides` in elements, as the standard has them.
+struct Extents {
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides;
+};
+
+// Row-major without gaps.
+Extents dense(std::vector<int64_t> shape);
+
+// A view of part of a region. It keeps the address range reserved, not the pages: reading a hole of
+// it is a fault, on the host device a SIGSEGV, on a GPU the end of the context.
 struct TensorView {
   std::shared_ptr<Region> region;
   uint64_t offset_bytes;
-  std::vector<int64_t> shape;
+  Extents extents;
   std::string dtype;
 
+  // Code::invalid_argument unless every element lies in the region.
   static Result<TensorView> make(std::shared_ptr<Region> region, uint64_t offset_bytes,
-                                 std::vector<int64_t> shape, std::string dtype);
+                                 Extents extents, std::string dtype);
   uint64_t address() const { return region->address() + offset_bytes; }
 };
 

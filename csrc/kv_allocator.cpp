@@ -298,6 +298,12 @@ Status KvAllocator::give(std::span<const int64_t> ids) {
   return {};
 }
 
+Status KvAllocator::check_give(std::span<const int64_t> ids) {
+  KV_TRY(disown(ids));
+  for (const int64_t block : ids) set_owned(block, true);
+  return {};
+}
+
 Status KvAllocator::check_lists() const {
   Slab linked = 0;
   for (uint32_t free = 0; free < heads_.size(); ++free) {

@@ -54,6 +54,8 @@ class KvAllocator {
   void take(std::span<int64_t> ids);
   // Frees all ids or none: Code::unknown_block, Code::double_free (also for an id named twice).
   Status give(std::span<const int64_t> ids);
+  // What give would answer.
+  Status check_give(std::span<const int64_t> ids);
 
   // Recounts everything from the ownership bitmap and walks every list; Code::internal if a
   // count or a link is wrong.

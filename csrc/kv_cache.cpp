@@ -141,19 +141,22 @@ Status KvCache::shrink(std::span<const Slab> slabs) {
   return pool_.give(pages.value());
 }
 
+Result<Slab> KvCache::missing_slabs(int64_t blocks) const {
+  const int64_t missing = blocks - blocks_.free_mapped_blocks();
+  if (missing <= 0) return Slab{0};
+  const int64_t per_slab = blocks_.blocks_per_slab();
+  const int64_t slabs = (missing + per_slab - 1) / per_slab;
+  if (slabs <= int64_t{blocks_.unmapped_slabs()}) return static_cast<Slab>(slabs);
+  return failure(Code::no_room, "the virtual space of the KV cache is used up");
+}
+
 Status KvCache::alloc(std::span<int64_t> ids) {
   const std::lock_guard lock(mutex_);
   const Publisher publisher(*this);
   KV_TRY(check_open());
-  const auto wanted = static_cast<int64_t>(ids.size());
-  if (const int64_t missing = wanted - blocks_.free_mapped_blocks(); missing > 0) {
-    const int64_t per_slab = blocks_.blocks_per_slab();
-    const int64_t slabs = (missing + per_slab - 1) / per_slab;
-    if (slabs > int64_t{blocks_.unmapped_slabs()}) {
-      return failure(Code::no_room, "the virtual space of the KV cache is used up");
-    }
-    KV_TRY(grow(static_cast<Slab>(slabs)));
-  }
+  Result<Slab> slabs = missing_slabs(static_cast<int64_t>(ids.size()));
+  if (!slabs.ok()) return slabs.status();
+  if (slabs.value() > 0) KV_TRY(grow(slabs.value()));
   blocks_.take(ids);
   client_->touch();
   return {};
@@ -166,6 +169,27 @@ Status KvCache::free(std::span<const int64_t> ids) {
   KV_TRY(blocks_.give(ids));
   settle_locked();
   return {};
+}
+
+Result<size_t> KvCache::missing_pages(int64_t blocks) const {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  Result<Slab> slabs = missing_slabs(blocks);
+  if (!slabs.ok()) return slabs.status();
+  const size_t pages = slabs.value() * pages_per_slab_;
+  return pages - std::min(pages, pool_.spare_pages());
+}
+
+Status KvCache::check_free(std::span<const int64_t> ids) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  return blocks_.check_give(ids);
+}
+
+Status KvCache::find_room(size_t pages) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  return pool_.find_room(pages);
 }
 
 bool KvCache::try_alloc(std::span<int64_t> ids) {

@@ -47,6 +47,14 @@ class KvCache final : private SpareHolder {
   TryFree try_free(std::span<const int64_t> ids);
   void settle();
 
+  // For calls that several caches must all grant: the pages that alloc(blocks) would take from the
+  // ledger (Code::no_room if the virtual space is too small), and what free(ids) would answer.
+  Result<size_t> missing_pages(int64_t blocks) const;
+  Status check_free(std::span<const int64_t> ids);
+  // Code::no_room unless the client could have `pages` more at this moment; other holders' spare
+  // pages may go back for it. Nothing is kept.
+  Status find_room(size_t pages);
+
   // Blocks that alloc would grant now, without the spare pages of the client's other caches.
   Result<int64_t> available_blocks();
   int64_t total_blocks() const { return blocks_.total_blocks(); }
@@ -86,6 +94,8 @@ class KvCache final : private SpareHolder {
   void settle_locked();
   bool has_surplus() const { return blocks_.empty_slabs() > high_slabs_; }
   Status check_open() const;
+  // Slabs to map before so many blocks can be taken; Code::no_room if there are not as many.
+  Result<Slab> missing_slabs(int64_t blocks) const;
   Status grow(Slab count);
   Status shrink(std::span<const Slab> slabs);
   std::vector<PageRun> runs_of(std::span<const Slab> slabs) const;

@@ -49,6 +49,12 @@ Result<std::vector<Handle>> PagePool::create(size_t count) {
   return outcome;
 }
 
+Status PagePool::find_room(size_t count) {
+  const uint64_t bytes = count * client_->page_bytes();
+  KV_TRY(reserve(bytes));
+  return client_->cancel(bytes);
+}
+
 Result<std::vector<Handle>> PagePool::take(size_t count) {
   const size_t reused = std::min(count, spares_.size());
   std::vector<Handle> handles;

@@ -18,6 +18,8 @@ class PagePool {
 
   // `count` pages, all or none; Code::no_room if the ledger does not grant them.
   Result<std::vector<Handle>> take(size_t count);
+  // Code::no_room unless the ledger would grant `count` pages at this moment. Keeps none.
+  Status find_room(size_t count);
   // REQUIRES: taken from here and not mapped. On failure the pages stay in the pool as spares.
   Status give(std::span<const Handle> handles);
   // Gives spare pages back until at most `keep` are left. Returns how many went.

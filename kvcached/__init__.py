@@ -14,8 +14,20 @@ from kvcached._core import TensorView  # noqa: E402
 from kvcached.client import Client, StaticLease  # noqa: E402
 from kvcached.device import Device, segment_path  # noqa: E402
 from kvcached.errors import KvcachedError, NoRoomError  # noqa: E402
+from kvcached.group import KVCacheGroup  # noqa: E402
 from kvcached.kvcache import KVCache  # noqa: E402
-from kvcached.layout import Layout  # noqa: E402
+from kvcached.layouts import (  # noqa: E402
+    Heads,
+    HybridLayout,
+    KVLayout,
+    Latent,
+    LayerGroup,
+    Layout,
+    LayoutChoice,
+    MixedLayout,
+    MLALayout,
+    choose_layout,
+)
 from kvcached.segments import Segment, SegmentClient, collect_garbage, segments  # noqa: E402
 from kvcached.tensor import VirtualTensor  # noqa: E402
 from kvcached.usage import ClientUsage, DeviceUsage, Fragmentation, KVCounters  # noqa: E402
@@ -26,16 +38,26 @@ __all__ = [
     "Device",
     "DeviceUsage",
     "Fragmentation",
+    "Heads",
+    "HybridLayout",
     "KVCache",
+    "KVCacheGroup",
     "KVCounters",
+    "KVLayout",
     "KvcachedError",
+    "Latent",
+    "LayerGroup",
     "Layout",
+    "LayoutChoice",
+    "MLALayout",
+    "MixedLayout",
     "NoRoomError",
     "Segment",
     "SegmentClient",
     "StaticLease",
     "TensorView",
     "VirtualTensor",
+    "choose_layout",
     "collect_garbage",
     "errors",
     "segment_path",

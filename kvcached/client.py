@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import overload
 
 from kvcached import _core
 from kvcached.checks import not_negative, positive
+from kvcached.group import KVCacheGroup
 from kvcached.kvcache import KVCache
+from kvcached.layouts import HybridLayout, KVLayout
 from kvcached.tensor import VirtualTensor
 from kvcached.usage import ClientUsage
-
-if TYPE_CHECKING:
-    from kvcached.layout import Layout
 
 
 class StaticLease:
@@ -76,17 +75,29 @@ class Client:
         """Gives its pages back; its address range is free once the last view is gone."""
         tensor._free()
 
+    @overload
     def alloc_kvcache(
-        self, layout: Layout, num_tokens: int, *, reserved_blocks: int = 1
-    ) -> KVCache:
+        self, layout: KVLayout, num_tokens: int, *, reserved_blocks: int = 1
+    ) -> KVCache: ...
+
+    @overload
+    def alloc_kvcache(
+        self, layout: HybridLayout, num_tokens: int, *, reserved_blocks: int = 1
+    ) -> KVCacheGroup: ...
+
+    def alloc_kvcache(
+        self, layout: KVLayout | HybridLayout, num_tokens: int, *, reserved_blocks: int = 1
+    ) -> KVCache | KVCacheGroup:
         """Virtual space for at least `num_tokens`, rounded up to whole slabs.
 
         Resident is nothing but the slabs of the first `reserved_blocks`, which raise NoRoomError
-        if there is no room for them.
+        if there is no room for them. Of a HybridLayout each group gets all of this for itself.
         """
+        if isinstance(layout, HybridLayout):
+            return KVCacheGroup(self._core, self.page_bytes, layout, num_tokens, reserved_blocks)
         return KVCache(self._core, self.page_bytes, layout, num_tokens, reserved_blocks)
 
-    def free_kvcache(self, kvcache: KVCache) -> None:
+    def free_kvcache(self, kvcache: KVCache | KVCacheGroup) -> None:
         """Gives its pages back; its address range is free once the last view is gone."""
         kvcache._free()
 

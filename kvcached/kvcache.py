@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvcached.layout import Layout
+    from kvcached.layouts import KVLayout, Placement
+
+_WRONG_IDS = "ids must be a 1-D int64 array on the CPU"
 
 
 class KVCache:
@@ -27,7 +29,7 @@ class KVCache:
         self,
         client: _core.Client,
         page_bytes: int,
-        layout: Layout,
+        layout: KVLayout,
         num_tokens: int,
         reserved_blocks: int,
     ) -> None:
@@ -54,17 +56,39 @@ class KVCache:
 
     def k_buffer(self, layer: int) -> _core.TensorView:
         """K of a layer for from_dlpack: (num_tokens, num_kv_heads, head_dim)."""
-        return self._buffer(layer, 0, self.layout.head_dim)
+        return self.buffer(layer, "k")
 
     def v_buffer(self, layer: int) -> _core.TensorView:
         """V of a layer for from_dlpack: (num_tokens, num_kv_heads, v_head_dim)."""
-        return self._buffer(layer, 1, self.layout.v_head_dim or self.layout.head_dim)
+        return self.buffer(layer, "v")
 
-    def _buffer(self, layer: int, which: int, head_dim: int) -> _core.TensorView:
-        if not 0 <= layer < self.layout.num_layers:
-            raise InvalidArgumentError(f"layer {layer} is not in 0..{self.layout.num_layers - 1}")
-        shape = [self.num_tokens, self.layout.num_kv_heads, head_dim]
-        return self._core.buffer_view(2 * layer + which, shape, self.layout.dtype)
+    def buffer(self, layer: int, part: str) -> _core.TensorView:
+        """A part of a layer ("k", "v", "latent") for from_dlpack, by tokens: (tokens, heads, dim).
+
+        Strided if the layout interleaves tokens; InvalidArgumentError if it interleaves blocks.
+        """
+        return self._view(self.layout.tokens_of(layer, part, self.num_tokens))
+
+    def k_blocks(self, layer: int) -> _core.TensorView:
+        """K of a layer by blocks, on every layout: (blocks, block_tokens, heads, head_dim)."""
+        return self.blocks(layer, "k")
+
+    def v_blocks(self, layer: int) -> _core.TensorView:
+        """V of a layer by blocks, on every layout: (blocks, block_tokens, heads, v_head_dim)."""
+        return self.blocks(layer, "v")
+
+    def blocks(self, layer: int, part: str) -> _core.TensorView:
+        """A part of a layer by blocks: (num_blocks, block_tokens, heads, dim), maybe strided."""
+        return self._view(self.layout.blocks_of(layer, part, self.num_blocks))
+
+    def _view(self, place: Placement) -> _core.TensorView:
+        return self._core.buffer_view(
+            place.buffer,
+            place.offset_bytes,
+            list(place.shape),
+            list(place.strides),
+            self.layout.dtype,
+        )
 
     def alloc_kv(self, num_blocks: int) -> NDArray[np.int64] | None:
         """Ids of blocks that are mapped and yours, or None if there is no room now.
@@ -81,7 +105,28 @@ class KVCache:
         try:
             self._core.free(ids)
         except TypeError as error:
-            raise InvalidArgumentError("ids must be a 1-D int64 array on the CPU") from error
+            raise InvalidArgumentError(_WRONG_IDS) from error
+
+    def missing_pages(self, num_blocks: int) -> int | None:
+        """Pages that alloc_kv would take from the ledger: 0 if what is mapped or spare will do.
+
+        None if the virtual space has not as many blocks left.
+        """
+        return self._core.missing_pages(not_negative("num_blocks", num_blocks))
+
+    def find_room(self, num_pages: int) -> bool:
+        """Whether the ledger would grant so many pages at this moment; none is kept.
+
+        What could be given back for them is: the spare pages of this client's other caches.
+        """
+        return self._core.find_room(not_negative("num_pages", num_pages))
+
+    def check_free(self, ids: NDArray[np.int64]) -> None:
+        """Raises what free_kv would raise; changes nothing."""
+        try:
+            self._core.check_free(ids)
+        except TypeError as error:
+            raise InvalidArgumentError(_WRONG_IDS) from error
 
     def can_alloc(self, num_blocks: int) -> bool:
         """Whether alloc_kv would succeed now; other clients may change that at any time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from kvcached.layout import Layout
+from kvcached import Layout
 from prism.config import DeviceConfig, EngineConfig
 from prism.messages import ModelSpec
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import ctypes
-from math import prod
 from typing import Any
 
 import numpy as np
 
 import kvcached
 
+STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
 
 def as_array(source: Any) -> Any:
     """A numpy array on the memory of a view or of a whole virtual tensor.
 
-    numpy takes no tensor of a GPU; the test libcuda's GPU is host memory at the same address.
+    numpy takes no tensor of a GPU; the test libcuda's GPU is host memory at the same address. Types
+    that numpy lacks come as unsigned integers of their size.
     """
-    if source.__dlpack_device__()[0] == 1:
+    known = getattr(source, "dtype", "uint8") not in STORED_AS
+    if known and source.__dlpack_device__()[0] == 1:
         return np.from_dlpack(source)
     if isinstance(source, kvcached.VirtualTensor):
         source = source.view([source.size_bytes], "uint8")
-    dtype = np.dtype(source.dtype)
-    raw = (ctypes.c_uint8 * (prod(source.shape) * dtype.itemsize)).from_address(source.address)
-    return np.frombuffer(raw, dtype=dtype).reshape(source.shape)
+    dtype = np.dtype(STORED_AS.get(source.dtype, source.dtype))
+    last = [(extent - 1) * step for extent, step in zip(source.shape, source.strides, strict=True)]
+    raw = (ctypes.c_uint8 * ((sum(last) + 1) * dtype.itemsize)).from_address(source.address)
+    strides = [step * dtype.itemsize for step in source.strides]
+    return np.ndarray(source.shape, dtype, raw, strides=strides)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvcached import Client, Device, Layout, errors
+from kvcached.layouts import ARRANGEMENTS, Arrangement
 
 from .arrays import as_array
 from .conftest import CAPACITY, EVERY_DEVICE, PAGE, TINY
@@ -131,6 +132,21 @@ def test_torch_shares_the_memory(client: Client, dtype: str) -> None:
     keys[0] = 3
     assert torch.from_dlpack(kv.k_buffer(1))[0].eq(3).all()
     assert torch.from_dlpack(kv.v_buffer(1))[0].eq(0).all()
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"])
+def test_torch_sees_types_and_strides(client: Client, dtype: str, arrangement: Arrangement) -> None:
+    torch = pytest.importorskip("torch")
+    layout = Layout(3, 4, 16, dtype=dtype, block_tokens=4, arrangement=arrangement)
+    kv = client.alloc_kvcache(layout, 1000)
+    view = kv.v_blocks(2)
+    tensor = torch.from_dlpack(view)
+    assert tensor.dtype == getattr(torch, dtype)
+    assert (tuple(tensor.shape), tensor.stride()) == (view.shape, view.strides)
+    tensor[0] = 1.5
+    assert torch.from_dlpack(kv.v_blocks(2))[0].to(torch.float32).eq(1.5).all()
+    assert torch.from_dlpack(kv.k_blocks(2))[0].to(torch.float32).eq(0).all()
 
 
 @EVERY_DEVICE

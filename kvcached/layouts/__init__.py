@@ -1,0 +1,28 @@
+"""How a model's KV cache lies in memory: what a layer keeps, in which order, how it grows.
+
+`base` holds the arithmetic, `attention` what models keep, `hybrid` groups of layers whose blocks
+live and die apart, `choice` the rule that picks an arrangement. Plain data: nothing here touches a
+device.
+"""
+
+from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALayout
+from kvcached.layouts.base import ARRANGEMENTS, DTYPE_BYTES, Arrangement, KVLayout, Placement
+from kvcached.layouts.choice import LayoutChoice, choose_layout
+from kvcached.layouts.hybrid import HybridLayout, LayerGroup
+
+__all__ = [
+    "ARRANGEMENTS",
+    "DTYPE_BYTES",
+    "Arrangement",
+    "Heads",
+    "HybridLayout",
+    "KVLayout",
+    "Latent",
+    "LayerGroup",
+    "Layout",
+    "LayoutChoice",
+    "MLALayout",
+    "MixedLayout",
+    "Placement",
+    "choose_layout",
+]

@@ -1,0 +1,150 @@
+"""What the attention of a model keeps: K and V heads, a latent, or another thing in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from kvcached.checks import positive
+from kvcached.errors import InvalidArgumentError
+from kvcached.layouts.base import KVLayout, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """K and V of MHA, GQA (fewer KV heads than query heads) or MQA (one)."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("num_kv_heads", self.num_kv_heads)
+        positive("head_dim", self.head_dim)
+        if self.v_head_dim is not None:
+            positive("v_head_dim", self.v_head_dim)
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        """K, then V."""
+        return (
+            Part(layer, "k", self.num_kv_heads, self.head_dim),
+            Part(layer, "v", self.num_kv_heads, self.v_head_dim or self.head_dim),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """The compressed K and V of MLA (DeepSeek-V2, §2.1), and beside it the rotary part of K."""
+
+    kv_lora_rank: int
+    rope_dim: int
+
+    def __post_init__(self) -> None:
+        positive("kv_lora_rank", self.kv_lora_rank)
+        positive("rope_dim", self.rope_dim)
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        """One row for all heads: kv_lora_rank numbers, then rope_dim."""
+        return (Part(layer, "latent", 1, self.kv_lora_rank + self.rope_dim),)
+
+
+@dataclass(frozen=True)
+class Layout(KVLayout):
+    """MHA, GQA and MQA with the same K and V heads in every layer: parts "k" and "v".
+
+    `num_kv_heads` 1 is MQA. V may have its own `v_head_dim` (None: the same).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("num_layers", self.num_layers)
+        self._heads()
+        super().__post_init__()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """K0, V0, K1, V1, ..."""
+        return _parts([self._heads()] * self.num_layers)
+
+    @property
+    def k_token_bytes(self) -> int:
+        """Bytes of one token's K in one layer."""
+        return self._widths()[0]
+
+    @property
+    def v_token_bytes(self) -> int:
+        """Bytes of one token's V in one layer."""
+        return self._widths()[1]
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """The layout of so many layers."""
+        return replace(self, num_layers=len(layers), padded_token_bytes=None)
+
+    def _heads(self) -> Heads:
+        return Heads(self.num_kv_heads, self.head_dim, self.v_head_dim)
+
+
+@dataclass(frozen=True)
+class MLALayout(KVLayout):
+    """Multi-head latent attention: part "latent", (1, kv_lora_rank + rope_dim) a layer and token.
+
+    There is no V: kernels read it from the first kv_lora_rank numbers.
+    """
+
+    num_layers: int
+    kv_lora_rank: int
+    rope_dim: int
+
+    def __post_init__(self) -> None:
+        positive("num_layers", self.num_layers)
+        self._latent()
+        super().__post_init__()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """One a layer."""
+        return _parts([self._latent()] * self.num_layers)
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """The layout of so many layers."""
+        return replace(self, num_layers=len(layers), padded_token_bytes=None)
+
+    def _latent(self) -> Latent:
+        return Latent(self.kv_lora_rank, self.rope_dim)
+
+
+@dataclass(frozen=True)
+class MixedLayout(KVLayout):
+    """Layers that differ in heads or dimensions, or in kind; all keep every token.
+
+    Per layer, a slab holds the least number of tokens that fills whole pages in *every* buffer:
+    odd mixtures of widths make it large, and interleaving does not.
+    """
+
+    layers: tuple[Heads | Latent, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple) or not self.layers:
+            raise InvalidArgumentError("layers must be a tuple of Heads and Latent, not empty")
+        if not all(isinstance(layer, Heads | Latent) for layer in self.layers):
+            raise InvalidArgumentError("layers must hold nothing but Heads and Latent")
+        super().__post_init__()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Those of layer 0, then those of layer 1, ..."""
+        return _parts(self.layers)
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """These layers, in this order."""
+        chosen = tuple(self.layers[layer] for layer in layers)
+        return replace(self, layers=chosen, padded_token_bytes=None)
+
+
+def _parts(layers: Iterable[Heads | Latent]) -> tuple[Part, ...]:
+    return tuple(part for number, layer in enumerate(layers) for part in layer.parts(number))

@@ -1,0 +1,199 @@
+"""The arithmetic that all layouts share: tokens, blocks, slabs, pages and strides."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
+
+from kvcached.checks import not_negative, positive
+from kvcached.errors import InvalidArgumentError
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+Arrangement = Literal["per_layer", "block_interleaved", "token_interleaved"]
+ARRANGEMENTS: tuple[Arrangement, ...] = get_args(Arrangement)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a layer keeps of each token under a name ("k", "v", "latent"): (heads, dim) numbers."""
+
+    layer: int
+    name: str
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a tensor lies: in which buffer, how far from its start, and strides in elements."""
+
+    buffer: int
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout(ABC):
+    """What a token leaves behind in every layer, and how that lies in memory.
+
+    `dtype` is a key of DTYPE_BYTES. `block_tokens` is the engine's page size in tokens; a block is
+    the unit of alloc_kv. `arrangement` says what is adjacent:
+
+    - "per_layer": each layer's K and V (or latent) in a buffer of its own, without gaps. Kernels
+      see the strides of a stock cache; a growth is pages in every buffer.
+    - "block_interleaved": one buffer; all layers of a block lie together, each part of it as
+      (block_tokens, heads, dim). Kernels see a larger stride from block to block.
+    - "token_interleaved": one buffer; all layers of a token lie together. Kernels see a larger
+      stride from token to token.
+
+    A *slab* is the smallest growth: in every buffer the shortest run of device pages that holds
+    whole blocks, since the bytes of a block need not divide a page. `slab_tokens` says how many
+    tokens it holds, `quantum_bytes` what it costs over all buffers; admission counts in these.
+
+    `padded_token_bytes` (interleaved only; None: no gap) is what a token takes there at the least
+    cost in quanta: a width that shares few factors with a page makes large slabs, and a gap behind
+    each block or token makes them small. `choose_layout` finds it.
+    """
+
+    dtype: str = "bfloat16"
+    block_tokens: int = 16
+    arrangement: Arrangement = "per_layer"
+    padded_token_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("block_tokens", self.block_tokens)
+        _known("dtype", self.dtype, DTYPE_BYTES)
+        _known("arrangement", self.arrangement, ARRANGEMENTS)
+        if self.padded_token_bytes is not None:
+            self._check_padding(positive("padded_token_bytes", self.padded_token_bytes))
+
+    def _check_padding(self, padded_bytes: int) -> None:
+        if self.arrangement == "per_layer":
+            raise InvalidArgumentError(
+                "padded_token_bytes is for interleaved arrangements; leave it out per layer"
+            )
+        if padded_bytes < self.token_bytes or padded_bytes % DTYPE_BYTES[self.dtype]:
+            raise InvalidArgumentError(
+                f"padded_token_bytes is {padded_bytes}; it must be a multiple of the element and "
+                f"at least the {self.token_bytes} bytes of a token"
+            )
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """Every layer's parts in the order in which they lie in memory."""
+
+    @abstractmethod
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """The layout of these layers alone, numbered from 0 in the order given."""
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the model, or of the group."""
+        return self.parts[-1].layer + 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token leaves behind over all layers, padding not counted."""
+        return sum(self._widths())
+
+    @property
+    def buffer_token_bytes(self) -> tuple[int, ...]:
+        """Bytes that one token takes in each buffer, padding counted."""
+        if self.arrangement == "per_layer":
+            return tuple(self._widths())
+        return (self.padded_token_bytes or self.token_bytes,)
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers: ranges of addresses that grow together, one run of pages each."""
+        return len(self.buffer_token_bytes)
+
+    def slab_tokens(self, page_bytes: int) -> int:
+        """Tokens of one slab."""
+        positive("page_bytes", page_bytes)
+        widths = set(self.buffer_token_bytes)
+        return math.lcm(*(math.lcm(self.block_tokens * w, page_bytes) // w for w in widths))
+
+    def slab_pages(self, page_bytes: int) -> list[int]:
+        """Pages of one slab in each buffer."""
+        tokens = self.slab_tokens(page_bytes)
+        return [tokens * width // page_bytes for width in self.buffer_token_bytes]
+
+    def quantum_bytes(self, page_bytes: int) -> int:
+        """Bytes of the smallest growth: one slab in every buffer."""
+        return self.slab_tokens(page_bytes) * sum(self.buffer_token_bytes)
+
+    def need_bytes(self, num_tokens: int, page_bytes: int, *, reserved_blocks: int = 1) -> int:
+        """Bytes of the slabs that hold one sequence of `num_tokens` beside the reserved blocks."""
+        not_negative("num_tokens", num_tokens)
+        blocks = -(-num_tokens // self.block_tokens) + not_negative(
+            "reserved_blocks", reserved_blocks
+        )
+        slabs = -(-blocks * self.block_tokens // self.slab_tokens(page_bytes))
+        return slabs * self.quantum_bytes(page_bytes)
+
+    def blocks_of(self, layer: int, name: str, num_blocks: int) -> Placement:
+        """Where a part of a layer lies: (num_blocks, block_tokens, heads, dim)."""
+        part, buffer, offset, token, block = self._place(layer, name)
+        shape = (num_blocks, self.block_tokens, part.heads, part.dim)
+        return Placement(buffer, offset, shape, (block, token, part.dim, 1))
+
+    def tokens_of(self, layer: int, name: str, num_tokens: int) -> Placement:
+        """The same as (num_tokens, heads, dim), where tokens lie at one stride.
+
+        Raises InvalidArgumentError for "block_interleaved" with blocks of several tokens.
+        """
+        part, buffer, offset, token, block = self._place(layer, name)
+        if self.block_tokens > 1 and block != self.block_tokens * token:
+            raise InvalidArgumentError(
+                "tokens of interleaved blocks do not lie at one stride; use the view by blocks, or "
+                "arrangement='token_interleaved'"
+            )
+        strides = (block // self.block_tokens, part.dim, 1)
+        return Placement(buffer, offset, (num_tokens, part.heads, part.dim), strides)
+
+    def _widths(self) -> list[int]:
+        element_bytes = DTYPE_BYTES[self.dtype]
+        return [part.heads * part.dim * element_bytes for part in self.parts]
+
+    def _place(self, layer: int, name: str) -> tuple[Part, int, int, int, int]:
+        """Part, buffer, offset in bytes, strides of a token and of a block in elements."""
+        index = self._find(layer, name)
+        part = self.parts[index]
+        row = part.heads * part.dim
+        if self.arrangement == "per_layer":
+            return part, index, 0, row, self.block_tokens * row
+        padded = self.buffer_token_bytes[0] // DTYPE_BYTES[self.dtype]
+        before_bytes = sum(self._widths()[:index])
+        if self.arrangement == "token_interleaved":
+            return part, 0, before_bytes, padded, self.block_tokens * padded
+        return part, 0, self.block_tokens * before_bytes, row, self.block_tokens * padded
+
+    def _find(self, layer: int, name: str) -> int:
+        for index, part in enumerate(self.parts):
+            if (part.layer, part.name) == (layer, name):
+                return index
+        names = ", ".join(part.name for part in self.parts if part.layer == layer)
+        if not names:
+            raise InvalidArgumentError(f"layer {layer} is not in 0..{self.layer_count - 1}")
+        raise InvalidArgumentError(f"layer {layer} keeps no {name!r}; it keeps {names}")
+
+
+def _known(name: str, value: object, known: Sequence[str] | dict[str, int]) -> None:
+    if value not in known:
+        raise InvalidArgumentError(f"{name} {value!r} is not supported; use {', '.join(known)}")

@@ -1,0 +1,135 @@
+"""Models whose layers keep different tokens: full attention beside sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcached.checks import not_negative, positive
+from kvcached.errors import InvalidArgumentError
+from kvcached.layouts.base import KVLayout
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose blocks live and die together, in a pool of their own.
+
+    `layers` are their numbers in the model, `layout` describes them alone. `window_tokens` bounds
+    how far back they look (None: to the start).
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    layout: KVLayout
+    window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidArgumentError("a group of layers needs a name")
+        if len(self.layers) != self.layout.layer_count:
+            raise InvalidArgumentError(
+                f"group {self.name!r} names {len(self.layers)} layers, and its layout is of "
+                f"{self.layout.layer_count}; use layout.of_layers(layers)"
+            )
+        if self.window_tokens is not None:
+            positive("window_tokens", self.window_tokens)
+
+    def dead_blocks(self, num_tokens: int) -> int:
+        """Leading blocks of a sequence of `num_tokens` that no later token looks at.
+
+        The next token looks at itself and `window_tokens` before it; engines that count itself
+        into the window look at one less, for which this is safe too.
+        """
+        not_negative("num_tokens", num_tokens)
+        if self.window_tokens is None:
+            return 0
+        return max(0, num_tokens - self.window_tokens) // self.layout.block_tokens
+
+    def live_tokens_max(self, num_tokens: int, step_tokens: int = 1) -> int:
+        """Most tokens, in whole blocks, that a sequence on its way to `num_tokens` keeps.
+
+        It grows by up to `step_tokens` at a time (a chunk of prefill; 1: decode) and drops its dead
+        blocks between steps.
+        """
+        positive("step_tokens", step_tokens)
+        block = self.layout.block_tokens
+        whole = -(-not_negative("num_tokens", num_tokens) // block) * block
+        if self.window_tokens is None:
+            return whole
+        # A block is dropped whole: one of which a single token is in the window stays.
+        kept = -(-(self.window_tokens + block - 1 + step_tokens) // block) * block
+        return min(whole, kept)
+
+
+@dataclass(frozen=True)
+class HybridLayout:
+    """Groups of layers, each a pool with its own block ids, on one client's budget.
+
+    Every layer of the model is in exactly one group.
+    """
+
+    groups: tuple[LayerGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.groups, tuple) or not self.groups:
+            raise InvalidArgumentError("groups must be a tuple of LayerGroup, not empty")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise InvalidArgumentError(f"groups need names of their own, not {', '.join(names)}")
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if layers != list(range(len(layers))):
+            raise InvalidArgumentError(
+                f"the groups hold layers {layers}; each of 0..{len(layers) - 1} must be in one"
+            )
+
+    @classmethod
+    def sliding(
+        cls, layout: KVLayout, window_layers: Iterable[int], window_tokens: int
+    ) -> HybridLayout:
+        """Groups "full" and "window" of a model whose layers are those of `layout`."""
+        window = tuple(sorted(set(window_layers)))
+        full = tuple(layer for layer in range(layout.layer_count) if layer not in window)
+        if not window or not full or not 0 <= window[0] <= window[-1] < layout.layer_count:
+            raise InvalidArgumentError(
+                f"window_layers must be some of layers 0..{layout.layer_count - 1}, and not all"
+            )
+        return cls(
+            (
+                LayerGroup("full", full, layout.of_layers(full)),
+                LayerGroup("window", window, layout.of_layers(window), window_tokens),
+            )
+        )
+
+    def group(self, name: str) -> LayerGroup:
+        """The group of this name."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise InvalidArgumentError(
+            f"no group is called {name!r}; there are {', '.join(g.name for g in self.groups)}"
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token leaves behind over all layers while it is in every window."""
+        return sum(group.layout.token_bytes for group in self.groups)
+
+    def quantum_bytes(self, page_bytes: int) -> int:
+        """Bytes of the largest step: one slab in every group."""
+        return sum(group.layout.quantum_bytes(page_bytes) for group in self.groups)
+
+    def need_bytes(
+        self, num_tokens: int, page_bytes: int, *, step_tokens: int = 1, reserved_blocks: int = 1
+    ) -> int:
+        """Bytes of the slabs of one sequence on its way to `num_tokens`, which drops what is dead.
+
+        `step_tokens`: see LayerGroup.live_tokens_max.
+        """
+        return sum(
+            group.layout.need_bytes(
+                group.live_tokens_max(num_tokens, step_tokens),
+                page_bytes,
+                reserved_blocks=reserved_blocks,
+            )
+            for group in self.groups
+        )
