@@ -10,6 +10,7 @@ PrismError
 ├── EngineError          an engine process failed
 │   ├── EngineDiedError
 │   └── ActivationError
+│       └── SelfCheckError
 ├── ModelSourceError     a model cannot be prepared: its source is not installed
 ├── ActionError          an agent could not carry out what the cluster scheduler asked for
 ├── QueueUnavailableError    Redis cannot be reached
@@ -72,6 +73,10 @@ class ActivationError(EngineError):
     def __init__(self, message: str, missing_bytes: int = 0) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
+
+
+class SelfCheckError(ActivationError):
+    """The model came up on an engine but is not right there; a fresh engine may do better."""
 
 
 class ModelSourceError(PrismError):

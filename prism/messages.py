@@ -122,11 +122,15 @@ class ModelSpec(Wire, frozen=True):
 
 
 class Activate(Wire, frozen=True):
-    """Serve this model now. `kv_limit_bytes` caps its elastic memory (None: the device's room)."""
+    """Serve this model now. `kv_limit_bytes` caps its elastic memory (None: the device's room).
+
+    `fingerprint`: what the model answered in its warm-up on a fresh engine; a reused engine must
+    answer the same (empty: nothing is expected)."""
 
     model: ModelSpec
     kv_limit_bytes: int | None = None
     max_running: int = 32
+    fingerprint: tuple[int, ...] = ()
 
 
 class Deactivate(Wire, frozen=True):
@@ -169,7 +173,8 @@ class EngineHello(Wire, frozen=True):
 class Activated(Wire, frozen=True):
     """The model answers. `quantum_bytes`: its smallest growth of KV memory; `floor_bytes`: KV
     that stays resident while it is active (padding block); `reserve_bytes`: guaranteed KV of
-    this engine so that one request of full context can always run to its end."""
+    this engine so that one request of full context can always run to its end. `stages_s`: seconds
+    of each stage in order, and "total"; `fingerprint`: what it answered in its warm-up."""
 
     model: str
     quantum_bytes: int
@@ -180,12 +185,17 @@ class Activated(Wire, frozen=True):
     block_tokens: int
     max_running: int
     stages_s: dict[str, float] = {}
+    fingerprint: tuple[int, ...] = ()
 
 
 class ActivationFailed(Wire, frozen=True):
+    """missing_bytes: memory that would have to come free (0: that is not the cause).
+    needs_fresh_engine: the model failed its self-check on this one."""
+
     model: str
     message: str
     missing_bytes: int = 0
+    needs_fresh_engine: bool = False
 
 
 class Deactivated(Wire, frozen=True):

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from prism.engines.core import EngineContext, EngineCore, StepOutput
-from prism.errors import ActivationError
+from prism.errors import ActivationError, SelfCheckError
 from prism.messages import (
     Activate,
     ActivationFailed,
@@ -242,7 +242,12 @@ class Worker:
         except ActivationError as error:
             log.warning("activation of %s failed: %s", name, error)
             missing = error.missing_bytes
-            failed = ActivationFailed(model=name, message=str(error), missing_bytes=missing)
+            failed = ActivationFailed(
+                model=name,
+                message=str(error),
+                missing_bytes=missing,
+                needs_fresh_engine=isinstance(error, SelfCheckError),
+            )
             self._link.send(failed)
         self._activating = None
 

@@ -57,6 +57,12 @@ def ledger_of(device: DeviceUnderTest) -> kvcached.Device:
     return kvcached.Device.open(DEVICE, namespace=device.config.namespace)
 
 
+def kv_committed_bytes(device: DeviceUnderTest) -> int:
+    """Pages of all engines' KV; those of weights stay for as long as their models are active."""
+    clients = ledger_of(device).usage().clients
+    return sum(c.committed_bytes for c in clients if not c.name.endswith(".weights"))
+
+
 @pytest.fixture(scope="module")
 def device() -> Iterator[DeviceUnderTest]:
     """A roomy device with one engine, shared by the tests of a module."""

@@ -29,6 +29,18 @@ SEAMS: dict[str, str | None] = {
     "platforms.interface:SRTPlatform.get_paged_allocator_cls": "self",
     "platforms.interface:SRTPlatform.get_dispatch_key_name": "self",
     "platforms.interface:SRTPlatform.get_default_attention_backend": "self",
+    # weights
+    "model_loader.loader:get_model_loader": "load_config, model_config",
+    "model_loader.loader:DefaultModelLoader": "load_config",
+    "model_loader.loader:DefaultModelLoader.load_model": "self, model_config, device_config",
+    "model_loader.loader:DefaultModelLoader._get_all_weights": "self, model_config, model",
+    "model_loader.loader:DefaultModelLoader.load_weights_and_postprocess": (
+        "model, weights, target_device"
+    ),
+    "model_loader.loader:_initialize_model": "model_config, load_config, quant_config",
+    "model_loader.loader:_get_quantization_config": None,
+    "model_loader.loader:set_default_torch_dtype": "dtype",
+    "configs.load_config:LoadFormat.SAFETENSORS": None,
     # KV pool and allocator
     "mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal": "self",
     "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.clear": "self",
@@ -168,6 +180,7 @@ def test_our_overrides_keep_their_signatures() -> None:
     from prism.engines.sglang.allocator import KvcachedAllocator
     from prism.engines.sglang.budget import KvcachedBudget
     from prism.engines.sglang.kv_pool import KvcachedPool
+    from prism.engines.sglang.loader import KvcachedLoader
     from prism.engines.sglang.noise import random_bits
     from prism.engines.sglang.platform import PrismCpuPlatform
     from prism.engines.sglang.scheduler import InProcessScheduler, InProcessStreamer
@@ -175,6 +188,7 @@ def test_our_overrides_keep_their_signatures() -> None:
     classes = (
         KvcachedAllocator,
         KvcachedBudget,
+        KvcachedLoader,
         KvcachedPool,
         PrismCpuPlatform,
         InProcessScheduler,
@@ -223,6 +237,10 @@ def test_private_attributes_that_are_read() -> None:
     req = inspect.getsource(resolve("managers.schedule_batch:Req"))
     for name in ("send_token_offset", "finished_output", "finished_len", "prefix_len"):
         assert f"self.{name}" in req, name
+    # A class as the load format is taken as the loader.
+    assert "isinstance(load_config.load_format, type)" in inspect.getsource(
+        resolve("model_loader.loader:get_model_loader")
+    )
     paged = inspect.getsource(resolve("mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"))
     for name in ("free_pages", "free_page_ids_group", "staged_pages", "num_staged_pages"):
         assert f"self.{name}" in paged, name

@@ -20,7 +20,7 @@ from prism.messages import (
     Submit,
 )
 from tests.engines.harness import DeviceUnderTest, request
-from tests.sglang.conftest import ledger_of
+from tests.sglang.conftest import kv_committed_bytes, ledger_of
 from tests.sglang.models import LLAMA, QWEN3, greedy, path_of, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
@@ -112,7 +112,7 @@ def test_a_prompt_is_cancelled_between_its_chunks(device: DeviceUnderTest) -> No
     floor = device.activate(spec_of(LLAMA)).floor_bytes
     [prompt] = prompts(LLAMA, 1, (2000, 2000))
     device.send(Submit([request("half", LLAMA, prompt)]))
-    while ledger_of(device).usage().committed_bytes <= 2 * floor:
+    while kv_committed_bytes(device) <= 2 * floor:
         time.sleep(0.001)
     device.send(Cancel(["half"]))
     [stream] = device.finish("half")

@@ -6,6 +6,7 @@ import os
 
 import msgspec
 
+from prism.engines import faults
 from prism.errors import ConfigError
 
 VARIABLE = "PRISM_FAKE"
@@ -40,10 +41,4 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def claim_fault(self) -> bool:
         """Whether a fault may happen now."""
-        if self.once_file is None:
-            return True
-        try:
-            os.close(os.open(self.once_file, os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            return False
-        return True
+        return faults.claim(self.once_file)

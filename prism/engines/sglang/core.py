@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prism.engines.core import EngineContext, StepOutput
-from prism.engines.sglang import host, requests
+from prism.engines.sglang import host, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
 from prism.engines.sglang.speed import Speed
+from prism.engines.sglang.weights import CLIENT_SUFFIX, WeightSpace
+from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, RequestError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
 from prism.model_memory import BLOCK_TOKENS
@@ -43,7 +45,7 @@ class _Active:
 class SglangCore:
     """One engine process, one model at a time.
 
-    Thread rule: one thread. Memory of a model: weights and the static share are leased for as
+    Thread rule: one thread. Memory of a model: weights and the static share are held for as
     long as it is active; KV beyond `reserve_bytes` comes and goes with its requests.
     """
 
@@ -51,6 +53,7 @@ class SglangCore:
         self._context = context
         self._device = context.open_device()
         self._client = self._device.client(context.engine_id)
+        self._weights_client = self._device.client(context.engine_id + CLIENT_SUFFIX)
         self._active: _Active | None = None
         self._by_rid: dict[str, _Running] = {}
         self._rids = itertools.count()
@@ -61,48 +64,53 @@ class SglangCore:
     # --- the model's life ------------------------------------------------------------------
 
     def activate(self, order: Activate) -> Activated:
-        """Stages reported: "reserve", "load" (SGLang built, weights read), "total"."""
-        started_s = time.monotonic()
+        """Stages: "reserve" (room in the ledger), "layout" (the model on the meta device, its
+        parameters in pages), "weights", "build" (KV space, SGLang's scheduler), "warm_up"."""
+        timeline = Timeline()
+        timeline.enter("reserve")
         place = self._context.config.device(self._context.device)
-        settings = self._context.config.engine
         layout = plan(
             order,
             capacity_bytes=place.capacity_bytes,
             page_bytes=place.page_bytes,
-            static_bytes=settings.static_bytes,
+            static_bytes=self._context.config.engine.static_bytes,
         )
-        memory = EngineMemory(self._client, order, layout)
-        reserved_s = time.monotonic()
-        scheduler = self._build(order, memory, settings.prefill_chunk_tokens)
+        weights = WeightSpace(self._weights_client)
+        memory = EngineMemory(self._client, weights, order, layout, timeline)
+        timeline.enter("layout")
+        scheduler, fingerprint = self._build(order, memory)
         self._active = _Active(order, memory, scheduler)
-        now_s = time.monotonic()
         return Activated(
             model=order.model.name,
             quantum_bytes=layout.quantum_bytes,
             quantum_tokens=layout.slab_tokens,
             floor_bytes=memory.kv.floor_bytes(),
             reserve_bytes=layout.reserve_bytes,
-            static_bytes=layout.static_bytes,
+            static_bytes=memory.static_bytes,
             block_tokens=BLOCK_TOKENS,
             max_running=order.max_running,
-            stages_s={
-                "reserve": reserved_s - started_s,
-                "load": now_s - reserved_s,
-                "total": now_s - started_s,
-            },
+            stages_s=timeline.finish(),
+            fingerprint=fingerprint,
         )
 
-    def _build(self, order: Activate, memory: EngineMemory, chunk: int) -> InProcessScheduler:
+    def _build(
+        self, order: Activate, memory: EngineMemory
+    ) -> tuple[InProcessScheduler, tuple[int, ...]]:
         """SGLang raises errors of every kind for bad files; all mean that this model cannot run."""
+        scheduler: InProcessScheduler | None = None
         try:
-            return host.build(order, memory, chunk)
+            chunk_tokens = self._context.config.engine.prefill_chunk_tokens
+            scheduler = host.build(order, memory, chunk_tokens)
+            memory.timeline.enter("warm_up")
+            return scheduler, warm_up.run(scheduler, order)
         except Exception as error:  # noqa: BLE001
-            reason = f"{type(error).__name__}: {error}"
+            failure = _failure(order, error)
             error.__traceback__ = None
-        host.tear_down(None)
+        host.tear_down(scheduler)
+        del scheduler
         host.release_heap()
         memory.release()
-        raise ActivationError(f"model {order.model.name} could not be loaded: {reason}")
+        raise failure
 
     def deactivate(self) -> None:
         active, self._active = self._active, None
@@ -119,6 +127,7 @@ class SglangCore:
 
     def close(self) -> None:
         self.deactivate()
+        self._weights_client.close()
         self._client.close()
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
@@ -237,7 +246,7 @@ class SglangCore:
             pending_prefill_tokens=sum(scheduler.prefill_left(req) for req in waiting),
             prefill_tokens_per_s=speed.tokens_per_s if speed else 0.0,
             kv_mapped_bytes=usage.committed_bytes,
-            static_bytes=active.memory.plan.static_bytes,
+            static_bytes=active.memory.static_bytes,
             prompt_tokens_total=self._totals.prompt_tokens,
             output_tokens_total=self._totals.output_tokens,
             retractions_total=self._totals.retractions + scheduler.retractions_total,
@@ -261,3 +270,11 @@ class SglangCore:
         if self._active is None:
             raise RuntimeError("no model is active")
         return self._active
+
+
+def _failure(order: Activate, error: Exception) -> ActivationError:
+    """Ours say what is wrong already."""
+    if isinstance(error, ActivationError):
+        return type(error)(str(error), error.missing_bytes)
+    reason = f"{type(error).__name__}: {error}"
+    return ActivationError(f"model {order.model.name} could not be loaded: {reason}")

@@ -1,7 +1,7 @@
-"""The device memory of one engine process: one kvcached client per active model.
+"""The device memory of one engine process: KV, weights and the synthetic static share.
 
-Non-elastic memory (weights and the synthetic static share) is leased in the ledger before it is
-used; KV pages are elastic above `reserve_bytes`, which is guaranteed to this engine.
+Room for all of it is reserved in the ledger before any is used; KV pages are elastic above
+`reserve_bytes`, which is guaranteed to this engine.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import kvcached
+from prism.engines.sglang.weights import WeightSpace, aligned
+from prism.engines.timeline import Timeline
 from prism.errors import ActivationError
 from prism.messages import Activate
 from prism.model_memory import BLOCK_TOKENS
@@ -25,7 +27,8 @@ class MemoryPlan:
     slab_tokens: int
     slab_pages: int
     reserve_bytes: int
-    static_bytes: int
+    weight_bytes: int
+    share_bytes: int
     virtual_tokens: int
 
     @property
@@ -55,21 +58,32 @@ def plan(order: Activate, *, capacity_bytes: int, page_bytes: int, static_bytes:
         slab_tokens=slab_tokens,
         slab_pages=quantum // page_bytes,
         reserve_bytes=reserve_slabs * quantum,
-        static_bytes=spec.weight_bytes + static_bytes,
+        weight_bytes=aligned(spec.weight_bytes, page_bytes),
+        share_bytes=aligned(static_bytes, page_bytes),
         virtual_tokens=max(capacity_bytes // quantum, reserve_slabs) * slab_tokens,
     )
 
 
 class EngineMemory:
-    """The leases and KV space of one active model. `release` returns all of it; idempotent.
+    """The memory of one active model. `release` returns all of it; idempotent.
 
     Thread rule: the engine's thread only. Raises ActivationError with the missing bytes, and then
     nothing stays reserved.
     """
 
-    def __init__(self, client: kvcached.Client, order: Activate, plan: MemoryPlan) -> None:
+    def __init__(
+        self,
+        client: kvcached.Client,
+        weights: WeightSpace,
+        order: Activate,
+        plan: MemoryPlan,
+        timeline: Timeline,
+    ) -> None:
         self.plan = plan
+        self.weights = weights
+        self.timeline = timeline
         self._client = client
+        self._name = order.model.name
         self._lease: kvcached.StaticLease | None = None
         self._kv: kvcached.KVCache | None = None
         self._check_limit(order)
@@ -90,6 +104,18 @@ class EngineMemory:
             self._kv.set_spare_pages(0, self.plan.slab_pages)
         return self._kv
 
+    @property
+    def static_bytes(self) -> int:
+        """Memory that does not come and go with requests."""
+        return self.weights.mapped_bytes + self.plan.share_bytes
+
+    def map_weights(self, size_bytes: int) -> None:
+        """Back the weights with pages: `size_bytes`, now that the model says its real size."""
+        try:
+            self.weights.map(size_bytes)
+        except kvcached.NoRoomError as error:
+            raise self._no_room(error, 0) from error
+
     def set_limit(self, limit_bytes: int | None) -> None:
         """Cap elastic memory; never below what one full-context request needs."""
         if limit_bytes is not None:
@@ -101,6 +127,7 @@ class EngineMemory:
         if self._kv is not None:
             self._client.free_kvcache(self._kv)
             self._kv = None
+        self.weights.release()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -117,22 +144,26 @@ class EngineMemory:
             )
 
     def _reserve(self, order: Activate) -> None:
-        name = order.model.name
+        """Share, weights and KV one after another; `more_bytes` is what would still be asked."""
+        plan = self.plan
         self._client.set_limit(order.kv_limit_bytes)
+        more_bytes = plan.weight_bytes + plan.reserve_bytes
         try:
-            self._lease = self._client.reserve_static(self.plan.static_bytes, f"weights of {name}")
+            if plan.share_bytes:
+                self._lease = self._client.reserve_static(plan.share_bytes, "engine's share")
+            more_bytes = plan.reserve_bytes
+            self.weights.reserve(plan.weight_bytes)
+            more_bytes = 0
+            self._client.set_min(plan.reserve_bytes)
         except kvcached.NoRoomError as error:
-            raise self._no_room(name, error, self.plan.reserve_bytes) from error
-        try:
-            self._client.set_min(self.plan.reserve_bytes)
-        except kvcached.NoRoomError as error:
-            raise self._no_room(name, error, 0) from error
+            raise self._no_room(error, more_bytes) from error
 
-    def _no_room(self, name: str, error: kvcached.NoRoomError, more_bytes: int) -> ActivationError:
+    def _no_room(self, error: kvcached.NoRoomError, more_bytes: int) -> ActivationError:
         missing = error.need_bytes - error.free_bytes + more_bytes
         return ActivationError(
-            f"model {name} needs {self.plan.static_bytes} bytes for weights and "
-            f"{self.plan.reserve_bytes} bytes of KV; {missing} bytes are missing on the device",
+            f"model {self._name} needs {self.plan.weight_bytes} bytes for weights,"
+            f" {self.plan.share_bytes} for its engine and {self.plan.reserve_bytes} of KV;"
+            f" {missing} bytes are missing on the device",
             missing,
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from prism.engines.sglang.loader import KvcachedLoader
 from prism.engines.sglang.memory import MemoryPlan
 from prism.messages import Activate
 from prism.model_memory import BLOCK_TOKENS
@@ -21,6 +22,7 @@ def build(order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int) -> Serve
     spec = order.model
     settings: dict[str, Any] = {
         "model_path": spec.path,
+        "load_format": KvcachedLoader,
         "device": "cpu",
         "dtype": spec.dtype,
         "context_length": spec.context_length + CONTEXT_SLACK_TOKENS,

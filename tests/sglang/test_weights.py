@@ -1,0 +1,122 @@
+"""Where a model's weights are: in pages of the ledger, once, and gone when the model goes."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import kvcached
+from prism.engines.core import EngineContext
+from prism.errors import ActivationError, SelfCheckError
+from prism.messages import Activate
+from tests.sglang.conftest import DEVICE, PAGE_BYTES, config_of
+from tests.sglang.models import GPT2, LLAMA, QWEN3, spec_of
+
+pytestmark = pytest.mark.sglang
+CAPACITY_BYTES = 256 << 20
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[Any]:
+    """An engine in this process, so that its model can be looked at."""
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's own, of its imports
+        from prism.engines.sglang import create, preload
+
+        preload()
+        config = config_of(Path(directory), CAPACITY_BYTES)
+        core = create(EngineContext("e0", DEVICE, config))
+        yield core
+        core.close()
+        kvcached.Device.unlink(config.namespace, DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(core: Any) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+        core.deactivate()
+    usage = core._device.usage()
+    assert (usage.reserved_bytes, core._device.resident_bytes()) == (0, 0)
+
+
+def model_of(core: Any) -> Any:
+    return core._active.scheduler.tp_worker.model_runner.model
+
+
+@pytest.mark.parametrize("name", [LLAMA, QWEN3, GPT2])
+def test_every_parameter_lies_in_the_ledgers_pages(core: Any, name: str) -> None:
+    activated = core.activate(Activate(spec_of(name)))
+    memory = core._active.memory
+    parameters = list(model_of(core).parameters())
+    assert parameters
+    assert all(memory.weights.holds(p) for p in parameters)
+    [client] = [c for c in core._device.usage().clients if c.name == "e0.weights"]
+    assert client.committed_bytes == client.reserved_bytes == memory.weights.mapped_bytes
+    assert memory.weights.mapped_bytes - spec_of(name).weight_bytes < PAGE_BYTES
+    assert list(activated.stages_s) == [
+        *("reserve", "layout", "weights", "build", "warm_up"),
+        "total",
+    ]
+    *stages, total = activated.stages_s.values()
+    assert 0 < total - sum(stages) < 0.01 * total
+
+
+def test_a_shared_parameter_is_placed_once(core: Any) -> None:
+    core.activate(Activate(spec_of(GPT2)))
+    model = model_of(core)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_the_fingerprint_is_the_models_own(core: Any) -> None:
+    first = core.activate(Activate(spec_of(LLAMA))).fingerprint
+    core.deactivate()
+    assert first
+    again = core.activate(Activate(spec_of(LLAMA), fingerprint=first))
+    assert again.fingerprint == first
+
+
+def test_another_answer_than_expected_fails_the_self_check(core: Any) -> None:
+    with pytest.raises(SelfCheckError, match="on a fresh one"):
+        core.activate(Activate(spec_of(LLAMA), fingerprint=(1, 2)))
+
+
+def test_a_parameter_outside_of_the_pages_fails_the_self_check(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    stock = DefaultModelLoader.load_weights_and_postprocess
+
+    def repack(model: Any, weights: Any, device: Any) -> None:
+        stock(model, weights, device)
+        weight = model.model.norm.weight
+        weight.data = weight.data.clone()
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights_and_postprocess", staticmethod(repack))
+    with pytest.raises(SelfCheckError, match="outside of the ledger's pages"):
+        core.activate(Activate(spec_of(LLAMA)))
+
+
+def test_weights_larger_than_the_specification_said_need_room_too(core: Any) -> None:
+    """The reservation goes by the specification, the layout by the model itself."""
+    true = spec_of(LLAMA)
+    told = msgspec.structs.replace(true, weight_bytes=1)
+    lacking = 4 * PAGE_BYTES
+    reserve_bytes = core.activate(Activate(told)).reserve_bytes
+    core.deactivate()
+    with core._device.client("hog") as hog:
+        share_bytes = core._context.config.engine.static_bytes
+        needed = -(-true.weight_bytes // PAGE_BYTES) * PAGE_BYTES + share_bytes + reserve_bytes
+        hog.reserve_static(CAPACITY_BYTES - needed + lacking, "test")
+        with pytest.raises(ActivationError) as refused:
+            core.activate(Activate(told))
+        assert refused.value.missing_bytes == lacking
+    core.activate(Activate(told))
