@@ -123,9 +123,7 @@ class ModelSpec(Wire, frozen=True):
 
 class Activate(Wire, frozen=True):
     """Serve this model now. `kv_limit_bytes` caps its elastic memory (None: the device's room).
-
-    `fingerprint`: what the model answered in its warm-up on a fresh engine; a reused engine must
-    answer the same (empty: nothing is expected)."""
+    `fingerprint`: what the model must answer in its warm-up (empty: nothing is expected)."""
 
     model: ModelSpec
     kv_limit_bytes: int | None = None
@@ -189,8 +187,7 @@ class Activated(Wire, frozen=True):
 
 
 class ActivationFailed(Wire, frozen=True):
-    """missing_bytes: memory that would have to come free (0: that is not the cause).
-    needs_fresh_engine: the model failed its self-check on this one."""
+    """missing_bytes: 0 if memory is not the cause. needs_fresh_engine: it failed its self-check."""
 
     model: str
     message: str
@@ -256,7 +253,8 @@ ToAgent = Cancel
 class ModelReport(Wire, frozen=True):
     """One model on one device. Totals only grow while the agent lives.
 
-    state: "activating" | "active" | "draining" | "failed".
+    state: "activating" | "active" | "draining" | "failed". stages_s: those of the last activation,
+    in order, and "total"; "engine" and "shrink" are the waits for an engine and for memory.
     """
 
     model: str
@@ -278,6 +276,8 @@ class ModelReport(Wire, frozen=True):
     retractions_total: int = 0
     activation_s: float = 0.0
     error: str = ""
+    stages_s: dict[str, float] = {}
+    activations_total: int = 0
 
 
 class AgentReport(Wire, frozen=True):
@@ -334,12 +334,14 @@ class Drain(Wire, frozen=True):
 
 
 class ActionResult(Wire, frozen=True):
-    """The outcome of an action or an operator's command; failures are the next observation."""
+    """The outcome of an action or an operator's command; failures are the next observation.
+    stages_s: for an operator's "activate", those of the model's last activation."""
 
     action_id: int
     ok: bool
     message: str = ""
     seconds: float = 0.0
+    stages_s: dict[str, float] = {}
 
 
 class OperatorCommand(Wire, frozen=True):

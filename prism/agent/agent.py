@@ -14,6 +14,7 @@ from uuid import uuid4
 import zmq.asyncio
 
 from kvcached import Device, KvcachedError
+from prism.agent.activations import TraceFile, trace_path
 from prism.agent.admission import DevicePort
 from prism.agent.delivery import Delivery
 from prism.agent.effects import AgentEffects
@@ -132,6 +133,7 @@ class Agent:
             reclaimer=self._reclaimer,
             serving=self._serving,
             reporter=self._reporter,
+            trace=TraceFile(trace_path(config, self._name), self._name),
         )
         self._lifecycle = Lifecycle(
             self._state, effects, config.engine.max_running, config.engine.drain_timeout_s

@@ -7,6 +7,7 @@ import os
 import signal
 
 from kvcached import Device
+from prism.agent.activations import ActivationRecord, TraceFile
 from prism.agent.engines import EngineLink
 from prism.agent.memory import Reclaimer
 from prism.agent.pool import Engine
@@ -30,6 +31,7 @@ class AgentEffects:
         reclaimer: Reclaimer,
         serving: Serving,
         reporter: Reporter,
+        trace: TraceFile,
     ) -> None:
         self._device = device
         self._link = link
@@ -37,6 +39,7 @@ class AgentEffects:
         self._reclaimer = reclaimer
         self._serving = serving
         self._reporter = reporter
+        self._trace = trace
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
         return self._link.send(engine_id, message)
@@ -61,6 +64,9 @@ class AgentEffects:
 
     def answer(self, result: ActionResult) -> None:
         self._reporter.answer(result)
+
+    def record(self, activation: ActivationRecord) -> None:
+        self._trace.add(activation)
 
     def changed(self) -> None:
         self._reporter.changed()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
+from prism.agent.activations import ActivationRecord, Fingerprints, stages_of
 from prism.agent.models import ModelState, Served
 from prism.agent.pool import Engine, EngineState
 from prism.agent.state import State
@@ -45,6 +46,9 @@ class Effects(Protocol):
 
     def answer(self, result: ActionResult) -> None: ...
 
+    def record(self, activation: ActivationRecord) -> None:
+        """A model became active."""
+
     def changed(self) -> None:
         """A model's or an engine's state is another one."""
 
@@ -66,6 +70,7 @@ class Lifecycle:
         self._effects = effects
         self._max_running = max_running
         self._drain_timeout_s = drain_timeout_s
+        self._fingerprints = Fingerprints()
 
     # --- the scheduler's orders -------------------------------------------------------------
 
@@ -130,6 +135,7 @@ class Lifecycle:
         now_s = self._now_s()
         served.activation_s = now_s - engine.since_s
         served.state, served.error, served.memory_tries = ModelState.ACTIVE, "", 0
+        self._note_activation(served, engine, message)
         engine.become(EngineState.ACTIVE, now_s, served.name)
         engine.activated = message
         if served.kv_limit_bytes != served.sent_limit_bytes:
@@ -138,10 +144,22 @@ class Lifecycle:
         self._effects.changed()
         self._settle(served)
 
+    def _note_activation(self, served: Served, engine: Engine, message: Activated) -> None:
+        served.stages_s = stages_of(served, message, self._now_s())
+        self._models.totals(served.name).activations += 1
+        self._fingerprints.learn(served.name, message.fingerprint, engine.is_fresh)
+        engine.is_fresh = served.needs_fresh = False
+        self._effects.record(ActivationRecord(served.name, engine.id, served.stages_s))
+
     def activation_failed(self, engine: Engine, message: ActivationFailed) -> None:
-        """For lack of memory: others give their idle memory back, and it is tried again."""
-        engine.become(EngineState.FREE, self._now_s())
+        """For lack of memory: others give their idle memory back, and it is tried again. For a
+        failed self-check on a reused engine: that one is replaced, and a fresh one is tried."""
         served = self._models.on_engine(engine.id)
+        if message.needs_fresh_engine and served is not None and not engine.is_fresh:
+            served.needs_fresh = True
+            self.engine_died(engine.id, f"it cannot serve {message.model}: {message.message}")
+            return
+        engine.become(EngineState.FREE, self._now_s())
         if served is None:
             return
         served.engine_id = ""
@@ -194,7 +212,7 @@ class Lifecycle:
         if len(served.deaths_s) > self._timing.revives_max:
             self._fail(served, f"its engines died {len(served.deaths_s)} times in a row")
             return
-        served.state, served.since_s = ModelState.ACTIVATING, now_s
+        served.state, served.since_s, served.asked_s = ModelState.ACTIVATING, now_s, 0.0
         self._place(served)
 
     # --- time -------------------------------------------------------------------------------
@@ -238,16 +256,19 @@ class Lifecycle:
 
     def _place(self, served: Served) -> None:
         """On a free engine; without one, as soon as one that starts is ready."""
-        engine = self._pool.free()
+        engine = self._pool.free(served.needs_fresh)
         if engine is None:
             self._wait_or_fail(served)
             return
         served.engine_id, served.sent_limit_bytes = engine.id, served.kv_limit_bytes
-        engine.become(EngineState.ACTIVATING, self._now_s(), served.name)
+        served.sent_s = self._now_s()
+        served.asked_s = served.asked_s or served.sent_s
+        engine.become(EngineState.ACTIVATING, served.sent_s, served.name)
         self._models.totals(served.name).begin(engine.id, engine.counters)
         log.info("%s shall serve %s", engine.id, served.name)
+        expected = self._fingerprints.expected(served.name, engine.is_fresh)
         self._effects.send(
-            engine.id, Activate(served.spec, served.kv_limit_bytes, self._max_running)
+            engine.id, Activate(served.spec, served.kv_limit_bytes, self._max_running, expected)
         )
         self._effects.changed()
 

@@ -29,6 +29,8 @@ class Served:
     """One model that is here, coming, going or failed. Times are monotonic.
 
     engine_id is empty while it waits for an engine; not_before_s delays the next try.
+    asked_s, sent_s: when an engine was asked to activate it, the first and the last time.
+    needs_fresh: only an engine that has served nothing yet may have it.
     `actions`: orders to answer when the present state ends.
     """
 
@@ -43,6 +45,10 @@ class Served:
     actions: list[int] = field(default_factory=list)
     deaths_s: list[float] = field(default_factory=list)
     activation_s: float = 0.0
+    asked_s: float = 0.0
+    sent_s: float = 0.0
+    needs_fresh: bool = False
+    stages_s: dict[str, float] = field(default_factory=dict)
     deactivating: bool = False
     error: str = ""
 
@@ -70,6 +76,7 @@ class Totals:
     maps: int = 0
     unmaps: int = 0
     retractions: int = 0
+    activations: int = 0
     last_request_unix_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     _seen: dict[str, Counters] = field(default_factory=dict)

@@ -23,7 +23,7 @@ class Engine:
     """Times are monotonic. `seen_s`: its last message; `since_s`: when its state began.
     `status` is the last one about `model`;
     `ended`: its process was reaped, so its pid may be somebody else's by now;
-    `counters` are those of the last status about anything."""
+    `counters` are those of the last status about anything; `is_fresh`: it has served no model."""
 
     id: str
     since_s: float
@@ -35,6 +35,7 @@ class Engine:
     activated: Activated | None = None
     status: EngineStatus | None = None
     counters: Counters = (0, 0, 0)
+    is_fresh: bool = True
 
     def become(self, state: EngineState, now_s: float, model: str | None = None) -> None:
         self.state, self.since_s, self.seen_s = state, now_s, now_s
@@ -81,9 +82,9 @@ class Pool:
     def remove(self, engine_id: str) -> Engine | None:
         return self._engines.pop(engine_id, None)
 
-    def free(self) -> Engine | None:
+    def free(self, fresh_only: bool = False) -> Engine | None:
         """The engine that has been free for the longest time."""
-        idle = [e for e in self if e.state is EngineState.FREE]
+        idle = [e for e in self if e.state is EngineState.FREE and (e.is_fresh or not fresh_only)]
         return min(idle, key=lambda engine: engine.since_s, default=None)
 
     @property

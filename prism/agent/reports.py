@@ -77,4 +77,6 @@ def _model_report(
         retractions_total=totals.retractions,
         activation_s=served.activation_s,
         error=served.error,
+        stages_s=served.stages_s,
+        activations_total=totals.activations,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -25,6 +25,7 @@ log = logging.getLogger("prism.cluster")
 class Outcome:
     ok: bool
     message: str
+    stages_s: dict[str, float] = field(default_factory=dict)
 
 
 class Operator:
@@ -53,7 +54,8 @@ class Operator:
         outcome = await self.carry_out(command)
         log.info("operator: %s %s: %s", command.kind, command.model or "", outcome.message[:200])
         seconds = self._state.now_s() - begun_s
-        await self._link.answer(identity, ActionResult(0, outcome.ok, outcome.message, seconds))
+        result = ActionResult(0, outcome.ok, outcome.message, seconds, outcome.stages_s)
+        await self._link.answer(identity, result)
 
     async def carry_out(self, command: OperatorCommand) -> Outcome:
         """Never raises for a bad command: the outcome says what to change."""
@@ -127,11 +129,11 @@ class Operator:
             return Outcome(False, f"{model} is pinned to {pinned}; it cannot go to {device}")
         active = self._state.book.where(model, "active")
         if active and device in (None, *active):
-            return Outcome(True, f"{model} is active on {device or active[0]}")
+            return self._active(model, device or active[0], "is active on")
         if active and device:
             action = Migrate(model, active[0], device, "an operator asked for it")
             problem = await self._done(action)
-            return Outcome(not problem, problem or f"{model} moved to {device}")
+            return Outcome(False, problem) if problem else self._active(model, device, "moved to")
         return await self._demand(model, device)
 
     async def _demand(self, model: str, device: str | None) -> Outcome:
@@ -149,10 +151,14 @@ class Operator:
             del state.demands[model]
         active = state.book.where(model, "active")
         if active:
-            return Outcome(True, f"{model} is active on {active[0]}")
+            return self._active(model, active[0], "is active on")
         now_s = self._state.now_s()
         why = state.bars.message(model, now_s) or state.refusals.get(model) or "no answer in time"
         return Outcome(False, f"{model} was not activated: {why}")
+
+    def _active(self, model: str, device: str, verb: str) -> Outcome:
+        report = self._state.book.model(device, model)
+        return Outcome(True, f"{model} {verb} {device}", report.stages_s if report else {})
 
     def _settled(self, model: str) -> bool:
         """Active, refused or failed, with nothing under way any more."""

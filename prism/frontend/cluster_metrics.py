@@ -39,6 +39,7 @@ _MODEL_COUNTERS = {
     "prism_model_failed_requests": ("failed_total", "Requests failed"),
     "prism_model_maps": ("maps_total", "Page maps"),
     "prism_model_unmaps": ("unmaps_total", "Page unmaps"),
+    "prism_model_activations": ("activations_total", "Times the model became active"),
     "prism_model_retractions": ("retractions_total", "Running requests put back for memory"),
 }
 _Labelled = Sequence[tuple[list[str], AgentReport | ModelReport]]
@@ -66,6 +67,7 @@ class ClusterCollector(Collector):
         yield from _gauges(_MODEL_GAUGES, ["device", "model"], models)
         yield from _counters(_MODEL_COUNTERS, ["device", "model"], models)
         yield _states(status)
+        yield _stages(status)
 
 
 def _cluster(status: ClusterStatus) -> Iterator[Metric]:
@@ -122,4 +124,18 @@ def _states(status: ClusterStatus) -> Metric:
     for agent in status.agents:
         for report in agent.models:
             family.add_metric([agent.device, report.model, report.state], 1)
+    return family
+
+
+def _stages(status: ClusterStatus) -> Metric:
+    family = GaugeMetricFamily(
+        "prism_model_activation_stage_seconds",
+        "Stages of the last activation",
+        labels=["device", "model", "stage"],
+    )
+    for agent in status.agents:
+        for report in agent.models:
+            for stage, seconds in report.stages_s.items():
+                if stage != "total":
+                    family.add_metric([agent.device, report.model, stage], seconds)
     return family

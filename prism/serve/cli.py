@@ -17,7 +17,7 @@ from prism.config import ClusterConfig
 from prism.config_load import load
 from prism.errors import ConfigError, PrismError
 from prism.frontend.tokenizers import load_tokenizers
-from prism.messages import ClusterStatus, OperatorCommand
+from prism.messages import ActionResult, ClusterStatus, OperatorCommand
 from prism.serve import operator, report
 from prism.serve.launcher import Options, serve
 from prism.serve.run_dir import find
@@ -109,16 +109,25 @@ def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
         _console().print(report.cluster(shown))
 
 
-@app.command(epilog="Example: prism-serve activate tiny-llama --device host:1")
+@app.command(
+    epilog="Examples: prism-serve activate tiny-llama   |   prism-serve activate tiny-llama"
+    " --device host:1   |   prism-serve activate tiny-llama --gpu 0 --profile"
+)
 def activate(
     model: Model,
     *,
     device: Annotated[str | None, typer.Option(help="Where; default: the policy's choice.")] = None,
+    gpu: Annotated[int | None, typer.Option(help="Where, by the device's number.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Print what each stage took.")] = False,
     as_json: AsJson = False,
     run_dir: RunDirOption = None,
 ) -> None:
     """Bring MODEL up now, before a request asks for it."""
-    _operate(OperatorCommand("activate", model, device), as_json, run_dir)
+    if gpu is not None:
+        device = _device_of(find(run_dir), gpu, device)
+    result = _operate(OperatorCommand("activate", model, device), as_json, run_dir)
+    if profile and not as_json:
+        _console().print(report.activation(result))
 
 
 @app.command(epilog="Example: prism-serve evict tiny-llama")
@@ -188,15 +197,28 @@ def _up(config: ClusterConfig, options: Options) -> None:
     serve(config, options, _console())
 
 
-def _operate(command: OperatorCommand, as_json: bool, run_dir: Path | None) -> None:
+def _operate(command: OperatorCommand, as_json: bool, run_dir: Path | None) -> ActionResult:
     result = operator.ask(find(run_dir), command, _ACTION_TIMEOUT_S)
     if as_json:
         shown = {"ok": result.ok, "message": result.message, "seconds": result.seconds}
-        print(json.dumps(shown))
+        print(json.dumps({**shown, "stages_s": result.stages_s} if result.stages_s else shown))
     else:
         print(result.message or ("done" if result.ok else "failed"))
     if not result.ok:
         raise typer.Exit(1)
+    return result
+
+
+def _device_of(config: ClusterConfig, gpu: int, device: str | None) -> str:
+    """The device with this number, whatever its kind. Raises ConfigError that lists them."""
+    if device is not None:
+        raise ConfigError("--gpu: --device names the place already; give one of the two")
+    names = [d.name for d in config.devices]
+    found = [name for name in names if name.endswith(f":{gpu}")]
+    if len(found) != 1:
+        what = "is no device" if not found else f"may be {' or '.join(found)}: use --device"
+        raise ConfigError(f"--gpu: {gpu} {what}; the devices are {', '.join(names)}")
+    return found[0]
 
 
 def _warn(config: ClusterConfig) -> None:

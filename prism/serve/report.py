@@ -8,9 +8,21 @@ from rich.table import Table
 from rich.text import Text
 
 from prism.config import ClusterConfig, DeviceConfig
-from prism.messages import ClusterStatus, ModelSpec
+from prism.messages import ActionResult, ClusterStatus, ModelSpec
 from prism.model_memory import MemoryNeed, memory_need
 from prism.units import format_size
+
+_STAGES = {
+    "engine": "waits for a free engine",
+    "shrink": "others give memory back",
+    "reserve": "room in the ledger",
+    "layout": "the model on the meta device, its parameters in pages",
+    "weights": "copied into the pages",
+    "build": "KV space and scheduler",
+    "warm_up": "first tokens",
+    "ready": "the agent hears of it",
+    "total": "from the order to the answer",
+}
 
 
 def configuration(config: ClusterConfig) -> RenderableType:
@@ -84,6 +96,18 @@ def cluster(status: ClusterStatus) -> RenderableType:
     parts: list[RenderableType] = [_agents_table(status), _active_table(status)]
     parts += [Text(f"{model}: {n} requests wait unplaced") for model, n in status.unplaced.items()]
     return Group(*parts)
+
+
+def activation(result: ActionResult) -> RenderableType:
+    """The stages of a model's last activation, and their shares of the whole."""
+    if not result.stages_s:
+        return Text("no stages are known: its agent has not reported any")
+    table = Table("stage", "ms", "share", "what happens", title="activation", title_justify="left")
+    total_s = result.stages_s.get("total", 0.0)
+    for stage, seconds in result.stages_s.items():
+        share = f"{seconds / total_s:.0%}" if total_s else ""
+        table.add_row(stage, f"{seconds * 1000:.1f}", share, _STAGES.get(stage, ""))
+    return table
 
 
 def _agents_table(status: ClusterStatus) -> Table:

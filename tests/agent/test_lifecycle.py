@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+
+from prism.agent.activations import ActivationRecord
 from prism.agent.lifecycle import Lifecycle
 from prism.agent.pool import Engine, EngineState, Pool
 from prism.agent.state import State
@@ -36,6 +39,7 @@ class Recorder:
     load: dict[str, int] = field(default_factory=dict)
     reclaimed: list[tuple[int, str]] = field(default_factory=list)
     answers: list[ActionResult] = field(default_factory=list)
+    records: list[ActivationRecord] = field(default_factory=list)
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
         self.sent.append((engine_id, message))
@@ -55,6 +59,9 @@ class Recorder:
 
     def answer(self, result: ActionResult) -> None:
         self.answers.append(result)
+
+    def record(self, activation: ActivationRecord) -> None:
+        self.records.append(activation)
 
     def changed(self) -> None:
         pass
@@ -289,3 +296,72 @@ def test_a_model_that_nobody_ordered_is_taken_down() -> None:
     assert engine is not None
     bench.lifecycle.activated(engine, Activated("ghost", 1, 1, 0, 0, 0, 1, 1))
     assert bench.effects.sent == [(engine.id, Deactivate())]
+
+
+def fail_self_check(bench: Bench, model: str) -> None:
+    failed = ActivationFailed(model, "another answer", needs_fresh_engine=True)
+    bench.lifecycle.activation_failed(bench.engine(model), failed)
+
+
+def test_a_model_that_fails_its_self_check_waits_for_a_fresh_engine() -> None:
+    bench = Bench()
+    bench.serve("b")
+    bench.serve("c")
+    for model in ("b", "c"):
+        bench.lifecycle.evict(EvictModel(1, model))
+        bench.lifecycle.deactivated(bench.engine(model), Deactivated(model, 0.0))
+    bench.order("a", 7)
+    reused = bench.engine("a")
+    fail_self_check(bench, "a")
+    assert bench.effects.killed == [reused.id]
+    assert (bench.stage("a"), bench.state.models.served["a"].engine_id) == ("activating", "")
+    bench.fill()
+    assert bench.engine("a").is_fresh
+    bench.succeed("a")
+    assert bench.answered()[-1] == (7, True)
+
+
+def test_a_self_check_that_fails_on_a_fresh_engine_is_final() -> None:
+    bench = Bench()
+    bench.order("a", 7)
+    fail_self_check(bench, "a")
+    assert (bench.stage("a"), bench.answered()) == ("failed", [(7, False)])
+    assert bench.effects.killed == []
+
+
+def test_a_reused_engine_must_answer_as_a_fresh_one_did() -> None:
+    bench = Bench(engines=1)
+    for turn, (model, answer, expected) in enumerate(
+        [("a", (1, 2), ()), ("b", (3,), ()), ("a", (1, 2), (1, 2)), ("b", (3,), (3,))]
+    ):
+        bench.order(model, turn)
+        engine = bench.engine(model)
+        _, order = bench.effects.sent[-1]
+        assert isinstance(order, Activate)
+        assert order.fingerprint == expected
+        message = Activated(model, 4096, 16, 0, 0, 0, 16, 4, fingerprint=answer)
+        bench.lifecycle.activated(engine, message)
+        bench.lifecycle.evict(EvictModel(9, model))
+        bench.lifecycle.deactivated(engine, Deactivated(model, 0.0))
+
+
+def test_the_stages_of_an_activation_are_recorded() -> None:
+    """Half a second for an engine, one for memory, two inside the engine."""
+    bench = Bench(engines=1)
+    bench.state.pool.remove(bench.serve("b").id)
+    bench.state.models.served.clear()
+    bench.order("a")
+    bench.time_s = 0.5
+    bench.fill()
+    first = bench.engine("a")
+    bench.lifecycle.activation_failed(first, ActivationFailed("a", "full", missing_bytes=1))
+    bench.time_s = 1.5
+    bench.lifecycle.tick()
+    bench.time_s = 3.6
+    inside = {"reserve": 0.2, "weights": 1.8, "total": 2.0}
+    message = Activated("a", 4096, 16, 0, 0, 0, 16, 4, stages_s=inside)
+    bench.lifecycle.activated(bench.engine("a"), message)
+    stages = bench.effects.records[-1].stages_s
+    assert list(stages) == ["engine", "shrink", "reserve", "weights", "ready", "total"]
+    assert list(stages.values()) == pytest.approx([0.5, 1.0, 0.2, 1.8, 0.1, 3.6])
+    assert bench.state.models.totals("a").activations == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +99,27 @@ async def test_failed_activation_says_why_and_frees_the_engine(
     assert (report.state, report.error) == ("failed", result.message)
     assert agent_world.scheduler.report.engines_free == 1
     await agent_world.frontend.finish(await agent_world.frontend.send(2, "b"))
+
+
+async def test_a_model_that_fails_on_a_reused_engine_gets_a_fresh_one(
+    agent_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRISM_FAKE", json.dumps({"fail_reuse": ["a"]}))
+    await agent_world.serve("b", "c")
+    used = {agent_world.engine_pid(model) for model in ("b", "c")}
+    for model in ("b", "c"):
+        assert (await agent_world.scheduler.evict(model)).ok
+    result = await agent_world.scheduler.activate("a")
+    assert result.ok, result.message
+    assert agent_world.engine_pid("a") not in used
+    assert agent_world.scheduler.report.engine_restarts_total == 1
+    report = agent_world.scheduler.model("a")
+    assert report is not None
+    assert list(report.stages_s) == [
+        *("engine", "shrink", "reserve", "weights", "build", "ready", "total"),
+    ]
+    path = Path(agent_world.config.run_dir) / "logs" / "activations-host0.trace.json"
+    assert '"model": "a"' in path.read_text()
 
 
 async def test_activation_takes_back_memory_that_a_cache_holds(agent_world: World) -> None:

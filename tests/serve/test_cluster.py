@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import httpx
+import pytest
 
 from prism.engines.fake import expected_tokens
 from tests.serve.conftest import Cluster, until
@@ -46,6 +47,27 @@ def test_operators_evict_and_activate(cluster: Cluster) -> None:
     assert state(cluster)["b"] == "active"
     cluster.operate("evict", "b")
     assert cluster.post("b").status_code == 200
+
+
+def test_operators_profile_an_activation(cluster: Cluster) -> None:
+    assert cluster.operate("evict", "b").returncode == 0
+    done = cluster.operate("activate", "b", "--gpu", "0", "--profile")
+    assert done.returncode == 0, done.stderr
+    for stage in ("engine", "shrink", "reserve", "weights", "build", "ready", "total"):
+        assert stage in done.stdout
+    known = json.loads(cluster.operate("activate", "b", "--json").stdout)["stages_s"]
+    assert sum(known.values()) == pytest.approx(2 * known["total"], rel=0.1)
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    stage = 'prism_model_activation_stage_seconds{device="host:0",model="b",stage="weights"}'
+    assert stage in metrics
+
+
+def test_a_gpu_that_is_not_there_is_named(cluster: Cluster) -> None:
+    done = cluster.operate("activate", "b", "--gpu", "7")
+    assert done.returncode == 2
+    assert done.stderr == "error: --gpu: 7 is no device; the devices are host:0\n"
+    done = cluster.operate("activate", "b", "--gpu", "0", "--device", "host:0")
+    assert "give one of the two" in done.stderr
 
 
 def test_operators_flush(cluster: Cluster) -> None:

@@ -18,7 +18,8 @@ from prism.engines.core import EngineContext, StepOutput
 from prism.engines.fake.memory import BLOCK_TOKENS, Memory
 from prism.engines.fake.options import FakeOptions
 from prism.engines.fake.tokens import seed_of, token_at
-from prism.errors import ActivationError, EngineError
+from prism.engines.timeline import Timeline
+from prism.errors import ActivationError, EngineError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
 
 
@@ -75,6 +76,7 @@ class FakeCore:
         self._client = self._device.client(context.engine_id)
         self._memory: Memory | None = None
         self._model: str | None = None
+        self._served = False
         self._context_tokens = 0
         self._max_running = context.config.engine.max_running
         self._waiting: deque[Sequence] = deque()
@@ -87,18 +89,25 @@ class FakeCore:
     # --- the model's life ------------------------------------------------------------------
 
     def activate(self, order: Activate) -> Activated:
-        started_s = time.monotonic()
+        """Stages: "reserve", "weights" (takes activation_s), "build"."""
+        timeline = Timeline()
         name = order.model.name
         doomed = {name, "*"} & set(self._options.fail_activation)
         if doomed and self._options.claim_fault():
             raise ActivationError(f"PRISM_FAKE fails the activation of {name}")
-        time.sleep(self._options.activation_s)
+        if name in self._options.fail_reuse and self._served and self._options.claim_fault():
+            raise SelfCheckError(f"PRISM_FAKE fails the self-check of {name}")
+        timeline.enter("reserve")
         self._memory = Memory(self._client, self._device, self._context.config, order)
+        timeline.enter("weights")
+        time.sleep(self._options.activation_s)
+        timeline.enter("build")
+        self._served = True
         self._model = name
         self._context_tokens = order.model.context_length
         self._max_running = min(order.max_running, self._context.config.engine.max_running)
         activated = self._memory.describe(order, self._max_running)
-        activated.stages_s["total"] = time.monotonic() - started_s
+        activated.stages_s.update(timeline.finish())
         return activated
 
     def deactivate(self) -> None:

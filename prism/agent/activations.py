@@ -1,0 +1,108 @@
+"""What each activation took, stage by stage, and what a model answers when it is right."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prism.agent.models import Served
+from prism.config import ClusterConfig
+from prism.messages import Activated
+
+log = logging.getLogger(__name__)
+
+TRACE_BYTES_MAX = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRecord:
+    """`stages_s` in order, "total" last."""
+
+    model: str
+    engine_id: str
+    stages_s: dict[str, float]
+
+
+def stages_of(served: Served, activated: Activated, now_s: float) -> dict[str, float]:
+    """The engine's own stages between the agent's: "engine" (until one was free), "shrink" (until
+    others had made room), and "ready" (messages between engine and agent)."""
+    inside_s = {name: s for name, s in activated.stages_s.items() if name != "total"}
+    engine_s = activated.stages_s.get("total", 0.0)
+    return {
+        "engine": served.asked_s - served.since_s,
+        "shrink": served.sent_s - served.asked_s,
+        **inside_s,
+        "ready": max(0.0, now_s - served.sent_s - engine_s),
+        "total": now_s - served.since_s,
+    }
+
+
+class Fingerprints:
+    """What each model answered in its warm-up on an engine that had served nothing before."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    def expected(self, model: str, is_fresh: bool) -> tuple[int, ...]:
+        """What to demand of an engine. A fresh one is the reference, so nothing is expected."""
+        return () if is_fresh else self._known.get(model, ())
+
+    def learn(self, model: str, fingerprint: tuple[int, ...], is_fresh: bool) -> None:
+        if fingerprint and (is_fresh or model not in self._known):
+            self._known[model] = fingerprint
+
+
+class TraceFile:
+    """Activations as Chrome trace events (chrome://tracing, ui.perfetto.dev).
+
+    The file stays a valid trace after every event: the format allows the closing bracket to be
+    missing. At TRACE_BYTES_MAX it starts again; the one before is kept beside it as `.1`.
+    """
+
+    def __init__(self, path: Path, device: str) -> None:
+        self._path = path
+        self._device = device
+
+    def add(self, record: ActivationRecord) -> None:
+        """Append; a file that cannot be written is logged and is no reason to fail."""
+        now_us = time.time() * 1e6
+        lines = "".join(
+            f"{json.dumps(e)},\n" for e in _events(record, self._device, now_us)
+        ).encode()
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.write(lines if file.tell() else b"[\n" + lines)
+                is_full = file.tell() > TRACE_BYTES_MAX
+            if is_full:
+                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+        except OSError as error:
+            log.warning("cannot write %s: %s", self._path, error)
+
+
+def trace_path(config: ClusterConfig, device: str) -> Path:
+    """Beside the logs, so that it is kept where they are."""
+    return Path(config.run_dir) / "logs" / f"activations-{device.replace(':', '')}.trace.json"
+
+
+def _events(record: ActivationRecord, device: str, end_us: float) -> Iterator[dict[str, object]]:
+    at_us = end_us - record.stages_s["total"] * 1e6
+    for name, seconds in record.stages_s.items():
+        if name == "total":
+            continue
+        yield {
+            "name": name,
+            "cat": "activation",
+            "ph": "X",
+            "ts": round(at_us),
+            "dur": round(seconds * 1e6),
+            "pid": device,
+            "tid": record.engine_id,
+            "args": {"model": record.model},
+        }
+        at_us += seconds * 1e6

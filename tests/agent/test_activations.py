@@ -1,0 +1,64 @@
+"""What is kept of activations: the trace file, and fingerprints."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from prism.agent import activations
+from prism.agent.activations import ActivationRecord, Fingerprints, TraceFile
+
+RECORD = ActivationRecord("m", "host0-e1", {"reserve": 0.25, "weights": 0.5, "total": 0.75})
+
+
+def events(path: Path) -> list[dict[str, object]]:
+    """As a viewer reads it: the closing bracket may be missing."""
+    loaded: list[dict[str, object]] = json.loads(path.read_text().rstrip(",\n") + "]")
+    return loaded
+
+
+def test_a_trace_has_the_stages_one_after_another(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "a.trace.json"
+    trace = TraceFile(path, "host:0")
+    before_us = time.time() * 1e6
+    trace.add(RECORD)
+    trace.add(RECORD)
+    found = events(path)
+    assert [e["name"] for e in found] == ["reserve", "weights"] * 2
+    assert {(e["ph"], e["pid"], e["tid"]) for e in found} == {("X", "host:0", "host0-e1")}
+    first, second = found[:2]
+    assert first["dur"] == 250_000
+    assert int(str(first["ts"])) + 250_000 == pytest.approx(int(str(second["ts"])), abs=1)
+    assert abs(int(str(second["ts"])) + 500_000 - before_us) < 60e6
+    assert first["args"] == {"model": "m"}
+
+
+def test_a_trace_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "TRACE_BYTES_MAX", 1000)
+    trace = TraceFile(tmp_path / "t", "host:0")
+    for _ in range(50):
+        trace.add(RECORD)
+    assert sorted(p.name for p in tmp_path.iterdir()) in (["t", "t.1"], ["t.1"])
+    assert all(p.stat().st_size < 2000 for p in tmp_path.iterdir())
+    assert events(tmp_path / "t.1")
+
+
+def test_a_trace_that_cannot_be_written_fails_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    TraceFile(tmp_path, "host:0").add(RECORD)
+    assert "cannot write" in caplog.text
+
+
+def test_a_fresh_engine_is_the_reference() -> None:
+    known = Fingerprints()
+    known.learn("m", (1,), is_fresh=True)
+    assert known.expected("m", is_fresh=False) == (1,)
+    assert known.expected("m", is_fresh=True) == ()
+    known.learn("m", (2,), is_fresh=False)
+    assert known.expected("m", is_fresh=False) == (1,)
+    known.learn("m", (3,), is_fresh=True)
+    assert known.expected("m", is_fresh=False) == (3,)
