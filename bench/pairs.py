@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import comb
 from statistics import median
 
 
@@ -41,3 +42,20 @@ def measure(first: Callable[[], object], second: Callable[[], object], pairs: in
             call()
             seconds.append(time.thread_time() - begin_s)
     return Pairs(*taken)
+
+
+def median_interval(values: list[float], confidence: float = 0.95) -> tuple[float, float]:
+    """An interval that holds the true median with at least this probability.
+
+    By order statistics (the sign test turned round), so for any distribution of the values. With
+    fewer than six values no such interval is bounded: then the smallest and the largest.
+    """
+    ordered, count = sorted(values), len(values)
+    tail, cut = 0.0, 0
+    while cut < count // 2:
+        tail += comb(count, cut) / 2**count
+        if tail > (1 - confidence) / 2:
+            break
+        cut += 1
+    low = max(0, cut - 1)
+    return ordered[low], ordered[count - 1 - low]

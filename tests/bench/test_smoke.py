@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 BENCH = Path(__file__).parent.parent.parent / "bench"
+sys.path.insert(0, str(BENCH))
 
 SMALL = {
     "kv_alloc": ["--rounds", "20", "--pairs", "2"],
@@ -33,3 +37,38 @@ def test_benchmark_runs(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "ratio" in done.stdout
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_sglang_on_either_pool_says_the_same(tmp_path: Path, prefix_cache: bool) -> None:
+    from tests.sglang.models import LLAMA, path_of
+
+    report = tmp_path / "report.json"
+    small = ["--pairs", "2", "--steps", "30", "--warmup", "5", "--batch", "8", "--kv", "16MiB"]
+    model = ["--model", str(path_of(LLAMA))]
+    command = [sys.executable, str(BENCH / "sglang_throughput.py"), *small, *model]
+    flags = ["--prefix-cache"] if prefix_cache else []
+    done = subprocess.run(
+        [*command, *flags, "--json", str(report)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(report.read_text())
+    assert result["same_tokens"]
+    if not prefix_cache:
+        assert result["kvcached_maps_per_s"] > 0
+        assert result["kvcached_unmaps_per_s"] > 0
+
+
+def test_the_interval_of_a_median_holds_it_often_enough() -> None:
+    """Over all outcomes of eight coins: the interval misses 0.5 in at most 5 % of them."""
+    from pairs import median_interval
+
+    misses = 0
+    for coins in product((0, 1), repeat=8):
+        low, high = median_interval([coin + index / 100 for index, coin in enumerate(coins)])
+        misses += not low <= 0.5 <= high
+    assert 0 < misses / 2**8 <= 0.05
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert median_interval(values) == (1.0, 5.0)
+    assert median_interval([1.0] * 20) == (1.0, 1.0) == (median([1.0] * 20),) * 2

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    spec = _spec(options.model, options.context)
+    spec = spec_of(options.model, options.context)
     config = _config(options)
     started_s = time.monotonic()
     from prism.engines.sglang import create, preload
@@ -70,7 +70,8 @@ def _run(options: argparse.Namespace) -> None:
         kvcached.Device.unlink(config.namespace, options.device)
 
 
-def _spec(path: Path, context_length: int | None) -> ModelSpec:
+def spec_of(path: Path, context_length: int | None = None) -> ModelSpec:
+    """The model in a directory, to be served in float32. Raises ConfigError for bad files."""
     files = inspect_model(path, "--model")
     return ModelSpec(
         name=path.name,
