@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -21,7 +22,6 @@ from kvcached.tools.sizes import format_size, parse_size
 from kvcached.tools.tables import device_view, segment_table
 
 app = typer.Typer(
-    help="Who holds how much of which device, and changing it: the administration of kvcached.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,6 +36,24 @@ DeviceName = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="for scripts: JSON, sizes in bytes")]
 ClientName = Annotated[str, typer.Argument(help="name of the client, or its process id")]
 Pid = Annotated[int | None, typer.Option("--pid", help="tells clients of one name apart")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvctl {version('prism-serving')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_command(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Who holds how much of which device, and changing it: the administration of kvcached."""
 
 
 def _say(as_json: bool, value: object, view: Callable[[], RenderableType]) -> None:

@@ -1,0 +1,44 @@
+"""Time of `import kvcached`, against `import numpy`, each in fresh interpreters.
+
+    python bench/import_time.py [--pairs 15]
+
+The interpreter's own start is measured in the same turns and taken off. Target: 100 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from statistics import median
+
+TARGET_MS = 100
+
+
+def start_ms(code: str) -> float:
+    """Wall time of an interpreter that runs `code`; bytecode is compiled by an earlier one."""
+    begin_s = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return (time.perf_counter() - begin_s) * 1e3
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15)
+    pairs = parser.parse_args(arguments).pairs
+    codes = ("pass", "import kvcached", "import numpy")
+    for code in codes:
+        start_ms(code)
+    turns = [[start_ms(code) for code in codes] for _ in range(pairs)]
+    kvcached_ms = median(kvcached - bare for bare, kvcached, _ in turns)
+    numpy_ms = median(numpy - bare for bare, _, numpy in turns)
+    ratio = median((kvcached - bare) / (numpy - bare) for bare, kvcached, numpy in turns)
+    print(
+        f"import kvcached {kvcached_ms:.0f} ms (at most {TARGET_MS}), import numpy {numpy_ms:.0f} "
+        f"ms: ratio {ratio:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
