@@ -109,15 +109,19 @@ void compare_alone(Ledger& ledger, Shared& shared, int count, int pairs) {
   require(ledger.leave(slot).ok(), "cannot leave");
 }
 
-// Runs `work` in so many children at once. Returns the seconds from their common start to the end
-// of the last.
+// A child's set-up is over.
+void wait_for_start(Shared& shared) {
+  ++shared.waiting;
+  while (!shared.started) usleep(100);
+}
+
+// Runs `work`, which calls wait_for_start, in so many children at once. Returns the seconds from
+// their common start to the end of the last.
 double together(Shared& shared, int processes, const std::function<void(int)>& work) {
   shared.waiting = 0;
   shared.started = false;
   for (int i = 0; i < processes; ++i) {
     if (const pid_t child = fork(); child == 0) {
-      ++shared.waiting;
-      while (!shared.started) usleep(100);
       work(i);
       std::_Exit(0);
     } else {
@@ -155,21 +159,35 @@ void hammer(Shared& shared, int seed, int count, unsigned largest) {
   const int slot = join(*ledger.value());
   std::minstd_rand random(static_cast<unsigned>(seed) + 1);
   uint64_t refused = 0;
+  wait_for_start(shared);
   for (int i = 0; i < count; ++i) refused += lease(*ledger.value(), slot, 1 + random() % largest);
   shared.refused += refused;
 }
 
-void compare_together(Shared& shared, int processes, int count, unsigned largest) {
-  shared.refused = 0;
-  const double leases =
-      together(shared, processes, [&](int i) { hammer(shared, i, count, largest); });
-  // A lease takes the mutex three times.
-  const double bare = together(shared, processes, [&](int) {
-    for (int i = 0; i < 3 * count; ++i) lock_and_unlock(shared);
-  });
+// Each pair: leases, then a bare loop of as many locks and unlocks as they took: three for one that
+// was granted, one for one that was refused.
+void compare_together(Shared& shared, int processes, int count, unsigned largest, int pairs) {
+  std::vector<double> rates, refused, of_bare, of_one_lock;
+  const double tries = 1.0 * processes * count;
+  for (int pair = 0; pair < pairs; ++pair) {
+    shared.refused = 0;
+    const double lease_s =
+        together(shared, processes, [&](int i) { hammer(shared, i, count, largest); });
+    refused.push_back(static_cast<double>(shared.refused.load()) / tries);
+    const int locks = static_cast<int>(count * (3 - 2 * refused.back()));
+    const double bare_s = together(shared, processes, [&](int) {
+      wait_for_start(shared);
+      for (int i = 0; i < locks; ++i) lock_and_unlock(shared);
+    });
+    rates.push_back(tries / lease_s);
+    of_bare.push_back(bare_s / lease_s);
+    of_one_lock.push_back(bare_s / lease_s * count / locks);
+  }
   std::printf(
-      "%d processes: %.0f leases a second, %lu refused; of the bare loop %.2f (target 0.5)\n",
-      processes, processes * count / leases, shared.refused.load(), bare / leases);
+      "%d processes, 1 to %u of %lu pages: %.0f leases a second, %.0f %% refused; of the bare loop "
+      "%.2f (target 0.5; %.2f of one with a single lock for each lease)\n",
+      processes, largest, kPages, median(rates), 100 * median(refused), median(of_bare),
+      median(of_one_lock));
 }
 
 }  // namespace
@@ -186,7 +204,8 @@ int main(int, char** arguments) {
   const pid_t watcher = start_watching(shared);
   // Room for all of them, then a device that is full most of the time.
   for (const unsigned largest : {16u, 120u}) {
-    compare_together(shared, std::atoi(arguments[3]), std::atoi(arguments[4]), largest);
+    compare_together(shared, std::atoi(arguments[3]), std::atoi(arguments[4]), largest,
+                     std::atoi(arguments[2]));
   }
   shared.over = true;
   int outcome = 0;

@@ -29,16 +29,13 @@ void append(std::string* list, const std::string& item) {
   *list += item;
 }
 
-ProcessId owner_of(const ClientRecord& client) {
-  return {client.pid, client.pid_namespace, client.start_ticks};
+// All but `used`, which others read without the mutex.
+void clear(ClientRecord* client) {
+  constexpr size_t kFirst = offsetof(ClientRecord, pid);
+  memset(reinterpret_cast<char*>(client) + kFirst, 0, sizeof(ClientRecord) - kFirst);
 }
 
 }  // namespace
-
-Result<uint64_t> resident_bytes(const ClientRecord& client) {
-  if (client.memory_fd < 0) return uint64_t{client.committed_bytes};
-  return resident_bytes(owner_of(client), client.memory_fd);
-}
 
 Result<std::shared_ptr<Ledger>> Ledger::open(const LedgerOptions& options) {
   Result<LedgerFile> file = open_ledger_file(options);
@@ -58,23 +55,17 @@ template <class Change>
 void Ledger::update(ClientRecord& client, Change change) {
   const uint64_t before = client.charge_bytes();
   change(client);
+  step("charge: in the record");
   segment_->charged_bytes = segment_->charged_bytes - before + client.charge_bytes();
+  step("charge: in the total");
 }
 
-bool Ledger::is_alive(int slot) const {
-  return is_byte_locked(fd_, liveness_byte(slot)) || !is_over(owner_of(segment_->clients[slot]));
-}
-
-int Ledger::reap_locked() {
-  int reaped = 0;
-  for (int slot = 0; slot < kMaxClients; ++slot) {
-    ClientRecord& client = record(slot);
-    if (client.used == 0 || is_alive(slot)) continue;
-    segment_->charged_bytes -= client.charge_bytes();
-    client.used = 0;
-    ++reaped;
-  }
-  return reaped;
+void Ledger::vacate(ClientRecord& client) {
+  const uint64_t charge = client.charge_bytes();
+  std::atomic_ref(client.used).store(0, std::memory_order_release);
+  step("vacate: the record is free");
+  segment_->charged_bytes -= charge;
+  step("vacate: the total is less");
 }
 
 uint64_t Ledger::free_bytes() const {
@@ -101,7 +92,7 @@ Result<int> Ledger::open_lock_fd() const {
 
 Status Ledger::claim_record(int slot, const ClientOptions& options, int memory_fd) {
   ClientRecord& client = record(slot);
-  client = {};
+  clear(&client);
   if (options.min_bytes > free_bytes_for(client)) reap_locked();
   if (const uint64_t free = free_bytes_for(client); options.min_bytes > free) {
     return no_room(options.min_bytes, free, "the minimum is not free on the device");
@@ -116,8 +107,11 @@ Status Ledger::claim_record(int slot, const ClientOptions& options, int memory_f
   client.min_bytes = options.min_bytes;
   client.limit_bytes = options.limit_bytes;
   strncpy(client.name, options.name.c_str(), sizeof(client.name) - 1);
+  step("join: the record is written");
   std::atomic_ref(client.used).store(1, std::memory_order_release);
+  step("join: the record counts");
   segment_->charged_bytes += client.charge_bytes();
+  step("join: the total counts it");
   return {};
 }
 
@@ -135,6 +129,7 @@ Result<int> Ledger::join(const ClientOptions& options, int lock_fd, int memory_f
     for (int slot = 0; slot < kMaxClients; ++slot) {
       if (record(slot).used != 0) continue;
       if (!lock_byte(lock_fd, liveness_byte(slot), false).ok()) continue;
+      step("join: the liveness byte is locked");
       if (Status status = claim_record(slot, options, memory_fd); !status.ok()) return status;
       return slot;
     }
@@ -146,22 +141,35 @@ Result<int> Ledger::join(const ClientOptions& options, int lock_fd, int memory_f
 Status Ledger::leave(int slot) {
   const Lock lock(*segment_);
   if (Status status = lock.check(); status.code == Code::system_call) return status;
-  segment_->charged_bytes -= record(slot).charge_bytes();
-  record(slot).used = 0;
+  vacate(record(slot));
+  return {};
+}
+
+std::optional<Ledger::Refusal> Ledger::try_reserve(const Lock&, int slot, uint64_t bytes) {
+  ClientRecord& client = record(slot);
+  if (const uint64_t free = room(client); bytes > free) {
+    return Refusal{free, free == above(client.limit_bytes, client.elastic_bytes())};
+  }
+  update(client, [=](ClientRecord& c) { c.pending_bytes += bytes; });
   return {};
 }
 
 Status Ledger::reserve(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
-  KV_TRY(lock.check());
-  ClientRecord& client = record(slot);
-  if (bytes > room(client)) reap_locked();
-  if (const uint64_t free = room(client); bytes > free) {
-    const bool limited = free == above(client.limit_bytes, client.elastic_bytes());
-    return no_room(bytes, free, limited ? "the client is at its limit" : "the device is full");
+  std::optional<Refusal> refused;
+  {
+    const Lock lock(*segment_);
+    KV_TRY(lock.check());
+    refused = try_reserve(lock, slot, bytes);
   }
-  update(client, [=](ClientRecord& c) { c.pending_bytes += bytes; });
-  return {};
+  if (!refused) return {};
+  if (!refused->limited && free_the_dead(kProbeInterval)) {
+    const Lock lock(*segment_);
+    KV_TRY(lock.check());
+    refused = try_reserve(lock, slot, bytes);
+    if (!refused) return {};
+  }
+  return no_room(bytes, refused->free_bytes,
+                 refused->limited ? "the client is at its limit" : "the device is full");
 }
 
 Status Ledger::commit(int slot, uint64_t bytes) {
@@ -170,7 +178,9 @@ Status Ledger::commit(int slot, uint64_t bytes) {
   ClientRecord& client = record(slot);
   if (bytes > client.pending_bytes) return underflow("were reserved");
   client.committed_bytes += bytes;
+  step("commit: counted twice");
   client.pending_bytes -= bytes;
+  step("commit: done");
   return {};
 }
 
@@ -193,9 +203,9 @@ Status Ledger::release(int slot, uint64_t bytes) {
 }
 
 Result<uint64_t> Ledger::available(int slot) {
+  free_the_dead();
   const Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;
-  reap_locked();
   return room(record(slot));
 }
 
@@ -225,6 +235,7 @@ Status Ledger::set_limit_locked(Lock& lock, int slot, uint64_t bytes) {
   }
   if (bytes > client.limit_bytes) lock.announce_room();
   client.limit_bytes = bytes;
+  step("limit: set");
   if (client.elastic_bytes() > bytes) lock.announce_ask(client);
   return {};
 }
@@ -298,41 +309,10 @@ void Ledger::count_maps(int slot, uint64_t maps, uint64_t unmaps) {
   std::atomic_ref(record(slot).unmaps).fetch_add(unmaps, std::memory_order_relaxed);
 }
 
-Result<LedgerUsage> Ledger::usage() {
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
-  reap_locked();
-  LedgerUsage usage{capacity_bytes(), page_bytes(), segment_->charged_bytes, {}};
-  for (const ClientRecord& client : segment_->clients) {
-    if (client.used != 0) usage.clients.push_back(client);
-  }
-  return usage;
-}
-
-Result<uint64_t> Ledger::resident_bytes() {
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
-  reap_locked();
-  uint64_t total = 0;
-  for (const ClientRecord& client : segment_->clients) {
-    if (client.used == 0) continue;
-    Result<uint64_t> bytes = kvcached::resident_bytes(client);
-    if (!bytes.ok()) return bytes;
-    total += bytes.value();
-  }
-  return total;
-}
-
 Result<ClientRecord> Ledger::client(int slot) {
   const Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;
   return record(slot);
-}
-
-Result<int> Ledger::reap() {
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
-  return reap_locked();
 }
 
 Status Ledger::destroy(bool force) {
@@ -348,12 +328,14 @@ Status Ledger::destroy(bool force) {
     return failure(Code::busy, "clients still hold memory of " + path_ + "; close them first");
   }
   segment_->destroyed = 1;
+  step("destroy: marked");
   lock.announce_room();
   // The path may be gone or hold a newer ledger by now; that one is not ours to remove.
   if (file_lock.ok() && is_still_at(fd_, path_) && ::unlink(path_.c_str()) != 0 &&
       errno != ENOENT) {
     return system_failure("unlink of the ledger", errno);
   }
+  step("destroy: unlinked");
   return {};
 }
 

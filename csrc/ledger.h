@@ -6,12 +6,15 @@
 // exceeds the capacity, at any moment, whoever dies where.
 //
 // Liveness is a file lock that dies with its process (liveness.h); a dead client's record is freed
-// by whoever next lacks room, reads usage or calls reap. The mutex is robust: if its holder is
-// killed inside, the next one rebuilds the only derived number from the records.
-// Thread rule: any thread. Calls that name a slot come from the process that joined it.
+// by whoever next lacks room, reads usage or calls reap. Looking takes a system call for each
+// client, so it is done without the mutex, and refusals of one process look again after
+// kProbeInterval only: that much later at most they find room that a death left. The mutex is
+// robust: if its holder is killed inside, the next one rebuilds the only derived number from the
+// records. Thread rule: any thread. Calls that name a slot come from the process that joined it.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <span>
@@ -37,6 +40,7 @@ struct ClientOptions {
 
 // How long a sleeper trusts in being woken: its waker may have died before that.
 inline constexpr int64_t kLookAgainNs = 100'000'000;
+inline constexpr std::chrono::milliseconds kProbeInterval{1};
 
 // Which client an administrator means. An absent part matches every client.
 struct ClientQuery {
@@ -172,8 +176,19 @@ class Ledger {
   uint64_t room(const ClientRecord& client);
   uint64_t wanted_before(const ClientRecord& client);
   uint64_t shared_part(const ClientRecord& client, uint64_t bytes, bool is_static) const;
+  // What of a reservation that is refused its caller is told.
+  struct Refusal {
+    uint64_t free_bytes;
+    bool limited;  // by the client's own limit
+  };
+  std::optional<Refusal> try_reserve(const Lock& lock, int slot, uint64_t bytes);
   bool is_alive(int slot) const;
+  bool may_have_died(int slot) const;
+  // Looks for dead clients unless that was done `at_most_every` ago, and reaps them. Whether there
+  // were any. REQUIRES: the mutex is not held.
+  bool free_the_dead(std::chrono::nanoseconds at_most_every = {});
   int reap_locked();
+  void vacate(ClientRecord& client);
   Result<int> find_locked(const ClientQuery& query);
   Status set_limit_locked(Lock& lock, int slot, uint64_t bytes);
   Status set_min_locked(int slot, uint64_t bytes);
@@ -185,6 +200,7 @@ class Ledger {
   const std::string path_;
   const int fd_;
   LedgerSegment* const segment_;
+  std::atomic<int64_t> probed_ns_ = 0;
 };
 
 }  // namespace kvcached

@@ -49,12 +49,12 @@ uint64_t Ledger::shared_part(const ClientRecord& client, uint64_t bytes, bool is
 
 Result<bool> Ledger::wait_for_room(int slot, uint64_t bytes, bool is_static, int64_t until_ns,
                                    bool look_first) {
+  free_the_dead();
   uint32_t seen = 0;
   {
     const Lock lock(*segment_);
     if (Status status = lock.check(); !status.ok()) return status;
     ClientRecord& client = record(slot);
-    reap_locked();
     if (client.wanted_since == 0) client.wanted_since = ++segment_->tickets;
     client.wanted_until_ns = until_ns;
     client.wanted_bytes = shared_part(client, bytes, is_static);
@@ -76,9 +76,9 @@ void Ledger::end_wait(int slot) {
 }
 
 Result<BalloonView> Ledger::balloon_view() {
+  free_the_dead();
   const Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;
-  reap_locked();
   BalloonView view{monotonic_ns(), segment_->asks, free_bytes(), {}, {}};
   for (int slot = 0; slot < kMaxClients; ++slot) {
     if (record(slot).used == 0) continue;

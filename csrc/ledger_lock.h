@@ -8,6 +8,7 @@
 #include "futex.h"
 #include "ledger.h"
 #include "ledger_file.h"
+#include "steps.h"
 
 namespace kvcached {
 
@@ -18,16 +19,21 @@ class Ledger::Lock {
  public:
   explicit Lock(LedgerSegment& segment) : segment_(segment) {
     error_ = pthread_mutex_lock(&segment_.mutex);
+    step("lock: taken");
     charged_bytes_ = segment_.charged_bytes;
     if (error_ != EOWNERDEAD) return;
     segment_.charged_bytes = total_charge(segment_);
+    step("lock: repaired");
     error_ = pthread_mutex_consistent(&segment_.mutex);
+    step("lock: consistent again");
   }
   ~Lock() {
     if (error_ == 0) {
       if (segment_.charged_bytes < charged_bytes_) announce_room();
+      step("lock: before its release");
       pthread_mutex_unlock(&segment_.mutex);
     }
+    step("lock: released");
     if (room_) futex_wake_all(&segment_.room);
     for (ClientRecord* client : asked_) futex_wake_all(&client->asked);
   }
@@ -64,10 +70,13 @@ class Ledger::Lock {
   std::vector<ClientRecord*> asked_;
 };
 
+// One allocation: on a full device this is what a refusal costs.
 inline Status no_room(uint64_t need, uint64_t free, const char* why) {
-  return {Code::no_room,
-          "need " + std::to_string(need) + " bytes, " + std::to_string(free) + " free: " + why,
-          need, free};
+  std::string message;
+  message.reserve(128);
+  message.append("need ").append(std::to_string(need)).append(" bytes, ");
+  message.append(std::to_string(free)).append(" free: ").append(why);
+  return {Code::no_room, std::move(message), need, free};
 }
 
 inline uint64_t capped_sum(uint64_t a, uint64_t b) {

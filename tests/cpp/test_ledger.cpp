@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <thread>
 
 #include "ledger_fixture.h"
@@ -145,6 +146,57 @@ void a_death_inside_the_mutex_is_repaired() {
   CHECK(usage.clients.size() == 1);
 }
 
+// Takes everything and dies.
+void die_holding(const std::string& path, uint64_t bytes) {
+  const pid_t child = fork();
+  if (child == 0) {
+    auto ledger = value_of(Ledger::open({path, {}, {}}));
+    Member victim(ledger);
+    CHECK_OK(ledger->reserve(victim.slot, bytes));
+    _exit(0);
+  }
+  int outcome = 0;
+  CHECK(waitpid(child, &outcome, 0) == child && WEXITSTATUS(outcome) == 0);
+}
+
+// Refusals look for dead clients at most once in kProbeInterval; the one after that finds the room.
+void a_death_is_seen_by_the_first_refusal_after_the_interval() {
+  Fixture f;
+  Member survivor(f.ledger);
+  for (int round = 0; round < 20; ++round) {
+    CHECK_CODE(f.ledger->reserve(survivor.slot, kCapacity + kPage), Code::no_room);
+    die_holding(f.path, kCapacity);
+    std::this_thread::sleep_for(kProbeInterval);
+    CHECK_OK(f.ledger->reserve(survivor.slot, kCapacity));
+    CHECK_OK(f.ledger->cancel(survivor.slot, kCapacity));
+  }
+}
+
+// Not even a refusal in every moment puts it off.
+void room_of_the_dead_is_found_by_one_who_never_stops_asking() {
+  Fixture f;
+  Member survivor(f.ledger);
+  die_holding(f.path, kCapacity);
+  Status status = f.ledger->reserve(survivor.slot, kCapacity);
+  for (const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+       status.code == Code::no_room && std::chrono::steady_clock::now() < end;) {
+    status = f.ledger->reserve(survivor.slot, kCapacity);
+  }
+  CHECK_OK(status);
+}
+
+// What asks for the state looks every time.
+void a_death_is_seen_by_available_and_usage_at_once() {
+  Fixture f;
+  Member survivor(f.ledger);
+  for (int round = 0; round < 5; ++round) {
+    die_holding(f.path, kCapacity);
+    CHECK(value_of(f.ledger->available(survivor.slot)) == kCapacity);
+    die_holding(f.path, kCapacity);
+    CHECK(f.charged() == 0);
+  }
+}
+
 void a_destroyed_ledger_grants_nothing() {
   Fixture f;
   Member a(f.ledger);
@@ -189,6 +241,9 @@ void test_ledger() {
   static_memory_counts_beside_pages();
   every_record_can_be_taken_and_no_more();
   a_death_inside_the_mutex_is_repaired();
+  a_death_is_seen_by_the_first_refusal_after_the_interval();
+  room_of_the_dead_is_found_by_one_who_never_stops_asking();
+  a_death_is_seen_by_available_and_usage_at_once();
   a_destroyed_ledger_grants_nothing();
   threads_never_take_more_than_there_is();
 }
