@@ -19,7 +19,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("futex", "ledger", "ledger_balloon", "ledger_file", "ledger_liveness", "liveness", "status")
+LAYERS = (
+    "futex",
+    "ledger",
+    "ledger_balloon",
+    "ledger_file",
+    "ledger_liveness",
+    "liveness",
+    "status",
+)
 FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-D_GNU_SOURCE", "-pthread"]
 
 
