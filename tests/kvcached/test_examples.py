@@ -37,7 +37,7 @@ def test_the_engine_loop_shares_a_device_and_answers_rightly(namespace: str) -> 
 
 def test_the_thirty_lines_run(namespace: str) -> None:
     document = (ROOT / "docs" / "kvcached.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", document, re.DOTALL)[0]
     assert len([line for line in code.splitlines() if line]) <= 30
     assert code.count('"my-machine"') == 1
     checked = code.replace('"my-machine"', repr(namespace)).replace(
@@ -45,6 +45,16 @@ def test_the_thirty_lines_run(namespace: str) -> None:
         "    print(kv.live_blocks(), float(k[1][slots].sum()))\n    kv.free_kv(blocks)",
     )
     assert run("-c", checked) == [f"3 {48.0 * 2 * 64}"]
+    assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
+
+
+def test_the_hybrid_example_keeps_a_window(namespace: str) -> None:
+    document = (ROOT / "docs" / "kvcached.md").read_text()
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "Hybrid" in c]
+    checked = code.replace('"my-hybrid-machine"', repr(namespace))
+    # 512 blocks and the padding one in 33 slabs of 16; a window of 32 blocks in 3 of 10 pages.
+    mapped = [33 * 2 * 65536, 3 * 10 * 65536]
+    assert run("-c", checked) == [" ".join(map(str, [{"full": 512, "window": 32}, *mapped]))]
     assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
 
 
