@@ -15,6 +15,8 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import BinaryIO
 
 PARENT_VARIABLE = "PRISM_PARENT_PID"
 LOG_LEVEL_VARIABLE = "PRISM_LOG_LEVEL"
@@ -52,6 +54,11 @@ def configure_logging(
     replacing what was configured before."""
     level = os.environ.get(LOG_LEVEL_VARIABLE, "info").upper()
     logging.basicConfig(level=level, format=text, force=True)
+
+
+def private_log(path: Path) -> BinaryIO:
+    """A file to append to that this user alone may read: logs may quote what users sent."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 def wrapped_command() -> list[str]:

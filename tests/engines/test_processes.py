@@ -13,6 +13,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
+from prism.engines.logs import ENDED_LOGS_MAX
 from prism.messages import EngineExited, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
@@ -94,6 +95,15 @@ def test_engine_logs_are_private_and_stdout_does_not_leak(
     path = Path(device.config.run_dir) / "logs" / f"{engine}.log"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert f"activated {subject.models[0].name}" in path.read_text()
+
+
+def test_engines_that_end_fill_no_disk_with_logs(device: DeviceUnderTest) -> None:
+    names = [f"brief-{number}" for number in range(ENDED_LOGS_MAX + 2)]
+    for name in names:
+        device.fork(name)
+        device.end(name)
+    logs = {path.stem for path in (Path(device.config.run_dir) / "logs").glob("brief-*")}
+    assert logs == set(names[2:])
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
 import redis
 
 from prism.errors import QueueUnavailableError
+from prism.queueing import server as server_module
 from prism.queueing.server import BundledRedis
 
 
@@ -62,3 +64,20 @@ def test_port_in_use_shows_the_log(short_dir: Path) -> None:
 def test_too_long_a_path_is_refused_by_name(short_dir: Path) -> None:
     with pytest.raises(QueueUnavailableError, match="shorter run directory"):
         BundledRedis(short_dir / ("x" * 120))
+
+
+def test_a_server_that_ends_before_it_reads_is_named(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings then meet a broken pipe: more of them than a pipe holds, so that they must."""
+    monkeypatch.setattr(server_module, "get_binary_path", lambda: "/bin/false")
+    server = BundledRedis(short_dir)
+    monkeypatch.setattr(server, "_settings", lambda: "x" * (4 << 20))
+    with pytest.raises(QueueUnavailableError, match="did not start"):
+        server.start()
+    assert not server.running
+
+
+def test_the_log_is_private(short_dir: Path) -> None:
+    with BundledRedis(short_dir):
+        assert stat.S_IMODE((short_dir / "redis.log").stat().st_mode) == 0o600

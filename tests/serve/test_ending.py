@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import stat
 from pathlib import Path
 
 import httpx
@@ -57,7 +58,9 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing(tmp_path: Path, short_dir
         assert (len(ids), reason) == (60, "length")
         assert cluster.process.wait(60) == 0
         check_nothing_left(cluster, config)
-        assert (tmp_path / "logs" / "frontend-f0.log").exists()
+        logs = list((tmp_path / "logs").glob("*.log"))
+        assert {"frontend-f0.log", "scheduler.log"} <= {path.name for path in logs}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in logs} == {0o600}
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path, short_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import difflib
 import hashlib
 import shutil
 import subprocess
@@ -41,13 +42,30 @@ def test_patches_are_as_small_as_promised() -> None:
     assert sum(changed_lines(diff) for diff in diffs()) <= CHANGED_LINES_MAX
 
 
-def test_patches_apply_to_the_pristine_wheel(tmp_path: Path) -> None:
+def copy_of_pristine(folder: Path, files: set[str]) -> Path:
     installed = metadata.distribution("sglang")
-    for name in {file for diff in diffs() for file in files_of(diff)}:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(installed.locate_file(name), tmp_path / name)
-    for diff in diffs():
-        subprocess.run(["patch", "-p1", "-i", diff], cwd=tmp_path, check=True)
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(str(installed.locate_file(name)), folder / name)
+    return folder
+
+
+def applies(diff: Path, folder: Path) -> bool:
+    command = ["patch", "-p1", "--forward", "--fuzz=0", "-i", str(diff)]
+    return subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode == 0
+
+
+def test_patches_apply_to_the_pristine_wheel(tmp_path: Path) -> None:
+    """And the check is one that can fail: a made-up patch applies once and not twice."""
+    name, made = "sglang/utils.py", tmp_path / "000-made-up.diff"
+    folder = copy_of_pristine(tmp_path, {name, *(f for diff in diffs() for f in files_of(diff))})
+    lines = (folder / name).read_text().splitlines(keepends=True)
+    changed = ["# changed\n", *lines]
+    made.write_text("".join(difflib.unified_diff(lines, changed, f"a/{name}", f"b/{name}")))
+    assert (files_of(made), changed_lines(made)) == ([name], 1)
+    assert [applies(diff, folder) for diff in (*diffs(), made)] == [True] * (len(diffs()) + 1)
+    assert (folder / name).read_text() == "".join(changed)
+    assert not applies(made, folder)
 
 
 def test_the_installed_wheel_is_pristine() -> None:
