@@ -3,78 +3,56 @@
 
 #include <nanobind/stl/string.h>
 
+#include <iterator>
+
 namespace nb = nanobind;
 
 namespace kvcached {
 
 namespace {
 
-const char* code_name(Code code) {
-  switch (code) {
-    case Code::ok:
-      return "ok";
-    case Code::invalid_argument:
-      return "invalid_argument";
-    case Code::not_aligned:
-      return "not_aligned";
-    case Code::unknown_device:
-      return "unknown_device";
-    case Code::unavailable:
-      return "unavailable";
-    case Code::mismatch:
-      return "mismatch";
-    case Code::busy:
-      return "busy";
-    case Code::gone:
-      return "gone";
-    case Code::version:
-      return "version";
-    case Code::corrupt:
-      return "corrupt";
-    case Code::permission:
-      return "permission";
-    case Code::shm_full:
-      return "shm_full";
-    case Code::too_many_clients:
-      return "too_many_clients";
-    case Code::unknown_client:
-      return "unknown_client";
-    case Code::ambiguous_client:
-      return "ambiguous_client";
-    case Code::already_mapped:
-      return "already_mapped";
-    case Code::not_mapped:
-      return "not_mapped";
-    case Code::unknown_handle:
-      return "unknown_handle";
-    case Code::stranded:
-      return "stranded";
-    case Code::unknown_block:
-      return "unknown_block";
-    case Code::double_free:
-      return "double_free";
-    case Code::no_room:
-      return "no_room";
-    case Code::closed:
-      return "closed";
-    case Code::forked:
-      return "forked";
-    case Code::system_call:
-      return "system_call";
-    case Code::internal:
-      return "internal";
-  }
-  return "internal";
-}
+// In the order of Code.
+constexpr const char* kCodeNames[] = {
+    "ok",
+    "invalid_argument",
+    "not_aligned",
+    "unknown_device",
+    "unavailable",
+    "mismatch",
+    "busy",
+    "gone",
+    "version",
+    "corrupt",
+    "permission",
+    "shm_full",
+    "too_many_clients",
+    "unknown_client",
+    "ambiguous_client",
+    "already_mapped",
+    "not_mapped",
+    "unknown_handle",
+    "stranded",
+    "unknown_block",
+    "double_free",
+    "no_room",
+    "closed",
+    "weight_file",
+    "cancelled",
+    "forked",
+    "system_call",
+    "internal",
+};
+static_assert(std::size(kCodeNames) == static_cast<size_t>(Code::internal) + 1);
 
 void raise_status(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const StatusError& error) {
     const Status& status = error.status;
-    nb::object exception = nb::module_::import_("kvcached.errors")
-                               .attr("from_status")(code_name(status.code), status.message,
-                                                    status.need_bytes, status.free_bytes);
+    nb::object exception =
+        nb::module_::import_("kvcached.errors")
+            .attr("from_status")(kCodeNames[static_cast<size_t>(status.code)], status.message,
+                                 status.need_bytes, status.free_bytes);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
   }
 }
@@ -90,4 +68,5 @@ NB_MODULE(_core, module) {
   kvcached::bind_device(module);
   kvcached::bind_memory(module);
   kvcached::bind_kv(module);
+  kvcached::bind_weights(module);
 }

@@ -32,5 +32,6 @@ auto without_gil(Call call) {
 void bind_device(nanobind::module_& module);
 void bind_memory(nanobind::module_& module);
 void bind_kv(nanobind::module_& module);
+void bind_weights(nanobind::module_& module);
 
 }  // namespace kvcached

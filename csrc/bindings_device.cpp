@@ -107,6 +107,16 @@ void bind_client(nb::module_& module) {
            [](Client& self, uint64_t bytes) {
              check(without_gil([&] { return self.release_static(bytes); }));
            })
+      .def("reserve_addresses",
+           [](Client& self, uint64_t bytes) {
+             check(without_gil([&] { return self.reserve_addresses(bytes); }));
+           })
+      .def("addresses",
+           [](Client& self) -> std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> {
+             const std::shared_ptr<AddressSpace> space = self.addresses();
+             if (space == nullptr) return std::nullopt;
+             return std::tuple(space->bytes(), space->free_bytes(), space->largest_free_bytes());
+           })
       .def("close", [](Client& self) { check(without_gil([&] { return self.close(); })); });
 }
 

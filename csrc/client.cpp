@@ -101,6 +101,35 @@ void Client::give_back_spares(const SpareHolder* asker) {
   }
 }
 
+Status Client::reserve_addresses(uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  if (addresses_ != nullptr) {
+    return failure(Code::invalid_argument,
+                   "the client has an address space of " + std::to_string(addresses_->bytes()) +
+                       " bytes already; it is kept until the client closes");
+  }
+  Result<std::shared_ptr<AddressSpace>> space = AddressSpace::reserve(vmm_, bytes);
+  if (!space.ok()) return space.status();
+  addresses_ = std::move(space.value());
+  return {};
+}
+
+std::shared_ptr<AddressSpace> Client::addresses() {
+  const std::lock_guard lock(mutex_);
+  return addresses_;
+}
+
+Result<std::shared_ptr<Region>> Client::reserve_region(uint64_t bytes) {
+  if (Status status = check_open(); !status.ok()) return status;
+  const std::shared_ptr<AddressSpace> space = addresses();
+  if (space != nullptr && bytes > 0 && bytes % page_bytes() == 0) {
+    std::shared_ptr<Region> carved = Region::carve(vmm_, space, bytes);
+    if (carved != nullptr) return carved;
+  }
+  return Region::reserve(vmm_, bytes);
+}
+
 Status Client::reserve(uint64_t bytes) {
   KV_TRY(check_open());
   return ledger_->reserve(slot_, bytes);

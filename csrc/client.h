@@ -7,7 +7,7 @@
 
 #include "fork_guard.h"
 #include "ledger.h"
-#include "vmm.h"
+#include "region.h"
 #include "wake_thread.h"
 
 namespace kvcached {
@@ -39,6 +39,15 @@ class Client final : private ForkGuarded {
 
   const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
   uint64_t page_bytes() const { return vmm_->page_bytes(); }
+
+  // Reserves the addresses that regions are carved from from then on. Once; Code::invalid_argument
+  // for a second call.
+  Status reserve_addresses(uint64_t bytes);
+  // Addresses for a KV cache, a tensor or weights: a range of the space that reserve_addresses made
+  // if there is one and it has room, else a reservation of their own.
+  Result<std::shared_ptr<Region>> reserve_region(uint64_t bytes);
+  // Null before reserve_addresses.
+  std::shared_ptr<AddressSpace> addresses();
 
   // The ledger's calls for this client's record; see ledger.h.
   Status reserve(uint64_t bytes);
@@ -86,8 +95,9 @@ class Client final : private ForkGuarded {
   const std::shared_ptr<Vmm> vmm_;
   int lock_fd_;
   const int slot_;
+  std::shared_ptr<AddressSpace> addresses_;
   std::unique_ptr<WakeThread> wake_;
-  std::mutex mutex_;  // of lock_fd_ and wake_
+  std::mutex mutex_;  // of lock_fd_, addresses_ and wake_
   std::vector<SpareHolder*> holders_;
   std::mutex holders_mutex_;
 };

@@ -74,12 +74,25 @@ struct NamedType {
 constexpr NamedType kTypes[] = {
     {"float32", {2, 32}},     {"float16", {2, 16}}, {"bfloat16", {4, 16}},
     {"float64", {2, 64}},     {"int8", {0, 8}},     {"uint8", {1, 8}},
-    {"int32", {0, 32}},       {"int64", {0, 64}},   {"float8_e4m3fn", {10, 8}},
+    {"int16", {0, 16}},       {"uint16", {1, 16}},  {"int32", {0, 32}},
+    {"uint32", {1, 32}},      {"int64", {0, 64}},   {"uint64", {1, 64}},
+    {"bool", {6, 8}},         {"float8_e4m3fn", {10, 8}},
     {"float8_e5m2", {12, 8}},
 };
 
-// Bytes from the first element to the end of the last; none if that is beyond 64 bits.
+// Whether all extents have a stride, and elements lie apart. Those of an empty tensor need not.
+bool are_sound(const Extents& extents) {
+  const auto& [shape, strides] = extents;
+  const auto is_negative = [](int64_t value) { return value < 0; };
+  return shape.size() == strides.size() && std::none_of(shape.begin(), shape.end(), is_negative) &&
+         (std::count(shape.begin(), shape.end(), 0) > 0 ||
+          std::none_of(strides.begin(), strides.end(), [](int64_t value) { return value <= 0; }));
+}
+
+// Bytes from the first element to the end of the last; none if that makes no tensor.
 std::optional<uint64_t> span_bytes(const Extents& extents, uint64_t element_bytes) {
+  if (!are_sound(extents)) return std::nullopt;
+  if (std::count(extents.shape.begin(), extents.shape.end(), 0) > 0) return uint64_t{0};
   uint64_t last = 0;
   for (size_t i = 0; i < extents.shape.size(); ++i) {
     uint64_t reach = 0;
@@ -95,10 +108,6 @@ std::optional<uint64_t> span_bytes(const Extents& extents, uint64_t element_byte
     return std::nullopt;
   }
   return bytes;
-}
-
-bool all_positive(const std::vector<int64_t>& values) {
-  return std::all_of(values.begin(), values.end(), [](int64_t value) { return value > 0; });
 }
 
 }  // namespace
@@ -126,14 +135,11 @@ Result<TensorView> TensorView::make(std::shared_ptr<Region> region, uint64_t off
   Result<ElementType> type = element_type(dtype);
   if (!type.ok()) return type.status();
   const uint64_t element_bytes = type.value().bits / 8;
-  const bool sound = !extents.shape.empty() && extents.shape.size() == extents.strides.size() &&
-                     all_positive(extents.shape) && all_positive(extents.strides) &&
-                     offset_bytes % element_bytes == 0;
-  const std::optional<uint64_t> bytes =
-      sound ? span_bytes(extents, element_bytes) : std::optional<uint64_t>();
-  if (!bytes || offset_bytes > region->bytes() || *bytes > region->bytes() - offset_bytes) {
+  const std::optional<uint64_t> bytes = span_bytes(extents, element_bytes);
+  if (!bytes || offset_bytes % element_bytes != 0 || offset_bytes > region->bytes() ||
+      *bytes > region->bytes() - offset_bytes) {
     return failure(Code::invalid_argument,
-                   "the view must have positive extents, start at a multiple of its element and "
+                   "the view must have no negative extents, start at a multiple of its element and "
                    "lie within the tensor of " +
                        std::to_string(region->bytes()) + " bytes");
   }

@@ -54,7 +54,7 @@ Result<std::shared_ptr<KvCache>> KvCache::create(std::shared_ptr<Client> client,
                              uint64_t{geometry.slabs}, &bytes)) {
     return failure(Code::invalid_argument, "the KV cache exceeds the address space");
   }
-  Result<std::shared_ptr<Region>> region = Region::reserve(client->vmm(), bytes);
+  Result<std::shared_ptr<Region>> region = client->reserve_region(bytes);
   if (!region.ok()) return region.status();
   std::shared_ptr<KvCache> cache(
       new KvCache(std::move(client), std::move(region.value()), std::move(geometry)));

@@ -7,19 +7,32 @@ namespace kvcached {
 Result<std::shared_ptr<Region>> Region::reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes) {
   Result<uint64_t> address = vmm->reserve(bytes);
   if (!address.ok()) return address.status();
-  return std::shared_ptr<Region>(new Region(std::move(vmm), address.value(), bytes));
+  return std::shared_ptr<Region>(new Region(std::move(vmm), nullptr, address.value(), bytes));
 }
 
-Region::Region(std::shared_ptr<Vmm> vmm, uint64_t address, uint64_t bytes)
+std::shared_ptr<Region> Region::carve(std::shared_ptr<Vmm> vmm, std::shared_ptr<AddressSpace> space,
+                                      uint64_t bytes) {
+  const uint64_t address = space->take(bytes);
+  if (address == 0) return nullptr;
+  return std::shared_ptr<Region>(new Region(std::move(vmm), std::move(space), address, bytes));
+}
+
+Region::Region(std::shared_ptr<Vmm> vmm, std::shared_ptr<AddressSpace> space, uint64_t address,
+               uint64_t bytes)
     : vmm_(std::move(vmm)),
+      space_(std::move(space)),
       address_(address),
       bytes_(bytes),
       handles_(bytes / vmm_->page_bytes(), kNoHandle) {}
 
 Region::~Region() {
   // Its owner unmapped everything, or closed the client, which did. If neither could, the
-  // reservation stays until the Vmm goes.
-  (void)vmm_->free_address(address_, bytes_);
+  // addresses stay reserved until the Vmm goes.
+  if (space_ == nullptr) {
+    (void)vmm_->free_address(address_, bytes_);
+  } else if (mapped_pages_ == 0 && stranded_.empty()) {
+    space_->give(address_, bytes_);
+  }
 }
 
 Status Region::check_runs(std::span<const PageRun> runs, bool mapped) const {

@@ -5,6 +5,7 @@
 // Thread rule: the owner's; the last reference may be dropped on any thread.
 #pragma once
 
+#include "address_space.h"
 #include "vmm.h"
 
 namespace kvcached {
@@ -23,7 +24,11 @@ struct MapCounters {
 
 class Region {
  public:
+  // Addresses of its own.
   static Result<std::shared_ptr<Region>> reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes);
+  // A range of `space`, given back with the last reference. Null if the space has none so large.
+  static std::shared_ptr<Region> carve(std::shared_ptr<Vmm> vmm,
+                                       std::shared_ptr<AddressSpace> space, uint64_t bytes);
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
@@ -45,7 +50,8 @@ class Region {
   Result<std::vector<Handle>> unmap_all();
 
  private:
-  Region(std::shared_ptr<Vmm> vmm, uint64_t address, uint64_t bytes);
+  Region(std::shared_ptr<Vmm> vmm, std::shared_ptr<AddressSpace> space, uint64_t address,
+         uint64_t bytes);
 
   Status check_runs(std::span<const PageRun> runs, bool mapped) const;
   uint64_t address_of(uint64_t page) const { return address_ + page * vmm_->page_bytes(); }
@@ -56,6 +62,7 @@ class Region {
   std::vector<PageRun> mapped_runs() const;
 
   const std::shared_ptr<Vmm> vmm_;
+  const std::shared_ptr<AddressSpace> space_;  // null: the reservation is the region's own
   const uint64_t address_;
   const uint64_t bytes_;
   std::vector<Handle> handles_;   // by page; kNoHandle is a hole

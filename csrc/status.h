@@ -33,6 +33,8 @@ enum class Code {
   double_free,       // a block id that is not allocated
   no_room,           // expected: the device has no room for this client now
   closed,            // the object was closed or freed before
+  weight_file,       // a file of weights is missing, short or not what it should be
+  cancelled,         // the caller ended it
   forked,            // the object belongs to the parent process
   system_call,       // the OS refused; the message names call and errno
   internal,          // a broken invariant

@@ -4,7 +4,7 @@ namespace kvcached {
 
 Result<std::shared_ptr<VirtualTensor>> VirtualTensor::create(std::shared_ptr<Client> client,
                                                              uint64_t bytes) {
-  Result<std::shared_ptr<Region>> region = Region::reserve(client->vmm(), bytes);
+  Result<std::shared_ptr<Region>> region = client->reserve_region(bytes);
   if (!region.ok()) return region.status();
   return std::shared_ptr<VirtualTensor>(
       new VirtualTensor(std::move(client), std::move(region.value())));

@@ -31,8 +31,23 @@ from kvcached.layouts import (  # noqa: E402
 from kvcached.segments import Segment, SegmentClient, collect_garbage, segments  # noqa: E402
 from kvcached.tensor import VirtualTensor  # noqa: E402
 from kvcached.usage import ClientUsage, DeviceUsage, Fragmentation, KVCounters  # noqa: E402
+from kvcached.weights.arena import (  # noqa: E402
+    AddressUsage,
+    LoadOptions,
+    WeightArena,
+    WeightLoad,
+)
+from kvcached.weights.builder import WeightBuilder  # noqa: E402
+from kvcached.weights.checkpoint import Checkpoint, CheckpointTensor  # noqa: E402
+from kvcached.weights.entry import StoredWeights, WeightKey  # noqa: E402
+from kvcached.weights.prefetch import Prefetch  # noqa: E402
+from kvcached.weights.spec import TensorSpec, WeightLayout  # noqa: E402
+from kvcached.weights.store import StoreCounters, WeightStore  # noqa: E402
 
 __all__ = [
+    "AddressUsage",
+    "Checkpoint",
+    "CheckpointTensor",
     "Client",
     "ClientUsage",
     "Device",
@@ -49,14 +64,25 @@ __all__ = [
     "LayerGroup",
     "Layout",
     "LayoutChoice",
+    "LoadOptions",
     "MLALayout",
     "MixedLayout",
     "NoRoomError",
+    "Prefetch",
     "Segment",
     "SegmentClient",
     "StaticLease",
+    "StoreCounters",
+    "StoredWeights",
+    "TensorSpec",
     "TensorView",
     "VirtualTensor",
+    "WeightArena",
+    "WeightBuilder",
+    "WeightKey",
+    "WeightLayout",
+    "WeightLoad",
+    "WeightStore",
     "choose_layout",
     "collect_garbage",
     "errors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from kvcached import _core
 from kvcached.checks import not_negative, positive
@@ -12,6 +12,10 @@ from kvcached.kvcache import KVCache
 from kvcached.layouts import HybridLayout, KVLayout
 from kvcached.tensor import VirtualTensor
 from kvcached.usage import ClientUsage
+from kvcached.weights.arena import AddressUsage, WeightArena
+
+if TYPE_CHECKING:
+    from kvcached.weights.spec import WeightLayout
 
 
 class StaticLease:
@@ -65,6 +69,31 @@ class Client:
         `what` names it for people. Raises NoRoomError. Limit and minimum do not apply.
         """
         return StaticLease(self._core, positive("size_bytes", size_bytes), what)
+
+    def reserve_addresses(self, size_bytes: int) -> None:
+        """Reserves, once, the addresses that KV caches, weights and tensors are laid out in from
+        then on, model after model (Prism §5.2). A multiple of the page size.
+
+        A range is free again when its last view is gone. What finds no range gets a reservation of
+        its own, as everything does without this call. Raises InvalidArgumentError, AlignmentError.
+        """
+        self._core.reserve_addresses(positive("size_bytes", size_bytes))
+
+    def addresses(self) -> AddressUsage | None:
+        """The space that `reserve_addresses` made; None before."""
+        sizes = self._core.addresses()
+        return None if sizes is None else AddressUsage(*sizes)
+
+    def alloc_weights(self, layout: WeightLayout, what: str) -> WeightArena:
+        """Leases memory for a model's tensors, as `reserve_static` does, and takes addresses.
+
+        No page exists until it is loaded. `what` names it for people. Raises NoRoomError.
+        """
+        return WeightArena(self._core, layout, what)
+
+    def free_weights(self, arena: WeightArena) -> None:
+        """Gives its pages and its lease back; its address range is free with its last view."""
+        arena.free()
 
     def alloc_virtual_tensor(self, size_bytes: int) -> VirtualTensor:
         """Reserves address space, a multiple of the page size; nothing is resident."""

@@ -25,6 +25,11 @@ KvcachedError
 ├── BlockError
 │   ├── UnknownBlockError                    an id of no allocatable block
 │   └── DoubleFreeError                      an id that is not allocated, or named twice
+├── WeightError
+│   ├── WeightFileError                      a file of weights is missing, short or damaged
+│   ├── WeightMismatchError                  the tensors are not the ones that were expected
+│   ├── StoreFullError                       all that the weight store holds is in use
+│   └── LoadCancelledError                   the caller ended it
 ├── ClosedError                              the object was closed or freed before
 ├── ForkedClientError                        the object belongs to the parent process
 ├── SystemCallError                          the OS or the driver refused; names the call
@@ -149,6 +154,37 @@ class DoubleFreeError(BlockError):
     """An id that is not allocated, or that one call names twice."""
 
 
+class WeightError(KvcachedError):
+    """Weights that cannot be read, stored or loaded."""
+
+
+class WeightFileError(WeightError):
+    """A file of weights is missing, short, damaged or changing; the message names it."""
+
+
+class WeightMismatchError(WeightError):
+    """Names, types or shapes of tensors are not the ones that were expected."""
+
+
+class StoreFullError(WeightError):
+    """The weight store has no room and all that it holds is in use.
+
+    `need_bytes` were asked for; `missing_bytes` of them are not there.
+    """
+
+    def __init__(self, message: str, need_bytes: int = 0, missing_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
+        self.missing_bytes = missing_bytes
+
+    def __reduce__(self) -> tuple[type[StoreFullError], tuple[str, int, int]]:
+        return type(self), (str(self), self.need_bytes, self.missing_bytes)
+
+
+class LoadCancelledError(WeightError):
+    """The caller ended a load or a read; nothing of it stays."""
+
+
 class ClosedError(KvcachedError):
     """The object was closed or freed before."""
 
@@ -190,6 +226,8 @@ _BY_CODE: dict[str, type[KvcachedError]] = {
     "stranded": StrandedPagesError,
     "unknown_block": UnknownBlockError,
     "double_free": DoubleFreeError,
+    "weight_file": WeightFileError,
+    "cancelled": LoadCancelledError,
     "closed": ClosedError,
     "forked": ForkedClientError,
     "system_call": SystemCallError,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvcached import _core
 from kvcached._core import TensorView
 from kvcached.checks import not_negative, positive
+from kvcached.errors import InvalidArgumentError
 
 
 class VirtualTensor:
@@ -51,6 +52,8 @@ class VirtualTensor:
         It keeps the address range reserved for as long as it lives, not the pages.
         """
         extents = [positive("shape", extent) for extent in shape]
+        if not extents:
+            raise InvalidArgumentError("shape is empty; a view has one extent at least")
         return self._core.view(not_negative("offset_bytes", offset_bytes), extents, dtype)
 
     def __dlpack__(

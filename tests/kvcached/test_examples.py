@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvcached.device import SHM_DIR
 
@@ -35,9 +37,26 @@ def test_the_engine_loop_shares_a_device_and_answers_rightly(namespace: str) -> 
     assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
 
 
-def test_the_thirty_lines_run(namespace: str) -> None:
+def documented() -> list[str]:
+    """The Python programs of the page."""
     document = (ROOT / "docs" / "kvcached.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", document, re.DOTALL)[0]
+    return re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+
+
+def test_the_weights_program_runs(namespace: str, tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    tensors = {"w": np.zeros((300, 200), np.float32)}
+    save_file(tensors, str(tmp_path / "my-model" / "model.safetensors"))
+    (code,) = [code for code in documented() if "WeightStore" in code]
+    for name in ("my-store", "my-model"):
+        code = code.replace(f'open("{name}"', f"open({str(tmp_path / name)!r}")
+    code = code.replace('"my-machine"', repr(namespace))
+    assert run("-c", code) == ["(200, 300) True"]
+    assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
+
+
+def test_the_thirty_lines_run(namespace: str) -> None:
+    code = documented()[0]
     assert len([line for line in code.splitlines() if line]) <= 30
     assert code.count('"my-machine"') == 1
     checked = code.replace('"my-machine"', repr(namespace)).replace(

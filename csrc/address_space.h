@@ -1,0 +1,42 @@
+// One reservation of addresses that a client's ranges are taken from and given back to, model after
+// model: laying virtual space out again makes no reservation (Prism §5.2). Knows nothing of pages.
+// Thread rule: any thread. In a forked child every call does nothing: the parent's are dead there.
+#pragma once
+
+#include <map>
+#include <mutex>
+
+#include "vmm.h"
+
+namespace kvcached {
+
+class AddressSpace {
+ public:
+  // REQUIRES: bytes is a positive multiple of the page
+  static Result<std::shared_ptr<AddressSpace>> reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes);
+  ~AddressSpace();
+  AddressSpace(const AddressSpace&) = delete;
+  AddressSpace& operator=(const AddressSpace&) = delete;
+
+  // The address of a free range, the smallest that fits and of those the lowest; 0 if there is
+  // none. REQUIRES: bytes is a positive multiple of the page
+  uint64_t take(uint64_t bytes);
+  // REQUIRES: taken from here, with nothing mapped in it
+  void give(uint64_t address, uint64_t bytes);
+
+  uint64_t bytes() const { return bytes_; }
+  uint64_t free_bytes() const;
+  uint64_t largest_free_bytes() const;
+
+ private:
+  AddressSpace(std::shared_ptr<Vmm> vmm, uint64_t address, uint64_t bytes);
+  bool is_dead() const { return vmm_->check_open().code == Code::forked; }
+
+  const std::shared_ptr<Vmm> vmm_;
+  const uint64_t address_;
+  const uint64_t bytes_;
+  std::map<uint64_t, uint64_t> free_;  // address -> bytes; never two that touch
+  mutable std::mutex mutex_;
+};
+
+}  // namespace kvcached

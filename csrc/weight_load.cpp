@@ -1,0 +1,150 @@
+#include "weight_load.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace kvcached {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Pages are made in runs of this size, so that lanes seldom wait for one another.
+constexpr uint64_t kMapAheadBytes = 32 << 20;
+// With a rate, a chunk takes at most this part of a second, so that the rate is even.
+constexpr uint64_t kChunksPerSecond = 50;
+constexpr uint64_t kSmallestChunk = 4096;
+
+Status check_pieces(const std::vector<WeightPiece>& pieces, uint64_t arena_bytes) {
+  for (const WeightPiece& piece : pieces) {
+    if (piece.arena_offset <= arena_bytes && piece.bytes <= arena_bytes - piece.arena_offset) {
+      continue;
+    }
+    return failure(Code::invalid_argument, piece.path + ": its " + std::to_string(piece.bytes) +
+                                               " bytes do not fit into the arena at " +
+                                               std::to_string(piece.arena_offset));
+  }
+  return {};
+}
+
+uint64_t bounded_chunk(const LoadOptions& options) {
+  if (options.bytes_per_s == 0) return options.chunk_bytes;
+  return std::min(options.chunk_bytes,
+                  std::max(kSmallestChunk, options.bytes_per_s / kChunksPerSecond));
+}
+
+}  // namespace
+
+Clock::time_point ByteRate::book(uint64_t bytes) {
+  const std::chrono::duration<double> cost(static_cast<double>(bytes) /
+                                           static_cast<double>(bytes_per_s_));
+  const std::lock_guard lock(mutex_);
+  const Clock::time_point begin = std::max(next_, Clock::now());
+  next_ = begin + std::chrono::duration_cast<Clock::duration>(cost);
+  return begin;
+}
+
+Result<std::shared_ptr<WeightLoad>> WeightLoad::start(
+    std::shared_ptr<WeightArena> arena, std::vector<WeightPiece> pieces,
+    std::vector<std::unique_ptr<WeightLane>> lanes, const LoadOptions& options) {
+  if (options.chunk_bytes == 0) return failure(Code::invalid_argument, "chunks of 0 bytes");
+  if (Status status = check_pieces(pieces, arena->bytes()); !status.ok()) return status;
+  std::shared_ptr<WeightLoad> load(new WeightLoad(std::move(arena), std::move(pieces), options));
+  load->lanes_ = std::move(lanes);
+  load->running_ = load->lanes_.size();
+  for (const auto& lane : load->lanes_) {
+    load->threads_.emplace_back(&WeightLoad::run, load.get(), lane.get());
+  }
+  return load;
+}
+
+WeightLoad::WeightLoad(std::shared_ptr<WeightArena> arena, std::vector<WeightPiece> pieces,
+                       const LoadOptions& options)
+    : arena_(std::move(arena)),
+      pieces_(std::move(pieces)),
+      rate_(options.bytes_per_s),
+      is_limited_(options.bytes_per_s != 0),
+      owner_pid_(getpid()) {
+  cut_into_chunks(bounded_chunk(options));
+}
+
+WeightLoad::~WeightLoad() {
+  const bool is_forked = getpid() != owner_pid_;  // the threads are the parent's
+  if (!is_forked) cancel();
+  for (std::thread& thread : threads_) {
+    if (is_forked) {
+      thread.detach();
+    } else {
+      thread.join();
+    }
+  }
+}
+
+void WeightLoad::cut_into_chunks(uint64_t chunk_bytes) {
+  const uint64_t base = arena_->region()->address();
+  for (const WeightPiece& piece : pieces_) {
+    for (uint64_t at = 0; at < piece.bytes; at += chunk_bytes) {
+      chunks_.push_back({&piece.path, piece.file_offset + at,
+                         std::min(chunk_bytes, piece.bytes - at), base + piece.arena_offset + at});
+    }
+    total_bytes_ += piece.bytes;
+  }
+  std::sort(chunks_.begin(), chunks_.end(),
+            [](const WeightChunk& a, const WeightChunk& b) { return a.address < b.address; });
+}
+
+void WeightLoad::cancel() { stop(failure(Code::cancelled, "the load of weights was cancelled")); }
+
+void WeightLoad::stop(Status why) {
+  const std::lock_guard lock(mutex_);
+  if (stopped_ || running_ == 0) return;
+  stopped_ = true;
+  outcome_ = std::move(why);
+  changed_.notify_all();
+}
+
+bool WeightLoad::wait(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, timeout, [this] { return running_ == 0; });
+}
+
+Status WeightLoad::outcome() const {
+  const std::lock_guard lock(mutex_);
+  return outcome_;
+}
+
+void WeightLoad::run(WeightLane* lane) {
+  Status status = copy_all(lane);
+  const Status drained = lane->drain();
+  if (status.ok()) status = drained;
+  if (!status.ok()) stop(std::move(status));
+  const std::lock_guard lock(mutex_);
+  --running_;
+  changed_.notify_all();
+}
+
+Status WeightLoad::copy_all(WeightLane* lane) {
+  for (size_t i = next_chunk_++; i < chunks_.size(); i = next_chunk_++) {
+    KV_TRY(wait_for_turn(chunks_[i].bytes));
+    KV_TRY(copy(lane, chunks_[i]));
+  }
+  return {};
+}
+
+Status WeightLoad::wait_for_turn(uint64_t bytes) {
+  const Clock::time_point turn = is_limited_ ? rate_.book(bytes) : Clock::time_point();
+  std::unique_lock lock(mutex_);
+  if (is_limited_) changed_.wait_until(lock, turn, [this] { return stopped_; });
+  return stopped_ ? failure(Code::cancelled, "stopped") : Status{};
+}
+
+Status WeightLoad::copy(WeightLane* lane, const WeightChunk& chunk) {
+  const uint64_t end = chunk.address + chunk.bytes - arena_->region()->address();
+  KV_TRY(arena_->back(end, kMapAheadBytes));
+  KV_TRY(lane->copy(chunk));
+  started_bytes_ += chunk.bytes;
+  return {};
+}
+
+}  // namespace kvcached

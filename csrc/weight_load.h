@@ -1,0 +1,94 @@
+// Copies files into an arena, chunk by chunk in ascending order, several lanes at once, while the
+// arena's pages are still being made (Prism §5.2: parallel, streaming loads). Threads of its own;
+// no Python runs on them.
+// Thread rule: any thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <thread>
+
+#include "weight_arena.h"
+#include "weight_lane.h"
+
+namespace kvcached {
+
+// Bytes of a file for a place in the arena.
+struct WeightPiece {
+  std::string path;
+  uint64_t file_offset;
+  uint64_t bytes;
+  uint64_t arena_offset;
+};
+
+struct LoadOptions {
+  uint64_t chunk_bytes = 8 << 20;
+  uint64_t bytes_per_s = 0;  // over all lanes; 0: no bound
+};
+
+// Spreads bytes over time: each caller waits until those before it are paid for.
+class ByteRate {
+ public:
+  explicit ByteRate(uint64_t bytes_per_s) : bytes_per_s_(bytes_per_s) {}
+  // When a transfer of `bytes` may begin.
+  std::chrono::steady_clock::time_point book(uint64_t bytes);
+
+ private:
+  const uint64_t bytes_per_s_;
+  std::chrono::steady_clock::time_point next_ = std::chrono::steady_clock::now();
+  std::mutex mutex_;
+};
+
+class WeightLoad {
+ public:
+  // Starts at once. REQUIRES: at least one lane
+  // Code::invalid_argument for a piece outside of the arena or chunks of 0 bytes.
+  static Result<std::shared_ptr<WeightLoad>> start(std::shared_ptr<WeightArena> arena,
+                                                   std::vector<WeightPiece> pieces,
+                                                   std::vector<std::unique_ptr<WeightLane>> lanes,
+                                                   const LoadOptions& options);
+  // Cancels and waits.
+  ~WeightLoad();
+  WeightLoad(const WeightLoad&) = delete;
+  WeightLoad& operator=(const WeightLoad&) = delete;
+
+  uint64_t total_bytes() const { return total_bytes_; }
+  // Handed to the lanes so far; not below what has arrived.
+  uint64_t started_bytes() const { return started_bytes_; }
+  // Ends the load after the chunks that are under way.
+  void cancel();
+  // Whether all threads are through, after at most `timeout`.
+  bool wait(std::chrono::milliseconds timeout);
+  // The first failure, Code::cancelled, or ok: every byte is in the arena. REQUIRES: wait() = true
+  Status outcome() const;
+
+ private:
+  WeightLoad(std::shared_ptr<WeightArena> arena, std::vector<WeightPiece> pieces,
+             const LoadOptions& options);
+  void cut_into_chunks(uint64_t chunk_bytes);
+  void run(WeightLane* lane);
+  Status copy_all(WeightLane* lane);
+  Status copy(WeightLane* lane, const WeightChunk& chunk);
+  Status wait_for_turn(uint64_t bytes);
+  void stop(Status why);
+
+  const std::shared_ptr<WeightArena> arena_;
+  const std::vector<WeightPiece> pieces_;
+  std::vector<WeightChunk> chunks_;  // ascending addresses
+  uint64_t total_bytes_ = 0;
+  ByteRate rate_;
+  const bool is_limited_;
+  std::vector<std::unique_ptr<WeightLane>> lanes_;
+  std::atomic<size_t> next_chunk_ = 0;
+  std::atomic<uint64_t> started_bytes_ = 0;
+  const int owner_pid_;
+  size_t running_ = 0;
+  bool stopped_ = false;
+  Status outcome_;
+  mutable std::mutex mutex_;  // of the three above
+  std::condition_variable changed_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace kvcached

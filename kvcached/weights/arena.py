@@ -1,0 +1,172 @@
+"""Device memory for one model's weights, and copying them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from kvcached import _core
+from kvcached.checks import positive
+from kvcached.errors import ClosedError, InvalidArgumentError
+from kvcached.weights.entry import StoredWeights
+from kvcached.weights.spec import WeightLayout, check_specs
+
+_WAIT_MS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How weights are copied. `bytes_per_s` bounds the rate for the sake of neighbours."""
+
+    threads: int = 4
+    chunk_bytes: int = 8 << 20
+    bytes_per_s: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("threads", self.threads)
+        positive("chunk_bytes", self.chunk_bytes)
+        if self.bytes_per_s is not None:
+            positive("bytes_per_s", self.bytes_per_s)
+
+
+class WeightLoad:
+    """A copy under way in threads of its own. Thread rule: any thread."""
+
+    def __init__(self, arena: WeightArena, core: _core.WeightLoad) -> None:
+        self._arena = arena
+        self._core = core
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to copy."""
+        return self._core.total_bytes
+
+    @property
+    def started_bytes(self) -> int:
+        """Bytes whose copy has begun or is over."""
+        return self._core.started_bytes
+
+    def cancel(self) -> None:
+        """Ends it after the chunks under way; `result` frees the arena and raises."""
+        self._core.cancel()
+
+    def done(self) -> bool:
+        """Whether the threads are through, well or not."""
+        return self._core.wait(0)
+
+    def result(self) -> None:
+        """Waits until every byte is there.
+
+        Otherwise frees the arena, so that nothing stays leased, and raises: WeightFileError if a
+        file of the store is missing or short, NoRoomError if memory outside of the ledger fills
+        the device, LoadCancelledError.
+        """
+        try:
+            while not self._core.wait(_WAIT_MS):  # in slices: the interpreter hears Ctrl-C
+                pass
+            self._core.check()
+        except BaseException:
+            self._arena.free()
+            raise
+
+
+class WeightArena:
+    """Memory for tensors at fixed offsets, made by `Client.alloc_weights`.
+
+    The whole of it is leased before its first page exists, as memory that does not come and go.
+    Thread rule: one thread; loads run beside it.
+    """
+
+    def __init__(self, client: _core.Client, layout: WeightLayout, what: str) -> None:
+        self.layout = layout
+        self.what = what
+        core = _core.WeightArena.create(client, layout.size_bytes)
+        self.size_bytes = core.size_bytes  # leased: the layout's, rounded up to pages
+        self._core: _core.WeightArena | None = core
+        self._load: _core.WeightLoad | None = None
+
+    @property
+    def backed_bytes(self) -> int:
+        """Bytes whose pages exist."""
+        return 0 if self._core is None else self._core.backed_bytes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.specs)
+
+    def __getitem__(self, name: str) -> _core.TensorView:
+        """A tensor for `torch.from_dlpack`; read it once it is loaded, and not after `free`."""
+        if name not in self.layout.specs:
+            raise InvalidArgumentError(f"there is no tensor {name!r} in this arena")
+        return self.view(name, self.layout.specs[name].dtype)
+
+    def view(self, name: str, dtype: str, shape: tuple[int, ...] | None = None) -> _core.TensorView:
+        """The same bytes as another type, for types that DLPack's consumers do not know."""
+        spec, offset = self.layout.specs[name], self.layout.offsets_bytes[name]
+        return self._open_core().view(offset, list(spec.shape if shape is None else shape), dtype)
+
+    def back(self) -> None:
+        """Makes every page, for an engine that writes the tensors itself. Raises NoRoomError."""
+        self._open_core().back(self.layout.size_bytes)
+
+    def load(self, weights: StoredWeights, options: LoadOptions | None = None) -> None:
+        """Copies every tensor, while the pages are being made. See `WeightLoad.result`."""
+        self.start_load(weights, options).result()
+
+    def start_load(self, weights: StoredWeights, options: LoadOptions | None = None) -> WeightLoad:
+        """Begins to copy. `weights` must stay open until the load is done.
+
+        Raises WeightMismatchError, before anything is copied, unless its tensors are the layout's.
+        """
+        core = self._open_core()
+        if self._load is not None and not self._load.wait(0):
+            raise InvalidArgumentError("a load into this arena is under way")
+        options = options or LoadOptions()
+        check_specs(f"the weights for {self.what}", weights.specs, self.layout.specs)
+        pieces = [
+            (str(weights.path(name)), 0, spec.size_bytes, self.layout.offsets_bytes[name])
+            for name, spec in self.layout.specs.items()
+        ]
+        self._load = _core.WeightLoad.start(
+            core, pieces, options.threads, options.chunk_bytes, options.bytes_per_s or 0
+        )
+        return WeightLoad(self, self._load)
+
+    def free(self) -> None:
+        """Gives every page and the lease back; ends a load under way. A second call does nothing.
+
+        Views keep their addresses reserved; touching them is a fault.
+        """
+        if self._core is None:
+            return
+        if self._load is not None:
+            self._load.cancel()
+            while not self._load.wait(_WAIT_MS):
+                pass
+        self._core.close()
+        self._core = self._load = None
+
+    def _open_core(self) -> _core.WeightArena:
+        if self._core is None:
+            raise ClosedError("the arena was freed; allocate another one")
+        return self._core
+
+    def __enter__(self) -> WeightArena:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.free()
+
+
+@dataclass(frozen=True, slots=True)
+class AddressUsage:
+    """A client's address space. What does not fit gets a reservation of its own."""
+
+    size_bytes: int
+    free_bytes: int
+    largest_free_bytes: int

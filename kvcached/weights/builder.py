@@ -1,0 +1,163 @@
+"""Makes one entry of the store: tensors are put one by one, and then it is sealed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from kvcached import _core
+from kvcached.errors import ClosedError, InvalidArgumentError, StoreFullError, WeightFileError
+from kvcached.weights.entry import StoredWeights, WeightKey, manifest_of
+from kvcached.weights.locks import FileLock
+from kvcached.weights.paths import LOCK, MANIFEST, StorePaths, remove_tree, write_whole
+from kvcached.weights.space import StoreSpace
+from kvcached.weights.spec import DTYPE_BYTES, TensorSpec
+
+_GRANT_BYTES = 256 << 20  # room is asked for in such steps, since each counts what the store holds
+_PAGE_BYTES = 4096  # what a file takes at least
+_WRITE_BYTES = 16 << 20
+
+# DLPack's (type code, bits); float8 came with version 1.1.
+_NAMES = {(0, 8 * size): f"int{8 * size}" for size in (1, 2, 4, 8)}
+_NAMES |= {(1, 8 * size): f"uint{8 * size}" for size in (1, 2, 4, 8)}
+_NAMES |= {(2, 16): "float16", (2, 32): "float32", (2, 64): "float64", (4, 16): "bfloat16"}
+_NAMES |= {(6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}
+
+
+class WeightBuilder:
+    """Handed to the producer of `WeightStore.get`. Thread rule: any thread puts."""
+
+    def __init__(self, paths: StorePaths, space: StoreSpace, key: WeightKey) -> None:
+        self.key = key
+        self.shared_bytes = 0  # that the store had already
+        self._paths, self._space = paths, space
+        self._folder = paths.new_partial()
+        self._names: list[str] = []
+        self._specs: dict[str, TensorSpec] = {}
+        self._granted_bytes = 0
+        self._mutex = threading.Lock()
+        with FileLock.take(paths.mutex):
+            (self._folder / "t").mkdir(parents=True)
+            self._lock = FileLock.take(self._folder / LOCK)
+
+    def put(self, name: str, array: Any, *, dtype: str | None = None) -> None:
+        """Stores a copy of a contiguous tensor in CPU memory: numpy, torch or any DLPack source.
+
+        `dtype` names it where the source cannot (bytes of a packed type, say); the element size
+        stays. Raises StoreFullError, InvalidArgumentError.
+        """
+        try:
+            content, code, bits, shape = _core.array_content(array)
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"tensor {name} must be a contiguous array in CPU memory, not {type(array)}"
+            ) from error
+        found = _NAMES.get((code, bits))
+        if dtype is not None and DTYPE_BYTES.get(dtype) != bits // 8:
+            raise InvalidArgumentError(f"tensor {name} has elements of {bits} bits, not {dtype}")
+        if found is None and dtype is None:
+            raise InvalidArgumentError(f"tensor {name} has a type that needs a name: give dtype")
+        flat = content.cast("B")
+        chunks = (flat[at : at + _WRITE_BYTES] for at in range(0, len(flat), _WRITE_BYTES))
+        self.put_bytes(name, TensorSpec(dtype or str(found), tuple(shape)), chunks)
+
+    def put_bytes(self, name: str, spec: TensorSpec, chunks: Iterable[memoryview | bytes]) -> None:
+        """Stores a tensor from pieces of its bytes, in order."""
+        index = self._add(name, spec)
+        path = self._folder / "t" / str(index)
+        try:
+            content = _write(path, chunks)
+        except OSError as error:
+            raise StoreFullError(f"{path}: {error.strerror}", spec.size_bytes, 0) from error
+        if path.stat().st_size != spec.size_bytes:
+            raise InvalidArgumentError(
+                f"tensor {name} is {spec} and takes {spec.size_bytes} bytes, not "
+                f"{path.stat().st_size}"
+            )
+        with FileLock.take(self._paths.mutex):
+            self._link(path, spec.size_bytes, content)
+
+    def _add(self, name: str, spec: TensorSpec) -> int:
+        with self._mutex:
+            if self._lock.fd < 0:
+                raise ClosedError("the entry was sealed or given up")
+            if name in self._specs:
+                raise InvalidArgumentError(f"tensor {name} was put before")
+            self._reserve(-(-spec.size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+            self._specs[name] = spec
+            self._names.append(name)
+            return len(self._names) - 1
+
+    def _reserve(self, size_bytes: int) -> None:
+        if self._granted_bytes < size_bytes:
+            with FileLock.take(self._paths.mutex):
+                self._granted_bytes += self._grant(size_bytes - self._granted_bytes)
+        self._granted_bytes -= size_bytes
+
+    def _grant(self, need_bytes: int) -> int:
+        ample_bytes = max(need_bytes, min(_GRANT_BYTES, self._space.max_bytes // 16))
+        try:
+            self._space.reserve(self._folder, ample_bytes, may_evict=False)
+            return ample_bytes
+        except StoreFullError:
+            self._space.reserve(self._folder, need_bytes, may_evict=True)
+            return need_bytes
+
+    def _link(self, path: Path, size_bytes: int, content: str) -> None:
+        blob = self._paths.blobs / content
+        if blob.exists() and blob.stat().st_size == size_bytes:
+            path.unlink()
+            os.link(blob, path)
+            self.shared_bytes += size_bytes
+        else:
+            blob.unlink(missing_ok=True)  # damaged: who has it already keeps it
+            os.link(path, blob)
+        self._space.spend(self._folder, -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+
+    def seal(self) -> StoredWeights:
+        """The entry, whole and in use by this process."""
+        if not self._names:
+            raise InvalidArgumentError(f"nothing was put for {self.key}")
+        manifest = self._folder / MANIFEST
+        entry = self._paths.entries / self.key.digest
+        write_whole(manifest, manifest_of(self.key, self._names, self._specs))
+        in_use = FileLock.take(manifest, create=False, shared=True)
+        specs = {name: self._specs[name] for name in self._names}
+        with FileLock.take(self._paths.mutex):
+            for name in ("reserved", LOCK):
+                (self._folder / name).unlink(missing_ok=True)
+            try:
+                os.rename(self._folder, entry)
+            except OSError as error:
+                in_use.release()
+                raise WeightFileError(f"{entry} is in the way: {error.strerror}") from error
+            self._lock.release()
+        return StoredWeights(entry, self.key, specs, in_use)
+
+    def give_up(self) -> None:
+        """Leaves nothing behind. After `seal`, or a second time, it does nothing."""
+        if self._lock.fd < 0:
+            return
+        with FileLock.take(self._paths.mutex):
+            remove_tree(self._folder)
+            self._lock.release()
+            self._space.clean()
+
+
+def _write(path: Path, chunks: Iterable[memoryview | bytes]) -> str:
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            rest = memoryview(chunk)
+            while rest:
+                rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+Produce = Callable[[WeightBuilder], None]

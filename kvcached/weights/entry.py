@@ -1,0 +1,169 @@
+"""A sealed set of tensors in the store, in use by this process until it is closed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvcached.checks import not_negative, positive
+from kvcached.errors import ClosedError, InvalidArgumentError, WeightFileError
+from kvcached.weights.locks import FileLock
+from kvcached.weights.paths import MANIFEST
+from kvcached.weights.spec import TensorSpec, WeightLayout, check_specs
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKey:
+    """What an entry holds: whose content, and in which form an engine wants it.
+
+    `content` is `WeightStore.content_of` the checkpoint. `engine` names everything that shapes the
+    tensors beside type and rank: the engine, its version, its kernels' packing.
+    """
+
+    content: str
+    engine: str
+    dtype: str
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.content and self.engine and self.dtype):
+            raise InvalidArgumentError("content, engine and dtype of a weight key are not empty")
+        if not_negative("rank", self.rank) >= positive("ranks", self.ranks):
+            raise InvalidArgumentError(f"rank {self.rank} is not below ranks {self.ranks}")
+
+    @property
+    def digest(self) -> str:
+        """Names the entry's folder."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:32]
+
+
+def manifest_of(key: WeightKey, names: Sequence[str], specs: Mapping[str, TensorSpec]) -> bytes:
+    """The tensors by index of their file."""
+    tensors = [[name, specs[name].dtype, list(specs[name].shape)] for name in names]
+    body = {"key": asdict(key), "tensors": tensors}
+    return json.dumps({**body, "check": _check(body)}).encode()
+
+
+def _check(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+
+
+class StoredWeights:
+    """Tensors of the store that stay there for as long as this object is open.
+
+    Close it, or use it with `with`; the death of the process, however it dies, closes it too.
+    Thread rule: any thread reads; one closes, when no other reads.
+    """
+
+    def __init__(
+        self, folder: Path, key: WeightKey, specs: Mapping[str, TensorSpec], lock: FileLock
+    ) -> None:
+        self.key = key
+        self.specs = specs
+        self._folder = folder
+        self._index = {name: index for index, name in enumerate(specs)}
+        self._lock = lock
+        self._touch()
+
+    @classmethod
+    def open(cls, folder: Path) -> StoredWeights | None:
+        """None if there is no such entry. Raises WeightFileError, naming a file that is damaged."""
+        manifest = folder / MANIFEST
+        try:
+            lock = FileLock.take(manifest, create=False, shared=True)
+        except FileNotFoundError:
+            return None
+        if not lock.is_at(manifest):  # evicted while this process waited
+            lock.release()
+            return None
+        try:
+            key, specs = _read_manifest(manifest)
+            _check_sizes(folder, specs)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(folder, key, specs, lock)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors, also of those that other entries share."""
+        return sum(spec.size_bytes for spec in self.specs.values())
+
+    def layout(self) -> WeightLayout:
+        """For an arena of these tensors in this order."""
+        return WeightLayout.of(self.specs)
+
+    def path(self, name: str) -> Path:
+        """The file that holds a tensor's bytes and nothing else. Never write to it."""
+        if self._lock.fd < 0:
+            raise ClosedError("these weights are closed; get them from the store again")
+        if name not in self._index:
+            raise InvalidArgumentError(f"there is no tensor {name!r} among these weights")
+        return self._folder / "t" / str(self._index[name])
+
+    def buffer(self, name: str) -> mmap.mmap | bytearray:
+        """A tensor's bytes without copying, for `numpy.frombuffer` or `torch.frombuffer`.
+
+        Writes go to private pages of this process. It may outlive this object.
+        """
+        if self.specs[name].size_bytes == 0:
+            return bytearray()
+        with self.path(name).open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def expect(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Raises WeightMismatchError unless the tensors have these names, types and shapes."""
+        check_specs(f"the weights stored as {self.key}", self.specs, specs)
+
+    def close(self) -> None:
+        """From here on the store may evict it. A second call does nothing."""
+        if self._lock.fd >= 0:
+            self._touch()
+        self._lock.release()
+
+    def _touch(self) -> None:
+        os.utime(self._lock.fd)  # the order of eviction
+
+    def __enter__(self) -> StoredWeights:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _read_manifest(manifest: Path) -> tuple[WeightKey, dict[str, TensorSpec]]:
+    try:
+        body = json.loads(manifest.read_bytes())
+        if body.pop("check") != _check(body):
+            raise ValueError("its content was changed")
+        tensors = body["tensors"]
+        specs = {name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in tensors}
+        return WeightKey(**body["key"]), specs
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightFileError(f"{manifest} is damaged: {error}") from error
+
+
+def _check_sizes(folder: Path, specs: Mapping[str, TensorSpec]) -> None:
+    for index, (name, spec) in enumerate(specs.items()):
+        path = folder / "t" / str(index)
+        try:
+            size_bytes = path.stat().st_size
+        except FileNotFoundError as error:
+            raise WeightFileError(f"{path}, tensor {name}, is missing") from error
+        if size_bytes != spec.size_bytes:
+            raise WeightFileError(
+                f"{path}, tensor {name}, has {size_bytes} bytes, not {spec.size_bytes}"
+            )

@@ -1,0 +1,97 @@
+"""Locks on files that the kernel drops with the process, whatever ends it (see csrc/liveness.h).
+
+A lock is of an open file, so two holders in one process exclude each other as well. A forked child
+shares its parent's open files: what is registered here is closed in the child at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from weakref import WeakSet
+
+_held: WeakSet[FileLock] = WeakSet()
+
+
+class FileLock:
+    """An open file with a lock on it. Thread rule: one thread at a time."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        _held.add(self)
+
+    @classmethod
+    def take(cls, path: Path, *, create: bool = True, shared: bool = False) -> FileLock:
+        """Locks the file at `path`; waits for it. FileNotFoundError without `create`.
+
+        The file may have been renamed or removed before the lock was granted: see `is_at`.
+        """
+        lock = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600))
+        try:
+            fcntl.flock(lock.fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    @classmethod
+    def try_take(cls, path: Path) -> FileLock | None:
+        """Locks the file at `path` for itself alone; None if there is none, or it is locked."""
+        try:
+            lock = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.release()
+            return None
+        return lock
+
+    def share(self) -> None:
+        """From here on others may share the lock."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    @property
+    def fd(self) -> int:
+        """The open file; -1 once released."""
+        return self._fd
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the locked file is what is found at `path`."""
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return False
+        mine = os.fstat(self._fd)
+        return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _forget_in_child() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

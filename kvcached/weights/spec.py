@@ -1,0 +1,91 @@
+"""What tensors are and where they lie in an arena: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from kvcached.checks import not_negative, positive
+from kvcached.errors import InvalidArgumentError, WeightMismatchError
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+ALIGNMENT_BYTES = 256  # what kernels' widest loads and torch's own allocator assume
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Type and shape of a dense row-major tensor; an extent may be 0, a shape empty (a scalar)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            known = ", ".join(DTYPE_BYTES)
+            raise InvalidArgumentError(f"dtype {self.dtype!r} is not known; use one of {known}")
+        for extent in self.shape:
+            not_negative("shape", extent)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """Where each tensor of a model lies in its arena."""
+
+    specs: Mapping[str, TensorSpec]
+    offsets_bytes: Mapping[str, int]
+    size_bytes: int
+
+    @classmethod
+    def of(
+        cls, specs: Mapping[str, TensorSpec], *, alignment_bytes: int = ALIGNMENT_BYTES
+    ) -> WeightLayout:
+        """In the order of `specs`, each tensor at a multiple of `alignment_bytes`."""
+        positive("alignment_bytes", alignment_bytes)
+        if not specs:
+            raise InvalidArgumentError("a model without tensors needs no weights")
+        offsets, end = {}, 0
+        for name, spec in specs.items():
+            offsets[name] = -(-end // alignment_bytes) * alignment_bytes
+            end = offsets[name] + spec.size_bytes
+        return cls(dict(specs), offsets, max(end, 1))
+
+
+def check_specs(
+    what: str, found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]
+) -> None:
+    """Raises WeightMismatchError, naming `what` and the first few tensors that differ."""
+    wrong = [f"{name} is missing" for name in expected if name not in found]
+    wrong += [f"{name} is not expected" for name in found if name not in expected]
+    wrong += [
+        f"{name} is {found[name]}, not {spec}"
+        for name, spec in expected.items()
+        if name in found and found[name] != spec
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise WeightMismatchError(f"{what}: {'; '.join(wrong[:3])}{more}")

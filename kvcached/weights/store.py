@@ -1,0 +1,260 @@
+"""Weights of models in host memory, once on each machine and shared by all its processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvcached.checks import positive
+from kvcached.errors import InvalidArgumentError, LoadCancelledError, WeightFileError
+from kvcached.weights.builder import Produce, WeightBuilder
+from kvcached.weights.checkpoint import Checkpoint, CheckpointTensor
+from kvcached.weights.entry import StoredWeights, WeightKey
+from kvcached.weights.hashing import hash_of, identity
+from kvcached.weights.locks import FileLock
+from kvcached.weights.paths import StorePaths
+from kvcached.weights.prefetch import Prefetch
+from kvcached.weights.space import StoreSpace
+from kvcached.weights.spec import TensorSpec
+
+_READ_BYTES = 8 << 20
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_AS_STORED = ("checkpoint", "as-stored")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCounters:
+    """What this object did since it was opened."""
+
+    disk_bytes: int = 0  # read from checkpoints, to hash them or to store their tensors
+    stored_bytes: int = 0  # put into the store
+    shared_bytes: int = 0  # of those, what it had already: tensors of another model of one base
+    made_entries: int = 0
+    found_entries: int = 0
+
+
+class WeightStore:
+    """Tensors in the form that an engine wants them, so that an activation is a copy (Prism §5.2).
+
+    All processes that open one directory share it. It is bound in size: the least recently used
+    entries go first, never one that a process has open. A process may die at any moment: what it
+    had in use is free, what it was making is removed. Thread rule: any thread.
+    """
+
+    def __init__(self, paths: StorePaths, max_bytes: int, threads: int) -> None:
+        self._paths = paths
+        self._space = StoreSpace(paths, max_bytes)
+        self._threads = threads
+        self._counters = StoreCounters()
+        self._mutex = threading.Lock()
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | Path | None = None,
+        *,
+        max_bytes: int | None = None,
+        namespace: str = "default",
+        threads: int = 4,
+    ) -> WeightStore:
+        """Creates the store, or joins it.
+
+        `directory` defaults to one of `namespace` in /dev/shm. For huge pages name one on a tmpfs
+        that is mounted with huge=within_size; for weights that outlive a reboot, one on a disk.
+        `max_bytes` defaults to 80 % of its file system. `threads` read and hash files.
+        """
+        if not _NAMESPACE.fullmatch(namespace):
+            raise InvalidArgumentError(
+                f"namespace {namespace!r} must be 1 to 64 letters, digits, '.', '_' or '-'"
+            )
+        positive("threads", threads)
+        root = Path(directory) if directory else Path(f"/dev/shm/prism-weights.{namespace}")
+        paths = StorePaths.create(root)
+        if max_bytes is None:
+            system = os.statvfs(paths.root)
+            max_bytes = system.f_blocks * system.f_frsize * 8 // 10
+        store = cls(paths, positive("max_bytes", max_bytes), threads)
+        with FileLock.take(paths.mutex):
+            store._space.clean()
+        return store
+
+    @property
+    def directory(self) -> Path:
+        """Where its files are."""
+        return self._paths.root
+
+    @property
+    def max_bytes(self) -> int:
+        """The bound that this object keeps."""
+        return self._space.max_bytes
+
+    def used_bytes(self) -> int:
+        """Bytes of its tensors, each counted once, and of what is being made."""
+        with FileLock.take(self._paths.mutex):
+            return self._space.used_bytes()
+
+    def counters(self) -> StoreCounters:
+        """What this object did so far."""
+        with self._mutex:
+            return self._counters
+
+    # --- entries ---------------------------------------------------------------------------
+
+    def find(self, key: WeightKey) -> StoredWeights | None:
+        """The entry, in use from now on; None if it is not there.
+
+        Raises WeightFileError if one of its files is missing or was cut: `discard` it.
+        """
+        found = StoredWeights.open(self._entry(key))
+        if found is not None:
+            self._count(found_entries=1)
+        return found
+
+    def get(self, key: WeightKey, produce: Produce) -> StoredWeights:
+        """The entry, in use from now on; `produce` puts its tensors if it is not there.
+
+        One process makes an entry while others wait for it; should it die, the next one does. A
+        damaged entry that nobody uses is made anew. If `produce` raises, nothing stays.
+        """
+        found = self._find_whole(key)
+        if found is not None:
+            return found
+        with FileLock.take(self._paths.keys / key.digest):
+            return self._find_whole(key) or self._make(key, produce)
+
+    def discard(self, key: WeightKey) -> bool:
+        """Removes an entry; False if it is not there or in use."""
+        with FileLock.take(self._paths.mutex):
+            entry = self._entry(key)
+            return entry.exists() and self._space.evict(entry)
+
+    def _entry(self, key: WeightKey) -> Path:
+        return self._paths.entries / key.digest
+
+    def _find_whole(self, key: WeightKey) -> StoredWeights | None:
+        try:
+            return self.find(key)
+        except WeightFileError:
+            if not self.discard(key):
+                raise
+            return None
+
+    def _make(self, key: WeightKey, produce: Produce) -> StoredWeights:
+        builder = WeightBuilder(self._paths, self._space, key)
+        try:
+            produce(builder)
+            made = builder.seal()
+        finally:
+            builder.give_up()
+        self._count(stored_bytes=made.size_bytes, shared_bytes=builder.shared_bytes, made_entries=1)
+        return made
+
+    # --- checkpoints -----------------------------------------------------------------------
+
+    def content_of(self, checkpoint: Checkpoint) -> str:
+        """The checkpoint's hash: what `WeightKey.content` is.
+
+        Files are read once; the hash is kept for as long as their size, times and inode agree.
+        """
+        with ThreadPoolExecutor(self._threads) as pool:
+            hashes = list(pool.map(self._hash_of, checkpoint.files))
+        lines = [
+            f"{path.name} {hash_}\n" for path, hash_ in zip(checkpoint.files, hashes, strict=True)
+        ]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def get_checkpoint(
+        self,
+        model: str | Path | Checkpoint,
+        *,
+        expected: Mapping[str, TensorSpec] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> StoredWeights:
+        """A checkpoint's own tensors, as its files have them, read by parallel chunks.
+
+        Raises WeightFileError, naming the file that is missing, short or damaged;
+        WeightMismatchError if the tensors are not `expected`; LoadCancelledError once `cancel` is
+        set; StoreFullError.
+        """
+        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+        key = WeightKey(self.content_of(checkpoint), *_AS_STORED)
+
+        def produce(builder: WeightBuilder) -> None:
+            before = [identity(path) for path in checkpoint.files]
+            self._read_tensors(checkpoint, builder, cancel or threading.Event())
+            if [identity(path) for path in checkpoint.files] != before:
+                raise WeightFileError(f"{checkpoint.files[0].parent} changed while it was read")
+
+        weights = self.get(key, produce)
+        if expected is not None:
+            try:
+                weights.expect(expected)
+            except BaseException:
+                weights.close()
+                raise
+        return weights
+
+    def prefetch(
+        self, model: str | Path | Checkpoint, *, unless: WeightKey | None = None
+    ) -> Prefetch:
+        """`get_checkpoint` in the background, for a hint that the model will be needed.
+
+        Does nothing if the entry `unless`, the engine's own form of the model, is there.
+        """
+
+        def read(cancel: threading.Event) -> None:
+            if unless is None or not self._entry(unless).exists():
+                self.get_checkpoint(model, cancel=cancel).close()
+
+        return Prefetch(read)
+
+    def _hash_of(self, path: Path) -> str:
+        return hash_of(self._paths, path, lambda read_bytes: self._count(disk_bytes=read_bytes))
+
+    def _read_tensors(
+        self, checkpoint: Checkpoint, builder: WeightBuilder, cancel: threading.Event
+    ) -> None:
+        def store(tensor: CheckpointTensor) -> None:
+            builder.put_bytes(tensor.name, tensor.spec, self._chunks(tensor, cancel))
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            try:
+                list(pool.map(store, checkpoint.tensors.values()))
+            except BaseException:
+                cancel.set()  # the other threads need not go on
+                raise
+
+    def _chunks(self, tensor: CheckpointTensor, cancel: threading.Event) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(_READ_BYTES, tensor.spec.size_bytes)))
+        end = tensor.offset_bytes + tensor.spec.size_bytes
+        fd = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for at in range(tensor.offset_bytes, end, _READ_BYTES):
+                if cancel.is_set():
+                    raise LoadCancelledError(f"reading {tensor.path} was cancelled")
+                chunk = buffer[: min(_READ_BYTES, end - at)]
+                self._read_exactly(fd, tensor.path, chunk, at)
+                yield chunk
+        finally:
+            os.close(fd)
+
+    def _read_exactly(self, fd: int, path: Path, target: memoryview, at: int) -> None:
+        while target:
+            got = os.preadv(fd, [target], at)
+            if got == 0:
+                raise WeightFileError(f"{path} ends at byte {at}; it was cut while it was read")
+            self._count(disk_bytes=got)
+            target, at = target[got:], at + got
+
+    def _count(self, **more: int) -> None:
+        with self._mutex:
+            now = self._counters
+            self._counters = replace(
+                now, **{name: getattr(now, name) + value for name, value in more.items()}
+            )
