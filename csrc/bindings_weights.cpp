@@ -51,8 +51,8 @@ void bind_arena(nb::module_& module) {
       .def("view",
            [](const WeightArena& self, uint64_t offset, std::vector<int64_t> shape,
               std::string dtype) {
-             return take(
-                 TensorView::make(self.region(), offset, dense(std::move(shape)), std::move(dtype)));
+             return take(TensorView::make(self.region(), offset, dense(std::move(shape)),
+                                          std::move(dtype)));
            })
       .def("close", [](WeightArena& self) { check(without_gil([&] { return self.close(); })); });
 }

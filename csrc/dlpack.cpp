@@ -72,12 +72,11 @@ struct NamedType {
 // DLPack type codes: 0 signed, 1 unsigned, 2 float, 4 bfloat; since 1.1 10 float8_e4m3fn and
 // 12 float8_e5m2.
 constexpr NamedType kTypes[] = {
-    {"float32", {2, 32}},     {"float16", {2, 16}}, {"bfloat16", {4, 16}},
-    {"float64", {2, 64}},     {"int8", {0, 8}},     {"uint8", {1, 8}},
-    {"int16", {0, 16}},       {"uint16", {1, 16}},  {"int32", {0, 32}},
-    {"uint32", {1, 32}},      {"int64", {0, 64}},   {"uint64", {1, 64}},
-    {"bool", {6, 8}},         {"float8_e4m3fn", {10, 8}},
-    {"float8_e5m2", {12, 8}},
+    {"float32", {2, 32}}, {"float16", {2, 16}},       {"bfloat16", {4, 16}},
+    {"float64", {2, 64}}, {"int8", {0, 8}},           {"uint8", {1, 8}},
+    {"int16", {0, 16}},   {"uint16", {1, 16}},        {"int32", {0, 32}},
+    {"uint32", {1, 32}},  {"int64", {0, 64}},         {"uint64", {1, 64}},
+    {"bool", {6, 8}},     {"float8_e4m3fn", {10, 8}}, {"float8_e5m2", {12, 8}},
 };
 
 // Whether all extents have a stride, and elements lie apart. Those of an empty tensor need not.
