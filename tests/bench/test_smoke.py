@@ -11,6 +11,8 @@ from statistics import median
 
 import pytest
 
+from tests.engines.subjects import prepared
+
 BENCH = Path(__file__).parent.parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
 
@@ -24,21 +26,25 @@ SMALL = {
 }
 
 
-def test_all_benchmarks_are_run_here() -> None:
-    not_run_alone = {"pairs", "sglang_side", "sglang_throughput"}
-    assert {path.stem for path in BENCH.glob("*.py")} - not_run_alone == set(SMALL)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_benchmark_runs(name: str) -> None:
+def run(name: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(BENCH / f"{name}.py"), *SMALL[name]],
+        [sys.executable, str(BENCH / f"{name}.py"), *arguments],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "ratio" in done.stdout
+    return done.stdout
+
+
+def test_all_benchmarks_are_run_here() -> None:
+    not_run_alone = {"pairs", "sglang_side", "sglang_throughput", "activation"}
+    assert {path.stem for path in BENCH.glob("*.py")} - not_run_alone == set(SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_benchmark_runs(name: str) -> None:
+    assert "ratio" in run(name, *SMALL[name])
 
 
 @pytest.mark.sglang
@@ -74,3 +80,13 @@ def test_the_interval_of_a_median_holds_it_often_enough() -> None:
     values = [5.0, 1.0, 4.0, 2.0, 3.0]
     assert median_interval(values) == (1.0, 5.0)
     assert median_interval([1.0] * 20) == (1.0, 1.0) == (median([1.0] * 20),) * 2
+
+
+@pytest.mark.sglang
+def test_the_benchmark_of_activation_runs() -> None:
+    """The stock engine really starts; a neighbour really decodes."""
+    llama, qwen = str(prepared("tiny-llama")), str(prepared("tiny-qwen3"))
+    arguments = ("--model", qwen, "--neighbour", llama, "--pairs", "1", "--seconds", "1")
+    said = run("activation", *arguments, "--capacity", "512MiB", "--page", "64KiB")
+    assert said.count("ratio") == 3
+    assert all(f"  {stage} " in said for stage in ("reserve", "weights", "warm_up", "total"))

@@ -1,0 +1,331 @@
+"""Activation of a model on a warm engine, against a cold start of the stock engine.
+
+    python bench/activation.py [--model DIR] [--pairs 3] [--capacity 4GiB] [--page 2MiB]
+        [--context 2048] [--neighbour DIR] [--seconds 6]
+
+Both are timed on the clock until the model has given two greedy tokens, in turn, in one run, with
+the model's files in the page cache. Stock: `sglang.Engine` in a new process, on the same CPU paths,
+its weights and KV in torch's memory. Warm: a process that has imported the engine once and has
+served before; its stages are listed. With --neighbour (a second model) another process decodes that
+one all the while: its time per token before, during and after an activation.
+
+Models: `prism-models prepare smollm2-135m tiny-llama` (0.54 GB and 17 MB of float32).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from uuid import uuid4
+
+from pairs import Pairs
+
+import kvcached
+from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.engines.core import EngineContext, EngineCore
+from prism.messages import Activate, Activated, ModelSpec, Request, Sampling
+from prism.model_spec import inspect_model
+from prism.models.store import default_directory
+from prism.units import format_size, parse_size
+
+DEVICE = "host:0"
+PROMPT = [1, 8, 15, 22]
+TARGET = 10.0
+
+# What the stock engine finds on its path: a platform on the same native code paths with SGLang's
+# own pools, and the stand-ins that its imports need on a machine without a GPU.
+PLATFORM = """
+from prism.engines.sglang.platform import PrismCpuPlatform
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+
+class StockCpuPlatform(CpuSRTPlatform):
+    _enum = PrismCpuPlatform._enum
+    capabilities = PrismCpuPlatform.capabilities
+    get_default_attention_backend = PrismCpuPlatform.get_default_attention_backend
+    get_dispatch_key_name = PrismCpuPlatform.get_dispatch_key_name
+
+def activate():
+    return "stock_cpu.StockCpuPlatform"
+"""
+STAND_INS = "from prism.engines.sglang import stubs\nstubs.install()\n"
+STOCK = """
+import json, sys
+import sglang
+
+if __name__ == "__main__":
+    options, prompt = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+    engine = sglang.Engine(**options)
+    sampling = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+    print("tokens", engine.generate(input_ids=prompt, sampling_params=sampling)["output_ids"])
+    engine.shutdown()
+"""
+
+
+@contextmanager
+def stock_files() -> Iterator[Path]:
+    """A folder that makes the stock engine find its platform, without installing anything."""
+    with tempfile.TemporaryDirectory(prefix="stock-") as name:
+        folder = Path(name)
+        metadata = folder / "stock_cpu-0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stock-cpu\nVersion: 0\n")
+        point = "[sglang.srt.platforms]\nstock_cpu = stock_cpu:activate\n"
+        (metadata / "entry_points.txt").write_text(point)
+        (folder / "stock_cpu.py").write_text(PLATFORM)
+        (folder / "sitecustomize.py").write_text(STAND_INS)
+        (folder / "stock.py").write_text(STOCK)
+        yield folder
+
+
+def cold_start(folder: Path, spec: ModelSpec) -> float:
+    """Seconds from the start of a new process until the stock engine's second token."""
+    options = {
+        "model_path": spec.path,
+        "device": "cpu",
+        "dtype": "float32",
+        "context_length": spec.context_length,
+        "max_total_tokens": 2 * spec.context_length,
+        "page_size": 16,
+        "skip_tokenizer_init": True,
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
+        "sleep_on_idle": True,
+        "skip_server_warmup": True,
+        "log_level": "error",
+    }
+    environment = {
+        **os.environ,
+        "SGLANG_PLATFORM": "stock_cpu",
+        "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = [sys.executable, str(folder / "stock.py"), json.dumps(options), json.dumps(PROMPT)]
+    begin_s = time.monotonic()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("tokens"):
+                seconds = time.monotonic() - begin_s
+                break
+        else:
+            raise SystemExit(f"the stock engine failed:\n{process.stderr.read()[-3000:]}")
+        process.communicate()
+    return seconds
+
+
+def warm_engine(config: ClusterConfig, engine_id: str) -> EngineCore:
+    from prism.engines.sglang import create
+
+    return create(EngineContext(engine_id, DEVICE, config))
+
+
+def activation(core: EngineCore, spec: ModelSpec) -> tuple[float, Activated]:
+    begin_s = time.monotonic()
+    activated = core.activate(Activate(spec, max_running=8))
+    seconds = time.monotonic() - begin_s
+    core.deactivate()
+    return seconds, activated
+
+
+def compare(config: ClusterConfig, spec: ModelSpec, pairs: int) -> None:
+    core = warm_engine(config, "bench")
+    activation(core, spec)  # an engine that has served before
+    cold_s, warm_s, stages = list[float](), list[float](), list[dict[str, float]]()
+    with stock_files() as folder:
+        for _ in range(pairs):
+            cold_s.append(cold_start(folder, spec))
+            seconds, activated = activation(core, spec)
+            warm_s.append(seconds)
+            stages.append(activated.stages_s)
+    core.close()
+    timed = Pairs(cold_s, warm_s)
+    name = f"cold start against activation, {format_size(spec.weight_bytes)}"
+    print(timed.line(name, f"target {TARGET:g}", "s", 1.0, 1.0))
+    for stage in stages[0]:
+        print(f"  {stage:10} {median(s[stage] for s in stages) * 1000:9.1f} ms")
+
+
+# --- a neighbour that decodes -------------------------------------------------------------------
+
+
+def request(spec: ModelSpec, number: int) -> Request:
+    return Request(
+        id=f"r{number}",
+        model=spec.name,
+        prompt_ids=PROMPT,
+        sampling=Sampling(max_tokens=200, temperature=0.0, ignore_eos=True),
+        arrival_unix_s=time.time(),
+        slo_ttft_s=1.0,
+        slo_tpot_s=1.0,
+        frontend_id="",
+        reply_to="",
+    )
+
+
+def decode_on(config: ClusterConfig, spec: ModelSpec, out_fd: int, streams: int = 4) -> None:
+    """Decode until killed, writing the monotonic time of every step that gave tokens."""
+    core = warm_engine(config, "neighbour")
+    core.activate(Activate(spec, max_running=streams))
+    number = 0
+    while True:
+        if not core.status().running:
+            core.submit([request(spec, number + i) for i in range(streams)])
+            number += streams
+        if core.step().chunks:
+            os.write(out_fd, f"{time.monotonic()}\n".encode())
+
+
+@contextmanager
+def neighbour(config: ClusterConfig, spec: ModelSpec) -> Iterator[Callable[[], list[float]]]:
+    """A forked process that decodes; yields what returns the times of its steps so far."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            decode_on(config, spec, writer)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    rest = os.read(reader, 1)  # it decodes
+    os.set_blocking(reader, False)
+
+    def steps_s() -> list[float]:
+        nonlocal rest
+        while True:
+            try:
+                data = os.read(reader, 1 << 16)
+            except BlockingIOError:
+                break
+            if not data:
+                raise SystemExit("the neighbour ended")
+            rest += data
+        return [float(line) for line in rest.split(b"\n")[:-1]]
+
+    try:
+        yield steps_s
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(reader)
+
+
+def beside(config: ClusterConfig, spec: ModelSpec, other: ModelSpec, seconds: float) -> None:
+    with neighbour(config, other) as steps_s:
+        core = warm_engine(config, "bench")
+        activation(core, spec)
+        time.sleep(seconds)
+        begin_s = time.monotonic()
+        core.activate(Activate(spec, max_running=8))
+        end_s = time.monotonic()
+        time.sleep(seconds)
+        times_s = steps_s()
+        core.close()
+    spans = {
+        "before": (begin_s - seconds, begin_s),
+        "during": (begin_s, end_s),
+        "after": (end_s, end_s + seconds),
+    }
+    medians = {}
+    print(f"{other.name} decodes beside an activation of {end_s - begin_s:.2f} s:")
+    for name, (first_s, last_s) in spans.items():
+        gaps = [b - a for a, b in pairwise(times_s) if first_s < b <= last_s]
+        if len(gaps) < 2:
+            raise SystemExit(f"too few steps {name} the activation; use a larger model")
+        medians[name] = median(gaps)
+        p95 = quantiles(gaps, n=20)[-1]
+        print(f"  {name:7} TPOT {medians[name] * 1000:7.2f} ms median, {p95 * 1000:7.2f} ms p95")
+    for name in ("during", "after"):
+        print(f"  {name} / before: ratio {medians[name] / medians['before']:.2f}")
+
+
+# --- set-up -------------------------------------------------------------------------------------
+
+
+def spec_of(path: Path, context_length: int) -> ModelSpec:
+    files = inspect_model(path, "--model")
+    return ModelSpec(
+        name=path.name,
+        path=str(path),
+        architecture=files.architecture,
+        dtype="float32",
+        kv_dtype="float32",
+        context_length=min(context_length, files.context_length),
+        num_layers=files.num_layers,
+        num_kv_heads=files.num_kv_heads,
+        head_dim=files.head_dim,
+        weight_bytes=files.weight_bytes("float32"),
+        token_bytes=files.token_bytes("float32"),
+        slo_ttft_s=1.0,
+        slo_tpot_s=1.0,
+    )
+
+
+def config_of(capacity: str, page: str, run_dir: str) -> ClusterConfig:
+    capacity_bytes, page_bytes = parse_size(capacity, "--capacity"), parse_size(page, "--page")
+    return ClusterConfig(
+        namespace=f"bench{uuid4().hex[:10]}",
+        run_dir=run_dir,
+        redis_url="",
+        policy="prism",
+        devices=[DeviceConfig(DEVICE, capacity_bytes, page_bytes, 2)],
+        models=[],
+        engine=EngineConfig(static_bytes=1 << 20),
+    )
+
+
+def read_files(spec: ModelSpec) -> None:
+    """Into the page cache."""
+    for file in Path(spec.path).glob("*.safetensors"):
+        with file.open("rb", buffering=0) as opened:
+            while opened.read(1 << 24):
+                pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=default_directory() / "smollm2-135m")
+    parser.add_argument("--neighbour", type=Path, default=None)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--capacity", default="4GiB")
+    parser.add_argument("--page", default="2MiB")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    spec = spec_of(options.model, options.context)
+    read_files(spec)
+    from prism.engines.sglang import preload
+
+    preload()
+    gc.collect()
+    gc.freeze()
+    with tempfile.TemporaryDirectory() as run_dir:
+        config = config_of(options.capacity, options.page, run_dir)
+        try:
+            if options.neighbour is not None:
+                other = spec_of(options.neighbour, options.context)
+                beside(config, spec, other, options.seconds)
+            compare(config, spec, options.pairs)
+        finally:
+            kvcached.Device.unlink(config.namespace, DEVICE, force=True)
+
+
+if __name__ == "__main__":
+    main()
