@@ -8,6 +8,7 @@ constexpr int kDeviceLocation = 1;
 constexpr int kPinned = 1;
 constexpr int kReadWrite = 3;
 constexpr int kMinimumGranularity = 0;
+constexpr unsigned kNoTiming = 2;       // CU_EVENT_DISABLE_TIMING
 constexpr int kHasVirtualMemory = 102;  // CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 }  // namespace
@@ -125,6 +126,30 @@ Status CudaDevice::set_access(uint64_t address, uint64_t bytes) {
   const CuAccess access = {{kDeviceLocation, device_}, kReadWrite};
   return driver_.check(call(driver_.functions().mem_set_access, address, bytes, &access, size_t{1}),
                        "cuMemSetAccess");
+}
+
+Result<CuEvent> CudaDevice::record_event(uint64_t stream) const {
+  const CuFunctions& cuda = driver_.functions();
+  CuEvent event = nullptr;
+  Status status = driver_.check(call(cuda.event_create, &event, kNoTiming), "cuEventCreate");
+  if (!status.ok()) return status;
+  status = driver_.check(call(cuda.event_record, event, reinterpret_cast<CuStream>(stream)),
+                         "cuEventRecord");
+  if (status.ok()) return event;
+  destroy_event(event);
+  return status;
+}
+
+Result<bool> CudaDevice::has_passed(CuEvent event) const {
+  const CuResult result = call(driver_.functions().event_query, event);
+  if (result == kCuNotReady) return false;
+  if (Status status = driver_.check(result, "cuEventQuery"); !status.ok()) return status;
+  return true;
+}
+
+void CudaDevice::destroy_event(CuEvent event) const {
+  // One that cannot be destroyed goes with its context.
+  if (!abandoned_) (void)call(driver_.functions().event_destroy, event);
 }
 
 }  // namespace kvcached

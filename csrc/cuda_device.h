@@ -31,6 +31,11 @@ class CudaDevice {
   Status unmap(uint64_t address, uint64_t bytes);
   Status set_access(uint64_t address, uint64_t bytes);
 
+  // An event behind what the stream (0: the default one) was given so far, for destroy_event.
+  Result<CuEvent> record_event(uint64_t stream) const;
+  Result<bool> has_passed(CuEvent event) const;
+  void destroy_event(CuEvent event) const;
+
   // The child of a fork: the driver is dead there, and the destructor must not call it.
   void abandon() { abandoned_ = true; }
 

@@ -80,6 +80,10 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   find(functions_.mem_map, "cuMemMap");
   find(functions_.mem_unmap, "cuMemUnmap");
   find(functions_.mem_set_access, "cuMemSetAccess");
+  find(functions_.event_create, "cuEventCreate");
+  find(functions_.event_record, "cuEventRecord");
+  find(functions_.event_query, "cuEventQuery");
+  find(functions_.event_destroy, "cuEventDestroy_v2");
   return outcome;
 }
 

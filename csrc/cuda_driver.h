@@ -17,11 +17,14 @@ namespace kvcached {
 using CuResult = int;
 using CuOrdinal = int;      // CUdevice
 using CuContext = void*;    // CUcontext
+using CuStream = void*;     // CUstream; null: the default stream
+using CuEvent = void*;      // CUevent
 using CuHandle = uint64_t;  // CUmemGenericAllocationHandle
 
 inline constexpr CuResult kCuSuccess = 0;
 inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuDeinitialized = 4;
+inline constexpr CuResult kCuNotReady = 600;
 
 struct CuLocation {
   int type;  // 1: a device
@@ -66,6 +69,10 @@ struct CuFunctions {
                       unsigned long long flags);
   CuResult (*mem_unmap)(uint64_t address, size_t bytes);
   CuResult (*mem_set_access)(uint64_t address, size_t bytes, const CuAccess* access, size_t count);
+  CuResult (*event_create)(CuEvent* event, unsigned flags);
+  CuResult (*event_record)(CuEvent event, CuStream stream);
+  CuResult (*event_query)(CuEvent event);
+  CuResult (*event_destroy)(CuEvent event);
 };
 
 class CudaDriver {

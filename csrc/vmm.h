@@ -11,6 +11,11 @@
 //
 // Every call that names a range or several handles is all or nothing: on failure nothing changed.
 // Sizes and addresses are multiples of page_bytes(). Calls may come from any thread.
+//
+// Work runs on streams, after the call that submitted it has returned. No call here waits for it or
+// knows what it touches: whoever unmaps a page records an event behind the last work that may touch
+// it, and unmaps once that has passed.
+//   record_event an event behind everything that the stream was given so far
 // After a fork the child's copy is dead: every call answers Code::forked.
 #pragma once
 
@@ -27,6 +32,20 @@ namespace kvcached {
 
 using Handle = uint64_t;  // never 0, never reused within one Vmm
 inline constexpr Handle kNoHandle = 0;
+
+// The engine's queue of work: a CUstream on a GPU (0: the default stream), a fake one of
+// host_stream.h on a host device, whose default stream never has work.
+using Stream = uint64_t;
+
+// A point in a stream's work. Does not keep the stream alive.
+// Thread rule: the owner's. Dropped before its Vmm.
+class StreamEvent {
+ public:
+  virtual ~StreamEvent() = default;
+  // Whether all work before it is done. Never waits. After an error (the stream's context is
+  // broken, say) nothing is known of that work.
+  virtual Result<bool> has_passed() = 0;
+};
 
 // Where the memory is: RAM that the CPU reads and writes, or a GPU.
 struct Location {
@@ -53,6 +72,9 @@ class Vmm {
 
   // map and set_access in one step, for backends that can do both in one call to the OS.
   virtual Status map_accessible(uint64_t address, std::span<const Handle> handles);
+
+  // REQUIRES: the stream is alive. Code::invalid_argument where that can be known and is not so.
+  virtual Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) = 0;
 
   // Unmaps everything and gives all memory back. Reservations stay (a view that outlives its
   // client faults instead of reading what was mapped there later); further calls but

@@ -17,6 +17,20 @@ Status check_page_bytes(uint64_t page_bytes, uint64_t granularity_bytes) {
                                         " bytes, or that times a power of two");
 }
 
+class CudaEvent final : public StreamEvent {
+ public:
+  CudaEvent(std::shared_ptr<const CudaDevice> device, CuEvent event)
+      : device_(std::move(device)), event_(event) {}
+  ~CudaEvent() override { device_->destroy_event(event_); }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+  Result<bool> has_passed() override { return device_->has_passed(event_); }
+
+ private:
+  const std::shared_ptr<const CudaDevice> device_;
+  const CuEvent event_;
+};
+
 }  // namespace
 
 Result<std::shared_ptr<Vmm>> CudaVmm::make(int ordinal, uint64_t page_bytes) {
@@ -27,7 +41,7 @@ Result<std::shared_ptr<Vmm>> CudaVmm::make(int ordinal, uint64_t page_bytes) {
   return std::shared_ptr<Vmm>(new CudaVmm(std::move(device.value()), page_bytes));
 }
 
-CudaVmm::CudaVmm(std::unique_ptr<CudaDevice> device, uint64_t page_bytes)
+CudaVmm::CudaVmm(std::shared_ptr<CudaDevice> device, uint64_t page_bytes)
     : device_(std::move(device)), books_(page_bytes) {
   guard_against_fork(this);
 }
@@ -173,6 +187,13 @@ Status CudaVmm::unmap(uint64_t address, uint64_t bytes) {
   }
   drop(unowned);
   return {};
+}
+
+Result<std::unique_ptr<StreamEvent>> CudaVmm::record_event(Stream stream) {
+  if (Status status = check_open(); !status.ok()) return status;
+  Result<CuEvent> event = device_->record_event(stream);
+  if (!event.ok()) return event.status();
+  return std::unique_ptr<StreamEvent>(new CudaEvent(device_, event.value()));
 }
 
 Status CudaVmm::give_back_everything() {

@@ -37,12 +37,13 @@ class CudaVmm final : public Vmm, private ForkGuarded {
   Status map(uint64_t address, std::span<const Handle> handles) override;
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
+  Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
   Status close() override;
   Status check_open() const override;
   int memory_fd() const override { return -1; }
 
  private:
-  CudaVmm(std::unique_ptr<CudaDevice> device, uint64_t page_bytes);
+  CudaVmm(std::shared_ptr<CudaDevice> device, uint64_t page_bytes);
 
   Status check_not_forked() const;
   Status create_all(std::span<CuHandle> made);
@@ -57,7 +58,7 @@ class CudaVmm final : public Vmm, private ForkGuarded {
   void unlock_after_fork() override { mutex_.unlock(); }
   void abandon_in_child() override;
 
-  const std::unique_ptr<CudaDevice> device_;
+  const std::shared_ptr<CudaDevice> device_;
   VmmBooks books_;
   std::unordered_map<Handle, CuHandle> made_;  // the driver's handle of each of ours
   std::vector<CuHandle> owed_;

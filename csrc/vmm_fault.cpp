@@ -50,6 +50,11 @@ Status FaultVmm::set_access(uint64_t address, uint64_t bytes) {
   return below_->set_access(address, bytes);
 }
 
+Result<std::unique_ptr<StreamEvent>> FaultVmm::record_event(Stream stream) {
+  if (Status status = pass(VmmCall::record_event); !status.ok()) return status;
+  return below_->record_event(stream);
+}
+
 Status FaultVmm::unmap(uint64_t address, uint64_t bytes) {
   KV_TRY(pass(VmmCall::unmap));
   return below_->unmap(address, bytes);

@@ -9,7 +9,16 @@
 
 namespace kvcached {
 
-enum class VmmCall { reserve, free_address, create, release, map, set_access, unmap };
+enum class VmmCall {
+  reserve,
+  free_address,
+  create,
+  release,
+  map,
+  set_access,
+  unmap,
+  record_event,
+};
 
 class FaultVmm final : public Vmm {
  public:
@@ -29,6 +38,7 @@ class FaultVmm final : public Vmm {
   Status map(uint64_t address, std::span<const Handle> handles) override;
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
+  Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
   Status close() override { return below_->close(); }
   Status check_open() const override { return below_->check_open(); }
   int memory_fd() const override { return below_->memory_fd(); }

@@ -6,6 +6,8 @@
 
 #include <cerrno>
 
+#include "host_stream.h"
+
 namespace kvcached {
 
 namespace {
@@ -195,6 +197,11 @@ Status HostVmm::unmap(uint64_t address, uint64_t bytes) {
   KV_TRY(books_.check_mapped(address, bytes, "unmap"));
   if (!make_hole(address, bytes)) return mapping_failure(errno);
   return punch(books_.unmap(address, bytes));
+}
+
+Result<std::unique_ptr<StreamEvent>> HostVmm::record_event(Stream stream) {
+  if (Status status = check_open(); !status.ok()) return status;
+  return HostStream::record(stream);
 }
 
 Status HostVmm::close() {

@@ -36,6 +36,7 @@ class HostVmm final : public Vmm, private ForkGuarded {
   Status map_accessible(uint64_t address, std::span<const Handle> handles) override;
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
+  Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
   Status close() override;
   Status check_open() const override;
   int memory_fd() const override { return fd_; }

@@ -24,10 +24,11 @@ void* open_cuda() {
   return init != nullptr && init(0) == 0 ? library : nullptr;
 }
 
-void enter_context() {
+bool enter_context() {
   void* context = nullptr;
   CHECK(cuda_function<int(void**, int)>("cuDevicePrimaryCtxRetain")(&context, 0) == 0);
   CHECK(cuda_function<int(void*)>("cuCtxPushCurrent_v2")(context) == 0);
+  return true;
 }
 
 uint64_t cuda_used_bytes() {
@@ -117,15 +118,16 @@ bool nothing_leaked() {
 
 std::vector<Backend> backends() {
   std::vector<Backend> found = {
-      {"host", make_host, is_readable, fill_host, read_host, held_on_host},
-      {"host below faults", make_below_faults<make_host>, is_readable, fill_host, read_host,
+      {"host", false, make_host, is_readable, fill_host, read_host, held_on_host},
+      {"host below faults", false, make_below_faults<make_host>, is_readable, fill_host, read_host,
        held_on_host},
   };
   if (cuda_library() == nullptr) return found;
-  enter_context();
-  found.push_back({"cuda", make_cuda, is_readable_cuda, fill_cuda, read_cuda, held_on_cuda});
-  found.push_back({"cuda below faults", make_below_faults<make_cuda>, is_readable_cuda, fill_cuda,
-                   read_cuda, held_on_cuda});
+  static const bool entered = enter_context();
+  CHECK(entered);
+  found.push_back({"cuda", true, make_cuda, is_readable_cuda, fill_cuda, read_cuda, held_on_cuda});
+  found.push_back({"cuda below faults", true, make_below_faults<make_cuda>, is_readable_cuda,
+                   fill_cuda, read_cuda, held_on_cuda});
   return found;
 }
 

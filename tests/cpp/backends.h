@@ -10,6 +10,7 @@ namespace kvcached::testing {
 
 struct Backend {
   std::string name;
+  bool on_gpu;
   std::shared_ptr<Vmm> (*make)();
   bool (*is_readable)(uint64_t address);
   void (*fill)(uint64_t address, uint64_t bytes, int value);

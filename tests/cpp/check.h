@@ -47,6 +47,7 @@ bool is_readable(uint64_t address);
 std::string fresh_ledger_path();
 
 void test_vmm();
+void test_events();
 void test_cuda_faults();
 void test_ledger();
 void test_balloon();

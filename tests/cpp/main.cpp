@@ -31,6 +31,7 @@ std::string fresh_ledger_path() {
 int main() {
   using namespace kvcached::testing;
   test_vmm();
+  test_events();
   test_ledger();
   test_balloon();
   test_kv_allocator();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -18,6 +19,7 @@ class LibCuda:
         self.library = ctypes.CDLL(str(path))
         self.library.test_cuda_calls.restype = ctypes.c_uint64
         self.library.test_cuda_used_bytes.restype = ctypes.c_uint64
+        self.library.test_cuda_violations.restype = ctypes.c_uint64
         self.library.test_cuda_refusal.restype = ctypes.c_char_p
         self.library.test_cuda_leaks.restype = ctypes.c_char_p
 
@@ -28,6 +30,7 @@ class LibCuda:
         """Counted calls by function since the last reset, those that were made."""
         names = ("AddressReserve", "AddressFree", "Create", "Release", "Map", "Unmap", "SetAccess")
         counted = {name: self.calls(f"cuMem{name}") for name in names}
+        counted |= {name: self.calls(f"cu{name}") for name in ("EventRecord", "EventQuery")}
         return {name: calls for name, calls in counted.items() if calls}
 
     def reset(self) -> None:
@@ -44,8 +47,51 @@ class LibCuda:
     def used_bytes(self, device: int = 0) -> int:
         return self.library.test_cuda_used_bytes(device)
 
+    def violations(self) -> int:
+        """How often memory was taken away from a kernel so far."""
+        return self.library.test_cuda_violations()
+
     def refusal(self) -> str:
         return self.library.test_cuda_refusal().decode()
 
     def leaks(self) -> str:
         return self.library.test_cuda_leaks().decode()
+
+
+class CudaStream:
+    """A stream of the test libcuda on a device, whose kernels end when the test says so."""
+
+    def __init__(self, libcuda: LibCuda, device: int = 0) -> None:
+        self.cu = libcuda.library
+        self.device = device
+        self.context, made = ctypes.c_void_p(), ctypes.c_void_p()
+        assert self.cu.cuInit(0) == 0
+        assert self.cu.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device) == 0
+        self.answer(lambda: self.cu.cuStreamCreate(ctypes.byref(made), 0))
+        self.handle = made.value or 0
+
+    def answer(self, call: Callable[[], int]) -> None:
+        """A call in the device's context that must succeed."""
+        assert self.cu.cuCtxPushCurrent_v2(self.context) == 0
+        result = call()
+        assert self.cu.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())) == 0
+        assert result == 0
+
+    def submit(self, address: int = 0, size_bytes: int = 1) -> None:
+        """A kernel that may touch the range from now on."""
+        arguments = [ctypes.c_uint64(value) for value in (self.handle, address, size_bytes)]
+        self.answer(lambda: self.cu.test_cuda_launch(*arguments))
+
+    def complete(self) -> None:
+        """The oldest kernel is done."""
+        arguments = [ctypes.c_uint64(value) for value in (self.handle, 1)]
+
+        def call() -> int:
+            self.cu.test_cuda_complete(*arguments)
+            return 0
+
+        self.answer(call)
+
+    def close(self) -> None:
+        self.answer(lambda: self.cu.cuStreamDestroy_v2(ctypes.c_void_p(self.handle)))
+        assert self.cu.cuDevicePrimaryCtxRelease_v2(self.device) == 0

@@ -15,7 +15,9 @@ enum Error {
   kNoDevice = 100,
   kInvalidDevice = 101,
   kInvalidContext = 201,
+  kInvalidHandle = 400,
   kNotFound = 500,
+  kNotReady = 600,
 };
 
 struct MemLocation {

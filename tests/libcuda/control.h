@@ -1,7 +1,8 @@
 // What tests ask of the library beside CUDA's own functions; found with dlsym or ctypes.
 //
 // Counted are the calls that reserve, create, map, set access, unmap, release and free: those that
-// cost time and can fail at run time. Failing one of them changes nothing in the simulator.
+// cost time and can fail at run time; cuEventCreate, cuEventRecord, cuEventQuery and
+// cuStreamSynchronize as well. Failing one of them changes nothing in the simulator.
 #pragma once
 
 #include <cstdint>
@@ -19,4 +20,13 @@ uint64_t test_cuda_used_bytes(int device);
 const char* test_cuda_refusal();
 // What is not given back now, in words; empty if nothing.
 const char* test_cuda_leaks();
+
+// A kernel that may touch the range, until it is completed: on a stream (0: the default one) of the
+// current context's device. CUDA's answer for a stream or a range that is not there.
+int test_cuda_launch(uint64_t stream, uint64_t address, uint64_t bytes);
+// The oldest `count` kernels of the stream are done.
+void test_cuda_complete(uint64_t stream, uint64_t count);
+// How often a page that a kernel may touch was unmapped, mapped elsewhere or filled. Each is
+// refused as well, and test_cuda_refusal() names it; a real driver would let it happen.
+uint64_t test_cuda_violations();
 }

@@ -5,19 +5,19 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 
-#include "call_log.h"
 #include "control.h"
-#include "simulator.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#include "served.h"
 
 using test_libcuda::CallLog;
+using test_libcuda::counted;
 using test_libcuda::Error;
 using test_libcuda::MemAccessDesc;
 using test_libcuda::MemAllocationProp;
 using test_libcuda::MemLocation;
+using test_libcuda::mutex;
+using test_libcuda::served;
+using test_libcuda::served_in_context;
 using test_libcuda::Simulator;
 
 namespace {
@@ -30,44 +30,8 @@ char contexts[64];
 thread_local int stack[kMaxContexts];
 thread_local int depth = 0;
 
-std::mutex& mutex() {
-  static auto* instance = new std::mutex;
-  return *instance;
-}
-
 int device_of(const void* context) {
   return static_cast<int>(static_cast<const char*>(context) - contexts);
-}
-
-// CUDA's documentation does not promise that these calls work without a current context.
-Error check_context() {
-  if (depth > 0 && Simulator::instance().has_context(stack[depth - 1]))
-    return test_libcuda::kSuccess;
-  return test_libcuda::kInvalidContext;
-}
-
-template <class Body>
-int served(Body body) {
-  Simulator& cuda = Simulator::instance();
-  if (const Error error = cuda.check_usable(); error != 0) return error;
-  const std::lock_guard lock(mutex());
-  return body(cuda);
-}
-
-template <class Body>
-int served_in_context(Body body) {
-  return served([&](Simulator& cuda) {
-    const Error error = check_context();
-    return error != 0 ? error : body(cuda);
-  });
-}
-
-template <class Body>
-int counted(const char* function, Body body) {
-  return served_in_context([&](Simulator& cuda) {
-    const int injected = CallLog::instance().record(function);
-    return injected != 0 ? static_cast<Error>(injected) : body(cuda);
-  });
 }
 
 struct NamedError {
@@ -85,7 +49,9 @@ constexpr NamedError kErrors[] = {
     {100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+    {600, "CUDA_ERROR_NOT_READY", "device not ready"},
 };
 
 const NamedError* find_error(int error) {
@@ -107,6 +73,13 @@ __attribute__((destructor)) void report_leaks() {
 }
 
 }  // namespace
+
+std::mutex& test_libcuda::mutex() {
+  static auto* instance = new std::mutex;
+  return *instance;
+}
+
+int test_libcuda::current_device() { return depth > 0 ? stack[depth - 1] : -1; }
 
 EXPORT int cuInit(unsigned flags) {
   if (flags != 0) return test_libcuda::kInvalidValue;
@@ -263,7 +236,7 @@ EXPORT int cuMemcpyDtoH_v2(void* target, uint64_t address, size_t bytes) {
 
 EXPORT int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
   return served_in_context([=](Simulator& cuda) {
-    const Error error = cuda.check_accessible(address, bytes);
+    const Error error = cuda.check_fillable(address, bytes);
     if (error == 0) std::memset(reinterpret_cast<void*>(address), value, bytes);
     return error;
   });

@@ -77,6 +77,18 @@ Error Simulator::refuse(Error error, std::string why) {
   return error;
 }
 
+Error Simulator::violate(std::string why) {
+  ++violations_;
+  return refuse(kInvalidValue, std::move(why));
+}
+
+bool Simulator::is_touched(uint64_t handle) const {
+  for (const auto& [address, mapping] : mappings_) {
+    if (mapping.handle == handle && streams_.is_touched(address, mapping.bytes)) return true;
+  }
+  return false;
+}
+
 uint64_t Simulator::used_bytes(int device) const {
   const auto index = static_cast<size_t>(device);
   return index < devices_.size() ? devices_[index].used_bytes : 0;
@@ -86,11 +98,16 @@ std::string Simulator::leaks() const {
   if (dead_) return "";
   int contexts = 0;
   for (const Device& device : devices_) contexts += device.context_uses;
-  if (allocations_.empty() && mappings_.empty() && reservations_.empty() && contexts == 0)
+  const size_t streams = streams_.streams();
+  const size_t events = streams_.events();
+  if (allocations_.empty() && mappings_.empty() && reservations_.empty() && contexts == 0 &&
+      streams == 0 && events == 0) {
     return "";
+  }
   return std::to_string(allocations_.size()) + " allocations, " + std::to_string(mappings_.size()) +
          " mappings, " + std::to_string(reservations_.size()) + " reservations, " +
-         std::to_string(contexts) + " contexts";
+         std::to_string(contexts) + " contexts, " + std::to_string(streams) + " streams, " +
+         std::to_string(events) + " events";
 }
 
 Error Simulator::retain_context(int device) {
@@ -238,6 +255,9 @@ Error Simulator::map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t
   if (overlaps_mapping(address, bytes)) {
     return refuse(kInvalidValue, "cuMemMap: something is mapped there");
   }
+  if (allocation.mappings > 0 && is_touched(handle)) {
+    return violate("cuMemMap: a kernel may still touch the handle's memory elsewhere");
+  }
   const int fd = devices_[static_cast<size_t>(allocation.device)].fd;
   if (mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd,
            static_cast<off_t>(allocation.offset)) == MAP_FAILED) {
@@ -253,6 +273,9 @@ Error Simulator::map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t
 Error Simulator::unmap(uint64_t address, uint64_t bytes) {
   const auto whole = whole_mappings(address, bytes);
   if (whole.empty()) return refuse(kInvalidValue, "cuMemUnmap: not a range of whole mappings");
+  if (streams_.is_touched(address, bytes)) {
+    return violate("cuMemUnmap: a kernel may still touch the range; its event has not passed");
+  }
   if (!make_hole(address, bytes)) return refuse(kOutOfMemory, "cuMemUnmap: the OS refused");
   for (const auto at : whole) {
     const uint64_t handle = at->second.handle;
@@ -298,6 +321,12 @@ Error Simulator::check_accessible(uint64_t address, uint64_t bytes) {
     at = start + mapping.bytes;
   }
   return kSuccess;
+}
+
+Error Simulator::check_fillable(uint64_t address, uint64_t bytes) {
+  if (const Error error = check_accessible(address, bytes); error != 0) return error;
+  if (!streams_.is_touched(address, bytes)) return kSuccess;
+  return violate("cuMemsetD8: a kernel may still touch the range");
 }
 
 }  // namespace test_libcuda

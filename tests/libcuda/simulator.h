@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "streams.h"
 
 namespace test_libcuda {
 
@@ -54,6 +55,10 @@ class Simulator {
   // What is not given back, in words; empty if nothing.
   std::string leaks() const;
 
+  Streams& streams() { return streams_; }
+  // Calls that took memory away from a kernel.
+  uint64_t violations() const { return violations_; }
+
   Error retain_context(int device);
   Error release_context(int device);
   bool has_context(int device) const;
@@ -70,11 +75,16 @@ class Simulator {
   Error get_access(uint64_t address, unsigned long long* flags);
   // Whether a copy may touch the range.
   Error check_accessible(uint64_t address, uint64_t bytes);
+  // The same for the driver's own write, which is in no stream's order.
+  Error check_fillable(uint64_t address, uint64_t bytes);
 
  private:
   using Mappings = std::map<uint64_t, Mapping>;
 
   Error refuse(Error error, std::string why);
+  Error violate(std::string why);
+  // Whether pending work may touch the handle's memory, wherever that is mapped.
+  bool is_touched(uint64_t handle) const;
   Error check_size(const char* call, uint64_t address, uint64_t bytes);
   bool is_reserved(uint64_t address, uint64_t bytes) const;
   bool overlaps_mapping(uint64_t address, uint64_t bytes) const;
@@ -88,6 +98,8 @@ class Simulator {
   std::map<uint64_t, uint64_t> reservations_;  // address -> bytes
   Mappings mappings_;                          // by address
   std::map<uint64_t, Allocation> allocations_;
+  Streams streams_;
+  uint64_t violations_ = 0;
   uint64_t next_handle_ = 0x1000;
   std::string refusal_;
   bool initialised_ = false;

@@ -1,0 +1,121 @@
+"""The test libcuda's streams: memory that is taken from a kernel must show."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from .libcuda import CudaStream, LibCuda
+from .test_libcuda import UNIT, Driver, u64
+
+INVALID_VALUE, INVALID_HANDLE, NOT_READY = 1, 400, 600
+
+
+@dataclass(frozen=True)
+class Page:
+    """A mapped page with a second address where nothing is mapped."""
+
+    driver: Driver
+    address: int
+    handle: int
+
+    def is_taken(self) -> bool:
+        """Whether its kernel would lose it by this unmap."""
+        return self.driver.unmap(self.address, UNIT) == INVALID_VALUE
+
+
+@pytest.fixture
+def driver(libcuda: LibCuda) -> Iterator[Driver]:
+    left_before = libcuda.leaks()
+    made = Driver(libcuda)
+    yield made
+    made.leave()
+    assert libcuda.leaks() == left_before
+
+
+@pytest.fixture
+def stream(driver: Driver, libcuda: LibCuda) -> Iterator[CudaStream]:
+    made = CudaStream(libcuda, Driver.DEVICE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def page(driver: Driver) -> Iterator[Page]:
+    _, address = driver.reserve(2 * UNIT)
+    _, handle = driver.create(UNIT)
+    assert driver.map(address, UNIT, handle) == driver.set_access(address, UNIT) == 0
+    yield Page(driver, address, handle)
+    assert driver.unmap(address, UNIT) == driver.release(handle) == 0
+    assert driver.free(address, 2 * UNIT) == 0
+
+
+def test_an_unmap_under_a_kernel_is_a_violation(
+    page: Page, stream: CudaStream, libcuda: LibCuda
+) -> None:
+    before = libcuda.violations()
+    stream.submit(page.address, 1)
+    stream.submit(page.address + UNIT - 1, 1)
+    assert page.is_taken()
+    assert "event has not passed" in libcuda.refusal()
+    stream.complete()
+    assert page.is_taken()
+    stream.complete()
+    assert libcuda.violations() == before + 2
+
+
+def test_memory_under_a_kernel_is_neither_mapped_elsewhere_nor_filled(
+    page: Page, stream: CudaStream, libcuda: LibCuda
+) -> None:
+    before = libcuda.violations()
+    stream.submit(page.address, UNIT)
+    assert page.driver.map(page.address + UNIT, UNIT, page.handle) == INVALID_VALUE
+    assert "elsewhere" in libcuda.refusal()
+    zero = ctypes.c_ubyte(0)
+    assert page.driver.cu.cuMemsetD8_v2(*u64(page.address), zero, *u64(UNIT)) == INVALID_VALUE
+    assert libcuda.violations() == before + 2
+    stream.complete()
+    assert page.driver.map(page.address + UNIT, UNIT, page.handle) == 0
+    assert page.driver.unmap(page.address + UNIT, UNIT) == 0
+
+
+def test_a_kernel_touches_what_is_accessible(page: Page, stream: CudaStream) -> None:
+    with pytest.raises(AssertionError):
+        stream.submit(page.address + UNIT, 1)
+    with pytest.raises(AssertionError):
+        stream.submit(page.address, UNIT + 1)
+
+
+def query(driver: Driver, event: ctypes.c_void_p) -> int:
+    return driver.cu.cuEventQuery(event)
+
+
+def test_events_follow_their_stream(page: Page, stream: CudaStream, libcuda: LibCuda) -> None:
+    driver, event = page.driver, ctypes.c_void_p()
+    assert driver.cu.cuEventCreate(ctypes.byref(event), 2) == 0
+    assert query(driver, event) == 0  # never recorded
+    stream.submit(page.address)
+    handle = ctypes.c_void_p(stream.handle)
+    assert driver.cu.cuEventRecord(event, handle) == 0
+    assert query(driver, event) == NOT_READY
+    stream.submit(page.address)
+    stream.complete()
+    assert query(driver, event) == 0
+    assert driver.cu.cuEventRecord(event, handle) == 0
+    assert query(driver, event) == NOT_READY
+    assert driver.cu.cuStreamSynchronize(handle) == query(driver, event) == 0
+    assert "1 streams, 1 events" in libcuda.leaks()
+    assert driver.cu.cuEventDestroy_v2(event) == 0
+    assert driver.cu.cuEventDestroy_v2(event) == query(driver, event) == INVALID_HANDLE
+
+
+def test_streams_and_events_of_another_device_are_refused(driver: Driver, libcuda: LibCuda) -> None:
+    other, event = CudaStream(libcuda, 0), ctypes.c_void_p()
+    assert driver.cu.cuEventCreate(ctypes.byref(event), 2) == 0
+    for handle in (other.handle, 12345):
+        assert driver.cu.cuEventRecord(event, ctypes.c_void_p(handle)) == INVALID_HANDLE
+    assert driver.cu.cuEventDestroy_v2(event) == 0
+    other.close()

@@ -1,0 +1,90 @@
+#include "streams.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace test_libcuda {
+
+namespace {
+
+constexpr uint64_t kFirstDefault = 0x100;  // plus the device
+
+}  // namespace
+
+uint64_t Streams::name(uint64_t stream, int device) {
+  return stream != 0 ? stream : kFirstDefault + static_cast<uint64_t>(device);
+}
+
+const Streams::Queue* Streams::find(uint64_t name) const {
+  for (const auto* queues : {&streams_, &defaults_}) {
+    if (const auto found = queues->find(name); found != queues->end()) return &found->second;
+  }
+  return nullptr;
+}
+
+Streams::Queue* Streams::find(uint64_t name) {
+  return const_cast<Queue*>(std::as_const(*this).find(name));
+}
+
+uint64_t Streams::make(int device) {
+  streams_.emplace(next_, Queue{device, 0, {}});
+  return next_++;
+}
+
+bool Streams::remove(uint64_t stream) { return streams_.erase(stream) != 0; }
+
+bool Streams::exists(uint64_t stream, int device) const {
+  if (stream == 0) return true;
+  const auto found = streams_.find(stream);
+  return found != streams_.end() && found->second.device == device;
+}
+
+void Streams::launch(uint64_t stream, int device, uint64_t address, uint64_t bytes) {
+  if (stream == 0) defaults_.try_emplace(name(0, device), Queue{device, 0, {}});
+  find(name(stream, device))->pending.push_back({address, bytes});
+}
+
+void Streams::complete(uint64_t stream, int device, uint64_t count) {
+  Queue* queue = find(name(stream, device));
+  if (queue == nullptr) return;
+  const auto done = static_cast<std::ptrdiff_t>(std::min<uint64_t>(count, queue->pending.size()));
+  queue->pending.erase(queue->pending.begin(), queue->pending.begin() + done);
+  queue->completed += static_cast<uint64_t>(done);
+}
+
+bool Streams::is_touched(uint64_t address, uint64_t bytes) const {
+  const auto touches = [=](const Work& work) {
+    return work.address < address + bytes && address < work.address + work.bytes;
+  };
+  const auto touched = [&](const auto& entry) {
+    return std::any_of(entry.second.pending.begin(), entry.second.pending.end(), touches);
+  };
+  return std::any_of(streams_.begin(), streams_.end(), touched) ||
+         std::any_of(defaults_.begin(), defaults_.end(), touched);
+}
+
+uint64_t Streams::make_event(int device) {
+  events_.emplace(next_, Event{device});
+  return next_++;
+}
+
+bool Streams::remove_event(uint64_t event) { return events_.erase(event) != 0; }
+
+bool Streams::record(uint64_t event, uint64_t stream, int device) {
+  const auto found = events_.find(event);
+  if (found == events_.end() || found->second.device != device || !exists(stream, device)) {
+    return false;
+  }
+  const Queue* queue = find(name(stream, device));
+  found->second.stream = name(stream, device);
+  found->second.work = queue == nullptr ? 0 : queue->completed + queue->pending.size();
+  return true;
+}
+
+bool Streams::has_passed(uint64_t event) const {
+  const Event& found = events_.at(event);
+  const Queue* queue = find(found.stream);
+  return queue == nullptr || queue->completed >= found.work;
+}
+
+}  // namespace test_libcuda

@@ -1,0 +1,64 @@
+// Streams that do nothing until a test says so. Work is a range of addresses that a kernel may
+// touch, from its launch until it is completed; whoever takes the memory away meanwhile broke the
+// rule that a real driver does not check.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+
+namespace test_libcuda {
+
+class Streams {
+ public:
+  // Stream 0 of each device is always there; both it and 0 itself are never made.
+  uint64_t make(int device);
+  bool remove(uint64_t stream);
+  // Of the calls below, `device` is that of the current context, for stream 0.
+  bool exists(uint64_t stream, int device) const;
+
+  // REQUIRES: exists
+  void launch(uint64_t stream, int device, uint64_t address, uint64_t bytes);
+  // The oldest `count`, or what there is.
+  void complete(uint64_t stream, int device, uint64_t count);
+  bool is_touched(uint64_t address, uint64_t bytes) const;
+
+  uint64_t make_event(int device);
+  bool remove_event(uint64_t event);
+  // False for an event or stream that is not there, or of two devices.
+  bool record(uint64_t event, uint64_t stream, int device);
+  bool has_event(uint64_t event) const { return events_.count(event) != 0; }
+  // An event that was never recorded has passed. REQUIRES: has_event
+  bool has_passed(uint64_t event) const;
+
+  size_t streams() const { return streams_.size(); }
+  size_t events() const { return events_.size(); }
+
+ private:
+  struct Work {
+    uint64_t address;
+    uint64_t bytes;
+  };
+  struct Queue {
+    int device;
+    uint64_t completed = 0;
+    std::deque<Work> pending;
+  };
+  struct Event {
+    int device;
+    uint64_t stream = 0;
+    uint64_t work = 0;
+  };
+
+  static uint64_t name(uint64_t stream, int device);
+  const Queue* find(uint64_t name) const;
+  Queue* find(uint64_t name);
+
+  std::map<uint64_t, Queue> streams_;
+  std::map<uint64_t, Queue> defaults_;  // stream 0 of a device
+  std::map<uint64_t, Event> events_;
+  uint64_t next_ = 0x10000;
+};
+
+}  // namespace test_libcuda
