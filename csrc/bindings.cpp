@@ -31,6 +31,7 @@ constexpr const char* kCodeNames[] = {
     "already_mapped",
     "not_mapped",
     "unknown_handle",
+    "in_use",
     "stranded",
     "unknown_block",
     "double_free",

@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "client.h"
+#include "host_stream.h"
 #include "segments.h"
 
 namespace nb = nanobind;
@@ -99,6 +100,14 @@ void bind_client(nb::module_& module) {
            [](Client& self, uint64_t bytes) {
              check(without_gil([&] { return self.set_min(bytes); }));
            })
+      .def(
+          "set_streams",
+          [](Client& self, std::vector<Stream> handles, double max_wait_s) {
+            const auto wait = std::chrono::duration_cast<Streams::Clock::duration>(
+                std::chrono::duration<double>(max_wait_s));
+            check(without_gil([&] { return self.streams().set(std::move(handles), wait); }));
+          },
+          nb::arg("handles"), nb::arg("max_wait_s"))
       .def("reserve_static",
            [](Client& self, uint64_t bytes) {
              check(without_gil([&] { return self.reserve_static(bytes); }));
@@ -118,6 +127,16 @@ void bind_client(nb::module_& module) {
              return std::tuple(space->bytes(), space->free_bytes(), space->largest_free_bytes());
            })
       .def("close", [](Client& self) { check(without_gil([&] { return self.close(); })); });
+}
+
+void bind_host_stream(nb::module_& module) {
+  nb::class_<HostStream>(module, "HostStream")
+      .def(nb::init<>())
+      .def_prop_ro("handle", &HostStream::handle)
+      .def_prop_ro("pending", &HostStream::pending)
+      .def("submit", &HostStream::submit)
+      .def("complete", &HostStream::complete)
+      .def("complete_all", &HostStream::complete_all);
 }
 
 void bind_segments(nb::module_& module) {
@@ -146,6 +165,7 @@ void bind_device(nb::module_& module) {
   bind_record(module);
   bind_ledger(module);
   bind_client(module);
+  bind_host_stream(module);
   bind_segments(module);
 }
 

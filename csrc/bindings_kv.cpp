@@ -117,12 +117,14 @@ void bind_kv(nb::module_& module) {
       .def_prop_ro("live_blocks", &KvCache::live_blocks)
       .def_prop_ro("free_mapped_blocks", &KvCache::free_mapped_blocks)
       .def_prop_ro("mapped_bytes", &KvCache::mapped_bytes)
+      .def_prop_ro("quarantined_bytes", &KvCache::quarantined_bytes)
       .def_prop_ro("floor_bytes", &KvCache::floor_bytes)
       .def_prop_ro("needed_bytes", &KvCache::needed_bytes)
       .def("set_mapped_spares",
            [](KvCache& self, size_t low, size_t high) {
              check(without_gil([&] { return self.set_mapped_spares(low, high); }));
            })
+      .def("settle", [](KvCache& self) { without_gil([&] { self.settle(); }); })
       .def("refill", [](KvCache& self) { return take(without_gil([&] { return self.refill(); })); })
       .def("set_spare_pages",
            [](KvCache& self, size_t low, size_t high) {

@@ -22,6 +22,15 @@ Result<int> open_lock_above(const Ledger& ledger, int memory_fd) {
   return moved;
 }
 
+// Memory that kernels may still touch is left to the end of the process, where the driver tears
+// the context down.
+void keep_to_the_end(std::shared_ptr<Vmm> vmm) {
+  static std::mutex mutex;
+  static auto* kept = new std::vector<std::shared_ptr<Vmm>>;
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(vmm));
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Client>> Client::open(std::shared_ptr<Ledger> ledger,
@@ -47,19 +56,24 @@ Result<std::shared_ptr<Client>> Client::open(std::shared_ptr<Ledger> ledger,
 }
 
 Client::Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int lock_fd, int slot)
-    : ledger_(std::move(ledger)), vmm_(std::move(vmm)), lock_fd_(lock_fd), slot_(slot) {
+    : ledger_(std::move(ledger)),
+      vmm_(std::move(vmm)),
+      streams_(vmm_),
+      lock_fd_(lock_fd),
+      slot_(slot) {
   guard_against_fork(this);
 }
 
 Client::~Client() {
   unguard_against_fork(this);
-  // A failure leaves the record to be reaped once the process has ended.
-  (void)close();
+  // After a failure the record is reaped once the process has ended.
+  if (close().code == Code::in_use) keep_to_the_end(vmm_);
 }
 
 Status Client::close() {
   const std::lock_guard lock(mutex_);
   if (lock_fd_ < 0) return {};
+  KV_TRY(streams_.wait());
   KV_TRY(vmm_->close());
   wake_.reset();
   Status left = ledger_->leave(slot_);

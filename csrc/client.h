@@ -8,6 +8,7 @@
 #include "fork_guard.h"
 #include "ledger.h"
 #include "region.h"
+#include "streams.h"
 #include "wake_thread.h"
 
 namespace kvcached {
@@ -33,12 +34,15 @@ class Client final : private ForkGuarded {
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
-  // Gives everything back. Reserved addresses stay as long as views of them live. Idempotent.
+  // Waits for the streams, then gives everything back. Reserved addresses stay as long as views of
+  // them live. Code::in_use if the streams take too long: nothing changed. Idempotent.
   Status close();
   Status check_open() const { return vmm_->check_open(); }
 
   const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
   uint64_t page_bytes() const { return vmm_->page_bytes(); }
+  // What the engine works on; nothing of this client is unmapped under it.
+  Streams& streams() { return streams_; }
 
   // Reserves the addresses that regions are carved from from then on. Once; Code::invalid_argument
   // for a second call.
@@ -93,6 +97,7 @@ class Client final : private ForkGuarded {
 
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<Vmm> vmm_;
+  Streams streams_;
   int lock_fd_;
   const int slot_;
   std::shared_ptr<AddressSpace> addresses_;

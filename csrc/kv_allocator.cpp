@@ -132,37 +132,39 @@ std::vector<Slab> KvAllocator::empty_mapped() const {
 
 void KvAllocator::add_mapped(std::span<const Slab> slabs) {
   for (const Slab slab : slabs) {
+    if (nodes_[slab].state == State::unmapped) --unmapped_slabs_;
     nodes_[slab].state = State::mapped;
     ++mapped_slabs_;
     nodes_[slab].free = blocks_per_slab_ - count_owned(slab);
     free_mapped_blocks_ += nodes_[slab].free;
-    --unmapped_slabs_;
     link(slab);
   }
 }
 
-void KvAllocator::remove_mapped(std::span<const Slab> slabs) {
+void KvAllocator::set_aside(std::span<const Slab> slabs) {
   for (const Slab slab : slabs) {
+    if (nodes_[slab].state != State::mapped) continue;
     unlink(slab);
     free_mapped_blocks_ -= nodes_[slab].free;
     nodes_[slab].free = 0;
-    nodes_[slab].state = State::unmapped;
+    nodes_[slab].state = State::aside;
     --mapped_slabs_;
+  }
+}
+
+void KvAllocator::remove_mapped(std::span<const Slab> slabs) {
+  set_aside(slabs);
+  for (const Slab slab : slabs) {
+    nodes_[slab].state = State::unmapped;
     ++unmapped_slabs_;
     lowest_unmapped_hint_ = std::min(lowest_unmapped_hint_, slab);
   }
 }
 
 void KvAllocator::retire(std::span<const Slab> slabs) {
+  set_aside(slabs);
   for (const Slab slab : slabs) {
-    if (nodes_[slab].state == State::unmapped) {
-      --unmapped_slabs_;
-    } else {
-      unlink(slab);
-      --mapped_slabs_;
-      free_mapped_blocks_ -= nodes_[slab].free;
-      nodes_[slab].free = 0;
-    }
+    if (nodes_[slab].state == State::unmapped) --unmapped_slabs_;
     nodes_[slab].state = State::retired;
   }
 }

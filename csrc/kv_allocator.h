@@ -43,8 +43,11 @@ class KvAllocator {
   std::vector<Slab> lowest_unmapped(Slab count) const;
   // Those of empty_slabs(), ascending.
   std::vector<Slab> empty_mapped() const;
+  // Those that were unmapped, or set aside.
   void add_mapped(std::span<const Slab> slabs);
-  // REQUIRES: mapped, no live block
+  // Keeps slabs out of use that are still mapped. REQUIRES: mapped, no live block
+  void set_aside(std::span<const Slab> slabs);
+  // REQUIRES: mapped or set aside, no live block
   void remove_mapped(std::span<const Slab> slabs);
   // Takes slabs out of use for good: part of their memory is in an unknown state.
   // REQUIRES: no live block
@@ -66,7 +69,7 @@ class KvAllocator {
     Slab slab;
     uint32_t blocks;
   };
-  enum class State : uint8_t { unmapped, mapped, retired };
+  enum class State : uint8_t { unmapped, mapped, aside, retired };
   // What a step needs to know of a slab, in a quarter of a cache line.
   struct Node {
     Slab next;

@@ -26,20 +26,9 @@ uint64_t sum(const std::vector<uint64_t>& values) {
 
 }  // namespace
 
-// At the end of a call that moves pages.
-class KvCache::Publisher {
- public:
-  explicit Publisher(KvCache& cache) : cache_(cache) {}
-  ~Publisher() { cache_.publish_spares(); }
-  Publisher(const Publisher&) = delete;
-  Publisher& operator=(const Publisher&) = delete;
-
- private:
-  KvCache& cache_;
-};
-
 void KvCache::publish_spares() {
-  const uint64_t pages = pool_.spare_pages() + blocks_.empty_slabs() * pages_per_slab_;
+  const uint64_t slabs = blocks_.empty_slabs() + quarantine_.slabs();
+  const uint64_t pages = pool_.spare_pages() + slabs * pages_per_slab_;
   const uint64_t bytes = closed_ ? 0 : pages * page_bytes_;
   if (bytes == published_spare_bytes_) return;
   client_->add_spare(static_cast<int64_t>(bytes - published_spare_bytes_));
@@ -134,7 +123,11 @@ Status KvCache::shrink(std::span<const Slab> slabs) {
   Result<std::vector<Handle>> pages = region_->unmap(runs_of(slabs));
   count_calls(before);
   if (!pages.ok()) {
-    if (pages.status().code == Code::stranded) blocks_.retire(slabs);
+    if (pages.status().code == Code::stranded) {
+      blocks_.retire(slabs);
+    } else {
+      blocks_.add_mapped(slabs);
+    }
     return pages.status();
   }
   blocks_.remove_mapped(slabs);
@@ -142,7 +135,7 @@ Status KvCache::shrink(std::span<const Slab> slabs) {
 }
 
 Result<Slab> KvCache::missing_slabs(int64_t blocks) const {
-  const int64_t missing = blocks - blocks_.free_mapped_blocks();
+  const int64_t missing = blocks - free_mapped();
   if (missing <= 0) return Slab{0};
   const int64_t per_slab = blocks_.blocks_per_slab();
   const int64_t slabs = (missing + per_slab - 1) / per_slab;
@@ -156,6 +149,7 @@ Status KvCache::alloc(std::span<int64_t> ids) {
   KV_TRY(check_open());
   Result<Slab> slabs = missing_slabs(static_cast<int64_t>(ids.size()));
   if (!slabs.ok()) return slabs.status();
+  take_back(static_cast<int64_t>(ids.size()));
   if (slabs.value() > 0) KV_TRY(grow(slabs.value()));
   blocks_.take(ids);
   client_->touch();
@@ -216,10 +210,12 @@ void KvCache::settle() {
 }
 
 void KvCache::settle_locked() {
-  if (!has_surplus()) return;
+  if (quarantine_.slabs() > 0) (void)unmap_passed();
+  if (blocks_.empty_slabs() <= high_slabs_) return;
   // The low ones stay, so that what is mapped lies together.
-  const std::vector<Slab> empty = blocks_.empty_mapped();
-  (void)shrink(std::span(empty).subspan(low_slabs_));
+  std::vector<Slab> empty = blocks_.empty_mapped();
+  empty.erase(empty.begin(), empty.begin() + static_cast<std::ptrdiff_t>(low_slabs_));
+  (void)let_go(std::move(empty));
 }
 
 Result<int64_t> KvCache::available_blocks() {
@@ -229,7 +225,7 @@ Result<int64_t> KvCache::available_blocks() {
   if (!pages.ok()) return pages.status();
   const uint64_t slabs =
       std::min<uint64_t>(blocks_.unmapped_slabs(), pages.value() / pages_per_slab_);
-  return blocks_.free_mapped_blocks() + static_cast<int64_t>(slabs) * blocks_.blocks_per_slab();
+  return free_mapped() + static_cast<int64_t>(slabs) * blocks_.blocks_per_slab();
 }
 
 int64_t KvCache::live_blocks() const {
@@ -239,7 +235,7 @@ int64_t KvCache::live_blocks() const {
 
 int64_t KvCache::free_mapped_blocks() const {
   const std::lock_guard lock(mutex_);
-  return blocks_.free_mapped_blocks();
+  return free_mapped();
 }
 
 uint64_t KvCache::mapped_bytes() const {
@@ -297,33 +293,6 @@ Status KvCache::set_spare_pages(size_t low, size_t high) {
   return pool_.set_watermarks(low, high);
 }
 
-Result<size_t> KvCache::trim() {
-  const std::lock_guard lock(mutex_);
-  const Publisher publisher(*this);
-  return trim_locked();
-}
-
-void KvCache::give_back_spares() {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return;
-  const Publisher publisher(*this);
-  (void)trim_locked();
-}
-
-Result<size_t> KvCache::trim_locked() {
-  if (Status status = check_open(); !status.ok()) return status;
-  const std::vector<Slab> idle = blocks_.empty_mapped();
-  size_t given = 0;
-  if (!idle.empty()) {
-    const size_t spares_before = pool_.spare_pages();
-    if (Status status = shrink(idle); !status.ok()) return status;
-    given = spares_before + idle.size() * pages_per_slab_ - pool_.spare_pages();
-  }
-  Result<size_t> trimmed = pool_.trim(0);
-  if (!trimmed.ok()) return trimmed;
-  return given + trimmed.value();
-}
-
 Status KvCache::check() const {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
@@ -335,6 +304,8 @@ Status KvCache::close() {
   const Publisher publisher(*this);
   if (closed_) return {};
   if (client_->check_open().ok()) {
+    KV_TRY(client_->streams().wait());
+    quarantine_.clear();
     const MapCounters before = region_->counters();
     Result<std::vector<Handle>> pages = region_->unmap_all();
     count_calls(before);

@@ -5,11 +5,18 @@
 // mapped, which the next alloc takes without a call to the driver, and unmapped pages, which save
 // their creation (page_pool.h). Both go back at once when the client needs the room elsewhere, when
 // its limit falls below what it holds, and in trim.
-// Thread rule: any thread; calls are serialised. One engine thread is the intended user.
+//
+// Where the client has streams (Client::streams), a slab that is to be unmapped waits in quarantine
+// until everything that they had been given at that moment is done. So free is called after the
+// last work on the blocks was submitted, by the thread that submits it. Blocks may be handed out
+// again at once: new work on them is behind the old one in the stream, or, with several streams, is
+// ordered by whoever has several. Thread rule: any thread; calls are serialised. One engine thread
+// is the intended user.
 #pragma once
 
 #include "kv_allocator.h"
 #include "page_pool.h"
+#include "quarantine.h"
 #include "region.h"
 
 namespace kvcached {
@@ -37,7 +44,7 @@ class KvCache final : private SpareHolder {
   Status alloc(std::span<int64_t> ids);
   // Frees all ids or none. Slabs without a live block above the high watermark are unmapped; one
   // whose unmap the OS refuses stays mapped and charged, is used again, and trim reports the
-  // reason.
+  // reason. With streams see above; a fence that cannot be made leaves the slabs mapped likewise.
   Status free(std::span<const int64_t> ids);
 
   // alloc and free for callers that hold a lock of their own (Python's): they wait for nobody and
@@ -45,6 +52,7 @@ class KvCache final : private SpareHolder {
   // freed, settle when there is a surplus of mapped slabs.
   bool try_alloc(std::span<int64_t> ids);
   TryFree try_free(std::span<const int64_t> ids);
+  // Unmaps the surplus, and of the quarantine what the streams have done with.
   void settle();
 
   // For calls that several caches must all grant: the pages that alloc(blocks) would take from the
@@ -61,6 +69,8 @@ class KvCache final : private SpareHolder {
   int64_t live_blocks() const;
   int64_t free_mapped_blocks() const;
   uint64_t mapped_bytes() const;
+  // Those of mapped_bytes that wait for the streams. Their blocks count as free and mapped.
+  uint64_t quarantined_bytes() const;
   // Bytes of the fewest slabs that could hold the live and the reserved blocks.
   uint64_t needed_bytes() const;
   uint64_t floor_bytes() const;
@@ -72,31 +82,51 @@ class KvCache final : private SpareHolder {
   Result<size_t> refill();
   // Unmapped pages to keep for reuse; see page_pool.h.
   Status set_spare_pages(size_t low, size_t high);
-  // Gives back every page that holds no live block. Returns how many went.
+  // Gives back every page that holds no live block; waits for the streams, up to their max_wait,
+  // and then leaves the rest in quarantine. Returns how many went.
   Result<size_t> trim();
   Status check() const;
   MapCounters counters() const;
 
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t buffer_offset(size_t buffer) const { return buffer_pages_[buffer] * page_bytes_; }
-  // Gives everything back; the address range stays reserved while views live. Idempotent.
+  // Waits for the streams, then gives everything back; the address range stays reserved while views
+  // live. Code::in_use if the streams take too long: nothing changed. Idempotent.
   Status close();
 
  private:
   KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region, KvGeometry geometry);
 
   void give_back_spares() override;
-  class Publisher;
+  // At the end of a call that moves pages.
+  struct Publisher {
+    explicit Publisher(KvCache& moved) : cache(moved) {}
+    ~Publisher() { cache.publish_spares(); }
+    KvCache& cache;
+  };
 
   // Says in the ledger what could be given back without touching a live block.
   void publish_spares();
   Result<size_t> trim_locked();
   void settle_locked();
-  bool has_surplus() const { return blocks_.empty_slabs() > high_slabs_; }
+  bool has_surplus() const {
+    return blocks_.empty_slabs() > high_slabs_ || quarantine_.slabs() > 0;
+  }
+  int64_t free_mapped() const;
+  // Puts slabs of the quarantine into use again, as far as they are needed for so many blocks.
+  void take_back(int64_t blocks);
+  // Unmaps slabs without a live block: now, or once the streams are done with them.
+  Status let_go(std::vector<Slab> slabs);
+  Status unmap_passed();
+  // trim, with `lock` made anew for each look at the streams.
+  template <class Lock>
+  Result<size_t> trim_within(Lock lock);
+  uint64_t held_pages() const { return region_->mapped_pages() + pool_.spare_pages(); }
   Status check_open() const;
   // Slabs to map before so many blocks can be taken; Code::no_room if there are not as many.
   Result<Slab> missing_slabs(int64_t blocks) const;
   Status grow(Slab count);
+  // REQUIRES: set aside. In use again if that fails.
   Status shrink(std::span<const Slab> slabs);
   std::vector<PageRun> runs_of(std::span<const Slab> slabs) const;
   void count_calls(const MapCounters& before);
@@ -109,6 +139,7 @@ class KvCache final : private SpareHolder {
   std::vector<uint64_t> buffer_pages_;  // first page of each buffer in the region
   PagePool pool_;
   KvAllocator blocks_;
+  Quarantine quarantine_;
   size_t low_slabs_ = 0;
   size_t high_slabs_ = 0;
   uint64_t published_spare_bytes_ = 0;

@@ -41,6 +41,7 @@ class Region {
 
   // Whether map could take these runs: inside the range, nothing mapped there.
   Status check_unmapped(std::span<const PageRun> runs) const { return check_runs(runs, false); }
+  Status check_mapped(std::span<const PageRun> runs) const { return check_runs(runs, true); }
   // Backs the runs, in order, with the handles, in order, ready for access.
   // REQUIRES: as many handles as pages.
   Status map(std::span<const PageRun> runs, std::span<const Handle> handles);

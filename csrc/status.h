@@ -28,6 +28,7 @@ enum class Code {
   already_mapped,    // map on a mapped address, or of a mapped handle
   not_mapped,        // unmap or set_access on an address with nothing mapped
   unknown_handle,    // released or never created
+  in_use,            // the engine's streams may still touch the pages
   stranded,          // a batch failed half way and could not be rolled back
   unknown_block,     // a block id of no allocatable block
   double_free,       // a block id that is not allocated

@@ -53,7 +53,10 @@ Status VirtualTensor::unmap(uint64_t offset, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   Result<PageRun> run = run_of(offset, bytes);
   if (!run.ok()) return run.status();
-  Result<std::vector<Handle>> pages = region_->unmap(std::span<const PageRun>(&run.value(), 1));
+  const std::span<const PageRun> runs(&run.value(), 1);
+  KV_TRY(region_->check_mapped(runs));
+  KV_TRY(client_->streams().wait());
+  Result<std::vector<Handle>> pages = region_->unmap(runs);
   if (!pages.ok()) return pages.status();
   client_->count_maps(0, 1);
   return pool_.give(pages.value());
@@ -63,6 +66,7 @@ Status VirtualTensor::close() {
   const std::lock_guard lock(mutex_);
   if (closed_) return {};
   if (client_->check_open().ok()) {
+    KV_TRY(client_->streams().wait());
     const uint64_t unmaps_before = region_->counters().unmaps;
     Result<std::vector<Handle>> pages = region_->unmap_all();
     if (!pages.ok()) return pages.status();

@@ -18,7 +18,8 @@ class VirtualTensor {
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t mapped_bytes() const;
 
-  // Byte ranges in multiples of the page, all or nothing; Code::no_room as for any page.
+  // Byte ranges in multiples of the page, all or nothing; Code::no_room as for any page. unmap and
+  // close wait for the client's streams first: Code::in_use if they take too long.
   Status map(uint64_t offset, uint64_t bytes);
   Status unmap(uint64_t offset, uint64_t bytes);
   Status close();

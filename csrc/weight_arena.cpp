@@ -76,6 +76,7 @@ Status WeightArena::close() {
   const std::lock_guard lock(mutex_);
   if (closed_) return {};
   if (client_->check_open().ok()) {
+    KV_TRY(client_->streams().wait());
     // Memory first, ledger second: what is resident never exceeds what is charged.
     KV_TRY(give_pages_back());
     KV_TRY(client_->release_static(region_->bytes()));

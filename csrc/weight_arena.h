@@ -27,7 +27,8 @@ class WeightArena {
   // (`ahead_bytes`, as far as the arena goes). What was made before a failure stays until close.
   // Code::no_room if the device is full in spite of the lease.
   Status back(uint64_t bytes, uint64_t ahead_bytes = 0);
-  // Gives every page and the lease back. Views keep the addresses, not the memory. Idempotent.
+  // Waits for the client's streams (Code::in_use if they take too long: nothing changed), then
+  // gives every page and the lease back. Views keep the addresses, not the memory. Idempotent.
   Status close();
 
  private:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvcached.errors import InvalidArgumentError
 
 _MAX = 2**63 - 1
+_DAY_S = 86400
 
 
 def positive(name: str, value: int) -> int:
@@ -20,6 +21,15 @@ def not_negative(name: str, value: int) -> int:
 def process_id(name: str, value: int) -> int:
     """`value` if it can be a process id."""
     return _in_range(name, value, 1, 2**31 - 1)
+
+
+def patience(name: str, value: float) -> float:
+    """`value` if it is a number of seconds from 0 to a day."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidArgumentError(f"{name} must be a number, not {type(value).__name__}")
+    if not 0 <= value <= _DAY_S:
+        raise InvalidArgumentError(f"{name} is {value}; it must be from 0 to {_DAY_S} seconds")
+    return value
 
 
 def _in_range(name: str, value: int, low: int, high: int = _MAX) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, overload
 
 from kvcached import _core
-from kvcached.checks import not_negative, positive
+from kvcached.checks import not_negative, patience, positive
 from kvcached.group import KVCacheGroup
 from kvcached.kvcache import KVCache
 from kvcached.layouts import HybridLayout, KVLayout
@@ -62,6 +63,21 @@ class Client:
     def set_min(self, min_bytes: int) -> None:
         """Guarantees pages: no other client can take them. NoRoomError if they are not free."""
         self._core.set_min(not_negative("min_bytes", min_bytes))
+
+    def set_streams(self, handles: Sequence[int], max_wait_s: float = 1.0) -> None:
+        """Names the streams that the engine's work runs on; nothing is unmapped under that work.
+
+        `handles` are CUstreams on a GPU (`torch.cuda.Stream.cuda_stream`; 0 is the default stream)
+        and those of `kvcached.testing.HostStream` on a host device. From then on `free_kv` is
+        called after the last work on its blocks was submitted, and the pages stay mapped and
+        charged until everything submitted before is done. The blocks may be
+        handed out again at once; with several streams it is the engine that orders work on one
+        block. `trim`, unmapping and closing wait for the streams, at most `max_wait_s` each.
+        The streams outlive the client, or `set_streams([])` comes first. Not during the capture of
+        a graph, as nothing here. Without streams, the default, pages go at once: an engine on a
+        GPU then synchronises before it frees.
+        """
+        self._core.set_streams(list(handles), patience("max_wait_s", max_wait_s))
 
     def reserve_static(self, size_bytes: int, what: str) -> StaticLease:
         """Leases memory outside of kvcached (torch's, say) before it is allocated.
@@ -131,7 +147,11 @@ class Client:
         kvcache._free()
 
     def close(self) -> None:
-        """Gives everything back to the device. A second call does nothing."""
+        """Gives everything back to the device. A second call does nothing.
+
+        Raises PagesInUseError, and changes nothing, if the streams do not end in time. Memory that
+        is in use when the last reference goes is left to the end of the process.
+        """
         self._core.close()
 
     def __enter__(self) -> Client:

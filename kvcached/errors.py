@@ -21,6 +21,7 @@ KvcachedError
 │   ├── AlreadyMappedError
 │   ├── NotMappedError
 │   ├── UnknownHandleError
+│   ├── PagesInUseError                      the engine's streams may still touch the pages
 │   └── StrandedPagesError                   a batch failed and could not be rolled back
 ├── BlockError
 │   ├── UnknownBlockError                    an id of no allocatable block
@@ -138,6 +139,10 @@ class UnknownHandleError(MappingError):
     """A page handle that was released or never created."""
 
 
+class PagesInUseError(MappingError):
+    """The engine's streams still have work that may touch the pages; synchronise and try again."""
+
+
 class StrandedPagesError(MappingError):
     """A batch failed half way and could not be rolled back."""
 
@@ -223,6 +228,7 @@ _BY_CODE: dict[str, type[KvcachedError]] = {
     "already_mapped": AlreadyMappedError,
     "not_mapped": NotMappedError,
     "unknown_handle": UnknownHandleError,
+    "in_use": PagesInUseError,
     "stranded": StrandedPagesError,
     "unknown_block": UnknownBlockError,
     "double_free": DoubleFreeError,

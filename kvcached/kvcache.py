@@ -154,6 +154,17 @@ class KVCache:
         """Bytes of mapped pages."""
         return self._core.mapped_bytes
 
+    def quarantined_bytes(self) -> int:
+        """Of mapped_bytes, what has no live block and waits for the streams (Client.set_streams).
+
+        Still charged. alloc_kv takes such blocks again without a call to the driver.
+        """
+        return self._core.quarantined_bytes
+
+    def settle(self) -> None:
+        """Unmaps what the streams are done with; for idle moments. Never waits for a stream."""
+        self._core.settle()
+
     def floor_bytes(self) -> int:
         """Bytes that stay mapped when no block is live: the slabs of the reserved blocks."""
         return self._core.floor_bytes
@@ -189,7 +200,10 @@ class KVCache:
         self._core.set_spare_pages(not_negative("low", low), not_negative("high", high))
 
     def trim(self) -> int:
-        """Gives every page without a live block back now. Returns how many pages went."""
+        """Gives every page without a live block back now. Returns how many pages went.
+
+        Waits for the streams up to their max_wait_s; what they still use follows later.
+        """
         return self._core.trim()
 
     def check_integrity(self) -> None:

@@ -1,7 +1,7 @@
 // Streams and events, of every backend whose streams a test can steer.
 #include "backends.h"
 #include "check.h"
-#include "streams.h"
+#include "test_stream.h"
 
 namespace kvcached::testing {
 

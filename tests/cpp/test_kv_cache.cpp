@@ -3,6 +3,8 @@
 
 #include "check.h"
 #include "kv_cache.h"
+#include "streams.h"
+#include "test_stream.h"
 #include "virtual_tensor.h"
 #include "vmm_fault.h"
 
@@ -115,6 +117,40 @@ void spare_pages_are_kept_between_the_watermarks() {
   CHECK(f.charged() == 4 * kPage);
 }
 
+void a_failing_quarantine_keeps_slabs_in_use() {
+  TestStream stream(device_under_test == "cuda:0");  // outlives the client
+  Fixture f;
+  CHECK_OK(f.client->streams().set({stream.handle()}, {}));
+  const auto ids = alloc(*f.cache, 7);
+  stream.submit(f.cache->region()->address(), kPage);
+  f.vmm->fail_at(1);  // the fence
+  CHECK_OK(f.cache->free(ids));
+  CHECK(f.cache->quarantined_bytes() == 0 && f.cache->free_mapped_blocks() == 7);
+  f.cache->settle();
+  CHECK(f.cache->quarantined_bytes() == 4 * kPage && f.cache->free_mapped_blocks() == 7);
+  stream.complete();
+  f.vmm->fail_at(2);  // the second buffer's unmap, which is rolled back
+  std::vector<int64_t> again(7);
+  CHECK_CODE(f.cache->trim().status(), Code::system_call);
+  CHECK(f.cache->quarantined_bytes() == 0 && f.charged() == 8 * kPage);
+  CHECK_OK(f.cache->check());
+  CHECK_OK(f.cache->alloc(again));
+  CHECK_OK(f.cache->free(again));
+  CHECK(f.cache->quarantined_bytes() == 0 && f.charged() == 4 * kPage);
+}
+
+void nothing_is_closed_under_work() {
+  TestStream stream(device_under_test == "cuda:0");  // outlives the client
+  Fixture f;
+  CHECK_OK(f.client->streams().set({stream.handle()}, {}));
+  stream.submit(f.cache->region()->address(), kPage);
+  CHECK_CODE(f.cache->close(), Code::in_use);
+  CHECK_CODE(f.client->close(), Code::in_use);
+  CHECK(is_readable(f.cache->region()->address()) && f.charged() == 4 * kPage);
+  stream.complete();
+  CHECK_OK(f.cache->close());
+}
+
 void virtual_tensors_map_and_unmap_ranges() {
   Fixture f;
   auto tensor = value_of(VirtualTensor::create(f.client, 100 * kPage));
@@ -161,6 +197,8 @@ void test_kv_cache(const std::string& device) {
   a_failed_unmap_keeps_the_slab_in_use();
   a_stranded_slab_is_retired();
   spare_pages_are_kept_between_the_watermarks();
+  a_failing_quarantine_keeps_slabs_in_use();
+  nothing_is_closed_under_work();
   virtual_tensors_map_and_unmap_ranges();
   if (device == "host:0") a_forked_child_shares_nothing();
 }

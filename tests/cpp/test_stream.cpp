@@ -1,4 +1,4 @@
-#include "streams.h"
+#include "test_stream.h"
 
 #include "backends.h"
 #include "check.h"
