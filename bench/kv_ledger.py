@@ -23,6 +23,7 @@ LAYERS = (
     "futex",
     "ledger",
     "ledger_balloon",
+    "ledger_check",
     "ledger_file",
     "ledger_liveness",
     "liveness",

@@ -52,7 +52,7 @@ void raise_status(const std::exception_ptr& thrown, void*) {
     const Status& status = error.status;
     nb::object exception =
         nb::module_::import_("kvcached.errors")
-            .attr("from_status")(kCodeNames[static_cast<size_t>(status.code)], status.message,
+            .attr("from_status")(kCodeNames[static_cast<size_t>(status.code)], text(status.message),
                                  status.need_bytes, status.free_bytes);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
   }

@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 #include "status.h"
 
 namespace kvcached {
@@ -20,6 +22,12 @@ template <class T>
 T take(Result<T> result) {
   if (!result.ok()) throw StatusError{result.status()};
   return std::move(result.value());
+}
+
+// What a segment says may be damaged: bytes that are no UTF-8 are replaced.
+inline nanobind::object text(const std::string& bytes) {
+  return nanobind::steal(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
 // Runs `call` without the GIL.

@@ -30,7 +30,7 @@ void bind_record(nb::module_& module) {
                    })
       .def_ro("maps", &ClientRecord::maps)
       .def_ro("unmaps", &ClientRecord::unmaps)
-      .def_prop_ro("name", [](const ClientRecord& self) { return std::string(self.name); })
+      .def_prop_ro("name", [](const ClientRecord& self) { return text(name_of(self)); })
       .def("resident_bytes", [](const ClientRecord& self) {
         return take(without_gil([&] { return resident_bytes(self); }));
       });
@@ -141,7 +141,7 @@ void bind_host_stream(nb::module_& module) {
 
 void bind_segments(nb::module_& module) {
   nb::class_<SegmentClient>(module, "SegmentClient")
-      .def_ro("name", &SegmentClient::name)
+      .def_prop_ro("name", [](const SegmentClient& self) { return text(self.name); })
       .def_ro("pid", &SegmentClient::pid)
       .def_ro("alive", &SegmentClient::alive);
   nb::class_<SegmentReport>(module, "SegmentReport")

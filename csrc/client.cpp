@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "steps.h"
+
 namespace kvcached {
 
 namespace {
@@ -46,7 +48,9 @@ Result<std::shared_ptr<Client>> Client::open(std::shared_ptr<Ledger> ledger,
                                              const ClientOptions& options) {
   Result<int> lock_fd = open_lock_above(*ledger, vmm->memory_fd());
   if (!lock_fd.ok()) return lock_fd.status();
+  step("client: about to join");
   Result<int> slot = ledger->join(options, lock_fd.value(), vmm->memory_fd());
+  step("client: joined");
   if (!slot.ok()) {
     ::close(lock_fd.value());
     return slot.status();
@@ -75,8 +79,10 @@ Status Client::close() {
   if (lock_fd_ < 0) return {};
   KV_TRY(streams_.wait());
   KV_TRY(vmm_->close());
+  step("client: memory given back");
   wake_.reset();
   Status left = ledger_->leave(slot_);
+  step("client: left");
   ::close(lock_fd_);
   lock_fd_ = -1;
   return left;

@@ -1,5 +1,7 @@
 #include "cuda_device.h"
 
+#include "steps.h"
+
 namespace kvcached {
 
 namespace {
@@ -74,6 +76,7 @@ CuResult CudaDevice::call(Function function, Arguments... arguments) const {
   const CuFunctions& cuda = driver_.functions();
   if (const CuResult pushed = cuda.ctx_push_current(context_); pushed != kCuSuccess) return pushed;
   const CuResult result = function(arguments...);
+  step("cuda: a driver call is done");
   CuContext popped = nullptr;
   (void)cuda.ctx_pop_current(&popped);
   return result;

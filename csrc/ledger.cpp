@@ -21,7 +21,7 @@ Status underflow(const char* what) {
 }
 
 std::string describe(const ClientRecord& client) {
-  return std::string(client.name) + " (pid " + std::to_string(client.pid) + ")";
+  return name_of(client) + " (pid " + std::to_string(client.pid) + ")";
 }
 
 void append(std::string* list, const std::string& item) {
@@ -40,11 +40,19 @@ void clear(ClientRecord* client) {
 Result<std::shared_ptr<Ledger>> Ledger::open(const LedgerOptions& options) {
   Result<LedgerFile> file = open_ledger_file(options);
   if (!file.ok()) return file.status();
-  return std::shared_ptr<Ledger>(new Ledger(options.path, file.value().fd, file.value().segment));
+  std::shared_ptr<Ledger> ledger(new Ledger(options.path, file.value().fd, file.value().segment));
+  if (Status status = ledger->check_segment(); !status.ok()) return status;
+  return ledger;
 }
 
 Ledger::Ledger(std::string path, int fd, LedgerSegment* segment)
     : path_(std::move(path)), fd_(fd), segment_(segment) {}
+
+Status Ledger::check_segment() {
+  const Lock lock(*segment_);
+  KV_TRY(lock.held());
+  return check_records(*segment_, path_);
+}
 
 Ledger::~Ledger() {
   munmap(segment_, sizeof(LedgerSegment));
@@ -140,7 +148,7 @@ Result<int> Ledger::join(const ClientOptions& options, int lock_fd, int memory_f
 
 Status Ledger::leave(int slot) {
   const Lock lock(*segment_);
-  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  KV_TRY(lock.held());
   vacate(record(slot));
   return {};
 }
@@ -186,7 +194,7 @@ Status Ledger::commit(int slot, uint64_t bytes) {
 
 Status Ledger::cancel(int slot, uint64_t bytes) {
   const Lock lock(*segment_);
-  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  KV_TRY(lock.held());
   ClientRecord& client = record(slot);
   if (bytes > client.pending_bytes) return underflow("were reserved");
   update(client, [=](ClientRecord& c) { c.pending_bytes -= bytes; });
@@ -195,7 +203,7 @@ Status Ledger::cancel(int slot, uint64_t bytes) {
 
 Status Ledger::release(int slot, uint64_t bytes) {
   const Lock lock(*segment_);
-  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  KV_TRY(lock.held());
   ClientRecord& client = record(slot);
   if (bytes > client.committed_bytes) return underflow("were committed");
   update(client, [=](ClientRecord& c) { c.committed_bytes -= bytes; });
@@ -222,7 +230,7 @@ Status Ledger::reserve_static(int slot, uint64_t bytes) {
 
 Status Ledger::release_static(int slot, uint64_t bytes) {
   const Lock lock(*segment_);
-  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  KV_TRY(lock.held());
   if (bytes > record(slot).static_bytes) return underflow("were leased");
   update(record(slot), [=](ClientRecord& c) { c.static_bytes -= bytes; });
   return {};
@@ -263,7 +271,7 @@ Result<int> Ledger::find_locked(const ClientQuery& query) {
     const ClientRecord& client = record(slot);
     if (client.used == 0) continue;
     append(&all, describe(client));
-    if (query.name && *query.name != client.name) continue;
+    if (query.name && *query.name != name_of(client)) continue;
     if (query.pid && *query.pid != client.pid) continue;
     append(&found, describe(client));
     slot_found = slot_found < 0 ? slot : kMaxClients;

@@ -52,6 +52,9 @@ struct ClientQuery {
 // GPU) what it committed. Code::permission if this user may not look.
 Result<uint64_t> resident_bytes(const ClientRecord& client);
 
+// Ends with the field, should the record be damaged.
+std::string name_of(const ClientRecord& client);
+
 struct LedgerUsage {
   uint64_t capacity_bytes;
   uint64_t page_bytes;
@@ -90,6 +93,8 @@ struct BalloonView {
 
 class Ledger {
  public:
+  // Creates or attaches. A ledger that nobody can use any more (of an earlier boot, half made,
+  // destroyed) is replaced; one whose contents cannot be right is Code::corrupt.
   static Result<std::shared_ptr<Ledger>> open(const LedgerOptions& options);
   ~Ledger();
   Ledger(const Ledger&) = delete;
@@ -169,6 +174,7 @@ class Ledger {
   class Lock;
 
   Ledger(std::string path, int fd, LedgerSegment* segment);
+  Status check_segment();
   ClientRecord& record(int slot) { return segment_->clients[slot]; }
   uint64_t free_bytes() const;
   // Without what those wait for who came before this client.

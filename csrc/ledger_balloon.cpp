@@ -14,6 +14,7 @@ bool is_open(const ClientRecord& client) { return client.asked != client.answere
 
 void end_wait_of(ClientRecord& client) {
   client.wanted_since = 0;
+  step("wait: over");
   client.wanted_bytes = 0;
 }
 
@@ -59,10 +60,12 @@ Result<bool> Ledger::wait_for_room(int slot, uint64_t bytes, bool is_static, int
     client.wanted_until_ns = until_ns;
     client.wanted_bytes = shared_part(client, bytes, is_static);
     segment_->has_waiters = 1;
+    step("wait: queued");
     const uint64_t free = is_static ? free_bytes_for(client) : room(client);
     if (look_first && bytes <= free) return true;
     seen = segment_->room | kSleepers;
     std::atomic_ref(segment_->room).store(seen);
+    step("wait: about to sleep");
   }
   futex_wait(&segment_->room, seen, std::min(until_ns, monotonic_ns() + kLookAgainNs));
   return false;
@@ -70,7 +73,7 @@ Result<bool> Ledger::wait_for_room(int slot, uint64_t bytes, bool is_static, int
 
 void Ledger::end_wait(int slot) {
   Lock lock(*segment_);
-  if (lock.check().code == Code::system_call || record(slot).wanted_since == 0) return;
+  if (!lock.held().ok() || record(slot).wanted_since == 0) return;
   end_wait_of(record(slot));
   lock.announce_room();
 }
@@ -103,8 +106,10 @@ Result<std::vector<bool>> Ledger::ask(std::span<const Ask> plan, uint64_t asks, 
     client.asked_bytes = capped_sum(adds ? client.asked_bytes : 0, part.bytes);
     client.asked_until_ns = std::max(adds ? client.asked_until_ns : 0, until_ns);
     lock.announce_ask(client);
+    step("ask: posted");
   }
   ++segment_->asks;
+  step("ask: counted");
   return reached;
 }
 
@@ -129,7 +134,7 @@ Result<std::optional<ShrinkRequest>> Ledger::shrink_request(int slot) {
 
 Status Ledger::answer(int slot, const ShrinkRequest& request, const ShrinkAnswer& answer) {
   Lock lock(*segment_);
-  if (Status status = lock.check(); status.code == Code::system_call) return status;
+  KV_TRY(lock.held());
   ClientRecord& client = record(slot);
   const bool asked_again = client.asked != request.number;
   client.asked_bytes = asked_again ? above(client.asked_bytes, request.bytes) : 0;
@@ -137,7 +142,9 @@ Status Ledger::answer(int slot, const ShrinkRequest& request, const ShrinkAnswer
   client.evicted_tokens += answer.evicted_tokens;
   client.evicted_bytes += answer.evicted_bytes;
   if (answer.given_bytes < request.bytes) client.ask_not_before_ns = monotonic_ns() + kAskPauseNs;
+  step("answer: counted");
   std::atomic_ref(client.answered).store(request.number);
+  step("answer: given");
   lock.announce_room();
   return {};
 }

@@ -9,7 +9,9 @@
 #include <cstring>
 #include <fstream>
 
+#include "ledger_check.h"
 #include "liveness.h"
+#include "steps.h"
 
 namespace kvcached {
 
@@ -36,44 +38,14 @@ Result<int> open_locked(const std::string& path, bool create) {
   for (int attempt = 0; attempt < 100; ++attempt) {
     Result<int> fd = open_file(path, create);
     if (!fd.ok()) return fd;
+    step("open: there is a file");
     Status locked = lock_byte(fd.value(), 0, true);
+    step("open: the file is locked");
     if (locked.ok() && is_still_at(fd.value(), path)) return fd;
     ::close(fd.value());
     if (!locked.ok()) return locked;
   }
   return failure(Code::busy, path + " is created and removed over and over; try again");
-}
-
-Status check_geometry_values(const LedgerOptions& options) {
-  const auto os_page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  const uint64_t page = options.page_bytes.value_or(0);
-  if (page == 0 || page % os_page_bytes != 0) {
-    return failure(Code::not_aligned, "page_bytes " + std::to_string(page) +
-                                          " must be a positive multiple of " +
-                                          std::to_string(os_page_bytes));
-  }
-  const uint64_t capacity = options.capacity_bytes.value_or(0);
-  if (capacity < page) {
-    return failure(Code::invalid_argument, "capacity_bytes " + std::to_string(capacity) +
-                                               " is below one page of " + std::to_string(page) +
-                                               " bytes; give the device more memory");
-  }
-  if (capacity % page != 0) {
-    return failure(Code::not_aligned, "capacity_bytes " + std::to_string(capacity) +
-                                          " must be a multiple of page_bytes " +
-                                          std::to_string(page));
-  }
-  return {};
-}
-
-Status init_mutex(pthread_mutex_t* mutex) {
-  pthread_mutexattr_t attributes;
-  pthread_mutexattr_init(&attributes);
-  pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
-  pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-  const int error = pthread_mutex_init(mutex, &attributes);
-  pthread_mutexattr_destroy(&attributes);
-  return error == 0 ? Status{} : system_failure("pthread_mutex_init", error);
 }
 
 Result<LedgerSegment*> map_segment(int fd) {
@@ -83,8 +55,6 @@ Result<LedgerSegment*> map_segment(int fd) {
 }
 
 Result<LedgerSegment*> create_segment(int fd, const LedgerOptions& options) {
-  if (Status status = check_geometry_values(options); !status.ok()) return status;
-  if (ftruncate(fd, 0) != 0) return system_failure("ftruncate of the ledger", errno);
   if (const int error = posix_fallocate(fd, 0, sizeof(LedgerSegment)); error != 0) {
     if (error == ENOSPC || error == EDQUOT) {
       return failure(Code::shm_full, "no room for the ledger at " + options.path +
@@ -92,6 +62,7 @@ Result<LedgerSegment*> create_segment(int fd, const LedgerOptions& options) {
     }
     return system_failure("fallocate of the ledger", error);
   }
+  step("create: the file has its size");
   Result<LedgerSegment*> mapped = map_segment(fd);
   if (!mapped.ok()) return mapped;
   LedgerSegment& segment = *mapped.value();
@@ -100,65 +71,50 @@ Result<LedgerSegment*> create_segment(int fd, const LedgerOptions& options) {
   strncpy(segment.boot_id, current_boot_id().c_str(), sizeof(segment.boot_id) - 1);
   segment.capacity_bytes = *options.capacity_bytes;
   segment.page_bytes = *options.page_bytes;
+  step("create: the geometry is written");
   if (Status status = init_mutex(&segment.mutex); !status.ok()) {
     munmap(&segment, sizeof(LedgerSegment));
     return status;
   }
+  step("create: the mutex is made");
   memcpy(segment.magic, kLedgerMagic, sizeof(kLedgerMagic));
+  step("create: done");
   return &segment;
 }
 
-Status check_header(const LedgerSegment& segment, const std::string& path) {
-  if (memcmp(segment.magic, kLedgerMagic, sizeof(kLedgerMagic)) != 0) {
-    return failure(Code::corrupt, path +
-                                      " is not a kvcached ledger; remove it or use another "
-                                      "namespace");
+// The file of a ledger that can be used, or an empty one; byte 0 is locked. A file that nobody can
+// use any more goes first: truncated in place it would fault under whoever still maps it.
+Result<int> open_usable(const LedgerOptions& options) {
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    Result<int> fd = open_locked(options.path, options.capacity_bytes.has_value());
+    if (!fd.ok()) return fd;
+    struct stat info = {};
+    if (fstat(fd.value(), &info) == 0 && info.st_size == 0 && options.capacity_bytes) return fd;
+    Result<FileState> state = examine_file(fd.value(), options.path);
+    if (state.ok() && state.value() == FileState::usable) return fd;
+    const int error =
+        state.ok() && ::unlink(options.path.c_str()) != 0 && errno != ENOENT ? errno : 0;
+    ::close(fd.value());
+    if (!state.ok()) return state.status();
+    if (error != 0) return open_failure(options.path, error);
+    step("open: an abandoned ledger is removed");
   }
-  if (segment.version != kLedgerVersion || segment.segment_bytes != sizeof(LedgerSegment)) {
-    return failure(Code::version, path + " has ledger version " + std::to_string(segment.version) +
-                                      ", this library has " + std::to_string(kLedgerVersion) +
-                                      "; run one version of kvcached, or stop all engines and "
-                                      "unlink the device");
-  }
-  return {};
+  return failure(Code::busy, options.path + " is created and removed over and over; try again");
 }
 
-Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options) {
-  const auto differs = [](uint64_t has, const std::optional<uint64_t>& wanted) {
-    return wanted.has_value() && *wanted != has;
-  };
-  if (differs(segment.capacity_bytes, options.capacity_bytes) ||
-      differs(segment.page_bytes, options.page_bytes)) {
-    return failure(Code::mismatch, options.path + " has capacity_bytes " +
-                                       std::to_string(segment.capacity_bytes) + " and page_bytes " +
-                                       std::to_string(segment.page_bytes) +
-                                       "; open it with the same, or unlink the device first");
-  }
-  return {};
+Result<LedgerSegment*> attach(int fd, const LedgerOptions& options) {
+  Result<LedgerSegment*> segment = map_segment(fd);
+  if (!segment.ok()) return segment;
+  const Status status = check_geometry(*segment.value(), options);
+  if (status.ok()) return segment;
+  munmap(segment.value(), sizeof(LedgerSegment));
+  return status;
 }
 
-// REQUIRES: byte 0 is locked. An empty file, one whose creator died before it was done, and one of
-// an earlier boot are started afresh.
 Result<LedgerSegment*> attach_or_create(int fd, const LedgerOptions& options) {
   struct stat info = {};
   if (fstat(fd, &info) != 0) return system_failure("fstat of the ledger", errno);
-  const char unfinished[sizeof(kLedgerMagic)] = {};
-  char magic[sizeof(kLedgerMagic)] = {};
-  if (pread(fd, magic, sizeof(magic), 0) < 0) return system_failure("read of the ledger", errno);
-  if (memcmp(magic, unfinished, sizeof(magic)) == 0) return create_segment(fd, options);
-  LedgerSegment header = {};
-  if (pread(fd, &header, offsetof(LedgerSegment, mutex), 0) < 0) {
-    return system_failure("read of the ledger", errno);
-  }
-  if (Status status = check_header(header, options.path); !status.ok()) return status;
-  if (info.st_size != static_cast<off_t>(sizeof(LedgerSegment))) {
-    return failure(Code::corrupt, options.path + " has the wrong size; unlink the device");
-  }
-  if (current_boot_id() != header.boot_id && options.capacity_bytes.has_value()) {
-    return create_segment(fd, options);
-  }
-  if (Status status = check_geometry(header, options); !status.ok()) return status;
-  return map_segment(fd);
+  return info.st_size == 0 ? create_segment(fd, options) : attach(fd, options);
 }
 
 }  // namespace
@@ -195,7 +151,7 @@ Result<LedgerFile> open_ledger_file(const LedgerOptions& options) {
   if (create) {
     if (Status status = check_geometry_values(options); !status.ok()) return status;
   }
-  Result<int> fd = open_locked(options.path, create);
+  Result<int> fd = open_usable(options);
   if (!fd.ok()) return fd.status();
   Result<LedgerSegment*> segment = attach_or_create(fd.value(), options);
   if (!segment.ok()) {
@@ -209,6 +165,7 @@ Result<LedgerFile> open_ledger_file(const LedgerOptions& options) {
     ::close(fd.value());
     return shared;
   }
+  step("open: shown to be in use");
   // The lock belongs to this open file description: unlock by byte, the fd stays.
   struct flock unlock = {};
   unlock.l_type = F_UNLCK;

@@ -1,6 +1,7 @@
 // Who of a ledger's clients is still there, and what they hold.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "ledger_lock.h"
 #include "liveness.h"
@@ -18,6 +19,10 @@ ProcessId owner_of(const ClientRecord& client) {
 Result<uint64_t> resident_bytes(const ClientRecord& client) {
   if (client.memory_fd < 0) return uint64_t{client.committed_bytes};
   return resident_bytes(owner_of(client), client.memory_fd);
+}
+
+std::string name_of(const ClientRecord& client) {
+  return {client.name, strnlen(client.name, sizeof(client.name))};
 }
 
 bool Ledger::is_alive(int slot) const {

@@ -3,10 +3,12 @@
 
 #include <atomic>
 #include <cerrno>
+#include <ctime>
 #include <vector>
 
 #include "futex.h"
 #include "ledger.h"
+#include "ledger_check.h"
 #include "ledger_file.h"
 #include "steps.h"
 
@@ -18,7 +20,7 @@ namespace kvcached {
 class Ledger::Lock {
  public:
   explicit Lock(LedgerSegment& segment) : segment_(segment) {
-    error_ = pthread_mutex_lock(&segment_.mutex);
+    error_ = take(segment_.mutex);
     step("lock: taken");
     charged_bytes_ = segment_.charged_bytes;
     if (error_ != EOWNERDEAD) return;
@@ -40,8 +42,23 @@ class Ledger::Lock {
   Lock(const Lock&) = delete;
   Lock& operator=(const Lock&) = delete;
 
+  // Whether the mutex is held at all, be the device destroyed or not.
+  Status held() const {
+    if (error_ == 0) return {};
+    if (error_ == ETIMEDOUT || error_ == EINVAL || error_ == ENOTRECOVERABLE) {
+      return failure(Code::corrupt,
+                     error_ == ETIMEDOUT
+                         ? "the ledger has been locked for 10 s: a process that uses the device is "
+                           "stopped inside, or the ledger is damaged; end it, or stop all engines "
+                           "of the device and unlink it"
+                         : "the ledger is damaged: its mutex is none; stop all engines of the "
+                           "device and unlink it");
+    }
+    return system_failure("lock of the ledger", error_);
+  }
+
   Status check() const {
-    if (error_ != 0) return system_failure("lock of the ledger", error_);
+    KV_TRY(held());
     if (segment_.destroyed != 0) {
       return failure(Code::gone, "the device was destroyed; close the client and open it again");
     }
@@ -63,6 +80,22 @@ class Ledger::Lock {
   }
 
  private:
+  // A mutex that says it is held by nobody who lives would be waited for for ever.
+  static constexpr int64_t kPatienceNs = 10'000'000'000;
+
+  static int take(pthread_mutex_t& mutex) {
+    if (!is_ledger_mutex(mutex)) return EINVAL;
+    if (const int error = pthread_mutex_trylock(&mutex); error != EBUSY) return error;
+    // By the wall clock, which every C library offers; one that is set forward counts for nothing.
+    for (const int64_t until_ns = monotonic_ns() + kPatienceNs;;) {
+      timespec until = {};
+      clock_gettime(CLOCK_REALTIME, &until);
+      until.tv_sec += kPatienceNs / 1'000'000'000;
+      const int error = pthread_mutex_timedlock(&mutex, &until);
+      if (error != ETIMEDOUT || monotonic_ns() >= until_ns) return error;
+    }
+  }
+
   LedgerSegment& segment_;
   int error_;
   uint64_t charged_bytes_ = 0;

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "ledger.h"
 #include "ledger_file.h"
 #include "liveness.h"
 
@@ -50,8 +51,7 @@ std::vector<SegmentClient> clients_of(const LedgerSegment& segment, int fd) {
     if (record.used == 0) continue;
     const ProcessId owner{record.pid, record.pid_namespace, record.start_ticks};
     const bool alive = is_byte_locked(fd, liveness_byte(slot)) || !is_over(owner);
-    clients.push_back(
-        {std::string(record.name, strnlen(record.name, sizeof(record.name))), record.pid, alive});
+    clients.push_back({name_of(record), record.pid, alive});
   }
   return clients;
 }

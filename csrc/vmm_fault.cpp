@@ -1,5 +1,7 @@
 #include "vmm_fault.h"
 
+#include "steps.h"
+
 namespace kvcached {
 
 void FaultVmm::fail_at(size_t call, size_t times) {
@@ -14,6 +16,7 @@ std::vector<VmmCall> FaultVmm::calls() const {
 }
 
 Status FaultVmm::pass(VmmCall call) {
+  step("vmm: about to call");
   const std::lock_guard lock(mutex_);
   calls_.push_back(call);
   if (calls_.size() < first_failing_ || calls_.size() >= end_failing_) return {};

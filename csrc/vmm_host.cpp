@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "host_stream.h"
+#include "steps.h"
 
 namespace kvcached {
 
@@ -141,6 +142,7 @@ Status HostVmm::punch(std::span<const Handle> handles) {
     if (fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes) != 0) {
       return system_failure("fallocate(PUNCH_HOLE)", errno);
     }
+    step("host: a run is given back");
     first += count;
   }
   return {};
@@ -159,6 +161,7 @@ Status HostVmm::map_slots(uint64_t address, std::span<const Handle> handles, int
       }
       return status;
     }
+    step("host: a run is mapped");
     first += count;
   }
   return {};
@@ -196,6 +199,7 @@ Status HostVmm::unmap(uint64_t address, uint64_t bytes) {
   KV_TRY(check_open());
   KV_TRY(books_.check_mapped(address, bytes, "unmap"));
   if (!make_hole(address, bytes)) return mapping_failure(errno);
+  step("host: unmapped, not yet given back");
   return punch(books_.unmap(address, bytes));
 }
 
@@ -210,8 +214,10 @@ Status HostVmm::close() {
   for (const auto& [address, reservation] : books_.reservations()) {
     if (!make_hole(address, reservation.bytes)) return mapping_failure(errno);
   }
+  step("host: all unmapped");
   books_.clear();
   ::close(fd_);
+  step("host: all given back");
   fd_ = -1;
   closed_ = true;
   return {};

@@ -54,7 +54,8 @@ def build(name: str, sources: list[Path], flags: list[str], suffix: str = "") ->
 
 
 def compile_all(partial: Path, sources: list[Path], flags: list[str]) -> list[str]:
-    include = ["-I", str(ROOT / "csrc"), "-I", str(LIBCUDA)]
+    folders = (ROOT / "csrc", ROOT / "tests" / "cpp", LIBCUDA)
+    include = [word for folder in folders for word in ("-I", str(folder))]
 
     def compile_one(source: Path) -> str:
         target = f"{partial}-{source.stem}.o"
@@ -71,6 +72,13 @@ def build_tests(sanitizers: str = "") -> Path:
     flags = ["-O0", f"-fsanitize={sanitizers}"] if sanitizers else ["-O1"]
     sources = layers() + sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
     return build(f"tests-{sanitizers.replace(',', '-') or 'plain'}", sources, flags)
+
+
+def build_kills() -> Path:
+    """The program that kills processes at every step of csrc."""
+    sources = [*layers(), ROOT / "tests" / "cpp" / "check.cpp"]
+    sources += sorted((ROOT / "tests" / "kills").glob("*.cpp"))
+    return build("kills", sources, ["-O1", "-DKVCACHED_STEPS"])
 
 
 def build_libcuda() -> Path:

@@ -111,12 +111,22 @@ def test_what_is_no_ledger_is_refused(device: Device, namespace: str) -> None:
         Device.open("host:0", namespace=namespace)
 
 
-def test_a_ledger_of_an_earlier_boot_starts_afresh(namespace: str) -> None:
+def test_a_ledger_of_an_earlier_boot_is_used_by_nobody(namespace: str) -> None:
     stale = Device.open("host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
+    overwrite(namespace, 16, b"00000000-0000")
+    with pytest.raises(errors.LedgerCorruptError, match="in use, but of another boot"):
+        Device.open("host:0", capacity_bytes=PAGE, page_bytes=PAGE, namespace=namespace)
+    stale.close()
+    with pytest.raises(errors.UnknownDeviceError, match="capacity_bytes to create"):
+        Device.open("host:0", namespace=namespace)
+    assert not segment_path("host:0", namespace).exists()
+
+
+def test_a_ledger_of_an_earlier_boot_is_replaced(namespace: str) -> None:
+    Device.open("host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace).close()
     overwrite(namespace, 16, b"00000000-0000")
     fresh = Device.open("host:0", capacity_bytes=PAGE, page_bytes=PAGE, namespace=namespace)
     assert fresh.capacity_bytes == PAGE
-    stale.close()
     fresh.destroy()
 
 

@@ -1,0 +1,171 @@
+#include "ledger_check.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "ledger_file.h"
+#include "liveness.h"
+
+namespace kvcached {
+
+namespace {
+
+bool is_page_size(uint64_t bytes) {
+  return bytes != 0 && bytes % static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) == 0;
+}
+
+bool is_capacity(uint64_t bytes, uint64_t page_bytes) {
+  return bytes >= page_bytes && bytes % page_bytes == 0 && bytes <= kMaxCapacityBytes;
+}
+
+Result<LedgerSegment> read_header(int fd) {
+  LedgerSegment header = {};
+  if (pread(fd, static_cast<void*>(&header), offsetof(LedgerSegment, mutex), 0) < 0) {
+    return system_failure("read of the ledger", errno);
+  }
+  return header;
+}
+
+Status check_identity(const LedgerSegment& header, const std::string& path) {
+  if (memcmp(header.magic, kLedgerMagic, sizeof(kLedgerMagic)) != 0) {
+    return failure(Code::corrupt, path +
+                                      " is not a kvcached ledger; remove it or use another "
+                                      "namespace");
+  }
+  if (header.version != kLedgerVersion || header.segment_bytes != sizeof(LedgerSegment)) {
+    return failure(Code::version, path + " has ledger version " + std::to_string(header.version) +
+                                      ", this library has " + std::to_string(kLedgerVersion) +
+                                      "; run one version of kvcached, or stop all engines and "
+                                      "unlink the device");
+  }
+  return {};
+}
+
+// An abandoned file is replaced, so nobody may have it open.
+Result<FileState> abandoned(int fd, const std::string& path, const char* why) {
+  if (!is_file_locked(fd)) return FileState::abandoned;
+  return damaged(path, std::string("it is in use, but ") + why);
+}
+
+const char* problem_of(const ClientRecord& client, const LedgerSegment& segment) {
+  const uint64_t largest = std::max({client.pending_bytes, client.committed_bytes,
+                                     client.static_bytes, client.min_bytes, client.wanted_bytes});
+  if (client.used != 1) return "its state is unknown";
+  if (strnlen(client.name, sizeof(client.name)) == sizeof(client.name))
+    return "its name has no end";
+  if (largest > segment.capacity_bytes) return "it holds more than the device has";
+  if (client.min_bytes > client.limit_bytes) return "its minimum is above its limit";
+  return nullptr;
+}
+
+}  // namespace
+
+Status damaged(const std::string& path, const std::string& what) {
+  return failure(Code::corrupt,
+                 path + " is damaged: " + what + "; stop all engines of the device and unlink it");
+}
+
+Result<FileState> examine_file(int fd, const std::string& path) {
+  struct stat info = {};
+  if (fstat(fd, &info) != 0) return system_failure("fstat of the ledger", errno);
+  Result<LedgerSegment> read = read_header(fd);
+  if (!read.ok()) return read.status();
+  const LedgerSegment& header = read.value();
+  const char unfinished[sizeof(kLedgerMagic)] = {};
+  if (memcmp(header.magic, unfinished, sizeof(unfinished)) == 0) {
+    return abandoned(fd, path, "has no beginning");
+  }
+  if (Status status = check_identity(header, path); !status.ok()) return status;
+  if (info.st_size != static_cast<off_t>(sizeof(LedgerSegment))) {
+    return failure(Code::corrupt, path + " has the wrong size; unlink the device");
+  }
+  if (memchr(header.boot_id, 0, sizeof(header.boot_id)) == nullptr ||
+      current_boot_id() != header.boot_id) {
+    return abandoned(fd, path, "of another boot");
+  }
+  if (header.destroyed != 0) return FileState::abandoned;
+  if (!is_page_size(header.page_bytes) || !is_capacity(header.capacity_bytes, header.page_bytes)) {
+    return damaged(path, "its capacity of " + std::to_string(header.capacity_bytes) +
+                             " bytes in pages of " + std::to_string(header.page_bytes) +
+                             " cannot be");
+  }
+  return FileState::usable;
+}
+
+Status check_geometry_values(const LedgerOptions& options) {
+  const uint64_t page = options.page_bytes.value_or(0);
+  if (!is_page_size(page)) {
+    return failure(Code::not_aligned, "page_bytes " + std::to_string(page) +
+                                          " must be a positive multiple of " +
+                                          std::to_string(sysconf(_SC_PAGESIZE)));
+  }
+  const uint64_t capacity = options.capacity_bytes.value_or(0);
+  if (capacity < page) {
+    return failure(Code::invalid_argument, "capacity_bytes " + std::to_string(capacity) +
+                                               " is below one page of " + std::to_string(page) +
+                                               " bytes; give the device more memory");
+  }
+  if (capacity % page != 0) {
+    return failure(Code::not_aligned, "capacity_bytes " + std::to_string(capacity) +
+                                          " must be a multiple of page_bytes " +
+                                          std::to_string(page));
+  }
+  if (is_capacity(capacity, page)) return {};
+  return failure(Code::invalid_argument, "capacity_bytes " + std::to_string(capacity) +
+                                             " is above the largest device, " +
+                                             std::to_string(kMaxCapacityBytes) + " bytes");
+}
+
+Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options) {
+  const auto differs = [](uint64_t has, const std::optional<uint64_t>& wanted) {
+    return wanted.has_value() && *wanted != has;
+  };
+  if (differs(segment.capacity_bytes, options.capacity_bytes) ||
+      differs(segment.page_bytes, options.page_bytes)) {
+    return failure(Code::mismatch, options.path + " has capacity_bytes " +
+                                       std::to_string(segment.capacity_bytes) + " and page_bytes " +
+                                       std::to_string(segment.page_bytes) +
+                                       "; open it with the same, or unlink the device first");
+  }
+  return {};
+}
+
+Status init_mutex(pthread_mutex_t* mutex) {
+  pthread_mutexattr_t attributes;
+  pthread_mutexattr_init(&attributes);
+  pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+  pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+  const int error = pthread_mutex_init(mutex, &attributes);
+  pthread_mutexattr_destroy(&attributes);
+  return error == 0 ? Status{} : system_failure("pthread_mutex_init", error);
+}
+
+bool is_ledger_mutex(const pthread_mutex_t& mutex) {
+#ifdef __GLIBC__
+  // A mutex of another kind makes the C library follow other rules, with other fields.
+  static const int kind = [] {
+    pthread_mutex_t made;
+    return init_mutex(&made).ok() ? made.__data.__kind : -1;
+  }();
+  return mutex.__data.__kind == kind;
+#else
+  return true;
+#endif
+}
+
+Status check_records(const LedgerSegment& segment, const std::string& path) {
+  for (int slot = 0; slot < kMaxClients; ++slot) {
+    const ClientRecord& client = segment.clients[slot];
+    const char* problem = client.used == 0 ? nullptr : problem_of(client, segment);
+    if (problem == nullptr) continue;
+    return damaged(path, "client record " + std::to_string(slot) + ": " + problem);
+  }
+  if (segment.charged_bytes == total_charge(segment)) return {};
+  return damaged(path, "the total of its charges is wrong");
+}
+
+}  // namespace kvcached
