@@ -93,9 +93,14 @@ class KVCache:
     def alloc_kv(self, num_blocks: int) -> NDArray[np.int64] | None:
         """Ids of blocks that are mapped and yours, or None if there is no room now.
 
-        All or nothing. Maps pages as needed; what they contain is undefined.
+        All or nothing. Maps pages as needed; what they contain is undefined. An int64 array.
         """
-        return self._core.alloc(num_blocks)
+        try:
+            return self._core.alloc(num_blocks)
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"num_blocks must be an integer below 2^63, not {num_blocks!r}"
+            ) from error
 
     def free_kv(self, ids: NDArray[np.int64]) -> None:
         """Frees blocks; pages without a live block go back, but for what the watermarks keep.
