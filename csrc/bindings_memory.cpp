@@ -27,6 +27,12 @@ void drop_capsule(PyObject* capsule) {
   }
 }
 
+constexpr const char* kTensorViewDoc =
+    "Memory of a virtual tensor or a KV cache, for `from_dlpack` of numpy, torch or JAX.\n\n"
+    "Nothing is copied. The view, and every array made of it, keeps the address range reserved.\n"
+    "What is mapped in it is the owner's affair: an element may be touched only while its block\n"
+    "is allocated, or its range mapped. An export for another device is a BufferError.";
+
 nb::object to_dlpack(const TensorView& view, nb::handle max_version) {
   check(view.region->vmm()->check_open());
   const bool versioned = !max_version.is_none() && nb::cast<int>(max_version[0]) >= 1;
@@ -47,13 +53,17 @@ void check_dlpack_device(const TensorView& view, nb::handle wanted) {
 }
 
 void bind_view(nb::module_& module) {
-  nb::class_<TensorView>(module, "TensorView")
-      .def_prop_ro("shape",
-                   [](const TensorView& self) { return nb::tuple(nb::cast(self.extents.shape)); })
-      .def_prop_ro("strides",
-                   [](const TensorView& self) { return nb::tuple(nb::cast(self.extents.strides)); })
-      .def_ro("dtype", &TensorView::dtype)
-      .def_prop_ro("address", &TensorView::address)
+  nb::class_<TensorView>(module, "TensorView", kTensorViewDoc)
+      .def_prop_ro(
+          "shape", [](const TensorView& self) { return nb::tuple(nb::cast(self.extents.shape)); },
+          "Elements along each dimension, a tuple.")
+      .def_prop_ro(
+          "strides",
+          [](const TensorView& self) { return nb::tuple(nb::cast(self.extents.strides)); },
+          "Elements, not bytes, from one index of a dimension to the next, a tuple.")
+      .def_ro("dtype", &TensorView::dtype, "The type of an element, such as \"bfloat16\".")
+      .def_prop_ro("address", &TensorView::address,
+                   "Virtual address of the first element, on the device.")
       .def(
           "__dlpack__",
           [](const TensorView& self, nb::handle, nb::handle max_version, nb::handle device,
