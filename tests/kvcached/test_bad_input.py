@@ -188,7 +188,7 @@ MISTAKES: list[Mistake] = [
         errors.DoubleFreeError,
         "not allocated",
     ),
-    ("free a list", lambda r: r.kv.free_kv([1, 2]), INVALID, "1-D int64 array"),  # type: ignore[arg-type]
+    ("free a list", lambda r: r.kv.free_kv([1, 2]), INVALID, "1-D int64 array"),
     # ranges
     (
         "unmap what is not mapped",
@@ -212,8 +212,8 @@ MISTAKES: list[Mistake] = [
     ("limit below the minimum", lambda r: r.client.set_limit(0), INVALID, "min_bytes"),
     ("minimum above the limit", lambda r: r.client.set_min(CAPACITY), INVALID, "limit_bytes"),
     # no integers
-    ("a float", lambda r: r.client.reserve_static(1.5, "x"), INVALID, "integer"),  # type: ignore[arg-type]
-    ("half a block", lambda r: r.kv.alloc_kv(2.5), INVALID, "integer"),  # type: ignore[arg-type]
+    ("a float", lambda r: r.client.reserve_static(1.5, "x"), INVALID, "integer"),
+    ("half a block", lambda r: r.kv.alloc_kv(2.5), INVALID, "integer"),
     ("a bool", lambda r: r.client.alloc_virtual_tensor(True), INVALID, "integer"),
 ]
 
