@@ -56,6 +56,21 @@ def take(device: Device, name: str) -> None:
             say("got", int(line))
 
 
+def grab(device: Device, name: str, rounds: str) -> None:
+    """Says how many blocks are free, waits for a line, then takes that many and gives them back."""
+    with device.client(name) as client:
+        kv = client.alloc_kvcache(LAYOUT, 1 << 20, reserved_blocks=0)
+        free, granted = kv.available_blocks(), 0
+        say("sees", free)
+        sys.stdin.readline()
+        for _ in range(int(rounds)):
+            ids = kv.alloc_kv(free)
+            if ids is not None:
+                granted += 1
+                kv.free_kv(ids)
+    say(granted, int(rounds) - granted)
+
+
 class Racer:
     """Maps and unmaps single pages at random; eight of these want twice the device."""
 
