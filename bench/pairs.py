@@ -28,19 +28,25 @@ class Pairs:
         return f"{name:44} {a:9.3f} against {b:9.3f} {unit}: ratio {ratio:7.3f} ({target})"
 
 
-def measure(first: Callable[[], object], second: Callable[[], object], pairs: int) -> Pairs:
-    """Runs both in turn `pairs` times, once more before to warm up; CPU time of this thread.
+def measure(
+    first: Callable[[], object],
+    second: Callable[[], object],
+    pairs: int,
+    clock: Callable[[], float] = time.thread_time,
+) -> Pairs:
+    """Runs both in turn `pairs` times, once more before to warm up.
 
-    CPU time, with the kernel's share, since the machine may be busy with other work.
+    By default CPU time of this thread, with the kernel's share, since the machine may be busy with
+    other work.
     """
     first()
     second()
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(pairs):
         for call, seconds in ((first, taken[0]), (second, taken[1])):
-            begin_s = time.thread_time()
+            begin_s = clock()
             call()
-            seconds.append(time.thread_time() - begin_s)
+            seconds.append(clock() - begin_s)
     return Pairs(*taken)
 
 
