@@ -69,6 +69,9 @@ class SchedulerYaml(Strict, frozen=True):
 class EngineYaml(Strict, frozen=True):
     """adapter: "sglang" or "fake" (no model, for faults and speed).
     static: the synthetic non-elastic share that each active engine is charged on a host device.
+    kv_layout: "per_layer" (the fastest attention), "token_interleaved" (memory grows in the finest
+    steps), or "auto" (the finer one for a model whose growth per layer, times the models that may
+    share its device, exceeds a few percent of it).
     """
 
     adapter: str = "sglang"
@@ -76,6 +79,7 @@ class EngineYaml(Strict, frozen=True):
     static: str = "16MiB"
     prefill_chunk_tokens: int = 512
     drain_timeout: str = "30s"
+    kv_layout: str = "per_layer"
 
 
 class ServeYaml(Strict, frozen=True):

@@ -6,6 +6,8 @@ import re
 from math import ceil
 from pathlib import Path
 
+import msgspec
+
 from prism.config import (
     ClusterConfig,
     DeviceConfig,
@@ -22,7 +24,7 @@ from prism.config import (
 from prism.config_yaml import read_yaml
 from prism.errors import ConfigError
 from prism.messages import ModelSpec
-from prism.model_memory import MemoryNeed, memory_need
+from prism.model_memory import KV_LAYOUTS, MemoryNeed, arranged, memory_need
 from prism.model_spec import DTYPE_BYTES, ModelFiles, inspect_model
 from prism.policies import registry
 from prism.units import format_size, parse_size, parse_time
@@ -64,6 +66,9 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
         frontend=_frontend(data.frontend),
     )
     _check_names(config)
+    _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
+    models = [arranged(model, config, KV_LAYOUTS[data.engine.kv_layout]) for model in models]
+    config = msgspec.structs.replace(config, models=models)
     _check_memory(config)
     return config
 

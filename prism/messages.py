@@ -95,9 +95,8 @@ class Failure(Wire, frozen=True):
 
 class ModelSpec(Wire, frozen=True):
     """A model as every process needs to know it; built once from the YAML and the model's files.
-
-    weight_bytes: resident bytes of the weights in `dtype`; token_bytes: KV bytes of one token
-    over all layers, K and V, in `kv_dtype`.
+    weight_bytes: resident bytes of the weights in `dtype`; token_bytes: KV bytes of one token over
+    all layers, K and V, in `kv_dtype`, with the gap that its kv_arrangement (kvcached's) leaves.
     """
 
     name: str
@@ -116,6 +115,7 @@ class ModelSpec(Wire, frozen=True):
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
+    kv_arrangement: str = "per_layer"
 
 
 # --- agent -> engine -----------------------------------------------------------------------

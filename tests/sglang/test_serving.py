@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from prism.messages import Cancel, Deactivate, Deactivated, Sampling, Submit, Trim, Trimmed
+from prism.model_memory import layout_of
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, kv_committed_bytes, ledger_of
 from tests.sglang.models import GPT2, LLAMA, QWEN3, greedy, prompts, spec_of
@@ -45,6 +46,27 @@ def test_one_process_serves_architectures_in_turn(device: DeviceUnderTest) -> No
         usage = ledger_of(device).usage()
         assert (usage.reserved_bytes, usage.committed_bytes, usage.static_bytes) == (0, 0, 0)
         assert ledger_of(device).resident_bytes() == 0
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2])
+def test_tokens_may_be_interleaved(device: DeviceUnderTest, model: str) -> None:
+    """SGLang's torch-native attention takes the stride: the same tokens from finer memory."""
+    stock = spec_of(model)
+    spec = msgspec.structs.replace(
+        stock, kv_arrangement="token_interleaved", token_bytes=stock.token_bytes + 256
+    )
+    activated = device.activate(spec, max_running=8)
+    layout = layout_of(spec)
+    assert activated.quantum_bytes == layout.quantum_bytes(PAGE_BYTES)
+    assert activated.quantum_bytes == activated.quantum_tokens * spec.token_bytes
+    run(device, model, f"interleaved-{model}-")
+    ledger = ledger_of(device)
+    device.send(Trim())
+    device.wait_for(Trimmed)
+    assert kv_committed_bytes(device) == activated.floor_bytes
+    device.send(Deactivate())
+    device.wait_for(Deactivated)
+    assert ledger.resident_bytes() == 0
 
 
 def test_only_the_floor_is_resident_until_used_and_after_a_flush(device: DeviceUnderTest) -> None:

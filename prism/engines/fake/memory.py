@@ -7,6 +7,7 @@ number than was written means that the page went to somebody else while it was i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from prism.config import ClusterConfig
 from prism.engines.fake.prefix_cache import PrefixCache
 from prism.errors import ActivationError, EngineError
 from prism.messages import Activate, Activated, ModelSpec, Trimmed
+from prism.model_memory import layout_of as arranged_layout_of
 
 BLOCK_TOKENS = 16
 RESERVED_BLOCKS = 1
@@ -32,14 +34,7 @@ def layout_of(model: ModelSpec) -> kvcached.Layout:
     """Raises ActivationError for a dtype that numpy cannot hold."""
     if model.kv_dtype not in STORED_AS:
         raise ActivationError(f"the fake engine has no KV of type {model.kv_dtype}")
-    return kvcached.Layout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        v_head_dim=None,
-        dtype=STORED_AS[model.kv_dtype],
-        block_tokens=BLOCK_TOKENS,
-    )
+    return replace(arranged_layout_of(model), dtype=STORED_AS[model.kv_dtype])
 
 
 def reserve_bytes(layout: kvcached.Layout, page_bytes: int, context_tokens: int) -> int:

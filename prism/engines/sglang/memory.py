@@ -13,7 +13,7 @@ from prism.engines.sglang.weights import WeightSpace, aligned
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError
 from prism.messages import Activate
-from prism.model_memory import BLOCK_TOKENS
+from prism.model_memory import BLOCK_TOKENS, layout_of
 
 _PADDING_BLOCKS = 1
 
@@ -40,14 +40,7 @@ class MemoryPlan:
 def plan(order: Activate, *, capacity_bytes: int, page_bytes: int, static_bytes: int) -> MemoryPlan:
     """Lay out `order.model` on a device; pure arithmetic. `static_bytes`: the engine's share."""
     spec = order.model
-    layout = kvcached.Layout(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=None,
-        dtype=spec.kv_dtype,
-        block_tokens=BLOCK_TOKENS,
-    )
+    layout = layout_of(spec)
     slab_tokens = layout.slab_tokens(page_bytes)
     quantum = layout.quantum_bytes(page_bytes)
     blocks = -(-spec.context_length // BLOCK_TOKENS) + _PADDING_BLOCKS
