@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 import kvcached
 from prism.config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.core import EngineContext, EngineCore
@@ -43,6 +45,7 @@ class Side:
     output_tokens: int
     prefix_cache: bool
     seed: int = 1
+    arrangement: str = "per_layer"
 
 
 class Engine:
@@ -53,7 +56,8 @@ class Engine:
         self.random = random.Random(side.seed)
         self.unfinished = self.submitted = 0
         longest = 2 * (side.prompt_tokens + side.output_tokens)
-        self.spec = spec_of(Path(side.model), longest)
+        stock = spec_of(Path(side.model), longest)
+        self.spec = msgspec.structs.replace(stock, kv_arrangement=side.arrangement)
         self.config = config_of(side, self.spec)
         self.core = make_core(side, self.config, self.spec)
 

@@ -1,7 +1,8 @@
 """Throughput of SGLang on kvcached's elastic pool against SGLang on its own static pool.
 
     python bench/sglang_throughput.py [--model tiny-llama] [--page 16KiB] [--kv 32MiB] [--batch 16]
-        [--pairs 150] [--steps 40] [--prefix-cache] [--control] [--json FILE]
+        [--pairs 150] [--steps 40] [--prefix-cache] [--control] [--interleaved]
+        [--json FILE]
 
 Two engines of `prism.engines.sglang` serve the same endless stream of requests at a constant batch:
 whenever a request ends the next one starts. They differ in the pool and the allocator alone. They
@@ -11,7 +12,8 @@ pairs and its 95 % interval (order statistics). Target: at least 0.98.
 
 Without `--prefix-cache` a request's blocks are free when it ends, so that pages come and go with
 the requests. With it they come and go as a full cache is evicted. `--control` compares the static
-pool with itself: what the method sees where there is nothing to see.
+pool with itself: what the method sees where there is nothing to see. `--interleaved` gives
+kvcached's side the token-interleaved layout.
 """
 
 from __future__ import annotations
@@ -136,6 +138,7 @@ def sides(options: argparse.Namespace) -> list[Side]:
             prompt_tokens=options.prompt_tokens,
             output_tokens=options.output_tokens,
             prefix_cache=options.prefix_cache,
+            arrangement="token_interleaved" if pool == options.interleaved else "per_layer",
         )
         for pool in pools
     ]
@@ -156,6 +159,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=150, help="engine steps before the first")
     parser.add_argument("--prefix-cache", action="store_true")
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--interleaved", action="store_const", const="kvcached", default="none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return parser.parse_args(arguments)
 

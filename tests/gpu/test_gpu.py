@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcached import Client, Device, Layout, NoRoomError, errors
-from tests.kvcached.compiling import build_tests
+from kvcached.layouts import ARRANGEMENTS, Arrangement
+from tests.kvcached.compiling import ROOT, build_tests
 
 PAGE = 2 << 20
 
@@ -52,6 +56,19 @@ def test_blocks_come_and_go(device: Device, client: Client) -> None:
     assert device.resident_bytes() == kv.floor_bytes()
 
 
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_layouts_grow_by_their_quantum(
+    device: Device, client: Client, arrangement: Arrangement
+) -> None:
+    layout = replace(LAYOUT, arrangement=arrangement)
+    kv = client.alloc_kvcache(layout, 1 << 16, reserved_blocks=0)
+    ids = kv.alloc_kv(1)
+    assert ids is not None
+    assert device.resident_bytes() == layout.quantum_bytes(PAGE)
+    kv.free_kv(ids)
+    assert device.resident_bytes() == 0
+
+
 def test_gpus_that_do_not_exist(namespace: str) -> None:
     absent = Device.open("cuda:999", capacity_bytes=PAGE, namespace=namespace)
     with pytest.raises(errors.UnknownDeviceError, match="does not exist"):
@@ -59,10 +76,46 @@ def test_gpus_that_do_not_exist(namespace: str) -> None:
     absent.destroy()
 
 
-def test_torch_reads_what_it_wrote(client: Client) -> None:
+def torch_on_gpu() -> Any:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
+    return torch
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_torch_takes_every_arrangement(
+    client: Client, arrangement: Arrangement, dtype: str
+) -> None:
+    torch = torch_on_gpu()
+    layout = replace(LAYOUT, arrangement=arrangement, dtype=dtype)
+    kv = client.alloc_kvcache(layout, 1 << 14)
+    ids = torch.from_numpy(kv.alloc_kv(32)).to("cuda:0")
+    views = [torch.from_dlpack(kv.blocks(p.layer, p.name)) for p in layout.parts]
+    written = [torch.randn(32, *v.shape[1:], device="cuda:0").to(v.dtype) for v in views]
+    for view, tensor in zip(views, written, strict=True):
+        view.view(torch.uint8)[ids] = tensor.view(torch.uint8)
+    for view, tensor in zip(views, written, strict=True):
+        assert torch.equal(view.view(torch.uint8)[ids], tensor.view(torch.uint8))
+    torch.cuda.synchronize()
+
+
+def test_the_layout_benchmark_runs_on_a_gpu() -> None:
+    torch_on_gpu()
+    small = ["--layers", "2", "--batch", "2", "--context", "64", "--pairs", "2"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench/kv_layout.py"), "--device", "cuda:0", *small],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ratio") == 3
+
+
+def test_torch_reads_what_it_wrote(client: Client) -> None:
+    torch = torch_on_gpu()
     kv = client.alloc_kvcache(LAYOUT, 1 << 14)
     ids = kv.alloc_kv(64)
     assert ids is not None
