@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from rich.text import Text
 from kvcached import Device, collect_garbage, segments
 from kvcached.errors import InvalidArgumentError, UnknownDeviceError
 from kvcached.snapshot import DeviceSnapshot, take_snapshots, used_segments
+from kvcached.tools.layouts import Place, layout_table, read_groups, row_record, rows_of
 from kvcached.tools.rates import Rates
 from kvcached.tools.records import Record, device_record, segment_record
 from kvcached.tools.sizes import format_size, parse_size
@@ -120,6 +122,31 @@ def top(
             _live(frames)
     except KeyboardInterrupt:
         return
+
+
+@app.command()
+def layout(
+    config: Annotated[Path, typer.Argument(help="a model's config.json, or its directory")],
+    *,
+    device_size: Annotated[str, typer.Option("--device-size", help="memory of the device")],
+    models: Annotated[int, typer.Option(help="models that share the device", min=1)] = 1,
+    page: Annotated[str, typer.Option(help="bytes of a page")] = "2MiB",
+    dtype: Annotated[str | None, typer.Option(help="of the KV cache; the model's own")] = None,
+    block_tokens: Annotated[int, typer.Option(help="tokens of a block")] = 16,
+    context: Annotated[int, typer.Option(help="tokens of one request", min=1)] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Say how a model's KV cache may lie, what each way costs, and which one to take.
+
+    QUANTUM is the smallest growth; QUANTA/DEVICE counts one for each model. Groups of layers (full
+    attention, sliding window) are judged each by itself. No device is needed.
+
+    Examples: kvctl layout models/llama --device-size 80GiB --models 8
+    """
+    place = Place(parse_size(page), parse_size(device_size), models, context)
+    rows = rows_of(read_groups(config, dtype, block_tokens), place)
+    records = [row_record(row, place.page_bytes) for row in rows]
+    _say(as_json, records, lambda: layout_table(rows, place))
 
 
 Frame = tuple[list[DeviceSnapshot], Rates]

@@ -1,0 +1,156 @@
+"""From a model's config.json to its layout, and `kvctl layout`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvcached import Heads, HybridLayout, Layout, MixedLayout, MLALayout
+from kvcached.errors import InvalidArgumentError
+from kvcached.layouts import layout_of_config
+from kvcached.tools.commands import app
+
+PAGE = 2 << 20
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+GEMMA3 = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+    },
+}
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_heads() -> None:
+    assert layout_of_config(LLAMA) == Layout(32, 8, 128)
+    assert layout_of_config({**LLAMA, "head_dim": 64}) == Layout(32, 8, 64)
+    mha = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert layout_of_config(mha) == Layout(32, 32, 128)
+    mqa = {**LLAMA, "num_key_value_heads": 1, "v_head_dim": 64}
+    assert layout_of_config(mqa) == Layout(32, 1, 128, v_head_dim=64)
+    gpt2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "torch_dtype": "float32"}
+    assert layout_of_config(gpt2, block_tokens=1) == Layout(
+        12, 12, 64, dtype="float32", block_tokens=1
+    )
+    by_layer = {**LLAMA, "num_hidden_layers": 3, "num_key_value_heads_per_layer": [4, 2, 1]}
+    expected = MixedLayout((Heads(4, 128), Heads(2, 128), Heads(1, 128)))
+    assert layout_of_config(by_layer) == expected
+
+
+def test_a_latent_and_another_dtype() -> None:
+    assert layout_of_config(DEEPSEEK_V3) == MLALayout(61, 512, 64)
+    eighth = layout_of_config(DEEPSEEK_V3, dtype="float8_e4m3fn")
+    assert eighth.token_bytes == 61 * 576
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"sliding_window_pattern": 6, "model_type": "other"},
+        {"layer_types": [("sliding" if (i + 1) % 6 else "full") + "_attention" for i in range(62)]},
+    ],
+)
+def test_windows_of_gemma(changed: dict[str, Any]) -> None:
+    layout = layout_of_config({"text_config": {**GEMMA3["text_config"], **changed}})
+    assert isinstance(layout, HybridLayout)
+    full, window = layout.groups
+    assert full.layers == tuple(range(5, 62, 6))
+    assert (window.window_tokens, len(window.layers)) == (1024, 52)
+    assert layout.token_bytes == 62 * 2 * 16 * 128 * 2
+    # 128 Ki tokens: 10 GiB of full attention, and a window that no longer grows.
+    need = layout.need_bytes(128 << 10, PAGE)
+    assert need == 257 * full.layout.quantum_bytes(PAGE) + 3 * window.layout.quantum_bytes(PAGE)
+    assert need < 0.2 * Layout(62, 16, 128).need_bytes(128 << 10, PAGE)
+
+
+def test_windows_of_others() -> None:
+    mistral = layout_of_config({**LLAMA, "sliding_window": 4096})
+    assert [(g.name, g.window_tokens, len(g.layers)) for g in mistral.groups] == [
+        ("window", 4096, 32)
+    ]
+    qwen = {**LLAMA, "sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
+    assert layout_of_config(qwen) == Layout(32, 8, 128)
+    used = layout_of_config({**qwen, "use_sliding_window": True})
+    assert used.group("window").layers == (28, 29, 30, 31)
+    gemma2 = layout_of_config({**LLAMA, "model_type": "gemma2", "sliding_window": 4096})
+    assert gemma2.group("full").layers == tuple(range(1, 32, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({}, "num_hidden_layers"),
+        ({**LLAMA, "num_hidden_layers": "many"}, "num_hidden_layers"),
+        ({**DEEPSEEK_V3, "qk_rope_head_dim": None}, "qk_rope_head_dim"),
+        ({**LLAMA, "layer_types": ["sliding_attention"] * 32}, "sliding_window"),
+        ({**LLAMA, "layer_types": ["full_attention"] * 3}, "layer_types"),
+        ({**LLAMA, "layer_types": ["linear_attention"] * 32}, "linear_attention"),
+        ({**LLAMA, "hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_is_missing_is_named(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        layout_of_config(config)
+
+
+def kvctl_layout(path: Path, config: object, *arguments: str) -> Any:
+    (path / "config.json").write_text(json.dumps(config))
+    command = ["layout", str(path), "--device-size", "80GiB", *arguments]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output) if "--json" in arguments else done.output
+
+
+def test_kvctl_compares_arrangements(tmp_path: Path) -> None:
+    few = kvctl_layout(tmp_path, LLAMA, "--models", "8", "--json")
+    assert [row["arrangement"] for row in few if row["taken"]] == ["per_layer"]
+    many = kvctl_layout(tmp_path, LLAMA, "--models", "24", "--json")
+    (taken,) = [row for row in many if row["taken"]]
+    assert (taken["arrangement"], taken["quantum_bytes"]) == ("block_interleaved", PAGE)
+    assert taken["request_bytes"] == 257 * PAGE
+    assert many[0]["quanta_share"] == pytest.approx(24 * 128 / 80 / 1024)
+    groups = kvctl_layout(tmp_path, GEMMA3, "--json", "--dtype", "float8_e5m2")
+    assert [row["group"] for row in groups] == ["full"] * 3 + ["window"] * 3
+    assert groups[0]["token_bytes"] == 10 * 2 * 16 * 128
+
+
+def test_kvctl_layout_for_people(tmp_path: Path) -> None:
+    said = kvctl_layout(tmp_path, DEEPSEEK_V3, "--models", "8").splitlines()
+    assert len(said) == 5
+    (taken,) = [line for line in said if line.startswith("->")]
+    assert "block_interleaved" in taken
+    assert "0.5%" in taken
+    assert "138 MiB" in taken
+    assert said[-1].startswith("all layers: block_interleaved: a quantum of")
+
+
+def test_kvctl_layout_refuses_what_is_no_config(tmp_path: Path) -> None:
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        command = ["layout", str(tmp_path), "--device-size", "80GiB"]
+        with pytest.raises(InvalidArgumentError, match=r"give a config\.json"):
+            CliRunner().invoke(app, command, catch_exceptions=False)
