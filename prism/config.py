@@ -12,6 +12,8 @@ import msgspec
 
 from prism.messages import ModelSpec
 
+AUTO_STORE = "auto"  # a weight store of the cluster's own, which ends with it
+
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the YAML's structs: an unknown key is an error that names it."""
@@ -72,6 +74,10 @@ class EngineYaml(Strict, frozen=True):
     kv_layout: "per_layer" (the fastest attention), "token_interleaved" (memory grows in the finest
     steps), or "auto" (the finer one for a model whose growth per layer, times the models that may
     share its device, exceeds a few percent of it).
+    weight_store: where the machine keeps weights ready to be copied: "auto" (a folder in /dev/shm
+    that ends with the cluster), "off", or a folder, which clusters may share. weight_store_max: its
+    size; default 80 % of its file system. load_rate: most bytes per second that an activation
+    copies, for the sake of models that decode beside it; default: no bound.
     """
 
     adapter: str = "sglang"
@@ -80,6 +86,9 @@ class EngineYaml(Strict, frozen=True):
     prefill_chunk_tokens: int = 512
     drain_timeout: str = "30s"
     kv_layout: str = "per_layer"
+    weight_store: str = AUTO_STORE
+    weight_store_max: str | None = None
+    load_rate: str | None = None
 
 
 class ServeYaml(Strict, frozen=True):
@@ -118,6 +127,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
     static_bytes: int = 16 << 20
     prefill_chunk_tokens: int = 512
     drain_timeout_s: float = 30.0
+    weight_store: str = ""
+    weight_store_bytes: int | None = None
+    load_bytes_per_s: int | None = None
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):

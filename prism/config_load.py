@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from prism.config import (
+    AUTO_STORE,
     ClusterConfig,
     DeviceConfig,
     DeviceYaml,
@@ -62,7 +63,7 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
         host=data.frontend.host,
         port=data.frontend.port,
         scheduler=_scheduler(data.scheduler),
-        engine=_engine(data.engine),
+        engine=_engine(data.engine, base_dir),
         frontend=_frontend(data.frontend),
     )
     _check_names(config)
@@ -136,7 +137,7 @@ def _scheduler(data: SchedulerYaml) -> SchedulerConfig:
     )
 
 
-def _engine(data: EngineYaml) -> EngineConfig:
+def _engine(data: EngineYaml, base_dir: Path) -> EngineConfig:
     _one_of(data.adapter, ADAPTERS, "engine.adapter")
     _at_least(data.max_running, 1, "engine.max_running")
     _at_least(data.prefill_chunk_tokens, 1, "engine.prefill_chunk_tokens")
@@ -146,7 +147,21 @@ def _engine(data: EngineYaml) -> EngineConfig:
         static_bytes=parse_size(data.static, "engine.static"),
         prefill_chunk_tokens=data.prefill_chunk_tokens,
         drain_timeout_s=parse_time(data.drain_timeout, "engine.drain_timeout"),
+        weight_store=_weight_store(data.weight_store, base_dir),
+        weight_store_bytes=_optional_size(data.weight_store_max, "engine.weight_store_max"),
+        load_bytes_per_s=_optional_size(data.load_rate, "engine.load_rate"),
     )
+
+
+def _weight_store(wanted: str, base_dir: Path) -> str:
+    """ "" means none."""
+    if wanted in ("off", ""):
+        return ""
+    return wanted if wanted == AUTO_STORE else str((base_dir / Path(wanted).expanduser()).resolve())
+
+
+def _optional_size(text: str | None, key: str) -> int | None:
+    return None if text is None else parse_size(text, key)
 
 
 def _model(data: ModelYaml, key: str, base_dir: Path) -> ModelSpec:

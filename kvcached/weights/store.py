@@ -28,6 +28,11 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _AS_STORED = ("checkpoint", "as-stored")
 
 
+def default_store(namespace: str) -> Path:
+    """Where the store of a namespace is unless a directory is named."""
+    return Path(f"/dev/shm/prism-weights.{namespace}")
+
+
 @dataclass(frozen=True, slots=True)
 class StoreCounters:
     """What this object did since it was opened."""
@@ -74,7 +79,7 @@ class WeightStore:
                 f"namespace {namespace!r} must be 1 to 64 letters, digits, '.', '_' or '-'"
             )
         positive("threads", threads)
-        root = Path(directory) if directory else Path(f"/dev/shm/prism-weights.{namespace}")
+        root = Path(directory) if directory else default_store(namespace)
         paths = StorePaths.create(root)
         if max_bytes is None:
             system = os.statvfs(paths.root)

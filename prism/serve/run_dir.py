@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 import kvcached
-from prism.config import ClusterConfig, read_resolved
+from kvcached.weights.store import default_store
+from prism.config import AUTO_STORE, ClusterConfig, read_resolved
 from prism.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,10 @@ def sweep() -> None:
 
 
 def remove_ledgers(config: ClusterConfig) -> None:
-    """The shared-memory segments of all devices of a cluster whose processes have ended."""
+    """The shared-memory segments of all devices of a cluster whose processes have ended, and the
+    weight store if it is the cluster's own."""
+    if config.engine.weight_store == AUTO_STORE:
+        shutil.rmtree(default_store(config.namespace), ignore_errors=True)
     for device in config.devices:
         kvcached.Device.unlink(config.namespace, device.name, force=True)
 

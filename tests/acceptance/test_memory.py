@@ -56,6 +56,7 @@ class Sampler(threading.Thread):
         self.cluster, self.period_s = cluster, period_s
         config = read_resolved(cluster.run_dir / "cluster.json")
         self.device = kvcached.Device.open("host:0", namespace=config.namespace)
+        self.share_bytes = config.engine.static_bytes
         self.resident_bytes: list[int] = []
         self.device_bytes: list[int] = []
         self.done = threading.Event()
@@ -64,7 +65,8 @@ class Sampler(threading.Thread):
         while not self.done.wait(self.period_s):
             resident = self.device.resident_bytes()
             self.resident_bytes.append(resident)
-            self.device_bytes.append(resident + self.device.usage().static_bytes)
+            active = [c for c in self.device.usage().clients if c.static_bytes]
+            self.device_bytes.append(resident + self.share_bytes * len(active))
 
     def __enter__(self) -> Sampler:
         self.start()
@@ -147,7 +149,8 @@ def test_kv_returns_to_the_floor(tiny_models: tuple[str, str], tmp_path: Path) -
         with Sampler(cluster) as sampler:
             answers = complete_all(cluster, jobs)
         assert all(a.error is None for a in answers)
-        weights = weight_bytes(sampler.device)
+        active = [c for c in sampler.device.usage().clients if c.static_bytes]
+        weights = sum(c.static_bytes - sampler.share_bytes for c in active)
         assert max(sampler.resident_bytes) - weights > 4 * sum(floors.values())
         flushed = cluster.operate("flush")
         assert flushed.returncode == 0, flushed.stderr
@@ -157,12 +160,6 @@ def test_kv_returns_to_the_floor(tiny_models: tuple[str, str], tmp_path: Path) -
         f"floor {floors}, resident after the flush {resident}, peak {max(sampler.resident_bytes)}"
     )
     assert resident - weights <= sum(floors.values())
-
-
-def weight_bytes(device: kvcached.Device) -> int:
-    """Pages of weights: they stay resident for as long as their models are active."""
-    clients = device.usage().clients
-    return sum(c.committed_bytes for c in clients if c.name.endswith(".weights"))
 
 
 def mapped_bytes(cluster: Cluster) -> dict[str, int]:

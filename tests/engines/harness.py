@@ -193,13 +193,6 @@ class DeviceUnderTest:
         found = [c for c in self.memory.usage().clients if c.name == engine_id]
         return found[0] if found else None
 
-    def static_bytes(self, engine_id: str = "e0") -> int:
-        """What the ledger holds for the engine's model beside KV: leases and pages of weights."""
-        names = (engine_id, f"{engine_id}.weights")
-        clients = [c for c in self.memory.usage().clients if c.name in names]
-        weights = sum(c.committed_bytes for c in clients if c.name != engine_id)
-        return weights + sum(c.static_bytes for c in clients)
-
     def end(self, engine_id: str = "e0") -> None:
         """Shut an engine down and check that it leaves nothing in the ledger."""
         self.send(Shutdown(), engine_id)

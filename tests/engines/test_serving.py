@@ -45,7 +45,7 @@ def test_activation_is_described(device: DeviceUnderTest, engine: str, subject: 
     usage = device.client_usage(engine)
     assert usage is not None
     assert activated.model == model.name
-    assert activated.static_bytes == device.static_bytes(engine) >= model.weight_bytes
+    assert activated.static_bytes == usage.static_bytes >= model.weight_bytes
     assert activated.reserve_bytes == usage.min_bytes >= model.context_length * model.token_bytes
     assert activated.floor_bytes == usage.committed_bytes > 0
     assert activated.quantum_bytes == activated.quantum_tokens * model.token_bytes

@@ -58,9 +58,14 @@ def ledger_of(device: DeviceUnderTest) -> kvcached.Device:
 
 
 def kv_committed_bytes(device: DeviceUnderTest) -> int:
-    """Pages of all engines' KV; those of weights stay for as long as their models are active."""
-    clients = ledger_of(device).usage().clients
-    return sum(c.committed_bytes for c in clients if not c.name.endswith(".weights"))
+    """Pages of all engines' KV; weights are leased as memory that does not come and go."""
+    return ledger_of(device).usage().committed_bytes
+
+
+def charged_bytes(device: kvcached.Device) -> int:
+    """What is taken: resident pages (weights among them), and the engines' synthetic shares."""
+    active = [c for c in device.usage().clients if c.static_bytes]
+    return device.resident_bytes() + STATIC_BYTES * len(active)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from tests.engines.harness import DeviceUnderTest, Stream, request
 from tests.sglang.conftest import (
     PAGE_BYTES,
     STATIC_BYTES,
+    charged_bytes,
     kv_committed_bytes,
     ledger_of,
     opened_device,
@@ -81,8 +82,7 @@ class ResidencyWatch:
 
     def _watch(self) -> None:
         while not self._done.wait(0.01):
-            static = self._ledger.usage().static_bytes
-            self.largest_bytes = max(self.largest_bytes, static + self._ledger.resident_bytes())
+            self.largest_bytes = max(self.largest_bytes, charged_bytes(self._ledger))
 
 
 def heedful(asked: Request) -> Request:

@@ -15,7 +15,7 @@ import kvcached
 from prism.engines.core import EngineContext
 from prism.errors import ActivationError, SelfCheckError
 from prism.messages import Activate
-from tests.sglang.conftest import DEVICE, PAGE_BYTES, config_of
+from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
 from tests.sglang.models import GPT2, LLAMA, QWEN3, spec_of
 
 pytestmark = pytest.mark.sglang
@@ -55,14 +55,16 @@ def model_of(core: Any) -> Any:
 def test_every_parameter_lies_in_the_ledgers_pages(core: Any, name: str) -> None:
     activated = core.activate(Activate(spec_of(name)))
     memory = core._active.memory
-    parameters = list(model_of(core).parameters())
+    parameters = dict(model_of(core).named_parameters())
     assert parameters
-    assert all(memory.weights.holds(p) for p in parameters)
-    [client] = [c for c in core._device.usage().clients if c.name == "e0.weights"]
-    assert client.committed_bytes == client.reserved_bytes == memory.weights.mapped_bytes
-    assert memory.weights.mapped_bytes - spec_of(name).weight_bytes < PAGE_BYTES
+    assert all(memory.weights.holds(n, p) for n, p in parameters.items())
+    size_bytes = memory.weights.size_bytes
+    assert 0 <= size_bytes - spec_of(name).weight_bytes < 2 * PAGE_BYTES
+    usage = core._device.usage()
+    assert usage.static_bytes == activated.static_bytes == size_bytes + STATIC_BYTES
+    assert core._device.resident_bytes() <= size_bytes + activated.reserve_bytes
     assert list(activated.stages_s) == [
-        *("reserve", "layout", "weights", "build", "warm_up"),
+        *("reserve", "store", "layout", "weights", "build", "warm_up", "keep"),
         "total",
     ]
     *stages, total = activated.stages_s.values()
@@ -84,7 +86,7 @@ def test_the_fingerprint_is_the_models_own(core: Any) -> None:
 
 
 def test_another_answer_than_expected_fails_the_self_check(core: Any) -> None:
-    with pytest.raises(SelfCheckError, match="on a fresh one"):
+    with pytest.raises(SelfCheckError, match="on a fresh engine"):
         core.activate(Activate(spec_of(LLAMA), fingerprint=(1, 2)))
 
 
@@ -93,14 +95,11 @@ def test_a_parameter_outside_of_the_pages_fails_the_self_check(
 ) -> None:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    stock = DefaultModelLoader.load_weights_and_postprocess
-
-    def repack(model: Any, weights: Any, device: Any) -> None:
-        stock(model, weights, device)
+    def repack(model: Any, device: Any) -> None:
         weight = model.model.norm.weight
         weight.data = weight.data.clone()
 
-    monkeypatch.setattr(DefaultModelLoader, "load_weights_and_postprocess", staticmethod(repack))
+    monkeypatch.setattr(DefaultModelLoader, "postprocess_weights", staticmethod(repack))
     with pytest.raises(SelfCheckError, match="outside of the ledger's pages"):
         core.activate(Activate(spec_of(LLAMA)))
 

@@ -7,14 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcached import LoadOptions, WeightStore
+from prism.config import AUTO_STORE, ClusterConfig
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.sglang import host, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
 from prism.engines.sglang.speed import Speed
-from prism.engines.sglang.weights import CLIENT_SUFFIX, WeightSpace
+from prism.engines.sglang.weights import ModelWeights, StoreAccess
 from prism.engines.timeline import Timeline
-from prism.errors import ActivationError, RequestError
+from prism.errors import ActivationError, RequestError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
 from prism.model_memory import BLOCK_TOKENS
 
@@ -53,7 +55,10 @@ class SglangCore:
         self._context = context
         self._device = context.open_device()
         self._client = self._device.client(context.engine_id)
-        self._weights_client = self._device.client(context.engine_id + CLIENT_SUFFIX)
+        place = context.config.device(context.device)
+        # KV space and weights of one model after another are laid out in these addresses.
+        self._client.reserve_addresses(2 * _whole(place.capacity_bytes, place.page_bytes))
+        self._access = store_access(context.config)
         self._active: _Active | None = None
         self._by_rid: dict[str, _Running] = {}
         self._rids = itertools.count()
@@ -64,8 +69,9 @@ class SglangCore:
     # --- the model's life ------------------------------------------------------------------
 
     def activate(self, order: Activate) -> Activated:
-        """Stages: "reserve" (room in the ledger), "layout" (the model on the meta device, its
-        parameters in pages), "weights", "build" (KV space, SGLang's scheduler), "warm_up"."""
+        """Stages: "reserve" (room in the ledger), "store" (SGLang's configuration, the files' hash,
+        the stored copy), "layout" (the model on the meta device, its parameters in pages),
+        "weights", "build" (KV space, SGLang's scheduler), "warm_up", "keep" (into the store)."""
         timeline = Timeline()
         timeline.enter("reserve")
         place = self._context.config.device(self._context.device)
@@ -75,9 +81,9 @@ class SglangCore:
             page_bytes=place.page_bytes,
             static_bytes=self._context.config.engine.static_bytes,
         )
-        weights = WeightSpace(self._weights_client)
+        weights = ModelWeights(self._client, self._access, order.model)
         memory = EngineMemory(self._client, weights, order, layout, timeline)
-        timeline.enter("layout")
+        timeline.enter("store")
         scheduler, fingerprint = self._build(order, memory)
         self._active = _Active(order, memory, scheduler)
         return Activated(
@@ -102,8 +108,13 @@ class SglangCore:
             chunk_tokens = self._context.config.engine.prefill_chunk_tokens
             scheduler = host.build(order, memory, chunk_tokens)
             memory.timeline.enter("warm_up")
-            return scheduler, warm_up.run(scheduler, order)
+            fingerprint = warm_up.run(scheduler, order, memory.weights.fingerprint())
+            memory.timeline.enter("keep")
+            memory.weights.save_copy(fingerprint)
+            return scheduler, fingerprint
         except Exception as error:  # noqa: BLE001
+            if isinstance(error, SelfCheckError):
+                memory.weights.discard_copy(str(error))
             failure = _failure(order, error)
             error.__traceback__ = None
         host.tear_down(scheduler)
@@ -127,7 +138,6 @@ class SglangCore:
 
     def close(self) -> None:
         self.deactivate()
-        self._weights_client.close()
         self._client.close()
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
@@ -270,6 +280,24 @@ class SglangCore:
         if self._active is None:
             raise RuntimeError("no model is active")
         return self._active
+
+
+def store_access(config: ClusterConfig) -> StoreAccess:
+    """The machine's weight store as `engine.weight_store` says."""
+    engine = config.engine
+    if not engine.weight_store:
+        return StoreAccess()
+    own = engine.weight_store == AUTO_STORE
+    store = WeightStore.open(
+        None if own else engine.weight_store,
+        max_bytes=engine.weight_store_bytes,
+        namespace=config.namespace,
+    )
+    return StoreAccess(store, LoadOptions(bytes_per_s=engine.load_bytes_per_s))
+
+
+def _whole(size_bytes: int, page_bytes: int) -> int:
+    return -(-size_bytes // page_bytes) * page_bytes
 
 
 def _failure(order: Activate, error: Exception) -> ActivationError:

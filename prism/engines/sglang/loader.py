@@ -1,15 +1,16 @@
 """SGLang's loader for weights that live in kvcached pages.
 
 The model is built with its parameters on the meta device, so nothing is allocated for them; then
-they become views of mapped pages, and SGLang's own weight loaders (which fuse and shard) write
-into those. Device memory never holds a second copy of a weight.
+they become views of mapped pages. The first time SGLang's own weight loaders (which fuse and shard)
+write into those; from then on the machine's store has the result, and loading is a copy. Device
+memory never holds a second copy of a weight.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from sglang.srt.model_loader import loader as stock
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from kvcached.errors import WeightFileError, WeightMismatchError
 from prism.engines.sglang.memory import EngineMemory, active_memory
-from prism.engines.sglang.weights import space_for, tensor_bytes
+from prism.engines.sglang.weights import ModelWeights
 from prism.errors import SelfCheckError
 
 log = logging.getLogger("prism.engine")
@@ -48,15 +50,43 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         memory = active_memory()
         device = torch.device(device_config.device)
+        if memory.weights.find_copy():
+            try:
+                return self._load(model_config, device, memory, from_store=True)
+            except (WeightFileError, WeightMismatchError) as error:
+                memory.weights.discard_copy(str(error))
+        return self._load(model_config, device, memory, from_store=False)
+
+    def _load(
+        self, model_config: Any, device: torch.device, memory: EngineMemory, *, from_store: bool
+    ) -> nn.Module:
+        memory.timeline.enter("layout")
         with stock.set_default_torch_dtype(model_config.dtype):
             model = self._build(model_config, device)
-            place(model, memory)
+            parameters = dict(model.named_parameters())
+            memory.lay_out_weights(parameters, back=not from_store)
+            place(parameters, memory.weights, keep_content=not from_store)
             memory.timeline.enter("weights")
-            weights = self._get_all_weights(model_config, model)
-            self.load_weights_and_postprocess(model, weights, device)
-        check(model, memory)
+            if from_store:
+                memory.load_weights()
+                self.postprocess_weights(model, device)
+            else:
+                self._read_files(model_config, model, device, memory.weights)
+        check(model, memory.weights)
         memory.timeline.enter("build")
         return model.eval()
+
+    def _read_files(
+        self, model_config: Any, model: nn.Module, device: torch.device, weights: ModelWeights
+    ) -> None:
+        """SGLang's own way. Only a model whose parameters alone tell what was loaded, and whose
+        post-processing leaves them as they are, may be copied instead of loaded from then on."""
+        before = {name: tensor.clone() for name, tensor in others(model)}
+        self.load_weights_only(model, self._get_all_weights(model_config, model), device)
+        is_plain = _same(before, dict(others(model)))
+        loaded = weights.checksum() if is_plain else 0
+        self.postprocess_weights(model, device)
+        weights.may_store = is_plain and weights.checksum() == loaded
 
     def _build(self, model_config: Any, device: torch.device) -> nn.Module:
         """On the meta device. A model that fills what `torch.empty` gave it is built again on
@@ -77,19 +107,16 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
             return model
 
 
-def place(model: nn.Module, memory: EngineMemory) -> None:
-    """Make every parameter a view of the weights' pages; those with a content keep it.
-
-    A parameter that several modules share is placed once. Raises NoRoomError.
-    """
-    parameters = list(model.parameters())
-    memory.map_weights(space_for(parameters))
-    for parameter in parameters:
-        room = memory.weights.take(parameter)
+def place(
+    parameters: Mapping[str, nn.Parameter], weights: ModelWeights, *, keep_content: bool
+) -> None:
+    """Make every parameter its place in the pages; `keep_content`: with the content it has."""
+    for name, parameter in parameters.items():
+        room = weights[name]
         if parameter.is_meta:
             _materialise(parameter, room)
         else:
-            parameter.data = room.copy_(parameter.data)
+            parameter.data = room.copy_(parameter.data) if keep_content else room
 
 
 def _materialise(parameter: nn.Parameter, room: torch.Tensor) -> None:
@@ -100,12 +127,13 @@ def _materialise(parameter: nn.Parameter, room: torch.Tensor) -> None:
     torch.utils.swap_tensors(parameter, real)
 
 
-def check(model: nn.Module, memory: EngineMemory) -> None:
+def check(model: nn.Module, weights: ModelWeights) -> None:
     """Raises SelfCheckError unless every tensor of the model is real and every parameter lies in
-    kvcached pages."""
-    strays = {n: t for n, t in model.named_parameters() if not memory.weights.holds(t)}
+    its place in kvcached pages."""
+    found = dict(model.named_parameters())
+    strays = {n: t for n, t in found.items() if not weights.holds(n, t)}
     if strays:
-        size_bytes = sum(tensor_bytes(t) for t in strays.values())
+        size_bytes = sum(t.numel() * t.element_size() for t in strays.values())
         raise SelfCheckError(
             f"{size_bytes} bytes of parameters lie outside of the ledger's pages after loading"
             f" ({_some(strays)})"
@@ -122,6 +150,10 @@ def others(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}", value
+
+
+def _same(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> bool:
+    return before.keys() == now.keys() and all(torch.equal(before[n], now[n]) for n in now)
 
 
 def _some(names: Any) -> str:

@@ -6,10 +6,13 @@ Room for all of it is reserved in the ledger before any is used; KV pages are el
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 import kvcached
-from prism.engines.sglang.weights import WeightSpace, aligned
+from prism.engines.sglang.weights import ModelWeights
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError
 from prism.messages import Activate
@@ -51,8 +54,8 @@ def plan(order: Activate, *, capacity_bytes: int, page_bytes: int, static_bytes:
         slab_tokens=slab_tokens,
         slab_pages=quantum // page_bytes,
         reserve_bytes=reserve_slabs * quantum,
-        weight_bytes=aligned(spec.weight_bytes, page_bytes),
-        share_bytes=aligned(static_bytes, page_bytes),
+        weight_bytes=_whole_pages(spec.weight_bytes, page_bytes),
+        share_bytes=_whole_pages(static_bytes, page_bytes),
         virtual_tokens=max(capacity_bytes // quantum, reserve_slabs) * slab_tokens,
     )
 
@@ -67,7 +70,7 @@ class EngineMemory:
     def __init__(
         self,
         client: kvcached.Client,
-        weights: WeightSpace,
+        weights: ModelWeights,
         order: Activate,
         plan: MemoryPlan,
         timeline: Timeline,
@@ -100,12 +103,21 @@ class EngineMemory:
     @property
     def static_bytes(self) -> int:
         """Memory that does not come and go with requests."""
-        return self.weights.mapped_bytes + self.plan.share_bytes
+        return self.weights.size_bytes + self.plan.share_bytes
 
-    def map_weights(self, size_bytes: int) -> None:
-        """Back the weights with pages: `size_bytes`, now that the model says its real size."""
+    def lay_out_weights(self, parameters: Mapping[str, torch.Tensor], *, back: bool) -> None:
+        """The real size of the weights, now that the model tells; `back`: with pages at once."""
         try:
-            self.weights.map(size_bytes)
+            self.weights.lay_out(parameters)
+            if back:
+                self.weights.back()
+        except kvcached.NoRoomError as error:
+            raise self._no_room(error, 0) from error
+
+    def load_weights(self) -> None:
+        """Raises WeightFileError, WeightMismatchError for a stored copy that is no good."""
+        try:
+            self.weights.load()
         except kvcached.NoRoomError as error:
             raise self._no_room(error, 0) from error
 
@@ -159,6 +171,10 @@ class EngineMemory:
             f" {missing} bytes are missing on the device",
             missing,
         )
+
+
+def _whole_pages(size_bytes: int, page_bytes: int) -> int:
+    return -(-size_bytes // page_bytes) * page_bytes
 
 
 def active_memory() -> EngineMemory:

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 from prism.engines.sglang import requests
 from prism.engines.sglang.scheduler import InProcessScheduler
+from prism.engines.sglang.weights import FINGERPRINT_TOKENS
 from prism.errors import SelfCheckError
 from prism.messages import Activate, Request, Sampling
 
 _PROMPT_TOKENS = 4
-_NEW_TOKENS = 2
 _STEPS_MAX = 16
 _RID = "warm-up/"
 
 
-def run(scheduler: InProcessScheduler, order: Activate) -> tuple[int, ...]:
+def run(scheduler: InProcessScheduler, order: Activate, stored: tuple[int, ...]) -> tuple[int, ...]:
     """Greedy tokens for a fixed prompt: the model's fingerprint.
 
-    Raises SelfCheckError when there is no answer or it is not the one that `order` expects.
+    Raises SelfCheckError when there is no answer, or it is neither the one that `order` expects nor
+    the one that was `stored` with the weights (empty: they are not from the store).
     REQUIRES: nothing else runs.
     """
     converted = requests.convert(
@@ -33,7 +34,7 @@ def run(scheduler: InProcessScheduler, order: Activate) -> tuple[int, ...]:
         scheduler.step()
     emissions = scheduler.outbox.take()
     tokens = tuple(token for emission in emissions for token in emission.token_ids)
-    _check(order, tokens, [e.message for e in emissions if e.message])
+    _check(order, stored, tokens, [e.message for e in emissions if e.message])
     return tokens
 
 
@@ -43,7 +44,7 @@ def _request(order: Activate, vocab_size: int) -> Request:
         id=_RID,
         model=model.name,
         prompt_ids=[(7 * i + 1) % vocab_size for i in range(_PROMPT_TOKENS)],
-        sampling=Sampling(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True),
+        sampling=Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True),
         arrival_unix_s=0.0,
         slo_ttft_s=model.slo_ttft_s,
         slo_tpot_s=model.slo_tpot_s,
@@ -52,15 +53,16 @@ def _request(order: Activate, vocab_size: int) -> Request:
     )
 
 
-def _check(order: Activate, tokens: tuple[int, ...], messages: list[str]) -> None:
+def _check(
+    order: Activate, stored: tuple[int, ...], tokens: tuple[int, ...], messages: list[str]
+) -> None:
     name = order.model.name
-    if len(tokens) != _NEW_TOKENS:
+    if len(tokens) != FINGERPRINT_TOKENS:
         said = "; ".join(messages) or "no error"
         raise SelfCheckError(
-            f"model {name} gave {len(tokens)} of {_NEW_TOKENS} tokens in its warm-up ({said})"
+            f"model {name} gave {len(tokens)} of {FINGERPRINT_TOKENS} warm-up tokens ({said})"
         )
-    if order.fingerprint and tokens != order.fingerprint:
-        raise SelfCheckError(
-            f"model {name} answers {list(tokens)} on this reused engine, and"
-            f" {list(order.fingerprint)} on a fresh one"
-        )
+    known = ((order.fingerprint, "on a fresh engine"), (stored, "when loaded from its files"))
+    for expected, where in known:
+        if expected and tokens != expected:
+            raise SelfCheckError(f"model {name} answers {tokens} here, and {expected} {where}")

@@ -1,81 +1,190 @@
-"""A model's weights in kvcached pages: charged to the ledger, mapped when the model is laid out.
+"""One model's weights on the device, and their copy in the machine's store.
 
-The weights have a client of their own beside the engine's: an engine's limit and minimum are about
-its KV memory, which comes and goes, while weights stay as long as their model is active.
+The copy is in SGLang's own layout (fused, sharded), so that a later activation copies bytes and
+does nothing else. Beside the parameters it keeps the model's fingerprint: what it answered when
+its weights came through SGLang's own loader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
 
 import torch
 
 import kvcached
+from kvcached import (
+    Checkpoint,
+    LoadOptions,
+    StoredWeights,
+    TensorSpec,
+    WeightArena,
+    WeightBuilder,
+    WeightKey,
+    WeightLayout,
+    WeightStore,
+)
+from kvcached.errors import StoreFullError, WeightFileError
+from prism.messages import ModelSpec
 
-CLIENT_SUFFIX = ".weights"
-ALIGNMENT_BYTES = 256
+FINGERPRINT_TOKENS = 2
+_FINGERPRINT = "prism.fingerprint"
+
+log = logging.getLogger("prism.engine")
 
 
-class WeightSpace:
-    """Thread rule: the engine's thread only. Every method may raise NoRoomError."""
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """The machine's store and how to copy out of it; `store` None: every load reads the files."""
 
-    def __init__(self, client: kvcached.Client) -> None:
+    store: WeightStore | None = None
+    options: LoadOptions = field(default_factory=LoadOptions)
+
+    def key_of(self, spec: ModelSpec) -> WeightKey | None:
+        """Reads the whole checkpoint once, to hash it. Raises WeightFileError."""
+        if self.store is None:
+            return None
+        content = self.store.content_of(Checkpoint.open(spec.path))
+        return WeightKey(content, f"sglang {version('sglang')} native", spec.dtype)
+
+
+class ModelWeights:
+    """Thread rule: the engine's thread only. `release` is idempotent and returns all memory."""
+
+    def __init__(self, client: kvcached.Client, access: StoreAccess, spec: ModelSpec) -> None:
         self._client = client
-        self._space: kvcached.VirtualTensor | None = None
-        self._bytes: torch.Tensor | None = None
-        self._used_bytes = 0
+        self._access = access
+        self._spec = spec
+        self._held: kvcached.StaticLease | None = None
+        self._arena: WeightArena | None = None
+        self._key: WeightKey | None = None
+        self._stored: StoredWeights | None = None
+        self.may_store = False
+
+    # --- memory ----------------------------------------------------------------------------
 
     def reserve(self, size_bytes: int) -> None:
-        """Hold room for weights of about this size, so that nobody takes it meanwhile."""
-        self._client.set_min(aligned(size_bytes, self._client.page_bytes))
+        """Hold room for weights of about this size before they are laid out. NoRoomError."""
+        self._held = self._client.reserve_static(size_bytes, f"weights of {self._spec.name}")
 
-    def map(self, size_bytes: int) -> None:
-        """Back exactly `size_bytes` (whole pages of them) with memory. What was reserved beyond
-        that is free for others again. The pages are zero."""
-        size_bytes = aligned(size_bytes, self._client.page_bytes)
-        self._client.set_min(size_bytes)
-        self._space = self._client.alloc_virtual_tensor(size_bytes)
-        self._space.map(0, size_bytes)
-        self._bytes = torch.from_dlpack(self._space)
+    def lay_out(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Lease what these tensors really need, in this order, and take addresses. NoRoomError."""
+        specs = {name: _spec_of(tensor) for name, tensor in parameters.items()}
+        specs[_FINGERPRINT] = TensorSpec("int64", (FINGERPRINT_TOKENS,))
+        self.release_memory()
+        self._arena = self._client.alloc_weights(WeightLayout.of(specs), self._spec.name)
+
+    def back(self) -> None:
+        """Make every page: SGLang's loaders are going to write them. NoRoomError."""
+        self._required().back()
 
     @property
-    def mapped_bytes(self) -> int:
-        return self._space.mapped_bytes if self._space else 0
+    def size_bytes(self) -> int:
+        return self._arena.size_bytes if self._arena else 0
 
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a tensor of this shape and type. REQUIRES: `map`ped for all that is taken."""
-        size_bytes = tensor_bytes(like)
-        start = self._used_bytes
-        self._used_bytes += aligned(size_bytes)
-        if self._bytes is None or start + size_bytes > len(self._bytes):
-            raise RuntimeError(f"{size_bytes} bytes of weights more than were laid out")
-        return self._bytes[start : start + size_bytes].view(like.dtype).view(like.shape)
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.from_dlpack(self._required()[name])
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether all of the tensor's memory lies in this space."""
-        if self._bytes is None or tensor.is_meta:
-            return False
-        offset = int(tensor.data_ptr()) - int(self._bytes.data_ptr())
-        return 0 <= offset <= len(self._bytes) - tensor_bytes(tensor)
+    def holds(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is its place in the arena."""
+        return not tensor.is_meta and tensor.data_ptr() == self[name].data_ptr()
+
+    def checksum(self) -> int:
+        """Changes when any of the weights does."""
+        names = [name for name in self._required() if name != _FINGERPRINT]
+        return sum(_sum(self[name]) * (index + 1) for index, name in enumerate(names))
+
+    def release_memory(self) -> None:
+        if self._held is not None:
+            self._held.release()
+            self._held = None
+        if self._arena is not None:
+            self._arena.free()
+            self._arena = None
 
     def release(self) -> None:
-        """Give every page back. REQUIRES: no tensor over the space is used any more. Idempotent."""
-        self._bytes, self._used_bytes = None, 0
-        if self._space is not None:
-            self._client.free_virtual_tensor(self._space)
-            self._space = None
-        self._client.set_min(0)
+        """REQUIRES: no tensor over the arena is used any more."""
+        if self._stored is not None:
+            self._stored.close()
+            self._stored = None
+        self.release_memory()
+
+    # --- the store -------------------------------------------------------------------------
+
+    def find_copy(self) -> bool:
+        """Whether the store has this model as this engine wants it; it stays in use until `load`.
+
+        A damaged copy is discarded. Raises WeightFileError if the model's own files are damaged.
+        """
+        self._key = self._access.key_of(self._spec)
+        if self._access.store is None or self._key is None:
+            return False
+        try:
+            self._stored = self._access.store.find(self._key)
+        except WeightFileError as error:
+            self.discard_copy(str(error))
+        return self._stored is not None
+
+    def load(self) -> None:
+        """Copy every tensor out of the store into its place.
+
+        Raises WeightFileError, WeightMismatchError, NoRoomError; the memory is released then.
+        """
+        if self._stored is None:
+            raise RuntimeError("there is no copy to load: call find_copy first")
+        try:
+            self._required().load(self._stored, self._access.options)
+        except BaseException:
+            self.release()
+            raise
+        self._stored.close()
+        self._stored = None
+
+    def fingerprint(self) -> tuple[int, ...]:
+        """What the stored copy's model answered; empty if the weights came from files."""
+        tokens = tuple(int(token) for token in self[_FINGERPRINT])
+        return tokens if any(tokens) else ()
+
+    def save_copy(self, fingerprint: tuple[int, ...]) -> None:
+        """Put the loaded weights into the store, unless that cannot be or they came from there.
+
+        A store without room is logged: the model is served all the same.
+        """
+        store, key = self._access.store, self._key
+        if store is None or key is None or not self.may_store:
+            return
+        self[_FINGERPRINT].copy_(torch.tensor(fingerprint))
+        try:
+            store.get(key, self._put_all).close()
+        except (StoreFullError, WeightFileError) as error:
+            log.warning("no copy of %s is kept: %s", self._spec.name, error)
+
+    def _put_all(self, builder: WeightBuilder) -> None:
+        for name in self._required():
+            builder.put(name, self[name])
+
+    def discard_copy(self, why: str) -> None:
+        """The copy is no good. In use by another process it stays, and is tried again later."""
+        if self._access.store is not None and self._key is not None:
+            log.warning("the stored copy of %s is discarded: %s", self._spec.name, why)
+            self._access.store.discard(self._key)
+
+    def _required(self) -> WeightArena:
+        if self._arena is None:
+            raise RuntimeError("the weights are not laid out")
+        return self._arena
 
 
-def space_for(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that `take` needs for all of these."""
-    return sum(aligned(tensor_bytes(t)) for t in tensors)
+def _spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def tensor_bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
+def _sum(tensor: torch.Tensor) -> int:
+    return int(tensor.flatten().view(torch.uint8).view(_widest(tensor)).sum(dtype=torch.int64))
 
 
-def aligned(size_bytes: int, to_bytes: int = ALIGNMENT_BYTES) -> int:
-    return -(-size_bytes // to_bytes) * to_bytes
+def _widest(tensor: torch.Tensor) -> torch.dtype:
+    size_bytes = tensor.numel() * tensor.element_size()
+    return torch.int32 if size_bytes % 4 == 0 else torch.uint8

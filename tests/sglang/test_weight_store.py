@@ -1,0 +1,209 @@
+"""Activations out of the machine's weight store: a copy, the same model, and never a wrong one."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import kvcached
+from kvcached import StoreCounters
+from prism.config import ClusterConfig
+from prism.engines.core import EngineContext
+from prism.errors import SelfCheckError
+from prism.messages import Activate, ModelSpec
+from tests.sglang.conftest import DEVICE, config_of
+from tests.sglang.models import GPT2, LLAMA, QWEN3, path_of, spec_of
+
+pytestmark = pytest.mark.sglang
+CAPACITY_BYTES = 256 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's own, of its imports
+        from prism.engines.sglang import preload
+
+        preload()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[ClusterConfig]:
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
+        config = config_of(Path(directory), CAPACITY_BYTES)
+        engine = msgspec.structs.replace(config.engine, weight_store=str(tmp_path / "store"))
+        yield msgspec.structs.replace(config, engine=engine)
+        kvcached.Device.unlink(config.namespace, DEVICE)
+
+
+@pytest.fixture
+def core(config: ClusterConfig) -> Iterator[Any]:
+    yield from cores(config)
+
+
+def cores(config: ClusterConfig) -> Iterator[Any]:
+    from prism.engines.sglang import create
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        core: Any = create(EngineContext("e0", DEVICE, config))
+        yield core
+        core.close()
+
+
+def turn(core: Any, spec: ModelSpec) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Activate and deactivate; the fingerprint, and every parameter's bytes."""
+    fingerprint = core.activate(Activate(spec)).fingerprint
+    model = core._active.scheduler.tp_worker.model_runner.model
+    tensors = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    del model
+    core.deactivate()
+    assert core._device.usage().reserved_bytes == 0
+    return fingerprint, tensors
+
+
+def counters(core: Any) -> StoreCounters:
+    found: StoreCounters = core._access.store.counters()
+    return found
+
+
+@pytest.mark.parametrize("name", [LLAMA, QWEN3, GPT2])
+def test_the_second_activation_is_a_copy_of_the_first(core: Any, name: str) -> None:
+    import torch
+
+    first, loaded = turn(core, spec_of(name))
+    read_bytes = counters(core).disk_bytes
+    assert counters(core).made_entries == 1
+    second, copied = turn(core, spec_of(name))
+    assert counters(core).made_entries == counters(core).found_entries == 1
+    assert counters(core).disk_bytes == read_bytes
+    assert second == first
+    assert copied.keys() == loaded.keys()
+    assert all(torch.equal(copied[n], loaded[n]) for n in loaded)
+
+
+def test_a_new_process_finds_what_another_one_stored(config: ClusterConfig) -> None:
+    [(first, _)] = [turn(core, spec_of(LLAMA)) for core in cores(config)]
+    for core in cores(config):
+        assert turn(core, spec_of(LLAMA))[0] == first
+        assert counters(core).made_entries == 0
+
+
+def stored_files(config: ClusterConfig) -> list[Path]:
+    return [p for p in Path(config.engine.weight_store).rglob("t/*") if p.stat().st_size > 1000]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:500])
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_a_damaged_copy_is_replaced(core: Any, config: ClusterConfig, damage: Any) -> None:
+    first, _ = turn(core, spec_of(LLAMA))
+    damage(stored_files(config)[0])
+    assert turn(core, spec_of(LLAMA))[0] == first
+    assert counters(core).made_entries == 2
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_a_copy_that_breaks_while_it_is_loaded_is_replaced(
+    core: Any, config: ClusterConfig, damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the entry was found whole, before its bytes are copied."""
+    from prism.engines.sglang.weights import ModelWeights
+
+    first, _ = turn(core, spec_of(LLAMA))
+    stock, files = ModelWeights.load, stored_files(config)
+
+    def load(weights: ModelWeights) -> None:
+        damage(files[-1])
+        stock(weights)
+
+    monkeypatch.setattr(ModelWeights, "load", load)
+    assert turn(core, spec_of(LLAMA))[0] == first
+    assert counters(core).made_entries == 2
+
+
+def test_a_copy_with_wrong_bytes_fails_the_self_check_and_is_gone(
+    core: Any, config: ClusterConfig
+) -> None:
+    first, _ = turn(core, spec_of(LLAMA))
+    for path in stored_files(config):
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(SelfCheckError, match="when loaded from its files"):
+        core.activate(Activate(spec_of(LLAMA)))
+    assert core._device.usage().reserved_bytes == 0
+    assert turn(core, spec_of(LLAMA))[0] == first
+
+
+def test_other_files_under_the_same_path_are_another_model(core: Any, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "model"
+    shutil.copytree(path_of(LLAMA), path)
+    spec = msgspec.structs.replace(spec_of(LLAMA), path=str(path))
+    _, before = turn(core, spec)
+    tensors = {n: t * 0.5 for n, t in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    _, after = turn(core, spec)
+    assert counters(core).made_entries == 2
+    assert all(torch.equal(after[n], before[n] * 0.5) for n in before)
+
+
+def test_a_model_that_loads_more_than_parameters_is_not_copied(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    stock = DefaultModelLoader.load_weights_only
+
+    def load(model: Any, weights: Any, device: Any) -> None:
+        import torch
+
+        stock(model, weights, device)
+        model.model.derived = torch.ones(3)
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights_only", staticmethod(load))
+    for _ in range(2):
+        turn(core, spec_of(LLAMA))
+    assert counters(core).made_entries == counters(core).found_entries == 0
+
+
+def test_a_store_without_room_stops_no_model(core: Any, config: ClusterConfig) -> None:
+    core.close()
+    engine = msgspec.structs.replace(config.engine, weight_store_bytes=1 << 20)
+    for small in cores(msgspec.structs.replace(config, engine=engine)):
+        first, _ = turn(small, spec_of(LLAMA))
+        assert turn(small, spec_of(LLAMA))[0] == first
+        assert counters(small).made_entries == 0
+
+
+def test_a_load_rate_is_kept(core: Any, config: ClusterConfig) -> None:
+    """At 20 MB/s the copy cannot take less time than its bytes need."""
+    turn(core, spec_of(LLAMA))
+    core.close()
+    engine = msgspec.structs.replace(config.engine, load_bytes_per_s=20_000_000)
+    for slow in cores(msgspec.structs.replace(config, engine=engine)):
+        activated = slow.activate(Activate(spec_of(LLAMA)))
+        # The first chunk of 8 MiB starts at once.
+        paid_bytes = spec_of(LLAMA).weight_bytes - (8 << 20)
+        assert activated.stages_s["weights"] >= 0.9 * paid_bytes / 20e6
+
+
+def test_addresses_are_laid_out_again_not_reserved_anew(core: Any) -> None:
+    free = []
+    for name in (LLAMA, QWEN3, GPT2):
+        turn(core, spec_of(name))
+        gc.collect()  # this test's own view of the model
+        usage = core._client.addresses()
+        free.append(usage.free_bytes == usage.size_bytes == usage.largest_free_bytes)
+    assert free == [True] * 3
