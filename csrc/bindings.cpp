@@ -70,4 +70,5 @@ NB_MODULE(_core, module) {
   kvcached::bind_memory(module);
   kvcached::bind_kv(module);
   kvcached::bind_weights(module);
+  kvcached::bind_balloon(module);
 }

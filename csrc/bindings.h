@@ -41,5 +41,6 @@ void bind_device(nanobind::module_& module);
 void bind_memory(nanobind::module_& module);
 void bind_kv(nanobind::module_& module);
 void bind_weights(nanobind::module_& module);
+void bind_balloon(nanobind::module_& module);
 
 }  // namespace kvcached

@@ -31,6 +31,21 @@ void bind_record(nb::module_& module) {
       .def_ro("maps", &ClientRecord::maps)
       .def_ro("unmaps", &ClientRecord::unmaps)
       .def_prop_ro("name", [](const ClientRecord& self) { return text(name_of(self)); })
+      .def_ro("joined", &ClientRecord::joined)
+      .def_ro("spare_bytes", &ClientRecord::spare_bytes)
+      .def_ro("evictable_bytes", &ClientRecord::evictable_bytes)
+      .def_ro("active_ns", &ClientRecord::active_ns)
+      .def_ro("evicted_tokens", &ClientRecord::evicted_tokens)
+      .def_ro("evicted_bytes", &ClientRecord::evicted_bytes)
+      .def_ro("asked", &ClientRecord::asked)
+      .def_ro("answered", &ClientRecord::answered)
+      .def_ro("asked_bytes", &ClientRecord::asked_bytes)
+      .def_ro("asked_until_ns", &ClientRecord::asked_until_ns)
+      .def_ro("ask_not_before_ns", &ClientRecord::ask_not_before_ns)
+      .def_ro("given_bytes", &ClientRecord::given_bytes)
+      .def_ro("wanted_bytes", &ClientRecord::wanted_bytes)
+      .def_ro("wanted_until_ns", &ClientRecord::wanted_until_ns)
+      .def_ro("wanted_since", &ClientRecord::wanted_since)
       .def("resident_bytes", [](const ClientRecord& self) {
         return take(without_gil([&] { return resident_bytes(self); }));
       });

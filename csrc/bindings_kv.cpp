@@ -7,6 +7,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "bindings.h"
 #include "dlpack.h"
 #include "kv_cache.h"
@@ -86,6 +88,17 @@ bool found_room(Status status) {
   return true;
 }
 
+// (ids, freed bytes)
+nb::tuple choose_ids(const KvCache& cache, const Ids& ids, const Ids& last_used, uint64_t bytes) {
+  const std::vector<int64_t> blocks = dense_copy(ids);
+  const std::vector<int64_t> times = dense_copy(last_used);
+  const Eviction chosen =
+      take(without_gil([&] { return cache.choose_evictions(blocks, times, bytes); }));
+  nb::object array = new_array(static_cast<int64_t>(chosen.ids.size()));
+  std::copy(chosen.ids.begin(), chosen.ids.end(), elements(array).begin());
+  return nb::make_tuple(array, chosen.freed_bytes);
+}
+
 }  // namespace
 
 void bind_kv(nb::module_& module) {
@@ -131,6 +144,8 @@ void bind_kv(nb::module_& module) {
              check(without_gil([&] { return self.set_spare_pages(low, high); }));
            })
       .def("trim", [](KvCache& self) { return take(without_gil([&] { return self.trim(); })); })
+      .def("choose_evictions", choose_ids, nb::arg("ids").noconvert(),
+           nb::arg("last_used").noconvert(), nb::arg("bytes"))
       .def("check", [](const KvCache& self) { check(without_gil([&] { return self.check(); })); })
       .def("counters",
            [](const KvCache& self) {

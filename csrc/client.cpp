@@ -230,10 +230,9 @@ Status Client::answer(const ShrinkRequest& request, const ShrinkAnswer& answer) 
   return ledger_->answer(slot_, request, answer);
 }
 
-Result<bool> Client::wait_for_room(uint64_t bytes, bool is_static, int64_t until_ns,
-                                   bool look_first) {
+Result<std::optional<uint32_t>> Client::want(uint64_t bytes, bool is_static, int64_t until_ns) {
   if (Status status = check_open(); !status.ok()) return status;
-  return ledger_->wait_for_room(slot_, bytes, is_static, until_ns, look_first);
+  return ledger_->want(slot_, bytes, is_static, until_ns);
 }
 
 void Client::end_wait() {

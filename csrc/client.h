@@ -75,12 +75,13 @@ class Client final : private ForkGuarded {
   bool has_request();
   Result<std::optional<ShrinkRequest>> shrink_request();
   Status answer(const ShrinkRequest& request, const ShrinkAnswer& answer);
-  Result<bool> wait_for_room(uint64_t bytes, bool is_static, int64_t until_ns, bool look_first);
+  Result<std::optional<uint32_t>> want(uint64_t bytes, bool is_static, int64_t until_ns);
   void end_wait();
   void publish_evictable(uint64_t bytes);
   void add_spare(int64_t bytes);
   void touch();
   const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
+  int slot() const { return slot_; }
 
   // A holder is added once and removed before it dies.
   void add_holder(SpareHolder* holder);

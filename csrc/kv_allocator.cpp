@@ -61,6 +61,13 @@ void KvAllocator::set_owned(int64_t block, bool owned) {
   word = owned ? word | bit(position) : word & ~bit(position);
 }
 
+bool KvAllocator::is_live(int64_t block) const {
+  if (block < reserved_blocks_ || block >= total_blocks()) return false;
+  const Slab slab = slab_of(block);
+  const auto position = static_cast<uint64_t>(block - first_block(slab));
+  return (owned_[slab * words_per_slab_ + position / kWordBits] & bit(position)) != 0;
+}
+
 uint32_t KvAllocator::count_owned(Slab slab) const {
   uint32_t count = 0;
   for (size_t i = 0; i < words_per_slab_; ++i) {

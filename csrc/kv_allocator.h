@@ -39,6 +39,14 @@ class KvAllocator {
   Slab needed_slabs() const;
   Slab floor_slabs() const;
 
+  Slab slab_of(int64_t block) const;
+  // Whether somebody has the block; it is none of the reserved ones.
+  bool is_live(int64_t block) const;
+  // Blocks of a mapped slab that are live or reserved.
+  uint32_t owned_in(Slab slab) const { return blocks_per_slab_ - nodes_[slab].free; }
+  // Which code says what is wrong with a block that is not live.
+  Status refuse(int64_t block) const;
+
   // The `count` lowest unmapped slabs, ascending. REQUIRES: count <= unmapped_slabs()
   std::vector<Slab> lowest_unmapped(Slab count) const;
   // Those of empty_slabs(), ascending.
@@ -82,7 +90,6 @@ class KvAllocator {
   int64_t first_block(Slab slab) const { return int64_t{slab} * blocks_per_slab_; }
   void set_owned(int64_t block, bool owned);
   uint32_t count_owned(Slab slab) const;
-  Slab slab_of(int64_t block) const;
   // How many of the first ids are consecutive and of one slab, whose first block is `first`.
   size_t run_length(std::span<const int64_t> ids, int64_t first) const;
   // Clears the ownership bits of all ids, leaving in freed_ how many went from which slab, or
@@ -94,7 +101,6 @@ class KvAllocator {
   size_t disown_narrow(Slab slab, std::span<const int64_t> ids);
   uint32_t disown_run(Slab slab, uint32_t position, uint32_t count);
   Status undo_disown(std::span<const int64_t> ids, int64_t refused);
-  Status refuse(int64_t block) const;
 
   // Mapped slabs with room, in doubly linked lists by their number of free blocks.
   void link(Slab slab);

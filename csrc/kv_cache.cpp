@@ -293,6 +293,18 @@ Status KvCache::set_spare_pages(size_t low, size_t high) {
   return pool_.set_watermarks(low, high);
 }
 
+Result<Eviction> KvCache::choose_evictions(std::span<const int64_t> ids,
+                                           std::span<const int64_t> last_used,
+                                           uint64_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  const uint64_t slab_bytes = pages_per_slab_ * page_bytes_;
+  const uint64_t slabs = bytes / slab_bytes + (bytes % slab_bytes != 0 ? 1 : 0);
+  Result<Eviction> chosen = kvcached::choose_evictions(blocks_, ids, last_used, slabs);
+  if (chosen.ok()) chosen.value().freed_bytes = chosen.value().slabs * slab_bytes;
+  return chosen;
+}
+
 Status KvCache::check() const {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());

@@ -14,7 +14,7 @@
 // is the intended user.
 #pragma once
 
-#include "kv_allocator.h"
+#include "eviction.h"
 #include "page_pool.h"
 #include "quarantine.h"
 #include "region.h"
@@ -85,6 +85,11 @@ class KvCache final : private SpareHolder {
   // Gives back every page that holds no live block; waits for the streams, up to their max_wait,
   // and then leaves the rest in quarantine. Returns how many went.
   Result<size_t> trim();
+  // Which of the evictable blocks to evict so that slabs of `bytes` together come free, or as many
+  // as can (eviction.h). Code::unknown_block, Code::double_free for an id that is not live or
+  // twice.
+  Result<Eviction> choose_evictions(std::span<const int64_t> ids,
+                                    std::span<const int64_t> last_used, uint64_t bytes) const;
   Status check() const;
   MapCounters counters() const;
 

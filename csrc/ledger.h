@@ -87,6 +87,7 @@ struct BalloonView {
   int64_t now_ns;
   uint64_t asks;
   uint64_t free_bytes;
+  uint32_t seen;  // for sleep
   std::vector<int> slots;
   std::vector<ClientRecord> clients;
 };
@@ -130,19 +131,21 @@ class Ledger {
 
   // --- the balloon: waiting for memory, and asking those who have some (ledger_balloon.cpp) ---
 
-  // Whether reserve (reserve_static if `is_static`) would grant the bytes. If not, sleeps until
-  // something has changed, kLookAgainNs have passed or `until_ns` has; look again then. From the
-  // first call on until end_wait or `until_ns` memory that comes free is kept for this client,
-  // after those who wait for longer, unless its limit or the others' guarantees forbid it for good.
-  // `look_first` false: sleeps in any case. Code::gone.
-  Result<bool> wait_for_room(int slot, uint64_t bytes, bool is_static, int64_t until_ns,
-                             bool look_first);
+  // From here until end_wait or `until_ns` this client waits for what reserve (reserve_static if
+  // `is_static`) would take: memory that comes free is kept for it, after those who wait for
+  // longer, unless its limit or the others' guarantees forbid it for good. Nothing if reserve would
+  // grant it now; else what to sleep on. Again after each sleep. Code::gone.
+  Result<std::optional<uint32_t>> want(int slot, uint64_t bytes, bool is_static, int64_t until_ns);
+  // Returns when room may have come free or an answer was given since `seen` was read, when
+  // kLookAgainNs have passed or `until_ns` has. Dead clients are found by looking again.
+  void sleep(uint32_t seen, int64_t until_ns);
   void end_wait(int slot);
   Result<BalloonView> balloon_view();
-  // Posts requests, wakes their clients, and says which it reached: those that left are passed
-  // over. Code::busy, and nothing is posted, unless `asks` is still that of the view that the plan
-  // was made from.
-  Result<std::vector<bool>> ask(std::span<const Ask> plan, uint64_t asks, int64_t until_ns);
+  // Posts requests, wakes their clients, and gives the number of each (ClientRecord::asked),
+  // nothing for a client that is gone. Code::busy, and nothing is posted, unless `asks` is still
+  // that of the view that the plan was made from.
+  Result<std::vector<std::optional<uint32_t>>> ask(std::span<const Ask> plan, uint64_t asks,
+                                                   int64_t until_ns);
 
   // For the asked client. has_request is a read of shared memory without the mutex.
   bool has_request(int slot);
@@ -181,6 +184,7 @@ class Ledger {
   uint64_t free_bytes_for(const ClientRecord& client);
   uint64_t room(const ClientRecord& client);
   uint64_t wanted_before(const ClientRecord& client);
+  uint32_t sleep_on_locked();
   uint64_t shared_part(const ClientRecord& client, uint64_t bytes, bool is_static) const;
   // What of a reservation that is refused its caller is told.
   struct Refusal {

@@ -48,27 +48,31 @@ uint64_t Ledger::shared_part(const ClientRecord& client, uint64_t bytes, bool is
   return is_static ? bytes : above(bytes, above(client.min_bytes, elastic));
 }
 
-Result<bool> Ledger::wait_for_room(int slot, uint64_t bytes, bool is_static, int64_t until_ns,
-                                   bool look_first) {
+uint32_t Ledger::sleep_on_locked() {
+  std::atomic_ref(segment_->room).store(segment_->room | kSleepers);
+  return segment_->room;
+}
+
+Result<std::optional<uint32_t>> Ledger::want(int slot, uint64_t bytes, bool is_static,
+                                             int64_t until_ns) {
   free_the_dead();
-  uint32_t seen = 0;
-  {
-    const Lock lock(*segment_);
-    if (Status status = lock.check(); !status.ok()) return status;
-    ClientRecord& client = record(slot);
-    if (client.wanted_since == 0) client.wanted_since = ++segment_->tickets;
-    client.wanted_until_ns = until_ns;
-    client.wanted_bytes = shared_part(client, bytes, is_static);
-    segment_->has_waiters = 1;
-    step("wait: queued");
-    const uint64_t free = is_static ? free_bytes_for(client) : room(client);
-    if (look_first && bytes <= free) return true;
-    seen = segment_->room | kSleepers;
-    std::atomic_ref(segment_->room).store(seen);
-    step("wait: about to sleep");
-  }
+  const Lock lock(*segment_);
+  if (Status status = lock.check(); !status.ok()) return status;
+  ClientRecord& client = record(slot);
+  if (client.wanted_since == 0) client.wanted_since = ++segment_->tickets;
+  client.wanted_until_ns = until_ns;
+  client.wanted_bytes = shared_part(client, bytes, is_static);
+  segment_->has_waiters = 1;
+  step("wait: queued");
+  const uint64_t free = is_static ? free_bytes_for(client) : room(client);
+  if (bytes <= free) return std::optional<uint32_t>();
+  const uint32_t seen = sleep_on_locked();
+  step("wait: about to sleep");
+  return std::optional(seen);
+}
+
+void Ledger::sleep(uint32_t seen, int64_t until_ns) {
   futex_wait(&segment_->room, seen, std::min(until_ns, monotonic_ns() + kLookAgainNs));
-  return false;
 }
 
 void Ledger::end_wait(int slot) {
@@ -82,7 +86,7 @@ Result<BalloonView> Ledger::balloon_view() {
   free_the_dead();
   const Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;
-  BalloonView view{monotonic_ns(), segment_->asks, free_bytes(), {}, {}};
+  BalloonView view{monotonic_ns(), segment_->asks, free_bytes(), sleep_on_locked(), {}, {}};
   for (int slot = 0; slot < kMaxClients; ++slot) {
     if (record(slot).used == 0) continue;
     view.slots.push_back(slot);
@@ -91,26 +95,27 @@ Result<BalloonView> Ledger::balloon_view() {
   return view;
 }
 
-Result<std::vector<bool>> Ledger::ask(std::span<const Ask> plan, uint64_t asks, int64_t until_ns) {
+Result<std::vector<std::optional<uint32_t>>> Ledger::ask(std::span<const Ask> plan, uint64_t asks,
+                                                         int64_t until_ns) {
   Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;
   if (asks != segment_->asks) return failure(Code::busy, "somebody else has asked meanwhile");
-  std::vector<bool> reached;
+  ++segment_->asks;
+  step("ask: counted");
+  std::vector<std::optional<uint32_t>> numbers;
   for (const Ask& part : plan) {
-    const bool exists = part.slot >= 0 && part.slot < kMaxClients;
-    reached.push_back(exists && record(part.slot).used != 0 &&
-                      record(part.slot).joined == part.joined);
-    if (!reached.back()) continue;
+    numbers.emplace_back();
+    if (part.slot < 0 || part.slot >= kMaxClients) continue;
     ClientRecord& client = record(part.slot);
+    if (client.used == 0 || client.joined != part.joined) continue;
     const bool adds = is_open(client) && monotonic_ns() < client.asked_until_ns;
     client.asked_bytes = capped_sum(adds ? client.asked_bytes : 0, part.bytes);
     client.asked_until_ns = std::max(adds ? client.asked_until_ns : 0, until_ns);
     lock.announce_ask(client);
     step("ask: posted");
+    numbers.back() = client.asked;
   }
-  ++segment_->asks;
-  step("ask: counted");
-  return reached;
+  return numbers;
 }
 
 bool Ledger::has_request(int slot) {

@@ -11,6 +11,17 @@ refuse_conflicting_distribution()
 
 from kvcached import errors  # noqa: E402
 from kvcached._core import TensorView  # noqa: E402
+from kvcached.asking import ShrinkOrder  # noqa: E402
+from kvcached.balloon import (  # noqa: E402
+    Demand,
+    Holder,
+    PrefixCache,
+    ShrinkAnswer,
+    ShrinkPolicy,
+    ShrinkRequest,
+    Shrunk,
+    spares_then_idle_caches,
+)
 from kvcached.client import Client, StaticLease  # noqa: E402
 from kvcached.device import Device, segment_path  # noqa: E402
 from kvcached.errors import KvcachedError, NoRoomError  # noqa: E402
@@ -50,10 +61,12 @@ __all__ = [
     "CheckpointTensor",
     "Client",
     "ClientUsage",
+    "Demand",
     "Device",
     "DeviceUsage",
     "Fragmentation",
     "Heads",
+    "Holder",
     "HybridLayout",
     "KVCache",
     "KVCacheGroup",
@@ -69,8 +82,14 @@ __all__ = [
     "MixedLayout",
     "NoRoomError",
     "Prefetch",
+    "PrefixCache",
     "Segment",
     "SegmentClient",
+    "ShrinkAnswer",
+    "ShrinkOrder",
+    "ShrinkPolicy",
+    "ShrinkRequest",
+    "Shrunk",
     "StaticLease",
     "StoreCounters",
     "StoredWeights",
@@ -88,4 +107,5 @@ __all__ = [
     "errors",
     "segment_path",
     "segments",
+    "spares_then_idle_caches",
 ]

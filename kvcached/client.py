@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, overload
 
 from kvcached import _core
+from kvcached.asking import NO_LIMIT, Asker, Want, wait_for
+from kvcached.balloon import (
+    ShrinkPolicy,
+    ShrinkRequest,
+    Shrunk,
+    spares_then_idle_caches,
+)
 from kvcached.checks import not_negative, patience, positive
+from kvcached.errors import NoRoomError
 from kvcached.group import KVCacheGroup
 from kvcached.kvcache import KVCache
 from kvcached.layouts import HybridLayout, KVLayout
@@ -43,9 +51,15 @@ class Client:
     one thread; several clients may live in one process.
     """
 
-    def __init__(self, core: _core.Client, page_bytes: int) -> None:
+    def __init__(
+        self,
+        core: _core.Client,
+        page_bytes: int,
+        shrink_policy: ShrinkPolicy = spares_then_idle_caches,
+    ) -> None:
         self._core = core
         self.page_bytes = page_bytes
+        self._asker = Asker(core, shrink_policy)
 
     def usage(self) -> ClientUsage:
         """This client's record."""
@@ -54,7 +68,8 @@ class Client:
     def set_limit(self, limit_bytes: int | None) -> None:
         """Bounds the client's pages (None: by the device alone). Takes effect at once.
 
-        Below what is held it stops growth and takes nothing away.
+        Below what is held it stops growth, spare pages go at once, and the rest is asked for: see
+        `shrink_request`.
         """
         if limit_bytes is not None:
             not_negative("limit_bytes", limit_bytes)
@@ -64,27 +79,84 @@ class Client:
         """Guarantees pages: no other client can take them. NoRoomError if they are not free."""
         self._core.set_min(not_negative("min_bytes", min_bytes))
 
-    def set_streams(self, handles: Sequence[int], max_wait_s: float = 1.0) -> None:
-        """Names the streams that the engine's work runs on; nothing is unmapped under that work.
-
-        `handles` are CUstreams on a GPU (`torch.cuda.Stream.cuda_stream`; 0 is the default stream)
-        and those of `kvcached.testing.HostStream` on a host device. From then on `free_kv` is
-        called after the last work on its blocks was submitted, and the pages stay mapped and
-        charged until everything submitted before is done. The blocks may be
-        handed out again at once; with several streams it is the engine that orders work on one
-        block. `trim`, unmapping and closing wait for the streams, at most `max_wait_s` each.
-        The streams outlive the client, or `set_streams([])` comes first. Not during the capture of
-        a graph, as nothing here. Without streams, the default, pages go at once: an engine on a
-        GPU then synchronises before it frees.
-        """
-        self._core.set_streams(list(handles), patience("max_wait_s", max_wait_s))
-
-    def reserve_static(self, size_bytes: int, what: str) -> StaticLease:
+    def reserve_static(self, size_bytes: int, what: str, *, wait_s: float = 0.0) -> StaticLease:
         """Leases memory outside of kvcached (torch's, say) before it is allocated.
 
-        `what` names it for people. Raises NoRoomError. Limit and minimum do not apply.
+        `what` names it for people. Limit and minimum do not apply. Raises NoRoomError, after asking
+        others to shrink and waiting for up to `wait_s` as `KVCache.alloc_kv` does.
         """
-        return StaticLease(self._core, positive("size_bytes", size_bytes), what)
+        positive("size_bytes", size_bytes)
+        if patience("wait_s", wait_s) == 0:
+            return StaticLease(self._core, size_bytes, what)
+
+        def take() -> StaticLease | None:
+            try:
+                return StaticLease(self._core, size_bytes, what)
+            except NoRoomError:
+                return None
+
+        want = Want(self._asker, lambda: size_bytes, is_static=True)
+        return wait_for(want, take, wait_s) or StaticLease(self._core, size_bytes, what)
+
+    # --- the balloon -------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while a request to shrink may wait: for the poll, select or
+        epoll in which an idle engine sleeps, so that it wakes and answers.
+
+        It is this client's, to be polled and nothing else, and is closed with it. Starts a thread
+        that does nothing but wait for requests.
+        """
+        return _core.fileno(self._core)
+
+    def shrink_request(self) -> ShrinkRequest | None:
+        """What this client is asked to give back, None (after one look at shared memory) if
+        nothing.
+
+        For every step of an engine, and when `fileno` is readable. Stays until it is answered, its
+        time is over, or it has come true.
+        """
+        found = _core.shrink_request(self._core)
+        if found is None:
+            return None
+        number, size_bytes = found
+        return ShrinkRequest(number, None if size_bytes == NO_LIMIT else size_bytes)
+
+    def answer(self, request: ShrinkRequest, shrunk: Shrunk) -> None:
+        """Says that all was given that could be; whoever waits goes on, or asks somebody else."""
+        size_bytes = NO_LIMIT if request.size_bytes is None else request.size_bytes
+        _core.answer(
+            self._core,
+            request.number,
+            size_bytes,
+            shrunk.returned_bytes,
+            shrunk.evicted_tokens,
+            shrunk.evicted_bytes,
+        )
+
+    def answer_requests(
+        self, shrink: Callable[[int | None], Shrunk] | None = None
+    ) -> Shrunk | None:
+        """Does what this client is asked for with `shrink`, answers, and says what went.
+
+        `shrink` gets the bytes that are wanted (None: all that can go): `KVCache.shrink`, or
+        `lambda size: kv.shrink(size, cache)`. Without it the answer is that there is nothing to
+        give. None if nothing is asked for, which costs next to nothing: call it on every step, on
+        the thread that steps, and when `fileno` is readable.
+        """
+        request = self.shrink_request()
+        if request is None:
+            return None
+        shrunk = shrink(request.size_bytes) if shrink else Shrunk()
+        self.answer(request, shrunk)
+        return shrunk
+
+    def publish_evictable(self, size_bytes: int) -> None:
+        """Tells the others how many bytes of prefix cache this client could give up.
+
+        They ask nobody for more than that; `KVCache.evictable_bytes` knows it to the page.
+        """
+        _core.publish_evictable(self._core, not_negative("size_bytes", size_bytes))
 
     def reserve_addresses(self, size_bytes: int) -> None:
         """Reserves, once, the addresses that KV caches, weights and tensors are laid out in from
@@ -139,8 +211,8 @@ class Client:
         if there is no room for them. Of a HybridLayout each group gets all of this for itself.
         """
         if isinstance(layout, HybridLayout):
-            return KVCacheGroup(self._core, self.page_bytes, layout, num_tokens, reserved_blocks)
-        return KVCache(self._core, self.page_bytes, layout, num_tokens, reserved_blocks)
+            return KVCacheGroup(self._asker, self.page_bytes, layout, num_tokens, reserved_blocks)
+        return KVCache(self._asker, self.page_bytes, layout, num_tokens, reserved_blocks)
 
     def free_kvcache(self, kvcache: KVCache | KVCacheGroup) -> None:
         """Gives its pages back; its address range is free once the last view is gone."""

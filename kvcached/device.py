@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvcached import _core
-from kvcached.checks import not_negative, positive, process_id
+from kvcached.asking import ShrinkOrder, ask_for, order_shrink
+from kvcached.balloon import Holder, ShrinkAnswer, ShrinkPolicy, spares_then_idle_caches
+from kvcached.checks import not_negative, patience, positive, process_id
 from kvcached.client import Client
 from kvcached.errors import (
     ClosedError,
@@ -15,6 +18,7 @@ from kvcached.errors import (
     LedgerCorruptError,
     LedgerPermissionError,
     LedgerVersionError,
+    UnknownClientError,
     UnknownDeviceError,
 )
 from kvcached.usage import ClientUsage, DeviceUsage
@@ -41,6 +45,10 @@ def _client_query(client: str | int, pid: int | None) -> tuple[str | None, int |
     if pid is not None:
         raise InvalidArgumentError("client is a pid already; give a name, or no pid beside it")
     return None, process_id("client", client)
+
+
+def _until_ns(wait_s: float) -> int:
+    return time.monotonic_ns() + int(wait_s * 1e9)
 
 
 def _resident_bytes(record: _core.ClientRecord) -> int | None:
@@ -130,29 +138,38 @@ class Device:
         usage = self._usage(charged_bytes, records)
         return usage, tuple(_resident_bytes(record) for record in records)
 
-    def client(self, name: str, *, min_bytes: int = 0, limit_bytes: int | None = None) -> Client:
+    def client(
+        self,
+        name: str,
+        *,
+        min_bytes: int = 0,
+        limit_bytes: int | None = None,
+        shrink_policy: ShrinkPolicy = spares_then_idle_caches,
+    ) -> Client:
         """Registers this process in the ledger; the client's memory dies with it.
 
-        `min_bytes` are guaranteed, `limit_bytes` bounds its pages. Raises NoRoomError if the
-        minimum is not free, TooManyClientsError, DeviceGoneError; on `cuda:N` UnknownDeviceError if
-        there is no such GPU, AlignmentError if page_bytes is not the driver's granularity times a
-        power of two, ForkedClientError in the child of a process that had used CUDA.
+        `min_bytes` are guaranteed, `limit_bytes` bounds its pages; `shrink_policy` says whom it
+        asks for memory when it waits for some. Raises NoRoomError if the minimum is not free,
+        TooManyClientsError, DeviceGoneError; on `cuda:N` UnknownDeviceError if there is no such
+        GPU, AlignmentError if page_bytes is not the driver's granularity times a power of two,
+        ForkedClientError in the child of a process that had used CUDA.
         """
         ledger = self._open_ledger()
         not_negative("min_bytes", min_bytes)
         if limit_bytes is not None:
             not_negative("limit_bytes", limit_bytes)
         core = _core.Client.open(ledger, self.name, name, min_bytes, limit_bytes)
-        return Client(core, ledger.page_bytes)
+        return Client(core, ledger.page_bytes, shrink_policy)
 
     def set_limit(
         self, client: str | int, limit_bytes: int | None, *, pid: int | None = None
     ) -> None:
         """Bounds the pages of a client of any process, found by name or pid; None lifts the limit.
 
-        It governs the client's next reservation; below what is held it stops growth and takes
-        nothing away. `pid` tells clients of one name apart. Raises UnknownClientError,
-        AmbiguousClientError, InvalidArgumentError below the client's minimum.
+        It governs the client's next reservation. Below what is held it stops growth and the client
+        is asked to shrink to it (`Client.shrink_request`). `pid` tells clients of one name apart.
+        Raises UnknownClientError, AmbiguousClientError, InvalidArgumentError below the client's
+        minimum.
         """
         if limit_bytes is not None:
             not_negative("limit_bytes", limit_bytes)
@@ -166,6 +183,69 @@ class Device:
         """
         not_negative("min_bytes", min_bytes)
         self._open_ledger().set_min(*_client_query(client, pid), min_bytes)
+
+    def shrink(
+        self,
+        client: str | int | None = None,
+        size_bytes: int | None = None,
+        *,
+        pid: int | None = None,
+        wait_s: float = 1.0,
+    ) -> tuple[ShrinkAnswer, ...]:
+        """Asks clients, found by name or pid as by `set_limit` (None: all), to shrink, and waits.
+
+        Each for `size_bytes`, None for all that it can do without, minimum or not. One that does
+        not answer within `wait_s` (stopped, or an engine that never looks) says so in its
+        `outcome`. Several clients of one name are all asked. Raises UnknownClientError.
+        """
+        return self.order_shrink(client, size_bytes, pid=pid, wait_s=wait_s).wait()
+
+    def order_shrink(
+        self,
+        client: str | int | None = None,
+        size_bytes: int | None = None,
+        *,
+        pid: int | None = None,
+        wait_s: float = 1.0,
+    ) -> ShrinkOrder:
+        """`shrink` for event loops: posts the requests and returns; `ShrinkOrder.poll` has
+        answers."""
+        if size_bytes is not None:
+            positive("size_bytes", size_bytes)
+        name, number = (None, None) if client is None else _client_query(client, pid)
+
+        def wanted(holders: Sequence[Holder]) -> list[Holder]:
+            found = [h for h in holders if name in (None, h.name) and number in (None, h.pid)]
+            if not found and client is not None:
+                there = ", ".join(f"{h.name} (pid {h.pid})" for h in holders) or "none"
+                raise UnknownClientError(f"no such client; there are: {there}")
+            return found
+
+        return order_shrink(
+            self._open_ledger(), wanted, size_bytes, _until_ns(patience("wait_s", wait_s))
+        )
+
+    def request_room(
+        self,
+        missing_bytes: int,
+        *,
+        for_client: str | None = None,
+        within_s: float = 1.0,
+        policy: ShrinkPolicy = spares_then_idle_caches,
+    ) -> None:
+        """Asks clients other than those named `for_client` to give back `missing_bytes` together.
+
+        For schedulers that know of a need before an engine meets it. What others were asked for
+        already counts as on its way. Returns at once; nothing is kept for anybody.
+        """
+        positive("missing_bytes", missing_bytes)
+        ask_for(
+            self._open_ledger(),
+            missing=lambda _view: missing_bytes,
+            others=lambda holder: holder.name != for_client,
+            policy=policy,
+            until_ns=_until_ns(patience("within_s", within_s)),
+        )
 
     def reap(self) -> int:
         """Frees the records of dead clients. Returns how many there were."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from kvcached.asking import Asker, Want, wait_for
+from kvcached.balloon import PrefixCache, Shrunk
+from kvcached.checks import patience
 from kvcached.errors import InvalidArgumentError
 from kvcached.kvcache import KVCache
 
@@ -26,20 +29,20 @@ class KVCacheGroup:
 
     def __init__(
         self,
-        client: _core.Client,
+        asker: Asker,
         page_bytes: int,
         layout: HybridLayout,
         num_tokens: int,
         reserved_blocks: int,
     ) -> None:
         self.layout = layout
-        self._client = client
+        self._asker = asker
         self._page_bytes = page_bytes
         self.pools: dict[str, KVCache] = {}
         try:
             for group in layout.groups:
                 self.pools[group.name] = KVCache(
-                    client, page_bytes, group.layout, num_tokens, reserved_blocks
+                    asker, page_bytes, group.layout, num_tokens, reserved_blocks
                 )
         except BaseException:
             self._free()
@@ -64,11 +67,21 @@ class KVCacheGroup:
         pool, index = self._place(layer)
         return pool.blocks(index, part)
 
-    def alloc_kv(self, num_blocks: Mapping[str, int]) -> dict[str, NDArray[np.int64]] | None:
+    def alloc_kv(
+        self, num_blocks: Mapping[str, int], *, wait_s: float = 0.0
+    ) -> dict[str, NDArray[np.int64]] | None:
         """Blocks of several groups at once, by name; None if there is no room for all of them now.
 
-        All or nothing: a failure, of the driver too, leaves every group the blocks it had.
+        All or nothing: a failure, of the driver too, leaves every group the blocks it had. `wait_s`
+        as in `KVCache.alloc_kv`.
         """
+        taken = self._take(num_blocks)
+        if taken is not None or patience("wait_s", wait_s) == 0:
+            return taken
+        want = Want(self._asker, lambda: self._missing_bytes(num_blocks))
+        return wait_for(want, lambda: self._take(num_blocks), wait_s)
+
+    def _take(self, num_blocks: Mapping[str, int]) -> dict[str, NDArray[np.int64]] | None:
         missing = self._missing_pages(num_blocks)
         if missing is None or not self._find_room(missing):
             return None
@@ -100,10 +113,8 @@ class KVCacheGroup:
 
         Spare pages of this client's other caches are not counted.
         """
-        missing = self._missing_pages(num_blocks)
-        if missing is None:
-            return False
-        return sum(missing.values()) * self._page_bytes <= self._client.available_bytes()
+        missing_bytes = self._missing_bytes(num_blocks)
+        return missing_bytes is not None and missing_bytes <= self._asker.core.available_bytes()
 
     def live_blocks(self) -> dict[str, int]:
         """Blocks that are allocated, by group, reserved ones not counted."""
@@ -120,6 +131,22 @@ class KVCacheGroup:
     def trim(self) -> int:
         """Gives every page without a live block back now. Returns how many pages went."""
         return sum(pool.trim() for pool in self.pools.values())
+
+    def shrink(
+        self, size_bytes: int | None = None, caches: Mapping[str, PrefixCache] | None = None
+    ) -> Shrunk:
+        """`KVCache.shrink` over all groups: their spare pages first, then pages of prefix caches.
+
+        `caches` are those of the groups that have one, by name; the first named gives first.
+        """
+        shrunk = Shrunk()
+        for pool in self.pools.values():
+            shrunk += pool.shrink(0)
+        for name, cache in (caches or {}).items():
+            left_bytes = None if size_bytes is None else size_bytes - shrunk.returned_bytes
+            if left_bytes is None or left_bytes > 0:
+                shrunk += self[name].shrink(left_bytes, cache)
+        return shrunk
 
     def check_integrity(self) -> None:
         """Recounts the books of every group; raises InternalError if they do not add up."""
@@ -140,6 +167,10 @@ class KVCacheGroup:
                 return None
             missing[name] = pages
         return missing
+
+    def _missing_bytes(self, num_blocks: Mapping[str, int]) -> int | None:
+        missing = self._missing_pages(num_blocks)
+        return None if missing is None else sum(missing.values()) * self._page_bytes
 
     def _find_room(self, missing: Mapping[str, int]) -> bool:
         """Asks the ledger for the sum first, so that a refusal costs no driver call."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcached import _core
-from kvcached.checks import not_negative, positive
+from kvcached.asking import Asker, Want, wait_for
+from kvcached.balloon import PrefixCache, Shrunk
+from kvcached.checks import not_negative, patience, positive
 from kvcached.errors import InvalidArgumentError
 from kvcached.usage import Fragmentation, KVCounters
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 _WRONG_IDS = "ids must be a 1-D int64 array on the CPU"
 
+_EVERYTHING = 2**63 - 1
+
 
 class KVCache:
     """Made by `Client.alloc_kvcache`; used from one thread.
@@ -27,7 +31,7 @@ class KVCache:
 
     def __init__(
         self,
-        client: _core.Client,
+        asker: Asker,
         page_bytes: int,
         layout: KVLayout,
         num_tokens: int,
@@ -41,8 +45,10 @@ class KVCache:
             raise InvalidArgumentError(f"num_tokens {num_tokens} is too large; ask for less")
         self.layout = layout
         self.num_tokens = slabs * slab_tokens
+        self._asker = asker
+        self._page_bytes = page_bytes
         self._core = _core.KvCache.create(
-            client,
+            asker.core,
             layout.slab_pages(page_bytes),
             slabs,
             slab_tokens // layout.block_tokens,
@@ -90,11 +96,21 @@ class KVCache:
             self.layout.dtype,
         )
 
-    def alloc_kv(self, num_blocks: int) -> NDArray[np.int64] | None:
+    def alloc_kv(self, num_blocks: int, *, wait_s: float = 0.0) -> NDArray[np.int64] | None:
         """Ids of blocks that are mapped and yours, or None if there is no room now.
 
-        All or nothing. Maps pages as needed; what they contain is undefined. An int64 array.
+        All or nothing. Maps pages as needed; what they contain is undefined. With `wait_s` others
+        are asked to shrink as the client's `shrink_policy` says, and this waits until there is
+        room, whoever made it, or the time is over. What comes free meanwhile is kept for those who
+        wait, in the order in which they came. An int64 array.
         """
+        ids = self._alloc(num_blocks)
+        if ids is not None or patience("wait_s", wait_s) == 0:
+            return ids
+        want = Want(self._asker, lambda: self._missing_bytes(num_blocks))
+        return wait_for(want, lambda: self._alloc(num_blocks), wait_s)
+
+    def _alloc(self, num_blocks: int) -> NDArray[np.int64] | None:
         try:
             return self._core.alloc(num_blocks)
         except TypeError as error:
@@ -210,6 +226,56 @@ class KVCache:
         Waits for the streams up to their max_wait_s; what they still use follows later.
         """
         return self._core.trim()
+
+    def choose_evictions(
+        self, ids: NDArray[np.int64], last_used: NDArray[np.int64], size_bytes: int
+    ) -> tuple[NDArray[np.int64], int]:
+        """Which of these blocks to evict so that pages of `size_bytes` come free, and the bytes
+        that will: fewer where no more can.
+
+        `ids` are live blocks that no request uses, `last_used` says when each was last used, on any
+        clock: int64 arrays of one length. Slabs go whole: those with the fewest live tokens first
+        (each gives the same memory back), then those not used for the longest time; one that holds
+        a block outside of `ids` never. Changes nothing. Raises UnknownBlockError, DoubleFreeError,
+        InvalidArgumentError.
+        """
+        not_negative("size_bytes", size_bytes)
+        try:
+            return self._core.choose_evictions(ids, last_used, size_bytes)
+        except TypeError as error:
+            raise InvalidArgumentError(f"{_WRONG_IDS}, and last_used too") from error
+
+    def evictable_bytes(self, cache: PrefixCache) -> int:
+        """Bytes of pages that hold nothing but evictable blocks of the prefix cache."""
+        return self.choose_evictions(*cache.evictable(), _EVERYTHING)[1]
+
+    def shrink(self, size_bytes: int | None = None, cache: PrefixCache | None = None) -> Shrunk:
+        """Gives memory back: every page without a live block, then pages of the prefix cache until
+        `size_bytes` have gone (None: all that can).
+
+        The cache's blocks are chosen by page (`choose_evictions`) and freed by the cache itself.
+        """
+        wanted_bytes = _EVERYTHING if size_bytes is None else not_negative("size_bytes", size_bytes)
+        returned_bytes = self._trim_bytes()
+        evicted_tokens = evicted_bytes = 0
+        while cache is not None and returned_bytes < wanted_bytes:
+            ids, _ = self.choose_evictions(*cache.evictable(), wanted_bytes - returned_bytes)
+            if len(ids) == 0:
+                break
+            evicted_tokens += cache.evict(ids)
+            freed_bytes = self._trim_bytes()
+            if freed_bytes == 0:
+                break
+            evicted_bytes += freed_bytes
+            returned_bytes += freed_bytes
+        return Shrunk(returned_bytes, evicted_tokens, evicted_bytes)
+
+    def _missing_bytes(self, num_blocks: int) -> int | None:
+        pages = self.missing_pages(num_blocks)
+        return None if pages is None else pages * self._page_bytes
+
+    def _trim_bytes(self) -> int:
+        return self.trim() * self._page_bytes
 
     def check_integrity(self) -> None:
         """Recounts the books; raises InternalError if they do not add up."""

@@ -16,6 +16,10 @@ class ClientUsage:
 
     `reserved_bytes` counts its pages, `committed_bytes` of which exist. `static_bytes` comes on
     top; minimum and limit govern pages alone. `maps` and `unmaps` count runs of pages.
+    `spare_bytes` and `evictable_bytes` are what it could do without: pages without a live block,
+    and those with prefix cache alone, as its engine says. Asked to shrink, it owes `asked_bytes`;
+    over its life it gave `given_bytes`, of which `evicted_bytes` cost `evicted_tokens` of prefix
+    cache.
     """
 
     name: str
@@ -27,6 +31,17 @@ class ClientUsage:
     limit_bytes: int | None
     maps: int
     unmaps: int
+    spare_bytes: int = 0
+    evictable_bytes: int = 0
+    asked_bytes: int = 0
+    given_bytes: int = 0
+    evicted_tokens: int = 0
+    evicted_bytes: int = 0
+
+    @property
+    def evicted_bytes_per_token(self) -> float | None:
+        """Memory that came free per token of prefix cache evicted on request; None before any."""
+        return self.evicted_bytes / self.evicted_tokens if self.evicted_tokens else None
 
     @classmethod
     def of(cls, record: ClientRecord) -> ClientUsage:
@@ -41,6 +56,12 @@ class ClientUsage:
             limit_bytes=record.limit_bytes,
             maps=record.maps,
             unmaps=record.unmaps,
+            spare_bytes=record.spare_bytes,
+            evictable_bytes=record.evictable_bytes,
+            asked_bytes=record.asked_bytes if record.asked != record.answered else 0,
+            given_bytes=record.given_bytes,
+            evicted_tokens=record.evicted_tokens,
+            evicted_bytes=record.evicted_bytes,
         )
 
 

@@ -25,20 +25,27 @@ void hold(Ledger& ledger, const Member& member, uint64_t pages) {
 
 // As a waiting client does it: until there is room or the time is over.
 bool wait_until_room(Ledger& ledger, int slot, uint64_t pages, int64_t until_ns) {
-  while (!value_of(ledger.wait_for_room(slot, pages * kPage, false, until_ns, true))) {
+  while (true) {
+    const std::optional<uint32_t> seen =
+        value_of(ledger.want(slot, pages * kPage, false, until_ns));
+    if (!seen) return true;
+    ledger.sleep(*seen, until_ns);
     if (monotonic_ns() >= until_ns) return false;
   }
-  return true;
+}
+
+bool finds_room(Ledger& ledger, const Member& member, uint64_t pages, bool is_static = false) {
+  return !value_of(ledger.want(member.slot, pages * kPage, is_static, in_a_while()));
 }
 
 ClientRecord record_of(Ledger& ledger, const Member& member) {
   return value_of(ledger.client(member.slot));
 }
 
-std::vector<bool> ask(Ledger& ledger, const Member& member, uint64_t pages, int64_t until_ns) {
+bool ask(Ledger& ledger, const Member& member, uint64_t pages, int64_t until_ns) {
   const Ask part{member.slot, record_of(ledger, member).joined, pages * kPage};
   const uint64_t asks = value_of(ledger.balloon_view()).asks;
-  return value_of(ledger.ask({&part, 1}, asks, until_ns));
+  return value_of(ledger.ask({&part, 1}, asks, until_ns))[0].has_value();
 }
 
 void a_waiter_gets_what_another_releases() {
@@ -67,8 +74,8 @@ void what_comes_free_is_kept_for_the_first_who_waits() {
   hold(*f.ledger, holder, 98);
   const int64_t soon_ns = monotonic_ns() + kSecond / 100;
   CHECK(!wait_until_room(*f.ledger, first.slot, 10, soon_ns));
-  CHECK(!value_of(f.ledger->wait_for_room(first.slot, 10 * kPage, false, in_a_while(), true)));
-  CHECK(!value_of(f.ledger->wait_for_room(second.slot, 6 * kPage, false, in_a_while(), true)));
+  CHECK(!finds_room(*f.ledger, first, 10));
+  CHECK(!finds_room(*f.ledger, second, 6));
   CHECK_OK(f.ledger->release(holder.slot, 9 * kPage));
   CHECK(value_of(f.ledger->available(third.slot)) == 0);
   CHECK(value_of(f.ledger->available(second.slot)) == 2 * kPage);  // its minimum
@@ -91,10 +98,10 @@ void nothing_is_kept_for_what_can_never_be_had() {
   Member greedy(f.ledger);
   Member guarded(f.ledger, {.name = "guarded", .min_bytes = 30 * kPage});
   Member other(f.ledger);
-  CHECK(!value_of(f.ledger->wait_for_room(limited.slot, 6 * kPage, false, in_a_while(), true)));
-  CHECK(!value_of(f.ledger->wait_for_room(greedy.slot, 71 * kPage, false, in_a_while(), true)));
+  CHECK(!finds_room(*f.ledger, limited, 6));
+  CHECK(!finds_room(*f.ledger, greedy, 71));
   CHECK(value_of(f.ledger->available(other.slot)) == 70 * kPage);
-  CHECK(!value_of(f.ledger->wait_for_room(greedy.slot, 71 * kPage, true, in_a_while(), true)));
+  CHECK(!finds_room(*f.ledger, greedy, 71, true));
   CHECK(value_of(f.ledger->available(other.slot)) == 70 * kPage);
   // Its limit is raised while it waits.
   CHECK_OK(f.ledger->set_limit(limited.slot, 6 * kPage));
@@ -119,8 +126,8 @@ void a_request_is_posted_once_and_answered_once() {
   Member target(f.ledger);
   hold(*f.ledger, target, 50);
   CHECK(!f.ledger->has_request(target.slot));
-  CHECK(ask(*f.ledger, target, 8, in_a_while()) == std::vector{true});
-  CHECK(ask(*f.ledger, target, 4, in_a_while()) == std::vector{true});  // of another waiter
+  CHECK(ask(*f.ledger, target, 8, in_a_while()));
+  CHECK(ask(*f.ledger, target, 4, in_a_while()));  // of another waiter
   CHECK(f.ledger->has_request(target.slot));
   const ShrinkRequest request = *value_of(f.ledger->shrink_request(target.slot));
   CHECK(request.bytes == 12 * kPage);
@@ -153,7 +160,7 @@ void requests_go_to_whom_they_were_meant_for() {
   gone.reset();
   const Member heir(f.ledger);
   CHECK(heir.slot == part.slot);
-  CHECK(value_of(f.ledger->ask({&part, 1}, asks, in_a_while())) == std::vector{false});
+  CHECK(!value_of(f.ledger->ask({&part, 1}, asks, in_a_while()))[0]);
   CHECK(!f.ledger->has_request(heir.slot));
   const Ask nonsense{kMaxClients, 1, kPage};
   CHECK(!value_of(f.ledger->ask({&nonsense, 1}, asks + 1, in_a_while()))[0]);
@@ -194,7 +201,7 @@ void a_waiter_that_is_killed_keeps_nothing() {
   if (child == 0) {
     const std::shared_ptr<Ledger> own = value_of(Ledger::open({f.path, {}, {}}));
     const Member waiter(own);
-    (void)own->wait_for_room(waiter.slot, 50 * kPage, false, in_a_while(), true);
+    (void)finds_room(*own, waiter, 50);
     (void)!::write(ready[1], "x", 1);
     for (;;) ::pause();
   }

@@ -123,7 +123,8 @@ void wait_for_room(const World& world) {
   const Member member(ledger);
   const uint64_t bytes = world.free_bytes() + kPage;
   const int64_t until_ns = monotonic_ns() + kMillisecond;
-  (void)value_of(ledger->wait_for_room(member.slot, bytes, false, until_ns, true));
+  const std::optional<uint32_t> seen = value_of(ledger->want(member.slot, bytes, false, until_ns));
+  if (seen) ledger->sleep(*seen, until_ns);
   ledger->end_wait(member.slot);
 }
 

@@ -6,10 +6,12 @@ worker.py COMMAND NAMESPACE DEVICE [ARGUMENT ...]
 from __future__ import annotations
 
 import random
+import select
 import sys
 from pathlib import Path
 
 from arrays import as_array
+from caches import Cache
 
 from kvcached import Client, Device, Layout, NoRoomError, VirtualTensor
 
@@ -129,6 +131,40 @@ def churn(device: Device, seed: str) -> None:
         ids = kv.alloc_kv(chooser.randrange(200))
         if ids is not None:
             kv.free_kv(ids)
+
+
+def shrink(device: Device, name: str, cached: str, used: str = "0", spare: str = "0") -> None:
+    """An idle engine that answers requests: says what went at each, until stdin closes.
+
+    It holds so many blocks of prefix cache, of requests, and of pages without a block.
+    """
+    client = device.client(name)
+    kv = client.alloc_kvcache(LAYOUT, 1 << 18, reserved_blocks=0)
+    kv.set_premapped_pages(1 << 30, 1 << 30)
+    held = [kv.alloc_kv(int(count)) for count in (cached, used, spare)]
+    cache = Cache(kv, held[0])
+    kv.free_kv(held[2])
+    client.publish_evictable(kv.evictable_bytes(cache))
+    say("ready")
+    while True:
+        readable, _, _ = select.select([sys.stdin, client], [], [])
+        if sys.stdin in readable:
+            return
+        shrunk = client.answer_requests(lambda size: kv.shrink(size, cache))
+        if shrunk is not None:
+            client.publish_evictable(kv.evictable_bytes(cache))
+            kv.check_integrity()
+            say("gave", shrunk.returned_bytes, shrunk.evicted_tokens)
+
+
+def wait_for_blocks(device: Device, name: str, blocks: str, wait_s: str) -> None:
+    """Waits for blocks, says how many it has, and keeps them until stdin closes."""
+    client = device.client(name)
+    kv = client.alloc_kvcache(LAYOUT, 1 << 18, reserved_blocks=0)
+    say("ready")
+    ids = kv.alloc_kv(int(blocks), wait_s=float(wait_s))
+    say("got", 0 if ids is None else len(ids))
+    sys.stdin.read()
 
 
 def touch_hole(device: Device, when: str) -> None:
