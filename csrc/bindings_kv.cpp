@@ -99,10 +99,30 @@ nb::tuple choose_ids(const KvCache& cache, const Ids& ids, const Ids& last_used,
   return nb::make_tuple(array, chosen.freed_bytes);
 }
 
+// Memory without a live block: keeping some, giving it back.
+void bind_spares(nb::class_<KvCache>& cache) {
+  cache
+      .def("set_mapped_spares",
+           [](KvCache& self, size_t low, size_t high) {
+             check(without_gil([&] { return self.set_mapped_spares(low, high); }));
+           })
+      .def("settle", [](KvCache& self) { without_gil([&] { self.settle(); }); })
+      .def("refill", [](KvCache& self) { return take(without_gil([&] { return self.refill(); })); })
+      .def("set_spare_pages",
+           [](KvCache& self, size_t low, size_t high) {
+             check(without_gil([&] { return self.set_spare_pages(low, high); }));
+           })
+      .def("trim", [](KvCache& self) { return take(without_gil([&] { return self.trim(); })); })
+      .def("choose_evictions", choose_ids, nb::arg("ids").noconvert(),
+           nb::arg("last_used").noconvert(), nb::arg("bytes"));
+}
+
 }  // namespace
 
 void bind_kv(nb::module_& module) {
-  nb::class_<KvCache>(module, "KvCache")
+  nb::class_<KvCache> cache(module, "KvCache");
+  bind_spares(cache);
+  cache
       .def_static(
           "create",
           [](std::shared_ptr<Client> client, std::vector<uint64_t> slab_pages, Slab slabs,
@@ -133,19 +153,6 @@ void bind_kv(nb::module_& module) {
       .def_prop_ro("quarantined_bytes", &KvCache::quarantined_bytes)
       .def_prop_ro("floor_bytes", &KvCache::floor_bytes)
       .def_prop_ro("needed_bytes", &KvCache::needed_bytes)
-      .def("set_mapped_spares",
-           [](KvCache& self, size_t low, size_t high) {
-             check(without_gil([&] { return self.set_mapped_spares(low, high); }));
-           })
-      .def("settle", [](KvCache& self) { without_gil([&] { self.settle(); }); })
-      .def("refill", [](KvCache& self) { return take(without_gil([&] { return self.refill(); })); })
-      .def("set_spare_pages",
-           [](KvCache& self, size_t low, size_t high) {
-             check(without_gil([&] { return self.set_spare_pages(low, high); }));
-           })
-      .def("trim", [](KvCache& self) { return take(without_gil([&] { return self.trim(); })); })
-      .def("choose_evictions", choose_ids, nb::arg("ids").noconvert(),
-           nb::arg("last_used").noconvert(), nb::arg("bytes"))
       .def("check", [](const KvCache& self) { check(without_gil([&] { return self.check(); })); })
       .def("counters",
            [](const KvCache& self) {
