@@ -81,7 +81,11 @@ class Ledger::Lock {
 
  private:
   // A mutex that says it is held by nobody who lives would be waited for for ever.
+#ifdef KVCACHED_PATIENCE_MS  // of a test build
+  static constexpr int64_t kPatienceNs = int64_t{KVCACHED_PATIENCE_MS} * 1'000'000;
+#else
   static constexpr int64_t kPatienceNs = 10'000'000'000;
+#endif
 
   static int take(pthread_mutex_t& mutex) {
     if (!is_ledger_mutex(mutex)) return EINVAL;
@@ -90,7 +94,9 @@ class Ledger::Lock {
     for (const int64_t until_ns = monotonic_ns() + kPatienceNs;;) {
       timespec until = {};
       clock_gettime(CLOCK_REALTIME, &until);
-      until.tv_sec += kPatienceNs / 1'000'000'000;
+      const int64_t nanoseconds = until.tv_nsec + kPatienceNs;
+      until.tv_sec += nanoseconds / 1'000'000'000;
+      until.tv_nsec = nanoseconds % 1'000'000'000;
       const int error = pthread_mutex_timedlock(&mutex, &until);
       if (error != ETIMEDOUT || monotonic_ns() >= until_ns) return error;
     }

@@ -81,6 +81,14 @@ def build_kills() -> Path:
     return build("kills", sources, ["-O1", "-DKVCACHED_STEPS"])
 
 
+def build_fuzz() -> Path:
+    """The program that damages segments: small allocations only, little patience with a mutex."""
+    sources = [*layers(), ROOT / "tests" / "cpp" / "check.cpp"]
+    sources += [ROOT / "tests" / "fuzz" / "fuzz_segment.cpp"]
+    flags = ["-O1", "-DKVCACHED_PATIENCE_MS=20", "-fsanitize=address,undefined"]
+    return build("fuzz", sources, [*flags, "-fno-sanitize-recover=all"])
+
+
 def build_libcuda() -> Path:
     """The test libcuda: CUDA's memory calls on host memory."""
     flags = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
