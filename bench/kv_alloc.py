@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from uuid import uuid4
 
 import numpy as np
+from devices import bench_client
 from numpy.typing import NDArray
 from pairs import measure
 
-from kvcached import Device, KVCache, Layout
+from kvcached import Client, KVCache, Layout
 
 LAYOUT = Layout(num_layers=16, num_kv_heads=8, head_dim=64, dtype="bfloat16", block_tokens=16)
 PAGE_SIZES = (64 << 10, 256 << 10, 2 << 20)
-CAPACITY_BYTES = 64 << 30  # of the ledger alone: the benchmark touches no page
 POOL_BLOCKS = 1 << 14
 
 
@@ -67,30 +66,28 @@ def hold_one_of_each(kv: KVCache, per_slab: int, batch: int) -> None:
     kv.free_kv(held[held % per_slab != 0])
 
 
-def report(device: Device, options: argparse.Namespace) -> None:
+def report(client: Client, options: argparse.Namespace) -> None:
     batch, rounds = options.batch, options.rounds
-    per_slab = LAYOUT.slab_tokens(device.page_bytes) // LAYOUT.block_tokens
-    page = f"{device.page_bytes >> 10} KiB pages, {per_slab} blocks a slab"
+    per_slab = LAYOUT.slab_tokens(client.page_bytes) // LAYOUT.block_tokens
     free_list = FreeList(POOL_BLOCKS)
     base = repeat(lambda: free_list.free(free_list.alloc(batch)), rounds)
-    with device.client("bench") as client:
 
-        def line(name: str, kv: KVCache, rounds: int, target: str) -> None:
-            pairs = measure(repeat(cache_round_trip(kv, batch), rounds), base, options.pairs)
-            ids, base_ids = (n * batch / 1e9 for n in (rounds, options.rounds))
-            print("  " + pairs.line(name, target, "ns per id", ids, base_ids))
-            client.free_kvcache(kv)
+    def line(name: str, kv: KVCache, rounds: int, target: str) -> None:
+        pairs = measure(repeat(cache_round_trip(kv, batch), rounds), base, options.pairs)
+        ids, base_ids = (n * batch / 1e9 for n in (rounds, options.rounds))
+        print("  " + pairs.line(name, target, "ns per id", ids, base_ids))
+        client.free_kvcache(kv)
 
-        def cache() -> KVCache:
-            return client.alloc_kvcache(LAYOUT, POOL_BLOCKS * LAYOUT.block_tokens)
+    def cache() -> KVCache:
+        return client.alloc_kvcache(LAYOUT, POOL_BLOCKS * LAYOUT.block_tokens)
 
-        print(page)
-        empty, partly, moving = cache(), cache(), cache()
-        empty.set_premapped_pages(1 << 20, 1 << 20)
-        line("empty slabs, mapped ahead", empty, rounds, "target 2")
-        hold_one_of_each(partly, per_slab, batch)
-        line("slabs with one block held", partly, rounds, "target 2")
-        line("slabs that are mapped and unmapped", moving, max(1, rounds // 20), "no target")
+    print(f"{client.page_bytes >> 10} KiB pages, {per_slab} blocks a slab")
+    empty, partly, moving = cache(), cache(), cache()
+    empty.set_premapped_pages(0, 1 << 20)
+    line("empty slabs, mapped ahead", empty, rounds, "target 2")
+    hold_one_of_each(partly, per_slab, batch)
+    line("slabs with one block held", partly, rounds, "target 2")
+    line("slabs that are mapped and unmapped", moving, max(1, rounds // 20), "no target")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -100,16 +97,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=15, help="timings of each")
     options = parser.parse_args(arguments)
     for page_bytes in PAGE_SIZES:
-        device = Device.open(
-            "host:0",
-            capacity_bytes=CAPACITY_BYTES,
-            page_bytes=page_bytes,
-            namespace=f"bench-{uuid4().hex[:8]}",
-        )
-        try:
-            report(device, options)
-        finally:
-            device.destroy(force=True)
+        with bench_client(page_bytes) as client:
+            report(client, options)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import mean
-from uuid import uuid4
 
 import numpy as np
+from devices import bench_client
 
-from kvcached import Device, KVCache, Layout
+from kvcached import KVCache, Layout
 
 PAGE_BYTES = 64 << 10
 
@@ -119,19 +119,10 @@ def run(subject: Model | Real, options: argparse.Namespace) -> float:
 def measure_real(options: argparse.Namespace) -> tuple[float, int]:
     """Mean ratio and slab growths of kvcached."""
     layout = Layout(1, 1, PAGE_BYTES // options.slab_blocks // 2, dtype="float16", block_tokens=1)
-    device = Device.open(
-        "host:0",
-        capacity_bytes=4 << 30,
-        page_bytes=PAGE_BYTES,
-        namespace=f"bench-{uuid4().hex[:8]}",
-    )
-    try:
-        with device.client("bench") as client:
-            kv = client.alloc_kvcache(layout, 1000 * options.slab_blocks, reserved_blocks=0)
-            ratio = run(Real(kv), options)
-            return ratio, kv.counters().pages_mapped // layout.num_buffers
-    finally:
-        device.destroy(force=True)
+    with bench_client(PAGE_BYTES) as client:
+        kv = client.alloc_kvcache(layout, 1000 * options.slab_blocks, reserved_blocks=0)
+        ratio = run(Real(kv), options)
+        return ratio, kv.counters().pages_mapped // layout.num_buffers
 
 
 def main(arguments: list[str] | None = None) -> None:

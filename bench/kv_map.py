@@ -16,12 +16,13 @@ import ctypes
 import os
 import random
 from collections.abc import Callable
-from uuid import uuid4
 
 import numpy as np
+from devices import bench_client
+from numpy.typing import NDArray
 from pairs import measure
 
-from kvcached import Client, Device, KVCache, Layout
+from kvcached import Client, KVCache, Layout
 
 PAGE_BYTES = 64 << 10
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 1, 2, 0x10, 0x20, 0x4000
@@ -87,7 +88,7 @@ def page_by_page(client: Client, buffers: int, pages: int) -> Callable[[], None]
 def age(kv: KVCache, steps: int, slab_blocks: int) -> None:
     """Random allocations and frees; ends with no block live."""
     draw = random.Random(1)
-    live = []
+    live: list[NDArray[np.int64]] = []
     for _ in range(steps):
         if live and draw.random() < 0.5:
             kv.free_kv(live.pop(draw.randrange(len(live))))
@@ -132,17 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=15, help="timings of each")
     parser.add_argument("--aging", type=int, default=10_000, help="random calls in between")
     options = parser.parse_args(arguments)
-    device = Device.open(
-        "host:0",
-        capacity_bytes=1 << 40,  # of the ledger alone: no page is touched
-        page_bytes=PAGE_BYTES,
-        namespace=f"bench-{uuid4().hex[:8]}",
-    )
-    try:
-        with device.client("bench") as client:
-            report(client, options)
-    finally:
-        device.destroy(force=True)
+    with bench_client(PAGE_BYTES) as client:
+        report(client, options)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from uuid import uuid4
 
+from devices import bench_client
 from pairs import measure
 
-from kvcached import Client, Device, KVCache, Layout
+from kvcached import Client, KVCache, Layout
 
 PAGE_BYTES = 2 << 20
 PEER_US = 30.0
@@ -66,17 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=200, help="round trips in one timing")
     parser.add_argument("--pairs", type=int, default=15, help="timings of each")
     options = parser.parse_args(arguments)
-    device = Device.open(
-        "host:0",
-        capacity_bytes=64 << 30,  # of the ledger alone: no page is touched
-        page_bytes=PAGE_BYTES,
-        namespace=f"bench-{uuid4().hex[:8]}",
-    )
-    try:
-        with device.client("bench") as client:
-            report(client, options)
-    finally:
-        device.destroy(force=True)
+    with bench_client(PAGE_BYTES) as client:
+        report(client, options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+"""A host device of one benchmark's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import uuid4
+
+from kvcached import Client, Device
+
+CAPACITY_BYTES = 1 << 40  # of the ledger alone: memory is what the benchmark touches
+
+
+@contextmanager
+def bench_device(page_bytes: int) -> Iterator[Device]:
+    """Gone afterwards, whoever still holds memory of it."""
+    device = Device.open(
+        "host:0",
+        capacity_bytes=CAPACITY_BYTES,
+        page_bytes=page_bytes,
+        namespace=f"bench-{uuid4().hex[:8]}",
+    )
+    try:
+        yield device
+    finally:
+        device.destroy(force=True)
+
+
+@contextmanager
+def bench_client(page_bytes: int) -> Iterator[Client]:
+    """A client of such a device."""
+    with bench_device(page_bytes) as device, device.client("bench") as client:
+        yield client
