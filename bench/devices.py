@@ -28,6 +28,6 @@ def bench_device(page_bytes: int) -> Iterator[Device]:
 
 @contextmanager
 def bench_client(page_bytes: int) -> Iterator[Client]:
-    """A client of such a device."""
-    with bench_device(page_bytes) as device, device.client("bench") as client:
+    """A client of such a device, with no thread that could blur what a call costs."""
+    with bench_device(page_bytes) as device, device.client("bench", background=False) as client:
         yield client

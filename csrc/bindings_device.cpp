@@ -97,12 +97,14 @@ void bind_client(nb::module_& module) {
       .def_static(
           "open",
           [](std::shared_ptr<Ledger> ledger, const std::string& device, std::string name,
-             uint64_t min_bytes, std::optional<uint64_t> limit_bytes) {
+             uint64_t min_bytes, std::optional<uint64_t> limit_bytes, bool background) {
             const ClientOptions options{std::move(name), min_bytes, limit_bytes.value_or(kNoLimit)};
-            return take(without_gil([&] { return Client::open(ledger, device, options); }));
+            auto client = take(without_gil([&] { return Client::open(ledger, device, options); }));
+            if (background) client->spares().allow();
+            return client;
           },
           nb::arg("ledger"), nb::arg("device"), nb::arg("name"), nb::arg("min_bytes"),
-          nb::arg("limit_bytes").none())
+          nb::arg("limit_bytes").none(), nb::arg("background"))
       .def("available_bytes", [](Client& self) { return take(self.available()); })
       .def("record", [](Client& self) { return take(self.record()); })
       .def(

@@ -155,8 +155,8 @@ void bind_kv(nb::module_& module) {
       .def_prop_ro("needed_bytes", &KvCache::needed_bytes)
       .def("check", [](const KvCache& self) { check(without_gil([&] { return self.check(); })); })
       .def("counters",
-           [](const KvCache& self) {
-             const MapCounters counters = self.counters();
+           [](KvCache& self) {
+             const MapCounters counters = without_gil([&] { return self.counters(); });
              return std::tuple(counters.maps, counters.unmaps, counters.pages_mapped,
                                counters.pages_unmapped);
            })

@@ -3,9 +3,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 
+#include "futex.h"
 #include "steps.h"
 
 namespace kvcached {
@@ -64,7 +64,8 @@ Client::Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int loc
       vmm_(std::move(vmm)),
       streams_(vmm_),
       lock_fd_(lock_fd),
-      slot_(slot) {
+      slot_(slot),
+      spares_([this] { return look(); }) {
   guard_against_fork(this);
 }
 
@@ -78,6 +79,7 @@ Status Client::close() {
   const std::lock_guard lock(mutex_);
   if (lock_fd_ < 0) return {};
   KV_TRY(streams_.wait());
+  spares_.stop();
   KV_TRY(vmm_->close());
   step("client: memory given back");
   wake_.reset();
@@ -92,33 +94,25 @@ void Client::abandon_in_child() {
   if (lock_fd_ >= 0) ::close(lock_fd_);
   lock_fd_ = -1;
   if (wake_) wake_->abandon_in_child();
+  spares_.abandon_in_child();
 }
 
 void Client::lock_for_fork() {
-  holders_mutex_.lock();
   mutex_.lock();
+  spares_.lock_for_fork();
 }
 
 void Client::unlock_after_fork() {
+  spares_.unlock_after_fork();
   mutex_.unlock();
-  holders_mutex_.unlock();
 }
 
-void Client::add_holder(SpareHolder* holder) {
-  const std::lock_guard lock(holders_mutex_);
-  holders_.push_back(holder);
-}
-
-void Client::remove_holder(SpareHolder* holder) {
-  const std::lock_guard lock(holders_mutex_);
-  holders_.erase(std::remove(holders_.begin(), holders_.end(), holder), holders_.end());
-}
-
-void Client::give_back_spares(const SpareHolder* asker) {
-  const std::lock_guard lock(holders_mutex_);
-  for (SpareHolder* holder : holders_) {
-    if (holder != asker) holder->give_back_spares();
-  }
+Result<Slack> Client::look() {
+  Result<ClientRecord> own = record();
+  if (!own.ok()) return own.status();
+  Result<LedgerUsage> device = ledger_->usage();
+  if (!device.ok()) return device.status();
+  return slack_of(device.value(), own.value(), monotonic_ns());
 }
 
 Status Client::reserve_addresses(uint64_t bytes) {
@@ -170,16 +164,16 @@ Status Client::release(uint64_t bytes) {
   return ledger_->release(slot_, bytes);
 }
 
-Result<uint64_t> Client::available() {
+Result<uint64_t> Client::available(uint64_t given_back_bytes) {
   if (Status status = check_open(); !status.ok()) return status;
-  return ledger_->available(slot_);
+  return ledger_->available(slot_, given_back_bytes);
 }
 
 Status Client::reserve_static(uint64_t bytes) {
   KV_TRY(check_open());
   Status status = ledger_->reserve_static(slot_, bytes);
   if (status.code != Code::no_room) return status;
-  give_back_spares(nullptr);
+  spares_.give_back(nullptr);
   return ledger_->reserve_static(slot_, bytes);
 }
 
@@ -192,7 +186,7 @@ Status Client::set_limit(uint64_t bytes) {
   KV_TRY(check_open());
   KV_TRY(ledger_->set_limit(slot_, bytes));
   Result<ClientRecord> now = ledger_->client(slot_);
-  if (now.ok() && now.value().elastic_bytes() > bytes) give_back_spares(nullptr);
+  if (now.ok() && now.value().elastic_bytes() > bytes) spares_.give_back(nullptr);
   return {};
 }
 

@@ -8,18 +8,11 @@
 #include "fork_guard.h"
 #include "ledger.h"
 #include "region.h"
+#include "spare_keeper.h"
 #include "streams.h"
 #include "wake_thread.h"
 
 namespace kvcached {
-
-// Holds pages of a client that it could do without.
-class SpareHolder {
- public:
-  virtual ~SpareHolder() = default;
-  // Gives them back, unless another thread is inside the holder. Never waits for it.
-  virtual void give_back_spares() = 0;
-};
 
 class Client final : private ForkGuarded {
  public:
@@ -58,7 +51,8 @@ class Client final : private ForkGuarded {
   Status commit(uint64_t bytes);
   Status cancel(uint64_t bytes);
   Status release(uint64_t bytes);
-  Result<uint64_t> available();
+  // What reserve would grant once so many bytes of what it holds were given back.
+  Result<uint64_t> available(uint64_t given_back_bytes = 0);
   // Takes back the spare pages of its holders before it says no_room.
   Status reserve_static(uint64_t bytes);
   Status release_static(uint64_t bytes);
@@ -83,11 +77,7 @@ class Client final : private ForkGuarded {
   const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
   int slot() const { return slot_; }
 
-  // A holder is added once and removed before it dies.
-  void add_holder(SpareHolder* holder);
-  void remove_holder(SpareHolder* holder);
-  // Asks every holder but `asker`, who may hold its own lock.
-  void give_back_spares(const SpareHolder* asker);
+  SpareKeeper& spares() { return spares_; }
 
  private:
   Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int lock_fd, int slot);
@@ -95,6 +85,7 @@ class Client final : private ForkGuarded {
   void lock_for_fork() override;
   void unlock_after_fork() override;
   void abandon_in_child() override;
+  Result<Slack> look();
 
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<Vmm> vmm_;
@@ -103,9 +94,8 @@ class Client final : private ForkGuarded {
   const int slot_;
   std::shared_ptr<AddressSpace> addresses_;
   std::unique_ptr<WakeThread> wake_;
-  std::mutex mutex_;  // of lock_fd_, addresses_ and wake_
-  std::vector<SpareHolder*> holders_;
-  std::mutex holders_mutex_;
+  std::mutex mutex_;  // of lock_fd_, addresses_ and wake_; before those of spares_
+  SpareKeeper spares_;
 };
 
 }  // namespace kvcached

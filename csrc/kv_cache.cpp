@@ -1,7 +1,7 @@
-#include "kv_cache.h"
-
 #include <algorithm>
 #include <numeric>
+
+#include "kv_cache_turn.h"
 
 namespace kvcached {
 
@@ -47,9 +47,11 @@ Result<std::shared_ptr<KvCache>> KvCache::create(std::shared_ptr<Client> client,
   if (!region.ok()) return region.status();
   std::shared_ptr<KvCache> cache(
       new KvCache(std::move(client), std::move(region.value()), std::move(geometry)));
-  cache->client_->add_holder(cache.get());
+  cache->client_->spares().add(cache.get());
   const Slab floor = cache->blocks_.floor_slabs();
-  if (Status status = floor > 0 ? cache->grow(floor) : Status{}; !status.ok()) return status;
+  if (floor == 0) return cache;
+  const Turn turn(*cache);
+  if (Status status = cache->grow(floor, Need::now); !status.ok()) return status;
   return cache;
 }
 
@@ -70,7 +72,7 @@ KvCache::KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region,
 }
 
 KvCache::~KvCache() {
-  client_->remove_holder(this);
+  client_->spares().remove(this);
   // What a failure leaves behind is given back when the client closes.
   (void)close();
 }
@@ -99,39 +101,31 @@ void KvCache::count_calls(const MapCounters& before) {
   client_->count_maps(now.maps - before.maps, now.unmaps - before.unmaps);
 }
 
-Status KvCache::grow(Slab count) {
-  const std::vector<Slab> slabs = blocks_.lowest_unmapped(count);
-  Result<std::vector<Handle>> pages = pool_.take(count * pages_per_slab_);
-  if (!pages.ok()) return pages.status();
+Status KvCache::map(std::span<const Slab> slabs, std::span<const Handle> pages) {
   const MapCounters before = region_->counters();
-  Status mapped = region_->map(runs_of(slabs), pages.value());
+  Status mapped = region_->map(runs_of(slabs), pages);
   count_calls(before);
-  if (mapped.ok()) {
-    blocks_.add_mapped(slabs);
-    return mapped;
-  }
-  if (mapped.code == Code::stranded) {
-    blocks_.retire(slabs);
-    return mapped;
-  }
-  KV_TRY(pool_.give(pages.value()));
   return mapped;
 }
 
-Status KvCache::shrink(std::span<const Slab> slabs) {
-  const MapCounters before = region_->counters();
-  Result<std::vector<Handle>> pages = region_->unmap(runs_of(slabs));
-  count_calls(before);
-  if (!pages.ok()) {
-    if (pages.status().code == Code::stranded) {
-      blocks_.retire(slabs);
-    } else {
-      blocks_.add_mapped(slabs);
-    }
-    return pages.status();
+Status KvCache::grow(Slab count, Need need) {
+  std::vector<Slab> slabs;
+  {
+    const std::lock_guard lock(books_);
+    slabs = blocks_.lowest_unmapped(count);
+    slabs_being_mapped_ = count;
   }
-  blocks_.remove_mapped(slabs);
-  return pool_.give(pages.value());
+  const size_t needed = count * pages_per_slab_;
+  Result<std::vector<Handle>> pages =
+      need == Need::now ? pool_.take(needed) : pool_.take_ahead(needed);
+  Status mapped = pages.ok() ? map(slabs, pages.value()) : pages.status();
+  const bool unused = pages.ok() && !mapped.ok() && mapped.code != Code::stranded;
+  const Status given = unused ? pool_.give(pages.value()) : Status{};
+  const std::lock_guard lock(books_);
+  slabs_being_mapped_ = 0;
+  if (mapped.ok()) blocks_.add_mapped(slabs);
+  if (mapped.code == Code::stranded) blocks_.retire(slabs);
+  return given.ok() ? mapped : given;
 }
 
 Result<Slab> KvCache::missing_slabs(int64_t blocks) const {
@@ -143,30 +137,50 @@ Result<Slab> KvCache::missing_slabs(int64_t blocks) const {
   return failure(Code::no_room, "the virtual space of the KV cache is used up");
 }
 
-Status KvCache::alloc(std::span<int64_t> ids) {
-  const std::lock_guard lock(mutex_);
-  const Publisher publisher(*this);
-  KV_TRY(check_open());
-  Result<Slab> slabs = missing_slabs(static_cast<int64_t>(ids.size()));
-  if (!slabs.ok()) return slabs.status();
+Result<Slab> KvCache::take_or_count_missing(std::span<int64_t> ids) {
+  const std::lock_guard lock(books_);
+  if (Status status = check_open(); !status.ok()) return status;
+  Result<Slab> missing = missing_slabs(static_cast<int64_t>(ids.size()));
+  if (missing.ok() && missing.value() == 0) take(ids);
+  return missing;
+}
+
+void KvCache::take(std::span<int64_t> ids) {
   take_back(static_cast<int64_t>(ids.size()));
-  if (slabs.value() > 0) KV_TRY(grow(slabs.value()));
   blocks_.take(ids);
   client_->touch();
-  return {};
+  publish_spares();
+  if (blocks_.empty_slabs() < low_slabs_) client_->spares().wake_to_fill();
+}
+
+Status KvCache::alloc(std::span<int64_t> ids) {
+  Result<Slab> missing = take_or_count_missing(ids);
+  if (!missing.ok()) return missing.status();
+  if (missing.value() == 0) return {};
+  const Turn turn(*this);
+  for (;;) {
+    // Others may have mapped slabs since, or taken blocks.
+    missing = take_or_count_missing(ids);
+    if (!missing.ok()) return missing.status();
+    if (missing.value() == 0) return {};
+    KV_TRY(grow(missing.value(), Need::now));
+  }
 }
 
 Status KvCache::free(std::span<const int64_t> ids) {
-  const std::lock_guard lock(mutex_);
-  const Publisher publisher(*this);
-  KV_TRY(check_open());
-  KV_TRY(blocks_.give(ids));
-  settle_locked();
+  {
+    const std::lock_guard lock(books_);
+    KV_TRY(check_open());
+    KV_TRY(blocks_.give(ids));
+    publish_spares();
+    if (!has_surplus()) return {};
+  }
+  settle();
   return {};
 }
 
 Result<size_t> KvCache::missing_pages(int64_t blocks) const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(books_);
   if (Status status = check_open(); !status.ok()) return status;
   Result<Slab> slabs = missing_slabs(blocks);
   if (!slabs.ok()) return slabs.status();
@@ -175,76 +189,63 @@ Result<size_t> KvCache::missing_pages(int64_t blocks) const {
 }
 
 Status KvCache::check_free(std::span<const int64_t> ids) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(books_);
   KV_TRY(check_open());
   return blocks_.check_give(ids);
 }
 
 Status KvCache::find_room(size_t pages) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   KV_TRY(check_open());
   return pool_.find_room(pages);
 }
 
 bool KvCache::try_alloc(std::span<int64_t> ids) {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
+  const std::unique_lock lock(books_, std::try_to_lock);
   if (!lock || !check_open().ok()) return false;
   if (static_cast<int64_t>(ids.size()) > blocks_.free_mapped_blocks()) return false;
-  blocks_.take(ids);
-  client_->touch();
-  publish_spares();
+  take(ids);
   return true;
 }
 
 TryFree KvCache::try_free(std::span<const int64_t> ids) {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
+  const std::unique_lock lock(books_, std::try_to_lock);
   if (!lock || !check_open().ok() || !blocks_.give(ids).ok()) return TryFree::nothing;
   publish_spares();
   return has_surplus() ? TryFree::freed_with_surplus : TryFree::freed;
 }
 
-void KvCache::settle() {
-  const std::lock_guard lock(mutex_);
-  const Publisher publisher(*this);
-  if (check_open().ok()) settle_locked();
-}
-
-void KvCache::settle_locked() {
-  if (quarantine_.slabs() > 0) (void)unmap_passed();
-  if (blocks_.empty_slabs() <= high_slabs_) return;
-  // The low ones stay, so that what is mapped lies together.
-  std::vector<Slab> empty = blocks_.empty_mapped();
-  empty.erase(empty.begin(), empty.begin() + static_cast<std::ptrdiff_t>(low_slabs_));
-  (void)let_go(std::move(empty));
-}
-
 Result<int64_t> KvCache::available_blocks() {
-  const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
+  int64_t mapped = 0;
+  uint64_t unmapped = 0;
+  uint64_t between = 0;
+  {
+    const std::lock_guard lock(books_);
+    if (Status status = check_open(); !status.ok()) return status;
+    mapped = free_mapped();
+    unmapped = blocks_.unmapped_slabs() + slabs_being_unmapped_;
+    between = slabs_being_mapped_ + slabs_being_unmapped_;
+  }
   Result<size_t> pages = pool_.available_pages();
   if (!pages.ok()) return pages.status();
-  const uint64_t slabs =
-      std::min<uint64_t>(blocks_.unmapped_slabs(), pages.value() / pages_per_slab_);
-  return free_mapped() + static_cast<int64_t>(slabs) * blocks_.blocks_per_slab();
+  const uint64_t slabs = std::min(unmapped, between + pages.value() / pages_per_slab_);
+  return mapped + static_cast<int64_t>(slabs) * blocks_.blocks_per_slab();
 }
 
 int64_t KvCache::live_blocks() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(books_);
   return blocks_.live_blocks();
 }
 
 int64_t KvCache::free_mapped_blocks() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(books_);
   return free_mapped();
 }
 
-uint64_t KvCache::mapped_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return region_->mapped_pages() * page_bytes_;
-}
+uint64_t KvCache::mapped_bytes() const { return region_->mapped_pages() * page_bytes_; }
 
 uint64_t KvCache::needed_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(books_);
   return blocks_.needed_slabs() * pages_per_slab_ * page_bytes_;
 }
 
@@ -252,51 +253,15 @@ uint64_t KvCache::floor_bytes() const {
   return blocks_.floor_slabs() * pages_per_slab_ * page_bytes_;
 }
 
-MapCounters KvCache::counters() const {
-  const std::lock_guard lock(mutex_);
+MapCounters KvCache::counters() {
+  const Turn turn(*this);
   return region_->counters();
-}
-
-Status KvCache::set_mapped_spares(size_t low_pages, size_t high_pages) {
-  const std::lock_guard lock(mutex_);
-  const Publisher publisher(*this);
-  KV_TRY(check_open());
-  if (low_pages > high_pages) {
-    return failure(Code::invalid_argument, "the low watermark is above the high one; swap them");
-  }
-  low_slabs_ = low_pages / pages_per_slab_;
-  high_slabs_ = high_pages / pages_per_slab_;
-  settle_locked();
-  return {};
-}
-
-Result<size_t> KvCache::refill() {
-  const std::lock_guard lock(mutex_);
-  const Publisher publisher(*this);
-  if (Status status = check_open(); !status.ok()) return status;
-  Result<size_t> pages = pool_.available_pages();
-  if (!pages.ok()) return pages.status();
-  const size_t missing = low_slabs_ - std::min<size_t>(low_slabs_, blocks_.empty_slabs());
-  const size_t count =
-      std::min<size_t>({missing, blocks_.unmapped_slabs(), pages.value() / pages_per_slab_});
-  if (count == 0) return size_t{0};
-  const Status status = grow(static_cast<Slab>(count));
-  if (status.code == Code::no_room) return size_t{0};
-  if (!status.ok()) return status;
-  return count * pages_per_slab_;
-}
-
-Status KvCache::set_spare_pages(size_t low, size_t high) {
-  const std::lock_guard lock(mutex_);
-  const Publisher publisher(*this);
-  KV_TRY(check_open());
-  return pool_.set_watermarks(low, high);
 }
 
 Result<Eviction> KvCache::choose_evictions(std::span<const int64_t> ids,
                                            std::span<const int64_t> last_used,
                                            uint64_t bytes) const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(books_);
   if (Status status = check_open(); !status.ok()) return status;
   const uint64_t slab_bytes = pages_per_slab_ * page_bytes_;
   const uint64_t slabs = bytes / slab_bytes + (bytes % slab_bytes != 0 ? 1 : 0);
@@ -306,18 +271,20 @@ Result<Eviction> KvCache::choose_evictions(std::span<const int64_t> ids,
 }
 
 Status KvCache::check() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(books_);
   KV_TRY(check_open());
   return blocks_.check();
 }
 
 Status KvCache::close() {
-  const std::lock_guard lock(mutex_);
-  const Publisher publisher(*this);
+  const Turn turn(*this);
   if (closed_) return {};
   if (client_->check_open().ok()) {
     KV_TRY(client_->streams().wait());
-    quarantine_.clear();
+    {
+      const std::lock_guard lock(books_);
+      quarantine_.clear();
+    }
     const MapCounters before = region_->counters();
     Result<std::vector<Handle>> pages = region_->unmap_all();
     count_calls(before);

@@ -4,15 +4,18 @@
 // Memory that no block needs is kept in two tiers, each between watermarks: slabs that are still
 // mapped, which the next alloc takes without a call to the driver, and unmapped pages, which save
 // their creation (page_pool.h). Both go back at once when the client needs the room elsewhere, when
-// its limit falls below what it holds, and in trim.
+// its limit falls below what it holds, and in trim. A low watermark starts the client's thread
+// (spare_keeper.h), which then fills both tiers and unmaps what is too much.
 //
 // Where the client has streams (Client::streams), a slab that is to be unmapped waits in quarantine
 // until everything that they had been given at that moment is done. So free is called after the
 // last work on the blocks was submitted, by the thread that submits it. Blocks may be handed out
 // again at once: new work on them is behind the old one in the stream, or, with several streams, is
-// ordered by whoever has several. Thread rule: any thread; calls are serialised. One engine thread
-// is the intended user.
+// ordered by whoever has several. Thread rule: any thread. A call that needs no page moved waits
+// for no call to the driver. One engine thread is the intended user.
 #pragma once
+
+#include <atomic>
 
 #include "eviction.h"
 #include "page_pool.h"
@@ -49,7 +52,7 @@ class KvCache final : private SpareHolder {
 
   // alloc and free for callers that hold a lock of their own (Python's): they wait for nobody and
   // leave the driver alone. alloc does the rest when try_alloc is false, free when nothing was
-  // freed, settle when there is a surplus of mapped slabs.
+  // freed, settle when there is a surplus of mapped slabs that no thread takes care of.
   bool try_alloc(std::span<int64_t> ids);
   TryFree try_free(std::span<const int64_t> ids);
   // Unmaps the surplus, and of the quarantine what the streams have done with.
@@ -63,7 +66,7 @@ class KvCache final : private SpareHolder {
   // pages may go back for it. Nothing is kept.
   Status find_room(size_t pages);
 
-  // Blocks that alloc would grant now, without the spare pages of the client's other caches.
+  // Blocks that alloc would grant now, with what the client's other caches would give back.
   Result<int64_t> available_blocks();
   int64_t total_blocks() const { return blocks_.total_blocks(); }
   int64_t live_blocks() const;
@@ -78,7 +81,8 @@ class KvCache final : private SpareHolder {
   // Mapped pages without a live block to keep, in whole slabs: when more than `high` are left, all
   // but `low` are unmapped; refill maps up to `low`.
   Status set_mapped_spares(size_t low_pages, size_t high_pages);
-  // Maps slabs ahead of need, as many as are missing and granted. Returns the pages mapped.
+  // Maps slabs ahead of need, as many as are missing and granted. Returns the pages mapped. For
+  // those who have no thread for that.
   Result<size_t> refill();
   // Unmapped pages to keep for reuse; see page_pool.h.
   Status set_spare_pages(size_t low, size_t high);
@@ -91,7 +95,7 @@ class KvCache final : private SpareHolder {
   Result<Eviction> choose_evictions(std::span<const int64_t> ids,
                                     std::span<const int64_t> last_used, uint64_t bytes) const;
   Status check() const;
-  MapCounters counters() const;
+  MapCounters counters();
 
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t buffer_offset(size_t buffer) const { return buffer_pages_[buffer] * page_bytes_; }
@@ -102,39 +106,55 @@ class KvCache final : private SpareHolder {
  private:
   KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region, KvGeometry geometry);
 
-  void give_back_spares() override;
-  // At the end of a call that moves pages.
-  struct Publisher {
-    explicit Publisher(KvCache& moved) : cache(moved) {}
-    ~Publisher() { cache.publish_spares(); }
-    KvCache& cache;
-  };
+  enum class Need { now, later };
+  class Turn;
 
-  // Says in the ledger what could be given back without touching a live block.
-  void publish_spares();
+  void give_back_spares() override;
+  size_t spare_pages() override;
+  Tended tend_spares(const Slack& slack) override;
+  Status check_open() const;
+  std::vector<PageRun> runs_of(std::span<const Slab> slabs) const;
+  void count_calls(const MapCounters& before);
+  // Takes the ids and answers 0, or how many slabs are missing for that.
+  Result<Slab> take_or_count_missing(std::span<int64_t> ids);
+
+  // REQUIRES: moving_
+  Status grow(Slab count, Need need);
+  Status map(std::span<const Slab> slabs, std::span<const Handle> pages);
+  // Sets the empty slabs aside, but for the lowest `keep`, at most `count` of them: nobody takes
+  // blocks there. REQUIRES: books_ as well
+  std::vector<Slab> withdraw(size_t keep, size_t count);
+  // Unmaps withdrawn slabs: now, or once the streams are done with them.
+  Status let_go(std::vector<Slab> withdrawn);
+  Status unmap_passed();
+  // In use again if that fails.
+  Status shrink(std::span<const Slab> withdrawn);
   Result<size_t> trim_locked();
   void settle_locked();
+  std::vector<Slab> withdraw_batch(bool all);
+  Tended fill_batch(uint64_t fill_bytes);
+  size_t batch_slabs() const;
+
+  // trim, with a turn for each look at the streams.
+  template <class TakeTurn>
+  Result<size_t> trim_within(TakeTurn take_turn);
+  uint64_t held_pages() const { return region_->mapped_pages() + pool_.spare_pages(); }
+
+  // REQUIRES: books_
   bool has_surplus() const {
     return blocks_.empty_slabs() > high_slabs_ || quarantine_.slabs() > 0;
   }
   int64_t free_mapped() const;
   // Puts slabs of the quarantine into use again, as far as they are needed for so many blocks.
   void take_back(int64_t blocks);
-  // Unmaps slabs without a live block: now, or once the streams are done with them.
-  Status let_go(std::vector<Slab> slabs);
-  Status unmap_passed();
-  // trim, with `lock` made anew for each look at the streams.
-  template <class Lock>
-  Result<size_t> trim_within(Lock lock);
-  uint64_t held_pages() const { return region_->mapped_pages() + pool_.spare_pages(); }
-  Status check_open() const;
   // Slabs to map before so many blocks can be taken; Code::no_room if there are not as many.
   Result<Slab> missing_slabs(int64_t blocks) const;
-  Status grow(Slab count);
-  // REQUIRES: set aside. In use again if that fails.
-  Status shrink(std::span<const Slab> slabs);
-  std::vector<PageRun> runs_of(std::span<const Slab> slabs) const;
-  void count_calls(const MapCounters& before);
+  // Those to map ahead of need up to the low watermark.
+  size_t missing_spares() const;
+  // REQUIRES: the blocks are free and mapped, or in quarantine
+  void take(std::span<int64_t> ids);
+  // Says in the ledger what could be given back without touching a live block.
+  void publish_spares();
 
   const std::shared_ptr<Client> client_;
   const std::shared_ptr<Region> region_;
@@ -142,14 +162,25 @@ class KvCache final : private SpareHolder {
   const uint64_t page_bytes_;
   uint64_t pages_per_slab_ = 0;
   std::vector<uint64_t> buffer_pages_;  // first page of each buffer in the region
+  std::atomic<bool> closed_ = false;
+
+  // Whoever moves pages has it across the calls to the driver; before books_.
+  std::mutex moving_;
+  std::atomic<int> waiting_ = 0;           // for moving_
+  std::atomic<bool> turned_away_ = false;  // the client's thread was, and waits for a wake
   PagePool pool_;
+
+  // Held for moments. Slabs change between mapped and not under both.
+  mutable std::mutex books_;
   KvAllocator blocks_;
-  Quarantine quarantine_;
   size_t low_slabs_ = 0;
   size_t high_slabs_ = 0;
   uint64_t published_spare_bytes_ = 0;
-  bool closed_ = false;
-  mutable std::mutex mutex_;
+  Quarantine quarantine_;
+  // By whoever has moving_: their pages are nobody's in the books.
+  Slab slabs_being_mapped_ = 0;
+  Slab slabs_being_unmapped_ = 0;
+  bool draining_ = false;  // a surplus was found, and the low watermark is not reached
 };
 
 }  // namespace kvcached

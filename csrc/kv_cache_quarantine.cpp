@@ -1,7 +1,7 @@
 // The part of KvCache that takes pages away, now or once the streams are done with them.
 #include <algorithm>
 
-#include "kv_cache.h"
+#include "kv_cache_turn.h"
 
 namespace kvcached {
 
@@ -11,7 +11,7 @@ int64_t KvCache::free_mapped() const {
 }
 
 uint64_t KvCache::quarantined_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(books_);
   return quarantine_.slabs() * pages_per_slab_ * page_bytes_;
 }
 
@@ -23,52 +23,97 @@ void KvCache::take_back(int64_t blocks) {
       quarantine_.take_back(static_cast<size_t>((missing + per_slab - 1) / per_slab)));
 }
 
-Status KvCache::let_go(std::vector<Slab> slabs) {
-  if (slabs.empty()) return {};
-  Result<Fence> fence = client_->streams().make_fence();
-  if (!fence.ok()) return fence.status();
+std::vector<Slab> KvCache::withdraw(size_t keep, size_t count) {
+  // The low ones stay, so that what is mapped lies together.
+  std::vector<Slab> slabs = blocks_.empty_mapped();
+  const size_t excess = slabs.size() - std::min(slabs.size(), keep);
+  slabs.erase(slabs.begin(), slabs.end() - static_cast<std::ptrdiff_t>(std::min(excess, count)));
   blocks_.set_aside(slabs);
-  quarantine_.add(std::move(fence.value()), std::move(slabs));
+  slabs_being_unmapped_ = static_cast<Slab>(slabs.size());
+  return slabs;
+}
+
+Status KvCache::let_go(std::vector<Slab> withdrawn) {
+  if (withdrawn.empty()) return {};
+  Result<Fence> fence = client_->streams().make_fence();
+  {
+    const std::lock_guard lock(books_);
+    slabs_being_unmapped_ = 0;
+    if (!fence.ok()) {
+      blocks_.add_mapped(withdrawn);
+      return fence.status();
+    }
+    quarantine_.add(std::move(fence.value()), std::move(withdrawn));
+  }
   return unmap_passed();
 }
 
 Status KvCache::unmap_passed() {
-  Result<std::vector<Slab>> slabs = quarantine_.take_passed();
-  if (!slabs.ok()) return slabs.status();
-  return slabs.value().empty() ? Status{} : shrink(slabs.value());
+  std::vector<Slab> passed;
+  {
+    const std::lock_guard lock(books_);
+    if (quarantine_.slabs() == 0) return {};
+    Result<std::vector<Slab>> slabs = quarantine_.take_passed();
+    if (!slabs.ok()) return slabs.status();
+    passed = std::move(slabs.value());
+    slabs_being_unmapped_ = static_cast<Slab>(passed.size());
+  }
+  return passed.empty() ? Status{} : shrink(passed);
+}
+
+Status KvCache::shrink(std::span<const Slab> withdrawn) {
+  const MapCounters before = region_->counters();
+  Result<std::vector<Handle>> pages = region_->unmap(runs_of(withdrawn));
+  count_calls(before);
+  const Status outcome = pages.ok() ? pool_.give(pages.value()) : pages.status();
+  const std::lock_guard lock(books_);
+  slabs_being_unmapped_ = 0;
+  if (pages.ok()) {
+    blocks_.remove_mapped(withdrawn);
+  } else if (outcome.code == Code::stranded) {
+    blocks_.retire(withdrawn);
+  } else {
+    blocks_.add_mapped(withdrawn);
+  }
+  return outcome;
 }
 
 Result<size_t> KvCache::trim_locked() {
   if (Status status = check_open(); !status.ok()) return status;
   const uint64_t held_before = held_pages();
   if (Status status = unmap_passed(); !status.ok()) return status;
-  if (Status status = let_go(blocks_.empty_mapped()); !status.ok()) return status;
+  std::vector<Slab> empty;
+  {
+    const std::lock_guard lock(books_);
+    empty = withdraw(0, blocks_.empty_slabs());
+  }
+  if (Status status = let_go(std::move(empty)); !status.ok()) return status;
   Result<size_t> trimmed = pool_.trim(0);
   if (!trimmed.ok()) return trimmed;
   return held_before - held_pages();
 }
 
-template <class Lock>
-Result<size_t> KvCache::trim_within(Lock lock) {
+template <class TakeTurn>
+Result<size_t> KvCache::trim_within(TakeTurn take_turn) {
   const Streams::Clock::time_point deadline = Streams::Clock::now() + client_->streams().max_wait();
   size_t given = 0;
   for (Pause pause;; pause.sleep()) {
-    const std::unique_lock<std::mutex> held = lock();
-    if (!held) return given;
-    const Publisher publisher(*this);
+    const Turn turn = take_turn();
+    if (!turn.is_mine()) return given;
     Result<size_t> trimmed = trim_locked();
     if (!trimmed.ok()) return trimmed;
     given += trimmed.value();
+    const std::lock_guard lock(books_);
     if (quarantine_.slabs() == 0 || Streams::Clock::now() >= deadline) return given;
   }
 }
 
 Result<size_t> KvCache::trim() {
-  return trim_within([this] { return std::unique_lock(mutex_); });
+  return trim_within([this] { return Turn(*this); });
 }
 
 void KvCache::give_back_spares() {
-  (void)trim_within([this] { return std::unique_lock(mutex_, std::try_to_lock); });
+  (void)trim_within([this] { return Turn(*this, std::try_to_lock); });
 }
 
 }  // namespace kvcached

@@ -210,11 +210,16 @@ Status Ledger::release(int slot, uint64_t bytes) {
   return {};
 }
 
-Result<uint64_t> Ledger::available(int slot) {
+Result<uint64_t> Ledger::available(int slot, uint64_t given_back_bytes) {
   free_the_dead();
   const Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;
-  return room(record(slot));
+  const ClientRecord& now = record(slot);
+  const uint64_t elastic = above(now.elastic_bytes(), given_back_bytes);
+  const uint64_t of_device =
+      above(free_bytes() + now.charge_bytes(), now.static_bytes + std::max(elastic, now.min_bytes));
+  const uint64_t shared = above(of_device, wanted_before(now));
+  return std::min(above(now.limit_bytes, elastic), shared + above(now.min_bytes, elastic));
 }
 
 Status Ledger::reserve_static(int slot, uint64_t bytes) {
@@ -313,14 +318,16 @@ Status Ledger::set_min(const ClientQuery& query, uint64_t bytes) {
 }
 
 void Ledger::count_maps(int slot, uint64_t maps, uint64_t unmaps) {
-  std::atomic_ref(record(slot).maps).fetch_add(maps, std::memory_order_relaxed);
-  std::atomic_ref(record(slot).unmaps).fetch_add(unmaps, std::memory_order_relaxed);
+  const Lock lock(*segment_);
+  if (!lock.check().ok()) return;
+  record(slot).maps += maps;
+  record(slot).unmaps += unmaps;
 }
 
 Result<ClientRecord> Ledger::client(int slot) {
   const Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;
-  return record(slot);
+  return copy_of(record(slot));
 }
 
 Status Ledger::destroy(bool force) {

@@ -116,7 +116,8 @@ class Ledger {
   Status cancel(int slot, uint64_t bytes);   // part of what was reserved will not exist
   Status release(int slot, uint64_t bytes);  // part of what was committed exists no more
   // What reserve would grant now: the limit, others' minimums and unused own minimum counted.
-  Result<uint64_t> available(int slot);
+  // With `given_back_bytes`, what it would grant once that much of the committed were released.
+  Result<uint64_t> available(int slot, uint64_t given_back_bytes = 0);
 
   // Memory that does not come and go: weights, activations, contexts. No limit applies.
   Status reserve_static(int slot, uint64_t bytes);

@@ -90,7 +90,7 @@ Result<BalloonView> Ledger::balloon_view() {
   for (int slot = 0; slot < kMaxClients; ++slot) {
     if (record(slot).used == 0) continue;
     view.slots.push_back(slot);
-    view.clients.push_back(record(slot));
+    view.clients.push_back(copy_of(record(slot)));
   }
   return view;
 }

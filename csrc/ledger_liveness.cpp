@@ -70,8 +70,8 @@ Result<LedgerUsage> Ledger::usage() {
   const Lock lock(*segment_);
   if (Status status = lock.check(); !status.ok()) return status;
   LedgerUsage usage{capacity_bytes(), page_bytes(), segment_->charged_bytes, {}};
-  for (const ClientRecord& client : segment_->clients) {
-    if (client.used != 0) usage.clients.push_back(client);
+  for (ClientRecord& client : segment_->clients) {
+    if (client.used != 0) usage.clients.push_back(copy_of(client));
   }
   return usage;
 }

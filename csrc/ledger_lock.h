@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstddef>
+#include <cstring>
 #include <ctime>
 #include <vector>
 
@@ -108,6 +110,22 @@ class Ledger::Lock {
   bool room_ = false;
   std::vector<ClientRecord*> asked_;
 };
+
+// A copy; what clients write without the mutex may be of another moment than the rest.
+// REQUIRES: the mutex is held
+inline ClientRecord copy_of(ClientRecord& record) {
+  ClientRecord copy;
+  constexpr size_t begin = offsetof(ClientRecord, spare_bytes);
+  constexpr size_t end = offsetof(ClientRecord, evicted_tokens);
+  const auto* from = reinterpret_cast<const char*>(&record);
+  auto* to = reinterpret_cast<char*>(&copy);
+  std::memcpy(to, from, begin);
+  std::memcpy(to + end, from + end, sizeof(ClientRecord) - end);
+  copy.spare_bytes = std::atomic_ref(record.spare_bytes).load(std::memory_order_relaxed);
+  copy.evictable_bytes = std::atomic_ref(record.evictable_bytes).load(std::memory_order_relaxed);
+  copy.active_ns = std::atomic_ref(record.active_ns).load(std::memory_order_relaxed);
+  return copy;
+}
 
 // One allocation: on a full device this is what a refusal costs.
 inline Status no_room(uint64_t need, uint64_t free, const char* why) {

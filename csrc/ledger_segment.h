@@ -26,8 +26,8 @@ struct ClientRecord {
   uint64_t static_bytes;
   uint64_t min_bytes;
   uint64_t limit_bytes;
-  uint64_t maps;    // written without the mutex, by its client alone
-  uint64_t unmaps;  // likewise
+  uint64_t maps;
+  uint64_t unmaps;
   char name[64];
   uint64_t joined;  // tells the clients of one record apart
 

@@ -9,6 +9,7 @@ void PagePool::add_spares(std::span<const Handle> handles) {
   spares_.insert(spares_.end(), handles.begin(), handles.end());
   std::sort(spares_.begin() + old, spares_.end());
   std::inplace_merge(spares_.begin(), spares_.begin() + old, spares_.end());
+  spare_count_ = spares_.size();
 }
 
 std::vector<Handle> PagePool::remove_spares(size_t count, bool longest) {
@@ -27,20 +28,21 @@ std::vector<Handle> PagePool::remove_spares(size_t count, bool longest) {
     std::fill(part.begin(), part.end(), kNoHandle);
   }
   std::erase(spares_, kNoHandle);
+  spare_count_ = spares_.size();
   std::sort(removed.begin(), removed.end());
   return removed;
 }
 
-Status PagePool::reserve(uint64_t bytes) {
+Status PagePool::reserve(uint64_t bytes, Need need) {
   Status status = client_->reserve(bytes);
-  if (status.code != Code::no_room) return status;
-  client_->give_back_spares(owner_);
+  if (status.code != Code::no_room || need == Need::later) return status;
+  client_->spares().give_back(owner_);
   return client_->reserve(bytes);
 }
 
-Result<std::vector<Handle>> PagePool::create(size_t count) {
+Result<std::vector<Handle>> PagePool::create(size_t count, Need need) {
   const uint64_t bytes = count * client_->page_bytes();
-  if (Status status = reserve(bytes); !status.ok()) return status;
+  if (Status status = reserve(bytes, need); !status.ok()) return status;
   Result<std::vector<Handle>> handles = client_->vmm()->create(count);
   Status outcome = handles.ok() ? client_->commit(bytes) : handles.status();
   if (outcome.ok()) return handles;
@@ -51,21 +53,28 @@ Result<std::vector<Handle>> PagePool::create(size_t count) {
 
 Status PagePool::find_room(size_t count) {
   const uint64_t bytes = count * client_->page_bytes();
-  KV_TRY(reserve(bytes));
+  KV_TRY(reserve(bytes, Need::now));
   return client_->cancel(bytes);
 }
 
-Result<std::vector<Handle>> PagePool::take(size_t count) {
+Result<std::vector<Handle>> PagePool::take_as(size_t count, Need need) {
   const size_t reused = std::min(count, spares_.size());
   std::vector<Handle> handles;
   if (count > reused) {
-    Result<std::vector<Handle>> created = create(count - reused);
+    Result<std::vector<Handle>> created = create(count - reused, need);
     if (!created.ok()) return created;
     handles = std::move(created.value());
   }
   const std::vector<Handle> spares = remove_spares(reused, true);
   handles.insert(handles.begin(), spares.begin(), spares.end());
   return handles;
+}
+
+Status PagePool::fill(size_t count) {
+  Result<std::vector<Handle>> created = create(count, Need::later);
+  if (!created.ok()) return created.status();
+  add_spares(created.value());
+  return {};
 }
 
 Status PagePool::give(std::span<const Handle> handles) {
@@ -100,9 +109,11 @@ Status PagePool::set_watermarks(size_t low, size_t high) {
 }
 
 Result<size_t> PagePool::available_pages() {
-  Result<uint64_t> bytes = client_->available();
+  const size_t own = spare_count_;
+  const uint64_t page = client_->page_bytes();
+  Result<uint64_t> bytes = client_->available(client_->spares().spare_pages(owner_) * page);
   if (!bytes.ok()) return bytes.status();
-  return spares_.size() + bytes.value() / client_->page_bytes();
+  return own + bytes.value() / page;
 }
 
 }  // namespace kvcached

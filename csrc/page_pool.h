@@ -3,8 +3,10 @@
 // one is three quarters of the cost of a map on a GPU) while they are no more than `high`; above
 // that, all but `low` are given back. Under pressure all of them are: PagePool asks the client's
 // other holders of spare pages before it says no_room.
-// Thread rule: the owner's.
+// Thread rule: the owner's, but for what is said to be for any thread.
 #pragma once
+
+#include <atomic>
 
 #include "client.h"
 
@@ -17,7 +19,9 @@ class PagePool {
       : client_(std::move(client)), owner_(owner) {}
 
   // `count` pages, all or none; Code::no_room if the ledger does not grant them.
-  Result<std::vector<Handle>> take(size_t count);
+  Result<std::vector<Handle>> take(size_t count) { return take_as(count, Need::now); }
+  // The same ahead of need: nobody is asked for spare pages.
+  Result<std::vector<Handle>> take_ahead(size_t count) { return take_as(count, Need::later); }
   // Code::no_room unless the ledger would grant `count` pages at this moment. Keeps none.
   Status find_room(size_t count);
   // REQUIRES: taken from here and not mapped. On failure the pages stay in the pool as spares.
@@ -26,22 +30,31 @@ class PagePool {
   Result<size_t> trim(size_t keep);
 
   Status set_watermarks(size_t low, size_t high);
-  size_t spare_pages() const { return spares_.size(); }
-  // Pages that take() would find now.
+  // How many spares are missing up to the low watermark.
+  size_t missing_pages() const { return low_ - std::min(low_, spares_.size()); }
+  // Creates spares ahead of need.
+  Status fill(size_t count);
+  // From any thread.
+  size_t spare_pages() const { return spare_count_; }
+  // Pages that take() would find now. From any thread.
   Result<size_t> available_pages();
 
  private:
+  enum class Need { now, later };
+
   // Takes spares out, runs of adjacent handles together (the backend maps such a run in one call):
   // the longest runs or the shortest, the last of them in part. Ascending.
   // REQUIRES: count <= spare_pages()
   std::vector<Handle> remove_spares(size_t count, bool longest);
   void add_spares(std::span<const Handle> handles);
-  Status reserve(uint64_t bytes);
-  Result<std::vector<Handle>> create(size_t count);
+  Result<std::vector<Handle>> take_as(size_t count, Need need);
+  Status reserve(uint64_t bytes, Need need);
+  Result<std::vector<Handle>> create(size_t count, Need need);
 
   const std::shared_ptr<Client> client_;
   const SpareHolder* const owner_;
-  std::vector<Handle> spares_;  // ascending
+  std::vector<Handle> spares_;           // ascending
+  std::atomic<size_t> spare_count_ = 0;  // of spares_
   size_t low_ = 0;
   size_t high_ = 0;
 };

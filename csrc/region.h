@@ -5,6 +5,8 @@
 // Thread rule: the owner's; the last reference may be dropped on any thread.
 #pragma once
 
+#include <atomic>
+
 #include "address_space.h"
 #include "vmm.h"
 
@@ -35,6 +37,7 @@ class Region {
 
   uint64_t address() const { return address_; }
   uint64_t bytes() const { return bytes_; }
+  // From any thread.
   uint64_t mapped_pages() const { return mapped_pages_; }
   const MapCounters& counters() const { return counters_; }
   const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
@@ -68,7 +71,7 @@ class Region {
   const uint64_t bytes_;
   std::vector<Handle> handles_;   // by page; kNoHandle is a hole
   std::vector<Handle> stranded_;  // of nobody else, and not mapped
-  uint64_t mapped_pages_ = 0;
+  std::atomic<uint64_t> mapped_pages_ = 0;
   MapCounters counters_;
 };
 

@@ -1,36 +1,15 @@
 #include "wake_thread.h"
 
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <csignal>
 #include <system_error>
 
 #include "futex.h"
+#include "signals_blocked.h"
 
 namespace kvcached {
-
-namespace {
-
-// No signal of the process is handled by a thread that is started while this lives.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
-
-}  // namespace
 
 Result<std::unique_ptr<WakeThread>> WakeThread::start(uint32_t* word, uint32_t seen) {
   const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);

@@ -97,7 +97,12 @@ class Ledger:
 class Client:
     @staticmethod
     def open(
-        ledger: Ledger, device: str, name: str, min_bytes: int, limit_bytes: int | None
+        ledger: Ledger,
+        device: str,
+        name: str,
+        min_bytes: int,
+        limit_bytes: int | None,
+        background: bool,
     ) -> Client: ...
     def available_bytes(self) -> int: ...
     def record(self) -> ClientRecord: ...

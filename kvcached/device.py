@@ -145,20 +145,24 @@ class Device:
         min_bytes: int = 0,
         limit_bytes: int | None = None,
         shrink_policy: ShrinkPolicy = spares_then_idle_caches,
+        background: bool = True,
     ) -> Client:
         """Registers this process in the ledger; the client's memory dies with it.
 
         `min_bytes` are guaranteed, `limit_bytes` bounds its pages; `shrink_policy` says whom it
-        asks for memory when it waits for some. Raises NoRoomError if the minimum is not free,
-        TooManyClientsError, DeviceGoneError; on `cuda:N` UnknownDeviceError if there is no such
-        GPU, AlignmentError if page_bytes is not the driver's granularity times a power of two,
-        ForkedClientError in the child of a process that had used CUDA.
+        asks for memory when it waits for some. `background` allows a thread, which starts with the
+        first low watermark above 0 and keeps spare pages between their watermarks
+        (`KVCache.set_premapped_pages`); without it the client's own calls do. Raises NoRoomError if
+        the minimum is not free, TooManyClientsError, DeviceGoneError; on `cuda:N`
+        UnknownDeviceError if there is no such GPU, AlignmentError if page_bytes is not the driver's
+        granularity times a power of two, ForkedClientError in the child of a process that had used
+        CUDA.
         """
         ledger = self._open_ledger()
         not_negative("min_bytes", min_bytes)
         if limit_bytes is not None:
             not_negative("limit_bytes", limit_bytes)
-        core = _core.Client.open(ledger, self.name, name, min_bytes, limit_bytes)
+        core = _core.Client.open(ledger, self.name, name, min_bytes, limit_bytes, background)
         return Client(core, ledger.page_bytes, shrink_policy)
 
     def set_limit(
@@ -167,9 +171,10 @@ class Device:
         """Bounds the pages of a client of any process, found by name or pid; None lifts the limit.
 
         It governs the client's next reservation. Below what is held it stops growth and the client
-        is asked to shrink to it (`Client.shrink_request`). `pid` tells clients of one name apart.
-        Raises UnknownClientError, AmbiguousClientError, InvalidArgumentError below the client's
-        minimum.
+        is asked to shrink to it (`Client.shrink_request`); pages without a live block go within
+        0.1 s if the client's thread runs (`KVCache.set_premapped_pages`). `pid` tells clients of
+        one name apart. Raises UnknownClientError, AmbiguousClientError, InvalidArgumentError below
+        the client's minimum.
         """
         if limit_bytes is not None:
             not_negative("limit_bytes", limit_bytes)

@@ -23,7 +23,7 @@ _EVERYTHING = 2**63 - 1
 
 
 class KVCache:
-    """Made by `Client.alloc_kvcache`; used from one thread.
+    """Made by `Client.alloc_kvcache`; used from one thread. Spare pages may be kept by another.
 
     Block b holds the tokens from b * block_tokens on, in every buffer. Blocks below
     `reserved_blocks` are never handed out and always mapped: padding may be written there.
@@ -158,8 +158,9 @@ class KVCache:
     def available_blocks(self) -> int:
         """Blocks that alloc_kv would grant now.
 
-        Free blocks on mapped pages, and those on pages that the ledger would grant this client
-        (its limit and the others' minimums counted); spare pages of other caches not counted.
+        Free blocks on mapped pages, those on pages that the ledger would grant this client (its
+        limit and the others' minimums counted), and those on spare pages that the client's other
+        caches would give back. While the client's thread moves pages it may be off by one batch.
         """
         return self._core.available_blocks()
 
@@ -197,24 +198,32 @@ class KVCache:
     def set_premapped_pages(self, low: int, high: int) -> None:
         """Keeps pages mapped ahead of need, in whole slabs; alloc_kv takes them without the driver.
 
-        When a free leaves more than `high` without a live block, all but `low` are unmapped;
-        `refill` maps up to `low`. They count as reserved, like spare pages, and go back at once in
-        `trim`, when the client's limit falls below what it holds, and when another cache, tensor or
-        static lease of this client would not find room. Default: 0, 0.
+        When a free leaves more than `high` without a live block, all but `low` are unmapped; below
+        `low` pages are mapped again. A thread of the client does both, unless it was opened with
+        `background=False`: then `free_kv` unmaps, and `refill` maps. It starts with the first `low`
+        above 0, never calls Python, and takes pages only while a sixteenth of the device stays free
+        (its own minimum aside); below a thirty-second, or when anybody waits for memory, it gives
+        all spare pages back.
+
+        They count as reserved, like spare pages, and go back at once in `trim`, when the client's
+        limit falls below what it holds (within 0.1 s if another process lowers it, by the thread),
+        and when another cache, tensor or static lease of this client would not find room; after
+        that the thread maps none for a while. Default: 0, 0.
         """
         self._core.set_mapped_spares(not_negative("low", low), not_negative("high", high))
 
     def refill(self) -> int:
         """Maps pages ahead of need up to the low watermark, as far as there is room.
 
-        For an engine's idle moments, so that its busy ones wait for no mapping. Returns the pages
-        that were mapped.
+        For the idle moments of an engine without a thread of kvcached's. Asks no other cache for
+        its spare pages. Returns the pages that were mapped.
         """
         return self._core.refill()
 
     def set_spare_pages(self, low: int, high: int) -> None:
         """Keeps unmapped pages for reuse: up to `high`; above that all but `low` are given back.
 
+        Below `low` the client's thread creates them, as in `set_premapped_pages`.
         Spare pages count as reserved and are not available to other clients; when this client needs
         room elsewhere they go back as premapped ones do. Default: 0, 0.
         """

@@ -55,5 +55,6 @@ void test_kv_allocator();
 // On pages of kPage bytes of this device.
 void test_region(const std::string& device);
 void test_kv_cache(const std::string& device);
+void test_spare_keeper(const std::string& device);
 
 }  // namespace kvcached::testing

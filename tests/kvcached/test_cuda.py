@@ -30,7 +30,7 @@ def device_name() -> str:
 @pytest.fixture
 def client(device: Device, libcuda: LibCuda) -> Iterator[Client]:
     used_before = libcuda.used_bytes()
-    with device.client("test") as opened:
+    with device.client("test", background=False) as opened:
         yield opened
         libcuda.pass_all()
     assert libcuda.used_bytes() == used_before

@@ -238,7 +238,7 @@ def test_spare_pages_of_one_pool_are_the_others(client: Client, group: KVCacheGr
     """What a window leaves behind is kept for reuse, and goes where it is needed."""
     client.set_limit(group.mapped_bytes() + 6 * WINDOW_QUANTUM)
     pages = 6 * WINDOW_QUANTUM // PAGE
-    group["window"].set_spare_pages(pages, pages)
+    group["window"].set_spare_pages(0, pages)
     ids = group.alloc_kv({"window": 6 * SLAB_BLOCKS})
     assert ids is not None
     assert group.alloc_kv({"full": SLAB_BLOCKS}) is None

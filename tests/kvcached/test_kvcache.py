@@ -18,7 +18,7 @@ QUANTUM = TINY.quantum_bytes(PAGE)
 
 @pytest.fixture
 def client(device: Device):  # type: ignore[no-untyped-def]
-    with device.client("test") as opened:
+    with device.client("test", background=False) as opened:
         yield opened
 
 

@@ -35,7 +35,7 @@ class KvMachine(RuleBasedStateMachine):
         self.device = Device.open(
             self.DEVICE, capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=self.namespace
         )
-        self.client = self.device.client("subject")
+        self.client = self.device.client("subject", background=False)
         self.kv = self.client.alloc_kvcache(LAYOUT, 10 * LAYOUT.slab_tokens(PAGE))
         self.buffers = [
             as_array(view(layer))

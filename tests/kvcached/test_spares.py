@@ -18,7 +18,7 @@ SLABS = CAPACITY // QUANTUM
 
 @pytest.fixture
 def client(device: Device) -> Iterator[Client]:
-    with device.client("test") as opened:
+    with device.client("test", background=False) as opened:
         yield opened
 
 

@@ -74,7 +74,7 @@ def stream(new_stream: NewStream) -> Stream:
 
 @pytest.fixture
 def client(device: Device, stream: Stream) -> Iterator[Client]:
-    with device.client("test") as opened:
+    with device.client("test", background=False) as opened:
         opened.set_streams([stream.handle], max_wait_s=0.02)
         yield opened
         opened.set_streams([])

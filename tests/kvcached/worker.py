@@ -180,6 +180,10 @@ def touch_hole(device: Device, when: str) -> None:
     say("read", keys[-1 if when == "never" else 0, 0, 0])
 
 
+def set_limit(device: Device, name: str, limit_bytes: str) -> None:
+    device.set_limit(name, int(limit_bytes))
+
+
 def open_as_nobody(device: Device) -> None:
     """Says which error another user gets."""
     import os
