@@ -4,9 +4,10 @@
 
 A slab row of `pages` pages in each of 2 x layers buffers is mapped and unmapped: by kvcached in one
 alloc_kv and free_kv; by one call per page and buffer on a virtual tensor; and by raw mmap calls of
-the same runs (map over PROT_NONE, then PROT_NONE over the map) with no bookkeeping at all. Measured
-on a fresh cache, and again after random allocations and frees. Spare pages are kept, so that no
-page is created or given back to the OS, which raw mmap does not do either.
+the same runs (map over PROT_NONE, then PROT_NONE over the map) from C++, with no bookkeeping at
+all. Nothing touches the pages, in either. Measured on a fresh cache, and again after random
+allocations and frees. Spare pages are kept, so that no page is created or given back to the OS,
+which raw mmap does not do either.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import argparse
 import ctypes
 import os
 import random
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from devices import bench_client
@@ -25,41 +30,36 @@ from pairs import measure
 from kvcached import Client, KVCache, Layout
 
 PAGE_BYTES = 64 << 10
-MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 1, 2, 0x10, 0x20, 0x4000
-PROT_READ_WRITE = 3
-PAGES = PROT_READ_WRITE, MAP_SHARED | MAP_FIXED
-RESERVATION = 0, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
-HOLE = 0, RESERVATION[1] | MAP_FIXED
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-
-
-def mmap(address: int | None, size: int, how: tuple[int, int], fd: int, offset: int) -> int:
-    """`how`: protection and flags."""
-    found = libc.mmap(address, size, *how, fd, offset)
-    if found is None or found == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "mmap")
-    return int(found)
 
 
 class RawRuns:
-    """mmap of one run per buffer, and nothing else."""
+    """mmap of one run per buffer, in C++, and nothing else."""
 
-    def __init__(self, buffers: int, pages: int) -> None:
-        self.run_bytes, self.stride = pages * PAGE_BYTES, 4 * pages * PAGE_BYTES
-        self.buffers = buffers
+    def __init__(self, folder: Path, buffers: int, pages: int) -> None:
+        library = load_raw_runs(folder)
+        self.call = library.round_trip
+        self.buffers, self.run_bytes = buffers, pages * PAGE_BYTES
+        self.stride = 4 * self.run_bytes
         self.fd = os.memfd_create("bench")
         os.ftruncate(self.fd, buffers * self.run_bytes)
-        self.start = mmap(None, buffers * self.stride, RESERVATION, -1, 0)
+        self.start = library.reserve(buffers * self.stride)
 
     def round_trip(self) -> None:
-        size = self.run_bytes
-        for n in range(self.buffers):
-            at = self.start + n * self.stride
-            mmap(at, size, PAGES, self.fd, n * size)
-        for n in range(self.buffers):
-            mmap(self.start + n * self.stride, size, HOLE, -1, 0)
+        if not self.call(self.fd, self.start, self.stride, self.run_bytes, self.buffers):
+            raise SystemExit("mmap failed")
+
+
+def load_raw_runs(folder: Path) -> ctypes.CDLL:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise SystemExit("this benchmark takes a C++ compiler; install one")
+    path = folder / "raw_runs.so"
+    source = Path(__file__).parent / "raw_runs.cpp"
+    subprocess.run([compiler, "-O3", "-shared", "-fPIC", str(source), "-o", path], check=True)
+    library = ctypes.CDLL(str(path))
+    library.reserve.argtypes, library.reserve.restype = [ctypes.c_uint64], ctypes.c_uint64
+    library.round_trip.argtypes = [ctypes.c_int, *[ctypes.c_uint64] * 3, ctypes.c_int]
+    return library
 
 
 def in_one_call(kv: KVCache, blocks: int) -> Callable[[], None]:
@@ -102,7 +102,7 @@ def age(kv: KVCache, steps: int, slab_blocks: int) -> None:
         kv.free_kv(ids)
 
 
-def report(client: Client, options: argparse.Namespace) -> None:
+def report(client: Client, folder: Path, options: argparse.Namespace) -> None:
     layout = Layout(num_layers=options.layers, num_kv_heads=8, head_dim=128, block_tokens=16)
     buffers, per_call = layout.num_buffers, layout.num_buffers * options.pages
     slab_blocks = layout.slab_tokens(PAGE_BYTES) // layout.block_tokens
@@ -111,7 +111,7 @@ def report(client: Client, options: argparse.Namespace) -> None:
     kv = client.alloc_kvcache(layout, tokens, reserved_blocks=0)
     kv.set_spare_pages(2 * per_call, 2 * per_call)
     batched = in_one_call(kv, slabs * slab_blocks)
-    raw = RawRuns(buffers, options.pages)
+    raw = RawRuns(folder, buffers, options.pages)
     single = page_by_page(client, buffers, options.pages)
     for state in ("fresh", f"after {options.aging} random calls"):
         if state != "fresh":
@@ -133,8 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=15, help="timings of each")
     parser.add_argument("--aging", type=int, default=10_000, help="random calls in between")
     options = parser.parse_args(arguments)
-    with bench_client(PAGE_BYTES) as client:
-        report(client, options)
+    with bench_client(PAGE_BYTES) as client, tempfile.TemporaryDirectory() as folder:
+        report(client, Path(folder), options)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,8 @@ void SpareKeeper::run() {
 Tended SpareKeeper::step(const Slack& slack) {
   const std::lock_guard lock(step_mutex_);
   const Clock::time_point now = Clock::now();
-  if (pressed_.exchange(false)) back_off(now);
+  const bool newly_scarce = slack.scarce && now >= fill_after_;
+  if (pressed_.exchange(false) || newly_scarce) back_off(now);
   const bool may_fill = now >= fill_after_;
   if (may_fill) deaf_ = false;
   std::vector<SpareHolder*> holders;
