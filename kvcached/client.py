@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, overload
 
@@ -78,6 +78,21 @@ class Client:
     def set_min(self, min_bytes: int) -> None:
         """Guarantees pages: no other client can take them. NoRoomError if they are not free."""
         self._core.set_min(not_negative("min_bytes", min_bytes))
+
+    def set_streams(self, handles: Sequence[int], max_wait_s: float = 1.0) -> None:
+        """Names the streams that the engine's work runs on; nothing is unmapped under that work.
+
+        `handles` are CUstreams on a GPU (`torch.cuda.Stream.cuda_stream`; 0 is the default stream)
+        and those of `kvcached.testing.HostStream` on a host device. From then on `free_kv` is
+        called after the last work on its blocks was submitted, and the pages stay mapped and
+        charged until everything submitted before is done. The blocks may be
+        handed out again at once; with several streams it is the engine that orders work on one
+        block. `trim`, unmapping and closing wait for the streams, at most `max_wait_s` each.
+        The streams outlive the client, or `set_streams([])` comes first. Not during the capture of
+        a graph, as nothing here. Without streams, the default, pages go at once: an engine on a
+        GPU then synchronises before it frees.
+        """
+        self._core.set_streams(list(handles), patience("max_wait_s", max_wait_s))
 
     def reserve_static(self, size_bytes: int, what: str, *, wait_s: float = 0.0) -> StaticLease:
         """Leases memory outside of kvcached (torch's, say) before it is allocated.
