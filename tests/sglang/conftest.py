@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 import kvcached
@@ -35,10 +36,14 @@ def config_of(run_dir: Path, capacity_bytes: int, chunk_tokens: int = 64) -> Clu
 
 
 @contextlib.contextmanager
-def opened_device(capacity_bytes: int, chunk_tokens: int = 64) -> Iterator[DeviceUnderTest]:
+def opened_device(
+    capacity_bytes: int, chunk_tokens: int = 64, weight_store: str = ""
+) -> Iterator[DeviceUnderTest]:
     """A device with a nursery and no engine yet; asserts that nothing of it stays."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = config_of(Path(directory), capacity_bytes, chunk_tokens)
+        engine = msgspec.structs.replace(config.engine, weight_store=weight_store)
+        config = msgspec.structs.replace(config, engine=engine)
         ledger = kvcached.Device.open(
             DEVICE,
             capacity_bytes=capacity_bytes,

@@ -14,7 +14,28 @@ from prism.models import tiny
 from prism.models.hugging_face import import_transformers
 from prism.models.store import default_directory, prepare
 
-RECIPES = {m.name: m for m in tiny.TINY_MODELS}
+# Mixture of experts, which SGLang's loaders fuse.
+MOE = tiny.TinyModel(
+    name="tiny-qwen3-moe",
+    model_type="qwen3_moe",
+    summary="Qwen3-MoE, random weights",
+    context_length=512,
+    settings={
+        "vocab_size": 1408,
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "moe_intermediate_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
+)
+RECIPES = {m.name: m for m in (*tiny.TINY_MODELS, MOE)}
 LLAMA, QWEN3, GPT2 = tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name
 
 

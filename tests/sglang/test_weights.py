@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from prism.engines.core import EngineContext
 from prism.errors import ActivationError, SelfCheckError
 from prism.messages import Activate
 from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
-from tests.sglang.models import GPT2, LLAMA, QWEN3, spec_of
+from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
 
 pytestmark = pytest.mark.sglang
 CAPACITY_BYTES = 256 << 20
@@ -119,3 +120,16 @@ def test_weights_larger_than_the_specification_said_need_room_too(core: Any) -> 
             core.activate(Activate(told))
         assert refused.value.missing_bytes == lacking
     core.activate(Activate(told))
+
+
+def test_a_checkpoint_that_lacks_a_matrix_is_refused(core: Any, tmp_path: Path) -> None:
+    """SGLang's Qwen3-MoE does not heed tie_word_embeddings and would answer with token 0."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "model"
+    shutil.copytree(path_of(MOE.name), path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ActivationError, match=r"no values for lm_head.weight"):
+        core.activate(Activate(msgspec.structs.replace(spec_of(MOE.name), path=str(path))))

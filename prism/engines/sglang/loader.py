@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from kvcached.errors import WeightFileError, WeightMismatchError
 from prism.engines.sglang.memory import EngineMemory, active_memory
 from prism.engines.sglang.weights import ModelWeights
-from prism.errors import SelfCheckError
+from prism.errors import ActivationError, SelfCheckError
 
 log = logging.getLogger("prism.engine")
 
@@ -83,6 +83,7 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         post-processing leaves them as they are, may be copied instead of loaded from then on."""
         before = {name: tensor.clone() for name, tensor in others(model)}
         self.load_weights_only(model, self._get_all_weights(model_config, model), device)
+        check_written(model)
         is_plain = _same(before, dict(others(model)))
         loaded = weights.checksum() if is_plain else 0
         self.postprocess_weights(model, device)
@@ -141,6 +142,20 @@ def check(model: nn.Module, weights: ModelWeights) -> None:
     lost = [name for name, tensor in others(model) if tensor.is_meta]
     if lost:
         raise SelfCheckError(f"tensors without memory after loading ({_some(lost)})")
+
+
+def check_written(model: nn.Module) -> None:
+    """Raises ActivationError for matrices that loading left as they were: zero, as new pages are.
+
+    SGLang itself does not miss what a checkpoint lacks, and would serve nonsense.
+    """
+    matrices = ((n, p) for n, p in model.named_parameters() if p.dim() > 1)
+    empty = [name for name, p in matrices if not (p.flatten()[:4096].any() or p.any())]
+    if empty:
+        raise ActivationError(
+            f"the files give no values for {_some(empty)}; tied embeddings of this architecture"
+            " may not be supported: save the checkpoint with every tensor it needs"
+        )
 
 
 def others(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
