@@ -1,13 +1,14 @@
 """Activation of a model on a warm engine, against a cold start of the stock engine.
 
     python bench/activation.py [--model DIR] [--pairs 3] [--capacity 4GiB] [--page 2MiB]
-        [--context 2048] [--neighbour DIR] [--seconds 6]
+        [--context 2048] [--neighbour DIR] [--seconds 6] [--rate 500MiB]
 
 Both are timed on the clock until the model has given two greedy tokens, in turn, in one run, with
 the model's files in the page cache. Stock: `sglang.Engine` in a new process, on the same CPU paths,
 its weights and KV in torch's memory. Warm: a process that has imported the engine once and has
-served before; its stages are listed. With --neighbour (a second model) another process decodes that
-one all the while: its time per token before, during and after an activation.
+served this model before, so that its weights are in the store; its stages are listed. With
+--neighbour (a second model) another process decodes that one all the while: its time per token
+before, during and after an activation, which copies at most --rate bytes per second.
 
 Models: `prism-models prepare smollm2-135m tiny-llama` (0.54 GB and 17 MB of float32).
 """
@@ -275,7 +276,7 @@ def spec_of(path: Path, context_length: int) -> ModelSpec:
     )
 
 
-def config_of(capacity: str, page: str, run_dir: str) -> ClusterConfig:
+def config_of(capacity: str, page: str, rate: str | None, run_dir: str) -> ClusterConfig:
     capacity_bytes, page_bytes = parse_size(capacity, "--capacity"), parse_size(page, "--page")
     return ClusterConfig(
         namespace=f"bench{uuid4().hex[:10]}",
@@ -284,7 +285,11 @@ def config_of(capacity: str, page: str, run_dir: str) -> ClusterConfig:
         policy="prism",
         devices=[DeviceConfig(DEVICE, capacity_bytes, page_bytes, 2)],
         models=[],
-        engine=EngineConfig(static_bytes=1 << 20),
+        engine=EngineConfig(
+            static_bytes=1 << 20,
+            weight_store=f"{run_dir}/weights",
+            load_bytes_per_s=parse_size(rate, "--rate") if rate else None,
+        ),
     )
 
 
@@ -306,6 +311,7 @@ def main() -> None:
     parser.add_argument("--capacity", default="4GiB")
     parser.add_argument("--page", default="2MiB")
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--rate", default=None)
     parser.add_argument("--seconds", type=float, default=6.0)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -316,8 +322,8 @@ def main() -> None:
     preload()
     gc.collect()
     gc.freeze()
-    with tempfile.TemporaryDirectory() as run_dir:
-        config = config_of(options.capacity, options.page, run_dir)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as run_dir:
+        config = config_of(options.capacity, options.page, options.rate, run_dir)
         try:
             if options.neighbour is not None:
                 other = spec_of(options.neighbour, options.context)
