@@ -41,6 +41,7 @@ from prism.agent.turns import Turns
 from prism.config import ClusterConfig
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages import ActionResult, AgentReport
+from prism.policies import registry
 from prism.queueing import RequestQueue
 from prism.scheduler.local import Limits, LocalScheduler
 
@@ -91,7 +92,8 @@ class Agent:
         self._reclaimer = Reclaimer(self._state, self._device, self._link)
         port = DevicePort(self._state, self._device, self._reclaimer)
         limits = Limits(prefill_chunk_tokens=self._config.engine.prefill_chunk_tokens)
-        scheduler = LocalScheduler(port, limits)
+        policy = registry.live(self._config.policy)
+        scheduler = LocalScheduler(port, limits, policy.order)
         self._mirror = Mirror(scheduler, lambda: time.time() - time.monotonic())
         self._lease = Lease(
             queue=self._queue,

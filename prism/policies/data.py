@@ -5,14 +5,19 @@ All times are seconds on one clock chosen by the caller (`now_s`), all sizes byt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prism.policies.placement import Placement
+from prism.policies.queues import VirtualQueue
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A waiting request as the local scheduler sees it (Prism §6.3).
 
-    deadline_s = arrival + TTFT SLO; prefill_s = prompt tokens / the model's prefill speed.
+    deadline_s = arrival + TTFT SLO; prefill_s = prompt tokens / the model's prefill speed;
+    ready_in_s: what is left of its model's activation.
     """
 
     id: str
@@ -20,6 +25,7 @@ class Job:
     arrival_s: float
     deadline_s: float
     prefill_s: float
+    ready_in_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,10 @@ class ModelView:
     it is brought up on another one).
     wanted: to be resident although no request waits (initial placement, lost with its device).
     barred: devices where its activation failed a moment ago and is not tried again yet.
+    tp: tensor-parallel degree; weight_bytes, token_bytes and kv_floor_bytes are of the whole model,
+    one part in `tp` on each of its devices: `device` holds rank 0, `peers` the others in order.
+    startup_s: device -> estimated seconds until it could serve there; empty: not known.
+    A model with several replicas has a view for each of them, under the same name.
     """
 
     name: str
@@ -62,6 +72,9 @@ class ModelView:
     static_share: float | None = None
     wanted: bool = False
     barred: tuple[str, ...] = ()
+    tp: int = 1
+    peers: tuple[str, ...] = ()
+    startup_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,8 @@ class GpuView:
     """A device. free_bytes: capacity minus everything reserved now (weights, floors, KV).
 
     fixed_bytes: held by nothing in `ClusterView.models`. engines_free: engines that could take a
-    model now; `alive`: its agent answers, so that models can be activated on it.
+    model now; `alive`: its agent answers, so that models can be activated on it. `node`: devices of
+    one node have fast links; a tensor-parallel model stays within one.
     """
 
     name: str
@@ -79,16 +93,21 @@ class GpuView:
     engines_free: int = 0
     engines_total: int = 0
     alive: bool = True
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """`rebalance`: the scheduling interval has passed, so that models may be moved (§6.2)."""
+    """`rebalance`: the scheduling interval has passed, so that models may be moved (§6.2).
+    target: what the policy's placement search found last, for policies that have one; queues: the
+    devices' virtual queues, for policies that assign requests."""
 
     now_s: float
     models: tuple[ModelView, ...]
     gpus: tuple[GpuView, ...]
     rebalance: bool = True
+    target: Placement | None = None
+    queues: tuple[VirtualQueue, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +129,20 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
+    """peers: the devices of ranks 1 and up of a tensor-parallel model. kv_limit_bytes: the most KV
+    memory it may hold per device."""
+
     model: str
     device: str
     reason: str
     kv_limit_bytes: int | None = None
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
+    """`device`: of rank 0; the peers follow."""
+
     model: str
     device: str
     reason: str
@@ -125,10 +150,13 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
+    """`source`, `target`: the devices of rank 0; peers: where the other ranks go."""
+
     model: str
     source: str
     target: str
     reason: str
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

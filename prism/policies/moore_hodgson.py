@@ -16,11 +16,17 @@ from prism.policies.data import Job, Order
 def order(jobs: Iterable[Job], now_s: float, busy_s: float = 0.0) -> Order:
     """Split `jobs` into the largest on-time set, earliest deadline first, and the late ones.
 
-    busy_s: prefill work in flight, before which none of them can start. Late jobs come oldest
-    first. Ties go by deadline, arrival, id, so the same jobs always give the same order.
-    O(n log n).
+    busy_s: prefill work in flight, before which none of them can start. A job that could not be on
+    time even alone is late at once; an activation delays only its own model, so it decides no more
+    than that, and takes no time from the others. Late jobs come oldest first. Ties go by deadline,
+    arrival, id, so the same jobs always give the same order. O(n log n).
     """
-    by_deadline = sorted(jobs, key=lambda job: (job.deadline_s, job.arrival_s, job.id))
+    alone: list[Job] = []
+    late: list[Job] = []
+    for job in jobs:
+        in_time = now_s + job.ready_in_s + job.prefill_s <= job.deadline_s
+        (alone if in_time else late).append(job)
+    by_deadline = sorted(alone, key=lambda job: (job.deadline_s, job.arrival_s, job.id))
     end_s = now_s + busy_s
     longest_first: list[tuple[float, int]] = []
     removed: set[int] = set()
@@ -32,7 +38,5 @@ def order(jobs: Iterable[Job], now_s: float, busy_s: float = 0.0) -> Order:
             end_s += negative_s
             removed.add(longest)
     on_time = tuple(job for index, job in enumerate(by_deadline) if index not in removed)
-    late = sorted(
-        (by_deadline[index] for index in removed), key=lambda job: (job.arrival_s, job.id)
-    )
-    return Order(on_time, tuple(late))
+    late.extend(by_deadline[index] for index in removed)
+    return Order(on_time, tuple(sorted(late, key=lambda job: (job.arrival_s, job.id))))

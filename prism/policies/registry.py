@@ -6,40 +6,94 @@ simulator's engines have everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from prism.errors import ConfigError
-from prism.policies import prism, static
-from prism.policies.data import Action, ClusterView, Settings
+from prism.policies import fcfs, moore_hodgson, prism, static
+from prism.policies.data import Action, ClusterView, Job, Order, Settings
+from prism.policies.placement import Search
+from prism.policies.queues import Assign
+from prism.policies.steps import StepControl
 
 ADMISSION_ORDER = "admission order"  # requests start in the order that the policy gives
 ELASTIC_MEMORY = "elastic memory"  # KV pages are mapped while used and returned afterwards
 KV_LIMIT = "KV limit"  # an engine's KV memory can be capped
 STEP_CONTROL = "step control"  # the policy decides which model's step runs next
 SM_SHARES = "SM shares"  # models get fractions of a device's compute
+UNIFIED_KV = "unified KV blocks"  # models of a device share one pool of blocks
+PLACEMENT_SEARCH = "placement search"  # profiles and recent requests feed a search for a placement
+VIRTUAL_QUEUES = "virtual queues"  # requests are bound to devices before their model is there
 
-ALL_NEEDS = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT, STEP_CONTROL, SM_SHARES})
+ALL_NEEDS = frozenset(
+    {
+        ADMISSION_ORDER,
+        ELASTIC_MEMORY,
+        KV_LIMIT,
+        STEP_CONTROL,
+        SM_SHARES,
+        UNIFIED_KV,
+        PLACEMENT_SEARCH,
+        VIRTUAL_QUEUES,
+    }
+)
 LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT})
 """What the engines of the live system offer."""
 
 
+class KvBlocks(Enum):
+    """How co-located models share KV memory; what it costs is `prism/policies/kv_blocks.py`."""
+
+    PAGES = "pages"  # each model's own blocks on common pages (Prism §5.1)
+    OWN = "own"  # a fixed space for each model
+    HEADWISE = "headwise"  # one pool of blocks of one attention head each (MuxServe §3.4)
+    MERGED = "merged"  # one pool of blocks of the largest model's size (SeaLLM §4.4)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`plan` is pure: one view in, the actions to start now out. A policy that never `evicts`
-    keeps every model resident."""
+    """Every member is pure: frozen data in, actions and orders out.
+
+    plan: the actions to start now. A policy that never `evicts` keeps every model resident.
+    order: a device's waiting requests, for admission. search: finds `ClusterView.target` before
+    anything starts, and again after each replacement interval where next_interval is given:
+    (last interval, real, estimated performance) -> the next interval in seconds.
+    steps: decides over each step of co-located engines; None: they compute side by side, each
+    free to take the whole device (Prism §7.1, MPS at 100 %).
+    assign: binds waiting requests to devices instead of to their model's device.
+    restarts_engine: an activation starts a new engine process instead of reusing one.
+    """
 
     name: str
     plan: Callable[[ClusterView, Settings], tuple[Action, ...]]
     needs: frozenset[str]
     evicts: bool = True
+    order: Callable[[Iterable[Job], float, float], Order] = fcfs.order
+    search: Search | None = None
+    next_interval: Callable[[float, float, float], float] | None = None
+    steps: StepControl | None = None
+    assign: Assign | None = None
+    kv_blocks: KvBlocks = KvBlocks.PAGES
+    restarts_engine: bool = False
 
 
 _POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("prism", prism.plan, frozenset({ADMISSION_ORDER, ELASTIC_MEMORY})),
-        Policy("static", static.plan, frozenset({ADMISSION_ORDER, KV_LIMIT}), evicts=False),
+        Policy(
+            "prism",
+            prism.plan,
+            frozenset({ADMISSION_ORDER, ELASTIC_MEMORY}),
+            order=moore_hodgson.order,
+        ),
+        Policy(
+            "static",
+            static.plan,
+            frozenset({ADMISSION_ORDER, KV_LIMIT}),
+            evicts=False,
+            kv_blocks=KvBlocks.OWN,
+        ),
     )
 }
 

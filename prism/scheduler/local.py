@@ -7,11 +7,11 @@ to the engines only what starts at once; engines have no waiting queue of their 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from prism.policies import moore_hodgson
 from prism.policies.data import Job, Order
-from prism.policies.moore_hodgson import order
 from prism.ports import EnginePort, EngineView
 from prism.scheduler.room import Room, Verdict
 
@@ -61,11 +61,18 @@ class _Choice:
 
 
 class LocalScheduler:
-    """Not thread-safe. Every request added is dispatched or removed, never dropped."""
+    """Not thread-safe. Every request added is dispatched or removed, never dropped. `order`: the
+    policy's (jobs, now_s, prefill work in flight in s) -> Order."""
 
-    def __init__(self, engines: EnginePort, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        engines: EnginePort,
+        limits: Limits | None = None,
+        order: Callable[[Iterable[Job], float, float], Order] = moore_hodgson.order,
+    ) -> None:
         self._engines = engines
         self._limits = limits or Limits()
+        self._policy_order = order
         self._waiting: dict[str, Waiting] = {}
         self._order = Order((), ())
         self._ordered_at_s = float("-inf")
@@ -124,8 +131,9 @@ class LocalScheduler:
         if not (self._changed or old or present != self._ordered_for):
             return
         by_model = {view.model: view for view in views}
-        served = [r for r in self._waiting.values() if r.model in by_model]
-        self._order = _order(served, by_model, now_s)
+        jobs = [_job(r, by_model[r.model]) for r in self._waiting.values() if r.model in by_model]
+        busy_s = sum(view.pending_prefill_s for view in views)
+        self._order = self._policy_order(jobs, now_s, busy_s)
         self._ordered_at_s, self._ordered_for, self._changed = now_s, present, False
 
     def _sequence(self) -> Iterator[Waiting]:
@@ -212,21 +220,13 @@ class LocalScheduler:
         return by_model
 
 
-def _order(waiting: Collection[Waiting], views: dict[str, EngineView], now_s: float) -> Order:
-    """Requests that could not be on time even alone are late at once; work in flight delays all.
-
-    An activation delays only its own model, so it decides whether a request of it can be on time
-    at all, and takes no time from the others.
-    """
-    jobs: list[Job] = []
-    hopeless: list[Job] = []
-    for request in waiting:
-        view = views[request.model]
-        prefill_s = request.prompt_tokens / view.prefill_tokens_per_s
-        job = Job(request.id, request.model, request.arrival_s, request.deadline_s, prefill_s)
-        in_time = now_s + view.ready_in_s + prefill_s <= request.deadline_s
-        (jobs if in_time else hopeless).append(job)
-    busy_s = sum(view.pending_prefill_s for view in views.values())
-    found = order(jobs, now_s, busy_s)
-    late = sorted([*found.late, *hopeless], key=lambda job: (job.arrival_s, job.id))
-    return Order(found.on_time, tuple(late))
+def _job(request: Waiting, view: EngineView) -> Job:
+    prefill_s = request.prompt_tokens / view.prefill_tokens_per_s
+    return Job(
+        request.id,
+        request.model,
+        request.arrival_s,
+        request.deadline_s,
+        prefill_s,
+        view.ready_in_s,
+    )

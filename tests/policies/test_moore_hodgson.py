@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from random import Random
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from prism.policies import fcfs
 from prism.policies.data import Job, Order
 from prism.policies.moore_hodgson import order
 
@@ -103,6 +105,18 @@ def test_partition_is_complete_sorted_and_independent_of_input_order(
 def test_the_removed_one_is_the_longest_so_far() -> None:
     long, short, urgent = job("long", 5, 6), job("short", 1, 7), job("urgent", 3, 8)
     assert order([long, short, urgent], 0.0) == Order((short, urgent), (long,))
+
+
+def test_what_cannot_be_on_time_even_alone_pushes_nobody_out() -> None:
+    hopeless, short = job("hopeless", 1, 2), job("short", 2, 3)
+    waits = replace(hopeless, ready_in_s=1.5)
+    assert order([waits, short], 0.0) == Order((short,), (waits,))
+    assert order([replace(hopeless, ready_in_s=1.0), short], 0.0).on_time[0].id == "hopeless"
+
+
+def test_first_come_first_served_ignores_deadlines() -> None:
+    late, urgent = job("late", 9, 1, arrival_s=1), job("urgent", 1, 5, arrival_s=2)
+    assert fcfs.order([urgent, late], 3.0, 1.0) == Order((late, urgent), ())
 
 
 def test_no_requests() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prism.errors import ConfigError
-from prism.policies import prism, registry
+from prism.policies import fcfs, moore_hodgson, prism, registry
 from prism.policies.registry import Policy
 
 
@@ -17,6 +17,11 @@ def test_names_and_lookup() -> None:
 def test_an_unknown_name_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"policy: there is no 'fifo'.*prism, static"):
         registry.get("fifo")
+
+
+def test_only_prism_orders_by_deadline() -> None:
+    assert registry.get("prism").order is moore_hodgson.order
+    assert registry.get("static").order is fcfs.order
 
 
 def test_every_need_is_known_and_live_policies_have_what_they_need() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
 from prism.fakes import FakeEngines
+from prism.policies import fcfs, moore_hodgson
+from prism.policies.data import Order
 from prism.ports import EngineView
-from prism.scheduler import local
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
 from tests.scheduler.device import Device, Engine
 
@@ -14,10 +15,16 @@ from tests.scheduler.device import Device, Engine
 class World:
     """A scheduler and its device; `add` in order of arrival unless told otherwise."""
 
-    def __init__(self, free_bytes: int, engines: dict[str, Engine], **limits: float) -> None:
+    def __init__(
+        self,
+        free_bytes: int,
+        engines: dict[str, Engine],
+        order: Callable[..., Order] = moore_hodgson.order,
+        **limits: float,
+    ) -> None:
         self.device = Device(free_bytes, engines)
         chosen = Limits(**{"headroom_tokens": 2, **limits})  # type: ignore[arg-type]
-        self.scheduler = LocalScheduler(self.device, chosen)
+        self.scheduler = LocalScheduler(self.device, chosen, order)
         self.count = 0
 
     def add(
@@ -168,17 +175,22 @@ def test_removed_and_replaced_ones() -> None:
     assert world.device.engines["a"].running == {"2": 4}
 
 
-def test_the_order_is_computed_on_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_is_the_policys() -> None:
+    world = World(1000, {"a": Engine(max_running=1)}, order=fcfs.order)
+    world.add("first", deadline=30)
+    world.add("urgent", deadline=10)
+    assert world.step() == ["first"]
+
+
+def test_the_order_is_computed_on_change_only() -> None:
     calls = 0
-    real = local.order
 
     def counted(*args):  # type: ignore[no-untyped-def]
         nonlocal calls
         calls += 1
-        return real(*args)
+        return moore_hodgson.order(*args)
 
-    monkeypatch.setattr(local, "order", counted)
-    world = World(1000, {"a": Engine(max_running=0)}, order_age_s=10)
+    world = World(1000, {"a": Engine(max_running=0)}, order=counted, order_age_s=10)
     world.add("1")
     for n in range(50):
         world.step(1.0 + n / 100)
