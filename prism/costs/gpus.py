@@ -1,0 +1,54 @@
+"""GPU types: vendors' peak rates, and links as the papers' testbeds have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prism.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpec:
+    """One GPU type.
+
+    flops_s: dense 16-bit peak. nvlink_bytes_s, pcie_bytes_s: one direction, per GPU; without
+    NVLink peers talk over PCIe. *_efficiency: part of the peak that large kernels reach.
+    allreduce_s: latency of one small all-reduce.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_s: float
+    flops_s: float
+    pcie_bytes_s: float
+    nvlink_bytes_s: float | None = None
+    compute_efficiency: float = 0.65
+    bandwidth_efficiency: float = 0.8
+    allreduce_s: float = 12e-6
+
+    @property
+    def peer_bytes_s(self) -> float:
+        return self.nvlink_bytes_s or self.pcie_bytes_s
+
+
+GPUS: dict[str, GpuSpec] = {
+    gpu.name: gpu
+    for gpu in (
+        GpuSpec("a100-40", 40 * GIB, 1.555e12, 312e12, 32e9, 300e9),
+        GpuSpec("a100-80", 80 * GIB, 2.039e12, 312e12, 32e9, 300e9),
+        GpuSpec("h100", 80 * GIB, 3.35e12, 989e12, 64e9, 450e9),
+        GpuSpec("h200", 141 * 10**9, 4.8e12, 989e12, 64e9, 450e9),
+        GpuSpec("l40s", 48 * GIB, 0.864e12, 362e12, 32e9),
+        # a CPU with memory standing in for a GPU: rates of two desktop cores; calibrate instead
+        GpuSpec("host", 8 * GIB, 20e9, 0.1e12, 10e9, None, 0.5, 0.7, 1e-4),
+    )
+}
+
+
+def gpu_spec(name: str) -> GpuSpec:
+    """Raises ConfigError that lists the known types."""
+    if name not in GPUS:
+        raise ConfigError(f"gpu {name!r}: known types are {', '.join(GPUS)}")
+    return GPUS[name]

@@ -1,0 +1,260 @@
+"""A cost model made of measured or computed points: the one implementation behind all sources.
+
+A step takes host_s + dense(tokens) + prefill attention + decode attention. `dense` is everything
+that depends only on the number of tokens in the step. All parts are piecewise linear, so sums over
+runs of decode steps have closed forms.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from prism.costs.model import Chunk, Usage
+from prism.errors import ConfigError
+
+Row = tuple[float, ...]
+
+
+class StepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Points of one (GPU, model, TP), as they are in files.
+
+    dense_s[i]: seconds at dense_tokens[i] tokens. pair_s: prefill attention per pair of a new
+    token and a token it attends to; prefill_s[i][j] is added to it at prefill_tokens[i] new tokens
+    after prefill_context[j] (empty: nothing). decode_s[i][j]: attention of decode_batch[i] requests
+    of decode_context[j] tokens each. host_s: per step, not hidden behind the GPU. Between points
+    linear, beyond the last with its slope.
+    """
+
+    gpu: str
+    model: str
+    tp: int
+    source: str
+    dense_tokens: Row
+    dense_s: Row
+    pair_s: float
+    prefill_tokens: Row = ()
+    prefill_context: Row = ()
+    prefill_s: tuple[Row, ...] = ()
+    decode_batch: Row
+    decode_context: Row
+    decode_s: tuple[Row, ...]
+    host_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_axis(self, "dense_tokens", self.dense_tokens)
+        _check_axis(self, "decode_batch", self.decode_batch)
+        _check_axis(self, "decode_context", self.decode_context)
+        _check_values(self, "dense_s", (self.dense_s,), 1, len(self.dense_tokens))
+        _check_values(
+            self, "decode_s", self.decode_s, len(self.decode_batch), len(self.decode_context)
+        )
+        if self.prefill_s:
+            _check_axis(self, "prefill_tokens", self.prefill_tokens)
+            _check_axis(self, "prefill_context", self.prefill_context)
+        if len(self.prefill_s) != len(self.prefill_tokens) or any(
+            len(row) != len(self.prefill_context) for row in self.prefill_s
+        ):
+            raise ConfigError(f"{self.name}: prefill_s: one row per prefill_tokens is needed")
+        if self.tp < 1 or not (0 <= self.host_s < math.inf and 0 <= self.pair_s < math.inf):
+            raise ConfigError(f"{self.name}: tp, host_s and pair_s must not be negative")
+
+    @property
+    def name(self) -> str:
+        return f"cost table {self.model} on {self.gpu} at TP {self.tp}"
+
+
+class TableCost:
+    """CostModel over a StepTable. Keeps the decode line of each batch size it was asked for."""
+
+    def __init__(self, table: StepTable) -> None:
+        self.table = table
+        self._token_compute_s = table.dense_s[-1] / table.dense_tokens[-1]
+        self._lines: dict[int, _Line] = {}
+
+    def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+        tokens = batch + sum(chunk.tokens for chunk in chunks)
+        if not tokens:
+            return 0.0
+        prefill_s = sum(self._prefill_attention_s(chunk) for chunk in chunks)
+        return self._dense_s(tokens) + prefill_s + self._decode_attention_s(batch, context_tokens)
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return self.step_s((Chunk(tokens, context_tokens),), 0, 0)
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        return self._line(batch).at(context_tokens) if batch else 0.0
+
+    def decode_run_s(self, batch: int, context_tokens: int, steps: int) -> float:
+        return self._line(batch).run_s(context_tokens, steps) if batch else 0.0
+
+    def decode_steps(self, batch: int, context_tokens: int, seconds: float, limit: int) -> int:
+        return self._line(batch).steps_in(context_tokens, seconds, limit) if batch else limit
+
+    def usage(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> Usage:
+        total_s = self.step_s(chunks, batch, context_tokens)
+        if total_s <= 0:
+            return Usage(0.0, 0.0)
+        tokens = batch + sum(chunk.tokens for chunk in chunks)
+        compute_s = tokens * self._token_compute_s
+        compute_s += sum(self._prefill_attention_s(chunk) for chunk in chunks)
+        memory_s = self.table.dense_s[0] + self._decode_attention_s(batch, context_tokens)
+        return Usage(min(1.0, compute_s / total_s), min(1.0, memory_s / total_s))
+
+    def _dense_s(self, tokens: int) -> float:
+        return self.table.host_s + _interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
+
+    def _prefill_attention_s(self, chunk: Chunk) -> float:
+        table = self.table
+        pairs = chunk.tokens * (chunk.context_tokens + (chunk.tokens + 1) / 2)
+        seconds = table.pair_s * pairs
+        if table.prefill_s:
+            along = _blend(table.prefill_tokens, table.prefill_s, chunk.tokens)
+            seconds += _interpolate(table.prefill_context, along, chunk.context_tokens)
+        return max(0.0, seconds)
+
+    def _decode_attention_s(self, batch: int, context_tokens: int) -> float:
+        return self._line(batch).at(context_tokens) - self._dense_s(batch) if batch else 0.0
+
+    def _line(self, batch: int) -> _Line:
+        line = self._lines.get(batch)
+        if line is None:
+            line = self._lines[batch] = self._new_line(batch)
+        return line
+
+    def _new_line(self, batch: int) -> _Line:
+        base_s = self._dense_s(batch)
+        knots, seconds = _from_zero(
+            self.table.decode_context, _blend(self.table.decode_batch, self.table.decode_s, batch)
+        )
+        return _Line(
+            batch,
+            tuple(batch * context for context in knots),
+            tuple(base_s + attention_s for attention_s in seconds),
+        )
+
+
+class _Line:
+    """Seconds of a decode step of `batch` requests against their total context: piecewise linear,
+    the last piece going on beyond the knots, which start at 0."""
+
+    def __init__(self, batch: int, knots: Row, seconds: Row) -> None:
+        self._batch = batch
+        self._knots = knots
+        self._seconds = seconds
+        self._slopes = _slopes(knots, seconds)
+
+    def at(self, context: float) -> float:
+        piece = self._piece(context)
+        return self._value(piece, context)
+
+    def run_s(self, context: int, steps: int) -> float:
+        total_s = 0.0
+        while steps > 0:
+            piece = self._piece(context)
+            taken = min(steps, self._steps_on(piece, context))
+            total_s += self._sum_s(piece, context, taken)
+            context += taken * self._batch
+            steps -= taken
+        return total_s
+
+    def steps_in(self, context: int, seconds: float, limit: int) -> int:
+        done = 0
+        while done < limit:
+            piece = self._piece(context)
+            taken = min(limit - done, self._steps_on(piece, context))
+            piece_s = self._sum_s(piece, context, taken)
+            if piece_s > seconds:
+                return done + self._most_steps(piece, context, seconds, taken)
+            seconds -= piece_s
+            context += taken * self._batch
+            done += taken
+        return done
+
+    def _piece(self, context: float) -> int:
+        return min(bisect_right(self._knots, context) - 1, len(self._slopes) - 1)
+
+    def _value(self, piece: int, context: float) -> float:
+        return self._seconds[piece] + self._slopes[piece] * (context - self._knots[piece])
+
+    def _steps_on(self, piece: int, context: int) -> int:
+        """Steps until the context has left `piece`; without an end on the last one."""
+        if piece == len(self._slopes) - 1:
+            return 1 << 62
+        return max(1, math.ceil((self._knots[piece + 1] - context) / self._batch))
+
+    def _sum_s(self, piece: int, context: int, steps: int) -> float:
+        growth_s = self._slopes[piece] * self._batch
+        return steps * self._value(piece, context) + growth_s * (steps * (steps - 1) / 2)
+
+    def _most_steps(self, piece: int, context: int, seconds: float, most: int) -> int:
+        """Largest n < most whose sum fits: by bisection, the sum grows with n."""
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._sum_s(piece, context, middle) <= seconds
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+
+def with_host(table: StepTable, host_s: float) -> StepTable:
+    """The same table with another host time per step."""
+    return msgspec.structs.replace(table, host_s=host_s)
+
+
+def _slopes(knots: Row, values: Row) -> Row:
+    if len(knots) == 1:
+        return (0.0,)
+    points = zip(pairwise(knots), pairwise(values), strict=True)
+    return tuple((high - low) / (right - left) for (left, right), (low, high) in points)
+
+
+def _from_zero(knots: Row, values: Row) -> tuple[Row, Row]:
+    """With a knot at 0, in line with the first two but not below 0."""
+    if knots[0] == 0:
+        return knots, values
+    slope = _slopes(knots, values)[0]
+    return (0.0, *knots), (max(0.0, values[0] - slope * knots[0]), *values)
+
+
+def _place(knots: Row, x: float) -> tuple[int, float]:
+    """The piece that x lies on and how far along it x is (below 0 or above 1 beyond the ends)."""
+    piece = min(max(bisect_right(knots, x) - 1, 0), len(knots) - 2)
+    return piece, (x - knots[piece]) / (knots[piece + 1] - knots[piece])
+
+
+def _interpolate(knots: Row, values: Row, x: float) -> float:
+    """Linear between knots, the last slope beyond them, the first value before them."""
+    if x <= knots[0] or len(knots) == 1:
+        return values[0]
+    piece, part = _place(knots, x)
+    return values[piece] + part * (values[piece + 1] - values[piece])
+
+
+def _blend(knots: Row, rows: tuple[Row, ...], x: float) -> Row:
+    """The row at x, interpolated like `_interpolate`."""
+    if x <= knots[0] or len(knots) == 1:
+        return rows[0]
+    piece, part = _place(knots, x)
+    return tuple(a + part * (b - a) for a, b in zip(rows[piece], rows[piece + 1], strict=True))
+
+
+def _check_axis(table: StepTable, key: str, axis: Row) -> None:
+    rising = all(left < right for left, right in pairwise(axis))
+    if not axis or axis[0] < 0 or not 0 < axis[-1] < math.inf or not rising:
+        raise ConfigError(f"{table.name}: {key}: give rising numbers, none below 0")
+
+
+def _check_values(
+    table: StepTable, key: str, rows: tuple[Row, ...], height: int, width: int
+) -> None:
+    if len(rows) != height or any(len(row) != width for row in rows):
+        raise ConfigError(f"{table.name}: {key}: give {height} rows of {width} values")
+    if any(not 0 <= value < math.inf for row in rows for value in row):
+        raise ConfigError(f"{table.name}: {key}: seconds must be 0 or more, and finite")
+    if any(high < low for row in rows for low, high in pairwise(row)):
+        raise ConfigError(f"{table.name}: {key}: more tokens must not take less time")

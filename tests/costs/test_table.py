@@ -1,0 +1,143 @@
+"""TableCost: closed forms against loops over steps, and what tables may not hold."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prism.costs.catalog import cost_model, cost_table
+from prism.costs.model import Chunk, prompt_s, slowdown
+from prism.costs.table import StepTable, TableCost, with_host
+from prism.errors import ConfigError
+
+BENT = StepTable(
+    gpu="g",
+    model="m",
+    tp=1,
+    source="test",
+    dense_tokens=(1, 8, 64, 512),
+    dense_s=(1.0, 1.1, 2.0, 14.0),
+    pair_s=1e-4,
+    prefill_tokens=(1, 100),
+    prefill_context=(0, 1000),
+    prefill_s=((0.0, 0.2), (0.1, 0.5)),
+    decode_batch=(1, 4, 32),
+    decode_context=(5, 50, 300, 2000),
+    decode_s=((0.1, 0.1, 0.5, 1.5), (0.2, 0.3, 1.0, 9.0), (0.4, 1.3, 8.0, 70.0)),
+    host_s=0.05,
+)
+batches = st.integers(1, 80)
+contexts = st.integers(0, 200_000)
+
+
+@given(batch=batches, context=contexts, steps=st.integers(0, 400))
+def test_a_run_is_the_sum_of_its_steps(batch: int, context: int, steps: int) -> None:
+    cost = TableCost(BENT)
+    one_by_one = sum(cost.decode_s(batch, context + step * batch) for step in range(steps))
+    assert cost.decode_run_s(batch, context, steps) == pytest.approx(one_by_one, rel=1e-9)
+
+
+@given(batch=batches, context=contexts, seconds=st.floats(0, 500), limit=st.integers(0, 500))
+def test_as_many_steps_as_fit_and_no_more(
+    batch: int, context: int, seconds: float, limit: int
+) -> None:
+    cost = TableCost(BENT)
+    steps = cost.decode_steps(batch, context, seconds, limit)
+    assert 0 <= steps <= limit
+    assert cost.decode_run_s(batch, context, steps) <= seconds * (1 + 1e-9) + 1e-9
+    if steps < limit:
+        assert cost.decode_run_s(batch, context, steps + 1) > seconds * (1 - 1e-9) - 1e-9
+
+
+@given(batch=batches, context=contexts)
+def test_a_mixed_step_without_chunks_is_a_decode_step(batch: int, context: int) -> None:
+    cost = TableCost(BENT)
+    assert cost.step_s((), batch, context) == pytest.approx(cost.decode_s(batch, context))
+
+
+def test_points_of_the_table_are_met() -> None:
+    cost = TableCost(BENT)
+    assert cost.decode_s(4, 4 * 50) == pytest.approx(0.05 + 1.0 + 0.1 * 3 / 7 + 0.3)
+    pairs = 100 * (1000 + 101 / 2)
+    dense_s = 2.0 + 12.0 * (100 - 64) / (512 - 64)
+    assert cost.prefill_s(100, 1000) == pytest.approx(0.05 + dense_s + 1e-4 * pairs + 0.5)
+    assert cost.step_s((), 0, 0) == cost.decode_run_s(0, 0, 7) == 0.0
+
+
+def test_beyond_its_points_a_table_goes_on_with_the_last_slope() -> None:
+    cost = TableCost(BENT)
+    growth = [cost.decode_s(32, 32 * context) for context in (2000, 3000, 4000)]
+    assert growth[2] - growth[1] == pytest.approx(growth[1] - growth[0])
+    assert growth[1] > growth[0]
+
+
+@given(first=st.integers(1, 3000), cut=st.integers(1, 2999))
+def test_a_mixed_step_beats_two_steps(first: int, cut: int) -> None:
+    cost = cost_model("h100", "Llama-3.1-8B")
+    together = cost.step_s((Chunk(first), Chunk(cut)), 8, 8000)
+    assert together < cost.prefill_s(first) + cost.prefill_s(cut) + cost.decode_s(8, 8000)
+
+
+def test_a_prompt_is_the_sum_of_its_chunks() -> None:
+    cost = TableCost(BENT)
+    chunks = [(100, 30), (100, 130), (50, 230)]
+    expected = sum(cost.prefill_s(tokens, context) for tokens, context in chunks)
+    assert prompt_s(cost, 250, 100, context_tokens=30) == pytest.approx(expected)
+
+
+def test_prefill_keeps_compute_busy_and_decode_bandwidth() -> None:
+    cost = cost_model("a100-80", "llama-7b")
+    prefill = cost.usage((Chunk(2048),), 0, 0)
+    decode = cost.usage((), 16, 16 * 400)
+    assert prefill.compute > 0.9
+    assert prefill.bandwidth < 0.3
+    assert decode.bandwidth > 0.6
+    assert decode.compute < 0.3
+    # MuxServe, Figure 3: half of the SMs halve prefill's speed and leave decoding as it is
+    assert slowdown(prefill, 0.5) == pytest.approx(2.0, rel=0.1)
+    assert slowdown(decode, 0.5) == 1.0
+    assert slowdown(decode, 0.1) > 2.0
+
+
+def test_roofline_against_arithmetic_done_by_hand() -> None:
+    table = cost_table("a100-80", "meta-llama/Llama-2-7B")
+    cost = TableCost(with_host(table, 0.0))
+    read_bytes = (32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096) * 2
+    kv_bytes = 500 * 2 * 32 * 4096 * 2
+    assert cost.decode_s(1, 500) == pytest.approx((read_bytes + kv_bytes) / (2.039e12 * 0.8))
+    flops = 1000 * 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4 * 32 * 4096 * 1000 * 1001 / 2
+    assert cost.prefill_s(1000) == pytest.approx(flops / (312e12 * 0.65))
+
+
+@pytest.mark.parametrize("gpu", ["a100-40", "a100-80", "h100", "h200", "l40s", "host"])
+def test_more_work_never_takes_less_time(gpu: str) -> None:
+    for tp in (1, 2, 4):
+        cost = cost_model(gpu, "Llama-3.1-8B", tp)
+        for low, high in pairwise((1, 2, 7, 64, 300, 5000)):
+            assert cost.prefill_s(low) <= cost.prefill_s(high)
+            assert cost.decode_s(low, 10_000) <= cost.decode_s(high, 10_000)
+            assert cost.decode_s(16, low) < cost.decode_s(16, high)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dense_tokens": (1, 8, 8, 512)}, "dense_tokens"),
+        ({"dense_s": (1.0, 0.9, 2.0, 3.0)}, "dense_s: more tokens"),
+        ({"dense_s": (1.0, 2.0)}, "dense_s: give"),
+        ({"decode_s": ((0.1,),)}, "decode_s: give 3 rows of 4"),
+        ({"decode_batch": ()}, "decode_batch"),
+        ({"dense_s": (1.0, 1.1, 2.0, float("inf"))}, "finite"),
+        ({"prefill_s": ((0.0, 0.2),)}, "prefill_s"),
+        ({"host_s": -1.0}, "host_s"),
+        ({"tp": 0}, "tp"),
+    ],
+)
+def test_impossible_tables_are_named(change: dict[str, object], says: str) -> None:
+    fields = msgspec.structs.asdict(BENT) | change
+    with pytest.raises(ConfigError, match=says):
+        StepTable(**fields)
