@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from prism.errors import ConfigError
-from prism.policies import fcfs, moore_hodgson, prism, static
+from prism.policies import fcfs, moore_hodgson, mux_placement, prism, static, target
 from prism.policies.data import Action, ClusterView, Job, Order, Settings
 from prism.policies.placement import Search
 from prism.policies.queues import Assign
@@ -93,6 +93,13 @@ _POLICIES = {
             frozenset({ADMISSION_ORDER, KV_LIMIT}),
             evicts=False,
             kv_blocks=KvBlocks.OWN,
+        ),
+        Policy(
+            "muxserve++",  # Prism §7.2: MuxServe's placement, KV memory on demand, no eviction
+            target.plan,
+            frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, PLACEMENT_SEARCH}),
+            evicts=False,
+            search=mux_placement.search,
         ),
     )
 }

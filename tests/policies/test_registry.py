@@ -37,3 +37,10 @@ def test_what_the_engines_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert registry.missing(wants_more) == ("SM shares", "step control")
     with pytest.raises(ConfigError, match="'wants_more' needs SM shares, step control"):
         registry.live("wants_more")
+
+
+def test_muxserve_pp_shares_memory_and_never_evicts() -> None:
+    policy = registry.get("muxserve++")
+    assert (policy.evicts, policy.kv_blocks) == (False, registry.KvBlocks.PAGES)
+    with pytest.raises(ConfigError, match=r"'muxserve\+\+' needs placement search, which the eng"):
+        registry.live("muxserve++")

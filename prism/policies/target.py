@@ -1,0 +1,167 @@
+"""Policies whose placement is searched offline: bring the cluster to `ClusterView.target` and keep
+it there. Nothing is evicted for load; a model leaves a device only when the target moves it.
+
+Used by muxserve, muxserve++, alpaserve and seallm (SeaLLM §5: services move once their new homes
+are ready, and old engines stop then).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from prism.policies.data import (
+    Action,
+    Activate,
+    ClusterView,
+    Evict,
+    Migrate,
+    ModelView,
+    Refuse,
+    Settings,
+)
+from prism.policies.kvpr import size_text
+from prism.policies.placement import Hosted, Placement
+
+Devices = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is still to be done, and what the actions so far leave of each device."""
+
+    free_bytes: dict[str, int]
+    engines: Counter[str]
+    missing: dict[str, list[tuple[Devices, Hosted]]] = field(default_factory=dict)
+    surplus: dict[str, list[ModelView]] = field(default_factory=dict)
+    actions: list[Action] = field(default_factory=list)
+
+    def fits(self, model: ModelView, devices: Devices) -> bool:
+        need = part_bytes(model, len(devices))
+        return all(self.free_bytes[d] >= need and self.engines[d] > 0 for d in devices)
+
+    def take(self, model: ModelView, devices: Devices) -> None:
+        for device in devices:
+            self.free_bytes[device] -= part_bytes(model, len(devices))
+            self.engines[device] -= 1
+
+
+def part_bytes(model: ModelView, tp: int) -> int:
+    """Weights and KV floor on each of `tp` devices."""
+    return -(-(model.weight_bytes + model.kv_floor_bytes) // tp)
+
+
+def devices_of(model: ModelView) -> Devices:
+    """Rank 0 first; empty for a model that is nowhere."""
+    return (model.device, *model.peers) if model.device else ()
+
+
+def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """Activate what the target has and the cluster lacks; move or evict what stands elsewhere.
+
+    A move is make-before-break where the new home has room. If only moves are left and none has
+    room, one model is evicted first: two full devices that swap models need that. Models that the
+    target leaves out are refused with its reason. `settings` has nothing for this.
+    """
+    if view.target is None:
+        return tuple(Refuse(m.name, "no placement was searched") for m in _asked(view))
+    draft = _draft(view, view.target)
+    by_name = {m.name: m for m in view.models}
+    _drop_surplus(draft)
+    _move(draft)
+    _activate(draft, by_name)
+    moving = any(m.state in ("draining", "migrating", "activating") for m in view.models)
+    if not draft.actions and not moving:
+        _break_a_cycle(draft)
+    draft.actions.extend(_refusals(view, view.target))
+    return tuple(draft.actions)
+
+
+def _asked(view: ClusterView) -> list[ModelView]:
+    absent = (m for m in view.models if m.state == "absent" and (m.wanted or m.waiting))
+    return sorted(absent, key=lambda m: m.name)
+
+
+def _draft(view: ClusterView, target: Placement) -> Draft:
+    held = Counter[str]()
+    for model in view.models:
+        for device in devices_of(model):
+            held[device] += part_bytes(model, model.tp)
+    free = {g.name: g.capacity_bytes - g.fixed_bytes - held[g.name] for g in view.gpus}
+    engines = Counter({g.name: g.engines_free if g.alive else 0 for g in view.gpus})
+    draft = Draft(free, engines)
+    names = sorted({m.name for m in view.models})
+    for name in names:
+        _compare(draft, name, [m for m in view.models if m.name == name], target)
+    return draft
+
+
+def _compare(draft: Draft, name: str, views: list[ModelView], target: Placement) -> None:
+    """What `name` has too little and too much."""
+    wanted = {
+        unit.devices: host for unit in target.units for host in unit.models if host.model == name
+    }
+    here = {devices_of(m): m for m in views if m.device}
+    known = {d: h for d, h in wanted.items() if set(d) <= set(draft.free_bytes)}
+    draft.missing[name] = [(d, h) for d, h in sorted(known.items()) if d not in here]
+    draft.surplus[name] = [m for d, m in sorted(here.items()) if d not in wanted]
+
+
+def _drop_surplus(draft: Draft) -> None:
+    """Replicas beyond the target's number go."""
+    for name, extra in draft.surplus.items():
+        spare = len(extra) - len(draft.missing[name])
+        active = [m for m in extra if m.state == "active"]
+        for model in active[: max(0, spare)]:
+            _evict(draft, model, "the placement has no place for it here")
+
+
+def _evict(draft: Draft, model: ModelView, reason: str) -> None:
+    draft.actions.append(Evict(model.name, devices_of(model)[0], reason))
+    draft.surplus[model.name].remove(model)
+
+
+def _move(draft: Draft) -> None:
+    for name, extra in draft.surplus.items():
+        for model in [m for m in extra if m.state == "active"]:
+            home = _first_fitting(draft, model, draft.missing[name])
+            if home is None:
+                continue
+            draft.missing[name].remove(home)
+            draft.surplus[name].remove(model)
+            draft.take(model, home[0])
+            source = devices_of(model)[0]
+            reason = "the new placement"
+            draft.actions.append(Migrate(name, source, home[0][0], reason, home[0][1:]))
+
+
+def _first_fitting(
+    draft: Draft, model: ModelView, homes: Iterable[tuple[Devices, Hosted]]
+) -> tuple[Devices, Hosted] | None:
+    return next((home for home in homes if draft.fits(model, home[0])), None)
+
+
+def _activate(draft: Draft, by_name: Mapping[str, ModelView]) -> None:
+    for name, homes in draft.missing.items():
+        model = by_name[name]
+        # What stands elsewhere moves here as soon as there is room for it.
+        for devices, host in homes[len(draft.surplus[name]) :]:
+            if draft.fits(model, devices) and not set(devices) & set(model.barred):
+                draft.take(model, devices)
+                reason = f"the placement, with {size_text(draft.free_bytes[devices[0]])} left"
+                activate = Activate(name, devices[0], reason, host.kv_limit_bytes, devices[1:])
+                draft.actions.append(activate)
+
+
+def _break_a_cycle(draft: Draft) -> None:
+    stuck = [m for extra in draft.surplus.values() for m in extra if m.state == "active"]
+    if stuck:
+        first = min(stuck, key=lambda m: (m.running + m.waiting, m.name))
+        _evict(draft, first, "the placement moves it, and its new home has no room yet")
+
+
+def _refusals(view: ClusterView, target: Placement) -> list[Action]:
+    placed = {host.model for unit in target.units for host in unit.models}
+    lost = [m for m in _asked(view) if m.name not in placed]
+    return [Refuse(m.name, target.refused.get(m.name, "the placement leaves it out")) for m in lost]
