@@ -100,7 +100,8 @@ class GpuView:
 class ClusterView:
     """`rebalance`: the scheduling interval has passed, so that models may be moved (§6.2).
     target: what the policy's placement search found last, for policies that have one; queues: the
-    devices' virtual queues, for policies that assign requests."""
+    devices' virtual queues, for policies that assign requests. replicas: a model may be activated
+    on a second device while it serves on the first; `waiting` of its views is the model's."""
 
     now_s: float
     models: tuple[ModelView, ...]
@@ -108,6 +109,7 @@ class ClusterView:
     rebalance: bool = True
     target: Placement | None = None
     queues: tuple[VirtualQueue, ...] = ()
+    replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 from prism.errors import ConfigError
-from prism.policies import fcfs, moore_hodgson, mux_placement, prism, static, target
+from prism.policies import (
+    dedicated,
+    fcfs,
+    moore_hodgson,
+    mux_placement,
+    prism,
+    serverlessllm,
+    static,
+    target,
+)
 from prism.policies.data import Action, ClusterView, Job, Order, Settings
 from prism.policies.placement import Search
 from prism.policies.queues import Assign
@@ -101,6 +110,14 @@ _POLICIES = {
             evicts=False,
             search=mux_placement.search,
         ),
+        Policy(
+            "dedicated",
+            dedicated.plan,
+            frozenset({ADMISSION_ORDER}),
+            evicts=False,
+            search=dedicated.search,
+        ),
+        Policy("serverlessllm", serverlessllm.plan, frozenset({ADMISSION_ORDER})),
     )
 }
 
