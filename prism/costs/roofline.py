@@ -12,18 +12,18 @@ from prism.costs.shapes import ModelShape
 from prism.costs.table import StepTable
 from prism.errors import ConfigError
 
-HOST_S = 1.5e-3
 FAR_TOKENS = 1 << 20
 
 
-def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1, host_s: float = HOST_S) -> StepTable:
-    """host_s: time per step not hidden behind the GPU. Raises ConfigError if tp is impossible."""
+def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
+    """Without host time. Raises ConfigError if tp is impossible."""
     if tp < 1 or model.heads % tp:
         raise ConfigError(f"tp {tp}: {model.name} has {model.heads} heads; tp must divide them")
     bandwidth_bytes_s = gpu.bandwidth_bytes_s * gpu.bandwidth_efficiency
     flops_s = gpu.flops_s * gpu.compute_efficiency
+    dense_flops_s = flops_s * (2 if model.weight_dtype_bytes == 1 else 1)
     weights_s = _read_bytes(model) / tp / bandwidth_bytes_s
-    token_s = 2 * model.layers * model.layer_parameters / tp / flops_s
+    token_s = 2 * model.layers * model.layer_parameters / tp / dense_flops_s
     knee = max(2.0, weights_s / token_s)
     tokens = (1.0, knee, float(FAR_TOKENS))
     pair_s = 4 * model.layers * model.heads * model.head_dim / tp / flops_s
@@ -41,19 +41,18 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1, host_s: float = HOST_
         decode_batch=(1.0, 2.0),
         decode_context=(0.0, float(FAR_TOKENS)),
         decode_s=((0.0, FAR_TOKENS * context_s), (0.0, 2 * FAR_TOKENS * context_s)),
-        host_s=host_s,
     )
 
 
 def _read_bytes(model: ModelShape) -> int:
     """Weights that a step reads: without the embedding's table where the output has its own."""
     unread = model.positions + (0 if model.tied else model.vocab)
-    return (model.parameters - unread * model.hidden) * model.dtype_bytes
+    return (model.parameters - unread * model.hidden) * model.weight_dtype_bytes
 
 
 def _allreduce_s(gpu: GpuSpec, model: ModelShape, tp: int, tokens: float) -> float:
     """Two ring all-reduces per layer of the step's activations."""
     if tp == 1:
         return 0.0
-    moved_bytes = 2 * (tp - 1) / tp * tokens * model.hidden * model.dtype_bytes
+    moved_bytes = 2 * (tp - 1) / tp * tokens * model.hidden * model.kv_dtype_bytes
     return 2 * model.layers * (gpu.allreduce_s + moved_bytes / gpu.peer_bytes_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prism.errors import ConfigError
 
@@ -10,7 +10,7 @@ from prism.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A dense decoder. ffn_matrices: 3 for gated MLPs, 2 for plain ones. tied: the output matrix
-    is the embedding. dtype_bytes: of weights and KV."""
+    is the embedding. weight_dtype_bytes: 1 for 8-bit checkpoints, whose KV stays in 16 bits."""
 
     name: str
     layers: int
@@ -23,7 +23,17 @@ class ModelShape:
     tied: bool = False
     ffn_matrices: int = 3
     positions: int = 0
-    dtype_bytes: int = 2
+    weight_dtype_bytes: int = 2
+    kv_dtype_bytes: int = 2
+
+    @property
+    def geometry(self) -> ModelShape:
+        """What costs depend on: models that differ only by name have the same."""
+        return replace(self, name="")
+
+    @property
+    def gated(self) -> bool:
+        return self.ffn_matrices == 3
 
     @property
     def layer_parameters(self) -> int:
@@ -38,17 +48,19 @@ class ModelShape:
 
     def weight_bytes(self, tp: int = 1) -> int:
         """Of one of `tp` parts, rounded up."""
-        return -(-self.parameters * self.dtype_bytes // tp)
+        return -(-self.parameters * self.weight_dtype_bytes // tp)
 
     def kv_token_bytes(self, tp: int = 1) -> int:
         """KV of one token on one of `tp` GPUs; beyond kv_heads GPUs the heads are repeated."""
         heads = max(1, -(-self.kv_heads // tp))
-        return 2 * self.layers * heads * self.head_dim * self.dtype_bytes
+        return 2 * self.layers * heads * self.head_dim * self.kv_dtype_bytes
 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
     return ModelShape(name, layers, hidden, heads, heads, hidden // heads, ffn, 32000)
 
+
+FP8 = "-fp8"
 
 MODELS: dict[str, ModelShape] = {
     model.name: model
@@ -82,13 +94,21 @@ MODELS: dict[str, ModelShape] = {
 
 
 def model_shape(name: str) -> ModelShape:
-    """By its full name or the part after the slash, in any case, "-Instruct" or not. Raises
-    ConfigError that lists the known models."""
-    found = [MODELS[known] for known in MODELS if _short(known) == _short(name)]
+    """By its full name or the part after the slash, in any case, "-Instruct" or not; "-FP8" at the
+    end means 8-bit weights. Raises ConfigError that lists the known models."""
+    short = _short(name)
+    found = [shape for known, shape in MODELS.items() if _short(known) == short.removesuffix(FP8)]
     if not found:
         raise ConfigError(f"model {name!r}: known models are {', '.join(MODELS)}")
-    return found[0]
+    return in_fp8(found[0]) if short.endswith(FP8) else found[0]
+
+
+def in_fp8(shape: ModelShape) -> ModelShape:
+    """The same model with 8-bit weights."""
+    return replace(shape, name=shape.name + FP8.upper(), weight_dtype_bytes=1)
 
 
 def _short(name: str) -> str:
-    return name.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-hf")
+    short = name.rpartition("/")[2].lower()
+    stem = short.removesuffix(FP8)
+    return stem.removesuffix("-instruct").removesuffix("-hf") + short[len(stem) :]

@@ -56,6 +56,14 @@ def test_names_are_found_with_and_without_their_maker() -> None:
     assert model_shape("meta-llama/Llama-3.3-70B") is MODELS["meta-llama/Llama-3.3-70B-Instruct"]
 
 
+def test_8_bit_weights_are_half_as_large_and_kv_stays() -> None:
+    shape = model_shape("Qwen/Qwen3-32B-FP8")
+    assert shape.name == "Qwen/Qwen3-32B-FP8"
+    assert shape.weight_bytes() == model_shape("Qwen3-32B").weight_bytes() / 2
+    assert shape.kv_token_bytes() == model_shape("Qwen3-32B").kv_token_bytes()
+    assert model_shape("nvidia/Llama-3.1-8B-Instruct-FP8").parameters == pytest.approx(8.03e9, 0.01)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
