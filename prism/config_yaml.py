@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 import yaml
@@ -44,8 +44,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+T = TypeVar("T", bound=msgspec.Struct)
+
+
 def read_yaml(path: Path) -> ServeYaml:
-    """Parse and type-check the file. Raises ConfigError (one line; no path prefix)."""
+    """prism-serve's file. Raises ConfigError (one line; no path prefix)."""
+    return convert(read_mapping(path), ServeYaml)
+
+
+def read_mapping(path: Path, keys: str = "devices: and models:") -> dict[str, Any]:
+    """The file's content, unchecked; `keys` are named where there are none. Raises ConfigError (one line; no path prefix)."""
     try:
         data = yaml.load(path.read_text(), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -53,11 +61,16 @@ def read_yaml(path: Path) -> ServeYaml:
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error)) from error
     if not isinstance(data, dict):
-        raise ConfigError("the file must hold keys such as devices: and models:; see the README")
+        raise ConfigError(f"the file must hold keys such as {keys}; see the README")
+    return data
+
+
+def convert(data: dict[str, Any], kind: type[T]) -> T:
+    """Type-check `data`. Raises ConfigError (one line) that names the key."""
     try:
-        return msgspec.convert(data, ServeYaml)
+        return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(_conversion_message(str(error))) from error
+        raise ConfigError(_conversion_message(str(error), kind)) from error
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
@@ -71,11 +84,11 @@ def _yaml_message(error: yaml.YAMLError) -> str:
     return f"{where}{problem}; correct the YAML there"
 
 
-def _conversion_message(text: str) -> str:
+def _conversion_message(text: str, kind: type[msgspec.Struct]) -> str:
     problem, _, at = text.partition(" - at `$")
     where = at.rstrip("`").lstrip(".")
     if match := _UNKNOWN.fullmatch(problem):
-        return _unknown_key(match[1], where)
+        return _unknown_key(match[1], where, kind)
     if match := _MISSING.fullmatch(problem):
         return f"{_join(where, match[1])}: is missing; add it"
     leaf = where.rpartition(".")[2]
@@ -83,16 +96,16 @@ def _conversion_message(text: str) -> str:
     return f"{where}: {problem[:1].lower()}{problem[1:]}{hint}"
 
 
-def _unknown_key(name: str, where: str) -> str:
-    known = list(get_type_hints(_struct_at(where)))
+def _unknown_key(name: str, where: str, root: type[msgspec.Struct]) -> str:
+    known = list(get_type_hints(_struct_at(where, root)))
     close = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
     return f"{_join(where, name)}: unknown key; {remedy}"
 
 
-def _struct_at(where: str) -> type[msgspec.Struct]:
+def _struct_at(where: str, root: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """The struct that a path such as "models[0].slo" leads to."""
-    kind: Any = ServeYaml
+    kind: Any = root
     for name in re.findall(r"[A-Za-z_]\w*", where):
         hint = get_type_hints(kind)[name]
         kind = getattr(hint, "__args__", (hint,))[0]

@@ -1,0 +1,1 @@
+"""A simulated cluster behind the ports that the live schedulers run on."""

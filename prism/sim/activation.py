@@ -1,0 +1,49 @@
+"""How long activations and migrations take (Prism §5.2, §7.4). Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prism.sim.setup import ActivationSettings, DeviceSetup, ModelSetup
+
+
+def home_node(model: ModelSetup, nodes: Sequence[str]) -> str:
+    """The node whose host memory holds the model's weights where not all do."""
+    return nodes[model.index % len(nodes)]
+
+
+def activation_s(
+    model: ModelSetup,
+    ranks: Sequence[DeviceSetup],
+    settings: ActivationSettings,
+    *,
+    restarts: bool,
+    weights_node: str,
+) -> float:
+    """From host memory. A parallel load uses the links of the node's other GPUs as well, bounded
+    by what the node's host can feed; a restarted engine loads its part through its own link."""
+    part_bytes = model.load_bytes / model.tp
+    if restarts:
+        load_s = part_bytes / settings.plain_load_bytes_s
+    else:
+        load_s = max(
+            part_bytes / settings.load_bytes_s, model.load_bytes / settings.node_load_bytes_s
+        )
+    if not settings.weights_everywhere and ranks[0].node != weights_node:
+        load_s = max(load_s, model.load_bytes / settings.network_bytes_s)
+    return (settings.restart_s if restarts else settings.layout_s) + load_s
+
+
+def migration_s(
+    model: ModelSetup,
+    source: Sequence[DeviceSetup],
+    target: Sequence[DeviceSetup],
+    settings: ActivationSettings,
+    from_host_s: float,
+) -> float:
+    """From the GPU that holds it over the node's links; to another node from its host memory or
+    over the network, whichever is faster."""
+    if source[0].node == target[0].node:
+        return settings.layout_s + model.load_bytes / model.tp / settings.peer_bytes_s
+    network_s = settings.layout_s + model.load_bytes / settings.network_bytes_s
+    return min(network_s, from_host_s)

@@ -1,0 +1,89 @@
+"""The requests that an engine decodes together, advanced many steps at once.
+
+Every member gets one token per step, so nothing is kept per step: a member remembers the step at
+which it ends, and which of its KV blocks are full follows from the step's number.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from prism.sim.request import Request
+
+
+class Batch:
+    """`step`: decode steps so far. context_tokens: KV tokens of all members before the next step.
+    A member's KV grows by one token at the start of each step."""
+
+    __slots__ = ("_ends", "_fills", "_serial", "block_tokens", "context_tokens", "members", "step")
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.step = 0
+        self.context_tokens = 0
+        self.members: dict[int, Request] = {}
+        # block_tokens phases: members that need a new block when step % block_tokens is the index
+        self._fills = [0] * block_tokens
+        self._ends: list[tuple[int, int, Request]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def join(self, request: Request) -> None:
+        """REQUIRES: at least one token of it is left to decode."""
+        request.join_step = self.step
+        request.end_step = self.step + request.output_tokens - request.generated
+        self.members[request.index] = request
+        self.context_tokens += request.kv_tokens
+        self._fills[(self.step - request.kv_tokens) % self.block_tokens] += 1
+        self._serial += 1
+        heapq.heappush(self._ends, (request.end_step, self._serial, request))
+
+    def leave(self, request: Request) -> None:
+        """Its counts are what they are after the steps so far; it may join again."""
+        del self.members[request.index]
+        self._settle(request)
+        self.context_tokens -= request.kv_tokens
+        self._fills[(self.step - request.kv_tokens) % self.block_tokens] -= 1
+        request.end_step = -1
+
+    def newest(self) -> Request:
+        """Who joined last: the one to retract first."""
+        return next(reversed(self.members.values()))
+
+    def steps_to_end(self) -> int:
+        """Steps until the first member ends. REQUIRES: not empty."""
+        while True:
+            end_step, _, request = self._ends[0]
+            if request.end_step == end_step and request.index in self.members:
+                return end_step - self.step
+            heapq.heappop(self._ends)
+
+    def new_blocks(self, steps: int) -> int:
+        """KV blocks that the next `steps` steps take."""
+        if self.block_tokens == 1:
+            return steps * len(self.members)
+        rounds, rest = divmod(steps, self.block_tokens)
+        first = self.step % self.block_tokens
+        fills = self._fills
+        partial = sum(fills[(first + i) % self.block_tokens] for i in range(rest))
+        return rounds * len(self.members) + partial
+
+    def advance(self, steps: int) -> list[Request]:
+        """`steps` steps are over; returns who ends with the last, in the order of joining.
+        REQUIRES: steps <= steps_to_end()."""
+        self.step += steps
+        self.context_tokens += steps * len(self.members)
+        ended = []
+        while self.members and self.steps_to_end() == 0:
+            request = heapq.heappop(self._ends)[2]
+            self.leave(request)
+            ended.append(request)
+        return ended
+
+    def _settle(self, request: Request) -> None:
+        steps = self.step - request.join_step
+        request.generated += steps
+        request.kv_tokens += steps
+        request.join_step = self.step

@@ -1,0 +1,145 @@
+"""GPU compute shared between co-located engines (Prism §7.1: MPS at 100 %).
+
+A job is a step, or a run of steps, of one engine on the GPUs of its tensor-parallel group. It uses
+a part of each GPU's compute and of its memory bandwidth. Jobs run at full speed while neither is
+overcommitted; beyond that all jobs of a GPU slow down by the same factor, so that the scarcer
+resource is just used up: a prefill (compute-bound) beside a decode (bandwidth-bound) hardly costs
+either, two prefills take turns. A tensor-parallel job goes at the speed of its slowest GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from prism.costs.model import Usage, slowdown
+from prism.sim.kernel import Kernel
+
+
+class Gpu:
+    """One GPU's compute. speed: of the jobs that run there, 1 while nothing is overcommitted."""
+
+    __slots__ = ("busy_s", "jobs", "name", "since_s", "speed")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.jobs: list[Job] = []
+        self.speed = 1.0
+        self.busy_s = 0.0
+        self.since_s = 0.0
+
+    def sm_held(self) -> float:
+        return sum(job.sm_share for job in self.jobs)
+
+
+class Job:
+    """work_s: seconds that it takes alone; done_s of them are done at since_s."""
+
+    __slots__ = (
+        "bandwidth",
+        "compute",
+        "done_s",
+        "gpus",
+        "on_end",
+        "since_s",
+        "sm_share",
+        "speed",
+        "stretch",
+        "version",
+        "work_s",
+    )
+
+    def __init__(
+        self,
+        gpus: Sequence[Gpu],
+        work_s: float,
+        usage: Usage,
+        on_end: Callable[[], None],
+        sm_share: float = 1.0,
+    ) -> None:
+        self.gpus = gpus
+        self.sm_share = sm_share
+        self.stretch = slowdown(usage, sm_share) if sm_share < 1.0 else 1.0
+        self.work_s = work_s * self.stretch
+        self.compute = usage.compute / self.stretch
+        self.bandwidth = usage.bandwidth / self.stretch
+        self.on_end = on_end
+        self.speed = 0.0
+        self.done_s = 0.0
+        self.since_s = 0.0
+        self.version = 0
+
+    def done_at(self, now_s: float) -> float:
+        """Seconds of unstretched work done by `now_s`."""
+        return (self.done_s + (now_s - self.since_s) * self.speed) / self.stretch
+
+
+class Compute:
+    """Starts jobs and calls their `on_end`. Cost per change: the jobs of the GPUs concerned."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def start(self, job: Job) -> None:
+        now_s = job.since_s = self.kernel.time_s
+        for gpu in job.gpus:
+            if not gpu.jobs:
+                gpu.since_s = now_s
+            gpu.jobs.append(job)
+        self._adapt(job.gpus, job)
+
+    def resize(self, job: Job, work_s: float) -> None:
+        """The job takes `work_s` alone instead of what it was started with."""
+        job.work_s = work_s * job.stretch
+        self._settle(job)
+        self._schedule(job)
+
+    def _finish(self, job: Job, version: int) -> None:
+        if version != job.version:
+            return
+        job.version = -1
+        now_s = self.kernel.time_s
+        for gpu in job.gpus:
+            gpu.jobs.remove(job)
+            if not gpu.jobs:
+                gpu.busy_s += now_s - gpu.since_s
+        self._adapt(job.gpus, None)
+        job.on_end()
+
+    def _adapt(self, gpus: Sequence[Gpu], started: Job | None) -> None:
+        """Speeds of `gpus` and of their jobs, after a job came or went."""
+        for gpu in gpus:
+            speed = _speed(gpu.jobs)
+            if speed != gpu.speed:
+                gpu.speed = speed
+                for job in gpu.jobs:
+                    if job is not started:
+                        self._respeed(job)
+        if started is not None:
+            self._respeed(started)
+
+    def _respeed(self, job: Job) -> None:
+        speed = job.gpus[0].speed if len(job.gpus) == 1 else min(gpu.speed for gpu in job.gpus)
+        if speed != job.speed:
+            self._settle(job)
+            job.speed = speed
+            self._schedule(job)
+
+    def _settle(self, job: Job) -> None:
+        now_s = self.kernel.time_s
+        job.done_s += (now_s - job.since_s) * job.speed
+        job.since_s = now_s
+
+    def _schedule(self, job: Job) -> None:
+        job.version += 1
+        left_s = max(0.0, job.work_s - job.done_s)
+        self.kernel.after(left_s / job.speed, self._finish, job, job.version)
+
+
+def _speed(jobs: Sequence[Job]) -> float:
+    if len(jobs) < 2:
+        return 1.0
+    compute = bandwidth = 0.0
+    for job in jobs:
+        compute += job.compute
+        bandwidth += job.bandwidth
+    return 1.0 / max(1.0, compute, bandwidth)

@@ -1,0 +1,101 @@
+"""The YAML of `prism-sim`, as it is written. `scenario.py` resolves it."""
+
+from __future__ import annotations
+
+from prism.config import SchedulerYaml, SloYaml, Strict
+
+
+class GpusYaml(Strict, frozen=True):
+    """type: a GPU that `prism.costs` knows. memory: default the type's; memory_fraction: the part
+    of it that models may use. engines: models per GPU at most. network_rate: bytes per second
+    between nodes."""
+
+    type: str = "h100"
+    count: int = 1
+    nodes: int = 1
+    memory: str | None = None
+    memory_fraction: float = 0.9
+    page: str = "2MiB"
+    engines: int = 16
+    network_rate: str = "12.5GB"
+
+
+class SimModelYaml(Strict, frozen=True):
+    """shape: a public model whose shape `prism.costs` knows; default the name. weights: size,
+    default from the shape. count: so many models of this kind, named NAME-0, NAME-1, ... .
+    kv_reserve_tokens: KV that is always the model's own; default its longest request.
+    share: its part of the requests of a generated trace."""
+
+    name: str
+    shape: str | None = None
+    tp: int = 1
+    count: int = 1
+    slo: SloYaml | None = None
+    weights: str | None = None
+    kv_reserve_tokens: int | None = None
+    never_evict: bool = False
+    device: str | None = None
+    static_share: float | None = None
+    share: float | None = None
+
+
+class GenerateYaml(Strict, frozen=True):
+    """A trace with the statistics of Prism §3.1. rate: requests per second of all models."""
+
+    seconds: float = 600.0
+    rate: float = 4.0
+    active_fraction: float = 0.5
+    gap_cv: float = 2.5
+    input_median: float = 40.0
+    input_max: int = 1024
+    output_median: float = 210.0
+    output_max: int = 1024
+
+
+class SimEngineYaml(Strict, frozen=True):
+    """static: non-elastic memory of an active engine on each of its GPUs. host: time per step not
+    hidden behind the GPU, default that of the cost table. kv_layout: as in prism-serve.
+    memory_reserve: false lets an engine start without KV of its own."""
+
+    max_running: int = 256
+    static: str = "1GiB"
+    prefill_chunk_tokens: int = 8192
+    mixed_chunk: bool = False
+    block_tokens: int = 16
+    kv_layout: str = "per_layer"
+    host: str | None = None
+    memory_reserve: bool = True
+    headroom_tokens: int = 64
+
+
+class ActivationYaml(Strict, frozen=True):
+    """See `setup.ActivationSettings`; rates are bytes per second."""
+
+    layout: str = "30ms"
+    restart: str = "15s"
+    load_rate: str = "23GB"
+    node_load_rate: str = "95GB"
+    plain_load_rate: str = "4GB"
+    peer_rate: str = "400GB"
+    weights_everywhere: bool = True
+    warm_start: bool = True
+
+
+class SimYaml(Strict, frozen=True):
+    """The whole file. trace: JSON lines, relative to the file; or generate: one.
+    rate_scale multiplies the requests, slo_scale every SLO."""
+
+    models: list[SimModelYaml]
+    gpus: GpusYaml = GpusYaml()
+    trace: str | None = None
+    generate: GenerateYaml | None = None
+    policy: str = "prism"
+    slo: SloYaml = SloYaml()
+    rate_scale: float = 1.0
+    slo_scale: float = 1.0
+    seed: int = 0
+    scheduler: SchedulerYaml = SchedulerYaml()
+    engine: SimEngineYaml = SimEngineYaml()
+    activation: ActivationYaml = ActivationYaml()
+    patience: str = "10m"
+    steps: str = "runs"

@@ -1,0 +1,159 @@
+"""One device: its queue, its local scheduler, and the engines whose rank 0 is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from prism.policies.registry import Policy
+from prism.ports import EngineView
+from prism.scheduler.local import Limits, LocalScheduler, Waiting
+from prism.sim.compute import Gpu
+from prism.sim.engine import Engine
+from prism.sim.kernel import Kernel
+from prism.sim.kv import MemorySite
+from prism.sim.memory import Ledger
+from prism.sim.request import Request
+from prism.sim.resident import Resident, Stage
+from prism.sim.setup import DeviceSetup
+
+# An activation that takes longer than expected is expected to end after this (as the live agent).
+READY_SOON_S = 0.05
+
+
+class Device:
+    """The `prism.ports.EnginePort` of one simulated device.
+
+    residents: model -> the copy whose rank 0 is here; guests: copies that have any rank here.
+    pending_bytes: what activations wait for; admission leaves it alone, so that those that run now
+    do not starve the newcomer.
+    """
+
+    def __init__(self, kernel: Kernel, setup: DeviceSetup, policy: Policy, limits: Limits) -> None:
+        self._kernel = kernel
+        self.setup = setup
+        self.name = setup.name
+        self.gpu = Gpu(setup.name)
+        self.ledger = Ledger(setup.capacity_bytes, setup.page_bytes)
+        self.site = MemorySite(setup.name, self.ledger)
+        self.residents: dict[str, Resident] = {}
+        self.guests: list[Resident] = []
+        self.pending_bytes = 0
+        self.scheduler = LocalScheduler(self, limits, policy.order)
+        self._age_s = limits.order_age_s
+        self._requests: dict[str, Request] = {}
+        self._touched: list[Engine] = []
+        self._tick_due = False
+        self.on_step: Callable[[], None] | None = None
+
+    # --- the queue --------------------------------------------------------------------------
+
+    def enqueue(self, resident: Resident, request: Request) -> None:
+        """`poke` lets it start."""
+        key = str(request.index)
+        self._requests[key] = request
+        resident.waiting += 1
+        self.scheduler.add(
+            Waiting(
+                key,
+                resident.model.name,
+                request.prompt_tokens,
+                request.output_tokens,
+                request.arrival_s,
+                request.deadline_s,
+            )
+        )
+
+    def withdraw(self, resident: Resident) -> list[Request]:
+        """The copy's waiting requests, oldest first; they are here no more."""
+        model = resident.model.index
+        keys = [key for key, request in self._requests.items() if request.model == model]
+        self.scheduler.remove(keys)
+        resident.waiting = 0
+        return [self._requests.pop(key) for key in keys]
+
+    def poke(self) -> None:
+        """Something changed: start all that can start now."""
+        for resident in self.residents.values():
+            engine = resident.engine
+            if engine is not None and engine.retracted:
+                engine.readmit()
+                self._touched.append(engine)
+        if len(self.scheduler):
+            self.scheduler.step(self._kernel.time_s)
+            self._expect_tick()
+        touched, self._touched = self._touched, []
+        for engine in touched:
+            engine.turn()
+        if self.on_step is not None:
+            self.on_step()
+
+    def _expect_tick(self) -> None:
+        """Deadlines pass and holds end without an event."""
+        if len(self.scheduler) and not self._tick_due:
+            self._tick_due = True
+            self._kernel.after(self._age_s, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_due = False
+        if len(self.scheduler):
+            self.poke()
+
+    # --- EnginePort -------------------------------------------------------------------------
+
+    def views(self) -> Sequence[EngineView]:
+        for resident in self.residents.values():
+            for device in resident.devices:
+                device.site.sync()
+        return [
+            self._active_view(resident, resident.engine)
+            if resident.engine is not None
+            else self._coming_view(resident)
+            for resident in self.residents.values()
+            if resident.waiting or (resident.engine is not None and resident.engine.prefills)
+        ]
+
+    def dispatch(self, model: str, request_ids: Sequence[str]) -> None:
+        resident = self.residents[model]
+        assert resident.engine is not None
+        resident.waiting -= len(request_ids)
+        resident.engine.admit([self._requests.pop(key) for key in request_ids])
+        self._touched.append(resident.engine)
+
+    def ask_memory(self, model: str, tokens: int) -> None:
+        """Simulated engines hold no memory for nothing: there is nobody to ask."""
+
+    def _active_view(self, resident: Resident, engine: Engine) -> EngineView:
+        kv, account = engine.kv, engine.kv.accounts[0]
+        free_bytes = min(d.ledger.free_bytes - d.pending_bytes for d in resident.devices)
+        quantum_bytes, quantum_tokens = kv.quantum_bytes, kv.quantum_tokens
+        shared = max(0, free_bytes) // quantum_bytes * quantum_tokens
+        guaranteed = max(0, account.min_bytes - kv.kv_bytes) // quantum_bytes * quantum_tokens
+        own = kv.quanta * quantum_tokens - kv.live_blocks * kv.block_tokens + guaranteed
+        limit: int | None = None
+        if account.limit_bytes is not None:
+            left_bytes = account.limit_bytes - max(account.min_bytes, kv.kv_bytes)
+            limit = max(0, left_bytes) // quantum_bytes * quantum_tokens
+        if engine.retracted:
+            own = shared = guaranteed = 0
+        return EngineView(
+            resident.model.name,
+            own + (shared if limit is None else min(shared, limit)),
+            engine.running,
+            engine.max_running,
+            kv.block_tokens,
+            engine.prefill_tokens_per_s,
+            engine.pending_prefill_tokens() / engine.prefill_tokens_per_s,
+            0.0 if resident.stage is Stage.ACTIVE else READY_SOON_S,
+            shared,
+            max(1, quantum_bytes // quantum_tokens),
+            quantum_tokens,
+            guaranteed,
+            limit,
+        )
+
+    def _coming_view(self, resident: Resident) -> EngineView:
+        left_s = resident.ready_s - self._kernel.time_s
+        speed = resident.model.prefill_tokens_per_s
+        return EngineView(
+            resident.model.name, 0, 0, 0, 1, speed, ready_in_s=max(READY_SOON_S, left_s)
+        )

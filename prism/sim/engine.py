@@ -1,0 +1,315 @@
+"""A simulated engine: continuous batching, chunked prefill, paged KV, retraction when memory ends.
+
+It behaves like the live engines: whole prompts are given KV when they are admitted, prefill goes
+before decode, a request that lacks memory for its next token sends the newest member of the batch
+back (retract and recompute). Runs of equal decode steps are one event: `run_steps` says how many
+at most, and 1 is the step-by-step mode, which gives the same results to rounding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from prism.costs.model import Chunk, CostModel, Usage
+from prism.policies.steps import Phase
+from prism.sim.batch import Batch
+from prism.sim.compute import Compute, Gpu, Job
+from prism.sim.kv import KvSpace
+from prism.sim.request import Request
+from prism.sim.setup import UNBOUNDED_STEPS, EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told what. freed: memory or a slot became free, before the engine's next step."""
+
+    ended: Callable[[Request], None]
+    retracted: Callable[[Request], None]
+    freed: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a job in flight does: a prefill step, or `steps` decode steps."""
+
+    job: Job
+    chunks: list[tuple[Request, int]]
+    steps: int = 0
+    context_tokens: int = 0
+    allocated: int = 0
+
+
+class Engine:
+    """One active model on one GPU or tensor-parallel group.
+
+    `prefills`: admitted requests without their next token, oldest first; `retracted`: those that
+    wait for memory to come back. `controlled`: somebody else starts each job (`start_prefill`,
+    `start_decode`), and both phases may run side by side.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        gpus: list[Gpu],
+        *,
+        cost: CostModel,
+        kv: KvSpace,
+        settings: EngineSettings,
+        listener: Listener,
+    ) -> None:
+        self._kernel = compute.kernel
+        self._compute = compute
+        self._gpus = gpus
+        self.cost = cost
+        self.kv = kv
+        self._settings = settings
+        self.max_running = settings.max_running
+        self._listener = listener
+        self.batch = Batch(kv.block_tokens)
+        self.prefills: deque[Request] = deque()
+        self.retracted: deque[Request] = deque()
+        self.controlled = False
+        self._joining: list[Request] = []
+        self._prefill_since_s = 0.0
+        self._prefill: _Step | None = None
+        self._decode: _Step | None = None
+        self._usage: Usage | None = None
+        self._usage_batch = 0
+        self.prompt_tokens_total = 0
+        self.output_tokens_total = 0
+        self.prefill_tokens_per_s = settings.prefill_chunk_tokens / cost.prefill_s(
+            settings.prefill_chunk_tokens
+        )
+        kv.runner = self
+
+    # --- what others see --------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests that it holds."""
+        return len(self.batch) + len(self.prefills) + len(self.retracted) + len(self._joining)
+
+    @property
+    def busy(self) -> frozenset[Phase]:
+        """Phases with a job in flight."""
+        found = ((Phase.PREFILL, self._prefill), (Phase.DECODE, self._decode))
+        return frozenset(phase for phase, step in found if step is not None)
+
+    def pending_prefill_tokens(self) -> int:
+        return sum(request.todo_tokens for request in self.prefills)
+
+    def sync(self) -> None:
+        """Bring KV memory up to the steps that have begun by now."""
+        step = self._decode
+        if step is None or step.allocated >= step.steps:
+            return
+        begun = min(step.steps, self._steps_done(step) + 1)
+        if begun > step.allocated:
+            self._allocate(step, begun)
+
+    def output_tokens(self) -> int:
+        """Tokens given out since the start."""
+        done = self._steps_done(self._decode) if self._decode is not None else 0
+        return self.output_tokens_total + done * len(self.batch)
+
+    def requests(self) -> list[Request]:
+        """All that it holds."""
+        return [*self.batch.members.values(), *self._joining, *self.prefills, *self.retracted]
+
+    # --- orders -----------------------------------------------------------------------------
+
+    def admit(self, requests: Iterable[Request]) -> None:
+        """Take requests whose KV fits; `turn` starts them. One that does not fit after all waits
+        for memory like a retracted one."""
+        for request in requests:
+            request.started_s = self._kernel.time_s
+            self.prompt_tokens_total += request.prompt_tokens
+            if self.kv.take(self.kv.blocks(request.kv_tokens)):
+                self.prefills.append(request)
+            else:
+                self.retracted.append(request)
+        self.end_run()
+
+    def turn(self) -> None:
+        """Start what is to run next, if nothing runs. Called after every change."""
+        if self.controlled or self._prefill is not None or self._decode is not None:
+            return
+        if self.prefills:
+            self.start_prefill()
+        elif self.batch:
+            self.start_decode()
+
+    def end_run(self) -> None:
+        """The decode run in flight ends with its present step; its claim on memory lapses."""
+        step = self._decode
+        if step is None or step.steps == 1:
+            return
+        begun = min(step.steps, self._steps_done(step) + 1)
+        if begun < step.steps:
+            if begun > step.allocated:
+                self._allocate(step, begun)
+            step.steps = begun
+            work_s = self.cost.decode_run_s(len(self.batch), step.context_tokens, begun)
+            self._compute.resize(step.job, work_s)
+        self.kv.unclaim()
+
+    def readmit(self) -> None:
+        """Retracted requests come back while there is room, oldest first."""
+        came = False
+        while self.retracted:
+            request = self.retracted[0]
+            left = request.output_tokens - request.generated
+            headroom = min(left, self._settings.headroom_tokens) if self.running > 1 else 1
+            need = self.kv.blocks(request.kv_tokens + headroom) + len(self.batch)
+            if not self.kv.fits(need) or not self.kv.take(self.kv.blocks(request.kv_tokens)):
+                break
+            self.prefills.append(self.retracted.popleft())
+            came = True
+        if came:
+            self.end_run()
+
+    # --- prefill ----------------------------------------------------------------------------
+
+    def start_prefill(
+        self, requests: Iterable[Request] | None = None, sm_share: float = 1.0
+    ) -> None:
+        """One prefill step, of `requests` or of the oldest. REQUIRES: no prefill in flight."""
+        left = self._settings.prefill_chunk_tokens
+        chunks: list[tuple[Request, int]] = []
+        for request in self.prefills if requests is None else requests:
+            tokens = min(left, request.todo_tokens)
+            chunks.append((request, tokens))
+            left -= tokens
+            if left <= 0:
+                break
+        costs = [Chunk(tokens, r.kv_tokens - r.todo_tokens) for r, tokens in chunks]
+        batch, context_tokens = 0, 0
+        if self._settings.mixed_chunk and self.batch and not self.controlled:
+            if self._make_room():
+                self.kv.take(self.batch.new_blocks(1))
+            batch, context_tokens = len(self.batch), self.batch.context_tokens
+        work_s = self.cost.step_s(costs, batch, context_tokens)
+        usage = self.cost.usage(costs, batch, context_tokens)
+        job = Job(self._gpus, work_s, usage, self._prefill_ended, sm_share)
+        self._prefill = _Step(job, chunks, 1 if batch else 0)
+        self._prefill_since_s = self._kernel.time_s
+        self._compute.start(job)
+
+    def _prefill_ended(self) -> None:
+        step, self._prefill = self._prefill, None
+        assert step is not None
+        self._measure(sum(tokens for _, tokens in step.chunks))
+        if step.steps:
+            self._advance(1)
+        for request, tokens in step.chunks:
+            request.todo_tokens -= tokens
+            if request.todo_tokens == 0:
+                self.prefills.remove(request)
+                self._token_came(request)
+        self._usage = None
+        self._listener.freed()
+        self.turn()
+
+    def _measure(self, tokens: int) -> None:
+        """The prefill speed that admission reckons with: an average over the latest steps, as
+        the live engines report it, so it includes what neighbours on the GPU cost."""
+        seconds = self._kernel.time_s - self._prefill_since_s
+        if tokens * 4 >= self._settings.prefill_chunk_tokens and seconds > 0:
+            speed = tokens / seconds
+            self.prefill_tokens_per_s += 0.2 * (speed - self.prefill_tokens_per_s)
+
+    def _token_came(self, request: Request) -> None:
+        request.generated += 1
+        self.output_tokens_total += 1
+        if request.first_s < 0:
+            request.first_s = self._kernel.time_s
+        if request.generated >= request.output_tokens:
+            self._end(request)
+        elif self._decode is None:
+            self.batch.join(request)
+        else:
+            self._joining.append(request)
+            self.end_run()
+
+    # --- decode -----------------------------------------------------------------------------
+
+    def start_decode(self, sm_share: float = 1.0, steps_max: int = UNBOUNDED_STEPS) -> bool:
+        """A run of decode steps of the whole batch: until a member ends, memory ends, somebody
+        calls `end_run`, or `steps_max`. False: everyone had to be retracted.
+        REQUIRES: no decode in flight, a batch."""
+        if not self._make_room():
+            self.turn()
+            return False
+        batch = self.batch
+        steps = min(batch.steps_to_end(), self._settings.run_steps, steps_max)
+        steps = self.kv.steps_that_fit(batch, steps)
+        work_s = self.cost.decode_run_s(len(batch), batch.context_tokens, steps)
+        job = Job(self._gpus, work_s, self._batch_usage(), self._decode_ended, sm_share)
+        step = self._decode = _Step(job, [], steps, batch.context_tokens)
+        self.kv.claim(batch.new_blocks(steps))
+        self._allocate(step, 1)
+        self._compute.start(job)
+        return True
+
+    def _decode_ended(self) -> None:
+        step = self._decode
+        assert step is not None
+        if step.allocated < step.steps:
+            self._allocate(step, step.steps)
+        self._decode = None
+        self.kv.unclaim()
+        ended = self._advance(step.steps)
+        for request in self._joining:
+            self.batch.join(request)
+        self._joining.clear()
+        if ended:
+            self._listener.freed()
+        self.turn()
+
+    def _advance(self, steps: int) -> bool:
+        """`steps` decode steps are over. True: a request ended."""
+        self.output_tokens_total += steps * len(self.batch)
+        ended = self.batch.advance(steps)
+        for request in ended:
+            self._end(request)
+        return bool(ended)
+
+    def _make_room(self) -> bool:
+        """Retract until the next step of the batch fits. False: nobody is left."""
+        while self.batch:
+            if self.kv.fits(self.batch.new_blocks(1)):
+                return True
+            victim = self.batch.newest()
+            self.batch.leave(victim)
+            self.kv.give(self.kv.blocks(victim.kv_tokens))
+            victim.kv_tokens = victim.todo_tokens = victim.prompt_tokens + victim.generated
+            victim.retractions += 1
+            self.retracted.append(victim)
+            self._usage = None
+            self._listener.retracted(victim)
+        return False
+
+    def _batch_usage(self) -> Usage:
+        """Of the present batch, at the context it had when it last changed: the same whether its
+        steps are taken one by one or in runs."""
+        if self._usage is None or self._usage_batch != len(self.batch):
+            self._usage = self.cost.usage((), len(self.batch), self.batch.context_tokens)
+            self._usage_batch = len(self.batch)
+        return self._usage
+
+    def _steps_done(self, step: _Step) -> int:
+        done_s = step.job.done_at(self._kernel.time_s)
+        return self.cost.decode_steps(len(self.batch), step.context_tokens, done_s, step.steps)
+
+    def _allocate(self, step: _Step, begun: int) -> None:
+        """KV for the steps up to `begun`; they were claimed."""
+        before = self.batch.new_blocks(step.allocated) if step.allocated else 0
+        self.kv.take_claimed(self.batch.new_blocks(begun) - before)
+        step.allocated = begun
+
+    def _end(self, request: Request) -> None:
+        self._usage = None
+        self.kv.give(self.kv.blocks(request.kv_tokens))
+        self._listener.ended(request)

@@ -1,0 +1,50 @@
+"""The event kernel: callbacks in order of (time, sequence), so that a run depends on nothing else.
+
+Plain functions instead of processes: an event is (time_s, callback, arguments). The sequence number
+breaks ties in the order of scheduling.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+Callback = Callable[..., None]
+
+
+class Kernel:
+    """A clock that jumps from event to event. Single-threaded; also a `prism.ports.Clock`."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self.time_s = start_s
+        self.events = 0
+        self._sequence = 0
+        self._heap: list[tuple[float, int, Callback, tuple[Any, ...]]] = []
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def at(self, time_s: float, callback: Callback, *args: Any) -> None:
+        """Call `callback(*args)` at `time_s`. REQUIRES: time_s is not before now."""
+        if time_s < self.time_s:
+            raise AssertionError(f"an event at {time_s!r} s, before now ({self.time_s!r} s)")
+        self._sequence += 1
+        heapq.heappush(self._heap, (time_s, self._sequence, callback, args))
+
+    def after(self, seconds: float, callback: Callback, *args: Any) -> None:
+        """Call `callback(*args)` in `seconds` >= 0."""
+        self.at(self.time_s + seconds, callback, *args)
+
+    def run(self, until_s: float = float("inf")) -> None:
+        """Process events until none is left or the next one is later than `until_s`."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until_s:
+            self.time_s, _, callback, args = pop(heap)
+            self.events += 1
+            callback(*args)
+
+    @property
+    def idle(self) -> bool:
+        """No event is left."""
+        return not self._heap

@@ -1,0 +1,89 @@
+"""GPU memory as the ledger keeps it: pages shared by weights and KV of all engines of a device.
+
+The rules are those of `kvcached`'s ledger: every byte is reserved before it is used; a client's
+minimum counts as reserved whether it uses it or not; a client never exceeds its limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Account:
+    """One engine on one device. claim_bytes: what its present run of decode steps may still take;
+    not reserved, but nobody may start a run that counts on it as well."""
+
+    name: str
+    static_bytes: int = 0
+    kv_bytes: int = 0
+    min_bytes: int = 0
+    limit_bytes: int | None = None
+    claim_bytes: int = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.static_bytes + max(self.min_bytes, self.kv_bytes)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """A device's memory. `limit` and `minimum` hold for KV, as in the live ledger."""
+
+    capacity_bytes: int
+    page_bytes: int
+    accounts: dict[str, Account] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    claimed_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.reserved_bytes
+
+    def open(self, account: Account) -> None:
+        """A new client. REQUIRES: `fits`."""
+        assert account.name not in self.accounts, f"{account.name} is a client already"
+        self.accounts[account.name] = account
+        self._reserve(account.reserved_bytes)
+
+    def close(self, name: str) -> None:
+        """The client is gone with all it had."""
+        account = self.accounts.pop(name)
+        self.reserved_bytes -= account.reserved_bytes
+        self.claimed_bytes -= account.claim_bytes
+
+    def set_kv(self, account: Account, kv_bytes: int) -> None:
+        """Its KV memory is `kv_bytes` now. REQUIRES: growth was within `room_bytes`."""
+        before, floor = account.kv_bytes, account.min_bytes
+        account.kv_bytes = kv_bytes
+        self._reserve(max(floor, kv_bytes) - max(floor, before))
+
+    def set_claim(self, account: Account, claim_bytes: int) -> None:
+        self.claimed_bytes += claim_bytes - account.claim_bytes
+        account.claim_bytes = claim_bytes
+
+    def room_bytes(self, account: Account) -> int:
+        """How much more KV it could take: its own guarantee and the common free memory."""
+        room = max(0, account.min_bytes - account.kv_bytes) + self.free_bytes
+        if account.limit_bytes is None:
+            return room
+        return min(room, account.limit_bytes - account.kv_bytes)
+
+    def unclaimed_bytes(self, account: Account) -> int:
+        """`room_bytes` without what others' runs count on."""
+        claims = self.claimed_bytes - account.claim_bytes
+        room = max(0, account.min_bytes - account.kv_bytes) + self.free_bytes - claims
+        if account.limit_bytes is None:
+            return room
+        return min(room, account.limit_bytes - account.kv_bytes)
+
+    def aligned(self, size_bytes: int) -> int:
+        """In whole pages."""
+        return -(-size_bytes // self.page_bytes) * self.page_bytes
+
+    def _reserve(self, grown_bytes: int) -> None:
+        self.reserved_bytes += grown_bytes
+        if self.reserved_bytes > self.capacity_bytes:
+            raise AssertionError(f"{self.reserved_bytes} of {self.capacity_bytes} bytes reserved")
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)

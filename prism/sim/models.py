@@ -1,0 +1,111 @@
+"""What a model takes of memory and time, from its shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from prism.config import SloYaml
+from prism.costs.catalog import cost_model
+from prism.costs.model import CostModel
+from prism.costs.shapes import ModelShape, model_shape
+from prism.errors import ConfigError
+from prism.sim.config import SimEngineYaml, SimModelYaml
+from prism.sim.setup import ModelSetup
+from prism.units import format_size, parse_size, parse_time
+
+TP_DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a model's setup depends on besides itself. shared: models per device, for the layout
+    that "auto" chooses."""
+
+    gpu: str
+    engine: SimEngineYaml
+    page_bytes: int
+    capacity_bytes: int
+    devices: int
+    shared: int
+    slo: SloYaml
+    slo_scale: float
+
+
+def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Around) -> ModelSetup:
+    """longest_tokens: the most KV that one of its requests holds. Raises ConfigError: the model is
+    unknown, or larger than its GPUs."""
+    shape = _shape(model)
+    tp, engine = model.tp, around.engine
+    if not 1 <= tp <= around.devices:
+        raise ConfigError(
+            f"{model.name}.tp: {tp} GPUs are needed, the cluster has {around.devices}"
+        )
+    weights_bytes = shape.weight_bytes()
+    if model.weights is not None:
+        weights_bytes = parse_size(model.weights, f"{model.name}.weights")
+    static_bytes = parse_size(engine.static, "engine.static")
+    rank_token_bytes = shape.kv_token_bytes(tp)
+    quantum_blocks, quantum_bytes = kv_quantum(shape, tp, around)
+    reserve = model.kv_reserve_tokens or longest_tokens if engine.memory_reserve else 0
+    blocks = -(-reserve // engine.block_tokens)
+    floor_bytes = -(-blocks // quantum_blocks) * quantum_bytes
+    rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
+    if rank_bytes > around.capacity_bytes:
+        raise ConfigError(
+            f"{model.name}: weights, engine and one request of {reserve} tokens need"
+            f" {format_size(rank_bytes)} per GPU at tp {tp}, a GPU has"
+            f" {format_size(around.capacity_bytes)}; raise its tp"
+        )
+    slo = model.slo or around.slo
+    costs = step_costs(model, around)
+    chunk = engine.prefill_chunk_tokens
+    return ModelSetup(
+        index=index,
+        name=model.name,
+        tp=tp,
+        weight_bytes=weights_bytes + static_bytes * tp,
+        load_bytes=weights_bytes,
+        token_bytes=rank_token_bytes * tp,
+        kv_floor_bytes=floor_bytes * tp,
+        block_tokens=engine.block_tokens,
+        quantum_blocks=quantum_blocks,
+        quantum_bytes=quantum_bytes,
+        slo_ttft_s=parse_time(slo.ttft, "slo.ttft") * around.slo_scale,
+        slo_tpot_s=parse_time(slo.tpot, "slo.tpot") * around.slo_scale,
+        costs=costs,
+        prefill_tokens_per_s=chunk / costs[tp].prefill_s(chunk),
+        never_evict=model.never_evict,
+        pinned_device=model.device,
+        static_share=model.static_share,
+    )
+
+
+def step_costs(model: SimModelYaml, around: Around) -> dict[int, CostModel]:
+    """TP degree -> step costs, for its own degree and the usual ones that its heads allow."""
+    shape = _shape(model)
+    host_s = None if around.engine.host is None else parse_time(around.engine.host, "engine.host")
+    degrees = {model.tp, *(d for d in TP_DEGREES if d <= around.devices and not shape.heads % d)}
+    return {d: cost_model(around.gpu, shape.name, d, host_s) for d in sorted(degrees)}
+
+
+def kv_quantum(shape: ModelShape, tp: int, around: Around) -> tuple[int, int]:
+    """(KV blocks, bytes on one device) of the smallest growth: a page in each of the model's K and
+    V buffers, or, token-interleaved, as many pages as hold a block."""
+    layout, block_tokens = around.engine.kv_layout, around.engine.block_tokens
+    page_bytes, buffers = around.page_bytes, 2 * shape.layers
+    block_bytes = shape.kv_token_bytes(tp) * block_tokens
+    per_layer_pages = math.ceil(block_bytes / buffers / page_bytes)
+    per_layer_bytes = per_layer_pages * page_bytes * buffers
+    finer = layout == "auto" and per_layer_bytes * around.shared > 0.05 * around.capacity_bytes
+    if layout == "per_layer" or (layout == "auto" and not finer):
+        return per_layer_bytes // block_bytes, per_layer_bytes
+    pages_bytes = math.ceil(block_bytes / page_bytes) * page_bytes
+    return pages_bytes // block_bytes, pages_bytes
+
+
+def _shape(model: SimModelYaml) -> ModelShape:
+    try:
+        return model_shape(model.shape or model.name)
+    except ConfigError as error:
+        raise ConfigError(f"{model.name}.shape: {error}") from error

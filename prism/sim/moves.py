@@ -1,0 +1,256 @@
+"""Models coming up, going and moving: the actuator behind `ClusterPort.apply`.
+
+An activation reserves weights and KV floor on all its devices before anything is loaded; while
+they lack memory it waits for what runs there to end, and admission leaves it the free memory.
+Evictions and the sources of migrations let their running requests end first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prism.policies.registry import Policy
+from prism.sim.activation import activation_s, home_node, migration_s
+from prism.sim.compute import Compute
+from prism.sim.device import Device
+from prism.sim.engine import Engine, Listener
+from prism.sim.kernel import Kernel
+from prism.sim.kv import KvSpace
+from prism.sim.memory import Account
+from prism.sim.records import Decision, Records
+from prism.sim.request import Request
+from prism.sim.resident import Resident, Stage
+from prism.sim.setup import ClusterSetup, ModelSetup
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """A model's copies and what waits for one. barred: device -> until when."""
+
+    setup: ModelSetup
+    residents: list[Resident] = field(default_factory=list)
+    unplaced: dict[int, Request] = field(default_factory=dict)
+    barred: dict[str, float] = field(default_factory=dict)
+    last_use_s: float = float("-inf")
+    wanted: bool = True
+    refusal: str = ""
+    tokens_total: int = 0
+
+    def least_loaded(self) -> Resident | None:
+        """The copy with the fewest requests; None where no copy takes any."""
+        taking = [r for r in self.residents if r.takes_requests]
+        return min(taking, key=lambda r: r.open_requests, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the world does when a copy changes. route: requests of the model may go elsewhere now;
+    changed: the cluster scheduler should look."""
+
+    route: Callable[[Model], None]
+    changed: Callable[[], None]
+    listener: Callable[[Model, Resident], Listener]
+
+
+class Moves:
+    """REQUIRES of all orders: the policy keeps the rules of the live system (a model with an
+    action under way gets no other)."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        setup: ClusterSetup,
+        policy: Policy,
+        records: Records,
+        hooks: Hooks,
+    ) -> None:
+        self._kernel = kernel
+        self._setup = setup
+        self._policy = policy
+        self._records = records
+        self._hooks = hooks
+        self._compute = Compute(kernel)
+        self._queued: list[tuple[Model, Resident]] = []
+        self._nodes = list(dict.fromkeys(d.node for d in setup.devices))
+        self._serial = 0
+        self.instant = setup.warm
+
+    # --- orders -----------------------------------------------------------------------------
+
+    def activate(self, model: Model, devices: list[Device], limit_bytes: int | None) -> Resident:
+        """Bring `model` up; its waiting requests go to the new copy's queue at once."""
+        resident = self._begin(model, devices, limit_bytes, self._load_s(model, devices))
+        self._hooks.route(model)
+        return resident
+
+    def evict(self, model: Model, resident: Resident) -> None:
+        """The copy takes no more requests, ends those that run and is gone."""
+        resident.stage = Stage.DRAINING
+        self._withdraw(model, resident)
+        self._leave_if_empty(model, resident)
+
+    def migrate(self, model: Model, source: Resident, devices: list[Device]) -> None:
+        """Make before break: the source serves until the target is ready."""
+        ranks = [d.setup for d in devices]
+        host_s = self._load_s(model, devices)
+        held = [d.setup for d in source.devices]
+        load_s = migration_s(model.setup, held, ranks, self._setup.activation, host_s)
+        target = self._begin(model, devices, source.kv_limit_bytes, load_s)
+        target.replaces, source.replaced_by = source, target
+
+    def request_ended(self, model: Model, resident: Resident) -> None:
+        """A draining copy may be empty now. Call when a request of it ends."""
+        if resident.stage is Stage.DRAINING:
+            self._kernel.after(0.0, self._leave_if_empty, model, resident)
+
+    def memory_freed(self) -> None:
+        """Activations that wait for memory try again, oldest first."""
+        for model, resident in list(self._queued):
+            self._try_load(model, resident)
+
+    @property
+    def waits_for_memory(self) -> bool:
+        return bool(self._queued)
+
+    # --- coming up --------------------------------------------------------------------------
+
+    def _begin(
+        self, model: Model, devices: list[Device], limit_bytes: int | None, load_s: float
+    ) -> Resident:
+        now_s = self._kernel.time_s
+        load_s = 0.0 if self.instant else load_s
+        resident = Resident(model.setup, devices, now_s, now_s + load_s, limit_bytes)
+        model.residents.append(resident)
+        devices[0].residents[model.setup.name] = resident
+        for device in devices:
+            device.guests.append(resident)
+            device.pending_bytes += self._need_bytes(device, model.setup)
+        self._queued.append((model, resident))
+        timeout_s = self._setup.activation_timeout_s
+        self._try_load(model, resident)
+        if resident.stage is Stage.QUEUED:
+            self._kernel.after(timeout_s, self._give_up, model, resident)
+        return resident
+
+    def _need_bytes(self, device: Device, model: ModelSetup) -> int:
+        return device.ledger.aligned(model.static_bytes) + model.floor_bytes
+
+    def _try_load(self, model: Model, resident: Resident) -> None:
+        setup, devices = model.setup, resident.devices
+        if any(d.ledger.free_bytes < self._need_bytes(d, setup) for d in devices):
+            return
+        self._queued.remove((model, resident))
+        now_s = self._kernel.time_s
+        load_s = resident.ready_s - resident.since_s
+        resident.stage, resident.ready_s = Stage.LOADING, now_s + load_s
+        for device in devices:
+            device.pending_bytes -= self._need_bytes(device, setup)
+            resident.accounts.append(self._open(device, resident))
+            if device.ledger.claimed_bytes > device.ledger.free_bytes:
+                device.site.end_runs()
+        self._kernel.after(load_s, self._loaded, model, resident)
+
+    def _open(self, device: Device, resident: Resident) -> Account:
+        self._serial += 1
+        setup = resident.model
+        static_bytes = device.ledger.aligned(setup.static_bytes)
+        name = f"{setup.name}#{self._serial}"
+        account = Account(name, static_bytes, 0, setup.floor_bytes, resident.kv_limit_bytes)
+        device.ledger.open(account)
+        return account
+
+    def _loaded(self, model: Model, resident: Resident) -> None:
+        setup, devices = model.setup, resident.devices
+        sites = [d.site for d in devices]
+        space = KvSpace(
+            sites, resident.accounts, setup.block_tokens, setup.quantum_blocks, setup.quantum_bytes
+        )
+        resident.engine = Engine(
+            self._compute,
+            [d.gpu for d in devices],
+            cost=setup.cost,
+            kv=space,
+            settings=self._setup.engine,
+            listener=self._hooks.listener(model, resident),
+        )
+        for site in sites:
+            site.spaces.append(space)
+        resident.stage = Stage.ACTIVE
+        resident.last_use_s = self._kernel.time_s
+        model.wanted, model.refusal = False, ""
+        self._log("active", resident)
+        if resident.replaces is not None:
+            self._take_over(model, resident)
+        self._hooks.route(model)
+        resident.home.poke()
+        self._hooks.changed()
+
+    def _take_over(self, model: Model, target: Resident) -> None:
+        source, target.replaces = target.replaces, None
+        assert source is not None
+        target.last_use_s = source.last_use_s
+        self._log("migrated", target)
+        self.evict(model, source)
+
+    def _give_up(self, model: Model, resident: Resident) -> None:
+        """It found no memory in time."""
+        if resident.stage is not Stage.QUEUED:
+            return
+        self._queued.remove((model, resident))
+        for device in resident.devices:
+            device.pending_bytes -= self._need_bytes(device, model.setup)
+        model.barred[resident.home.name] = self._kernel.time_s + self._setup.bar_s
+        if resident.replaces is not None:
+            resident.replaces.replaced_by = None
+        self._remove(model, resident, "failed")
+
+    # --- going ------------------------------------------------------------------------------
+
+    def _leave_if_empty(self, model: Model, resident: Resident) -> None:
+        if resident not in model.residents or resident.running:
+            return
+        if resident.stage is not Stage.DRAINING or resident.ready_s > self._kernel.time_s:
+            return
+        space = resident.engine.kv if resident.engine is not None else None
+        for device, account in zip(resident.devices, resident.accounts, strict=True):
+            device.ledger.close(account.name)
+            if space is not None:
+                device.site.spaces.remove(space)
+        self._remove(model, resident, "evicted")
+        for device in resident.devices:
+            device.poke()
+
+    def _remove(self, model: Model, resident: Resident, kind: str) -> None:
+        model.residents.remove(resident)
+        if resident.home.residents.get(model.setup.name) is resident:
+            del resident.home.residents[model.setup.name]
+        for device in resident.devices:
+            device.guests.remove(resident)
+        self._log(kind, resident)
+        if resident.engine is not None:
+            model.tokens_total += resident.engine.prompt_tokens_total
+            model.tokens_total += resident.engine.output_tokens_total
+        resident.stage = Stage.DRAINING
+        self._withdraw(model, resident)
+        self.memory_freed()
+        self._hooks.changed()
+
+    def _withdraw(self, model: Model, resident: Resident) -> None:
+        """Its waiting requests go to another copy, or wait for one."""
+        for request in resident.home.withdraw(resident):
+            model.unplaced[request.index] = request
+        self._hooks.route(model)
+
+    def _load_s(self, model: Model, devices: list[Device]) -> float:
+        return activation_s(
+            model.setup,
+            [d.setup for d in devices],
+            self._setup.activation,
+            restarts=self._policy.restarts_engine,
+            weights_node=home_node(model.setup, self._nodes),
+        )
+
+    def _log(self, kind: str, resident: Resident) -> None:
+        name, home = resident.model.name, resident.home.name
+        self._records.decide(Decision(self._kernel.time_s, kind, name, home))

@@ -1,0 +1,84 @@
+"""What became of each request, in columns; and the log of decisions."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from prism.sim.request import Request
+from prism.sim.workload import Workload
+
+NEVER = -1.0
+
+
+class Decision(NamedTuple):
+    """An action of the cluster scheduler, or its end. kind: activate, evict, migrate, refuse,
+    active, evicted, migrated, failed."""
+
+    time_s: float
+    kind: str
+    model: str
+    device: str
+    target: str = ""
+    reason: str = ""
+
+
+class Sample(NamedTuple):
+    """State of the cluster at one time. kv_bytes: model index -> KV memory over all devices;
+    reserved_bytes: over all devices."""
+
+    time_s: float
+    kv_bytes: dict[int, int]
+    reserved_bytes: int
+    waiting: int
+    running: int
+
+
+@dataclass(slots=True)
+class Records:
+    """first_s, end_s, started_s: NEVER where that did not happen; a request without an error and
+    with an end_s has given all its tokens. errors: request index -> code. device: index of the
+    device where it started last, -1 before."""
+
+    work: Workload
+    started_s: array[float] = field(init=False)
+    first_s: array[float] = field(init=False)
+    end_s: array[float] = field(init=False)
+    device: array[int] = field(init=False)
+    output_tokens: array[int] = field(init=False)
+    errors: dict[int, str] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    ended: int = 0
+    end_time_s: float = 0.0
+    events: int = 0
+
+    def __post_init__(self) -> None:
+        size = len(self.work)
+        self.started_s = array("d", [NEVER]) * size
+        self.first_s = array("d", [NEVER]) * size
+        self.end_s = array("d", [NEVER]) * size
+        self.device = array("i", [-1]) * size
+        self.output_tokens = array("i", [0]) * size
+
+    def finish(self, request: Request, time_s: float, error: str | None = None) -> None:
+        """The request ends now. REQUIRES: it has not ended before."""
+        index = request.index
+        assert self.end_s[index] == NEVER, f"request {index} ends twice"
+        self.started_s[index] = request.started_s
+        self.first_s[index] = request.first_s
+        self.end_s[index] = time_s
+        self.device[index] = request.device
+        self.output_tokens[index] = request.generated
+        self.ended += 1
+        if error is not None:
+            self.errors[index] = error
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def decide(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+        self.count(decision.kind)

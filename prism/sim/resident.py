@@ -1,0 +1,71 @@
+"""One copy of a model on a device or tensor-parallel group, from its activation to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from prism.sim.memory import Account
+from prism.sim.setup import ModelSetup
+
+if TYPE_CHECKING:
+    from prism.sim.device import Device
+    from prism.sim.engine import Engine
+
+
+class Stage(Enum):
+    """QUEUED: waits for memory on its devices; LOADING: weights are on their way."""
+
+    QUEUED = "queued"
+    LOADING = "loading"
+    ACTIVE = "active"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """devices: rank 0 first, whose queue holds its requests. ready_s: when it will be active, as
+    far as known. replaces: the copy that it takes over from, when it is the target of a migration.
+    waiting: its requests in the queue."""
+
+    model: ModelSetup
+    devices: list[Device]
+    since_s: float
+    ready_s: float
+    kv_limit_bytes: int | None = None
+    stage: Stage = Stage.QUEUED
+    engine: Engine | None = None
+    replaces: Resident | None = None
+    replaced_by: Resident | None = None
+    accounts: list[Account] = field(default_factory=list)
+    waiting: int = 0
+    last_use_s: float = field(default=float("-inf"))
+
+    @property
+    def home(self) -> Device:
+        return self.devices[0]
+
+    @property
+    def running(self) -> int:
+        return self.engine.running if self.engine is not None else 0
+
+    @property
+    def open_requests(self) -> int:
+        return self.waiting + self.running
+
+    @property
+    def takes_requests(self) -> bool:
+        """New requests may be sent here; a migration's target only once it is ready."""
+        if self.replaces is not None:
+            return False
+        return self.stage is not Stage.DRAINING
+
+    @property
+    def state(self) -> str:
+        """In the terms of `ModelView.state`."""
+        if self.stage is Stage.DRAINING:
+            return "draining"
+        if self.replaced_by is not None:
+            return "migrating"
+        return "active" if self.stage is Stage.ACTIVE else "activating"

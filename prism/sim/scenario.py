@@ -1,0 +1,246 @@
+"""From a `prism-sim` YAML to what a simulation runs on. Every mistake is one line with the key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prism.config_yaml import convert, read_mapping
+from prism.costs.gpus import GpuSpec, gpu_spec
+from prism.errors import ConfigError
+from prism.policies import registry
+from prism.policies.data import Settings
+from prism.replay import transforms
+from prism.replay.generate import GeneratorConfig, Lengths, generate
+from prism.replay.trace import TraceRequest, read_trace
+from prism.scheduler.local import Limits
+from prism.sim.config import GenerateYaml, SimModelYaml, SimYaml
+from prism.sim.models import Around, model_setup
+from prism.sim.setup import (
+    UNBOUNDED_STEPS,
+    ActivationSettings,
+    ClusterSetup,
+    DeviceSetup,
+    EngineSettings,
+)
+from prism.sim.workload import NO_SLO, Workload, workload
+from prism.units import parse_size, parse_time
+
+Overrides = Mapping[str, Any]
+KV_LAYOUTS = ("per_layer", "token_interleaved", "auto")
+STEPS = ("runs", "single")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One point: a cluster, a policy and a workload. `config` is the YAML that it came from, with
+    the overrides in it."""
+
+    config: SimYaml
+    setup: ClusterSetup
+    work: Workload
+
+
+def read_config(path: Path, overrides: Overrides | None = None) -> SimYaml:
+    """`overrides`: dotted keys such as "gpus.count" -> value. Raises ConfigError."""
+    try:
+        data = read_mapping(path, "gpus: and models:")
+        for key, value in (overrides or {}).items():
+            _put(data, key, value)
+        return convert(data, SimYaml)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def load(path: Path, overrides: Overrides | None = None) -> Scenario:
+    """Read, check and resolve the file. Raises ConfigError, TraceError: one line."""
+    return resolve(read_config(path, overrides), path)
+
+
+def resolve(config: SimYaml, path: Path) -> Scenario:
+    """`path`: of the YAML, for messages and relative paths. Raises ConfigError, TraceError."""
+    try:
+        _check(config)
+        models = expand(config.models)
+        trace = load_trace(config, models, path.parent)
+        where = config.trace or "generate"
+        work = workload(trace, {m.name: i for i, m in enumerate(models)}, config.slo_scale, where)
+        _fill_slos(work, config, models)
+        return Scenario(config, cluster_setup(config, models, work), work)
+    except ConfigError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def expand(models: list[SimModelYaml]) -> list[SimModelYaml]:
+    """`count` written out. Raises ConfigError for a name given twice."""
+    found: dict[str, SimModelYaml] = {}
+    for number, model in enumerate(models):
+        if model.count < 1:
+            raise ConfigError(f"models[{number}].count: {model.count} must be at least 1")
+        for copy in range(model.count):
+            name = model.name if model.count == 1 else f"{model.name}-{copy}"
+            if name in found:
+                raise ConfigError(f"models[{number}].name: {name!r} is given twice; rename one")
+            shape = model.shape or model.name
+            found[name] = msgspec.structs.replace(model, name=name, shape=shape, count=1)
+    return list(found.values())
+
+
+def load_trace(config: SimYaml, models: list[SimModelYaml], folder: Path) -> list[TraceRequest]:
+    """The trace at the rate scale. Raises ConfigError, TraceError."""
+    if config.trace is not None:
+        trace = read_trace(folder / config.trace)
+    else:
+        assert config.generate is not None
+        trace = generate(_generator(config.generate, models, config.seed))
+    if config.rate_scale == 1.0:
+        return trace
+    return transforms.scale_rate(trace, config.rate_scale, config.seed)
+
+
+def _generator(how: GenerateYaml, models: list[SimModelYaml], seed: int) -> GeneratorConfig:
+    return GeneratorConfig(
+        shares={model.name: model.share for model in models},
+        seconds=how.seconds,
+        rate_rps=how.rate,
+        seed=seed,
+        active_fraction=how.active_fraction,
+        gap_cv=how.gap_cv,
+        lengths=Lengths(
+            input_median=how.input_median,
+            input_max=how.input_max,
+            output_median=how.output_median,
+            output_max=how.output_max,
+        ),
+    )
+
+
+def cluster_setup(config: SimYaml, models: list[SimModelYaml], work: Workload) -> ClusterSetup:
+    """Raises ConfigError."""
+    gpu = gpu_spec(config.gpus.type)
+    devices = _devices(config, gpu)
+    page_bytes, capacity_bytes = devices[0].page_bytes, devices[0].capacity_bytes
+    around = Around(
+        gpu=gpu.name,
+        engine=config.engine,
+        page_bytes=page_bytes,
+        capacity_bytes=capacity_bytes,
+        devices=len(devices),
+        shared=-(-len(models) // len(devices)),
+        slo=config.slo,
+        slo_scale=config.slo_scale,
+    )
+    longest = work.longest_tokens()
+    scheduler, engine = config.scheduler, config.engine
+    return ClusterSetup(
+        devices=devices,
+        models=tuple(model_setup(i, m, longest[i], around) for i, m in enumerate(models)),
+        policy=config.policy,
+        settings=Settings(
+            idle_threshold_s=parse_time(scheduler.idle_threshold, "scheduler.idle_threshold"),
+            migration_threshold=scheduler.migration_threshold,
+        ),
+        limits=Limits(
+            headroom_tokens=engine.headroom_tokens,
+            prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        ),
+        engine=EngineSettings(
+            max_running=engine.max_running,
+            prefill_chunk_tokens=engine.prefill_chunk_tokens,
+            mixed_chunk=engine.mixed_chunk,
+            headroom_tokens=engine.headroom_tokens,
+            run_steps=1 if config.steps == "single" else UNBOUNDED_STEPS,
+        ),
+        activation=_activation(config),
+        interval_s=parse_time(scheduler.interval, "scheduler.interval"),
+        rate_window_s=parse_time(scheduler.rate_window, "scheduler.rate_window"),
+        warm=config.activation.warm_start,
+        patience_s=parse_time(config.patience, "patience"),
+    )
+
+
+def _devices(config: SimYaml, gpu: GpuSpec) -> tuple[DeviceSetup, ...]:
+    gpus = config.gpus
+    memory_bytes = parse_size(gpus.memory, "gpus.memory") if gpus.memory else gpu.memory_bytes
+    page_bytes = parse_size(gpus.page, "gpus.page")
+    capacity_bytes = int(memory_bytes * gpus.memory_fraction) // page_bytes * page_bytes
+    per_node = -(-gpus.count // gpus.nodes)
+    return tuple(
+        DeviceSetup(f"gpu:{i}", f"node{i // per_node}", capacity_bytes, page_bytes, gpus.engines)
+        for i in range(gpus.count)
+    )
+
+
+def _activation(config: SimYaml) -> ActivationSettings:
+    given = config.activation
+    return ActivationSettings(
+        layout_s=parse_time(given.layout, "activation.layout"),
+        restart_s=parse_time(given.restart, "activation.restart"),
+        load_bytes_s=parse_size(given.load_rate, "activation.load_rate"),
+        node_load_bytes_s=parse_size(given.node_load_rate, "activation.node_load_rate"),
+        plain_load_bytes_s=parse_size(given.plain_load_rate, "activation.plain_load_rate"),
+        peer_bytes_s=parse_size(given.peer_rate, "activation.peer_rate"),
+        network_bytes_s=parse_size(config.gpus.network_rate, "gpus.network_rate"),
+        weights_everywhere=given.weights_everywhere,
+    )
+
+
+def _check(config: SimYaml) -> None:
+    """Values that no cluster can have. Raises ConfigError."""
+    registry.get(config.policy)
+    gpus, engine = config.gpus, config.engine
+    if not config.models:
+        raise ConfigError("models: name at least one")
+    if (config.trace is None) == (config.generate is None):
+        raise ConfigError("trace: give either trace: FILE or generate:, not both")
+    if not 1 <= gpus.nodes <= gpus.count:
+        raise ConfigError(
+            f"gpus.count: {gpus.count} GPUs on {gpus.nodes} nodes; at least one GPU a node"
+        )
+    if not 0 < gpus.memory_fraction <= 1 or gpus.engines < 1:
+        raise ConfigError("gpus.memory_fraction must be in (0, 1], gpus.engines at least 1")
+    for key, value in (("rate_scale", config.rate_scale), ("slo_scale", config.slo_scale)):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{key}: {value:g} must be above 0 and finite")
+    if min(engine.max_running, engine.prefill_chunk_tokens, engine.block_tokens) < 1:
+        raise ConfigError(
+            "engine.max_running, prefill_chunk_tokens and block_tokens: must be at least 1"
+        )
+    if engine.kv_layout not in KV_LAYOUTS:
+        known = ", ".join(KV_LAYOUTS)
+        raise ConfigError(f"engine.kv_layout: {engine.kv_layout!r} is none of {known}")
+    if config.steps not in STEPS:
+        raise ConfigError(f"steps: {config.steps!r} is none of {', '.join(STEPS)}")
+
+
+def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> None:
+    """A request without an SLO of its own gets its model's, at the SLO scale."""
+    found = []
+    for number, model in enumerate(models):
+        slo, where = model.slo or config.slo, f"models[{number}].slo" if model.slo else "slo"
+        ttft_s, tpot_s = (
+            parse_time(slo.ttft, f"{where}.ttft"),
+            parse_time(slo.tpot, f"{where}.tpot"),
+        )
+        found.append((ttft_s * config.slo_scale, tpot_s * config.slo_scale))
+    for i, model_index in enumerate(work.model):
+        ttft_s, tpot_s = found[model_index]
+        if work.slo_ttft_s[i] == NO_SLO:
+            work.slo_ttft_s[i] = ttft_s
+        if work.slo_tpot_s[i] == NO_SLO:
+            work.slo_tpot_s[i] = tpot_s
+        if work.slo_e2e_s[i] == NO_SLO:
+            work.slo_e2e_s[i] = ttft_s + tpot_s * (work.output_tokens[i] - 1)
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key."""
+    *path, last = key.split(".")
+    for name in path:
+        data = data.setdefault(name, {})
+    data[last] = value

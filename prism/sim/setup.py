@@ -1,0 +1,126 @@
+"""What a simulation runs on, fully resolved: plain frozen data in bytes, tokens and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prism.costs.model import CostModel
+from prism.policies.data import Settings
+from prism.scheduler.local import Limits
+
+UNBOUNDED_STEPS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """prefill_chunk_tokens: prompt tokens of one step. mixed_chunk: a step holds prompt chunks and
+    decodes (Sarathi) instead of one of the two. headroom_tokens: output tokens that must fit
+    besides for a retracted request to come back. run_steps: decode steps advanced at once."""
+
+    max_running: int = 256
+    prefill_chunk_tokens: int = 8192
+    mixed_chunk: bool = False
+    headroom_tokens: int = 64
+    run_steps: int = UNBOUNDED_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSetup:
+    """One GPU. engines: how many models it may hold at a time. Devices of one node have fast
+    links among themselves."""
+
+    name: str
+    node: str
+    capacity_bytes: int
+    page_bytes: int
+    engines: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """A model at its tensor-parallel degree. weight_bytes includes the non-elastic share of its
+    engines and is, like token_bytes and kv_floor_bytes, of the whole model; load_bytes: its
+    weights alone. The KV of quantum_blocks blocks of block_tokens tokens takes quantum_bytes on
+    each of its devices. costs: TP degree -> step costs; `tp` is in it."""
+
+    index: int
+    name: str
+    tp: int
+    weight_bytes: int
+    load_bytes: int
+    token_bytes: int
+    kv_floor_bytes: int
+    block_tokens: int
+    quantum_blocks: int
+    quantum_bytes: int
+    slo_ttft_s: float
+    slo_tpot_s: float
+    costs: Mapping[int, CostModel]
+    prefill_tokens_per_s: float
+    never_evict: bool = False
+    pinned_device: str | None = None
+    static_share: float | None = None
+
+    @property
+    def cost(self) -> CostModel:
+        return self.costs[self.tp]
+
+    @property
+    def static_bytes(self) -> int:
+        """Weights and non-elastic share on one device."""
+        return -(-self.weight_bytes // self.tp)
+
+    @property
+    def floor_bytes(self) -> int:
+        """KV floor on one device."""
+        return -(-self.kv_floor_bytes // self.tp)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSettings:
+    """How long a model takes to come up (Prism §5.2, Figure 9).
+
+    layout_s: laying out the virtual space in a pooled engine; restart_s: a new engine process, for
+    policies that restart engines. load_bytes_s: one GPU's share of a parallel load from host
+    memory; node_load_bytes_s: all GPUs of a node together; plain_load_bytes_s: the load of a
+    restarted engine. peer_bytes_s: weights from another GPU of the node; network_bytes_s: between
+    nodes. weights_everywhere: every node holds all weights in host memory; else each model's lie
+    on one node.
+    """
+
+    layout_s: float = 0.03
+    restart_s: float = 15.0
+    load_bytes_s: float = 23e9
+    node_load_bytes_s: float = 95e9
+    plain_load_bytes_s: float = 4e9
+    peer_bytes_s: float = 400e9
+    network_bytes_s: float = 12.5e9
+    weights_everywhere: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSetup:
+    """The whole cluster and how it is run.
+
+    interval_s: of the cluster scheduler; retry_s: while requests wait for a model that is placed
+    nowhere, it looks at least as often. warm: all that the first plan activates is up at once.
+    activation_timeout_s: an activation that finds no memory for so long fails; bar_s: its device
+    is then not tried again for so long. patience_s: after the last arrival, requests that still
+    wait are given up after this.
+    """
+
+    devices: tuple[DeviceSetup, ...]
+    models: tuple[ModelSetup, ...]
+    policy: str = "prism"
+    settings: Settings = field(default_factory=Settings)
+    limits: Limits = field(default_factory=Limits)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    activation: ActivationSettings = field(default_factory=ActivationSettings)
+    interval_s: float = 5.0
+    retry_s: float = 0.5
+    rate_window_s: float = 60.0
+    warm: bool = True
+    activation_timeout_s: float = 60.0
+    bar_s: float = 5.0
+    patience_s: float = 600.0

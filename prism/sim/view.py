@@ -1,0 +1,109 @@
+"""The cluster as the policies see it: one `ClusterView` of the simulated state.
+
+Built anew for each plan, so it is kept cheap: a model that is nowhere and that nobody asks for
+keeps its view from the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prism.policies.data import GpuView, ModelView
+from prism.sim.device import Device
+from prism.sim.moves import Model
+from prism.sim.resident import Resident, Stage
+
+
+class Viewer:
+    """Not pure: it remembers views of models that did not change."""
+
+    def __init__(self, models: Sequence[Model], devices: Sequence[Device]) -> None:
+        self._models = models
+        self._devices = devices
+        self._absent: dict[int, ModelView] = {}
+
+    def models(self, now_s: float, rates: Mapping[str, float]) -> tuple[ModelView, ...]:
+        """A view for each copy, in the order of the models; one for a model that is nowhere.
+        The target of a migration shows only as memory taken (`gpus`)."""
+        views: list[ModelView] = []
+        for model in self._models:
+            shown = [r for r in model.residents if r.replaces is None]
+            rate = rates.get(model.setup.name, 0.0)
+            views.extend(_resident_view(model, r, now_s, rate / len(shown)) for r in shown)
+            if not shown:
+                views.append(self._absent_view(model, now_s, rate))
+        return tuple(views)
+
+    def gpus(self) -> tuple[GpuView, ...]:
+        return tuple(_gpu(device) for device in self._devices)
+
+    def _absent_view(self, model: Model, now_s: float, rate: float) -> ModelView:
+        setup, waiting = model.setup, len(model.unplaced)
+        barred = tuple(name for name, until_s in model.barred.items() if until_s > now_s)
+        known = self._absent.get(setup.index)
+        asked = (rate, waiting, model.wanted, barred)
+        if known is not None and (
+            (known.token_rate, known.waiting, known.wanted, known.barred) == asked
+        ):
+            return known
+        view = self._absent[setup.index] = ModelView(
+            setup.name,
+            setup.weight_bytes,
+            setup.token_bytes,
+            setup.kv_floor_bytes,
+            setup.slo_ttft_s,
+            setup.slo_tpot_s,
+            rate,
+            waiting,
+            never_evict=setup.never_evict,
+            pinned_device=setup.pinned_device,
+            static_share=setup.static_share,
+            wanted=model.wanted,
+            barred=barred,
+            tp=setup.tp,
+        )
+        return view
+
+
+def _resident_view(model: Model, resident: Resident, now_s: float, rate: float) -> ModelView:
+    setup, devices = model.setup, resident.devices
+    waiting, running = resident.waiting + len(model.unplaced), resident.running
+    idle_s = 0.0 if waiting or running else now_s - max(resident.last_use_s, resident.since_s)
+    return ModelView(
+        setup.name,
+        setup.weight_bytes,
+        setup.token_bytes,
+        setup.kv_floor_bytes,
+        setup.slo_ttft_s,
+        setup.slo_tpot_s,
+        rate,
+        waiting,
+        running,
+        idle_s,
+        resident.home.name,
+        resident.state,
+        setup.never_evict,
+        setup.pinned_device,
+        setup.static_share,
+        tp=setup.tp if len(devices) == setup.tp else len(devices),
+        peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
+    )
+
+
+def _gpu(device: Device) -> GpuView:
+    """fixed_bytes: targets of migrations, whose ModelView stands on their source."""
+    fixed_bytes = 0
+    for resident in device.guests:
+        if resident.replaces is not None and resident.stage is not Stage.DRAINING:
+            setup = resident.model
+            fixed_bytes += device.ledger.aligned(setup.static_bytes) + setup.floor_bytes
+    setup_ = device.setup
+    return GpuView(
+        setup_.name,
+        setup_.capacity_bytes,
+        fixed_bytes,
+        max(0, device.ledger.free_bytes - device.pending_bytes),
+        setup_.engines - len(device.guests),
+        setup_.engines,
+        node=setup_.node,
+    )

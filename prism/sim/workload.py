@@ -1,0 +1,86 @@
+"""A trace in columns: what the simulator reads of each request, in a few bytes each."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prism.errors import TraceError
+from prism.replay.trace import Trace
+
+NO_SLO = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival; `model` indexes `models`. SLOs in seconds, NO_SLO where the
+    request has none; scheduling uses ttft_s, or the model's own where it is NO_SLO."""
+
+    models: tuple[str, ...]
+    arrival_s: array[float]
+    model: array[int]
+    prompt_tokens: array[int]
+    output_tokens: array[int]
+    slo_ttft_s: array[float]
+    slo_tpot_s: array[float]
+    slo_e2e_s: array[float]
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def end_s(self) -> float:
+        """The last arrival."""
+        return self.arrival_s[-1]
+
+    def longest_tokens(self) -> list[int]:
+        """Per model: the most KV tokens that one of its requests holds; 0 without requests."""
+        longest = [0] * len(self.models)
+        for model, prompt, output in zip(
+            self.model, self.prompt_tokens, self.output_tokens, strict=True
+        ):
+            longest[model] = max(longest[model], prompt + output)
+        return longest
+
+
+def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: str) -> Workload:
+    """Columns of `trace` for the models of a simulation (name -> index). `where` names the trace
+    in errors. Raises TraceError that names the request (counted from 1) and the key."""
+    if not trace:
+        raise TraceError(f"{where}: the trace is empty")
+    found = Workload(
+        tuple(sorted(models, key=lambda name: models[name])),
+        array("d"),
+        array("i"),
+        array("i"),
+        array("i"),
+        array("d"),
+        array("d"),
+        array("d"),
+    )
+    last_s = 0.0
+    for number, request in enumerate(trace, 1):
+        if request.arrival_s < last_s:
+            raise TraceError(
+                f"{where}: request {number}: timestamp: {request.timestamp:g} is before the "
+                "request above; sort the trace by timestamp"
+            )
+        if request.model not in models:
+            raise TraceError(
+                f"{where}: request {number}: model: {request.model!r} is not under models: of the"
+                " configuration; add it there"
+            )
+        last_s = request.arrival_s
+        found.arrival_s.append(last_s)
+        found.model.append(models[request.model])
+        found.prompt_tokens.append(request.input_length)
+        found.output_tokens.append(request.output_length)
+        found.slo_ttft_s.append(_seconds(request.slo_ttft_ms, slo_scale))
+        found.slo_tpot_s.append(_seconds(request.slo_tpot_ms, slo_scale))
+        found.slo_e2e_s.append(_seconds(request.slo_e2e_ms, slo_scale))
+    return found
+
+
+def _seconds(slo_ms: float | None, scale: float) -> float:
+    return NO_SLO if slo_ms is None else slo_ms * scale / 1000.0

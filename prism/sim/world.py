@@ -1,0 +1,216 @@
+"""The simulated cluster: arrivals, queues, engines, and the live system's schedulers over them.
+
+`World` is the `prism.ports.ClusterPort` of the same `ClusterScheduler` that `prism-serve` runs;
+each device is the `EnginePort` of the same `LocalScheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prism.policies import registry
+from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Refuse
+from prism.policies.registry import Policy
+from prism.scheduler.cluster import ClusterScheduler
+from prism.scheduler.rates import TokenRates
+from prism.sim.device import Device
+from prism.sim.engine import Listener
+from prism.sim.kernel import Kernel
+from prism.sim.moves import Hooks, Model, Moves
+from prism.sim.records import Decision, Records
+from prism.sim.request import Request
+from prism.sim.resident import Resident, Stage
+from prism.sim.setup import ClusterSetup
+from prism.sim.view import Viewer
+from prism.sim.workload import NO_SLO, Workload
+
+
+class World:
+    """Runs one workload once. `progress`: called with (requests ended, requests) now and then."""
+
+    def __init__(self, setup: ClusterSetup, work: Workload, policy: Policy | None = None) -> None:
+        self.setup = setup
+        self.work = work
+        self.policy = policy or registry.get(setup.policy)
+        self.kernel = Kernel()
+        self.records = Records(work)
+        self.devices = [
+            Device(self.kernel, device, self.policy, setup.limits) for device in setup.devices
+        ]
+        self.by_name = {device.name: device for device in self.devices}
+        self._number = {device.name: i for i, device in enumerate(self.devices)}
+        self.models = [Model(model) for model in setup.models]
+        self._model_of = {model.setup.name: model for model in self.models}
+        hooks = Hooks(self._route, self._wake, self._listener)
+        self._moves = Moves(self.kernel, setup, self.policy, self.records, hooks)
+        self._viewer = Viewer(self.models, self.devices)
+        self._rates = TokenRates(setup.rate_window_s)
+        self._totals: dict[str, int] = {}
+        self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
+        self._next = 0
+        self._wake_due = False
+        self.progress: Callable[[int, int], None] | None = None
+
+    @property
+    def open_requests(self) -> int:
+        return self._next - self.records.ended
+
+    def run(self) -> Records:
+        """All requests end: with their tokens, or with an error when nothing can serve them."""
+        self._plan()
+        self._moves.instant = False
+        self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
+        self.kernel.after(self.setup.interval_s, self._tick)
+        self.kernel.run(self.work.end_s + self.setup.patience_s)
+        self._give_up_rest()
+        self.records.end_time_s = self.kernel.time_s
+        self.records.events = self.kernel.events
+        return self.records
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        work, index = self.work, self._next
+        self._next = index + 1
+        if self._next < len(work):
+            self.kernel.at(work.arrival_s[self._next], self._arrive)
+        if self.progress is not None and index % 4096 == 0:
+            self.progress(self.records.ended, len(work))
+        model = self.models[work.model[index]]
+        arrival_s, slo_s = work.arrival_s[index], work.slo_ttft_s[index]
+        deadline_s = arrival_s + (model.setup.slo_ttft_s if slo_s == NO_SLO else slo_s)
+        request = Request(
+            index,
+            work.model[index],
+            arrival_s,
+            prompt_tokens=work.prompt_tokens[index],
+            output_tokens=work.output_tokens[index],
+            deadline_s=deadline_s,
+        )
+        model.last_use_s = arrival_s
+        target = model.least_loaded()
+        if target is None:
+            model.unplaced[index] = request
+            self._wake()
+        else:
+            self._enqueue(target, request)
+            target.home.poke()
+
+    def _enqueue(self, resident: Resident, request: Request) -> None:
+        resident.last_use_s = self.kernel.time_s
+        request.device = self._number[resident.home.name]
+        resident.home.enqueue(resident, request)
+
+    def _route(self, model: Model) -> None:
+        """Requests without a copy go to one that takes requests, if there is any now."""
+        while model.unplaced and (target := model.least_loaded()) is not None:
+            index = next(iter(model.unplaced))
+            self._enqueue(target, model.unplaced.pop(index))
+        if model.unplaced:
+            self._wake()
+
+    def _listener(self, model: Model, resident: Resident) -> Listener:
+        def ended(request: Request) -> None:
+            resident.last_use_s = self.kernel.time_s
+            self.records.finish(request, self.kernel.time_s)
+            self._moves.request_ended(model, resident)
+
+        def freed() -> None:
+            if self._moves.waits_for_memory:
+                self._moves.memory_freed()
+            for device in resident.devices:
+                device.poke()
+                for guest in device.guests:
+                    if guest.home is not device and guest is not resident:
+                        guest.home.poke()
+
+        def retracted(request: Request) -> None:
+            self.records.count("retractions")
+
+        return Listener(ended=ended, retracted=retracted, freed=freed)
+
+    def _give_up_rest(self) -> None:
+        """What nothing could serve ends with an error."""
+        now_s = self.kernel.time_s
+        for model in self.models:
+            left = list(model.unplaced.values())
+            for resident in list(model.residents):
+                left += resident.home.withdraw(resident)
+                if resident.engine is not None:
+                    left += resident.engine.requests()
+            for request in sorted(left, key=lambda r: r.index):
+                self.records.finish(request, now_s, "unserved")
+
+    # --- cluster scheduler ------------------------------------------------------------------
+
+    def view(self) -> ClusterView:
+        now_s = self.kernel.time_s
+        self._observe(now_s)
+        models = self._viewer.models(now_s, self._rates.rates(now_s))
+        return ClusterView(now_s, models, self._viewer.gpus())
+
+    def apply(self, action: Action) -> None:
+        model = self._model_of[action.model]
+        if isinstance(action, Refuse):
+            self._refuse(model, action)
+            return
+        if isinstance(action, Activate):
+            self._decide("activate", action.model, action.device, "", action.reason)
+            devices = [self.by_name[name] for name in (action.device, *action.peers)]
+            self._moves.activate(model, devices, action.kv_limit_bytes)
+        elif isinstance(action, Evict):
+            self._decide("evict", action.model, action.device, "", action.reason)
+            self._moves.evict(model, self._resident(model, action.device))
+        else:
+            self._migrate(model, action)
+
+    def _migrate(self, model: Model, action: Migrate) -> None:
+        self._decide("migrate", action.model, action.source, action.target, action.reason)
+        devices = [self.by_name[name] for name in (action.target, *action.peers)]
+        self._moves.migrate(model, self._resident(model, action.source), devices)
+
+    def _decide(self, kind: str, model: str, device: str, target: str, reason: str) -> None:
+        self.records.decide(Decision(self.kernel.time_s, kind, model, device, target, reason))
+
+    def _refuse(self, model: Model, action: Refuse) -> None:
+        if model.refusal != action.reason:
+            model.refusal = action.reason
+            self._decide("refuse", action.model, "", "", action.reason)
+        if self.policy.evicts:
+            # There is no room for it unless requests make some: it waits for the first one.
+            model.wanted = False
+
+    def _resident(self, model: Model, device: str) -> Resident:
+        found = [r for r in model.residents if r.home.name == device and r.stage is Stage.ACTIVE]
+        assert found, f"{model.setup.name} is not active on {device}"
+        return found[0]
+
+    def _observe(self, now_s: float) -> None:
+        """Tokens per model so far: prompts of admitted requests and decoded ones."""
+        for model in self.models:
+            total = model.tokens_total
+            for resident in model.residents:
+                if (engine := resident.engine) is not None:
+                    total += engine.prompt_tokens_total + engine.output_tokens()
+            self._totals[model.setup.name] = total
+        self._rates.observe("cluster", 1, self._totals, now_s)
+
+    def _wake(self) -> None:
+        """The scheduler looks as soon as everything of this moment has happened."""
+        if not self._wake_due:
+            self._wake_due = True
+            self.kernel.after(0.0, self._woken)
+
+    def _woken(self) -> None:
+        self._wake_due = False
+        self._plan()
+
+    def _tick(self) -> None:
+        self._plan()
+        if self._next < len(self.work) or self.open_requests:
+            unplaced = any(model.unplaced for model in self.models)
+            pause_s = self.setup.retry_s if unplaced else self.setup.interval_s
+            self.kernel.after(pause_s, self._tick)
+
+    def _plan(self) -> None:
+        self._scheduler.step(self.kernel.time_s)

@@ -1,0 +1,94 @@
+"""Small simulated clusters, with costs that are easy to reckon with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from prism.costs.model import Chunk, Usage
+from prism.replay.trace import TraceRequest
+from prism.sim.setup import ClusterSetup, DeviceSetup, EngineSettings, ModelSetup
+from prism.sim.workload import Workload, workload
+
+MIB = 1 << 20
+
+
+class LinearCost:
+    """A step takes host_s + token_s per prompt token, or decode_s + context_s per context token."""
+
+    def __init__(
+        self, token_s: float = 1e-4, decode_s: float = 0.01, context_s: float = 1e-6
+    ) -> None:
+        self.token_s, self.base_s, self.context_s = token_s, decode_s, context_s
+
+    def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+        prefill_s = sum(chunk.tokens for chunk in chunks) * self.token_s
+        return prefill_s + (self.decode_s(batch, context_tokens) if batch else 0.0)
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return tokens * self.token_s
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        return self.base_s + self.context_s * context_tokens
+
+    def decode_run_s(self, batch: int, context_tokens: int, steps: int) -> float:
+        grown = batch * steps * (steps - 1) / 2
+        return steps * self.decode_s(batch, context_tokens) + self.context_s * grown
+
+    def decode_steps(self, batch: int, context_tokens: int, seconds: float, limit: int) -> int:
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.decode_run_s(batch, context_tokens, middle) <= seconds * (1 + 1e-12)
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def usage(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> Usage:
+        return Usage(0.9, 0.3) if chunks else Usage(min(1.0, 0.05 + batch / 64), 0.8)
+
+
+def model(index: int, name: str, **changes: object) -> ModelSetup:
+    """16 MiB of weights, 1 KiB of KV per token, 64 tokens a quantum of 64 KiB."""
+    cost = LinearCost()
+    plain = ModelSetup(
+        index=index,
+        name=name,
+        tp=1,
+        weight_bytes=16 * MIB,
+        load_bytes=16 * MIB,
+        token_bytes=1024,
+        kv_floor_bytes=MIB,
+        block_tokens=16,
+        quantum_blocks=4,
+        quantum_bytes=64 * 1024,
+        slo_ttft_s=1.0,
+        slo_tpot_s=0.1,
+        costs={1: cost, 2: cost},
+        prefill_tokens_per_s=10_000.0,
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def cluster(models: Sequence[ModelSetup], gpus: int = 1, **changes: object) -> ClusterSetup:
+    """GPUs of 64 MiB, two a node."""
+    devices = tuple(
+        DeviceSetup(f"gpu:{i}", f"node{i // 2}", 64 * MIB, 64 * 1024, 4) for i in range(gpus)
+    )
+    plain = ClusterSetup(
+        devices,
+        tuple(models),
+        engine=EngineSettings(max_running=16, prefill_chunk_tokens=512),
+        patience_s=60.0,
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def request(arrival_s: float, model: str, prompt: int = 100, output: int = 20) -> TraceRequest:
+    return TraceRequest(
+        timestamp=arrival_s * 1000, model=model, input_length=prompt, output_length=output
+    )
+
+
+def work(setup: ClusterSetup, requests: Sequence[TraceRequest]) -> Workload:
+    ordered = sorted(requests, key=lambda r: r.timestamp)
+    return workload(ordered, {m.name: m.index for m in setup.models}, 1.0, "test")

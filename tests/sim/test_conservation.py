@@ -1,0 +1,130 @@
+"""Over random clusters, traces and policies: every request ends exactly once, memory is never
+overfilled, time never runs backwards, and the same input gives the same bytes.
+
+Memory and double ends are checked inside the simulator at each change (`Ledger`, `Records`); these
+tests are what drives it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism.policies import registry
+from prism.replay.trace import TraceRequest
+from prism.sim.records import Records
+from prism.sim.setup import UNBOUNDED_STEPS, ClusterSetup, EngineSettings
+from prism.sim.world import World
+from tests.sim.clusters import MIB, LinearCost, cluster, model, request, work
+
+POLICIES = ("prism", "static")
+NAMES = ("a", "b", "c", "d")
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> ClusterSetup:
+    gpus = draw(st.integers(1, 3))
+    models = [
+        model(
+            index,
+            name,
+            tp=draw(st.sampled_from([1, 1, 2] if gpus > 1 else [1])),
+            weight_bytes=draw(st.sampled_from([8, 16, 24])) * MIB,
+            costs=dict.fromkeys((1, 2), LinearCost(context_s=draw(st.sampled_from([0, 1e-6])))),
+            never_evict=draw(st.booleans()) and index == 0,
+        )
+        for index, name in enumerate(NAMES[: draw(st.integers(1, 4))])
+    ]
+    engine = EngineSettings(
+        max_running=draw(st.sampled_from([2, 16])),
+        prefill_chunk_tokens=draw(st.sampled_from([64, 512])),
+        mixed_chunk=draw(st.booleans()),
+    )
+    return cluster(models, gpus, engine=engine, policy=draw(st.sampled_from(POLICIES)))
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[TraceRequest]:
+    size = draw(st.integers(1, 40))
+    seconds = draw(st.sampled_from([1.0, 30.0, 200.0]))
+    fractions = st.floats(0.0, 1.0)
+    return [
+        request(
+            draw(fractions) * seconds,
+            draw(st.sampled_from(NAMES)),
+            draw(st.integers(1, 600)),
+            draw(st.integers(1, 400)),
+        )
+        for _ in range(size)
+    ]
+
+
+def known(setup: ClusterSetup, trace: Sequence[TraceRequest]) -> list[TraceRequest]:
+    names = {m.name for m in setup.models}
+    return [r for r in trace if r.model in names] or [request(0.0, "a")]
+
+
+def simulate(setup: ClusterSetup, trace: Sequence[TraceRequest]) -> tuple[World, Records]:
+    world = World(setup, work(setup, known(setup, trace)))
+    return world, world.run()
+
+
+@given(setups(), traces())
+@settings(max_examples=60, deadline=None)
+def test_every_request_ends_once_and_in_order(
+    setup: ClusterSetup, trace: list[TraceRequest]
+) -> None:
+    world, records = simulate(setup, trace)
+    assert records.ended == len(world.work)
+    for i in range(len(world.work)):
+        if i in records.errors:
+            continue
+        moments = [world.work.arrival_s[i], records.started_s[i], records.first_s[i]]
+        moments.append(records.end_s[i])
+        assert moments == sorted(moments)
+        assert records.output_tokens[i] == world.work.output_tokens[i]
+
+
+@given(setups(), traces())
+@settings(max_examples=40, deadline=None)
+def test_memory_is_all_given_back(setup: ClusterSetup, trace: list[TraceRequest]) -> None:
+    world, records = simulate(setup, trace)
+    if records.errors:
+        return
+    for device in world.devices:
+        assert device.ledger.peak_bytes <= device.ledger.capacity_bytes
+        assert device.ledger.claimed_bytes == 0
+        assert all(account.kv_bytes == 0 for account in device.ledger.accounts.values())
+        assert device.gpu.jobs == []
+
+
+@given(setups(), traces())
+@settings(max_examples=40, deadline=None)
+def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceRequest]) -> None:
+    _, runs = simulate(setup, trace)
+    single = dataclasses.replace(setup.engine, run_steps=1)
+    _, steps = simulate(dataclasses.replace(setup, engine=single), trace)
+    assert setup.engine.run_steps == UNBOUNDED_STEPS
+    assert runs.end_s.tolist() == pytest.approx(steps.end_s.tolist(), rel=1e-9)
+    assert runs.first_s.tolist() == pytest.approx(steps.first_s.tolist(), rel=1e-9)
+    assert runs.counts == steps.counts
+    assert runs.errors == steps.errors
+
+
+@given(setups(), traces())
+@settings(max_examples=20, deadline=None)
+def test_the_same_input_gives_the_same_bytes(
+    setup: ClusterSetup, trace: list[TraceRequest]
+) -> None:
+    (_, first), (_, second) = simulate(setup, trace), simulate(setup, trace)
+    assert first.end_s.tobytes() == second.end_s.tobytes()
+    assert first.decisions == second.decisions
+    assert first.events == second.events
+
+
+def test_these_are_policies() -> None:
+    assert set(POLICIES) <= set(registry.names())

@@ -1,0 +1,42 @@
+"""Events come in order of time, then of scheduling."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prism.sim.kernel import Kernel
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_order_is_time_then_sequence(times: list[int]) -> None:
+    kernel, seen = Kernel(), list[tuple[int, int]]()
+    for number, time in enumerate(times):
+        kernel.at(float(time), lambda t, n: seen.append((t, n)), time, number)
+    kernel.run()
+    assert seen == sorted((time, number) for number, time in enumerate(times))
+    assert kernel.idle
+
+
+def test_events_may_schedule_events_now() -> None:
+    kernel, seen = Kernel(), list[str]()
+    kernel.at(1.0, lambda: (seen.append("a"), kernel.after(0.0, seen.append, "c")))
+    kernel.at(1.0, seen.append, "b")
+    kernel.run()
+    assert seen == ["a", "b", "c"]
+    assert kernel.now_s() == 1.0
+
+
+def test_run_stops_before_what_is_later() -> None:
+    kernel, seen = Kernel(), list[str]()
+    kernel.at(2.0, seen.append, "late")
+    kernel.run(until_s=1.0)
+    assert seen == []
+    assert not kernel.idle
+
+
+def test_time_never_runs_backwards() -> None:
+    kernel = Kernel(start_s=5.0)
+    with pytest.raises(AssertionError, match="before now"):
+        kernel.at(4.0, print)
