@@ -28,12 +28,16 @@ NAMES = ("a", "b", "c", "d")
 @st.composite
 def setups(draw: st.DrawFn) -> ClusterSetup:
     gpus = draw(st.integers(1, 3))
+    kv = draw(st.sampled_from([1, 8]))
     models = [
         model(
             index,
             name,
             tp=draw(st.sampled_from([1, 1, 2] if gpus > 1 else [1])),
             weight_bytes=draw(st.sampled_from([8, 16, 24])) * MIB,
+            token_bytes=1024 * kv,
+            quantum_bytes=64 * 1024 * kv,
+            kv_floor_bytes=draw(st.sampled_from([0, MIB])) * kv,
             costs=dict.fromkeys((1, 2), LinearCost(context_s=draw(st.sampled_from([0, 1e-6])))),
             never_evict=draw(st.booleans()) and index == 0,
         )
