@@ -53,7 +53,7 @@ def read_yaml(path: Path) -> ServeYaml:
 
 
 def read_mapping(path: Path, keys: str = "devices: and models:") -> dict[str, Any]:
-    """The file's content, unchecked; `keys` are named where there are none. Raises ConfigError (one line; no path prefix)."""
+    """The file as it is; `keys` are named where it has none. Raises ConfigError (one line)."""
     try:
         data = yaml.load(path.read_text(), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
