@@ -13,6 +13,7 @@ import yaml
 from prism.config import read_resolved, write_resolved
 from prism.config_load import load
 from prism.errors import ConfigError
+from prism.policies.registry import names
 from tests.frontend.tiny_model import make_model
 
 MIB = 1 << 20
@@ -162,7 +163,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("policy", value="magic"),
-        "policy: there is no 'magic'; choose one of prism, static",
+        f"policy: there is no 'magic'; choose one of {', '.join(names())}",
     ),
     (
         put("redis", value="localhost:6379"),
