@@ -12,6 +12,7 @@ from enum import Enum
 
 from prism.errors import ConfigError
 from prism.policies import (
+    alpaserve,
     dedicated,
     fcfs,
     moore_hodgson,
@@ -20,6 +21,7 @@ from prism.policies import (
     serverlessllm,
     static,
     target,
+    temporal,
 )
 from prism.policies.data import Action, ClusterView, Job, Order, Settings
 from prism.policies.placement import Search
@@ -116,6 +118,14 @@ _POLICIES = {
             frozenset({ADMISSION_ORDER}),
             evicts=False,
             search=dedicated.search,
+        ),
+        Policy(
+            "alpaserve",
+            target.plan,
+            frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
+            evicts=False,
+            search=alpaserve.search,
+            steps=temporal.FCFS,
         ),
         Policy("serverlessllm", serverlessllm.plan, frozenset({ADMISSION_ORDER})),
     )

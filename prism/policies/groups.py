@@ -1,0 +1,110 @@
+"""Searches that allocate models to GPU groups one by one, guided by simulations: what AlpaServe's
+fast greedy selection (AlpaServe §4.2) and SeaLLM's service allocation (SeaLLM Algorithm 1) share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prism.policies.mux_placement import Mesh, mesh_groups
+from prism.policies.placement import (
+    DeviceSpecView,
+    Hosted,
+    ModelSpecView,
+    Outcome,
+    Placement,
+    Problem,
+    Unit,
+)
+
+Simulate = Callable[[Placement], Outcome]
+
+
+@dataclass(slots=True)
+class Group:
+    """A mesh and the models allocated to it."""
+
+    mesh: Mesh
+    models: list[ModelSpecView] = field(default_factory=list)
+
+    def can_allocate(self, model: ModelSpecView, models_max: int) -> bool:
+        """Is it not there yet, may the group hold one more, and do weights and KV floors fit."""
+        if model in self.models or len(self.models) >= models_max:
+            return False
+        if self.mesh.size not in model.tp_degrees:
+            return False
+        held = [*self.models, model]
+        need = sum(-(-(m.weight_bytes + m.kv_floor_bytes) // self.mesh.size) for m in held)
+        return need <= self.mesh.capacity_bytes
+
+
+def as_placement(groups: Sequence[Group], models: Sequence[ModelSpecView]) -> Placement:
+    units = tuple(Unit(g.mesh.devices, tuple(Hosted(m.name) for m in g.models)) for g in groups)
+    placed = {m.name for g in groups for m in g.models}
+    refused = {m.name: "no GPU group has room for it" for m in models if m.name not in placed}
+    return Placement(units, refused)
+
+
+def rates(groups: Sequence[Group]) -> dict[int, float]:
+    """Requests per second of each group by its index, each model's divided among its replicas."""
+    replicas: dict[str, int] = {}
+    for group in groups:
+        for model in group.models:
+            replicas[model.name] = replicas.get(model.name, 0) + 1
+    return {
+        index: sum(m.rate_rps / replicas[m.name] for m in group.models)
+        for index, group in enumerate(groups)
+    }
+
+
+def by_rate(groups: Sequence[Group]) -> list[Group]:
+    """Least requested first; equal ones with the fewest models first, then in order."""
+    rate = rates(groups)
+    order = sorted(range(len(groups)), key=lambda i: (rate[i], len(groups[i].models), i))
+    return [groups[i] for i in order]
+
+
+def uniform_groups(devices: Sequence[DeviceSpecView], size: int) -> list[Group]:
+    """Every node cut into groups of `size`; what is left of a node stays unused."""
+    meshes = next(mesh_groups(devices, (size,)))
+    return [Group(mesh) for mesh in meshes]
+
+
+def degrees(problem: Problem) -> list[int]:
+    """Powers of two up to the largest node's GPUs, that some model supports (SeaLLM §4.1)."""
+    nodes: dict[str, int] = {}
+    for device in problem.devices:
+        nodes[device.node] = nodes.get(device.node, 0) + 1
+    most = max(nodes.values(), default=0)
+    supported = {tp for m in problem.models for tp in m.tp_degrees}
+    return [tp for tp in sorted(supported) if tp <= most and tp & (tp - 1) == 0]
+
+
+def allocate(
+    groups: Sequence[Group],
+    models: Sequence[ModelSpecView],
+    simulate: Simulate,
+    index: Callable[[Outcome, str], float],
+    models_max: int,
+) -> Iterator[tuple[Placement, Outcome]]:
+    """Yield the placement so far with its simulation, then add one model, until nothing fits: to
+    the least requested group that can take any, the model with the largest `index` of those it can.
+    """
+    while True:
+        placement = as_placement(groups, models)
+        outcome = simulate(placement)
+        yield placement, outcome
+        scores: Mapping[str, float] = {m.name: index(outcome, m.name) for m in models}
+        ranked = sorted(models, key=lambda m: (-scores[m.name], m.name))
+        if not _add_one(by_rate(groups), ranked, models_max):
+            return
+
+
+def _add_one(groups: Sequence[Group], models: Sequence[ModelSpecView], models_max: int) -> bool:
+    for group in groups:
+        for model in models:
+            if group.can_allocate(model, models_max):
+                group.models.append(model)
+                return True
+    return False

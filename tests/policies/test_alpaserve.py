@@ -1,0 +1,99 @@
+"""AlpaServe's search: buckets, devices per bucket, greedy selection against trying everything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from prism.policies import alpaserve, groups
+from prism.policies.placement import Hosted, ModelSpecView, Placement, Problem, Unit
+from tests.policies.loads import devices, spec
+from tests.policies.toy import small, toy_problem
+
+
+def names(buckets: Sequence[Sequence[ModelSpecView]]) -> list[list[str]]:
+    return [[m.name for m in bucket] for bucket in buckets]
+
+
+def test_buckets_of_like_size() -> None:
+    alike = [spec("a"), spec("b", "13b")]
+    assert [names(b) for b in alpaserve.bucketings(alike)] == [[["a", "b"]]]
+    mixed = [spec("large", "65b"), *alike]
+    assert [names(b) for b in alpaserve.bucketings(mixed)] == [
+        [["a", "b", "large"]],
+        [["a", "b"], ["large"]],
+    ]
+
+
+def test_devices_by_computation_but_enough_for_the_weights() -> None:
+    hot, large = [spec("hot", rate=50.0)], [spec("large", "65b", rate=0.01)]
+    parts = alpaserve.split([hot, large], devices(8))
+    assert parts is not None
+    assert [len(p) for p in parts] == [6, 2]
+    assert alpaserve.split([large, large], devices(3)) is None
+    even = alpaserve.split([[spec("a", rate=0.0)], [spec("b", rate=0.0)]], devices(4))
+    assert even is not None
+    assert [len(p) for p in even] == [2, 2]
+
+
+def test_every_model_is_replicated_while_there_is_room() -> None:
+    problem = toy_problem([spec("a", rate=2.0), spec("b", rate=0.5)], 2)
+    placement = alpaserve.search(problem)
+    assert [len(u.models) for u in placement.units] == [2, 2] or placement.score == 1.0
+    assert not placement.refused
+
+
+def test_a_large_model_has_groups_of_its_own_where_that_is_better() -> None:
+    models = [spec("large", "65b", rate=0.5), *(spec(f"s{i}", rate=2.0) for i in range(4))]
+    placement = alpaserve.search(toy_problem(models, 8))
+    assert not placement.refused
+    by_size = {u.tp for u in placement.units if u in placement.homes("large")}
+    assert min(by_size) >= 2
+
+
+def test_models_that_fit_nowhere_are_refused() -> None:
+    models = [spec("large", "65b", tp_degrees=(4,)), spec("a")]
+    placement = alpaserve.search(toy_problem(models, 2))
+    assert placement.refused == {"large": "no GPU group has room for it"}
+    assert placement.homes("a")
+    nothing = alpaserve.search(toy_problem([spec("large", "65b", tp_degrees=(4,))], 2))
+    assert list(nothing.refused) == ["large"]
+
+
+def best_by_trying_all(problem: Problem) -> float:
+    """Over uniform groups of each size and every subset of models in each group."""
+    assert problem.simulate is not None
+    best = 0.0
+    for size in groups.degrees(problem):
+        meshes = groups.uniform_groups(problem.devices, size)
+        subsets = [
+            chosen
+            for count in range(len(problem.models) + 1)
+            for chosen in itertools.combinations(problem.models, count)
+            if fits(chosen, size)
+        ]
+        for choice in itertools.product(subsets, repeat=len(meshes)):
+            units = tuple(
+                Unit(g.mesh.devices, tuple(Hosted(m.name) for m in chosen))
+                for g, chosen in zip(meshes, choice, strict=True)
+            )
+            best = max(best, problem.simulate(Placement(units)).attainment)
+    return best
+
+
+def fits(models: Sequence[ModelSpecView], size: int) -> bool:
+    return sum(-(-m.weight_bytes // size) for m in models) <= 72e9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_close_to_the_best_selection(seed: int) -> None:
+    random = Random(seed)
+    models = [
+        spec(f"m{i}", random.choice(["7b", "13b", "30b"]), rate=random.uniform(0.2, 1.5))
+        for i in range(3)
+    ]
+    problem = small(toy_problem(models, 2, length_s=30.0))
+    assert alpaserve.search(problem).score >= 0.9 * best_by_trying_all(problem)
