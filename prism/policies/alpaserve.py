@@ -3,16 +3,17 @@ first come, first served within a group.
 
 §4.2: Algorithm 2 enumerates how models fall into buckets of like size, how many devices each
 bucket gets, and the groups of equal size these form; Algorithm 1 selects the replicas greedily by
-SLO attainment. Of Algorithm 1 the faster variant of §4.2 is used: one simulation a round, then the
-model with most unserved requests goes to the least used group that has room. As in the papers that
-compare against it (MuxServe §4.1, SeaLLM §6.1), groups use tensor parallelism and requests are
-batched continuously, with KV memory shared.
+SLO attainment. With few models and groups every extension is simulated (Algorithm 1, beam size 1);
+with more, the faster variant of §4.2 is used: one simulation a round, then the model with most
+unserved requests goes to the least used group that has room. As in the papers that compare against
+it (MuxServe §4.1, SeaLLM §6.1), groups use tensor parallelism and requests are batched
+continuously, with KV memory shared.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from prism.policies import groups
@@ -23,6 +24,10 @@ from prism.policies.placement import DeviceSpecView, ModelSpecView, Outcome, Pla
 SIZE_RATIO_MAX = 4.0
 """Models in one bucket differ in size by no more, since a small one would wait too long behind a
 large one (§4.2, convoy effect)."""
+PAIRS_MAX = 24
+"""Models x groups up to which every extension is simulated."""
+
+Step = tuple[Placement, Outcome]
 
 
 def search(problem: Problem) -> Placement:
@@ -34,17 +39,15 @@ def search(problem: Problem) -> Placement:
     best: tuple[tuple[float, float], Placement] | None = None
     for made in _candidates(problem):
         for placement, outcome in made:
-            rank = (outcome.attainment, -outcome.mean_normalized_latency)
-            if best is None or rank > best[0]:
-                best = (rank, placement)
+            if best is None or _rank(outcome) > best[0]:
+                best = (_rank(outcome), placement)
     if best is None:  # no device, or none of the degrees fits into a node
         return groups.as_placement((), problem.models)
     return Placement(best[1].units, best[1].refused, best[0][0])
 
 
-def _candidates(problem: Problem) -> Iterator[Iterator[tuple[Placement, Outcome]]]:
+def _candidates(problem: Problem) -> Iterator[Iterator[Step]]:
     """Greedy selections for each division into buckets and each group size per bucket."""
-    assert problem.simulate is not None
     sizes = groups.degrees(problem)
     for buckets in bucketings(problem.models):
         parts = split(buckets, problem.devices)
@@ -60,18 +63,45 @@ def _candidates(problem: Problem) -> Iterator[Iterator[tuple[Placement, Outcome]
 
 def _select(
     problem: Problem, made: Sequence[tuple[Sequence[ModelSpecView], list[Group]]]
-) -> Iterator[tuple[Placement, Outcome]]:
+) -> Iterator[Step]:
     """Bucket after bucket, the groups of the others as they are."""
     assert problem.simulate is not None
-    every = [group for _, meshes in made for group in meshes]
     simulate = problem.simulate
+    every = [group for _, meshes in made for group in meshes]
+
+    def play() -> Step:
+        placement = groups.as_placement(every, problem.models)
+        return placement, simulate(placement)
+
     for bucket, meshes in made:
+        if len(problem.models) * len(every) <= PAIRS_MAX:
+            yield from _by_trying_each(bucket, meshes, play)
+        else:
+            yield from groups.allocate(meshes, bucket, play, _unserved, sys.maxsize)
 
-        def play(_: Placement) -> Outcome:
-            return simulate(groups.as_placement(every, problem.models))
 
-        for _, outcome in groups.allocate(meshes, bucket, play, _unserved, sys.maxsize):
-            yield groups.as_placement(every, problem.models), outcome
+def _by_trying_each(
+    bucket: Sequence[ModelSpecView], meshes: Sequence[Group], play: Callable[[], Step]
+) -> Iterator[Step]:
+    """Algorithm 1: of all models that fit into any group, add the one that simulates best."""
+    yield play()
+    while True:
+        best: tuple[tuple[float, float], Step, Group, ModelSpecView] | None = None
+        for group, model in product(meshes, bucket):
+            if group.can_allocate(model, sys.maxsize):
+                group.models.append(model)
+                step = play()
+                group.models.pop()
+                if best is None or _rank(step[1]) > best[0]:
+                    best = (_rank(step[1]), step, group, model)
+        if best is None:
+            return
+        best[2].models.append(best[3])
+        yield best[1]
+
+
+def _rank(outcome: Outcome) -> tuple[float, float]:
+    return (outcome.attainment, -outcome.mean_normalized_latency)
 
 
 def _unserved(outcome: Outcome, model: str) -> float:

@@ -18,8 +18,6 @@ from prism.policies.placement import (
     Unit,
 )
 
-Simulate = Callable[[Placement], Outcome]
-
 
 @dataclass(slots=True)
 class Group:
@@ -84,16 +82,15 @@ def degrees(problem: Problem) -> list[int]:
 def allocate(
     groups: Sequence[Group],
     models: Sequence[ModelSpecView],
-    simulate: Simulate,
+    play: Callable[[], tuple[Placement, Outcome]],
     index: Callable[[Outcome, str], float],
     models_max: int,
 ) -> Iterator[tuple[Placement, Outcome]]:
-    """Yield the placement so far with its simulation, then add one model, until nothing fits: to
-    the least requested group that can take any, the model with the largest `index` of those it can.
+    """Yield the placement so far with its simulation (`play`), then add one model, until nothing
+    fits: to the least requested group that can take any, the one with the largest `index` of those.
     """
     while True:
-        placement = as_placement(groups, models)
-        outcome = simulate(placement)
+        placement, outcome = play()
         yield placement, outcome
         scores: Mapping[str, float] = {m.name: index(outcome, m.name) for m in models}
         ranked = sorted(models, key=lambda m: (-scores[m.name], m.name))

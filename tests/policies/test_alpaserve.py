@@ -88,12 +88,27 @@ def fits(models: Sequence[ModelSpecView], size: int) -> bool:
     return sum(-(-m.weight_bytes // size) for m in models) <= 72e9
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_close_to_the_best_selection(seed: int) -> None:
+def test_close_to_the_best_selection() -> None:
+    ratios = []
+    for seed in range(12):
+        random = Random(seed)
+        models = [
+            spec(f"m{i}", random.choice(["7b", "13b", "30b"]), rate=random.uniform(0.2, 1.5))
+            for i in range(3)
+        ]
+        problem = small(toy_problem(models, 2, length_s=30.0))
+        ratios.append(alpaserve.search(problem).score / best_by_trying_all(problem))
+    assert sum(ratio >= 1 - 1e-9 for ratio in ratios) == 11
+    assert min(ratios) >= 0.95
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fast_variant_is_nearly_as_good(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(seed)
     models = [
-        spec(f"m{i}", random.choice(["7b", "13b", "30b"]), rate=random.uniform(0.2, 1.5))
-        for i in range(3)
+        spec(f"m{i}", random.choice(["7b", "13b"]), rate=random.uniform(0.2, 1.5)) for i in range(5)
     ]
-    problem = small(toy_problem(models, 2, length_s=30.0))
-    assert alpaserve.search(problem).score >= 0.9 * best_by_trying_all(problem)
+    problem = toy_problem(models, 4)
+    full = alpaserve.search(problem).score
+    monkeypatch.setattr(alpaserve, "PAIRS_MAX", 0)
+    assert alpaserve.search(problem).score >= 0.95 * full
