@@ -93,3 +93,14 @@ def test_bad_files_are_named(tmp_path: Path, content: bytes, says: str) -> None:
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.json"):
         read_grid(tmp_path / "none.json")
+
+
+def test_tables_of_the_users_own_go_first(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    mine = msgspec.structs.replace(BENT, gpu="h100", model="Llama-3.1-8B")
+    write_grid(path, msgspec.structs.replace(GRID, tables=(mine, BENT)))
+    assert cost_model("g", "m", files=(path,)).decode_s(4, 200) == TableCost(BENT).decode_s(4, 200)
+    own = cost_model("h100", "Llama-3.1-8B", files=(path,))
+    assert own.decode_s(4, 200) == TableCost(mine).decode_s(4, 200)
+    shipped = cost_model("h100", "Llama-3.1-8B", 2, files=(path,))
+    assert shipped.decode_s(4, 200) == cost_model("h100", "Llama-3.1-8B", 2).decode_s(4, 200)
