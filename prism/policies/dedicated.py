@@ -60,21 +60,22 @@ def search(problem: Problem) -> Placement:
     refused: dict[str, str] = {}
     popular = sorted(problem.models, key=lambda m: (-computation(m), m.name))
     for model in popular:
-        least = _least_degree(model, capacity)
+        least = least_degree(model, capacity)
         if least is None:
             refused[model.name] = "its weights fit at none of its TP degrees"
-        elif _pack({**sizes, model.name: least}, problem.devices) is None:
+        elif pack({**sizes, model.name: least}, problem.devices) is None:
             refused[model.name] = f"no {least} devices are left for it alone; add devices"
         else:
             sizes[model.name] = least
     _grow(sizes, popular, problem.devices)
-    homes = _pack(sizes, problem.devices)
+    homes = pack(sizes, problem.devices)
     assert homes is not None
     units = tuple(Unit(homes[m.name], (Hosted(m.name),)) for m in popular if m.name in homes)
     return Placement(units, refused)
 
 
-def _least_degree(model: ModelSpecView, capacity_bytes: int) -> int | None:
+def least_degree(model: ModelSpecView, capacity_bytes: int) -> int | None:
+    """The fewest devices that hold the model; None if none of its degrees do."""
     need = model.weight_bytes + model.kv_floor_bytes
     return min((tp for tp in model.tp_degrees if tp * capacity_bytes >= need), default=None)
 
@@ -87,13 +88,13 @@ def _grow(
         name = max(open_, key=lambda n: (computation(open_[n]) / sizes[n], n))
         wider = 2 * sizes[name]
         allowed = wider in open_[name].tp_degrees
-        if allowed and _pack({**sizes, name: wider}, devices) is not None:
+        if allowed and pack({**sizes, name: wider}, devices) is not None:
             sizes[name] = wider
         else:
             del open_[name]
 
 
-def _pack(
+def pack(
     sizes: dict[str, int], devices: Sequence[DeviceSpecView]
 ) -> dict[str, tuple[str, ...]] | None:
     """Devices of one node for each model, widest first; None if they do not all fit."""

@@ -6,7 +6,7 @@ where it lives. Pure data; times in seconds of one clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -24,10 +24,12 @@ class QueuedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestGroup:
-    """Requests of one model and one SLO class, in order of arrival; served one after another."""
+    """Requests of one model and one SLO, in order of arrival. deadline_s: the earliest of theirs;
+    output_tokens: expected, of all of them."""
 
     id: str
     model: str
+    slo_s: float
     deadline_s: float
     requests: tuple[str, ...]
     output_tokens: float
@@ -35,8 +37,8 @@ class RequestGroup:
 
 @dataclass(frozen=True, slots=True)
 class QueueDevice:
-    """A device (or tensor-parallel group, named by its rank 0). model: resident or on its way.
-    running: requests it executes. serves: models that it can hold."""
+    """A serving instance: a device, or a tensor-parallel group named by its rank 0. model: resident
+    or on its way. running: requests it executes. serves: models that it can hold."""
 
     name: str
     model: str | None
@@ -46,7 +48,8 @@ class QueueDevice:
 
 @dataclass(frozen=True, slots=True)
 class VirtualQueue:
-    """The groups that a device serves, first one first."""
+    """The groups that a device serves, first one first: requests start from the groups at the front
+    that are of its resident model; those behind wait until the model has been swapped."""
 
     device: str
     groups: tuple[RequestGroup, ...] = ()
@@ -63,8 +66,8 @@ class QueueView:
     waiting: tuple[QueuedRequest, ...]
     devices: tuple[QueueDevice, ...]
     queues: tuple[VirtualQueue, ...]
-    tokens_per_s: dict[str, float]
-    swap_s: dict[str, float]
+    tokens_per_s: Mapping[str, float]
+    swap_s: Mapping[str, float]
 
 
 Assign = Callable[[QueueView], tuple[VirtualQueue, ...]]

@@ -18,6 +18,7 @@ from prism.policies import (
     moore_hodgson,
     mux_placement,
     prism,
+    qlm,
     serverlessllm,
     static,
     target,
@@ -126,6 +127,14 @@ _POLICIES = {
             evicts=False,
             search=alpaserve.search,
             steps=temporal.FCFS,
+        ),
+        Policy(
+            "qlm",
+            qlm.plan,
+            frozenset({ADMISSION_ORDER, PLACEMENT_SEARCH, VIRTUAL_QUEUES}),
+            search=qlm.search,
+            assign=qlm.assign,
+            restarts_engine=True,
         ),
         Policy("serverlessllm", serverlessllm.plan, frozenset({ADMISSION_ORDER})),
     )
