@@ -13,6 +13,7 @@ from prism.costs.catalog import HOST_S, cost_model, cost_table
 from prism.costs.gpus import gpu_spec
 from prism.costs.shapes import model_shape
 from prism.errors import ConfigError
+from prism.replay.cli import check_writable
 from prism.units import format_size
 
 app = typer.Typer(
@@ -73,3 +74,58 @@ def validate(
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}") from error
     print(f"report: {out}")
+
+
+@app.command(
+    epilog="Example: prism-sim calibrate engine --url http://127.0.0.1:8000 --model smollm2-135m "
+    "--gpu host --prompts 32,64,128,256,512 --batches 1,2,4,8 --out costs.json"
+)
+def engine(
+    *,
+    url: Annotated[str, typer.Option(help="Server with OpenAI's routes.")],
+    model: Annotated[str, typer.Option(help="Model to measure.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File of tables to write or add to.")],
+    gpu: Annotated[str, typer.Option(help="Name of the GPU type in the table.")] = "host",
+    tp: Annotated[int, typer.Option(help="GPUs that serve the model.", min=1)] = 1,
+    prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "32,64,128,256,512,1024,2048",
+    batches: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,2,4,8,16",
+    output_tokens: Annotated[int, typer.Option(help="Tokens of a decode.", min=4)] = 32,
+    repeats: Annotated[int, typer.Option(help="Times to measure each point.", min=1)] = 3,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
+) -> None:
+    """Measure a live engine that has nothing else to do, on a GPU or a CPU, and write its table.
+
+    Simulations read it by `cost_files`. The fit's error at every point is printed.
+    """
+    from prism.costs.calibrate import Plan, calibrate, save
+    from prism.replay.prompts import PromptSource, parse_token_range
+
+    check_writable(out)
+    plan = Plan(
+        model=model,
+        prompts=parse_counts("--prompts", prompts),
+        batches=parse_counts("--batches", batches),
+        output_tokens=output_tokens,
+        repeats=repeats,
+        source=PromptSource(seed, *parse_token_range(token_ids)),
+    )
+    steps, fitted = calibrate(url.rstrip("/"), plan, gpu, tp)
+    save(out, fitted.table)
+    table = Table("step", "tokens", "context", "measured (ms)", "error of the fit")
+    for step, error in zip(steps, fitted.errors, strict=True):
+        kind, time_ms = "prompt" if step.prompt else "decode", f"{step.seconds * 1e3:.2f}"
+        table.add_row(kind, str(step.tokens), str(step.context_tokens), time_ms, f"{error:+.1%}")
+    Console().print(table)
+    Console().print(f"{out}: {fitted.table.name}, {fitted.table.source}", soft_wrap=True)
+
+
+def parse_counts(option: str, text: str) -> tuple[int, ...]:
+    """`"32,64"` to (32, 64), rising. Raises ConfigError."""
+    try:
+        counts = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write whole numbers such as 32,64,128") from error
+    if counts[0] < 1:
+        raise ConfigError(f"{option} {text!r}: numbers must be above 0")
+    return counts

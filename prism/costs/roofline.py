@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from prism.costs.gpus import GpuSpec
 from prism.costs.shapes import ModelShape
-from prism.costs.table import StepTable
+from prism.costs.table import FAR_TOKENS, StepTable, linear_decode
 from prism.errors import ConfigError
-
-FAR_TOKENS = 1 << 20
 
 
 def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
@@ -25,9 +23,9 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
     weights_s = _read_bytes(model) / tp / bandwidth_bytes_s
     token_s = 2 * model.layers * model.layer_parameters / tp / dense_flops_s
     knee = max(2.0, weights_s / token_s)
-    tokens = (1.0, knee, float(FAR_TOKENS))
+    tokens = (1.0, knee, FAR_TOKENS)
     pair_s = 4 * model.layers * model.heads * model.head_dim / tp / flops_s
-    context_s = model.kv_token_bytes(tp) / bandwidth_bytes_s
+    batches, contexts, decode_s = linear_decode(model.kv_token_bytes(tp) / bandwidth_bytes_s)
     return StepTable(
         gpu=gpu.name,
         model=model.name,
@@ -38,9 +36,9 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
             max(weights_s, n * token_s) + _allreduce_s(gpu, model, tp, n) for n in tokens
         ),
         pair_s=pair_s,
-        decode_batch=(1.0, 2.0),
-        decode_context=(0.0, float(FAR_TOKENS)),
-        decode_s=((0.0, FAR_TOKENS * context_s), (0.0, 2 * FAR_TOKENS * context_s)),
+        decode_batch=batches,
+        decode_context=contexts,
+        decode_s=decode_s,
     )
 
 

@@ -18,15 +18,19 @@ from prism.costs.model import Chunk, Usage
 from prism.errors import ConfigError
 
 Row = tuple[float, ...]
+FAR_TOKENS = float(1 << 20)
 
 
-class StepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StepTable(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Points of one (GPU, model, TP), as they are in files.
 
     dense_s[i]: seconds at dense_tokens[i] tokens. pair_s: prefill attention per pair of a new
     token and a token it attends to; prefill_s[i][j] is added to it at prefill_tokens[i] new tokens
     after prefill_context[j] (empty: nothing). decode_s[i][j]: attention of decode_batch[i] requests
-    of decode_context[j] tokens each. host_s: per step, not hidden behind the GPU. Between points
+    of decode_context[j] tokens each. host_s: per step, not hidden behind the GPU. request_s: before
+    a request's first token, outside of steps (HTTP, queues), where it was measured. Between points
     linear, beyond the last with its slope.
     """
 
@@ -44,6 +48,7 @@ class StepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     decode_context: Row
     decode_s: tuple[Row, ...]
     host_s: float = 0.0
+    request_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_axis(self, "dense_tokens", self.dense_tokens)
@@ -60,8 +65,11 @@ class StepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             len(row) != len(self.prefill_context) for row in self.prefill_s
         ):
             raise ConfigError(f"{self.name}: prefill_s: one row per prefill_tokens is needed")
-        if self.tp < 1 or not (0 <= self.host_s < math.inf and 0 <= self.pair_s < math.inf):
-            raise ConfigError(f"{self.name}: tp, host_s and pair_s must not be negative")
+        times_s = (self.host_s, self.request_s, self.pair_s)
+        if self.tp < 1 or not all(0 <= time_s < math.inf for time_s in times_s):
+            raise ConfigError(
+                f"{self.name}: tp must be above 0, host_s, request_s and pair_s not below"
+            )
 
     @property
     def name(self) -> str:
@@ -199,6 +207,12 @@ class _Line:
             fits = self._sum_s(piece, context, middle) <= seconds
             low, high = (middle, high) if fits else (low, middle)
         return low
+
+
+def linear_decode(context_s: float) -> tuple[Row, Row, tuple[Row, ...]]:
+    """decode_batch, decode_context and decode_s of `context_s` per token of the context."""
+    rows = tuple((0.0, batch * FAR_TOKENS * context_s) for batch in (1, 2))
+    return (1.0, 2.0), (0.0, FAR_TOKENS), rows
 
 
 def with_host(table: StepTable, host_s: float) -> StepTable:

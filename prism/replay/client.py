@@ -124,6 +124,11 @@ class Sender:
         Cancelling the task gives a record with the error "interrupted".
         """
         sent_s, stream = time.monotonic(), Stream()
+        await self.answer(request, prompt, stream)
+        return self._record(index, request, sent_s, stream)
+
+    async def answer(self, request: TraceRequest, prompt: str | list[int], stream: Stream) -> None:
+        """Send one request and let `stream` take its answer, or what went wrong."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._read(completion_body(request, prompt), stream)
@@ -136,7 +141,6 @@ class Sender:
             stream.fail("bad_answer", f"not OpenAI's stream format: {error}")
         except asyncio.CancelledError:
             stream.fail("interrupted", "the replay was interrupted")
-        return self._record(index, request, sent_s, stream)
 
     async def _read(self, body: bytes, stream: Stream) -> None:
         headers = {"content-type": "application/json"}

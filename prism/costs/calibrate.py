@@ -1,0 +1,175 @@
+"""Measure the steps of a live engine behind OpenAI's routes and fit a table to them.
+
+Prompts are measured alone, by the time to their single token. Decode steps are measured in batches
+of streams that run together, by the gaps between tokens while all of them run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+import prism
+from prism.costs.fit import Fitted, Measured, fit
+from prism.costs.grid import Grid, read_grid, write_grid
+from prism.costs.table import StepTable
+from prism.errors import ConfigError
+from prism.replay.client import Sender, Stream, StreamEvent, connect, served_models
+from prism.replay.prompts import PromptSource
+from prism.replay.trace import TraceRequest
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. Each batch decodes `output_tokens` after the shortest and after half of the
+    longest prompt; everything `repeats` times, medians are kept."""
+
+    model: str
+    prompts: tuple[int, ...]
+    batches: tuple[int, ...]
+    output_tokens: int = 32
+    repeats: int = 3
+    source: PromptSource = field(default_factory=PromptSource)
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        numbers = (*self.prompts, *self.batches, self.repeats)
+        if min(numbers) < 1 or self.output_tokens < 4:
+            raise ConfigError("calibration: counts must be above 0, --output-tokens at least 4")
+
+    @property
+    def contexts(self) -> tuple[int, int]:
+        return min(self.prompts), max(self.prompts) // 2
+
+
+@dataclass
+class TimedStream(Stream):
+    """An answer with the time at which each token came."""
+
+    times_s: list[float] = field(default_factory=list)
+
+    def take(self, event: StreamEvent, now_s: float) -> None:
+        before = self.ids or self.events
+        super().take(event, now_s)
+        self.times_s += [now_s] * ((self.ids or self.events) - before)
+
+
+async def measure(url: str, plan: Plan) -> list[Measured]:
+    """Raises ConfigError: no server, an unknown model, a request that fails."""
+    async with connect(url) as http:
+        models = await served_models(http)
+        if plan.model not in models:
+            raise ConfigError(f"model {plan.model!r}: the server offers {', '.join(models)}")
+        _check_context(plan, models[plan.model].max_model_len)
+        probe = _Probe(Sender(http, plan.timeout_s), plan)
+        await probe.streams(1, WARM_UP_TOKENS, WARM_UP_TOKENS)
+        prompts = [await probe.prompt(tokens) for tokens in plan.prompts]
+        decodes = [
+            await probe.decode(batch, context)
+            for batch in plan.batches
+            for context in plan.contexts
+        ]
+        return prompts + decodes
+
+
+def calibrate(url: str, plan: Plan, gpu: str, tp: int) -> tuple[list[Measured], Fitted]:
+    """Measure and fit; the table's source says how well. Raises ConfigError."""
+    steps = asyncio.run(measure(url, plan))
+    fitted = fit(steps, gpu, plan.model, tp, "")
+    sizes = np.abs(fitted.errors)
+    source = f"measured in {len(steps)} steps: median error {np.median(sizes):.1%}"
+    source += f", worst {np.max(sizes):.1%}"
+    return steps, Fitted(msgspec.structs.replace(fitted.table, source=source), fitted.errors)
+
+
+def save(path: Path, table: StepTable) -> None:
+    """Into the file's other tables, in place of an older one of the same (GPU, model, TP). Raises
+    ConfigError."""
+    key = (table.gpu, table.model, table.tp)
+    others = read_grid(path).tables if path.exists() else ()
+    kept = [other for other in others if (other.gpu, other.model, other.tp) != key]
+    name = "prism-sim calibrate"
+    write_grid(
+        path,
+        Grid(package=name, version=prism.__version__, license="", tables=(*kept, table)),
+    )
+
+
+@dataclass
+class _Probe:
+    sender: Sender
+    plan: Plan
+    sent: int = 0
+
+    async def prompt(self, tokens: int) -> Measured:
+        found = [await self._first_token_s(tokens) for _ in range(self.plan.repeats)]
+        return Measured(True, tokens, 0, float(np.median(found)))
+
+    async def decode(self, batch: int, context: int) -> Measured:
+        output = self.plan.output_tokens
+        gaps_s: list[float] = []
+        for _ in range(self.plan.repeats):
+            gaps_s += common_gaps_s(await self.streams(batch, context, output))
+        if not gaps_s:
+            raise ConfigError(
+                f"calibration: {batch} streams of {context}-token prompts never ran together;"
+                " raise --output-tokens or leave this batch out"
+            )
+        held = batch * (context + output // 2)
+        return Measured(False, batch, held, float(np.median(gaps_s)))
+
+    async def _first_token_s(self, tokens: int) -> float:
+        start_s = time.monotonic()
+        (stream,) = await self.streams(1, tokens, 1)
+        return stream.times_s[0] - start_s
+
+    async def streams(self, batch: int, tokens: int, output: int) -> list[TimedStream]:
+        """`batch` requests at once, no two with a common prefix."""
+        answers = [TimedStream() for _ in range(batch)]
+        await asyncio.gather(*(self._answer(tokens, output, answer) for answer in answers))
+        for answer in answers:
+            if answer.error or not answer.times_s:
+                reason = f"{answer.error or 'no token'} {answer.message}".strip()
+                raise ConfigError(f"calibration: a prompt of {tokens} tokens failed: {reason}")
+        return answers
+
+    async def _answer(self, tokens: int, output: int, answer: TimedStream) -> None:
+        self.sent += 1
+        request = TraceRequest(
+            timestamp=0, model=self.plan.model, input_length=tokens, output_length=output
+        )
+        prompt = self.plan.source.prompt(request, self.sent)
+        await self.sender.answer(request, prompt, answer)
+
+
+def common_gaps_s(streams: Sequence[TimedStream]) -> list[float]:
+    """Gaps between tokens while all streams ran. Tokens that come together share their gap."""
+    start_s = max(stream.times_s[0] for stream in streams)
+    end_s = min(stream.times_s[-1] for stream in streams)
+    return [gap_s for stream in streams for gap_s in _gaps_s(stream.times_s, start_s, end_s)]
+
+
+def _gaps_s(times_s: Sequence[float], start_s: float, end_s: float) -> Iterator[float]:
+    inside = [time_s for time_s in times_s if start_s <= time_s <= end_s]
+    moments = sorted(set(inside))
+    for before_s, after_s in pairwise(moments):
+        tokens = inside.count(after_s)
+        yield from [(after_s - before_s) / tokens] * tokens
+
+
+def _check_context(plan: Plan, context: int | None) -> None:
+    needed = max(max(plan.prompts) + 1, plan.contexts[1] + plan.output_tokens)
+    if context is not None and needed > context:
+        raise ConfigError(
+            f"calibration: prompts of {max(plan.prompts)} tokens need a context of {needed},"
+            f" {plan.model} has {context}; give shorter --prompts"
+        )
