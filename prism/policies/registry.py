@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from enum import Enum
 
 from prism.errors import ConfigError
 from prism.policies import (
+    adbs,
     alpaserve,
     dedicated,
     fcfs,
@@ -25,6 +25,7 @@ from prism.policies import (
     temporal,
 )
 from prism.policies.data import Action, ClusterView, Job, Order, Settings
+from prism.policies.kv_blocks import KvBlocks
 from prism.policies.placement import Search
 from prism.policies.queues import Assign
 from prism.policies.steps import StepControl
@@ -52,15 +53,6 @@ ALL_NEEDS = frozenset(
 )
 LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT})
 """What the engines of the live system offer."""
-
-
-class KvBlocks(Enum):
-    """How co-located models share KV memory; what it costs is `prism/policies/kv_blocks.py`."""
-
-    PAGES = "pages"  # each model's own blocks on common pages (Prism §5.1)
-    OWN = "own"  # a fixed space for each model
-    HEADWISE = "headwise"  # one pool of blocks of one attention head each (MuxServe §3.4)
-    MERGED = "merged"  # one pool of blocks of the largest model's size (SeaLLM §4.4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +104,15 @@ _POLICIES = {
             frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, PLACEMENT_SEARCH}),
             evicts=False,
             search=mux_placement.search,
+        ),
+        Policy(
+            "muxserve",
+            target.plan,
+            frozenset({ADMISSION_ORDER, STEP_CONTROL, SM_SHARES, UNIFIED_KV, PLACEMENT_SEARCH}),
+            evicts=False,
+            search=mux_placement.search,
+            steps=adbs.control(),
+            kv_blocks=KvBlocks.HEADWISE,
         ),
         Policy(
             "dedicated",

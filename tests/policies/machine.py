@@ -46,8 +46,9 @@ class Machine:
     requests: dict[str, Request] = field(default_factory=dict)
     running: list[tuple[float, StepJob]] = field(default_factory=list)
     log: list[tuple[float, StepJob]] = field(default_factory=list)
-    peaks: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
     kv_most: int = 0
+    kv_byte_s: dict[str, float] = field(default_factory=dict)
     state: Any = None
 
     def run(self, arrivals: Sequence[Request], until_s: float = math.inf) -> dict[str, float]:
@@ -63,6 +64,9 @@ class Machine:
             events = [end for end, _ in self.running] + [r.arrival_s for r in waiting[:1]]
             if not events or min(events) > until_s:
                 break
+            for engine in self.view().engines:
+                held = self.kv_byte_s.get(engine.model, 0.0)
+                self.kv_byte_s[engine.model] = held + engine.kv_bytes * (min(events) - self.now_s)
             self.now_s = min(events)
             self.finish()
         done = [r for r in self.requests.values() if not math.isnan(r.end_s)]
@@ -82,7 +86,8 @@ class Machine:
             for name in job.requests:
                 self.requests[name].executed_s += took_s
         for engine in self.view().engines:
-            self.peaks[engine.model] = max(self.peaks.get(engine.model, 0), engine.kv_bytes)
+            # Peaks of the last hundred steps or so.
+            self.peaks[engine.model] = max(self.peaks.get(engine.model, 0) * 0.99, engine.kv_bytes)
         self.kv_most = max(self.kv_most, sum(e.kv_bytes for e in self.view().engines))
 
     def finish(self) -> None:
@@ -120,7 +125,7 @@ class Machine:
             decode=tuple(self.seen(r) for r in idle if r.prefilled),
             busy=frozenset(job.phase for job in jobs),
             kv_bytes=held_bytes,
-            kv_peak_bytes=max(held_bytes, self.peaks.get(name, 0)),
+            kv_peak_bytes=max(held_bytes, int(self.peaks.get(name, 0))),
         )
 
     def seen(self, r: Request) -> StepRequest:

@@ -1,0 +1,190 @@
+"""MuxServe's adaptive batch scheduling (MuxServe §3.3, Algorithm 3): prefills first, one at a time
+and in turn; the rest of the compute to decodes, in turn; token-block quotas that adapt.
+
+Quotas start at each model's fair part of the unit's KV space (rate x tokens x bytes per token, R of
+equation 2) and move, period by period, from models that leave theirs unused to those that fill it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prism.policies.steps import (
+    DeviceStepView,
+    EngineStepView,
+    Phase,
+    StepChoice,
+    StepControl,
+    StepJob,
+)
+from prism.policies.temporal import fitting, kv_free_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AdbsSettings:
+    """prefill_sm_min: a prefill waits until so much of the compute is free, and takes more if the
+    models that decode leave it. adapt_every_s: how often quotas are moved. low, high: a model that
+    used less than `low` of its quota gives, one that used more than `high` receives. given: the
+    part of what is unused that is given at a time. The paper states none of these."""
+
+    prefill_sm_min: float = 0.5
+    adapt_every_s: float = 5.0
+    low: float = 0.5
+    high: float = 0.9
+    given: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AdbsState:
+    """Whose turn it is (the model served last), quotas in bytes per device, and when they move."""
+
+    quotas: Mapping[str, int]
+    adapt_at_s: float
+    last_prefill: str = ""
+    last_decode: str = ""
+
+
+def control(settings: AdbsSettings | None = None) -> StepControl:
+    """Algorithm 3 as step control."""
+    chosen = settings or AdbsSettings()
+    return StepControl(
+        start=lambda view: start(view, chosen),
+        choose=lambda view, state: choose(view, state, chosen),
+        kv_quotas=lambda state: state.quotas,
+    )
+
+
+def start(view: DeviceStepView, settings: AdbsSettings) -> AdbsState:
+    return AdbsState(fair_quotas(view), view.now_s + settings.adapt_every_s)
+
+
+def choose(
+    view: DeviceStepView, state: AdbsState, settings: AdbsSettings
+) -> tuple[StepChoice, AdbsState]:
+    """One pass of Algorithm 3's loop.
+
+    A prefill that lacks compute stops new decodes until it has it, as in the paper. One that lacks
+    KV memory does not, and another model's goes first: without decodes memory would never return.
+    """
+    if view.now_s >= state.adapt_at_s:
+        quotas = adapted(view, state.quotas, settings)
+        state = replace(state, quotas=quotas, adapt_at_s=view.now_s + settings.adapt_every_s)
+    prefilling = any(Phase.PREFILL in e.busy for e in view.engines)
+    prefill = None if prefilling else _next_prefill(view, state, settings)
+    jobs: list[StepJob] = []
+    sm_free = view.sm_free
+    if prefill is not None:
+        if prefill.sm_share > sm_free + 1e-9:
+            return StepChoice(()), state
+        jobs.append(prefill)
+        state = replace(state, last_prefill=prefill.model)
+        sm_free -= prefill.sm_share
+    decodes = _decodes(view, state.last_decode, sm_free)
+    if decodes:
+        state = replace(state, last_decode=decodes[-1].model)
+    holds_s = 0.0 if prefilling or jobs else _holds_s(view, state)
+    return StepChoice((*jobs, *decodes), holds_s), state
+
+
+def _in_turn(engines: Sequence[EngineStepView], last: str) -> list[EngineStepView]:
+    """By name, those after `last` first."""
+    return sorted(engines, key=lambda e: (e.model <= last, e.model))
+
+
+# --- jobs ----------------------------------------------------------------------------------
+
+
+def _next_prefill(view: DeviceStepView, state: AdbsState, settings: AdbsSettings) -> StepJob | None:
+    """The next model in turn whose first request fits its quota, with all that fit."""
+    share = _prefill_share(view, settings)
+    for engine in _in_turn(view.engines, state.last_prefill):
+        requests = _admitted(engine, view, state.quotas)
+        if requests:
+            return StepJob(engine.model, Phase.PREFILL, requests, share)
+    return None
+
+
+def _prefill_share(view: DeviceStepView, settings: AdbsSettings) -> float:
+    """What models with decodes leave of the device, but at least the minimum."""
+    decoding = [e for e in view.engines if e.decode or Phase.DECODE in e.busy]
+    left = 1.0 - sum(e.decode_sm_share for e in decoding)
+    return max(settings.prefill_sm_min, left)
+
+
+def _admitted(
+    engine: EngineStepView, view: DeviceStepView, quotas: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Requests that fit the engine's quota and the space together. An engine that holds nothing may
+    exceed its quota by one request, since it could not start otherwise."""
+    free = kv_free_bytes(view)
+    running = len(engine.decode)
+    waiting = engine.prefill[: max(0, engine.batch_max - running)]
+    within = min(free, quotas.get(engine.model, 0) - engine.kv_bytes)
+    requests = fitting(waiting, engine, within)
+    if not requests and engine.kv_bytes == 0:
+        requests = fitting(waiting[:1], engine, free)
+    return requests
+
+
+def _decodes(view: DeviceStepView, last: str, sm_free: float) -> list[StepJob]:
+    """Decodes in turn while the compute lasts; alone on the device, a model takes what there is."""
+    jobs: list[StepJob] = []
+    for engine in _in_turn(view.engines, last):
+        if not engine.decode or Phase.DECODE in engine.busy:
+            continue
+        share = min(engine.decode_sm_share, 1.0)
+        if share > sm_free + 1e-9:
+            break
+        ids = tuple(r.id for r in engine.decode[: engine.batch_max])
+        jobs.append(StepJob(engine.model, Phase.DECODE, ids, share))
+        sm_free -= share
+    return jobs
+
+
+def _holds_s(view: DeviceStepView, state: AdbsState) -> float:
+    """Decodes that all fit side by side go on until the quotas move: requests that wait for memory
+    get some only when one ends."""
+    decoding = [e for e in view.engines if e.decode or Phase.DECODE in e.busy]
+    if sum(e.decode_sm_share for e in decoding) > 1.0 + 1e-9:
+        return 0.0
+    return max(0.0, state.adapt_at_s - view.now_s)
+
+
+# --- quotas --------------------------------------------------------------------------------
+
+
+def fair_quotas(view: DeviceStepView) -> dict[str, int]:
+    """The KV space in proportion to the models' weights; equal parts if none has any."""
+    total = sum(e.weight for e in view.engines)
+    shares = {
+        e.model: e.weight / total if total > 0 else 1 / len(view.engines) for e in view.engines
+    }
+    return {model: int(view.kv_capacity_bytes * share) for model, share in shares.items()}
+
+
+def adapted(
+    view: DeviceStepView, quotas: Mapping[str, int], settings: AdbsSettings
+) -> dict[str, int]:
+    """Blocks go from models that use little of their quota to those that use most of it, in
+    proportion to these models' weights. The sum stays, and nobody falls below what it used."""
+    moved = dict(quotas)
+    used = {e.model: max(e.kv_bytes, e.kv_peak_bytes) for e in view.engines}
+    takers = [e for e in view.engines if used[e.model] > settings.high * quotas[e.model]]
+    weight = sum(e.weight for e in takers)
+    if not takers:
+        return moved
+    pot = 0
+    for engine in view.engines:
+        unused = quotas[engine.model] - used[engine.model]
+        if used[engine.model] < settings.low * quotas[engine.model]:
+            part = int(settings.given * unused)
+            moved[engine.model] -= part
+            pot += part
+    left = pot
+    for engine in takers:
+        share = engine.weight / weight if weight > 0 else 1 / len(takers)
+        part = left if engine is takers[-1] else int(pot * share)
+        moved[engine.model] += part
+        left -= part
+    return moved
