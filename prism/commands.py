@@ -21,6 +21,11 @@ def models() -> None:
     _run("prism-models", "prism.models.cli")
 
 
+def sim() -> None:
+    """`prism-sim`."""
+    _run("prism-sim", "prism.sim.cli")
+
+
 def _run(command: str, module: str) -> None:
     """One line and exit code 2 where a package of the extra is missing."""
     try:

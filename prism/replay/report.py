@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -19,26 +20,34 @@ def write_report(results: Results, path: Path) -> None:
 
 def render(results: Results) -> str:
     """The page's HTML."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("prism.replay"),
+    page = environment("prism.replay").get_template("report.html")
+    return page.render(**sections(results), counters=results.counters)
+
+
+def environment(*packages: str) -> jinja2.Environment:
+    """Templates of `packages`, the first one that has a name winning."""
+    return jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(package) for package in packages]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    page = environment.get_template("report.html")
-    return page.render(
-        config=results.config,
-        summary=results.summary,
-        cards=cards(results),
-        scales=[scale_key(scale) for scale in results.config.slo_scales],
-        metrics=list(LABELS.items()),
-        attainment=attainment_rows(results),
-        latency=latency_rows(results),
-        errors=results.summary.total.errors,
-        counters=results.counters,
-        plots=all_plots(results),
-    )
+
+
+def sections(results: Results) -> dict[str, Any]:
+    """What the template shows of the requests."""
+    return {
+        "config": results.config,
+        "summary": results.summary,
+        "cards": cards(results),
+        "scales": [scale_key(scale) for scale in results.config.slo_scales],
+        "metrics": list(LABELS.items()),
+        "attainment": attainment_rows(results),
+        "latency": latency_rows(results),
+        "errors": results.summary.total.errors,
+        "plots": all_plots(results),
+    }
 
 
 def cards(results: Results) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from prism.config import SloYaml
-from prism.costs.catalog import cost_model
+from prism.costs.catalog import HOST_S, cost_model
 from prism.costs.model import CostModel
 from prism.costs.shapes import ModelShape, model_shape
 from prism.errors import ConfigError
@@ -84,7 +84,8 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
 def step_costs(model: SimModelYaml, around: Around) -> dict[int, CostModel]:
     """TP degree -> step costs, for its own degree and the usual ones that its heads allow."""
     shape = _shape(model)
-    host_s = None if around.engine.host is None else parse_time(around.engine.host, "engine.host")
+    given = around.engine.host
+    host_s = HOST_S if given is None else parse_time(given, "engine.host")
     degrees = {model.tp, *(d for d in TP_DEGREES if d <= around.devices and not shape.heads % d)}
     return {d: cost_model(around.gpu, shape.name, d, host_s) for d in sorted(degrees)}
 

@@ -219,7 +219,9 @@ def _check(config: SimYaml) -> None:
 
 
 def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> None:
-    """A request without an SLO of its own gets its model's, at the SLO scale."""
+    """A request without an SLO of its own, as all of a generated trace, gets its model's, at the
+    SLO scale."""
+    all_open = config.trace is None
     found = []
     for number, model in enumerate(models):
         slo, where = model.slo or config.slo, f"models[{number}].slo" if model.slo else "slo"
@@ -230,11 +232,11 @@ def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> N
         found.append((ttft_s * config.slo_scale, tpot_s * config.slo_scale))
     for i, model_index in enumerate(work.model):
         ttft_s, tpot_s = found[model_index]
-        if work.slo_ttft_s[i] == NO_SLO:
+        if all_open or work.slo_ttft_s[i] == NO_SLO:
             work.slo_ttft_s[i] = ttft_s
-        if work.slo_tpot_s[i] == NO_SLO:
+        if all_open or work.slo_tpot_s[i] == NO_SLO:
             work.slo_tpot_s[i] = tpot_s
-        if work.slo_e2e_s[i] == NO_SLO:
+        if all_open or work.slo_e2e_s[i] == NO_SLO:
             work.slo_e2e_s[i] = ttft_s + tpot_s * (work.output_tokens[i] - 1)
 
 

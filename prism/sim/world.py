@@ -17,12 +17,15 @@ from prism.sim.device import Device
 from prism.sim.engine import Listener
 from prism.sim.kernel import Kernel
 from prism.sim.moves import Hooks, Model, Moves
-from prism.sim.records import Decision, Records
+from prism.sim.records import Decision, Records, Sample
 from prism.sim.request import Request
 from prism.sim.resident import Resident, Stage
 from prism.sim.setup import ClusterSetup
 from prism.sim.view import Viewer
 from prism.sim.workload import NO_SLO, Workload
+
+SAMPLE_S = 1.0
+SAMPLES = 400
 
 
 class World:
@@ -61,6 +64,7 @@ class World:
         self._moves.instant = False
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
         self.kernel.after(self.setup.interval_s, self._tick)
+        self._sample()
         self.kernel.run(self.work.end_s + self.setup.patience_s)
         self._give_up_rest()
         self.records.end_time_s = self.kernel.time_s
@@ -140,6 +144,26 @@ class World:
                     left += resident.engine.requests()
             for request in sorted(left, key=lambda r: r.index):
                 self.records.finish(request, now_s, "unserved")
+
+    def _sample(self) -> None:
+        """Note the state, a few hundred times in the run."""
+        for device in self.devices:
+            device.site.sync()
+        kv_bytes: dict[int, int] = {}
+        running = waiting = 0
+        for model in self.models:
+            waiting += len(model.unplaced)
+            for resident in model.residents:
+                waiting, running = waiting + resident.waiting, running + resident.running
+                if (engine := resident.engine) is not None and engine.kv.quanta:
+                    held_bytes = engine.kv.kv_bytes * len(resident.devices)
+                    index = model.setup.index
+                    kv_bytes[index] = kv_bytes.get(index, 0) + held_bytes
+        reserved_bytes = sum(device.ledger.reserved_bytes for device in self.devices)
+        now_s = self.kernel.time_s
+        self.records.samples.append(Sample(now_s, kv_bytes, reserved_bytes, waiting, running))
+        if self._next < len(self.work) or self.open_requests:
+            self.kernel.after(max(SAMPLE_S, self.work.end_s / SAMPLES), self._sample)
 
     # --- cluster scheduler ------------------------------------------------------------------
 

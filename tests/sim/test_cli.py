@@ -1,0 +1,169 @@
+"""`prism-sim` as users call it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from prism.replay.metrics import summarize as summarize_records
+from prism.sim import cli
+from prism.sim.scenario import load
+from prism.sim.summary import request_records, summarize
+from prism.sim.world import World
+
+CONFIG = """
+gpus: {type: h100, count: 2, memory: 40GiB}
+models:
+  - {name: a, shape: Llama-3.1-8B, slo: {ttft: 400ms, tpot: 40ms}}
+  - {name: b, shape: Llama-3.2-1B, count: 3}
+generate: {seconds: 60, rate: 4}
+"""
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of the command."""
+    monkeypatch.setattr(sys, "argv", ["prism-sim", *arguments])
+    try:
+        cli.main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    return 0
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_the_bundled_example_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "run", "--rate-scale", "0.05") == 0
+    assert "prism on 2 x h100" in capsys.readouterr().out
+
+
+def test_run_writes_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    extras = ("--requests", "--timeline", "--judge", "0.5,1")
+    assert call(monkeypatch, "run", str(config), "--out", str(out), *extras) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert results["schema"] == "prism-sim/1"
+    assert results["summary"]["total"]["completed"] == 240
+    models = list(csv.DictReader((out / "models.csv").read_text().splitlines()))
+    assert [row["model"] for row in models[-2:]] == ["total", "total"]
+    requests = list(csv.DictReader((out / "requests.csv").read_text().splitlines()))
+    assert len(requests) == 240
+    assert all(float(r["arrival_s"]) <= float(r["first_token_s"]) for r in requests)
+    page = (out / "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "<svg" in page
+    events = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    opened = sum(event["ph"] == "b" for event in events)
+    assert opened == sum(event["ph"] == "e" for event in events) == 3 * 240
+
+
+def test_the_same_seed_gives_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    outs = [tmp_path / "first", tmp_path / "second"]
+    for out in outs:
+        assert call(monkeypatch, "run", str(config), "--out", str(out), "--seed", "3") == 0
+    for name in ("results.json", "models.csv", "decisions.csv", "report.html"):
+        assert (outs[0] / name).read_bytes() == (outs[1] / name).read_bytes()
+
+
+def test_summary_agrees_with_that_of_prism_replay(config: Path) -> None:
+    scenario = load(config, {"rate_scale": 12, "slo_scale": 0.1, "gpus.count": 1})
+    records = World(scenario.setup, scenario.work).run()
+    found = summarize(records, (0.5, 1.0))
+    rows = request_records(records, len(scenario.work))
+    expected = summarize_records(rows, (0.5, 1.0), found.duration_s, None)
+    assert 0 < (found.total.attainment["1"].all or 0) < 1
+    assert found.models.keys() == expected.models.keys()
+    for name in ("", *found.models):
+        ours = found.models[name] if name else found.total
+        theirs = expected.models[name] if name else expected.total
+        assert ours.attainment.keys() == theirs.attainment.keys()
+        for scale, part in ours.attainment.items():
+            for metric in ("ttft", "tpot", "e2e", "all"):
+                value = getattr(theirs.attainment[scale], metric)
+                assert getattr(part, metric) == pytest.approx(value)
+        assert ours.ttft_ms.p99 == pytest.approx(theirs.ttft_ms.p99)
+        assert (ours.requests, ours.completed) == (theirs.requests, theirs.completed)
+
+
+MISTAKES = (
+    ("policy: magic", "policy: there is no 'magic'"),
+    ("trace: none.jsonl", "trace: give either"),
+    ("slo_scale: 0", "slo_scale: 0 must be above 0"),
+    ("gpus: {type: h100, count: 1, nodes: 2}", "gpus.count: 1 GPUs on 2 nodes"),
+    ("gpus: {type: h1000}", "gpu 'h1000': known types are"),
+    ("gpus: {kind: h100}", "gpus.kind: unknown key"),
+    ("engine: {kv_layout: odd}", "engine.kv_layout: 'odd'"),
+    ("models: []", "models: name at least one"),
+    ("models: [{name: a}]", "a.shape: model 'a': known models are"),
+    ("models: [{name: a, shape: Llama-3.1-70B}]", "a: weights, engine and one request"),
+    ("models: [{name: a, shape: Llama-3.1-8B, tp: 3}]", "a.tp: 3 GPUs are needed, the cluster has 2"),
+    ("slo: {ttft: soon}", "slo.ttft: 'soon' is not a time"),
+)
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES)
+def test_a_mistake_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    *,
+    text: str,
+    message: str,
+) -> None:
+    key = text.partition(":")[0]
+    kept = [old for old in CONFIG.splitlines() if not old.startswith(key + ":")]
+    if key == "models":
+        kept = [old for old in kept if not old.startswith("  -")]
+    config.write_text("\n".join([*kept, text]))
+    assert call(monkeypatch, "run", str(config)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+    assert str(config) in said
+
+
+def line(timestamp: int, model: str = "a", prompt: int = 1) -> str:
+    return json.dumps(
+        {"timestamp": timestamp, "model": model, "input_length": prompt, "output_length": 1}
+    )
+
+
+TRACES = (
+    ("", "the trace is empty"),
+    (line(5, model="x"), "request 1: model: 'x'"),
+    (line(5, prompt=0), ":1: input_length"),
+    (line(-5), ":1: timestamp"),
+    (f"{line(5)}\n{line(4)}", ":2: timestamp: 4 is before"),
+)
+
+
+@pytest.mark.parametrize(("content", "message"), TRACES)
+def test_a_bad_trace_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    *,
+    content: str,
+    message: str,
+) -> None:
+    (config.parent / "bad.jsonl").write_text(content)
+    config.write_text(CONFIG.replace("generate: {seconds: 60, rate: 4}", "trace: bad.jsonl"))
+    assert call(monkeypatch, "run", str(config)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
