@@ -111,7 +111,7 @@ MISTAKES = (
     ("models: []", "models: name at least one"),
     ("models: [{name: a}]", "a.shape: model 'a': known models are"),
     ("models: [{name: a, shape: Llama-3.1-70B}]", "a: weights, engine and one request"),
-    ("models: [{name: a, shape: Llama-3.1-8B, tp: 3}]", "a.tp: 3 GPUs are needed, the cluster has 2"),
+    ("models: [{name: a, shape: Llama-3.1-8B, tp: 3}]", "a.tp: 3 GPUs are needed"),
     ("slo: {ttft: soon}", "slo.ttft: 'soon' is not a time"),
 )
 
