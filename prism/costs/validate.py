@@ -22,8 +22,8 @@ from prism.costs.table import TableCost, with_host
 
 KV_MEMORY = 0.88
 """Part of a GPU's memory that engines give to weights and KV (SGLang's default)."""
-ROUNDS = 4
-"""Requests per client of a benchmark."""
+ROUNDS = 10
+"""Requests per client of a benchmark: what serving benchmarks usually send."""
 DEDICATED_PROMPT_TOKENS = 450
 DEDICATED_BATCH = 4
 
