@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -25,6 +26,14 @@ TAIL_MODELS = 0.6
 TAIL_REQUESTS = 0.25
 
 
+class LengthSource(Protocol):
+    """Where the lengths of generated requests come from."""
+
+    def sample(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+        """`count` times (input, output) tokens, each at least 1."""
+        ...
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Log-normal token counts, clipped to [1, max]. The defaults' medians and spread are those
@@ -36,6 +45,21 @@ class Lengths:
     output_median: float = 210.0
     output_sigma: float = 0.8
     output_max: int = 1024
+
+    def sample(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+        inputs = _tokens(self.input_median, self.input_sigma, self.input_max, count, rng)
+        outputs = _tokens(self.output_median, self.output_sigma, self.output_max, count, rng)
+        return list(zip(inputs, outputs, strict=True))
+
+
+@dataclass(frozen=True)
+class EmpiricalLengths:
+    """Pairs of (input, output) tokens seen somewhere, drawn with replacement."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    def sample(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+        return [self.pairs[index] for index in rng.integers(len(self.pairs), size=count)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +83,7 @@ class GeneratorConfig:
     gap_cv: float = 2.5
     session_s: float = 300.0
     prefix_share: float = 0.0
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: LengthSource = field(default_factory=Lengths)
     slo: Slo = field(default_factory=Slo)
     model_slos: dict[str, Slo] = field(default_factory=dict)
 
@@ -75,7 +99,7 @@ def generate(config: GeneratorConfig) -> list[TraceRequest]:
     for rank, (model, count) in enumerate(zip(shares, counts, strict=True)):
         rng = np.random.default_rng([config.seed, rank])
         moments_s = arrivals(count, targets[rank], config, rng)
-        trace += _requests(model, moments_s, config.lengths, rng)
+        trace += requests_at(model, moments_s, config.lengths, rng)
     trace.sort(key=lambda request: request.timestamp)
     trace = _share_prefixes(trace, config)
     return with_slos(trace, config.slo, config.model_slos)
@@ -109,9 +133,15 @@ def power_law_shares(models: int) -> Floats:
     low, high = 0.0, 16.0
     for _ in range(60):
         middle = (low + high) / 2
-        heavy_tail = tail_share(_power_law(models, middle)) > TAIL_REQUESTS
+        heavy_tail = tail_share(power_law(models, middle)) > TAIL_REQUESTS
         low, high = (middle, high) if heavy_tail else (low, middle)
-    return _power_law(models, high)
+    return power_law(models, high)
+
+
+def power_law(models: int, exponent: float) -> Floats:
+    """Shares rank^-exponent, popular first, summing up to 1."""
+    weights = np.arange(1, models + 1, dtype=float) ** -exponent
+    return np.asarray(weights / weights.sum())
 
 
 def tail_share(shares: Floats, tail_models: float = TAIL_MODELS) -> float:
@@ -197,20 +227,14 @@ def _cycle_s(active: float, config: GeneratorConfig) -> float:
     return (config.session_s + config.active_window_s) / active
 
 
-def _power_law(models: int, exponent: float) -> Floats:
-    weights = np.arange(1, models + 1, dtype=float) ** -exponent
-    return np.asarray(weights / weights.sum())
-
-
-def _requests(
-    model: str, moments_s: Floats, lengths: Lengths, rng: np.random.Generator
+def requests_at(
+    model: str, moments_s: Floats, lengths: LengthSource, rng: np.random.Generator
 ) -> list[TraceRequest]:
-    size = len(moments_s)
-    inputs = _tokens(lengths.input_median, lengths.input_sigma, lengths.input_max, size, rng)
-    outputs = _tokens(lengths.output_median, lengths.output_sigma, lengths.output_max, size, rng)
+    """One request at each of `moments_s`, its lengths drawn from `lengths`."""
+    drawn = lengths.sample(len(moments_s), rng)
     return [
         TraceRequest(timestamp=round(moment * 1000), model=model, input_length=i, output_length=o)
-        for moment, i, o in zip(moments_s.tolist(), inputs, outputs, strict=True)
+        for moment, (i, o) in zip(moments_s.tolist(), drawn, strict=True)
     ]
 
 

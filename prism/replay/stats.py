@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prism.replay.generate import tail_share
-from prism.replay.trace import Trace, models_of
+from prism.replay.trace import Trace, TraceRequest, models_of
 
 Floats = NDArray[np.float64]
 
 IDLE_S = 10.0
 ACTIVE_WINDOW_S = 120.0
 ACTIVE_STEP_S = 10.0
+DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -42,42 +43,73 @@ class TraceStats:
     """All models, the most popular first. Fractions are 0..1 of models unless named otherwise.
 
     active_*: part of the models with a request in the last 2 minutes, sampled every 10 s.
+    day_correlation: of a model's requests per hour with those of the day before, mean over the
+    models; None for traces below 2 days.
     """
 
     duration_s: float
     requests: int
     models: tuple[ModelStats, ...]
     tail_share: float
+    rate_cv_above_half: float
     rate_cv_above_1: float
     median_idle_above_30_s: float
+    median_idle_above_80_s: float
     idle_per_hour_above_40: float
+    idle_time_above_70: float
     active_mean: float
     active_p10: float
     active_p90: float
     active_changes_per_hour: float
+    day_correlation: float | None
 
 
 def describe(trace: Trace, duration_s: float | None = None) -> TraceStats:
     """Measure `trace`. `duration_s`: its length where that is more than the last arrival."""
     end_s = max(duration_s or 0.0, trace[-1].arrival_s, 1e-3)
-    models = tuple(_describe_model(trace, name, end_s) for name in models_of(trace))
-    active = active_matrix([_arrivals_s(trace, m.model) for m in models], end_s)
+    groups = by_model(trace)
+    models = tuple(_describe_model(name, groups[name], len(trace), end_s) for name in groups)
+    times_s = [_arrivals_s(requests) for requests in groups.values()]
+    active = active_matrix(times_s, end_s)
     fraction = active.mean(axis=0)
     return TraceStats(
         duration_s=end_s,
         requests=len(trace),
         models=models,
         tail_share=tail_share(np.array([m.requests for m in models], dtype=float)),
-        rate_cv_above_1=_part(m.rate_cv is not None and m.rate_cv > 1 for m in models),
-        median_idle_above_30_s=_part(
-            m.median_idle_s is not None and m.median_idle_s > 30 for m in models
-        ),
+        rate_cv_above_half=_part((m.rate_cv or 0) > 0.5 for m in models),
+        rate_cv_above_1=_part((m.rate_cv or 0) > 1 for m in models),
+        median_idle_above_30_s=_part((m.median_idle_s or 0) > 30 for m in models),
+        median_idle_above_80_s=_part((m.median_idle_s or 0) > 80 for m in models),
         idle_per_hour_above_40=_part(m.idle_per_hour > 40 for m in models),
+        idle_time_above_70=_part(m.idle_time > 0.7 for m in models),
         active_mean=float(fraction.mean()),
         active_p10=float(np.percentile(fraction, 10)),
         active_p90=float(np.percentile(fraction, 90)),
         active_changes_per_hour=float(np.abs(np.diff(active, axis=1)).sum() / end_s * 3600),
+        day_correlation=day_correlation(times_s, end_s),
     )
+
+
+def by_model(trace: Trace) -> dict[str, list[TraceRequest]]:
+    """Requests of each model, the most requested model first."""
+    groups: dict[str, list[TraceRequest]] = {name: [] for name in models_of(trace)}
+    for request in trace:
+        groups[request.model].append(request)
+    return groups
+
+
+def day_correlation(arrivals_s: Sequence[Floats], end_s: float) -> float | None:
+    """Pearson's, of requests per hour on one day and the next, mean over the models for which it
+    exists; None where it exists for none."""
+    days = int(end_s // DAY_S)
+    found = []
+    for times_s in arrivals_s if days > 1 else ():
+        hours = np.histogram(times_s, bins=24 * days, range=(0, days * DAY_S))[0].astype(float)
+        today, tomorrow = hours[:-24], hours[24:]
+        if today.std() > 0 and tomorrow.std() > 0:
+            found.append(float(np.corrcoef(today, tomorrow)[0, 1]))
+    return float(np.mean(found)) if found else None
 
 
 def active_matrix(arrivals_s: Sequence[Floats], end_s: float) -> NDArray[np.int64]:
@@ -100,16 +132,17 @@ def coefficient_of_variation(values: Floats) -> float | None:
     return float(values.std()) / mean if mean > 0 else None
 
 
-def _describe_model(trace: Trace, model: str, end_s: float) -> ModelStats:
-    requests = [request for request in trace if request.model == model]
-    times_s = _arrivals_s(trace, model)
+def _describe_model(
+    model: str, requests: Sequence[TraceRequest], total: int, end_s: float
+) -> ModelStats:
+    times_s = _arrivals_s(requests)
     gaps_s = np.diff(np.concatenate([[0.0], times_s, [end_s]]))
     idle_s = gaps_s[gaps_s > IDLE_S]
     minutes = np.histogram(times_s, bins=max(1, int(end_s // 60)), range=(0, end_s))[0]
     return ModelStats(
         model=model,
         requests=len(requests),
-        share=len(requests) / len(trace),
+        share=len(requests) / total,
         rate_cv=coefficient_of_variation(minutes.astype(float)),
         gap_cv=coefficient_of_variation(np.diff(times_s)),
         idle_per_hour=len(idle_s) / end_s * 3600,
@@ -121,8 +154,8 @@ def _describe_model(trace: Trace, model: str, end_s: float) -> ModelStats:
     )
 
 
-def _arrivals_s(trace: Trace, model: str) -> Floats:
-    return np.array([request.arrival_s for request in trace if request.model == model])
+def _arrivals_s(requests: Sequence[TraceRequest]) -> Floats:
+    return np.array([request.arrival_s for request in requests])
 
 
 def _part(flags: Iterable[bool]) -> float:
