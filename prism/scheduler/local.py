@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from prism.policies import moore_hodgson
 from prism.policies.data import Job, Order
 from prism.ports import EnginePort, EngineView
+from prism.scheduler.lineup import Lineup
 from prism.scheduler.room import Room, Verdict
+
+CHEAP_ORDER = 256
+ORDER_S_PER_REQUEST = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ class Limits:
     late_every: how many others may go before a model's oldest late request until it is its turn.
     prefill_horizon_s: prefill work an engine may hold before it takes no more, but always one
     prefill step of prefill_chunk_tokens.
-    order_age_s: the order is computed anew after this, since deadlines pass.
+    order_age_s: the order is computed anew after this, since deadlines pass; with more than
+    CHEAP_ORDER waiting it is left alone for ORDER_S_PER_REQUEST times their number.
     """
 
     headroom_tokens: int = 64
@@ -74,7 +79,7 @@ class LocalScheduler:
         self._limits = limits or Limits()
         self._policy_order = order
         self._waiting: dict[str, Waiting] = {}
-        self._order = Order((), ())
+        self._lineup = Lineup(Order((), ()), {})
         self._ordered_at_s = float("-inf")
         self._ordered_for: frozenset[str] = frozenset()
         self._changed = False
@@ -84,6 +89,8 @@ class LocalScheduler:
 
     def add(self, request: Waiting) -> None:
         """A second add of the same id replaces the first."""
+        if request.id not in self._waiting:
+            self._lineup.add(request.id, request.model)
         self._waiting[request.id] = request
         self._changed = True
 
@@ -127,33 +134,32 @@ class LocalScheduler:
 
     def _refresh_order(self, now_s: float, views: Collection[EngineView]) -> None:
         present = frozenset(view.model for view in views)
-        old = now_s - self._ordered_at_s >= self._limits.order_age_s
-        if not (self._changed or old or present != self._ordered_for):
+        gap_s = max(0, len(self._waiting) - CHEAP_ORDER) * ORDER_S_PER_REQUEST
+        age_s = now_s - self._ordered_at_s
+        changed = self._changed or present != self._ordered_for
+        if age_s < (gap_s if changed else max(gap_s, self._limits.order_age_s)):
             return
         by_model = {view.model: view for view in views}
         jobs = [_job(r, by_model[r.model]) for r in self._waiting.values() if r.model in by_model]
         busy_s = sum(view.pending_prefill_s for view in views)
-        self._order = self._policy_order(jobs, now_s, busy_s)
+        self._lineup = Lineup(self._policy_order(jobs, now_s, busy_s), self._waiting)
+        for request in self._waiting.values():
+            if request.model not in by_model:
+                self._lineup.add(request.id, request.model)
         self._ordered_at_s, self._ordered_for, self._changed = now_s, present, False
 
-    def _sequence(self) -> Iterator[Waiting]:
+    def _sequence(self, room: Room, blocked: Collection[str]) -> Iterator[Waiting]:
         """Held ones, late ones whose turn it is, on-time ones, the other late ones."""
-        turns = [i for i in self._late_heads() if self._late_passed[i] >= self._limits.late_every]
+        heads = self._lineup.late_heads()
+        turns = [i for i in heads if self._late_passed[i] >= self._limits.late_every]
         first = dict.fromkeys([*self._held_since_s, *turns])
-        rest = (job.id for job in (*self._order.on_time, *self._order.late))
         yield from (self._waiting[i] for i in first)
-        yield from (self._waiting[i] for i in rest if i not in first)
-
-    def _late_heads(self) -> list[str]:
-        """The oldest late request of each model, oldest first. Per model, since one that cannot
-        start for a reason of its own model must not take the turn of the others."""
-        heads: dict[str, str] = {}
-        for job in self._order.late:
-            heads.setdefault(job.model, job.id)
-        return list(heads.values())
+        for request_id in self._lineup.walk(room, blocked):
+            if request_id not in first:
+                yield self._waiting[request_id]
 
     def _count_late_passes(self, dispatched: Collection[str]) -> None:
-        for request_id in self._late_heads():
+        for request_id in self._lineup.late_heads() if dispatched else ():
             if request_id not in dispatched:
                 self._late_passed[request_id] += len(dispatched)
 
@@ -162,7 +168,7 @@ class LocalScheduler:
     def _choose(self, now_s: float, room: Room) -> _Choice:
         self._end_old_holds(now_s)
         choice = _Choice()
-        for request in self._sequence():
+        for request in self._sequence(room, choice.blocked):
             if request.model in choice.blocked or request.model not in room:
                 continue
             verdict, missing_tokens, harmless = self._try(room, request, choice.kept)

@@ -7,7 +7,7 @@ device's free room share it here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -135,8 +135,11 @@ class Room:
         engine = self._engines[model]
         return engine.view.running + engine.taken == 0
 
-    def __contains__(self, model: str) -> bool:
+    def __contains__(self, model: object) -> bool:
         return model in self._engines
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engines)
 
     def __len__(self) -> int:
         return len(self._engines)
