@@ -8,15 +8,27 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 
 from prism.errors import ConfigError
 from prism.replay.cli import parse_scales
+from prism.sim.options import (
+    EXAMPLE,
+    Config,
+    GpusOption,
+    Out,
+    PolicyOption,
+    RateScale,
+    Seed,
+    SetOption,
+    SloScale,
+    make_folder,
+    named,
+    parse_sets,
+)
 from prism.sim.scenario import Scenario, load
+from prism.sim.sweep_cli import plan, sweep
 from prism.sim.world import World
-
-EXAMPLE = Path(__file__).parent / "examples" / "eight-models.yaml"
 
 app = typer.Typer(
     name="prism-sim",
@@ -26,20 +38,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-Config = Annotated[
-    Path, typer.Argument(metavar="[CONFIG]", help="YAML; without one, the bundled example.")
-]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the results.")]
-PolicyOption = Annotated[str | None, typer.Option(help="In place of the file's policy.")]
-GpusOption = Annotated[int | None, typer.Option(help="In place of the file's gpus.count.", min=1)]
-RateScale = Annotated[float | None, typer.Option(help="Multiplies the number of requests.")]
-SloScale = Annotated[float | None, typer.Option(help="Multiplies every SLO.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same bytes.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any key: --set engine.mixed_chunk=true; may be repeated."),
-]
 
 
 @app.command(
@@ -89,6 +87,15 @@ def policies() -> None:
         typer.echo(f"{name}: {', '.join(sorted(registry.get(name).needs))}")
 
 
+app.command(
+    epilog="Example: prism-sim sweep cluster.yaml --vary policy=prism,static "
+    "--vary rate_scale=1,2,4,8 --out results/rates"
+)(sweep)
+app.command(
+    epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ --target 0.99"
+)(plan)
+
+
 class Extras:
     """What else to write."""
 
@@ -128,33 +135,6 @@ def _write(out: Path, world: World, found: Any, replay: Any, extras: Extras) -> 
         results.write_requests_csv(out / "requests.csv", world.records)
     if extras.timeline:
         write_timeline(out / "timeline.json", world.setup, world.records)
-
-
-def named(**options: Any) -> dict[str, Any]:
-    """Options that were given, by the keys of the YAML."""
-    keys = {"gpus": "gpus.count"}
-    return {keys.get(k, k): value for k, value in options.items() if value is not None}
-
-
-def parse_sets(texts: list[str]) -> dict[str, Any]:
-    """`["engine.max_running=8"]` to {"engine.max_running": 8}. Raises ConfigError."""
-    found = {}
-    for text in texts:
-        key, separator, value = text.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"--set {text!r}: write KEY=VALUE, such as engine.max_running=64")
-        found[key] = yaml.safe_load(value)
-    return found
-
-
-def make_folder(path: Path | None) -> None:
-    """Before minutes of work: raise ConfigError if nothing can be written there."""
-    if path is None:
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from error
 
 
 def main() -> None:

@@ -138,7 +138,11 @@ class Moves:
 
     def _try_load(self, model: Model, resident: Resident) -> None:
         setup, devices = model.setup, resident.devices
-        if any(d.ledger.free_bytes < self._need_bytes(d, setup) for d in devices):
+        if not self._has_room(devices, setup):
+            return
+        for device in devices:
+            device.site.sync()
+        if not self._has_room(devices, setup):
             return
         self._queued.remove((model, resident))
         now_s = self._kernel.time_s
@@ -150,6 +154,10 @@ class Moves:
             if device.ledger.claimed_bytes > device.ledger.free_bytes:
                 device.site.end_runs()
         self._kernel.after(load_s, self._loaded, model, resident)
+
+    def _has_room(self, devices: list[Device], setup: ModelSetup) -> bool:
+        """By the ledgers as they stand; runs in flight may hold more than those show."""
+        return all(d.ledger.free_bytes >= self._need_bytes(d, setup) for d in devices)
 
     def _open(self, device: Device, resident: Resident) -> Account:
         self._serial += 1

@@ -35,6 +35,8 @@ class Viewer:
         return tuple(views)
 
     def gpus(self) -> tuple[GpuView, ...]:
+        for device in self._devices:
+            device.site.sync()
         return tuple(_gpu(device) for device in self._devices)
 
     def _absent_view(self, model: Model, now_s: float, rate: float) -> ModelView:

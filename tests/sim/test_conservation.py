@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism.policies import registry
+from prism.policies.data import Settings
 from prism.replay.trace import TraceRequest
 from prism.sim.records import Records
 from prism.sim.setup import UNBOUNDED_STEPS, ClusterSetup, EngineSettings
@@ -34,7 +35,7 @@ def setups(draw: st.DrawFn) -> ClusterSetup:
             index,
             name,
             tp=draw(st.sampled_from([1, 1, 2] if gpus > 1 else [1])),
-            weight_bytes=draw(st.sampled_from([8, 16, 24])) * MIB,
+            weight_bytes=draw(st.sampled_from([8, 16, 40])) * MIB,
             token_bytes=1024 * kv,
             quantum_bytes=64 * 1024 * kv,
             kv_floor_bytes=draw(st.sampled_from([0, MIB])) * kv,
@@ -48,7 +49,14 @@ def setups(draw: st.DrawFn) -> ClusterSetup:
         prefill_chunk_tokens=draw(st.sampled_from([64, 512])),
         mixed_chunk=draw(st.booleans()),
     )
-    return cluster(models, gpus, engine=engine, policy=draw(st.sampled_from(POLICIES)))
+    return cluster(
+        models,
+        gpus,
+        engine=engine,
+        policy=draw(st.sampled_from(POLICIES)),
+        warm=draw(st.booleans()),
+        settings=Settings(idle_threshold_s=draw(st.sampled_from([2.0, 45.0]))),
+    )
 
 
 @st.composite

@@ -1,0 +1,51 @@
+"""The fewest GPUs at which a policy meets its SLOs, by search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from prism.sim.points import Outcome
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """gpus: the fewest found, None where even `most` do not do. tried: GPUs -> attainment, in the
+    order of trying: the same budget for every policy, and how it was used."""
+
+    policy: str
+    gpus: int | None
+    attainment: float
+    target: float
+    metric: str
+    tried: dict[int, float]
+
+
+def fewest_gpus(
+    policy: str,
+    *,
+    target: float,
+    metric: str,
+    most: int,
+    simulate: Callable[[int], Outcome],
+    scale: str = "1",
+) -> Plan:
+    """Double until the target is met, then bisect between the last two. Attainment need not rise
+    with every GPU; what is returned meets the target and one GPU less, as tried, does not.
+    `simulate`: the outcome on so many GPUs. At most 2 log2(most) + 2 points."""
+    tried: dict[int, float] = {}
+
+    def meets(gpus: int) -> bool:
+        if gpus not in tried:
+            tried[gpus] = simulate(gpus).attainment(metric, scale)
+        return tried[gpus] >= target
+
+    low, high = 0, 1
+    while not meets(high):
+        if high >= most:
+            return Plan(policy, None, tried[high], target, metric, tried)
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if meets(middle) else (middle, high)
+    return Plan(policy, high, tried[high], target, metric, tried)

@@ -1,0 +1,136 @@
+"""Sweeps and plans: the same bytes on any number of cores, and no point twice."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prism.errors import ConfigError
+from prism.replay.results import Attainment, GroupSummary, Latency, Summary
+from prism.sim import cli, points
+from prism.sim.planning import fewest_gpus
+from prism.sim.points import Outcome, Point, Store, grid, run_points
+from prism.sim.sweep_cli import parse_vary
+
+CONFIG = """
+gpus: {type: h100, count: 1, memory: 40GiB}
+models: [{name: a, shape: Llama-3.1-8B}, {name: b, shape: Llama-3.2-1B}]
+generate: {seconds: 30, rate: 2}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["prism-sim", *arguments])
+    try:
+        cli.main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    return 0
+
+
+def outcome(attainment: float) -> Outcome:
+    part = Attainment(1, ttft=attainment)
+    none = Latency()
+    total = GroupSummary(1, 1, {}, 1, 1, none, none, none, {"1": part})
+    return Outcome({}, Summary(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, total, {}))
+
+
+def test_any_number_of_cores_gives_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    for jobs in ("1", "2"):
+        vary = ("--vary", "policy=prism,static", "--vary", "rate_scale=0.5,1")
+        command = ("sweep", str(config), *vary, "--out", str(tmp_path / jobs), "--jobs", jobs)
+        assert call(monkeypatch, *command) == 0
+    for name in ("sweep.json", "sweep.csv", "report.html"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    assert len((tmp_path / "1" / "sweep.csv").read_text().splitlines()) == 5
+
+
+def test_what_is_there_is_not_simulated_again(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    listed = [Point(str(config), changes) for changes in grid({"rate_scale": [0.5, 1]})]
+    store = Store(tmp_path / "points")
+    first = run_points(listed[:1], jobs=1, store=store, progress=lambda done, total: None)
+    simulated = []
+    real = points.simulate
+    monkeypatch.setattr(points, "simulate", lambda p: simulated.append(p) or real(p))
+    both = run_points(listed, jobs=1, store=store, progress=lambda done, total: None)
+    assert simulated == listed[1:]
+    assert msgspec.json.encode(both[0]) == msgspec.json.encode(first[0])
+    config.write_text(CONFIG.replace("rate: 2", "rate: 3"))
+    run_points(listed[:1], jobs=1, store=store, progress=lambda done, total: None)
+    assert simulated == [listed[1], listed[0]]
+
+
+def test_a_point_that_cannot_be_is_an_outcome(config: Path) -> None:
+    found = points.simulate(Point(str(config), {"gpus.memory": "8GiB"}))
+    assert found.summary is None
+    assert "raise its tp" in found.problem
+    assert found.attainment("ttft", "1") == 0.0
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_the_fewest_gpus_are_found(needed: int, most: int) -> None:
+    asked: list[int] = []
+
+    def simulate(gpus: int) -> Outcome:
+        asked.append(gpus)
+        return outcome(1.0 if gpus >= needed else 0.5)
+
+    found = fewest_gpus("prism", target=0.99, metric="ttft", most=most, simulate=simulate)
+    assert found.gpus == (needed if needed <= most else None)
+    assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 2
+
+
+def test_plan_writes_what_it_tried(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ("plan", str(config), "--policies", "prism", "--max-gpus", "2", "--out", str(out))
+    assert call(monkeypatch, *command) == 0
+    rows = (out / "plan.csv").read_text().splitlines()
+    assert rows[1].startswith("prism,1,1.0,ttft,0.99,1,")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sweep", "{config}", "--vary", "rate_scale", "--out", "{out}"),
+        ("sweep", "{config}", "--vary", "speed=1", "--out", "{out}"),
+        ("plan", "{config}", "--policies", "magic"),
+        ("plan", "{config}", "--metric", "joy"),
+        ("run", "{config}", "--set", "policy"),
+        ("run", "{config}", "--timeline"),
+    ],
+)
+def test_mistakes_end_with_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    filled = [a.format(config=config, out=tmp_path / "out") for a in arguments]
+    assert call(monkeypatch, *filled) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_values_are_yaml() -> None:
+    assert parse_vary("gpus=1,2") == ("gpus.count", [1, 2])
+    assert parse_vary("engine.mixed_chunk=true,false") == ("engine.mixed_chunk", [True, False])
+    with pytest.raises(ConfigError):
+        parse_vary("gpus")
