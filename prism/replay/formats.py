@@ -1,14 +1,14 @@
 """Readers for public traces, so that users can bring the originals.
 
-Each gives requests of anonymous models; `transforms.popularity_map` and `slo.with_slos` turn
-them into a trace for the models at hand.
+Each gives requests of the source's models; `transforms.popularity_map` and `slo.with_slos` turn
+them into a trace for the models at hand. Files may end in .gz or .xz. What a source lacks (times,
+lengths) is drawn by `ReadOptions`: see `sampled.py` and `servegen.py` for
+sources that are counts, rates or texts.
 """
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +16,10 @@ from typing import Annotated
 import msgspec
 
 from prism.errors import TraceError
+from prism.replay import sampled
+from prism.replay.rows import ReadOptions, Row, read_rows, starting_at_zero, strict_order
+from prism.replay.servegen import read_servegen
 from prism.replay.trace import Tokens, TraceRequest, explain, numbered_lines, read_trace
-
-Row = Mapping[str, str]
 
 
 class MooncakeRequest(msgspec.Struct, frozen=True):
@@ -30,7 +31,7 @@ class MooncakeRequest(msgspec.Struct, frozen=True):
     hash_ids: tuple[int, ...] = ()
 
 
-def read_arena(path: Path) -> list[TraceRequest]:
+def read_arena(path: Path, options: ReadOptions) -> list[TraceRequest]:
     """Chatbot Arena sample of the VTC artifact: id,timestamp_s,model_id,input_tokens,..."""
 
     def request(row: Row) -> TraceRequest:
@@ -41,29 +42,72 @@ def read_arena(path: Path) -> list[TraceRequest]:
             output_length=max(1, int(row["output_tokens"])),
         )
 
-    return _sorted(path, [_convert(request, row, where) for where, row in _rows(path)])
+    return starting_at_zero(path, read_rows(path, request))
 
 
-def read_azure(path: Path) -> list[TraceRequest]:
-    """Azure LLM inference trace 2023 (Splitwise): TIMESTAMP,ContextTokens,GeneratedTokens.
-
-    A file is one service and so one model, named after the file.
+def read_azure(path: Path, options: ReadOptions) -> list[TraceRequest]:
+    """Azure LLM inference traces of 2023 (Splitwise) and 2024 (DynamoLLM): TIMESTAMP,
+    ContextTokens, GeneratedTokens. A file is one service and so one model, named after the file.
     """
 
     def request(row: Row) -> TraceRequest:
-        # datetime holds 6 digits of a second, the file has 7
-        moment = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        # datetime holds 6 digits of a second, the file of 2023 has 7; that of 2024 has a zone
+        moment = datetime.fromisoformat(row["TIMESTAMP"].partition("+")[0][:26])
         return TraceRequest(
             timestamp=round((moment - datetime(2023, 1, 1)).total_seconds() * 1000, 3),
-            model=path.stem,
+            model=stem(path),
             input_length=max(1, int(row["ContextTokens"])),
             output_length=max(1, int(row["GeneratedTokens"])),
         )
 
-    return _sorted(path, [_convert(request, row, where) for where, row in _rows(path)])
+    return starting_at_zero(path, read_rows(path, request))
 
 
-def read_mooncake(path: Path) -> list[TraceRequest]:
+def read_burstgpt(path: Path, options: ReadOptions) -> list[TraceRequest]:
+    """BurstGPT (KDD '25): Timestamp (s), Model, Request tokens, Response tokens. Failed requests
+    have no response tokens and are left out."""
+
+    def request(row: Row) -> TraceRequest | None:
+        if int(row["Response tokens"]) == 0:
+            return None
+        return TraceRequest(
+            timestamp=round(float(row["Timestamp"]) * 1000, 3),
+            model=row["Model"],
+            input_length=int(row["Request tokens"]),
+            output_length=int(row["Response tokens"]),
+        )
+
+    return starting_at_zero(path, read_rows(path, request))
+
+
+def read_vidur(path: Path, options: ReadOptions) -> list[TraceRequest]:
+    """Vidur's (MLSys '24): arrived_at (s), num_prefill_tokens, num_decode_tokens. Its traces of
+    lengths alone have no arrived_at: they get Poisson arrivals at options.rate_rps."""
+    times_s = sampled.poisson_times_s(options)
+
+    def request(row: Row) -> TraceRequest:
+        given = row.get("arrived_at")
+        return TraceRequest(
+            timestamp=round(1000 * (float(given) if given is not None else next(times_s)), 3),
+            model=stem(path),
+            input_length=int(row["num_prefill_tokens"]),
+            output_length=int(row["num_decode_tokens"]),
+        )
+
+    return strict_order(path, read_rows(path, request))
+
+
+def read_csv(path: Path, options: ReadOptions) -> list[TraceRequest]:
+    """timestamp_s, input_tokens, output_tokens and, where it has one, model: rows in order. In a
+    folder each .csv file is one model, named after it."""
+    files = sorted(path.glob("*.csv*")) if path.is_dir() else [path]
+    if not files:
+        raise TraceError(f"{path}: the folder holds no .csv file")
+    trace = [request for file in files for request in _read_model_csv(file)]
+    return sorted(trace, key=lambda request: request.timestamp)
+
+
+def read_mooncake(path: Path, options: ReadOptions) -> list[TraceRequest]:
     """Mooncake JSON lines, which name no model: all requests get the file's name as theirs."""
     requests = []
     for where, line in numbered_lines(path):
@@ -76,62 +120,50 @@ def read_mooncake(path: Path) -> list[TraceRequest]:
         requests.append(
             TraceRequest(
                 timestamp=found.timestamp,
-                model=path.name.partition(".")[0],
+                model=stem(path),
                 input_length=found.input_length,
                 output_length=found.output_length,
                 hash_ids=found.hash_ids,
             )
         )
-    return _sorted(path, requests)
+    return starting_at_zero(path, requests)
 
 
-FORMATS: dict[str, Callable[[Path], list[TraceRequest]]] = {
-    "prism": read_trace,
+Reader = Callable[[Path, ReadOptions], list[TraceRequest]]
+
+FORMATS: dict[str, Reader] = {
+    "prism": lambda path, options: read_trace(path),
     "arena": read_arena,
     "azure": read_azure,
+    "burstgpt": read_burstgpt,
+    "csv": read_csv,
+    "maf": sampled.read_maf,
     "mooncake": read_mooncake,
+    "servegen": read_servegen,
+    "sharegpt": sampled.read_sharegpt,
+    "vidur": read_vidur,
 }
 
 
-def read_format(path: Path, name: str) -> list[TraceRequest]:
+def read_format(path: Path, name: str, options: ReadOptions | None = None) -> list[TraceRequest]:
     """Read `path` in one of FORMATS. Raises TraceError."""
     if name not in FORMATS:
         raise TraceError(f"format {name!r}: known formats are {', '.join(FORMATS)}")
-    return FORMATS[name](path)
+    return FORMATS[name](path, options or ReadOptions())
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """A row a line. Raises TraceError."""
-    lines = list(numbered_lines(path))
-    try:
-        rows = list(csv.DictReader([line.decode() for _, line in lines]))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path}: not CSV in UTF-8: {error}") from error
-    if len(rows) != max(0, len(lines) - 1):
-        raise TraceError(f"{path}: a quoted value spans lines; write one request a line")
-    for (where, _), row in zip(lines[1:], rows, strict=True):
-        yield where, row
+def stem(path: Path) -> str:
+    """The file's name without any suffix."""
+    return path.name.partition(".")[0]
 
 
-def _convert(request: Callable[[Row], TraceRequest], row: Row, where: str) -> TraceRequest:
-    try:
-        found = request(row)
-        if not math.isfinite(found.timestamp):
-            raise TraceError(f"{where}: the time is {found.timestamp}; give a number")
-        return found
-    except KeyError as error:
-        raise TraceError(f"{where}: column {error} is missing; is the format right?") from error
-    except (ValueError, TypeError) as error:
-        raise TraceError(f"{where}: {error}") from error
+def _read_model_csv(path: Path) -> list[TraceRequest]:
+    def request(row: Row) -> TraceRequest:
+        return TraceRequest(
+            timestamp=round(float(row["timestamp_s"]) * 1000, 3),
+            model=row.get("model") or stem(path),
+            input_length=int(row["input_tokens"]),
+            output_length=int(row["output_tokens"]),
+        )
 
-
-def _sorted(path: Path, requests: list[TraceRequest]) -> list[TraceRequest]:
-    """By arrival, the first at 0: public files are not always ordered."""
-    if not requests:
-        raise TraceError(f"{path}: the trace is empty")
-    requests.sort(key=lambda request: request.timestamp)
-    start_ms = requests[0].timestamp
-    return [
-        msgspec.structs.replace(request, timestamp=round(request.timestamp - start_ms, 3))
-        for request in requests
-    ]
+    return strict_order(path, read_rows(path, request))

@@ -8,8 +8,9 @@ One request a line, ordered by `timestamp`:
 from __future__ import annotations
 
 import gzip
+import lzma
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +49,7 @@ class TraceRequest(
 
 
 Trace = Sequence[TraceRequest]
+DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
 _DECODER = msgspec.json.Decoder(TraceRequest)
 
 
@@ -68,11 +70,16 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
-    """The same trace gives the same bytes. Raises TraceError."""
-    content = b"".join(msgspec.json.encode(request) + b"\n" for request in trace)
+    """Compressed where the name ends in .gz. The same trace gives the same bytes. Raises
+    TraceError."""
+    write_bytes(path, b"".join(msgspec.json.encode(request) + b"\n" for request in trace))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As write_trace does it. Raises TraceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     except OSError as error:
         raise TraceError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -89,8 +96,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """("file:line", content) of every line that is not blank. Raises TraceError."""
     try:
         raw = path.read_bytes()
-        content = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as error:
+        content = DECOMPRESS.get(path.suffix, bytes)(raw)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -71,6 +72,34 @@ def map_models(trace: Trace, mapping: Mapping[str, str]) -> list[TraceRequest]:
     if missing:
         raise TraceError(f"model map: no target for {', '.join(missing)}")
     return [msgspec.structs.replace(r, model=mapping[r.model]) for r in trace]
+
+
+def sample_models(trace: Trace, count: int, seed: int = 0) -> list[TraceRequest]:
+    """The requests of `count` models from all ranks of popularity (Prism §7.2: popular and
+    long-tail models): ranks are cut into `count` runs, one model of each is drawn."""
+    names = models_of(trace)
+    if not 1 <= count <= len(names):
+        raise TraceError(f"sample of {count} models: the trace has {len(names)}")
+    rng = np.random.default_rng(seed)
+    edges = [rank * len(names) // count for rank in range(count + 1)]
+    chosen = {names[int(rng.integers(low, high))] for low, high in pairwise(edges)}
+    return [request for request in trace if request.model in chosen]
+
+
+def only_models(trace: Trace, names: Collection[str]) -> list[TraceRequest]:
+    """The requests of these models, each of which the trace must have."""
+    unknown = sorted(set(names) - set(models_of(trace)))
+    if unknown:
+        raise TraceError(f"model {unknown[0]!r}: the trace has {', '.join(models_of(trace))}")
+    return [request for request in trace if request.model in names]
+
+
+def round_robin_map(sources: list[str], targets: list[str]) -> dict[str, str]:
+    """Deal `sources` out to `targets` in turn, as SeaLLM and AlpaServe do with the functions of
+    Azure's trace: targets come out about equally popular."""
+    if not targets:
+        raise TraceError("model map: name at least one model")
+    return {name: targets[rank % len(targets)] for rank, name in enumerate(sources)}
 
 
 def popularity_map(sources: list[str], targets: list[str]) -> dict[str, str]:

@@ -86,6 +86,28 @@ def test_popularity_map_cuts_ranks_into_equal_runs() -> None:
         transforms.popularity_map(["s"], [])
 
 
+def test_sampled_models_come_from_all_ranks_of_popularity() -> None:
+    trace = [a_request(0.0, f"m{rank}") for rank in range(12) for _ in range(12 - rank)]
+    for seed in range(5):
+        sampled = transforms.sample_models(trace, 4, seed)
+        ranks = sorted({int(request.model[1:]) for request in sampled})
+        assert [rank // 3 for rank in ranks] == [0, 1, 2, 3]
+        assert len(sampled) == sum(12 - rank for rank in ranks)
+    assert transforms.sample_models(trace, 12) == trace
+
+
+def test_only_some_models() -> None:
+    trace = [a_request(model="a"), a_request(model="b")]
+    assert transforms.only_models(trace, ["b"]) == trace[1:]
+    with pytest.raises(TraceError, match="model 'x': the trace has a, b"):
+        transforms.only_models(trace, ["a", "x"])
+
+
+def test_round_robin_deals_models_out_in_turn() -> None:
+    mapping = transforms.round_robin_map(list("abcde"), ["x", "y"])
+    assert mapping == {"a": "x", "b": "y", "c": "x", "d": "y", "e": "x"}
+
+
 @given(
     context=st.integers(2, 3000),
     scale=st.floats(0.01, 4),
@@ -112,6 +134,9 @@ def test_fitted_lengths_fit_the_context(
         lambda: transforms.scale_time(even(3), float("inf")),
         lambda: transforms.scale_time(even(3), float("nan")),
         lambda: transforms.window(even(3), 100),
+        lambda: transforms.sample_models(even(3), 0),
+        lambda: transforms.sample_models(even(3), 2),
+        lambda: transforms.round_robin_map(["a"], []),
         lambda: transforms.fit_lengths(even(3), transforms.LengthRule(10, output_max_tokens=10)),
         lambda: transforms.fit_lengths(even(3), transforms.LengthRule(10, scale=0)),
         lambda: transforms.fit_lengths(even(3), transforms.LengthRule(10, scale=float("nan"))),
