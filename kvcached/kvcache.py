@@ -265,26 +265,31 @@ class KVCache:
         The cache's blocks are chosen by page (`choose_evictions`) and freed by the cache itself.
         """
         wanted_bytes = _EVERYTHING if size_bytes is None else not_negative("size_bytes", size_bytes)
-        returned_bytes = self._trim_bytes()
-        evicted_tokens = evicted_bytes = 0
+        held_bytes = self._committed_bytes()
+        left_bytes = self._trimmed_bytes()
+        spare_bytes = returned_bytes = max(0, held_bytes - left_bytes)
+        evicted_tokens = 0
         while cache is not None and returned_bytes < wanted_bytes:
             ids, _ = self.choose_evictions(*cache.evictable(), wanted_bytes - returned_bytes)
             if len(ids) == 0:
                 break
             evicted_tokens += cache.evict(ids)
-            freed_bytes = self._trim_bytes()
-            if freed_bytes == 0:
+            before_bytes, left_bytes = left_bytes, self._trimmed_bytes()
+            if left_bytes >= before_bytes:
                 break
-            evicted_bytes += freed_bytes
-            returned_bytes += freed_bytes
-        return Shrunk(returned_bytes, evicted_tokens, evicted_bytes)
+            returned_bytes = max(0, held_bytes - left_bytes)
+        return Shrunk(returned_bytes, evicted_tokens, returned_bytes - spare_bytes)
+
+    def _committed_bytes(self) -> int:
+        return self._asker.core.record().committed_bytes
+
+    def _trimmed_bytes(self) -> int:
+        self.trim()
+        return self._committed_bytes()
 
     def _missing_bytes(self, num_blocks: int) -> int | None:
         pages = self.missing_pages(num_blocks)
         return None if pages is None else pages * self._page_bytes
-
-    def _trim_bytes(self) -> int:
-        return self.trim() * self._page_bytes
 
     def check_integrity(self) -> None:
         """Recounts the books; raises InternalError if they do not add up."""

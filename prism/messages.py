@@ -143,13 +143,6 @@ class Cancel(Wire, frozen=True):
     request_ids: list[str]
 
 
-class Trim(Wire, frozen=True):
-    """Give idle memory back: spare pages, then prefix-cache pages, until `target_bytes` are
-    returned (None: all of them)."""
-
-    target_bytes: int | None = None
-
-
 class SetLimit(Wire, frozen=True):
     kv_limit_bytes: int | None
 
@@ -158,7 +151,7 @@ class Shutdown(Wire, frozen=True):
     """Finish nothing, free everything, exit 0."""
 
 
-ToEngine = Activate | Deactivate | Submit | Cancel | Trim | SetLimit | Shutdown
+ToEngine = Activate | Deactivate | Submit | Cancel | SetLimit | Shutdown
 
 # --- engine -> agent -----------------------------------------------------------------------
 
@@ -233,14 +226,7 @@ class EngineOutput(Wire, frozen=True):
     failures: list[Failure] = []
 
 
-class Trimmed(Wire, frozen=True):
-    returned_bytes: int
-    evicted_tokens: int = 0
-
-
-FromEngine = (
-    EngineHello | Activated | ActivationFailed | Deactivated | EngineStatus | EngineOutput | Trimmed
-)
+FromEngine = EngineHello | Activated | ActivationFailed | Deactivated | EngineStatus | EngineOutput
 
 # --- agent <-> frontend --------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class Agent:
 
     def _wire_serving(self) -> None:
         """The request's way."""
-        self._reclaimer = Reclaimer(self._state, self._device, self._link)
+        self._reclaimer = Reclaimer(self._state, self._device)
         port = DevicePort(self._state, self._device, self._reclaimer)
         limits = Limits(prefill_chunk_tokens=self._config.engine.prefill_chunk_tokens)
         policy = registry.live(self._config.policy)
@@ -173,9 +173,7 @@ class Agent:
             await self._close(tasks)
 
     def _loops(self) -> list[Coroutine[Any, Any, None]]:
-        engines = EngineInbox(
-            self._state, self._link, self._lifecycle, self._serving, self._reclaimer
-        )
+        engines = EngineInbox(self._state, self._link, self._lifecycle, self._serving)
         orders = OrderInbox(
             link=self._orders,
             models=self._state.models,
@@ -201,6 +199,7 @@ class Agent:
         while True:
             self._nursery.tick()
             self._lifecycle.tick()
+            self._reclaimer.tick()
             given_up = self._strays.given_up(self._mirror.counts())
             if given_up:
                 self._serving.hand_back(given_up.__contains__)

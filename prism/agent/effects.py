@@ -54,7 +54,6 @@ class AgentEffects:
 
     def engine_lost(self, engine_id: str, why: str) -> None:
         self._serving.engine_lost(engine_id, why)
-        self._reclaimer.lost(engine_id)
 
     def engine_load(self, engine_id: str) -> int:
         return len(self._running.on_engine(engine_id))

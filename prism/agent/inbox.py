@@ -30,7 +30,6 @@ from prism.messages import (
     EngineStatus,
     EvictModel,
     FromEngine,
-    Trimmed,
     TrimModel,
 )
 
@@ -46,13 +45,11 @@ class EngineInbox:
         link: EngineLink,
         lifecycle: Lifecycle,
         serving: Serving,
-        reclaimer: Reclaimer,
     ) -> None:
         self._state = state
         self._link = link
         self._lifecycle = lifecycle
         self._serving = serving
-        self._reclaimer = reclaimer
 
     async def run(self) -> None:
         while True:
@@ -79,8 +76,6 @@ class EngineInbox:
                 self._lifecycle.activation_failed(engine, message)
             case Deactivated():
                 self._lifecycle.deactivated(engine, message)
-            case Trimmed():
-                self._reclaimer.trimmed(engine.id, message)
 
     def _take_status(self, engine: Engine, status: EngineStatus) -> None:
         engine.counters = counters_of(status)

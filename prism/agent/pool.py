@@ -50,14 +50,6 @@ class Engine:
             return 1
         return -(-self.activated.quantum_bytes // self.activated.quantum_tokens)
 
-    @property
-    def idle_bytes(self) -> int:
-        """KV memory that no request uses: free slots in mapped pages and prefix cache."""
-        if self.status is None:
-            return 0
-        tokens = self.status.free_mapped_tokens + self.status.evictable_tokens
-        return tokens * self.token_bytes
-
 
 class Pool:
     """The engines that are alive or starting. An engine that died is removed at once."""

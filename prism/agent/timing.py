@@ -15,7 +15,8 @@ class Timing:
     absent_grace_s: how long requests wait for a model that is not here, since the queue is often
     faster than the scheduler's order to activate; failed_grace_s: the same where it failed.
     frontend_missing_s: a frontend whose heartbeat is gone for so long is dead.
-    reclaim_s: pause between two orders to one engine to give memory back; memory_retry_s: pause
+    reclaim_s: an engine that was asked for memory and has not answered for so long is not counted
+    on; flush_s: how long an order to give everything back waits for it; memory_retry_s: pause
     before an activation that lacked memory is tried again, memory_tries times.
     revive_window_s, revives_max: a model whose engines die more often than that in that window is
     reported as failed instead of being activated again.
@@ -33,7 +34,8 @@ class Timing:
     failed_grace_s: float = 0.5
     frontend_check_s: float = 1.0
     frontend_missing_s: float = 3.0
-    reclaim_s: float = 0.1
+    reclaim_s: float = 1.0
+    flush_s: float = 5.0
     memory_retry_s: float = 0.3
     memory_tries: int = 3
     revive_window_s: float = 60.0

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import kvcached
 from prism.config import ClusterConfig
-from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
+from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,16 @@ class EngineCore(Protocol):
     def step(self) -> StepOutput:
         """Run one continuous-batching step if there is work."""
 
-    def trim(self, target_bytes: int | None) -> Trimmed:
-        """Return idle memory: spare pages first, then prefix-cache pages."""
+    def fileno(self) -> int:
+        """Readable while `answer_requests` may have something to do (`kvcached.Client.fileno`)."""
+
+    def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
+        """Give memory back now: spare pages first, then pages of the prefix cache until so many
+        bytes have gone (None: all that can)."""
+
+    def answer_requests(self) -> bool:
+        """`shrink` by what the ledger asks this engine for, and answer. Called before every step and when `fileno` is readable; whether there was
+        anything to answer."""
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
         """Change the cap of this engine's elastic memory."""

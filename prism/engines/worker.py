@@ -34,7 +34,6 @@ from prism.messages import (
     Shutdown,
     Submit,
     ToEngine,
-    Trim,
 )
 
 STATUS_MIN_S = 0.020
@@ -72,6 +71,10 @@ class Link:
         self._wake_writer = writer
         signal.set_wakeup_fd(writer.fileno())
         self._poller.register(self._wake, zmq.POLLIN)
+
+    def wake_on(self, descriptor: int) -> None:
+        """Let this descriptor end `receive` early as long as it is readable."""
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))
@@ -153,6 +156,7 @@ class Worker:
         self._report_status()
         for message in self._link.receive(self._patience_s()):
             self._obey(message)
+        self._changed |= self._core.answer_requests()
         if self._open or self._busy:
             self._step()
 
@@ -210,8 +214,6 @@ class Worker:
                 self._activate(message)
             case Deactivate():
                 self._deactivate()
-            case Trim(target_bytes=target_bytes):
-                self._link.send(self._core.trim(target_bytes))
             case SetLimit(kv_limit_bytes=limit_bytes):
                 self._core.set_limit(limit_bytes)
             case Shutdown():
@@ -292,7 +294,9 @@ def run_engine(context: EngineContext, create: Callable[[EngineContext], EngineC
     link = Link(context)
     link.wake_on_signals()
     try:
-        worker = Worker(create(context), link, context.engine_id)
+        core = create(context)
+        link.wake_on(core.fileno())
+        worker = Worker(core, link, context.engine_id)
         signal.signal(signal.SIGTERM, lambda _signum, _frame: worker.stop())
         return worker.run()
     finally:

@@ -37,7 +37,7 @@ class Bench:
         self.device = device
         self.state = State(Pool("host:0", 2), now_s=lambda: self.time_s)
         self.sent = Sent()
-        self.reclaimer = Reclaimer(self.state, device, self.sent)  # type: ignore[arg-type]
+        self.reclaimer = Reclaimer(self.state, device)
         self.port = DevicePort(self.state, device, self.reclaimer)
         self.clients = {model: self._serve(model) for model in ("a", "b")}
 

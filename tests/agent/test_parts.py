@@ -20,7 +20,7 @@ from prism.agent.mirror import Entry, Mirror
 from prism.agent.models import ModelState, Totals
 from prism.agent.nursery import Nursery
 from prism.agent.strays import Strays
-from prism.messages import Chunk, EngineForked, EngineOutput, EngineStatus, Trim, Trimmed
+from prism.messages import Chunk, EngineForked, EngineOutput, EngineStatus
 from prism.scheduler.local import LocalScheduler
 from tests.agent.bench import QUANTUM, QUANTUM_TOKENS, Bench
 from tests.queueing.requests import request
@@ -54,7 +54,7 @@ def test_what_was_submitted_counts_until_a_status_shows_it(bench: Bench) -> None
 def inbox_of(bench: Bench) -> EngineInbox:
     serving: Any = SimpleNamespace(has_waiting=False)
     unused: Any = None
-    return EngineInbox(bench.state, unused, unused, serving, bench.reclaimer)
+    return EngineInbox(bench.state, unused, unused, serving)
 
 
 def test_requests_use_up_the_guarantee_before_anything_else(bench: Bench) -> None:
@@ -112,41 +112,46 @@ def test_measured_speed_replaces_the_prior(bench: Bench) -> None:
 
 
 def test_memory_is_asked_of_idle_engines_above_their_guarantee(bench: Bench) -> None:
-    kv = bench.clients["b"].alloc_kvcache(
-        kvcached.Layout(2, 2, 32, dtype="float32"), 1024, reserved_blocks=0
-    )
-    bench.observe("b", evictable=1024)
+    client = bench.clients["b"]
+    kv = client.alloc_kvcache(kvcached.Layout(2, 2, 32, dtype="float32"), 1024, reserved_blocks=0)
+    client.publish_evictable(8 * QUANTUM)
     bench.port.ask_memory("a", 16)
-    assert bench.sent.messages == []  # all that "b" holds is guaranteed to it
+    assert client.usage().asked_bytes == 0  # all that "b" holds is guaranteed to it
     assert kv.alloc_kv(64) is not None
-    held = bench.clients["b"].usage().reserved_bytes
+    held = client.usage().reserved_bytes
     assert held > 10 * QUANTUM
     bench.port.ask_memory("a", 17)
     target = min(2 * QUANTUM, held - 10 * QUANTUM)
-    assert bench.sent.messages == [(bench.engine("b").id, Trim(target))]
+    assert client.usage().asked_bytes == target
     bench.port.ask_memory("a", 17)  # a moment later: on its way already
-    assert len(bench.sent.messages) == 1
-    bench.time_s += bench.state.timing.reclaim_s
+    assert client.usage().asked_bytes == target
+    assert bench.clients["a"].usage().asked_bytes == 0
+    assert client.answer_requests(lambda size: kvcached.Shrunk(size or 0)) is not None
     bench.port.ask_memory("a", 17)
-    assert len(bench.sent.messages) == 2
-    bench.clients["b"].free_kvcache(kv)
+    assert client.usage().asked_bytes == target
+    client.free_kvcache(kv)
 
 
-def test_flushes_are_answered_in_the_order_of_the_trims(bench: Bench) -> None:
+def test_a_flush_ends_when_all_have_answered_or_ended(bench: Bench) -> None:
     answers: list[int] = []
     a, b = bench.engine("a").id, bench.engine("b").id
     bench.reclaimer.flush([a, b], answers.append)
+    bench.clients["a"].answer_requests(lambda _: kvcached.Shrunk(5))
+    bench.reclaimer.tick()
+    assert answers == []
     bench.reclaimer.flush([a], answers.append)
-    bench.reclaimer.trimmed(a, Trimmed(5))
-    bench.reclaimer.trimmed(a, Trimmed(7))
+    bench.clients["a"].answer_requests(lambda _: kvcached.Shrunk(7))
+    bench.reclaimer.tick()
     assert answers == [7]
-    bench.reclaimer.trimmed(b, Trimmed(1))
-    bench.reclaimer.trimmed(b, Trimmed(99))  # nobody asked
+    bench.clients["b"].answer_requests(lambda _: kvcached.Shrunk(1))
+    bench.reclaimer.tick()
     assert answers == [7, 6]
-    bench.reclaimer.flush([a], answers.append)
-    bench.reclaimer.lost(a)
+    bench.reclaimer.flush([b], answers.append)
+    bench.clients["b"].close()
+    bench.reclaimer.flush([b], answers.append)  # gone already
     bench.reclaimer.flush([], answers.append)
-    assert answers == [7, 6, 0, 0]
+    bench.reclaimer.tick()
+    assert answers == [7, 6, 0, 0, 0]
 
 
 def test_a_frontend_that_takes_nothing_is_dead_and_blocks_nobody(

@@ -37,8 +37,6 @@ from prism.messages import (
     Sampling,
     Shutdown,
     ToEngine,
-    Trim,
-    Trimmed,
 )
 
 DEVICE = "host:0"
@@ -211,9 +209,11 @@ class DeviceUnderTest:
         assert isinstance(answer, Activated), answer
         return answer
 
-    def trim(self, engine_id: str = "e0", target_bytes: int | None = None) -> Trimmed:
-        self.send(Trim(target_bytes=target_bytes), engine_id)
-        return self.wait_for(Trimmed, engine_id)
+    def trim(self, engine_id: str = "e0", target_bytes: int | None = None) -> kvcached.ShrinkAnswer:
+        """Have the engine give memory back, as any process of the machine can."""
+        (answer,) = self.memory.shrink(engine_id, target_bytes, wait_s=60.0)
+        assert answer.outcome == "answered", self._logs()
+        return answer
 
     def wait_for(
         self, kind: type[T] | tuple[type[T], ...], engine_id: str = "e0", timeout_s: float = 60.0

@@ -75,7 +75,8 @@ def test_trim_returns_the_prefix_cache(
     assert usage is not None
     assert usage.committed_bytes == floor_bytes
     assert device.memory.resident_bytes() <= floor_bytes + usage.static_bytes
-    after = device.settled_status(lambda s: s.evictable_tokens == 0, engine)
+    # What is left of the cache shares a slab with the padding block.
+    after = device.settled_status(lambda s: s.evictable_tokens < status.evictable_tokens, engine)
     assert after.kv_mapped_bytes == floor_bytes
     assert after.unmaps_total > status.unmaps_total
 

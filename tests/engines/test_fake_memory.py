@@ -118,7 +118,7 @@ def test_random_load_with_retractions(core: FakeCore, seed: int) -> None:
         if rng.random() < 0.01 and requests:
             core.cancel([rng.choice(list(requests))])
         if rng.random() < 0.01:
-            core.trim(rng.choice([None, 1, 1 << 18]))
+            core.shrink(rng.choice([None, 1, 1 << 18]))
         log.add(core.step())
         assert core.status().kv_mapped_bytes <= (1 << 20) + (5 << 18)
     steps = 0
@@ -134,6 +134,6 @@ def test_random_load_with_retractions(core: FakeCore, seed: int) -> None:
     status = core.status()
     assert status.retractions_total > 0
     assert (status.running, status.waiting, status.pending_prefill_tokens) == (0, 0, 0)
-    core.trim(None)
+    core.shrink()
     assert core.status().kv_mapped_bytes == activated.floor_bytes
     core.deactivate()

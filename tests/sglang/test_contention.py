@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from prism.messages import Activate, ActivationFailed, ModelSpec, Request, Submit, Trim, Trimmed
+from prism.messages import Activate, ActivationFailed, ModelSpec, Request, Submit
 from prism.models.tokenizer import END, SPECIAL_TOKENS
 from tests.engines.harness import DeviceUnderTest, Stream, request
 from tests.sglang.conftest import (
@@ -127,8 +127,7 @@ def test_every_request_ends_complete_and_as_without_contention(
     retracted = sum(after[e].retractions_total - before[e].retractions_total for e in ENGINES)
     assert retracted >= retractions
     for engine in ENGINES:
-        tight.send(Trim(), engine)
-        tight.wait_for(Trimmed, engine)
+        tight.trim(engine)
     usage = ledger_of(tight).usage()
     quanta = (2 * spec_of(m).num_layers * PAGE_BYTES for m in ENGINES.values())
     assert kv_committed_bytes(tight) == sum(quanta)  # the padding blocks' slabs, of a page each

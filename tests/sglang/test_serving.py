@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from prism.messages import Cancel, Deactivate, Deactivated, Sampling, Submit, Trim, Trimmed
+from prism.messages import Cancel, Deactivate, Deactivated, Sampling, Submit
 from prism.model_memory import layout_of
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, kv_committed_bytes, ledger_of
@@ -61,8 +61,7 @@ def test_tokens_may_be_interleaved(device: DeviceUnderTest, model: str) -> None:
     assert activated.quantum_bytes == activated.quantum_tokens * spec.token_bytes
     run(device, model, f"interleaved-{model}-")
     ledger = ledger_of(device)
-    device.send(Trim())
-    device.wait_for(Trimmed)
+    device.trim()
     assert kv_committed_bytes(device) == activated.floor_bytes
     device.send(Deactivate())
     device.wait_for(Deactivated)
@@ -79,8 +78,7 @@ def test_only_the_floor_is_resident_until_used_and_after_a_flush(device: DeviceU
     assert ledger.usage().reserved_bytes == activated.static_bytes + activated.reserve_bytes
     run(device, LLAMA, "floor-")
     assert ledger.usage().committed_bytes > activated.floor_bytes
-    device.send(Trim())
-    trimmed = device.wait_for(Trimmed)
+    trimmed = device.trim()
     assert trimmed.evicted_tokens > 0
     assert trimmed.returned_bytes > 0
     assert ledger.usage().committed_bytes == activated.floor_bytes
@@ -150,8 +148,7 @@ def test_cancelling_gives_the_pages_back(active: DeviceUnderTest) -> None:
     assert all(len(s.token_ids) < 1500 for s in streams)
     status = active.settled_status(lambda s: not s.running and not s.waiting)
     assert status.pending_prefill_tokens == 0
-    active.send(Trim())
-    active.wait_for(Trimmed)
+    active.trim()
     assert kv_committed_bytes(active) == floor
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import kvcached
-from prism.messages import Activated, SetLimit, Submit, Trim, Trimmed
+from prism.messages import Activated, SetLimit, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, ledger_of, opened_device
 from tests.sglang.models import LLAMA, largest_gap, prompts, spec_of
@@ -100,8 +100,7 @@ def test_a_lowered_limit_squeezes_and_a_raised_one_lets_go(
     roomy: tuple[DeviceUnderTest, Activated],
 ) -> None:
     device, activated = roomy
-    device.send(Trim())
-    device.wait_for(Trimmed)
+    device.trim()
     asked = start_two(device, "limited")
     with stopped(device):
         device.send(SetLimit(kv_limit_bytes=1))  # raised by the engine to what one request needs

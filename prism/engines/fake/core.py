@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+import kvcached
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.fake.memory import BLOCK_TOKENS, Memory
 from prism.engines.fake.options import FakeOptions
 from prism.engines.fake.tokens import seed_of, token_at
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError, SelfCheckError
-from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
+from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
 
 
 class InjectedFault(EngineError):
@@ -123,8 +124,14 @@ class FakeCore:
         self.deactivate()
         self._client.close()
 
-    def trim(self, target_bytes: int | None) -> Trimmed:
-        return self._memory.trim(target_bytes) if self._memory else Trimmed(returned_bytes=0)
+    def fileno(self) -> int:
+        return self._client.fileno()
+
+    def answer_requests(self) -> bool:
+        return self._client.answer_requests(self.shrink) is not None
+
+    def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
+        return self._memory.shrink(size_bytes) if self._memory else kvcached.Shrunk()
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
         if self._memory is not None:

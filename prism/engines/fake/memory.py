@@ -17,7 +17,7 @@ import kvcached
 from prism.config import ClusterConfig
 from prism.engines.fake.prefix_cache import PrefixCache
 from prism.errors import ActivationError, EngineError
-from prism.messages import Activate, Activated, ModelSpec, Trimmed
+from prism.messages import Activate, Activated, ModelSpec
 from prism.model_memory import layout_of as arranged_layout_of
 
 BLOCK_TOKENS = 16
@@ -160,23 +160,27 @@ class Memory:
             if not np.array_equal(buffer[slots], np.broadcast_to(values, buffer[slots].shape)):
                 raise CorruptKVError(f"KV in blocks {list(blocks)[:8]} is not what was written")
 
-    def trim(self, target_bytes: int | None) -> Trimmed:
-        before_bytes = self.kv.mapped_bytes()
-        evicted_blocks = 0
-        self.kv.trim()
-        while target_bytes is None or before_bytes - self.kv.mapped_bytes() < target_bytes:
-            evicted = self.cache.evict(EVICT_BATCH_BLOCKS)
-            if not evicted:
-                break
-            evicted_blocks += len(evicted)
-            self._free(evicted)
-            self.kv.trim()
-        returned_bytes = max(0, before_bytes - self.kv.mapped_bytes())
-        return Trimmed(returned_bytes=returned_bytes, evicted_tokens=evicted_blocks * BLOCK_TOKENS)
+    def shrink(self, size_bytes: int | None) -> kvcached.Shrunk:
+        """Give memory back, cached pages by page."""
+        return self.kv.shrink(size_bytes, self)
+
+    def evictable(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See `kvcached.PrefixCache`: the order of use stands for the time."""
+        blocks = np.fromiter(self.cache.idle(), dtype=np.int64)
+        return blocks, np.arange(len(blocks))
+
+    def evict(self, ids: NDArray[np.int64]) -> int:
+        """See `kvcached.PrefixCache`. What follows a block that went is found no more, until the
+        block is computed again."""
+        blocks = [int(block) for block in ids]
+        self.cache.forget(blocks)
+        self._free(blocks)
+        return len(blocks) * BLOCK_TOKENS
 
     def figures(self) -> dict[str, int]:
         """The memory's part of EngineStatus."""
         evictable_blocks = self.cache.idle_blocks
+        self._client.publish_evictable(self.kv.evictable_bytes(self))
         return {
             "available_tokens": (self.kv.available_blocks() + evictable_blocks) * BLOCK_TOKENS,
             "free_mapped_tokens": self.kv.free_mapped_blocks() * BLOCK_TOKENS,
@@ -192,6 +196,7 @@ class Memory:
         self._client.set_limit(limit_bytes)
 
     def free(self) -> None:
+        self._client.publish_evictable(0)
         self._buffers.clear()
         self._client.free_kvcache(self.kv)
         self._release()

@@ -74,6 +74,16 @@ class PrefixCache:
         """Forget up to `count` idle blocks, least recently used first: free them."""
         return [self._forget() for _ in range(min(count, len(self._idle)))]
 
+    def idle(self) -> Iterator[int]:
+        """Blocks without a user, least recently used first."""
+        return iter(self._idle)
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """These idle blocks are no longer cached: free them."""
+        for block in blocks:
+            del self._idle[block]
+            self._drop(block)
+
     def _release(self, block: int) -> None:
         self._users[block] -= 1
         if self._users[block] == 0:
@@ -81,6 +91,9 @@ class PrefixCache:
 
     def _forget(self) -> int:
         block, _ = self._idle.popitem(last=False)
+        self._drop(block)
+        return block
+
+    def _drop(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
         del self._users[block]
-        return block

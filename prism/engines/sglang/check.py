@@ -111,8 +111,7 @@ def _round(core: EngineCore, spec: ModelSpec, options: argparse.Namespace) -> No
     first_s, tokens = _drain(core)
     seconds = time.monotonic() - started_s
     _report_serving(core.status(), tokens, first_s - started_s, seconds)
-    trimmed = core.trim(None)
-    print(f"flush       {format_size(trimmed.returned_bytes)} returned")
+    print(f"flush       {format_size(core.shrink().returned_bytes)} returned")
     started_s = time.monotonic()
     core.deactivate()
     print(f"deactivated {time.monotonic() - started_s:8.2f} s\n")

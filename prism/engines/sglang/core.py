@@ -7,17 +7,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import kvcached
 from kvcached import LoadOptions, WeightStore
 from prism.config import AUTO_STORE, ClusterConfig
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.sglang import host, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
+from prism.engines.sglang.radix_pages import RadixPages
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
 from prism.engines.sglang.speed import Speed
 from prism.engines.sglang.weights import ModelWeights, StoreAccess
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, RequestError, SelfCheckError
-from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Trimmed
+from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
 from prism.model_memory import BLOCK_TOKENS
 
 
@@ -144,23 +146,19 @@ class SglangCore:
         if self._active is not None:
             self._active.memory.set_limit(kv_limit_bytes)
 
-    def trim(self, target_bytes: int | None) -> Trimmed:
+    def fileno(self) -> int:
+        return self._client.fileno()
+
+    def answer_requests(self) -> bool:
+        return self._client.answer_requests(self.shrink) is not None
+
+    def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
+        """Give memory back: spare pages, then pages of the radix cache, chosen by page."""
         if self._active is None:
-            return Trimmed(returned_bytes=0)
-        kv, scheduler = self._active.memory.kv, self._active.scheduler
-        allocator = scheduler.token_to_kv_pool_allocator
-        held_bytes, evicted_tokens = self._client.usage().committed_bytes, 0
-        kv.trim()
-        while True:
-            returned_bytes = max(0, held_bytes - self._client.usage().committed_bytes)
-            if target_bytes is not None and returned_bytes >= target_bytes:
-                break
-            evicted = allocator.evict_cache(scheduler.tree_cache)
-            if not evicted:
-                break
-            evicted_tokens += evicted
-            kv.trim()
-        return Trimmed(returned_bytes=returned_bytes, evicted_tokens=evicted_tokens)
+            return kvcached.Shrunk()
+        scheduler = self._active.scheduler
+        cache = RadixPages(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
+        return self._active.memory.kv.shrink(size_bytes, cache)
 
     # --- requests --------------------------------------------------------------------------
 
@@ -244,6 +242,7 @@ class SglangCore:
         evictable = int(tree.evictable_size())
         speed = self._speeds.get(active.order.model.name)
         usage = self._client.usage()
+        self._publish_evictable(active, evictable, usage.committed_bytes)
         waiting = scheduler.waiting_reqs()
         return EngineStatus(
             engine_id=self._context.engine_id,
@@ -263,6 +262,13 @@ class SglangCore:
             maps_total=usage.maps,
             unmaps_total=usage.unmaps,
         )
+
+    def _publish_evictable(self, active: _Active, tokens: int, committed_bytes: int) -> None:
+        """An upper bound: which pages the cache shares with requests is looked at when it
+        matters."""
+        bound_bytes = committed_bytes - active.memory.kv.floor_bytes()
+        size_bytes = tokens * active.memory.plan.layout.token_bytes
+        self._client.publish_evictable(max(0, min(size_bytes, bound_bytes)))
 
     def _idle_status(self) -> EngineStatus:
         usage = self._client.usage()

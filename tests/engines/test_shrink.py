@@ -1,0 +1,91 @@
+"""What every engine must do when the ledger asks it for memory: answer, idle or busy, unharmed."""
+
+from __future__ import annotations
+
+import itertools
+
+from prism.messages import ModelSpec, Request, Submit
+from tests.engines.harness import DeviceUnderTest, request
+from tests.engines.subjects import Subject
+
+_ids = (f"k{i}" for i in itertools.count())
+
+
+def requests_of(subject: Subject, model: ModelSpec, count: int, seed: int) -> list[Request]:
+    tokens = model.context_length // 4
+    prompts = subject.prompts(count, seed, (tokens, tokens))
+    return [request(next(_ids), model.name, p, tokens) for p in prompts]
+
+
+def check_outputs(device: DeviceUnderTest, subject: Subject, asked: list[Request]) -> None:
+    streams = device.finish(*(r.id for r in asked), timeout_s=240.0)
+    assert [s.failure for s in streams] == [None] * len(streams)
+    assert [s.token_ids for s in streams] == [subject.expected(r) for r in asked]
+
+
+def test_an_engine_without_a_model_answers(device: DeviceUnderTest, engine: str) -> None:
+    assert device.trim(engine).returned_bytes == 0
+
+
+def test_an_idle_engine_gives_a_neighbour_its_cache(
+    device: DeviceUnderTest, engine: str, subject: Subject
+) -> None:
+    model = subject.models[0]
+    device.activate(model, engine)
+    asked = requests_of(subject, model, count=6, seed=21)
+    subject.learn(device, engine, asked)
+    device.send(Submit(asked), engine)
+    check_outputs(device, subject, asked)
+    device.settled_status(lambda s: s.running == 0 and s.evictable_tokens > 0, engine)
+    before = device.client_usage(engine)
+    assert before is not None
+    assert before.evictable_bytes > 0
+    with device.memory.client("neighbour") as neighbour:
+        wanted_bytes = device.memory.usage().free_bytes + subject.page_bytes
+        neighbour.reserve_static(wanted_bytes, "weights", wait_s=60.0).release()
+    after = device.client_usage(engine)
+    assert after is not None
+    assert after.evicted_tokens > 0
+    assert after.committed_bytes < before.committed_bytes
+    again = [request(next(_ids), model.name, r.prompt_ids, r.sampling.max_tokens) for r in asked]
+    device.send(Submit(again), engine)
+    check_outputs(device, subject, again)
+
+
+def test_a_busy_engine_answers_and_its_requests_are_unharmed(
+    device: DeviceUnderTest, engine: str, subject: Subject
+) -> None:
+    model = subject.models[0]
+    device.activate(model, engine)
+    asked = requests_of(subject, model, count=8, seed=22)
+    subject.learn(device, engine, asked)
+    device.send(Submit(asked), engine)
+    open_ids = {r.id for r in asked}
+    answers = 0
+    while open_ids:
+        device.finish_one(open_ids)
+        answers += device.trim(engine).outcome == "answered"
+    assert answers > 0
+    check_outputs(device, subject, asked)
+
+
+def test_a_lower_limit_is_kept_at_once(
+    device: DeviceUnderTest, engine: str, subject: Subject
+) -> None:
+    """Set from outside; the idle engine evicts down to it without waiting for a request."""
+    model = subject.models[0]
+    reserve_bytes = device.activate(model, engine).reserve_bytes
+    asked = requests_of(subject, model, count=8, seed=23)
+    subject.learn(device, engine, asked)
+    device.send(Submit(asked), engine)
+    check_outputs(device, subject, asked)
+
+    def held_bytes() -> int:
+        usage = device.client_usage(engine)
+        assert usage is not None
+        return usage.reserved_bytes
+
+    if held_bytes() > reserve_bytes:
+        device.memory.set_limit(engine, reserve_bytes)
+        device.wait_until(lambda: held_bytes() <= reserve_bytes)
+        device.memory.set_limit(engine, None)
