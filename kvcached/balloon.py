@@ -8,7 +8,7 @@ engine's, between two steps), since nobody else knows which pages a kernel reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -62,11 +62,14 @@ class Demand:
     size_bytes: int | None
 
 
-ShrinkPolicy = Callable[[int, Sequence[Holder]], Sequence[Demand]]
-"""(bytes that are missing, the other clients of the device) -> who shall give how much.
+class ShrinkPolicy(Protocol):
+    """(bytes that are missing, the other clients of the device) -> who shall give how much.
 
-Called without any lock, between two reads of the ledger; it may be called again for the rest.
-"""
+    A pure function. Called without any lock, between two reads of the ledger, and perhaps again for
+    the rest.
+    """
+
+    def __call__(self, missing_bytes: int, holders: Sequence[Holder], /) -> Sequence[Demand]: ...
 
 
 def spares_then_idle_caches(missing_bytes: int, holders: Sequence[Holder]) -> list[Demand]:

@@ -262,22 +262,22 @@ class KVCache:
         """Gives memory back: every page without a live block, then pages of the prefix cache until
         `size_bytes` have gone (None: all that can).
 
-        The cache's blocks are chosen by page (`choose_evictions`) and freed by the cache itself.
+        The cache's blocks are chosen by page (`choose_evictions`) and freed by the cache itself;
+        one that lets others go instead is asked again until there is room or it has no more.
         """
         wanted_bytes = _EVERYTHING if size_bytes is None else not_negative("size_bytes", size_bytes)
         held_bytes = self._committed_bytes()
-        left_bytes = self._trimmed_bytes()
-        spare_bytes = returned_bytes = max(0, held_bytes - left_bytes)
+        spare_bytes = returned_bytes = max(0, held_bytes - self._trimmed_bytes())
         evicted_tokens = 0
         while cache is not None and returned_bytes < wanted_bytes:
             ids, _ = self.choose_evictions(*cache.evictable(), wanted_bytes - returned_bytes)
             if len(ids) == 0:
                 break
-            evicted_tokens += cache.evict(ids)
-            before_bytes, left_bytes = left_bytes, self._trimmed_bytes()
-            if left_bytes >= before_bytes:
+            tokens = cache.evict(ids)
+            if tokens == 0:
                 break
-            returned_bytes = max(0, held_bytes - left_bytes)
+            evicted_tokens += tokens
+            returned_bytes = max(0, held_bytes - self._trimmed_bytes())
         return Shrunk(returned_bytes, evicted_tokens, returned_bytes - spare_bytes)
 
     def _committed_bytes(self) -> int:

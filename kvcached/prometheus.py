@@ -55,6 +55,24 @@ _CLIENT: dict[str, tuple[str, str, _Client]] = {
     "min_bytes": ("gauge", "Bytes of pages guaranteed", lambda c, _: c.min_bytes),
     "limit_bytes": ("gauge", "Bound of its pages; absent: none", lambda c, _: c.limit_bytes),
     "resident_bytes": ("gauge", "Memory behind its pages; absent: not told", lambda _, b: b),
+    "spare_bytes": ("gauge", "Bytes of pages without a live block", lambda c, _: c.spare_bytes),
+    "evictable_bytes": (
+        "gauge",
+        "Bytes of pages with prefix cache alone, as its engine says",
+        lambda c, _: c.evictable_bytes,
+    ),
+    "asked_bytes": ("gauge", "Bytes it is asked to give back", lambda c, _: c.asked_bytes),
+    "given_bytes": ("counter", "Bytes given back on request", lambda c, _: c.given_bytes),
+    "evicted_bytes": (
+        "counter",
+        "Bytes of those that evicting prefix cache made free",
+        lambda c, _: c.evicted_bytes,
+    ),
+    "evicted_tokens": (
+        "counter",
+        "Tokens of prefix cache evicted on request",
+        lambda c, _: c.evicted_tokens,
+    ),
     "maps": ("counter", "Runs of pages mapped", lambda c, _: c.maps),
     "unmaps": ("counter", "Runs of pages unmapped", lambda c, _: c.unmaps),
 }

@@ -29,6 +29,7 @@ PAGES = {
     "device": ("Devices and who holds what", ["device", "usage"]),
     "client": ("Clients", ["client"]),
     "kvcache": ("KV caches", ["kvcache", "group"]),
+    "balloon": ("Giving memory back", ["balloon", "asking"]),
     "layouts": ("Layouts", ["layouts"]),
     "weights": ("Weights", ["weights"]),
     "tensor": ("Tensors", ["tensor", "_core"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from kvcached.tools.layouts import Place, layout_table, read_groups, row_record,
 from kvcached.tools.rates import Rates
 from kvcached.tools.records import Record, device_record, segment_record
 from kvcached.tools.sizes import format_size, parse_size
-from kvcached.tools.tables import device_view, segment_table
+from kvcached.tools.tables import answer_table, device_view, segment_table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -187,7 +188,7 @@ def limit(
 ) -> None:
     """Bound a client's pages, or lift the bound. It governs the client's next reservation.
 
-    Below what the client holds it stops growth and takes nothing away.
+    Below what the client holds it stops growth, and the client is asked to shrink to it.
 
     Examples: kvctl limit engine-0 512MiB · kvctl limit engine-0 none · kvctl limit 4711 2GiB
     """
@@ -216,6 +217,37 @@ def min_command(
     opened = _find_device(namespace, device)
     opened.set_min(_name_or_pid(client), min_bytes, pid=pid)
     _report(opened, client, {"min_bytes": min_bytes}, f"min {format_size(min_bytes)}", as_json)
+
+
+@app.command()
+def trim(
+    client: Annotated[
+        str | None, typer.Argument(help="name of the client, or its process id; all unless given")
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--bytes", help="such as 512MiB; all it can do without unless given"),
+    ] = None,
+    *,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, help="seconds for the answers")] = 5.0,
+    namespace: Namespace = None,
+    device: DeviceName = None,
+    pid: Pid = None,
+    as_json: Json = False,
+) -> None:
+    """Ask clients to shrink: spare pages first, then prefix cache. Says what each gave.
+
+    An engine answers between two steps, an idle one at once. Exit code 1 if one did not answer.
+
+    Examples: kvctl trim · kvctl trim engine-0 --bytes 512MiB · kvctl trim 4711 --wait 0.5 --json
+    """
+    size_bytes = None if size is None else parse_size(size)
+    opened = _find_device(namespace, device)
+    who = None if client is None else _name_or_pid(client)
+    answers = opened.shrink(who, size_bytes, pid=pid, wait_s=wait_s)
+    _say(as_json, [asdict(answer) for answer in answers], lambda: answer_table(answers))
+    if any(answer.outcome == "no answer" for answer in answers):
+        raise typer.Exit(1)
 
 
 def _name_or_pid(client: str) -> str | int:

@@ -8,13 +8,24 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvcached.balloon import ShrinkAnswer
 from kvcached.segments import Segment
 from kvcached.snapshot import DeviceSnapshot
 from kvcached.tools.rates import Rates
 from kvcached.tools.sizes import format_size
 
 BAR_CELLS = 40
-CLIENT_COLUMNS = ("used", "reserved", "limit", "min", "static", "resident", "maps/s")
+CLIENT_COLUMNS = (
+    "used",
+    "reserved",
+    "spare",
+    "evictable",
+    "limit",
+    "min",
+    "static",
+    "resident",
+    "maps/s",
+)
 
 
 def segment_table(segments: Sequence[Segment]) -> RenderableType:
@@ -83,12 +94,30 @@ def _client_table(snapshot: DeviceSnapshot, rates: Rates) -> Table:
             Text(client.name),
             _size(client.committed_bytes),
             _size(client.reserved_bytes),
+            _size(client.spare_bytes),
+            _size(client.evictable_bytes),
             _size(client.limit_bytes),
             _size(client.min_bytes),
             _size(client.static_bytes),
             _size(resident_bytes),
             "-" if rate is None else f"{rate:.0f}",
         )
+    return table
+
+
+def answer_table(answers: Sequence[ShrinkAnswer]) -> RenderableType:
+    """What each client that was asked to shrink gave."""
+    if not answers:
+        return Text("no clients")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("PID", justify="right")
+    table.add_column("CLIENT", no_wrap=True)
+    for column in ("GAVE", "EVICTED TOKENS"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("OUTCOME", no_wrap=True)
+    for answer in answers:
+        gave = (_size(answer.returned_bytes), str(answer.evicted_tokens), answer.outcome)
+        table.add_row(str(answer.pid), Text(answer.name), *gave)
     return table
 
 

@@ -77,8 +77,8 @@ class EngineCore(Protocol):
         bytes have gone (None: all that can)."""
 
     def answer_requests(self) -> bool:
-        """`shrink` by what the ledger asks this engine for, and answer. Called before every step and when `fileno` is readable; whether there was
-        anything to answer."""
+        """`shrink` by what the ledger asks this engine for, and answer. Called before every step
+        and when `fileno` is readable; whether there was anything to answer."""
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
         """Change the cap of this engine's elastic memory."""

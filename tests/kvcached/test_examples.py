@@ -77,6 +77,14 @@ def test_the_hybrid_example_keeps_a_window(namespace: str) -> None:
     assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
 
 
+def test_the_idle_engine_gives_its_cache(namespace: str) -> None:
+    (code,) = [code for code in documented() if "answer_requests" in code]
+    checked = code.replace('"my-shared-machine"', repr(namespace))
+    # 8 blocks are one slab of four pages.
+    assert run("-c", checked) == [f"8 {8 * 16} {4 * 65536}"]
+    assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
+
+
 def promised() -> list[tuple[str, str]]:
     return re.findall(r"`(tests/[^`:]+)::(\w+)`", GUARANTEES.read_text())
 

@@ -86,6 +86,36 @@ def test_limit_governs_a_running_process(device: Device, spawn: Spawn, namespace
     assert usage_of(device, "taker").min_bytes == 1 << 20
 
 
+def test_trim_says_what_each_client_gave(device: Device, spawn: Spawn, namespace: str) -> None:
+    where = ("--namespace", namespace)
+    assert kvctl("trim", *where) == "no clients\n"
+    engine = spawn("shrink", "engine", 32, 0, 16)
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "ready\n"
+    (found,) = kvctl_json("top", "--once", "--interval", "0.05", *where)
+    given = {key: found["clients"][0][key] for key in ("spare_bytes", "evictable_bytes")}
+    assert given == {"spare_bytes": 8 * PAGE, "evictable_bytes": 16 * PAGE}
+    (answer,) = kvctl_json("trim", "engine", "--bytes", f"{12 * PAGE}", "--wait", "30", *where)
+    assert answer["outcome"] == "answered"
+    assert (answer["returned_bytes"], answer["evicted_tokens"]) == (12 * PAGE, 8 * 16)
+    shown = kvctl("trim", str(engine.pid), "--wait", "30", *where)
+    assert shown.splitlines()[1].split() == [
+        str(engine.pid),
+        "engine",
+        "768",
+        "KiB",
+        "384",
+        "answered",
+    ]
+    assert "no such client; there are: engine" in refused("trim", "nobody", *where)
+    assert "size '5 pages' is not understood" in refused(
+        "trim", "engine", "--bytes", "5 pages", *where
+    )
+    os.kill(engine.pid, signal.SIGSTOP)
+    done = CliRunner().invoke(app, ["trim", "--wait", "0.05", "--json", *where])
+    assert (done.exit_code, json.loads(done.output)[0]["outcome"]) == (1, "no answer")
+
+
 @pytest.mark.parametrize("device_name", ["cuda:0"])
 def test_a_gpu_is_administered_without_its_driver(
     device: Device, namespace: str, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +153,7 @@ def test_top_once_says_what_each_client_holds(device: Device, spawn: Spawn, name
     line = shown.splitlines()[2].split("  ")
     cells = [cell.strip() for cell in line if cell.strip()]
     assert cells[0].split()[-1] in {str(taker.process.pid), "taker"}
-    assert cells[-7:] == ["1 MiB", "1 MiB", "32 MiB", "16 MiB", "0 B", "1 MiB", "0"]
+    assert cells[-9:] == ["1 MiB", "1 MiB", "0 B", "0 B", "32 MiB", "16 MiB", "0 B", "1 MiB", "0"]
     (found,) = kvctl_json(*arguments)
     assert found["free_bytes"] == CAPACITY * 3 // 4
     assert found["clients"][0]["resident_bytes"] == 16 * PAGE

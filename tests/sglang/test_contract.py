@@ -67,10 +67,10 @@ SEAMS: dict[str, str | None] = {
     "mem_cache.base_prefix_cache:BasePrefixCache.evict_for_alloc": (
         "self, params, allocation_reclaim_satisfied"
     ),
-    "mem_cache.radix_cache:RadixCache._split_node": "self, key, child, split_len",
-    "mem_cache.radix_cache:RadixCache._delete_leaf": "self, node",
-    "mem_cache.radix_cache:TreeNode": None,
-    "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.free_segment": None,
+    "mem_cache.unified_radix_cache:UnifiedRadixCache": None,
+    "mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore.walk_for_kv_canary": (
+        "self, unlocked_only, swa_resident_only"
+    ),
     "mem_cache.common:release_kv_cache": "req, tree_cache, checkpoint",
     "utils:get_num_new_pages": None,
     # admission
