@@ -21,12 +21,22 @@ namespace {
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::device::cpu>;
 
-// A new int64 array of numpy's. numpy is imported by the first call, not with the package.
+// A new int64 array of numpy's. numpy is imported by the first call, not with the package; no guard
+// of a static is held meanwhile, since an import lets go of the GIL and another thread would wait
+// for the guard with it.
 nb::object new_array(int64_t count) {
-  static const auto* const empty = new nb::object(nb::module_::import_("numpy").attr("empty"));
-  static const auto* const dtype =
-      new nb::object(nb::module_::import_("numpy").attr("dtype")("int64"));
-  return (*empty)(count, *dtype);
+  static PyObject* empty = nullptr;
+  static PyObject* dtype = nullptr;
+  if (dtype == nullptr) {
+    const nb::module_ numpy = nb::module_::import_("numpy");
+    nb::object function = numpy.attr("empty");
+    nb::object type = numpy.attr("dtype")("int64");
+    if (dtype == nullptr) {
+      empty = function.release().ptr();
+      dtype = type.release().ptr();
+    }
+  }
+  return nb::handle(empty)(count, nb::handle(dtype));
 }
 
 // REQUIRES: an array of new_array, which stays alive.

@@ -39,6 +39,7 @@ from kvcached.layouts import (  # noqa: E402
     MLALayout,
     choose_layout,
 )
+from kvcached.ranks import RankKV  # noqa: E402
 from kvcached.segments import Segment, SegmentClient, collect_garbage, segments  # noqa: E402
 from kvcached.tensor import VirtualTensor  # noqa: E402
 from kvcached.usage import ClientUsage, DeviceUsage, Fragmentation, KVCounters  # noqa: E402
@@ -83,6 +84,7 @@ __all__ = [
     "NoRoomError",
     "Prefetch",
     "PrefixCache",
+    "RankKV",
     "Segment",
     "SegmentClient",
     "ShrinkAnswer",

@@ -28,7 +28,7 @@ LINE_CHARS = 88
 PAGES = {
     "device": ("Devices and who holds what", ["device", "usage"]),
     "client": ("Clients", ["client"]),
-    "kvcache": ("KV caches", ["kvcache", "group"]),
+    "kvcache": ("KV caches", ["kvcache", "group", "ranks"]),
     "balloon": ("Giving memory back", ["balloon", "asking"]),
     "layouts": ("Layouts", ["layouts"]),
     "weights": ("Weights", ["weights"]),

@@ -13,7 +13,7 @@ from pathlib import Path
 from arrays import as_array
 from caches import Cache
 
-from kvcached import Client, Device, Layout, NoRoomError, VirtualTensor
+from kvcached import Client, Device, Layout, NoRoomError, RankKV, VirtualTensor
 
 LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_tokens=16)
 
@@ -71,6 +71,23 @@ def grab(device: Device, name: str, rounds: str) -> None:
                 granted += 1
                 kv.free_kv(ids)
     say(granted, int(rounds) - granted)
+
+
+def rank(device: Device, number: str) -> None:
+    """One rank of a group whose vote is a line: it says its own, the next line is the result.
+    Allocates as many blocks as a line says, and says how many it got."""
+    import json
+
+    def all_true(ok: bool) -> bool:
+        say(json.dumps(ok))
+        return bool(json.loads(sys.stdin.readline()))
+
+    with device.client(f"rank-{number}") as client:
+        ranked = RankKV(client.alloc_kvcache(LAYOUT, 1 << 14), all_true)
+        say(json.dumps("ready"))
+        for line in sys.stdin:
+            ids = ranked.alloc_kv(int(line))
+            say(json.dumps(None if ids is None else len(ids)))
 
 
 class Racer:

@@ -1,0 +1,61 @@
+"""KV caches of the ranks of a tensor-parallel group, in lockstep (Prism §5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvcached.errors import KvcachedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvcached.kvcache import KVCache
+
+    Ids = NDArray[np.int64]
+
+
+class RankKV:
+    """One rank's KV cache in a tensor-parallel group: every rank gets its blocks, or none does.
+
+    Each rank allocates on its own device and all vote. When one device has no room, or one rank
+    fails, every rank gives back what it took and is told: no kernel runs on some ranks for blocks
+    whose pages another lacks. The ids are each rank's own and may differ between ranks, which
+    suits engines that schedule on every rank.
+
+    `all_true(ok)` returns whether every rank passed True: a collective of the engine's group, such
+    as a minimum over all ranks. All ranks make the same calls of `alloc_kv` in the same order, as
+    with any collective. Used from the cache's thread.
+    """
+
+    def __init__(self, kv: KVCache, all_true: Callable[[bool], bool]) -> None:
+        self.kv = kv
+        self._all_true = all_true
+
+    def alloc_kv(self, num_blocks: int) -> Ids | None:
+        """Ids (int64) of blocks that are mapped on this rank, as they are on all; or None on all.
+
+        One vote for each call, whatever happens. A rank whose cache raises votes no before it
+        raises, so that nobody waits for it; the others get None. If the vote itself raises, what
+        this rank took is given back.
+        """
+        ids = self._own(num_blocks)
+        agreed = False
+        try:
+            agreed = self._all_true(ids is not None)
+        finally:
+            if ids is not None and not agreed:
+                self.kv.free_kv(ids)
+        return ids if agreed else None
+
+    def free_kv(self, ids: Ids) -> None:
+        """Frees blocks of this rank; no vote. Raises what KVCache.free_kv raises."""
+        self.kv.free_kv(ids)
+
+    def _own(self, num_blocks: int) -> Ids | None:
+        try:
+            return self.kv.alloc_kv(num_blocks)
+        except KvcachedError:
+            self._all_true(False)
+            raise
