@@ -31,6 +31,7 @@ PAGES = {
     "kvcache": ("KV caches", ["kvcache", "group", "ranks"]),
     "balloon": ("Giving memory back", ["balloon", "asking"]),
     "layouts": ("Layouts", ["layouts"]),
+    "balloon": ("Asking for memory and giving it back", ["balloon", "asking"]),
     "weights": ("Weights", ["weights"]),
     "tensor": ("Tensors", ["tensor", "_core"]),
     "segments": ("Segments in shared memory", ["segments"]),
@@ -76,8 +77,13 @@ def text_of(path: Path) -> str:
 
 
 def public_names() -> dict[str, Any]:
-    """Of the package, and of the modules that are imported by name; `name: object`."""
-    found = {name: getattr(kvcached, name) for name in kvcached.__all__ if name != "errors"}
+    """Of the package, and of the modules that are imported by name. Types that are aliases, and so
+    have no docstring, show where they are used."""
+    found = {
+        name: value
+        for name in kvcached.__all__
+        if inspect.isclass(value := getattr(kvcached, name)) or inspect.isfunction(value)
+    }
     for module in (kvcached.errors, kvcached.snapshot, kvcached.prometheus):
         own = {
             name: value
@@ -184,7 +190,12 @@ def signature(name: str, function: Any) -> str:
     """`name(parameters) -> result`, one parameter a line where that is too long for one."""
     found = inspect.signature(function)
     listed = [
-        parameter.replace(annotation=plain(parameter.annotation))
+        parameter.replace(
+            annotation=plain(parameter.annotation),
+            default=Plain(getattr(parameter.default, "__name__", repr(parameter.default)))
+            if parameter.default is not parameter.empty
+            else parameter.empty,
+        )
         for parameter in found.parameters.values()
         if parameter.name not in {"self", "cls"}
     ]
