@@ -117,6 +117,9 @@ void bind_client(nb::module_& module) {
            [](Client& self, uint64_t bytes) {
              check(without_gil([&] { return self.set_min(bytes); }));
            })
+      .def("guard_holes",
+           [](Client& self) { check(without_gil([&] { return self.guard_holes(); })); })
+      .def("scrub_pages", [](Client& self) { without_gil([&] { self.scrub_pages(); }); })
       .def(
           "set_streams",
           [](Client& self, std::vector<Stream> handles, double max_wait_s) {

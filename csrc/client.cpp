@@ -177,6 +177,17 @@ Status Client::reserve_static(uint64_t bytes) {
   return ledger_->reserve_static(slot_, bytes);
 }
 
+Status Client::guard_holes() {
+  if (guards_.exchange(true)) return {};
+  Status status = reserve_static(page_bytes());
+  if (status.ok()) {
+    status = vmm_->guard_holes();
+    if (!status.ok()) KV_TRY(release_static(page_bytes()));
+  }
+  guards_ = status.ok();
+  return status;
+}
+
 Status Client::release_static(uint64_t bytes) {
   KV_TRY(check_open());
   return ledger_->release_static(slot_, bytes);

@@ -3,6 +3,7 @@
 // Thread rule: any thread. After a fork the child's copy is dead (Code::forked).
 #pragma once
 
+#include <atomic>
 #include <mutex>
 
 #include "fork_guard.h"
@@ -34,6 +35,9 @@ class Client final : private ForkGuarded {
 
   const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
   uint64_t page_bytes() const { return vmm_->page_bytes(); }
+  // What holes show and pages contain; see vmm.h. The guard page is leased as static memory first.
+  Status guard_holes();
+  void scrub_pages() { vmm_->scrub_pages(); }
   // What the engine works on; nothing of this client is unmapped under it.
   Streams& streams() { return streams_; }
 
@@ -93,6 +97,7 @@ class Client final : private ForkGuarded {
   int lock_fd_;
   const int slot_;
   std::shared_ptr<AddressSpace> addresses_;
+  std::atomic<bool> guards_ = false;
   std::unique_ptr<WakeThread> wake_;
   std::mutex mutex_;  // of lock_fd_, addresses_ and wake_; before those of spares_
   SpareKeeper spares_;

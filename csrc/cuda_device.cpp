@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kDeviceLocation = 1;
 constexpr int kPinned = 1;
-constexpr int kReadWrite = 3;
 constexpr int kMinimumGranularity = 0;
+constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 constexpr unsigned kNoTiming = 2;       // CU_EVENT_DISABLE_TIMING
 constexpr int kHasVirtualMemory = 102;  // CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
@@ -30,7 +30,9 @@ Result<std::unique_ptr<CudaDevice>> CudaDevice::open(int ordinal) {
 }
 
 CudaDevice::~CudaDevice() {
-  if (context_ != nullptr && !abandoned_) driver_.functions().primary_ctx_release(device_);
+  if (context_ == nullptr || abandoned_) return;
+  if (own_stream_ != nullptr) (void)call(driver_.functions().stream_destroy, own_stream_);
+  driver_.functions().primary_ctx_release(device_);
 }
 
 Status CudaDevice::find_device() {
@@ -125,10 +127,21 @@ Status CudaDevice::unmap(uint64_t address, uint64_t bytes) {
   return driver_.check(call(driver_.functions().mem_unmap, address, bytes), "cuMemUnmap");
 }
 
-Status CudaDevice::set_access(uint64_t address, uint64_t bytes) {
-  const CuAccess access = {{kDeviceLocation, device_}, kReadWrite};
-  return driver_.check(call(driver_.functions().mem_set_access, address, bytes, &access, size_t{1}),
+Status CudaDevice::set_access(uint64_t address, uint64_t bytes, Access access) {
+  const CuAccess wanted = {{kDeviceLocation, device_}, static_cast<int>(access)};
+  return driver_.check(call(driver_.functions().mem_set_access, address, bytes, &wanted, size_t{1}),
                        "cuMemSetAccess");
+}
+
+Status CudaDevice::zero(uint64_t address, uint64_t bytes) {
+  const CuFunctions& cuda = driver_.functions();
+  if (own_stream_ == nullptr) {
+    KV_TRY(driver_.check(call(cuda.stream_create, &own_stream_, kNonBlocking), "cuStreamCreate"));
+  }
+  const CuResult filled =
+      call(cuda.memset_d8_async, address, static_cast<unsigned char>(0), bytes, own_stream_);
+  KV_TRY(driver_.check(filled, "cuMemsetD8Async"));
+  return driver_.check(call(cuda.stream_synchronize, own_stream_), "cuStreamSynchronize");
 }
 
 Result<CuEvent> CudaDevice::record_event(uint64_t stream) const {

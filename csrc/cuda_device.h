@@ -29,7 +29,11 @@ class CudaDevice {
   Status map(uint64_t address, uint64_t bytes, CuHandle handle);
   // May cover many whole mappings, as may set_access.
   Status unmap(uint64_t address, uint64_t bytes);
-  Status set_access(uint64_t address, uint64_t bytes);
+  enum class Access { read = 1, read_write = 3 };
+  Status set_access(uint64_t address, uint64_t bytes, Access access = Access::read_write);
+  // Fills with zeros, in no order with other work, and waits for that alone.
+  // REQUIRES: one thread at a time
+  Status zero(uint64_t address, uint64_t bytes);
 
   // An event behind what the stream (0: the default one) was given so far, for destroy_event.
   Result<CuEvent> record_event(uint64_t stream) const;
@@ -55,6 +59,7 @@ class CudaDevice {
   const int ordinal_;
   CuOrdinal device_ = 0;
   CuContext context_ = nullptr;
+  CuStream own_stream_ = nullptr;  // from the first zero on
   uint64_t granularity_bytes_ = 0;
   bool abandoned_ = false;
 };

@@ -80,6 +80,10 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   find(functions_.mem_map, "cuMemMap");
   find(functions_.mem_unmap, "cuMemUnmap");
   find(functions_.mem_set_access, "cuMemSetAccess");
+  find(functions_.memset_d8_async, "cuMemsetD8Async");
+  find(functions_.stream_create, "cuStreamCreate");
+  find(functions_.stream_synchronize, "cuStreamSynchronize");
+  find(functions_.stream_destroy, "cuStreamDestroy_v2");
   find(functions_.event_create, "cuEventCreate");
   find(functions_.event_record, "cuEventRecord");
   find(functions_.event_query, "cuEventQuery");

@@ -69,6 +69,10 @@ struct CuFunctions {
                       unsigned long long flags);
   CuResult (*mem_unmap)(uint64_t address, size_t bytes);
   CuResult (*mem_set_access)(uint64_t address, size_t bytes, const CuAccess* access, size_t count);
+  CuResult (*memset_d8_async)(uint64_t address, unsigned char value, size_t bytes, CuStream stream);
+  CuResult (*stream_create)(CuStream* stream, unsigned flags);
+  CuResult (*stream_synchronize)(CuStream stream);
+  CuResult (*stream_destroy)(CuStream stream);
   CuResult (*event_create)(CuEvent* event, unsigned flags);
   CuResult (*event_record)(CuEvent event, CuStream stream);
   CuResult (*event_query)(CuEvent event);

@@ -15,6 +15,19 @@
 // Work runs on streams, after the call that submitted it has returned. No call here waits for it or
 // knows what it touches: whoever unmaps a page records an event behind the last work that may touch
 // it, and unmaps once that has passed.
+//
+// Holes, the unmapped parts of a reservation, fault: an access ends the process, on a GPU the
+// context and, under MPS, those of all its clients. After guard_holes a hole that is left by unmap
+// shows zeros instead, and map takes the place of that. A first access beyond what was ever mapped
+// still faults. It costs a page of the device, which whoever calls it has leased.
+//
+// What a page contains when it is mapped: what it held when it was unmapped, so data of this
+// client, of other tensors of it as well. Fresh from create it is zero on a host device, where the
+// OS sees to that; of a GPU's memory CUDA promises nothing. After scrub_pages every unmap zeroes
+// the pages, so that no data leaves the tensor it was written to, be it to another one or to the
+// device; a process that is killed zeroes nothing.
+//
+// Streams:
 //   record_event an event behind everything that the stream was given so far
 // After a fork the child's copy is dead: every call answers Code::forked.
 #pragma once
@@ -72,6 +85,14 @@ class Vmm {
 
   // map and set_access in one step, for backends that can do both in one call to the OS.
   virtual Status map_accessible(uint64_t address, std::span<const Handle> handles);
+
+  // For all unmaps from now on; see above. Idempotent. An unmap whose hole the driver does not
+  // cover is done all the same, and the next call tries again; until then that hole faults.
+  virtual Status guard_holes() = 0;
+  // For all unmaps from now on, close included: their pages are zeroed first, of those that a
+  // failed unmap leaves mapped as well. REQUIRES of each: no work that may touch the pages is
+  // pending.
+  virtual void scrub_pages() = 0;
 
   // REQUIRES: the stream is alive. Code::invalid_argument where that can be known and is not so.
   virtual Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) = 0;

@@ -8,7 +8,21 @@ namespace {
 
 constexpr uint64_t kMaxPages = uint64_t{1} << 26;  // of one reservation: bounds the books
 
-bool is_mapped(Handle page) { return page != kNoHandle; }
+bool is_mapped(Handle page) { return page != kNoHandle && page != kGuard && page != kBare; }
+bool is_backed(Handle page) { return page != kNoHandle && page != kBare; }
+
+// The maximal runs of pages that are `wanted`, of pages that begin at `address`.
+template <class Wanted>
+void find_runs(uint64_t address, uint64_t page_bytes, std::span<const Handle> pages, Wanted wanted,
+               std::vector<AddressRange>& found) {
+  auto first = std::find_if(pages.begin(), pages.end(), wanted);
+  while (first != pages.end()) {
+    const auto end = std::find_if_not(first, pages.end(), wanted);
+    found.push_back({address + static_cast<uint64_t>(first - pages.begin()) * page_bytes,
+                     static_cast<uint64_t>(end - first) * page_bytes});
+    first = std::find_if(end, pages.end(), wanted);
+  }
+}
 
 }  // namespace
 
@@ -131,30 +145,39 @@ Status VmmBooks::check_mapped(uint64_t address, uint64_t bytes, const char* call
   return failure(Code::not_mapped, std::string(call) + " needs every page of the range mapped");
 }
 
-std::vector<Handle> VmmBooks::unmap(uint64_t address, uint64_t bytes) {
+std::span<const Handle> VmmBooks::mapped(uint64_t address, uint64_t bytes) const {
+  return find_pages(address, bytes);
+}
+
+std::vector<Handle> VmmBooks::unmap(uint64_t address, uint64_t bytes, Handle hole) {
   const std::span<Handle> pages = find_pages(address, bytes);
   unclaim(pages);
   std::vector<Handle> released;
   std::copy_if(pages.begin(), pages.end(), std::back_inserter(released),
                [this](Handle handle) { return uses_[handle].released; });
-  std::fill(pages.begin(), pages.end(), kNoHandle);
+  std::fill(pages.begin(), pages.end(), hole);
   forget(released);
   return released;
 }
 
+std::vector<AddressRange> VmmBooks::holes(uint64_t address, uint64_t bytes, Handle kind) const {
+  std::vector<AddressRange> found;
+  const auto wanted = [kind](Handle page) { return page == kind; };
+  find_runs(address, page_bytes_, find_pages(address, bytes), wanted, found);
+  return found;
+}
+
+void VmmBooks::set_holes(const AddressRange& range, Handle kind) {
+  const std::span<Handle> pages = find_pages(range.address, range.bytes);
+  std::fill(pages.begin(), pages.end(), kind);
+}
+
 std::vector<AddressRange> VmmBooks::mapped_ranges() const {
-  std::vector<AddressRange> ranges;
+  std::vector<AddressRange> found;
   for (const auto& [start, reservation] : reservations_) {
-    const auto& pages = reservation.pages;
-    auto first = std::find_if(pages.begin(), pages.end(), is_mapped);
-    while (first != pages.end()) {
-      const auto end = std::find(first, pages.end(), kNoHandle);
-      ranges.push_back({start + static_cast<uint64_t>(first - pages.begin()) * page_bytes_,
-                        static_cast<uint64_t>(end - first) * page_bytes_});
-      first = std::find_if(end, pages.end(), is_mapped);
-    }
+    find_runs(start, page_bytes_, reservation.pages, is_backed, found);
   }
-  return ranges;
+  return found;
 }
 
 void VmmBooks::clear() {

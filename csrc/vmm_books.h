@@ -11,6 +11,11 @@
 
 namespace kvcached {
 
+// What a page of a reservation shows where no handle is mapped: nothing, the guard page, or nothing
+// for now where it should be the guard page.
+inline constexpr Handle kGuard = UINT64_MAX;
+inline constexpr Handle kBare = UINT64_MAX - 1;
+
 struct AddressRange {
   uint64_t address;
   uint64_t bytes;
@@ -20,7 +25,7 @@ class VmmBooks {
  public:
   struct Reservation {
     uint64_t bytes;
-    std::vector<Handle> pages;  // what is mapped there, kNoHandle for a hole
+    std::vector<Handle> pages;  // what is mapped there, or kNoHandle, kGuard, kBare for a hole
   };
 
   explicit VmmBooks(uint64_t page_bytes) : page_bytes_(page_bytes) {}
@@ -41,14 +46,21 @@ class VmmBooks {
   void unmark_released(std::span<const Handle> handles);
   void forget(std::span<const Handle> handles);
 
-  // Checks a map and writes it down. unmap takes it back should the backend fail.
+  // Checks a map and writes it down, over holes of any kind. unmap takes it back should the backend
+  // fail.
   Status map(uint64_t address, std::span<const Handle> handles);
   // `call` is named in the message if part of the range is not mapped.
   Status check_mapped(uint64_t address, uint64_t bytes, const char* call) const;
-  // Those of the handles mapped there that were released before: they are forgotten now.
-  // REQUIRES: check_mapped
-  std::vector<Handle> unmap(uint64_t address, uint64_t bytes);
-  // The maximal runs of mapped pages.
+  // The handles mapped there. REQUIRES: check_mapped
+  std::span<const Handle> mapped(uint64_t address, uint64_t bytes) const;
+  // Leaves holes of a kind. Those of the handles mapped there that were released before: they are
+  // forgotten now. REQUIRES: check_mapped
+  std::vector<Handle> unmap(uint64_t address, uint64_t bytes, Handle hole = kNoHandle);
+  // The maximal runs of one kind of hole in a range.
+  std::vector<AddressRange> holes(uint64_t address, uint64_t bytes, Handle kind) const;
+  // REQUIRES: holes
+  void set_holes(const AddressRange& range, Handle kind);
+  // The maximal runs of pages with something mapped, the guard page included.
   std::vector<AddressRange> mapped_ranges() const;
   // Forgets all handles and what was mapped; reservations stay.
   void clear();

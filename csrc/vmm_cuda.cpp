@@ -82,6 +82,7 @@ Status CudaVmm::free_address(uint64_t address, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_not_forked());
   KV_TRY(books_.check_free_address(address, bytes));
+  KV_TRY(uncover(address, bytes));
   KV_TRY(device_->free_address(address, bytes));
   books_.remove_reservation(address);
   return {};
@@ -164,8 +165,77 @@ Status CudaVmm::map_all(uint64_t address, std::span<const Handle> handles) {
 Status CudaVmm::map(uint64_t address, std::span<const Handle> handles) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
+  const uint64_t bytes = handles.size() * page_bytes();
+  const std::vector<AddressRange> guarded = books_.holes(address, bytes, kGuard);
+  const std::vector<AddressRange> bare = books_.holes(address, bytes, kBare);
   KV_TRY(books_.map(address, handles));
-  return map_all(address, handles);
+  size_t uncovered = 0;
+  Status status = unmap_guard(guarded, uncovered);
+  if (status.ok()) {
+    status = map_all(address, handles);
+  } else {
+    (void)books_.unmap(address, bytes);
+  }
+  if (status.ok() || status.code == Code::stranded) return status;
+  for (const AddressRange& range : guarded) books_.set_holes(range, kGuard);
+  for (const AddressRange& range : bare) books_.set_holes(range, kBare);
+  bared(std::span(guarded).first(uncovered));
+  cover_bare();
+  return status;
+}
+
+Status CudaVmm::unmap_guard(std::span<const AddressRange> guarded, size_t& done) {
+  for (done = 0; done < guarded.size(); ++done) {
+    KV_TRY(device_->unmap(guarded[done].address, guarded[done].bytes));
+  }
+  return {};
+}
+
+void CudaVmm::bared(std::span<const AddressRange> ranges) {
+  for (const AddressRange& range : ranges) books_.set_holes(range, kBare);
+  bare_.insert(bare_.end(), ranges.begin(), ranges.end());
+}
+
+Status CudaVmm::uncover(uint64_t address, uint64_t bytes) {
+  const std::vector<AddressRange> guarded = books_.holes(address, bytes, kGuard);
+  size_t done = 0;
+  Status status = unmap_guard(guarded, done);
+  bared(std::span(guarded).first(done));
+  return status;
+}
+
+Status CudaVmm::scrub(uint64_t address, uint64_t bytes) {
+  if (!scrub_ || device_->zero(address, bytes).ok()) return {};
+  // Pages that were mapped without access.
+  KV_TRY(device_->set_access(address, bytes));
+  return device_->zero(address, bytes);
+}
+
+void CudaVmm::cover_bare() {
+  std::vector<AddressRange> left;
+  for (const AddressRange& suspected : bare_) {
+    for (const AddressRange& range : books_.holes(suspected.address, suspected.bytes, kBare)) {
+      const uint64_t covered = guard_->cover(range.address, range.bytes);
+      books_.set_holes({range.address, covered}, kGuard);
+      if (covered < range.bytes) left.push_back({range.address + covered, range.bytes - covered});
+    }
+  }
+  bare_ = std::move(left);
+}
+
+Status CudaVmm::guard_holes() {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  if (guard_ != nullptr) return {};
+  Result<std::unique_ptr<CudaGuard>> guard = CudaGuard::make(device_, page_bytes());
+  if (!guard.ok()) return guard.status();
+  guard_ = std::move(guard.value());
+  return {};
+}
+
+void CudaVmm::scrub_pages() {
+  const std::lock_guard lock(mutex_);
+  scrub_ = true;
 }
 
 Status CudaVmm::set_access(uint64_t address, uint64_t bytes) {
@@ -179,13 +249,18 @@ Status CudaVmm::unmap(uint64_t address, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
   KV_TRY(books_.check_mapped(address, bytes, "unmap"));
+  KV_TRY(scrub(address, bytes));
   KV_TRY(device_->unmap(address, bytes));
   std::vector<CuHandle> unowned;
-  for (const Handle handle : books_.unmap(address, bytes)) {
+  for (const Handle handle : books_.unmap(address, bytes, guard_ ? kBare : kNoHandle)) {
     unowned.push_back(made_[handle]);
     made_.erase(handle);
   }
   drop(unowned);
+  if (guard_ == nullptr) return {};
+  const AddressRange left = {address, bytes};
+  bared(std::span(&left, 1));
+  cover_bare();
   return {};
 }
 
@@ -198,9 +273,15 @@ Result<std::unique_ptr<StreamEvent>> CudaVmm::record_event(Stream stream) {
 
 Status CudaVmm::give_back_everything() {
   for (const AddressRange& range : books_.mapped_ranges()) {
+    KV_TRY(uncover(range.address, range.bytes));
+  }
+  for (const AddressRange& range : books_.mapped_ranges()) {
+    KV_TRY(scrub(range.address, range.bytes));
     KV_TRY(device_->unmap(range.address, range.bytes));
     (void)books_.unmap(range.address, range.bytes);
   }
+  if (guard_ != nullptr) KV_TRY(guard_->release());
+  guard_ = nullptr;
   while (!made_.empty()) {
     KV_TRY(device_->release(made_.begin()->second));
     made_.erase(made_.begin());

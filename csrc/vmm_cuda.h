@@ -7,13 +7,16 @@
 //   release of a mapped handle calls cuMemRelease at its unmap, not before, so that it can still
 //   be refused as a whole; a release that fails half way makes the pages that are gone anew.
 // A driver handle whose release failed in a rollback is kept and released again by close().
+// With a guard page an unmap maps that at each page that it leaves (n x cuMemMap and one
+// cuMemSetAccess), and a map unmaps it first, one cuMemUnmap per run of such holes. Between the two
+// calls the range is a hole that faults: the driver cannot exchange a mapping.
 // There is no memory file: memory_fd() is -1, and the ledger counts what is committed instead.
 #pragma once
 
 #include <atomic>
 #include <mutex>
 
-#include "cuda_device.h"
+#include "cuda_guard.h"
 #include "fork_guard.h"
 #include "vmm_books.h"
 
@@ -38,6 +41,8 @@ class CudaVmm final : public Vmm, private ForkGuarded {
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
   Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
+  Status guard_holes() override;
+  void scrub_pages() override;
   Status close() override;
   Status check_open() const override;
   int memory_fd() const override { return -1; }
@@ -49,6 +54,15 @@ class CudaVmm final : public Vmm, private ForkGuarded {
   Status create_all(std::span<CuHandle> made);
   // REQUIRES: the books say mapped. They are put right if the driver fails.
   Status map_all(uint64_t address, std::span<const Handle> handles);
+  // Unmaps the guard page from the range: its holes are bare then.
+  Status uncover(uint64_t address, uint64_t bytes);
+  // The driver's part of that: `done` ranges before it failed.
+  Status unmap_guard(std::span<const AddressRange> guarded, size_t& done);
+  void bared(std::span<const AddressRange> ranges);
+  // Zeroes pages that are to leave, if that was asked for.
+  Status scrub(uint64_t address, uint64_t bytes);
+  // Maps it at every bare hole, as far as the driver agrees.
+  void cover_bare();
   Status release_all(std::span<const Handle> handles);
   // Gives back what no handle stands for any more; what fails is owed until close().
   void drop(std::span<const CuHandle> unowned);
@@ -62,6 +76,9 @@ class CudaVmm final : public Vmm, private ForkGuarded {
   VmmBooks books_;
   std::unordered_map<Handle, CuHandle> made_;  // the driver's handle of each of ours
   std::vector<CuHandle> owed_;
+  std::unique_ptr<CudaGuard> guard_;  // null: holes fault
+  std::vector<AddressRange> bare_;    // where holes may be bare
+  bool scrub_ = false;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> forked_ = false;
   mutable std::mutex mutex_;

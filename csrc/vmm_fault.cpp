@@ -58,6 +58,11 @@ Result<std::unique_ptr<StreamEvent>> FaultVmm::record_event(Stream stream) {
   return below_->record_event(stream);
 }
 
+Status FaultVmm::guard_holes() {
+  KV_TRY(pass(VmmCall::guard_holes));
+  return below_->guard_holes();
+}
+
 Status FaultVmm::unmap(uint64_t address, uint64_t bytes) {
   KV_TRY(pass(VmmCall::unmap));
   return below_->unmap(address, bytes);

@@ -18,6 +18,7 @@ enum class VmmCall {
   set_access,
   unmap,
   record_event,
+  guard_holes,
 };
 
 class FaultVmm final : public Vmm {
@@ -39,6 +40,8 @@ class FaultVmm final : public Vmm {
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
   Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
+  Status guard_holes() override;
+  void scrub_pages() override { below_->scrub_pages(); }
   Status close() override { return below_->close(); }
   Status check_open() const override { return below_->check_open(); }
   int memory_fd() const override { return below_->memory_fd(); }

@@ -17,8 +17,9 @@ constexpr uint64_t kFileBytes = uint64_t{1} << 60;
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
-bool make_hole(uint64_t address, uint64_t bytes) {
-  return mmap(pointer(address), bytes, PROT_NONE,
+// PROT_READ shows zeros.
+bool make_hole(uint64_t address, uint64_t bytes, int protection = PROT_NONE) {
+  return mmap(pointer(address), bytes, protection,
               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
 }
 
@@ -155,11 +156,7 @@ Status HostVmm::map_slots(uint64_t address, std::span<const Handle> handles, int
     const auto offset = static_cast<off_t>(handles[first] * page_bytes());
     if (mmap(pointer(start), count * page_bytes(), protection, MAP_SHARED | MAP_FIXED, fd_,
              offset) == MAP_FAILED) {
-      const Status status = mapping_failure(errno);
-      if (first > 0 && !make_hole(address, first * page_bytes())) {
-        return failure(Code::stranded, "a failed map could not be undone: " + status.message);
-      }
-      return status;
+      return mapping_failure(errno);
     }
     step("host: a run is mapped");
     first += count;
@@ -170,10 +167,23 @@ Status HostVmm::map_slots(uint64_t address, std::span<const Handle> handles, int
 Status HostVmm::map_with(uint64_t address, std::span<const Handle> handles, int protection) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
+  const uint64_t bytes = handles.size() * page_bytes();
+  const std::vector<AddressRange> guarded = books_.holes(address, bytes, kGuard);
   KV_TRY(books_.map(address, handles));
   Status mapped = map_slots(address, handles, protection);
-  if (!mapped.ok()) (void)books_.unmap(address, handles.size() * page_bytes());
-  return mapped;
+  if (mapped.ok()) return mapped;
+  (void)books_.unmap(address, bytes);
+  if (undo_map(address, bytes, guarded)) return mapped;
+  return failure(Code::stranded, "a failed map could not be undone: " + mapped.message);
+}
+
+bool HostVmm::undo_map(uint64_t address, uint64_t bytes, std::span<const AddressRange> guarded) {
+  if (!make_hole(address, bytes)) return false;
+  for (const AddressRange& range : guarded) {
+    if (!make_hole(range.address, range.bytes, PROT_READ)) return false;
+    books_.set_holes(range, kGuard);
+  }
+  return true;
 }
 
 Status HostVmm::map(uint64_t address, std::span<const Handle> handles) {
@@ -198,9 +208,22 @@ Status HostVmm::unmap(uint64_t address, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
   KV_TRY(books_.check_mapped(address, bytes, "unmap"));
-  if (!make_hole(address, bytes)) return mapping_failure(errno);
+  if (scrub_) KV_TRY(punch(books_.mapped(address, bytes)));
+  if (!make_hole(address, bytes, guard_ ? PROT_READ : PROT_NONE)) return mapping_failure(errno);
   step("host: unmapped, not yet given back");
-  return punch(books_.unmap(address, bytes));
+  return punch(books_.unmap(address, bytes, guard_ ? kGuard : kNoHandle));
+}
+
+Status HostVmm::guard_holes() {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  guard_ = true;
+  return {};
+}
+
+void HostVmm::scrub_pages() {
+  const std::lock_guard lock(mutex_);
+  scrub_ = true;
 }
 
 Result<std::unique_ptr<StreamEvent>> HostVmm::record_event(Stream stream) {

@@ -3,7 +3,8 @@
 // One memfd per client holds its pages, so they die with the process (as on CUDA) and the kernel
 // can be asked for their resident bytes. A handle is a slot of that file:
 //   map     = mmap(MAP_FIXED | MAP_SHARED) of the slot     unmap = PROT_NONE over it
-//   release = fallocate(PUNCH_HOLE) of the slot
+//   release = fallocate(PUNCH_HOLE) of the slot, and so is scrubbing it
+// The guard page is the kernel's page of zeros, mapped read-only: it costs no memory here.
 // Slots are handed out in ascending order and never reused (the file is sparse and 2^60 bytes
 // long): pages that are created together lie together, so a run of them is one mmap call and one
 // kernel mapping, whatever was freed before. Holes merge into one mapping by themselves. Both
@@ -37,6 +38,8 @@ class HostVmm final : public Vmm, private ForkGuarded {
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
   Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
+  Status guard_holes() override;
+  void scrub_pages() override;
   Status close() override;
   Status check_open() const override;
   int memory_fd() const override { return fd_; }
@@ -46,6 +49,8 @@ class HostVmm final : public Vmm, private ForkGuarded {
 
   Status map_with(uint64_t address, std::span<const Handle> handles, int protection);
   Status map_slots(uint64_t address, std::span<const Handle> handles, int protection);
+  // Puts holes back where a map failed: what showed the guard before does so again.
+  bool undo_map(uint64_t address, uint64_t bytes, std::span<const AddressRange> guarded);
   // Gives back the memory of handles, runs of adjacent slots in one call.
   Status punch(std::span<const Handle> handles);
 
@@ -55,6 +60,8 @@ class HostVmm final : public Vmm, private ForkGuarded {
 
   VmmBooks books_;
   int fd_;
+  bool guard_ = false;
+  bool scrub_ = false;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> forked_ = false;
   mutable std::mutex mutex_;

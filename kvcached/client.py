@@ -79,6 +79,27 @@ class Client:
         """Guarantees pages: no other client can take them. NoRoomError if they are not free."""
         self._core.set_min(not_negative("min_bytes", min_bytes))
 
+    def guard_holes(self) -> None:
+        """From now on an address whose page is unmapped reads as zeros instead of faulting.
+
+        For engines under MPS, where the illegal access of one ends all that share the GPU. Every
+        hole shows one page of zeros that is only readable, or, on a driver without read-only
+        mappings, that nobody may write. Leases that page as static memory (NoRoomError). Addresses
+        that never held a page fault as before: no block that was ever handed out lies there. On a
+        GPU each page that goes then costs a map and each run that comes an unmap more; the default
+        is to fault, which finds the mistake.
+        """
+        self._core.guard_holes()
+
+    def scrub_pages(self) -> None:
+        """From now on pages are zeroed as they are unmapped, before anything else can have them.
+
+        Without it a page shows what this client wrote there last, in whatever tensor; another
+        client never sees it on a host device, and on a GPU as far as the driver clears memory,
+        which CUDA does not promise. A process that is killed zeroes nothing.
+        """
+        self._core.scrub_pages()
+
     def set_streams(self, handles: Sequence[int], max_wait_s: float = 1.0) -> None:
         """Names the streams that the engine's work runs on; nothing is unmapped under that work.
 

@@ -150,6 +150,64 @@ void a_full_gpu_is_no_room() {
   CHECK(f.used_pages() == 0);
 }
 
+void a_failed_guard_gives_all_back() {
+  Fixture f;
+  const uint64_t calls = f.fail_everywhere(
+      1, [&] { return f.vmm->guard_holes(); }, [&](const Status&) { CHECK(f.used_pages() == 0); });
+  // The refusal of read-only access is no failure; that of the clean-up's calls is.
+  CHECK(calls == 8 && f.used_pages() == 1);
+}
+
+// An unmap is done whatever becomes of its holes; those that stayed bare are covered by the next.
+void holes_that_are_not_covered_are_tried_again() {
+  Fixture f;
+  CHECK_OK(f.vmm->guard_holes());
+  const auto pages = value_of(f.vmm->create(4));
+  const std::span all(pages);
+  CHECK_OK(f.vmm->map_accessible(f.address + 4 * kPage, all.subspan(3)));
+  for (uint64_t nth = 2; nth <= 5; ++nth) {  // after the unmap: 3 maps and a set_access
+    CHECK_OK(f.vmm->map_accessible(f.address, all.first(3)));
+    f.driver.fail_at(nth, 1, kInvalidValue);
+    CHECK_OK(f.vmm->unmap(f.address, 3 * kPage));
+    f.driver.fail_at(0, 0, 0);
+    CHECK(is_readable(f.address + 2 * kPage) == false);
+    CHECK_OK(f.vmm->unmap(f.address + 4 * kPage, kPage));
+    for (const uint64_t i : {0, 1, 2, 4}) CHECK(is_readable(f.address + i * kPage));
+    CHECK_OK(f.vmm->map_accessible(f.address + 4 * kPage, all.subspan(3)));
+  }
+  CHECK_OK(f.vmm->unmap(f.address + 4 * kPage, kPage));
+  f.driver.fail_at(1, 1, kInvalidValue);
+  CHECK_CODE(f.vmm->free_address(f.address, 8 * kPage), Code::system_call);
+  CHECK_OK(f.vmm->free_address(f.address, 8 * kPage));
+}
+
+void a_failed_map_shows_the_guard_again() {
+  Fixture f;
+  CHECK_OK(f.vmm->guard_holes());
+  const auto pages = value_of(f.vmm->create(3));
+  CHECK_OK(f.vmm->map_accessible(f.address, pages));
+  CHECK_OK(f.vmm->unmap(f.address, 3 * kPage));
+  const uint64_t calls = f.fail_everywhere(
+      1, [&] { return f.vmm->map_accessible(f.address, pages); },
+      [&](const Status& status) {
+        CHECK(status.code == Code::system_call);
+        for (uint64_t i = 0; i < 3; ++i) CHECK(is_readable(f.address + i * kPage));
+        CHECK_CODE(f.vmm->unmap(f.address, kPage), Code::not_mapped);
+      });
+  CHECK(calls == 5);  // the guard's unmap, 3 maps, set_access
+}
+
+void a_failed_scrub_keeps_the_pages() {
+  Fixture f;
+  f.vmm->scrub_pages();
+  const auto pages = value_of(f.vmm->create(2));
+  CHECK_OK(f.vmm->map_accessible(f.address, pages));
+  const uint64_t calls = f.fail_everywhere(
+      3, [&] { return f.vmm->unmap(f.address, 2 * kPage); },
+      [&](const Status&) { CHECK(is_readable(f.address)); });
+  CHECK(calls > 0);
+}
+
 void names_and_page_sizes_are_checked() {
   CHECK_CODE(make_vmm("cuda:2", kPage).status(), Code::unknown_device);
   CHECK_CODE(make_vmm("cuda:9999", kPage).status(), Code::unknown_device);
@@ -175,6 +233,10 @@ void test_cuda_faults() {
   released_while_mapped_goes_with_the_mapping();
   close_can_be_tried_again();
   a_full_gpu_is_no_room();
+  a_failed_guard_gives_all_back();
+  holes_that_are_not_covered_are_tried_again();
+  a_failed_map_shows_the_guard_again();
+  a_failed_scrub_keeps_the_pages();
   names_and_page_sizes_are_checked();
 }
 

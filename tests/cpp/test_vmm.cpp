@@ -106,6 +106,50 @@ void memory_returns_when_released_and_unmapped(const Backend& b) {
   CHECK_CODE(vmm->map(address, all.subspan(1, 1)), Code::unknown_handle);
 }
 
+void guarded_holes_read_as_zeros(const Backend& b) {
+  auto vmm = b.make();
+  const uint64_t page = vmm->page_bytes();
+  const uint64_t address = value_of(vmm->reserve(6 * page));
+  const auto pages = value_of(vmm->create(4));
+  const std::span all(pages);
+  CHECK_OK(vmm->guard_holes());
+  CHECK_OK(vmm->guard_holes());
+  CHECK_OK(vmm->map_accessible(address + page, all));
+  b.fill(address + page, 4 * page, 9);
+  CHECK_OK(vmm->unmap(address + 2 * page, 2 * page));
+  CHECK(b.read_at(address + 2 * page) == 0 && b.read_at(address + 4 * page - 1) == 0);
+  CHECK(b.read_at(address + page) == 9 && b.read_at(address + 4 * page) == 9);
+  CHECK(!b.is_readable(address) && !b.is_readable(address + 5 * page));
+  // Holes are holes for every rule, whatever they show.
+  CHECK_CODE(vmm->unmap(address + 2 * page, page), Code::not_mapped);
+  CHECK_CODE(vmm->set_access(address + 2 * page, page), Code::not_mapped);
+  CHECK_OK(vmm->map_accessible(address + 3 * page, all.subspan(1, 1)));
+  CHECK(b.read_at(address + 3 * page) == 9 && b.read_at(address + 2 * page) == 0);
+  CHECK_CODE(vmm->map(address, all.subspan(1, 2)), Code::already_mapped);
+  CHECK_OK(vmm->unmap(address + page, page));
+  CHECK_OK(vmm->unmap(address + 3 * page, 2 * page));
+  const Handle one[] = {pages[0], pages[2]};
+  CHECK_OK(vmm->map_accessible(address, one));  // over a hole of each kind
+  CHECK_OK(vmm->unmap(address, 2 * page));
+  CHECK_OK(vmm->free_address(address, 6 * page));
+  CHECK(b.held_bytes(*vmm) <= 5 * page);
+}
+
+void scrubbed_pages_come_back_as_zeros(const Backend& b) {
+  auto vmm = b.make();
+  const uint64_t page = vmm->page_bytes();
+  const uint64_t address = value_of(vmm->reserve(4 * page));
+  const auto pages = value_of(vmm->create(2));
+  vmm->scrub_pages();
+  CHECK_OK(vmm->map_accessible(address, pages));
+  b.fill(address, 2 * page, 7);
+  CHECK_OK(vmm->unmap(address, 2 * page));
+  CHECK_OK(vmm->map(address, pages));
+  CHECK_OK(vmm->unmap(address, 2 * page));  // without access
+  CHECK_OK(vmm->map_accessible(address + 2 * page, pages));
+  CHECK(b.read_at(address + 2 * page) == 0 && b.read_at(address + 4 * page - 1) == 0);
+}
+
 void close_returns_everything(const Backend& b) {
   auto vmm = b.make();
   const uint64_t page = vmm->page_bytes();
@@ -127,6 +171,8 @@ void conforms(const Backend& b) {
   map_takes_unmapped_addresses_and_free_handles(b);
   unmap_takes_what_is_mapped(b);
   memory_returns_when_released_and_unmapped(b);
+  guarded_holes_read_as_zeros(b);
+  scrubbed_pages_come_back_as_zeros(b);
   close_returns_everything(b);
 }
 

@@ -43,6 +43,7 @@ struct MemAccessDesc {
 
 inline constexpr int kLocationDevice = 1;
 inline constexpr int kAllocationPinned = 1;
+inline constexpr int kAccessRead = 1;
 inline constexpr int kAccessReadWrite = 3;
 inline constexpr int kAttributeVirtualMemory = 102;
 

@@ -25,6 +25,7 @@ Settings read_settings() {
   settings.device_bytes = setting("KVCACHED_TEST_CUDA_BYTES", settings.device_bytes);
   settings.granularity_bytes =
       setting("KVCACHED_TEST_CUDA_GRANULARITY", settings.granularity_bytes);
+  settings.read_only = setting("KVCACHED_TEST_CUDA_READ_ONLY", 1) != 0;
   return settings;
 }
 
@@ -287,7 +288,8 @@ Error Simulator::unmap(uint64_t address, uint64_t bytes) {
 }
 
 Error Simulator::set_access(uint64_t address, uint64_t bytes, const MemAccessDesc& access) {
-  if (access.location.type != kLocationDevice || access.flags != kAccessReadWrite) {
+  const bool read = access.flags == kAccessRead && settings_.read_only;
+  if (access.location.type != kLocationDevice || (!read && access.flags != kAccessReadWrite)) {
     return refuse(kInvalidValue, "cuMemSetAccess: an access that is not supported here");
   }
   const auto whole = whole_mappings(address, bytes);
@@ -297,24 +299,24 @@ Error Simulator::set_access(uint64_t address, uint64_t bytes, const MemAccessDes
       return refuse(kInvalidDevice, "cuMemSetAccess: memory of another device");
     }
   }
-  if (mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) {
+  if (mprotect(pointer(address), bytes, read ? PROT_READ : PROT_READ | PROT_WRITE) != 0) {
     return refuse(kOutOfMemory, "cuMemSetAccess: the OS refused");
   }
-  for (const auto at : whole) at->second.accessible = true;
+  for (const auto at : whole) at->second.access = access.flags;
   return kSuccess;
 }
 
 Error Simulator::get_access(uint64_t address, unsigned long long* flags) {
   if (!overlaps_mapping(address, 1)) return refuse(kInvalidValue, "cuMemGetAccess: not mapped");
   const Mapping& mapping = std::prev(mappings_.upper_bound(address))->second;
-  *flags = mapping.accessible ? kAccessReadWrite : 0;
+  *flags = static_cast<unsigned>(mapping.access);
   return kSuccess;
 }
 
-Error Simulator::check_accessible(uint64_t address, uint64_t bytes) {
+Error Simulator::check_accessible(uint64_t address, uint64_t bytes, int access) {
   for (uint64_t at = address; at < address + bytes;) {
     unsigned long long flags = 0;
-    if (get_access(at, &flags) != kSuccess || flags == 0) {
+    if (get_access(at, &flags) != kSuccess || flags < static_cast<unsigned>(access)) {
       return refuse(kInvalidValue, "copy: part of the range is not accessible");
     }
     const auto& [start, mapping] = *std::prev(mappings_.upper_bound(at));
@@ -324,7 +326,8 @@ Error Simulator::check_accessible(uint64_t address, uint64_t bytes) {
 }
 
 Error Simulator::check_fillable(uint64_t address, uint64_t bytes) {
-  if (const Error error = check_accessible(address, bytes); error != 0) return error;
+  const Error error = check_accessible(address, bytes, kAccessReadWrite);
+  if (error != 0) return error;
   if (!streams_.is_touched(address, bytes)) return kSuccess;
   return violate("cuMemsetD8: a kernel may still touch the range");
 }

@@ -26,7 +26,7 @@ struct Allocation {
 struct Mapping {
   uint64_t bytes;
   uint64_t handle;
-  bool accessible = false;
+  int access = 0;
 };
 
 struct Device {
@@ -40,6 +40,7 @@ struct Settings {
   int devices = 2;                     // KVCACHED_TEST_CUDA_DEVICES
   uint64_t device_bytes = 1ULL << 30;  // KVCACHED_TEST_CUDA_BYTES, of each
   uint64_t granularity_bytes = 4096;   // KVCACHED_TEST_CUDA_GRANULARITY; GPUs have 2 MiB
+  bool read_only = true;  // KVCACHED_TEST_CUDA_READ_ONLY=0: read access alone is refused
 };
 
 class Simulator {
@@ -71,10 +72,10 @@ class Simulator {
   Error map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t handle);
   Error unmap(uint64_t address, uint64_t bytes);
   Error set_access(uint64_t address, uint64_t bytes, const MemAccessDesc& access);
-  // 0 or kAccessReadWrite; refuses addresses where nothing is mapped.
+  // 0, kAccessRead or kAccessReadWrite; refuses addresses where nothing is mapped.
   Error get_access(uint64_t address, unsigned long long* flags);
-  // Whether a copy may touch the range.
-  Error check_accessible(uint64_t address, uint64_t bytes);
+  // Whether a copy may touch the range, with at least this access.
+  Error check_accessible(uint64_t address, uint64_t bytes, int access = kAccessRead);
   // The same for the driver's own write, which is in no stream's order.
   Error check_fillable(uint64_t address, uint64_t bytes);
 

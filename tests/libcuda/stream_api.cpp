@@ -1,4 +1,6 @@
 // libcuda's streams and events, and the test's hand on them.
+#include <cstring>
+
 #include "control.h"
 #include "served.h"
 
@@ -38,6 +40,17 @@ EXPORT int cuStreamSynchronize(void* stream) {
     if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
     cuda.streams().complete(number(stream), device, UINT64_MAX);
     return test_libcuda::kSuccess;
+  });
+}
+
+EXPORT int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void* stream) {
+  return test_libcuda::counted("cuMemsetD8Async", [=](Simulator& cuda) {
+    if (!cuda.streams().exists(number(stream), test_libcuda::current_device())) {
+      return test_libcuda::kInvalidHandle;
+    }
+    const Error error = cuda.check_fillable(address, bytes);
+    if (error == 0) std::memset(reinterpret_cast<void*>(address), value, bytes);
+    return error;
   });
 }
 

@@ -1,0 +1,47 @@
+#include "cuda_guard.h"
+
+namespace kvcached {
+
+Result<std::unique_ptr<CudaGuard>> CudaGuard::make(std::shared_ptr<CudaDevice> device,
+                                                   uint64_t page_bytes) {
+  Result<CuHandle> page = device->create(page_bytes);
+  if (!page.ok()) return page.status();
+  std::unique_ptr<CudaGuard> guard(new CudaGuard(std::move(device), page_bytes, page.value()));
+  if (Status status = guard->zero(); !status.ok()) {
+    (void)guard->release();
+    return status;
+  }
+  return guard;
+}
+
+Status CudaGuard::zero() {
+  Result<uint64_t> address = device_->reserve(page_bytes_, page_bytes_);
+  if (!address.ok()) return address.status();
+  Status status = device_->map(address.value(), page_bytes_, page_);
+  if (status.ok()) {
+    status = zero_at(address.value());
+    const Status unmapped = device_->unmap(address.value(), page_bytes_);
+    if (status.ok()) status = unmapped;
+  }
+  const Status freed = device_->free_address(address.value(), page_bytes_);
+  return status.ok() ? freed : status;
+}
+
+Status CudaGuard::zero_at(uint64_t address) {
+  KV_TRY(device_->set_access(address, page_bytes_));
+  KV_TRY(device_->zero(address, page_bytes_));
+  const bool supported = device_->set_access(address, page_bytes_, CudaDevice::Access::read).ok();
+  access_ = supported ? CudaDevice::Access::read : CudaDevice::Access::read_write;
+  return {};
+}
+
+uint64_t CudaGuard::cover(uint64_t address, uint64_t bytes) {
+  uint64_t covered = 0;
+  while (covered < bytes && device_->map(address + covered, page_bytes_, page_).ok()) {
+    covered += page_bytes_;
+  }
+  if (covered == 0 || device_->set_access(address, covered, access_).ok()) return covered;
+  return device_->unmap(address, covered).ok() ? 0 : covered;
+}
+
+}  // namespace kvcached

@@ -1,0 +1,38 @@
+// The page that holes of one client show on a GPU: one allocation of zeros, mapped again and again,
+// readable alone where the driver supports that. Where it does not, a stray write changes what
+// every hole shows: nobody may rely on the zeros, only on the absence of a fault. Thread rule: the
+// owner's. Knows no rules and keeps no books; vmm_cuda does.
+#pragma once
+
+#include <memory>
+
+#include "cuda_device.h"
+
+namespace kvcached {
+
+class CudaGuard {
+ public:
+  static Result<std::unique_ptr<CudaGuard>> make(std::shared_ptr<CudaDevice> device,
+                                                 uint64_t page_bytes);
+
+  // Maps the page at each page of the range: one call for each and one for the access. Answers how
+  // many bytes from `address` on show it now; the rest is unmapped as before.
+  // REQUIRES: nothing is mapped there
+  uint64_t cover(uint64_t address, uint64_t bytes);
+  bool is_read_only() const { return access_ == CudaDevice::Access::read; }
+  // Once; with nothing covered.
+  Status release() { return device_->release(page_); }
+
+ private:
+  CudaGuard(std::shared_ptr<CudaDevice> device, uint64_t page_bytes, CuHandle page)
+      : device_(std::move(device)), page_bytes_(page_bytes), page_(page) {}
+  Status zero();
+  Status zero_at(uint64_t address);
+
+  const std::shared_ptr<CudaDevice> device_;
+  const uint64_t page_bytes_;
+  const CuHandle page_;
+  CudaDevice::Access access_ = CudaDevice::Access::read;
+};
+
+}  // namespace kvcached
