@@ -16,6 +16,11 @@ namespace kvcached {
 
 namespace {
 
+Streams::Clock::duration duration_of(double seconds) {
+  return std::chrono::duration_cast<Streams::Clock::duration>(
+      std::chrono::duration<double>(seconds));
+}
+
 void bind_record(nb::module_& module) {
   nb::class_<ClientRecord>(module, "ClientRecord")
       .def_ro("pid", &ClientRecord::pid)
@@ -117,15 +122,16 @@ void bind_client(nb::module_& module) {
            [](Client& self, uint64_t bytes) {
              check(without_gil([&] { return self.set_min(bytes); }));
            })
+      .def("set_create_wait",
+           [](Client& self, double wait_s) { self.set_create_wait(duration_of(wait_s)); })
       .def("guard_holes",
            [](Client& self) { check(without_gil([&] { return self.guard_holes(); })); })
       .def("scrub_pages", [](Client& self) { without_gil([&] { self.scrub_pages(); }); })
       .def(
           "set_streams",
           [](Client& self, std::vector<Stream> handles, double max_wait_s) {
-            const auto wait = std::chrono::duration_cast<Streams::Clock::duration>(
-                std::chrono::duration<double>(max_wait_s));
-            check(without_gil([&] { return self.streams().set(std::move(handles), wait); }));
+            check(without_gil(
+                [&] { return self.streams().set(std::move(handles), duration_of(max_wait_s)); }));
           },
           nb::arg("handles"), nb::arg("max_wait_s"))
       .def("reserve_static",

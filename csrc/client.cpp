@@ -177,6 +177,23 @@ Status Client::reserve_static(uint64_t bytes) {
   return ledger_->reserve_static(slot_, bytes);
 }
 
+Result<std::vector<Handle>> Client::create_pages(size_t count) {
+  using std::chrono::milliseconds;
+  const Streams::Clock::duration wait = create_wait_;
+  const Streams::Clock::time_point deadline = Streams::Clock::now() + wait;
+  size_t tries = 1;
+  for (Pause pause(milliseconds(20));; pause.sleep(), ++tries) {
+    Result<std::vector<Handle>> pages = vmm_->create(count);
+    if (pages.ok() || pages.status().code != Code::no_room) return pages;
+    if (Streams::Clock::now() < deadline) continue;
+    Status full = pages.status();
+    const int64_t waited_ms = std::chrono::duration_cast<milliseconds>(wait).count();
+    full.message += " (" + std::to_string(tries) + " tries in " + std::to_string(waited_ms) +
+                    " ms; the ledger had granted it: memory is used outside of the ledger)";
+    return full;
+  }
+}
+
 Status Client::guard_holes() {
   if (guards_.exchange(true)) return {};
   Status status = reserve_static(page_bytes());

@@ -35,6 +35,11 @@ class Client final : private ForkGuarded {
 
   const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
   uint64_t page_bytes() const { return vmm_->page_bytes(); }
+  // Pages for bytes that the ledger granted. A device that is full in spite of that (a process that
+  // died a moment ago, or somebody outside of the ledger, has the memory) is asked again until
+  // create_wait is over; then Code::no_room with the driver's words.
+  Result<std::vector<Handle>> create_pages(size_t count);
+  void set_create_wait(Streams::Clock::duration wait) { create_wait_ = wait; }
   // What holes show and pages contain; see vmm.h. The guard page is leased as static memory first.
   Status guard_holes();
   void scrub_pages() { vmm_->scrub_pages(); }
@@ -98,6 +103,7 @@ class Client final : private ForkGuarded {
   const int slot_;
   std::shared_ptr<AddressSpace> addresses_;
   std::atomic<bool> guards_ = false;
+  std::atomic<Streams::Clock::duration> create_wait_{std::chrono::milliseconds(500)};
   std::unique_ptr<WakeThread> wake_;
   std::mutex mutex_;  // of lock_fd_, addresses_ and wake_; before those of spares_
   SpareKeeper spares_;

@@ -11,20 +11,30 @@ Result<std::unique_ptr<CudaGuard>> CudaGuard::make(std::shared_ptr<CudaDevice> d
     (void)guard->release();
     return status;
   }
+  (void)guard->leave_scratch();  // or release does
   return guard;
 }
 
 Status CudaGuard::zero() {
   Result<uint64_t> address = device_->reserve(page_bytes_, page_bytes_);
   if (!address.ok()) return address.status();
-  Status status = device_->map(address.value(), page_bytes_, page_);
-  if (status.ok()) {
-    status = zero_at(address.value());
-    const Status unmapped = device_->unmap(address.value(), page_bytes_);
-    if (status.ok()) status = unmapped;
-  }
-  const Status freed = device_->free_address(address.value(), page_bytes_);
-  return status.ok() ? freed : status;
+  scratch_ = address.value();
+  KV_TRY(device_->map(scratch_, page_bytes_, page_));
+  scratch_is_mapped_ = true;
+  return zero_at(scratch_);
+}
+
+Status CudaGuard::leave_scratch() {
+  if (scratch_is_mapped_) KV_TRY(device_->unmap(scratch_, page_bytes_));
+  scratch_is_mapped_ = false;
+  if (scratch_ != 0) KV_TRY(device_->free_address(scratch_, page_bytes_));
+  scratch_ = 0;
+  return {};
+}
+
+Status CudaGuard::release() {
+  KV_TRY(leave_scratch());
+  return device_->release(page_);
 }
 
 Status CudaGuard::zero_at(uint64_t address) {

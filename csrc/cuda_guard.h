@@ -19,19 +19,21 @@ class CudaGuard {
   // many bytes from `address` on show it now; the rest is unmapped as before.
   // REQUIRES: nothing is mapped there
   uint64_t cover(uint64_t address, uint64_t bytes);
-  bool is_read_only() const { return access_ == CudaDevice::Access::read; }
-  // Once; with nothing covered.
-  Status release() { return device_->release(page_); }
+  // Once, but again after a failure; with nothing covered.
+  Status release();
 
  private:
   CudaGuard(std::shared_ptr<CudaDevice> device, uint64_t page_bytes, CuHandle page)
       : device_(std::move(device)), page_bytes_(page_bytes), page_(page) {}
   Status zero();
   Status zero_at(uint64_t address);
+  Status leave_scratch();
 
   const std::shared_ptr<CudaDevice> device_;
   const uint64_t page_bytes_;
   const CuHandle page_;
+  uint64_t scratch_ = 0;  // where the page is filled
+  bool scratch_is_mapped_ = false;
   CudaDevice::Access access_ = CudaDevice::Access::read;
 };
 

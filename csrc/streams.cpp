@@ -17,7 +17,7 @@ Result<bool> Fence::has_passed() {
 
 void Pause::sleep() {
   std::this_thread::sleep_for(next_);
-  next_ = std::min(2 * next_, std::chrono::microseconds(1000));
+  next_ = std::min(2 * next_, longest_);
 }
 
 Status Streams::set(std::vector<Stream> streams, Clock::duration max_wait) {

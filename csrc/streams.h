@@ -49,12 +49,15 @@ class Streams {
   mutable std::mutex mutex_;
 };
 
-// A pause between two looks at a fence: short at first, then up to a millisecond.
+// A pause between two tries: short at first, then longer and longer.
 class Pause {
  public:
+  explicit Pause(std::chrono::microseconds longest = std::chrono::microseconds(1000))
+      : longest_(longest) {}
   void sleep();
 
  private:
+  const std::chrono::microseconds longest_;
   std::chrono::microseconds next_{20};
 };
 

@@ -4,10 +4,11 @@
 
 namespace kvcached {
 
-void FaultVmm::fail_at(size_t call, size_t times) {
+void FaultVmm::fail_at(size_t call, size_t times, Code code) {
   const std::lock_guard lock(mutex_);
   first_failing_ = calls_.size() + call;
   end_failing_ = first_failing_ + times;
+  code_ = code;
 }
 
 std::vector<VmmCall> FaultVmm::calls() const {
@@ -20,7 +21,7 @@ Status FaultVmm::pass(VmmCall call) {
   const std::lock_guard lock(mutex_);
   calls_.push_back(call);
   if (calls_.size() < first_failing_ || calls_.size() >= end_failing_) return {};
-  return failure(Code::system_call, "injected");
+  return failure(code_, "injected");
 }
 
 Result<uint64_t> FaultVmm::reserve(uint64_t bytes) {

@@ -26,7 +26,7 @@ class FaultVmm final : public Vmm {
   explicit FaultVmm(std::shared_ptr<Vmm> below) : below_(std::move(below)) {}
 
   // Fails the Nth call from now on (1: the next) and the `times` - 1 after it.
-  void fail_at(size_t call, size_t times = 1);
+  void fail_at(size_t call, size_t times = 1, Code code = Code::system_call);
   // Every call so far, failed ones included.
   std::vector<VmmCall> calls() const;
 
@@ -47,13 +47,14 @@ class FaultVmm final : public Vmm {
   int memory_fd() const override { return below_->memory_fd(); }
 
  private:
-  // Records the call; Code::system_call if it is one to fail.
+  // Records the call; a failure if it is one to fail.
   Status pass(VmmCall call);
 
   const std::shared_ptr<Vmm> below_;
   std::vector<VmmCall> calls_;
   size_t first_failing_ = 0;  // counted from 1
   size_t end_failing_ = 0;
+  Code code_ = Code::system_call;
   mutable std::mutex mutex_;
 };
 

@@ -49,7 +49,7 @@ Status WeightArena::back(uint64_t bytes, uint64_t ahead_bytes) {
 }
 
 Status WeightArena::grow(uint64_t pages) {
-  Result<std::vector<Handle>> handles = client_->vmm()->create(pages);
+  Result<std::vector<Handle>> handles = client_->create_pages(pages);
   if (!handles.ok()) return handles.status();
   const PageRun run = {region_->mapped_pages(), pages};
   Status mapped = region_->map(std::span(&run, 1), handles.value());

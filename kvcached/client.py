@@ -79,6 +79,15 @@ class Client:
         """Guarantees pages: no other client can take them. NoRoomError if they are not free."""
         self._core.set_min(not_negative("min_bytes", min_bytes))
 
+    def set_create_wait(self, max_wait_s: float) -> None:
+        """How long a page that the ledger granted may take to be had. Default: 0.5 s.
+
+        A GPU can be full in spite of the ledger: the driver has not freed the memory of a process
+        that just died, or somebody uses the GPU outside of kvcached. The create is tried again, the
+        caller waiting, and then there is no room: None or NoRoomError, with the driver's error.
+        """
+        self._core.set_create_wait(patience("max_wait_s", max_wait_s))
+
     def guard_holes(self) -> None:
         """From now on an address whose page is unmapped reads as zeros instead of faulting.
 

@@ -20,6 +20,7 @@ from typing import Any
 import kvcached
 import kvcached.prometheus
 import kvcached.snapshot
+import kvcached.testing
 
 FOLDER = Path(__file__).parent.parent / "docs" / "api"
 LINE_CHARS = 88
@@ -31,10 +32,10 @@ PAGES = {
     "kvcache": ("KV caches", ["kvcache", "group", "ranks"]),
     "balloon": ("Giving memory back", ["balloon", "asking"]),
     "layouts": ("Layouts", ["layouts"]),
-    "balloon": ("Asking for memory and giving it back", ["balloon", "asking"]),
     "weights": ("Weights", ["weights"]),
     "tensor": ("Tensors", ["tensor", "_core"]),
     "segments": ("Segments in shared memory", ["segments"]),
+    "testing": ("Testing", ["testing"]),
     "monitoring": ("Monitoring", ["snapshot", "prometheus"]),
     "errors": ("Exceptions", ["errors"]),
 }

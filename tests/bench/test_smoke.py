@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import product
@@ -12,11 +13,13 @@ from statistics import median
 import pytest
 
 from tests.engines.subjects import prepared
+from tests.kvcached.compiling import build_libcuda
 
 BENCH = Path(__file__).parent.parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
 
 SMALL = {
+    "gpu_map": ["--page-bytes", "65536", "--buffers", "4", "--slabs", "2", "--pairs", "2"],
     "import_time": ["--pairs", "2"],
     "kv_alloc": ["--rounds", "20", "--pairs", "2"],
     "kv_fit": ["--requests", "80", "--live", "8", "--slab-blocks", "16"],
@@ -29,8 +32,11 @@ SMALL = {
 
 
 def run(name: str, *arguments: str) -> str:
+    # What is for a GPU is rehearsed on the test libcuda.
+    driver = {"KVCACHED_LIBCUDA": str(build_libcuda())} if name.startswith("gpu_") else {}
     done = subprocess.run(
         [sys.executable, str(BENCH / f"{name}.py"), *arguments],
+        env={**os.environ, **driver},
         capture_output=True,
         text=True,
         check=False,

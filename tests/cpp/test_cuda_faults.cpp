@@ -151,11 +151,17 @@ void a_full_gpu_is_no_room() {
 }
 
 void a_failed_guard_gives_all_back() {
-  Fixture f;
-  const uint64_t calls = f.fail_everywhere(
-      1, [&] { return f.vmm->guard_holes(); }, [&](const Status&) { CHECK(f.used_pages() == 0); });
-  // The refusal of read-only access is no failure; that of the clean-up's calls is.
-  CHECK(calls == 8 && f.used_pages() == 1);
+  for (uint64_t nth = 1; nth <= 10; ++nth) {
+    Fixture f;
+    f.driver.fail_at(nth, 1, kInvalidValue);
+    const Status status = f.vmm->guard_holes();
+    f.driver.fail_at(0, 0, 0);
+    // create, reserve, map, set_access, memset, wait; without read-only access, and without the
+    // unmap and the free of where it was filled, it works as well.
+    CHECK(status.ok() == (nth > 6) && f.used_pages() == (nth > 6 ? 1 : 0));
+    CHECK_OK(f.vmm->guard_holes());
+    CHECK(f.used_pages() == 1);
+  }
 }
 
 // An unmap is done whatever becomes of its holes; those that stayed bare are covered by the next.

@@ -1,6 +1,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "check.h"
 #include "kv_cache.h"
 #include "streams.h"
@@ -117,6 +119,28 @@ void spare_pages_are_kept_between_the_watermarks() {
   CHECK(f.charged() == 4 * kPage);
 }
 
+void a_full_device_is_tried_again_until_the_deadline() {
+  Fixture f;
+  const auto creates = [&] {
+    const auto calls = f.vmm->calls();
+    return std::count(calls.begin(), calls.end(), VmmCall::create);
+  };
+  const auto before = creates();
+  std::vector<int64_t> ids(4);
+  f.vmm->fail_at(1, 3, Code::no_room);
+  f.client->set_create_wait(std::chrono::seconds(60));
+  CHECK_OK(f.cache->alloc(ids));
+  CHECK(creates() == before + 4 && f.charged() == 8 * kPage);
+  CHECK_OK(f.cache->free(ids));
+  f.vmm->fail_at(1, 1'000'000, Code::no_room);
+  f.client->set_create_wait({});
+  const Status full = f.cache->alloc(ids);
+  CHECK(full.code == Code::no_room && full.message.find("1 tries") != std::string::npos);
+  CHECK(f.charged() == 4 * kPage && f.committed() == 4 * kPage);
+  f.vmm->fail_at(1);  // any other failure is not tried again
+  CHECK_CODE(f.cache->alloc(ids), Code::system_call);
+}
+
 void a_failing_quarantine_keeps_slabs_in_use() {
   TestStream stream(device_under_test == "cuda:0");  // outlives the client
   Fixture f;
@@ -197,6 +221,7 @@ void test_kv_cache(const std::string& device) {
   a_failed_unmap_keeps_the_slab_in_use();
   a_stranded_slab_is_retired();
   spare_pages_are_kept_between_the_watermarks();
+  a_full_device_is_tried_again_until_the_deadline();
   a_failing_quarantine_keeps_slabs_in_use();
   nothing_is_closed_under_work();
   virtual_tensors_map_and_unmap_ranges();

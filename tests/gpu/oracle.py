@@ -42,6 +42,23 @@ class Oracle:
         granted = self.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         return result == self.driver.CUresult.CUDA_SUCCESS and flags == int(granted)
 
+    def access(self, address: int) -> int:
+        """0 nothing mapped or no access, 1 reading, 3 reading and writing."""
+        result, flags = self.driver.cuMemGetAccess(self.location(), address)
+        return int(flags) if result == self.driver.CUresult.CUDA_SUCCESS else 0
+
+    def stream(self) -> int:
+        """A new stream's handle; it lives as long as the context."""
+        flags = self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self.call(self.driver.cuStreamCreate(int(flags))))
+
+    def fill_behind(self, stream: int, address: int, value: int, size_bytes: int) -> None:
+        """Work on a stream, submitted and not waited for."""
+        self.call(self.driver.cuMemsetD8Async(address, value, size_bytes, stream))
+
+    def synchronise(self, stream: int) -> None:
+        self.call(self.driver.cuStreamSynchronize(stream))
+
     def fill(self, address: int, value: int, size_bytes: int) -> None:
         self.call(self.driver.cuMemsetD8(address, value, size_bytes))
 

@@ -211,15 +211,32 @@ def test_a_failed_rollback_is_reported_and_repaired_at_the_end(
 def test_a_full_gpu_is_no_room(device: Device, client: Client, libcuda: LibCuda) -> None:
     kv = client.alloc_kvcache(TINY, 1 << 16)
     before = state(device, kv, libcuda)
+    client.set_create_wait(0)
     libcuda.fail_at(3, error=LibCuda.OUT_OF_MEMORY)
     assert kv.alloc_kv(BLOCKS_PER_SLAB) is None
     assert state(device, kv, libcuda) == before
     assert kv.alloc_kv(BLOCKS_PER_SLAB) is not None
 
 
+def test_a_gpu_that_is_full_for_a_moment_is_asked_again(
+    device: Device, client: Client, libcuda: LibCuda
+) -> None:
+    """The driver takes a while to free what a dead process held."""
+    client.set_create_wait(60)
+    for nth in range(1, 5):  # 4 creates; the pages made before the failure go back each time
+        kv = client.alloc_kvcache(TINY, 1 << 12, reserved_blocks=0)
+        libcuda.fail_at(nth, error=LibCuda.OUT_OF_MEMORY)
+        assert kv.alloc_kv(BLOCKS_PER_SLAB) is not None
+        assert device.usage().committed_bytes == QUANTUM == libcuda.used_bytes()
+        client.free_kvcache(kv)
+    with pytest.raises(errors.InvalidArgumentError, match="max_wait_s"):
+        client.set_create_wait(-1)
+
+
 def test_memory_outside_the_ledger_is_no_room(libcuda: LibCuda, namespace: str) -> None:
     refused = run_python(open_and_use(namespace), KVCACHED_TEST_CUDA_BYTES=str(CAPACITY // 2))
     assert refused.stdout.startswith("NoRoomError cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY (2)")
+    assert "tries in 500 ms" in refused.stdout
 
 
 def calls_of(libcuda: LibCuda, kv: KVCache, num_blocks: int) -> tuple[dict[str, int], ...]:
