@@ -85,7 +85,8 @@ def public_names() -> dict[str, Any]:
         for name in kvcached.__all__
         if inspect.isclass(value := getattr(kvcached, name)) or inspect.isfunction(value)
     }
-    for module in (kvcached.errors, kvcached.snapshot, kvcached.prometheus):
+    modules = (kvcached.errors, kvcached.snapshot, kvcached.prometheus, kvcached.testing)
+    for module in modules:
         own = {
             name: value
             for name, value in vars(module).items()
