@@ -33,21 +33,21 @@ def measure(
     second: Callable[[], object],
     pairs: int,
     clock: Callable[[], float] = time.thread_time,
+    clean: Callable[[], object] = lambda: None,
 ) -> Pairs:
     """Runs both in turn `pairs` times, once more before to warm up.
 
     By default CPU time of this thread, with the kernel's share, since the machine may be busy with
-    other work.
+    other work. `clean` runs after each call, outside of the timing.
     """
-    first()
-    second()
     taken: tuple[list[float], list[float]] = ([], [])
-    for _ in range(pairs):
+    for _ in range(pairs + 1):
         for call, seconds in ((first, taken[0]), (second, taken[1])):
             begin_s = clock()
             call()
             seconds.append(clock() - begin_s)
-    return Pairs(*taken)
+            clean()
+    return Pairs(taken[0][1:], taken[1][1:])
 
 
 def median_interval(values: list[float], confidence: float = 0.95) -> tuple[float, float]:

@@ -56,5 +56,6 @@ void test_kv_allocator();
 void test_region(const std::string& device);
 void test_kv_cache(const std::string& device);
 void test_spare_keeper(const std::string& device);
+void test_weights(const std::string& device);
 
 }  // namespace kvcached::testing

@@ -11,11 +11,13 @@ int main() {
   test_region("host:0");
   test_kv_cache("host:0");
   test_spare_keeper("host:0");
+  test_weights("host:0");
   if (can_steer_cuda()) {
     test_cuda_faults();
     test_region("cuda:0");
     test_kv_cache("cuda:0");
     test_spare_keeper("cuda:0");
+    test_weights("cuda:0");
     CHECK(nothing_leaked());
   } else {
     std::puts("skipped on cuda: what needs the test libcuda (KVCACHED_LIBCUDA)");

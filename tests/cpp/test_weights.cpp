@@ -1,0 +1,245 @@
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <random>
+
+#include "check.h"
+#include "kv_cache.h"
+#include "vmm_fault.h"
+#include "weight_load.h"
+
+namespace kvcached::testing {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+std::string device_under_test;
+
+constexpr uint64_t kCapacity = 64 * kPage;
+constexpr milliseconds kLong{60'000};
+
+struct Fixture {
+  std::string path = fresh_ledger_path();
+  std::shared_ptr<Ledger> ledger = value_of(Ledger::open({path, kCapacity, kPage}));
+  std::shared_ptr<FaultVmm> vmm =
+      std::make_shared<FaultVmm>(value_of(make_vmm(device_under_test, kPage)));
+  std::shared_ptr<Client> client = value_of(Client::open(ledger, vmm, {.name = "test"}));
+
+  ~Fixture() {
+    CHECK(static_bytes() == 0);
+    CHECK_OK(client->close());
+    CHECK_OK(ledger->destroy(false));
+  }
+  uint64_t static_bytes() { return value_of(client->record()).static_bytes; }
+};
+
+// A file of random bytes, and what is in it.
+struct SourceFile {
+  std::string path = "/dev/shm/prism-cpp-weights-" + std::to_string(getpid());
+  std::string content;
+
+  explicit SourceFile(size_t bytes) {
+    std::mt19937 random(1);
+    for (size_t i = 0; i < bytes; ++i) content.push_back(static_cast<char>(random()));
+    std::ofstream(path, std::ios::binary) << content;
+  }
+  ~SourceFile() { (void)unlink(path.c_str()); }
+};
+
+void an_arena_is_leased_before_its_first_page() {
+  Fixture f;
+  const auto arena = value_of(WeightArena::create(f.client, 5 * kPage + 1));
+  CHECK(arena->bytes() == 6 * kPage && f.static_bytes() == 6 * kPage);
+  CHECK(arena->backed_bytes() == 0);
+  CHECK_OK(arena->back(1));
+  CHECK(arena->backed_bytes() == kPage);
+  CHECK_OK(arena->back(2 * kPage, 2 * kPage));
+  CHECK_OK(arena->back(3 * kPage, 100 * kPage));
+  CHECK(arena->backed_bytes() == 4 * kPage);
+  CHECK_OK(arena->back(5 * kPage, 100 * kPage));
+  CHECK(arena->backed_bytes() == 6 * kPage);
+  CHECK_CODE(arena->back(7 * kPage), Code::invalid_argument);
+  CHECK(is_readable(arena->region()->address() + 6 * kPage - 1));
+  CHECK_CODE(WeightArena::create(f.client, kCapacity).status(), Code::no_room);
+  CHECK_CODE(WeightArena::create(f.client, 0).status(), Code::invalid_argument);
+  CHECK_OK(arena->close());
+  CHECK_OK(arena->close());
+  CHECK(f.static_bytes() == 0);
+  CHECK_CODE(arena->back(1), Code::closed);
+  CHECK(!is_readable(arena->region()->address()));
+}
+
+// create, map and set_access fail in turn, then each with the release that follows.
+void a_failing_call_leaves_what_close_gives_back() {
+  for (size_t times = 1; times <= 2; ++times) {
+    for (size_t call = 1; call <= 3; ++call) {
+      Fixture f;
+      const auto arena = value_of(WeightArena::create(f.client, 4 * kPage));
+      CHECK_OK(arena->back(kPage));
+      f.vmm->fail_at(call, times);
+      CHECK(!arena->back(4 * kPage).ok());
+      f.vmm->fail_at(0, 0);
+      CHECK(f.static_bytes() == 4 * kPage);
+      CHECK_OK(arena->close());
+    }
+  }
+}
+
+void a_failing_close_keeps_the_lease_and_can_be_repeated() {
+  for (size_t call = 1; call <= 2; ++call) {  // unmap, release
+    Fixture f;
+    const auto arena = value_of(WeightArena::create(f.client, 4 * kPage));
+    CHECK_OK(arena->back(4 * kPage));
+    f.vmm->fail_at(call);
+    CHECK_CODE(arena->close(), Code::system_call);
+    CHECK(f.static_bytes() == 4 * kPage);
+    CHECK_OK(arena->close());
+    CHECK(f.static_bytes() == 0);
+  }
+}
+
+void weights_and_kv_share_one_address_space() {
+  Fixture f;
+  CHECK_OK(f.client->reserve_addresses(32 * kPage));
+  const size_t calls = f.vmm->calls().size();
+  for (int turn = 0; turn < 4; ++turn) {
+    const auto arena = value_of(WeightArena::create(f.client, (8 + 4 * (turn % 2)) * kPage));
+    const auto cache = value_of(KvCache::create(
+        f.client, {.slab_pages = {1, 2}, .slabs = 4, .blocks_per_slab = 4, .reserved_blocks = 0}));
+    CHECK_OK(arena->back(arena->bytes()));
+    CHECK_OK(arena->close());
+  }
+  const std::vector<VmmCall> all = f.vmm->calls();
+  for (size_t i = calls; i < all.size(); ++i) {
+    CHECK(all[i] != VmmCall::reserve && all[i] != VmmCall::free_address);
+  }
+  CHECK(f.client->addresses()->free_bytes() == 32 * kPage);
+  CHECK_CODE(f.client->reserve_addresses(kPage), Code::invalid_argument);
+}
+
+// Ranges never overlap, and all of the space comes back as one.
+void random_ranges_agree_with_a_map() {
+  const auto vmm = value_of(make_vmm(device_under_test, kPage));
+  const auto space = value_of(AddressSpace::reserve(vmm, 64 * kPage));
+  std::mt19937 random(3);
+  std::map<uint64_t, uint64_t> taken;
+  for (int step = 0; step < 4000; ++step) {
+    const uint64_t bytes = (1 + random() % 12) * kPage;
+    if (random() % 2 == 0 && !taken.empty()) {
+      const auto at = std::next(taken.begin(), static_cast<int>(random() % taken.size()));
+      space->give(at->first, at->second);
+      taken.erase(at);
+    } else if (const uint64_t address = space->take(bytes); address != 0) {
+      const auto after = taken.lower_bound(address);
+      CHECK(after == taken.end() || address + bytes <= after->first);
+      CHECK(after == taken.begin() ||
+            std::prev(after)->first + std::prev(after)->second <= address);
+      taken.emplace(address, bytes);
+    } else {
+      CHECK(space->largest_free_bytes() < bytes);
+    }
+  }
+  for (const auto& [address, bytes] : taken) space->give(address, bytes);
+  CHECK(space->free_bytes() == 64 * kPage && space->largest_free_bytes() == 64 * kPage);
+}
+
+std::shared_ptr<WeightLoad> start(const std::shared_ptr<WeightArena>& arena,
+                                  std::vector<WeightPiece> pieces, const LoadOptions& options) {
+  return value_of(WeightLoad::start(arena, std::move(pieces), host_lanes(3), options));
+}
+
+void every_byte_arrives_whatever_the_chunks() {
+  for (const uint64_t chunk : {uint64_t{1000}, uint64_t{4096}, uint64_t{1} << 20}) {
+    Fixture f;
+    const SourceFile file(3 * kPage + 77);
+    const uint64_t half = file.content.size() / 2;
+    const auto arena = value_of(WeightArena::create(f.client, 4 * kPage));
+    const auto load = start(arena,
+                            {{file.path, half, file.content.size() - half, half + 1},
+                             {file.path, 0, half, 0},
+                             {file.path, 0, 0, 4 * kPage}},
+                            {.chunk_bytes = chunk});
+    CHECK(load->wait(kLong));
+    CHECK_OK(load->outcome());
+    CHECK(load->started_bytes() == file.content.size() &&
+          load->total_bytes() == file.content.size());
+    const char* const loaded = reinterpret_cast<const char*>(arena->region()->address());
+    CHECK(std::memcmp(loaded, file.content.data(), half) == 0);
+    CHECK(std::memcmp(loaded + half + 1, file.content.data() + half, file.content.size() - half) ==
+          0);
+    CHECK_OK(arena->close());
+  }
+}
+
+void a_load_ends_with_the_first_failure() {
+  Fixture f;
+  const SourceFile file(kPage);
+  const auto arena = value_of(WeightArena::create(f.client, 4 * kPage));
+  const LoadOptions options{.chunk_bytes = 4096};
+  const auto missing = start(arena, {{file.path + "-not", 0, kPage, 0}}, options);
+  CHECK(missing->wait(kLong));
+  CHECK(missing->outcome().code == Code::weight_file);
+  const auto cut = start(arena, {{file.path, 0, 2 * kPage, 0}}, options);
+  CHECK(cut->wait(kLong));
+  CHECK(cut->outcome().code == Code::weight_file);
+  CHECK(cut->outcome().message.find(file.path + " ends at byte 65536") != std::string::npos);
+  const auto other = value_of(WeightArena::create(f.client, 4 * kPage));
+  f.vmm->fail_at(1, 100);
+  const auto unmapped = start(other, {{file.path, 0, kPage, 0}}, options);
+  CHECK(unmapped->wait(kLong));
+  CHECK(unmapped->outcome().code == Code::system_call);
+  f.vmm->fail_at(0, 0);
+  CHECK_OK(other->close());
+  CHECK_CODE(
+      WeightLoad::start(arena, {{file.path, 0, kPage, 4 * kPage}}, host_lanes(1), options).status(),
+      Code::invalid_argument);
+  CHECK_OK(arena->close());
+}
+
+void a_load_is_cancelled_at_once() {
+  Fixture f;
+  const SourceFile file(4 * kPage);
+  const auto arena = value_of(WeightArena::create(f.client, 4 * kPage));
+  // Would take a week.
+  const auto slow = start(arena, {{file.path, 0, 4 * kPage, 0}}, {.bytes_per_s = 1});
+  CHECK(!slow->wait(milliseconds(1)));
+  slow->cancel();
+  CHECK(slow->wait(kLong));
+  CHECK(slow->outcome().code == Code::cancelled);
+  (void)start(arena, {{file.path, 0, 4 * kPage, 0}}, {.bytes_per_s = 1});  // dropped: the same
+  const auto done = start(arena, {{file.path, 0, 4 * kPage, 0}}, {});
+  CHECK(done->wait(kLong));
+  done->cancel();
+  CHECK_OK(done->outcome());
+  CHECK_OK(arena->close());
+}
+
+void a_rate_spreads_transfers_over_time() {
+  ByteRate rate(1000);
+  const auto first = rate.book(500);
+  const auto second = rate.book(250);
+  CHECK(second - first >= milliseconds(500));
+  CHECK(rate.book(1) - second >= milliseconds(250));
+}
+
+}  // namespace
+
+void test_weights(const std::string& device) {
+  device_under_test = device;
+  an_arena_is_leased_before_its_first_page();
+  a_failing_call_leaves_what_close_gives_back();
+  a_failing_close_keeps_the_lease_and_can_be_repeated();
+  weights_and_kv_share_one_address_space();
+  random_ranges_agree_with_a_map();
+  if (device.starts_with("cuda")) return;
+  every_byte_arrives_whatever_the_chunks();
+  a_load_ends_with_the_first_failure();
+  a_load_is_cancelled_at_once();
+  a_rate_spreads_transfers_over_time();
+}
+
+}  // namespace kvcached::testing
