@@ -57,17 +57,26 @@ void bind_arena(nb::module_& module) {
       .def("close", [](WeightArena& self) { check(without_gil([&] { return self.close(); })); });
 }
 
+void bind_links(nb::module_& module) {
+  nb::class_<WeightLinks>(module, "WeightLinks")
+      .def_static("open", [](std::shared_ptr<Client> target,
+                             const std::vector<std::shared_ptr<Client>>& others, size_t threads,
+                             uint64_t staging_bytes) {
+        const LinkOptions options{threads, staging_bytes};
+        return take(without_gil([&] { return WeightLinks::open(target, others, options); }));
+      });
+}
+
 void bind_load(nb::module_& module) {
   nb::class_<WeightLoad>(module, "WeightLoad")
-      .def_static("start",
-                  [](std::shared_ptr<WeightArena> arena, const std::vector<PieceTuple>& pieces,
-                     size_t threads, uint64_t chunk_bytes, uint64_t bytes_per_s) {
-                    const LoadOptions options{chunk_bytes, bytes_per_s};
-                    return take(without_gil([&] {
-                      return WeightLoad::start(arena, to_pieces(pieces), host_lanes(threads),
-                                               options);
-                    }));
-                  })
+      .def_static(
+          "start",
+          [](std::shared_ptr<WeightArena> arena, const std::vector<PieceTuple>& pieces,
+             std::shared_ptr<WeightLinks> links, uint64_t chunk_bytes, uint64_t bytes_per_s) {
+            const LoadOptions options{chunk_bytes, bytes_per_s};
+            return take(without_gil(
+                [&] { return WeightLoad::start(arena, to_pieces(pieces), links, options); }));
+          })
       .def_prop_ro("total_bytes", &WeightLoad::total_bytes)
       .def_prop_ro("started_bytes", &WeightLoad::started_bytes)
       .def("cancel", &WeightLoad::cancel)
@@ -82,6 +91,7 @@ void bind_load(nb::module_& module) {
 
 void bind_weights(nb::module_& module) {
   bind_arena(module);
+  bind_links(module);
   bind_load(module);
   module.def("array_content", &array_content, nb::arg("array").noconvert());
 }

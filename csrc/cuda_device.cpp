@@ -1,7 +1,5 @@
 #include "cuda_device.h"
 
-#include "steps.h"
-
 namespace kvcached {
 
 namespace {
@@ -71,17 +69,6 @@ CuAllocationProp CudaDevice::allocation() const {
   prop.type = kPinned;
   prop.location = {kDeviceLocation, device_};
   return prop;
-}
-
-template <class Function, class... Arguments>
-CuResult CudaDevice::call(Function function, Arguments... arguments) const {
-  const CuFunctions& cuda = driver_.functions();
-  if (const CuResult pushed = cuda.ctx_push_current(context_); pushed != kCuSuccess) return pushed;
-  const CuResult result = function(arguments...);
-  step("cuda: a driver call is done");
-  CuContext popped = nullptr;
-  (void)cuda.ctx_pop_current(&popped);
-  return result;
 }
 
 Result<uint64_t> CudaDevice::reserve(uint64_t bytes, uint64_t alignment) {
@@ -166,6 +153,21 @@ Result<bool> CudaDevice::has_passed(CuEvent event) const {
 void CudaDevice::destroy_event(CuEvent event) const {
   // One that cannot be destroyed goes with its context.
   if (!abandoned_) (void)call(driver_.functions().event_destroy, event);
+}
+
+Status CudaDevice::enable_peer(const CudaDevice& peer) const {
+  int can = 0;
+  KV_TRY(driver_.check(functions().device_can_access_peer(&can, device_, peer.device_),
+                       "cuDeviceCanAccessPeer"));
+  if (can == 0) {
+    return failure(Code::unavailable,
+                   "cuda:" + std::to_string(ordinal_) +
+                       " cannot read the memory of cuda:" + std::to_string(peer.ordinal_) +
+                       "; load over links of GPUs that are connected");
+  }
+  const CuResult result = call(functions().ctx_enable_peer_access, peer.context_, 0U);
+  return result == kCuPeerAlreadyEnabled ? Status{}
+                                         : driver_.check(result, "cuCtxEnablePeerAccess");
 }
 
 }  // namespace kvcached

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cuda_driver.h"
+#include "steps.h"
 
 namespace kvcached {
 
@@ -40,6 +41,17 @@ class CudaDevice {
   Result<bool> has_passed(CuEvent event) const;
   void destroy_event(CuEvent event) const;
 
+  // Calls a driver function in the GPU's context; `name` is its symbol, for the message.
+  template <class Function, class... Arguments>
+  Status run(const char* name, Function function, Arguments... arguments) const {
+    return driver_.check(call(function, arguments...), name);
+  }
+  const CuFunctions& functions() const { return driver_.functions(); }
+  CuContext context() const { return context_; }
+  // Lets this GPU copy from the other's plain memory over the link between them.
+  // Code::unavailable if there is none.
+  Status enable_peer(const CudaDevice& peer) const;
+
   // The child of a fork: the driver is dead there, and the destructor must not call it.
   void abandon() { abandoned_ = true; }
 
@@ -53,7 +65,16 @@ class CudaDevice {
 
   // Calls a driver function in the GPU's context.
   template <class Function, class... Arguments>
-  CuResult call(Function function, Arguments... arguments) const;
+  CuResult call(Function function, Arguments... arguments) const {
+    const CuFunctions& cuda = driver_.functions();
+    const CuResult pushed = cuda.ctx_push_current(context_);
+    if (pushed != kCuSuccess) return pushed;
+    const CuResult result = function(arguments...);
+    step("cuda: a driver call is done");
+    CuContext popped = nullptr;
+    (void)cuda.ctx_pop_current(&popped);
+    return result;
+  }
 
   const CudaDriver& driver_;
   const int ordinal_;

@@ -88,6 +88,19 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   find(functions_.event_record, "cuEventRecord");
   find(functions_.event_query, "cuEventQuery");
   find(functions_.event_destroy, "cuEventDestroy_v2");
+  find(functions_.event_synchronize, "cuEventSynchronize");
+  find(functions_.stream_create, "cuStreamCreate");
+  find(functions_.stream_destroy, "cuStreamDestroy_v2");
+  find(functions_.stream_synchronize, "cuStreamSynchronize");
+  find(functions_.stream_wait_event, "cuStreamWaitEvent");
+  find(functions_.mem_alloc_host, "cuMemAllocHost_v2");
+  find(functions_.mem_free_host, "cuMemFreeHost");
+  find(functions_.mem_alloc, "cuMemAlloc_v2");
+  find(functions_.mem_free, "cuMemFree_v2");
+  find(functions_.memcpy_htod_async, "cuMemcpyHtoDAsync_v2");
+  find(functions_.memcpy_peer_async, "cuMemcpyPeerAsync");
+  find(functions_.device_can_access_peer, "cuDeviceCanAccessPeer");
+  find(functions_.ctx_enable_peer_access, "cuCtxEnablePeerAccess");
   return outcome;
 }
 

@@ -25,6 +25,7 @@ inline constexpr CuResult kCuSuccess = 0;
 inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuDeinitialized = 4;
 inline constexpr CuResult kCuNotReady = 600;
+inline constexpr CuResult kCuPeerAlreadyEnabled = 704;
 
 struct CuLocation {
   int type;  // 1: a device
@@ -77,6 +78,20 @@ struct CuFunctions {
   CuResult (*event_record)(CuEvent event, CuStream stream);
   CuResult (*event_query)(CuEvent event);
   CuResult (*event_destroy)(CuEvent event);
+  CuResult (*event_synchronize)(CuEvent event);
+  CuResult (*stream_create)(CuStream* stream, unsigned flags);
+  CuResult (*stream_destroy)(CuStream stream);
+  CuResult (*stream_synchronize)(CuStream stream);
+  CuResult (*stream_wait_event)(CuStream stream, CuEvent event, unsigned flags);
+  CuResult (*mem_alloc_host)(void** memory, size_t bytes);
+  CuResult (*mem_free_host)(void* memory);
+  CuResult (*mem_alloc)(uint64_t* address, size_t bytes);
+  CuResult (*mem_free)(uint64_t address);
+  CuResult (*memcpy_htod_async)(uint64_t target, const void* source, size_t bytes, CuStream stream);
+  CuResult (*memcpy_peer_async)(uint64_t target, CuContext target_context, uint64_t source,
+                                CuContext source_context, size_t bytes, CuStream stream);
+  CuResult (*device_can_access_peer)(int* can, CuOrdinal device, CuOrdinal peer);
+  CuResult (*ctx_enable_peer_access)(CuContext peer, unsigned flags);
 };
 
 class CudaDriver {

@@ -45,28 +45,35 @@ Clock::time_point ByteRate::book(uint64_t bytes) {
   return begin;
 }
 
-Result<std::shared_ptr<WeightLoad>> WeightLoad::start(
-    std::shared_ptr<WeightArena> arena, std::vector<WeightPiece> pieces,
-    std::vector<std::unique_ptr<WeightLane>> lanes, const LoadOptions& options) {
+Result<std::shared_ptr<WeightLoad>> WeightLoad::start(std::shared_ptr<WeightArena> arena,
+                                                      std::vector<WeightPiece> pieces,
+                                                      std::shared_ptr<WeightLinks> links,
+                                                      const LoadOptions& options) {
   if (options.chunk_bytes == 0) return failure(Code::invalid_argument, "chunks of 0 bytes");
   if (Status status = check_pieces(pieces, arena->bytes()); !status.ok()) return status;
-  std::shared_ptr<WeightLoad> load(new WeightLoad(std::move(arena), std::move(pieces), options));
-  load->lanes_ = std::move(lanes);
-  load->running_ = load->lanes_.size();
-  for (const auto& lane : load->lanes_) {
-    load->threads_.emplace_back(&WeightLoad::run, load.get(), lane.get());
+  if (!links->lead_to(*arena->client())) {
+    return failure(Code::invalid_argument, "these links lead to another device than the arena's");
+  }
+  if (!links->acquire()) return failure(Code::busy, "another load uses these links; wait for it");
+  std::shared_ptr<WeightLoad> load(
+      new WeightLoad(std::move(arena), std::move(pieces), std::move(links), options));
+  for (size_t lane = 0; lane < load->links_->lanes().size(); ++lane) {
+    load->threads_.emplace_back(&WeightLoad::run, load.get(), lane);
   }
   return load;
 }
 
 WeightLoad::WeightLoad(std::shared_ptr<WeightArena> arena, std::vector<WeightPiece> pieces,
-                       const LoadOptions& options)
+                       std::shared_ptr<WeightLinks> links, const LoadOptions& options)
     : arena_(std::move(arena)),
       pieces_(std::move(pieces)),
       rate_(options.bytes_per_s),
       is_limited_(options.bytes_per_s != 0),
-      owner_pid_(getpid()) {
-  cut_into_chunks(bounded_chunk(options));
+      links_(std::move(links)),
+      next_chunk_(links_->lanes().size()),
+      owner_pid_(getpid()),
+      running_(links_->lanes().size()) {
+  cut_into_chunks(std::min(bounded_chunk(options), links_->chunk_bytes_max()));
 }
 
 WeightLoad::~WeightLoad() {
@@ -114,20 +121,20 @@ Status WeightLoad::outcome() const {
   return outcome_;
 }
 
-void WeightLoad::run(WeightLane* lane) {
+void WeightLoad::run(size_t lane) {
   Status status = copy_all(lane);
-  const Status drained = lane->drain();
+  const Status drained = links_->lanes()[lane]->drain();
   if (status.ok()) status = drained;
   if (!status.ok()) stop(std::move(status));
   const std::lock_guard lock(mutex_);
-  --running_;
+  if (--running_ == 0) links_->release();
   changed_.notify_all();
 }
 
-Status WeightLoad::copy_all(WeightLane* lane) {
-  for (size_t i = next_chunk_++; i < chunks_.size(); i = next_chunk_++) {
+Status WeightLoad::copy_all(size_t lane) {
+  for (size_t i = lane; i < chunks_.size(); i = next_chunk_++) {
     KV_TRY(wait_for_turn(chunks_[i].bytes));
-    KV_TRY(copy(lane, chunks_[i]));
+    KV_TRY(copy(links_->lanes()[lane].get(), chunks_[i]));
   }
   return {};
 }

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "weight_arena.h"
-#include "weight_lane.h"
+#include "weight_links.h"
 
 namespace kvcached {
 
@@ -42,11 +42,11 @@ class ByteRate {
 
 class WeightLoad {
  public:
-  // Starts at once. REQUIRES: at least one lane
-  // Code::invalid_argument for a piece outside of the arena or chunks of 0 bytes.
+  // Starts at once. Code::invalid_argument for a piece outside of the arena, chunks of 0 bytes or
+  // links to another device; Code::busy while another load uses the links.
   static Result<std::shared_ptr<WeightLoad>> start(std::shared_ptr<WeightArena> arena,
                                                    std::vector<WeightPiece> pieces,
-                                                   std::vector<std::unique_ptr<WeightLane>> lanes,
+                                                   std::shared_ptr<WeightLinks> links,
                                                    const LoadOptions& options);
   // Cancels and waits.
   ~WeightLoad();
@@ -64,11 +64,12 @@ class WeightLoad {
   Status outcome() const;
 
  private:
+  // REQUIRES: the links are acquired
   WeightLoad(std::shared_ptr<WeightArena> arena, std::vector<WeightPiece> pieces,
-             const LoadOptions& options);
+             std::shared_ptr<WeightLinks> links, const LoadOptions& options);
   void cut_into_chunks(uint64_t chunk_bytes);
-  void run(WeightLane* lane);
-  Status copy_all(WeightLane* lane);
+  void run(size_t lane);
+  Status copy_all(size_t lane);
   Status copy(WeightLane* lane, const WeightChunk& chunk);
   Status wait_for_turn(uint64_t bytes);
   void stop(Status why);
@@ -79,8 +80,8 @@ class WeightLoad {
   uint64_t total_bytes_ = 0;
   ByteRate rate_;
   const bool is_limited_;
-  std::vector<std::unique_ptr<WeightLane>> lanes_;
-  std::atomic<size_t> next_chunk_ = 0;
+  const std::shared_ptr<WeightLinks> links_;
+  std::atomic<size_t> next_chunk_;  // every lane begins with a chunk of its own
   std::atomic<uint64_t> started_bytes_ = 0;
   const int owner_pid_;
   size_t running_ = 0;

@@ -221,12 +221,18 @@ class WeightArena:
     def view(self, offset: int, shape: list[int], dtype: str, /) -> TensorView: ...
     def close(self) -> None: ...
 
+class WeightLinks:
+    @staticmethod
+    def open(
+        target: Client, others: list[Client], threads: int, staging_bytes: int, /
+    ) -> WeightLinks: ...
+
 class WeightLoad:
     @staticmethod
     def start(
         arena: WeightArena,
         pieces: list[tuple[str, int, int, int]],
-        threads: int,
+        links: WeightLinks,
         chunk_bytes: int,
         bytes_per_s: int,
         /,

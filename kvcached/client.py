@@ -22,6 +22,7 @@ from kvcached.layouts import HybridLayout, KVLayout
 from kvcached.tensor import VirtualTensor
 from kvcached.usage import ClientUsage
 from kvcached.weights.arena import AddressUsage, WeightArena
+from kvcached.weights.links import STAGING_BYTES, WeightLinks
 
 if TYPE_CHECKING:
     from kvcached.weights.spec import WeightLayout
@@ -223,6 +224,28 @@ class Client:
         No page exists until it is loaded. `what` names it for people. Raises NoRoomError.
         """
         return WeightArena(self._core, layout, what)
+
+    def open_weight_links(
+        self,
+        others: Sequence[Client] = (),
+        *,
+        threads: int = 4,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> WeightLinks:
+        """The ways over which `WeightArena.load` fills this client's arenas.
+
+        On a GPU `threads` fill buffers of pinned memory, `staging_bytes` for each link, while the
+        GPU fetches the others. `others` are clients on GPUs whose links to the host help, each
+        leasing as much memory there; their bytes go on to this GPU over the link between the two
+        (Prism §5.2). Raises NoRoomError, BackendUnavailableError for GPUs that are not connected,
+        InvalidArgumentError.
+        """
+        return WeightLinks(
+            self._core,
+            [other._core for other in others],
+            threads=threads,
+            staging_bytes=staging_bytes,
+        )
 
     def free_weights(self, arena: WeightArena) -> None:
         """Gives its pages and its lease back; its address range is free with its last view."""

@@ -10,6 +10,7 @@ from kvcached import _core
 from kvcached.checks import positive
 from kvcached.errors import ClosedError, InvalidArgumentError
 from kvcached.weights.entry import StoredWeights
+from kvcached.weights.links import WeightLinks
 from kvcached.weights.spec import WeightLayout, check_specs
 
 _WAIT_MS = 50
@@ -17,7 +18,9 @@ _WAIT_MS = 50
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How weights are copied. `bytes_per_s` bounds the rate for the sake of neighbours."""
+    """How weights are copied. `bytes_per_s` bounds the rate for the sake of neighbours; `threads`
+    is for loads that are given no `WeightLinks`.
+    """
 
     threads: int = 4
     chunk_bytes: int = 8 << 20
@@ -81,6 +84,7 @@ class WeightArena:
     def __init__(self, client: _core.Client, layout: WeightLayout, what: str) -> None:
         self.layout = layout
         self.what = what
+        self._client = client
         core = _core.WeightArena.create(client, layout.size_bytes)
         self.size_bytes = core.size_bytes  # leased: the layout's, rounded up to pages
         self._core: _core.WeightArena | None = core
@@ -109,14 +113,26 @@ class WeightArena:
         """Makes every page, for an engine that writes the tensors itself. Raises NoRoomError."""
         self._open_core().back(self.layout.size_bytes)
 
-    def load(self, weights: StoredWeights, options: LoadOptions | None = None) -> None:
+    def load(
+        self,
+        weights: StoredWeights,
+        options: LoadOptions | None = None,
+        links: WeightLinks | None = None,
+    ) -> None:
         """Copies every tensor, while the pages are being made. See `WeightLoad.result`."""
-        self.start_load(weights, options).result()
+        self.start_load(weights, options, links).result()
 
-    def start_load(self, weights: StoredWeights, options: LoadOptions | None = None) -> WeightLoad:
+    def start_load(
+        self,
+        weights: StoredWeights,
+        options: LoadOptions | None = None,
+        links: WeightLinks | None = None,
+    ) -> WeightLoad:
         """Begins to copy. `weights` must stay open until the load is done.
 
-        Raises WeightMismatchError, before anything is copied, unless its tensors are the layout's.
+        Without `links` the load opens its own: on a GPU that pins memory each time. Raises
+        WeightMismatchError, before anything is copied, unless its tensors are the layout's;
+        DeviceBusyError while another load uses the links.
         """
         core = self._open_core()
         if self._load is not None and not self._load.wait(0):
@@ -128,7 +144,11 @@ class WeightArena:
             for name, spec in self.layout.specs.items()
         ]
         self._load = _core.WeightLoad.start(
-            core, pieces, options.threads, options.chunk_bytes, options.bytes_per_s or 0
+            core,
+            pieces,
+            (links or WeightLinks(self._client, threads=options.threads)).core,
+            options.chunk_bytes,
+            options.bytes_per_s or 0,
         )
         return WeightLoad(self, self._load)
 

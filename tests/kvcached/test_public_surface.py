@@ -70,6 +70,7 @@ def test_public_names_are_pinned() -> None:
         "WeightBuilder",
         "WeightKey",
         "WeightLayout",
+        "WeightLinks",
         "WeightLoad",
         "WeightStore",
         "choose_layout",

@@ -18,6 +18,8 @@ enum Error {
   kInvalidHandle = 400,
   kNotFound = 500,
   kNotReady = 600,
+  kPeerAlreadyEnabled = 704,
+  kPeerUnsupported = 217,
 };
 
 struct MemLocation {

@@ -1,8 +1,8 @@
 // What tests ask of the library beside CUDA's own functions; found with dlsym or ctypes.
 //
 // Counted are the calls that reserve, create, map, set access, unmap, release and free: those that
-// cost time and can fail at run time; cuEventCreate, cuEventRecord, cuEventQuery and
-// cuStreamSynchronize as well. Failing one of them changes nothing in the simulator.
+// cost time and can fail at run time; those of streams, events and copies as well. Failing one of
+// them changes nothing in the simulator.
 #pragma once
 
 #include <cstdint>
@@ -29,4 +29,9 @@ void test_cuda_complete(uint64_t stream, uint64_t count);
 // How often a page that a kernel may touch was unmapped, mapped elsewhere or filled. Each is
 // refused as well, and test_cuda_refusal() names it; a real driver would let it happen.
 uint64_t test_cuda_violations();
+// Bytes that copies brought to a device over its own link from the host, and from other devices.
+uint64_t test_cuda_from_host_bytes(int device);
+uint64_t test_cuda_from_peer_bytes(int device);
+// How many devices had work at once, at most.
+uint64_t test_cuda_busy_devices_max();
 }

@@ -11,6 +11,7 @@
 
 using test_libcuda::CallLog;
 using test_libcuda::counted;
+using test_libcuda::device_of;
 using test_libcuda::Error;
 using test_libcuda::MemAccessDesc;
 using test_libcuda::MemAllocationProp;
@@ -30,10 +31,6 @@ char contexts[64];
 thread_local int stack[kMaxContexts];
 thread_local int depth = 0;
 
-int device_of(const void* context) {
-  return static_cast<int>(static_cast<const char*>(context) - contexts);
-}
-
 struct NamedError {
   int error;
   const char* name;
@@ -49,9 +46,11 @@ constexpr NamedError kErrors[] = {
     {100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two"},
     {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {600, "CUDA_ERROR_NOT_READY", "device not ready"},
+    {704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
 };
 
 const NamedError* find_error(int error) {
@@ -77,6 +76,10 @@ __attribute__((destructor)) void report_leaks() {
 std::mutex& test_libcuda::mutex() {
   static auto* instance = new std::mutex;
   return *instance;
+}
+
+int test_libcuda::device_of(const void* context) {
+  return static_cast<int>(static_cast<const char*>(context) - contexts);
 }
 
 int test_libcuda::current_device() { return depth > 0 ? stack[depth - 1] : -1; }

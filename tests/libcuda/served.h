@@ -14,6 +14,8 @@ namespace test_libcuda {
 std::mutex& mutex();
 // The device of the thread's current context, or -1.
 int current_device();
+// The device whose primary context it is.
+int device_of(const void* context);
 
 template <class Body>
 int served(Body body) {

@@ -26,6 +26,7 @@ Settings read_settings() {
   settings.granularity_bytes =
       setting("KVCACHED_TEST_CUDA_GRANULARITY", settings.granularity_bytes);
   settings.read_only = setting("KVCACHED_TEST_CUDA_READ_ONLY", 1) != 0;
+  settings.peers = setting("KVCACHED_TEST_CUDA_PEERS", 1) != 0;
   return settings;
 }
 
@@ -101,14 +102,15 @@ std::string Simulator::leaks() const {
   for (const Device& device : devices_) contexts += device.context_uses;
   const size_t streams = streams_.streams();
   const size_t events = streams_.events();
+  const size_t buffers = copies_.pinned_ranges() + copies_.plain_ranges();
   if (allocations_.empty() && mappings_.empty() && reservations_.empty() && contexts == 0 &&
-      streams == 0 && events == 0) {
+      streams == 0 && events == 0 && buffers == 0) {
     return "";
   }
   return std::to_string(allocations_.size()) + " allocations, " + std::to_string(mappings_.size()) +
          " mappings, " + std::to_string(reservations_.size()) + " reservations, " +
          std::to_string(contexts) + " contexts, " + std::to_string(streams) + " streams, " +
-         std::to_string(events) + " events";
+         std::to_string(events) + " events, " + std::to_string(buffers) + " buffers";
 }
 
 Error Simulator::retain_context(int device) {
@@ -119,7 +121,7 @@ Error Simulator::retain_context(int device) {
 
 Error Simulator::release_context(int device) {
   if (!has_context(device)) return refuse(kInvalidContext, "the context was not retained");
-  --devices_[static_cast<size_t>(device)].context_uses;
+  if (--devices_[static_cast<size_t>(device)].context_uses == 0) copies_.forget_device(device);
   return kSuccess;
 }
 
@@ -330,6 +332,41 @@ Error Simulator::check_fillable(uint64_t address, uint64_t bytes) {
   if (error != 0) return error;
   if (!streams_.is_touched(address, bytes)) return kSuccess;
   return violate("cuMemsetD8: a kernel may still touch the range");
+}
+
+Error Simulator::check_target(int device, uint64_t address, uint64_t bytes) {
+  if (copies_.is_plain(device, address, bytes)) return kSuccess;
+  if (const Error error = check_accessible(address, bytes); error != 0) return error;
+  for (uint64_t at = address; at < address + bytes;) {
+    const auto& [start, mapping] = *std::prev(mappings_.upper_bound(at));
+    if (allocations_.at(mapping.handle).device != device) {
+      return refuse(kInvalidValue, "copy: part of the range is another device's");
+    }
+    at = start + mapping.bytes;
+  }
+  return kSuccess;
+}
+
+Error Simulator::allocate_plain(uint64_t* address, int device, uint64_t bytes) {
+  uint64_t& used = devices_[static_cast<size_t>(device)].used_bytes;
+  if (bytes == 0 || bytes > settings_.device_bytes - used) {
+    return refuse(bytes == 0 ? kInvalidValue : kOutOfMemory, "cuMemAlloc: the device is full");
+  }
+  *address = copies_.allocate_plain(device, bytes);
+  if (*address == 0) return refuse(kOutOfMemory, "cuMemAlloc: the OS refused");
+  used += bytes;
+  return kSuccess;
+}
+
+Error Simulator::free_plain(uint64_t address, int device) {
+  const auto [owner, bytes] = copies_.plain(address);
+  if (owner != device) return refuse(kInvalidValue, "cuMemFree: not allocated in this context");
+  if (streams_.is_touched(address, bytes)) {
+    return violate("cuMemFree: a copy may still touch the memory");
+  }
+  copies_.free_plain(address);
+  devices_[static_cast<size_t>(device)].used_bytes -= bytes;
+  return kSuccess;
 }
 
 }  // namespace test_libcuda

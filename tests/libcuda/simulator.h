@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "copies.h"
 #include "streams.h"
 
 namespace test_libcuda {
@@ -41,6 +42,7 @@ struct Settings {
   uint64_t device_bytes = 1ULL << 30;  // KVCACHED_TEST_CUDA_BYTES, of each
   uint64_t granularity_bytes = 4096;   // KVCACHED_TEST_CUDA_GRANULARITY; GPUs have 2 MiB
   bool read_only = true;  // KVCACHED_TEST_CUDA_READ_ONLY=0: read access alone is refused
+  bool peers = true;                   // KVCACHED_TEST_CUDA_PEERS=0: no device reads another
 };
 
 class Simulator {
@@ -57,8 +59,10 @@ class Simulator {
   std::string leaks() const;
 
   Streams& streams() { return streams_; }
-  // Calls that took memory away from a kernel.
+  Copies& copies() { return copies_; }
+  // Calls that took memory away from a kernel, or copied as this library's users never mean to.
   uint64_t violations() const { return violations_; }
+  Error violate(std::string why);
 
   Error retain_context(int device);
   Error release_context(int device);
@@ -78,12 +82,16 @@ class Simulator {
   Error check_accessible(uint64_t address, uint64_t bytes, int access = kAccessRead);
   // The same for the driver's own write, which is in no stream's order.
   Error check_fillable(uint64_t address, uint64_t bytes);
+  // Whether the range is memory of that device, mapped with access or plain.
+  Error check_target(int device, uint64_t address, uint64_t bytes);
+
+  Error allocate_plain(uint64_t* address, int device, uint64_t bytes);
+  Error free_plain(uint64_t address, int device);
 
  private:
   using Mappings = std::map<uint64_t, Mapping>;
 
   Error refuse(Error error, std::string why);
-  Error violate(std::string why);
   // Whether pending work may touch the handle's memory, wherever that is mapped.
   bool is_touched(uint64_t handle) const;
   Error check_size(const char* call, uint64_t address, uint64_t bytes);
@@ -100,6 +108,7 @@ class Simulator {
   Mappings mappings_;                          // by address
   std::map<uint64_t, Allocation> allocations_;
   Streams streams_;
+  Copies copies_;
   uint64_t violations_ = 0;
   uint64_t next_handle_ = 0x1000;
   std::string refusal_;

@@ -54,6 +54,27 @@ EXPORT int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, 
   });
 }
 
+EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+  return test_libcuda::counted("cuStreamWaitEvent", [=](Simulator& cuda) {
+    const int device = test_libcuda::current_device();
+    if (flags != 0) return test_libcuda::kInvalidValue;
+    if (!cuda.streams().exists(number(stream), device) ||
+        !cuda.streams().has_event(number(event))) {
+      return test_libcuda::kInvalidHandle;
+    }
+    cuda.streams().wait_for(number(stream), device, number(event));
+    return test_libcuda::kSuccess;
+  });
+}
+
+EXPORT int cuEventSynchronize(void* event) {
+  return test_libcuda::counted("cuEventSynchronize", [=](Simulator& cuda) {
+    if (!cuda.streams().has_event(number(event))) return test_libcuda::kInvalidHandle;
+    cuda.streams().complete_until(number(event));
+    return test_libcuda::kSuccess;
+  });
+}
+
 EXPORT int cuEventCreate(void** event, unsigned flags) {
   return test_libcuda::counted("cuEventCreate", [=](Simulator& cuda) {
     if ((flags & ~kEventFlags) != 0) return test_libcuda::kInvalidValue;
@@ -91,7 +112,7 @@ EXPORT int test_cuda_launch(uint64_t stream, uint64_t address, uint64_t bytes) {
     const int device = test_libcuda::current_device();
     if (!cuda.streams().exists(stream, device)) return test_libcuda::kInvalidHandle;
     const Error error = cuda.check_accessible(address, bytes);
-    if (error == 0) cuda.streams().launch(stream, device, address, bytes);
+    if (error == 0) cuda.streams().launch(stream, device, {address, bytes});
     return error;
   });
 }

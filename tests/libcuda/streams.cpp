@@ -1,6 +1,7 @@
 #include "streams.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 namespace test_libcuda {
@@ -39,17 +40,56 @@ bool Streams::exists(uint64_t stream, int device) const {
   return found != streams_.end() && found->second.device == device;
 }
 
-void Streams::launch(uint64_t stream, int device, uint64_t address, uint64_t bytes) {
+void Streams::launch(uint64_t stream, int device, Work work) {
   if (stream == 0) defaults_.try_emplace(name(0, device), Queue{device, 0, {}});
-  find(name(stream, device))->pending.push_back({address, bytes});
+  find(name(stream, device))->pending.push_back(std::move(work));
+  count_busy_devices();
+}
+
+void Streams::count_busy_devices() {
+  std::set<int> busy;
+  for (const auto* queues : {&streams_, &defaults_}) {
+    for (const auto& [name, queue] : *queues) {
+      if (!queue.pending.empty()) busy.insert(queue.device);
+    }
+  }
+  busy_devices_max_ = std::max(busy_devices_max_, busy.size());
 }
 
 void Streams::complete(uint64_t stream, int device, uint64_t count) {
   Queue* queue = find(name(stream, device));
   if (queue == nullptr) return;
-  const auto done = static_cast<std::ptrdiff_t>(std::min<uint64_t>(count, queue->pending.size()));
-  queue->pending.erase(queue->pending.begin(), queue->pending.begin() + done);
-  queue->completed += static_cast<uint64_t>(done);
+  complete(*queue, count);
+}
+
+void Streams::complete(Queue& queue, uint64_t count) {
+  for (; count > 0 && !queue.pending.empty(); --count) {
+    const Work work = std::move(queue.pending.front());
+    queue.pending.pop_front();
+    if (const auto awaited = awaited_.find(work.after_event); awaited != awaited_.end()) {
+      Queue* other = find(awaited->second.stream);
+      const uint64_t until = awaited->second.work;
+      awaited_.erase(awaited);
+      if (other != nullptr && other->completed < until) complete(*other, until - other->completed);
+    }
+    if (work.run) work.run();
+    ++queue.completed;
+  }
+}
+
+void Streams::complete_until(uint64_t event) {
+  const Event& found = events_.at(event);
+  Queue* queue = find(found.stream);
+  if (queue != nullptr && queue->completed < found.work) {
+    complete(*queue, found.work - queue->completed);
+  }
+}
+
+void Streams::wait_for(uint64_t stream, int device, uint64_t event) {
+  awaited_.emplace(next_, events_.at(event));
+  Work work;
+  work.after_event = next_++;
+  launch(stream, device, std::move(work));
 }
 
 bool Streams::is_touched(uint64_t address, uint64_t bytes) const {

@@ -6,9 +6,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 
 namespace test_libcuda {
+
+// Some work of a stream: what it may touch, what it does in the end, and what of another stream
+// must be done before.
+struct Work {
+  uint64_t address = 0;
+  uint64_t bytes = 0;
+  std::function<void()> run = {};
+  uint64_t after_event = 0;
+};
 
 class Streams {
  public:
@@ -19,8 +29,8 @@ class Streams {
   bool exists(uint64_t stream, int device) const;
 
   // REQUIRES: exists
-  void launch(uint64_t stream, int device, uint64_t address, uint64_t bytes);
-  // The oldest `count`, or what there is.
+  void launch(uint64_t stream, int device, Work work);
+  // The oldest `count`, or what there is; and first what those wait for.
   void complete(uint64_t stream, int device, uint64_t count);
   bool is_touched(uint64_t address, uint64_t bytes) const;
 
@@ -31,15 +41,18 @@ class Streams {
   bool has_event(uint64_t event) const { return events_.count(event) != 0; }
   // An event that was never recorded has passed. REQUIRES: has_event
   bool has_passed(uint64_t event) const;
+  // Does all work before the event. REQUIRES: has_event
+  void complete_until(uint64_t event);
+  // The stream's further work waits for the event as it was recorded. REQUIRES: both exist
+  void wait_for(uint64_t stream, int device, uint64_t event);
+
+  // How many devices had work at once.
+  size_t busy_devices_max() const { return busy_devices_max_; }
 
   size_t streams() const { return streams_.size(); }
   size_t events() const { return events_.size(); }
 
  private:
-  struct Work {
-    uint64_t address;
-    uint64_t bytes;
-  };
   struct Queue {
     int device;
     uint64_t completed = 0;
@@ -52,12 +65,16 @@ class Streams {
   };
 
   static uint64_t name(uint64_t stream, int device);
+  void complete(Queue& queue, uint64_t count);
+  void count_busy_devices();
   const Queue* find(uint64_t name) const;
   Queue* find(uint64_t name);
 
   std::map<uint64_t, Queue> streams_;
   std::map<uint64_t, Queue> defaults_;  // stream 0 of a device
   std::map<uint64_t, Event> events_;
+  std::map<uint64_t, Event> awaited_;  // events as they were when a stream began to wait
+  size_t busy_devices_max_ = 0;
   uint64_t next_ = 0x10000;
 };
 

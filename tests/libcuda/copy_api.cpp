@@ -1,0 +1,136 @@
+// libcuda's copies: pinned host memory, plain device memory, peer access. A copy is made when its
+// stream is completed, not when it is submitted, so that a buffer that is filled again too early
+// delivers the wrong bytes, as it may on a GPU.
+#include <cstring>
+
+#include "control.h"
+#include "served.h"
+
+using test_libcuda::Error;
+using test_libcuda::Simulator;
+using test_libcuda::Work;
+
+namespace {
+
+uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
+
+void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
+
+Work copy_of(uint64_t target, uint64_t source, size_t bytes) {
+  Work work{target, bytes};
+  work.run = [=] { std::memcpy(pointer(target), pointer(source), bytes); };
+  return work;
+}
+
+// The source first: both ends are touched until the copy is made.
+void submit(Simulator& cuda, uint64_t stream, uint64_t target, uint64_t source, size_t bytes) {
+  const int device = test_libcuda::current_device();
+  cuda.streams().launch(stream, device, Work{source, bytes});
+  cuda.streams().launch(stream, device, copy_of(target, source, bytes));
+}
+
+}  // namespace
+
+EXPORT int cuMemAllocHost_v2(void** memory, size_t bytes) {
+  return test_libcuda::counted("cuMemAllocHost", [=](Simulator& cuda) {
+    if (bytes == 0) return test_libcuda::kInvalidValue;
+    *memory = cuda.copies().allocate_pinned(bytes);
+    return *memory != nullptr ? test_libcuda::kSuccess : test_libcuda::kOutOfMemory;
+  });
+}
+
+EXPORT int cuMemFreeHost(void* memory) {
+  return test_libcuda::served_in_context([=](Simulator& cuda) {
+    const uint64_t bytes = cuda.copies().pinned_bytes(memory);
+    if (bytes == 0) return test_libcuda::kInvalidValue;
+    if (cuda.streams().is_touched(number(memory), bytes)) {
+      return cuda.violate("cuMemFreeHost: a copy may still read the memory");
+    }
+    cuda.copies().free_pinned(memory);
+    return test_libcuda::kSuccess;
+  });
+}
+
+EXPORT int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+  return test_libcuda::counted("cuMemAlloc", [=](Simulator& cuda) {
+    return cuda.allocate_plain(address, test_libcuda::current_device(), bytes);
+  });
+}
+
+EXPORT int cuMemFree_v2(uint64_t address) {
+  return test_libcuda::served_in_context(
+      [=](Simulator& cuda) { return cuda.free_plain(address, test_libcuda::current_device()); });
+}
+
+EXPORT int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  return test_libcuda::served([=](Simulator& cuda) {
+    const int devices = cuda.settings().devices;
+    if (device < 0 || peer < 0 || device >= devices || peer >= devices) {
+      return test_libcuda::kInvalidDevice;
+    }
+    *can = device != peer && cuda.settings().peers ? 1 : 0;
+    return test_libcuda::kSuccess;
+  });
+}
+
+EXPORT int cuCtxEnablePeerAccess(void* context, unsigned flags) {
+  return test_libcuda::counted("cuCtxEnablePeerAccess", [=](Simulator& cuda) {
+    const int peer = test_libcuda::device_of(context);
+    const int device = test_libcuda::current_device();
+    if (flags != 0) return test_libcuda::kInvalidValue;
+    if (peer == device || !cuda.has_context(peer)) return test_libcuda::kInvalidContext;
+    if (!cuda.settings().peers) return test_libcuda::kPeerUnsupported;
+    return cuda.copies().enable_peer(device, peer) ? test_libcuda::kSuccess
+                                                   : test_libcuda::kPeerAlreadyEnabled;
+  });
+}
+
+EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t bytes, void* stream) {
+  return test_libcuda::counted("cuMemcpyHtoDAsync", [=](Simulator& cuda) {
+    const int device = test_libcuda::current_device();
+    if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
+    const Error error = cuda.check_target(device, target, bytes);
+    if (error != 0) return error;
+    if (!cuda.copies().is_pinned(source, bytes)) {
+      // What CUDA would do slowly, and in this order: this library's users never mean to.
+      return cuda.violate("cuMemcpyHtoDAsync: the source is pageable memory");
+    }
+    cuda.copies().count_from_host(device, bytes);
+    submit(cuda, number(stream), target, number(source), bytes);
+    return test_libcuda::kSuccess;
+  });
+}
+
+EXPORT int cuMemcpyPeerAsync(uint64_t target, void* target_context, uint64_t source,
+                             void* source_context, size_t bytes, void* stream) {
+  return test_libcuda::counted("cuMemcpyPeerAsync", [=](Simulator& cuda) {
+    const int here = test_libcuda::current_device();
+    const int to = test_libcuda::device_of(target_context);
+    const int from = test_libcuda::device_of(source_context);
+    if (!cuda.streams().exists(number(stream), here)) return test_libcuda::kInvalidHandle;
+    Error error = cuda.check_target(to, target, bytes);
+    if (error == 0) error = cuda.check_target(from, source, bytes);
+    if (error != 0) return error;
+    if (!cuda.copies().can_reach(here, to) || !cuda.copies().can_reach(here, from)) {
+      return cuda.violate("cuMemcpyPeerAsync: without peer access it goes through the host");
+    }
+    cuda.copies().count_from_peer(to, bytes);
+    submit(cuda, number(stream), target, source, bytes);
+    return test_libcuda::kSuccess;
+  });
+}
+
+EXPORT uint64_t test_cuda_from_host_bytes(int device) {
+  const std::lock_guard lock(test_libcuda::mutex());
+  return Simulator::instance().copies().from_host(device);
+}
+
+EXPORT uint64_t test_cuda_from_peer_bytes(int device) {
+  const std::lock_guard lock(test_libcuda::mutex());
+  return Simulator::instance().copies().from_peer(device);
+}
+
+EXPORT uint64_t test_cuda_busy_devices_max() {
+  const std::lock_guard lock(test_libcuda::mutex());
+  return Simulator::instance().streams().busy_devices_max();
+}
