@@ -74,19 +74,27 @@ def build_tests(sanitizers: str = "") -> Path:
     return build(f"tests-{sanitizers.replace(',', '-') or 'plain'}", sources, flags)
 
 
+def build_program(name: str, *flags: str) -> Path:
+    """The program of the folder tests/NAME."""
+    sources = [*layers(), ROOT / "tests" / "cpp" / "check.cpp"]
+    sources += sorted((ROOT / "tests" / name).glob("*.cpp"))
+    return build(name, sources, ["-O1", *flags])
+
+
 def build_kills() -> Path:
     """The program that kills processes at every step of csrc."""
-    sources = [*layers(), ROOT / "tests" / "cpp" / "check.cpp"]
-    sources += sorted((ROOT / "tests" / "kills").glob("*.cpp"))
-    return build("kills", sources, ["-O1", "-DKVCACHED_STEPS"])
+    return build_program("kills", "-DKVCACHED_STEPS")
+
+
+def build_race() -> Path:
+    """The program of processes that want more than there is."""
+    return build_program("race")
 
 
 def build_fuzz() -> Path:
-    """The program that damages segments: small allocations only, little patience with a mutex."""
-    sources = [*layers(), ROOT / "tests" / "cpp" / "check.cpp"]
-    sources += [ROOT / "tests" / "fuzz" / "fuzz_segment.cpp"]
-    flags = ["-O1", "-DKVCACHED_PATIENCE_MS=20", "-fsanitize=address,undefined"]
-    return build("fuzz", sources, [*flags, "-fno-sanitize-recover=all"])
+    """The program that damages segments: little patience with a mutex, and sanitizers."""
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    return build_program("fuzz", "-DKVCACHED_PATIENCE_MS=20", *sanitizers)
 
 
 def build_libcuda() -> Path:

@@ -45,8 +45,8 @@ class Pool:
         for buffer in self.buffers:
             buffer[self.rows(block)] = tag
 
-    def alloc(self, count: int, tag: int) -> list[int] | None:
-        ids = self.kv.alloc_kv(count)
+    def alloc(self, count: int, tag: int, wait_s: float = 0.0) -> list[int] | None:
+        ids = self.kv.alloc_kv(count, wait_s=wait_s)
         if ids is None:
             return None
         for block in ids.tolist():
@@ -95,6 +95,10 @@ class Pool:
     def premap(self, low: int, high: int) -> None:
         self.kv.set_premapped_pages(low, high)
         self.kv.refill()
+
+    def answer(self) -> bool:
+        """Whether there was a request; all that no block uses is given."""
+        return self.client.answer_requests(self.kv.shrink) is not None
 
     def trim(self) -> None:
         self.kv.trim()

@@ -141,6 +141,20 @@ class TwoProcesses(RuleBasedStateMachine):
         if isinstance(got, list):
             self.took(model, got)
 
+    @rule(pool=pools, count=st.integers(1, BLOCKS), wait_s=st.sampled_from([0.0005, 0.003]))
+    def alloc_and_ask_the_others(self, pool: tuple[int, int], count: int, wait_s: float) -> None:
+        process, index, model = self.at(pool)
+        self.tag += 1
+        ids = process.ask(index, "alloc", count=count, tag=self.tag, wait_s=wait_s)
+        if ids is not None:
+            self.took(model, ids)
+
+    @rule(pool=pools)
+    def answer(self, pool: tuple[int, int]) -> None:
+        process, index, model = self.at(pool)
+        if process.ask(index, "answer"):
+            assert process.ask(index, "state")["mapped"] == model.used_bytes()
+
     @precondition(lambda self: any(self.at(pool)[2].live for pool in POOLS))
     @rule(data=st.data(), share=st.sampled_from([0.1, 0.5, 1.0]))
     def free(self, data: st.DataObject, share: float) -> None:
