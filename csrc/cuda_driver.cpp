@@ -89,9 +89,6 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   find(functions_.event_query, "cuEventQuery");
   find(functions_.event_destroy, "cuEventDestroy_v2");
   find(functions_.event_synchronize, "cuEventSynchronize");
-  find(functions_.stream_create, "cuStreamCreate");
-  find(functions_.stream_destroy, "cuStreamDestroy_v2");
-  find(functions_.stream_synchronize, "cuStreamSynchronize");
   find(functions_.stream_wait_event, "cuStreamWaitEvent");
   find(functions_.mem_alloc_host, "cuMemAllocHost_v2");
   find(functions_.mem_free_host, "cuMemFreeHost");

@@ -79,9 +79,6 @@ struct CuFunctions {
   CuResult (*event_query)(CuEvent event);
   CuResult (*event_destroy)(CuEvent event);
   CuResult (*event_synchronize)(CuEvent event);
-  CuResult (*stream_create)(CuStream* stream, unsigned flags);
-  CuResult (*stream_destroy)(CuStream stream);
-  CuResult (*stream_synchronize)(CuStream stream);
   CuResult (*stream_wait_event)(CuStream stream, CuEvent event, unsigned flags);
   CuResult (*mem_alloc_host)(void** memory, size_t bytes);
   CuResult (*mem_free_host)(void* memory);
