@@ -155,9 +155,9 @@ def shrink(device: Device, name: str, cached: str, used: str = "0", spare: str =
 
     It holds so many blocks of prefix cache, of requests, and of pages without a block.
     """
-    client = device.client(name)
+    client = device.client(name, background=False)
     kv = client.alloc_kvcache(LAYOUT, 1 << 18, reserved_blocks=0)
-    kv.set_premapped_pages(1 << 30, 1 << 30)
+    kv.set_premapped_pages(0, 1 << 30)
     held = [kv.alloc_kv(int(count)) for count in (cached, used, spare)]
     cache = Cache(kv, held[0])
     kv.free_kv(held[2])
