@@ -16,6 +16,10 @@
 
 namespace kvcached {
 
+// A mutex that says it is held by nobody who lives would be waited for for ever. Tests of damaged
+// segments wait less.
+inline int64_t lock_patience_ns = 10'000'000'000;
+
 // If the last holder died inside, every record is whole all the same (each change is one store that
 // counts), and only the total has to be summed up again. Sleepers are woken after the unlock; those
 // whose waker dies before that look again by themselves (kLookAgainNs).
@@ -82,21 +86,14 @@ class Ledger::Lock {
   }
 
  private:
-  // A mutex that says it is held by nobody who lives would be waited for for ever.
-#ifdef KVCACHED_PATIENCE_MS  // of a test build
-  static constexpr int64_t kPatienceNs = int64_t{KVCACHED_PATIENCE_MS} * 1'000'000;
-#else
-  static constexpr int64_t kPatienceNs = 10'000'000'000;
-#endif
-
   static int take(pthread_mutex_t& mutex) {
     if (!is_ledger_mutex(mutex)) return EINVAL;
     if (const int error = pthread_mutex_trylock(&mutex); error != EBUSY) return error;
     // By the wall clock, which every C library offers; one that is set forward counts for nothing.
-    for (const int64_t until_ns = monotonic_ns() + kPatienceNs;;) {
+    for (const int64_t until_ns = monotonic_ns() + lock_patience_ns;;) {
       timespec until = {};
       clock_gettime(CLOCK_REALTIME, &until);
-      const int64_t nanoseconds = until.tv_nsec + kPatienceNs;
+      const int64_t nanoseconds = until.tv_nsec + lock_patience_ns;
       until.tv_sec += nanoseconds / 1'000'000'000;
       until.tv_nsec = nanoseconds % 1'000'000'000;
       const int error = pthread_mutex_timedlock(&mutex, &until);

@@ -248,6 +248,8 @@ void closing_while_it_works() {
   }
 }
 
+#ifndef __SANITIZE_ADDRESS__
+
 void use_a_client_of_its_own(const std::shared_ptr<Ledger>& ledger) {
 #ifndef __SANITIZE_THREAD__  // which knows no threads that a forked child starts
   auto client = value_of(Client::open(ledger, "host:0", {.name = "child"}));
@@ -283,6 +285,8 @@ void a_fork_leaves_parent_and_child_right() {
   }
 }
 
+#endif
+
 }  // namespace
 
 void test_spare_keeper(const std::string& device) {
@@ -297,7 +301,9 @@ void test_spare_keeper(const std::string& device) {
   a_driver_that_fails_is_asked_again();
   threads_agree();
   closing_while_it_works();
+#ifndef __SANITIZE_ADDRESS__  // whose allocator a fork may leave locked by the other thread
   if (device == "host:0") a_fork_leaves_parent_and_child_right();
+#endif
 }
 
 }  // namespace kvcached::testing

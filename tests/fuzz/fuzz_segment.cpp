@@ -13,6 +13,7 @@
 
 #include "futex.h"
 #include "ledger_fixture.h"
+#include "ledger_lock.h"
 #include "segments.h"
 
 namespace kvcached::testing {
@@ -135,7 +136,9 @@ void call_everything(Ledger& ledger, int slot) {
   (void)ledger.resident_bytes();
   (void)ledger.client(slot);
   (void)ledger.reap();
-  (void)ledger.wait_for_room(slot, kCapacity, false, monotonic_ns() + 1'000'000, true);
+  const int64_t soon_ns = monotonic_ns() + 1'000'000;
+  Result<std::optional<uint32_t>> seen = ledger.want(slot, kCapacity, false, soon_ns);
+  if (seen.ok() && seen.value()) ledger.sleep(*seen.value(), soon_ns);
   ledger.end_wait(slot);
   Result<BalloonView> view = ledger.balloon_view();
   if (view.ok()) {
@@ -215,6 +218,7 @@ bool survives(const std::string& path, unsigned seed) {
 int main(int count, char** arguments) {
   using namespace kvcached::testing;
   CHECK(count == 3);
+  kvcached::lock_patience_ns = 20'000'000;
   const auto seed = static_cast<unsigned>(std::strtoul(arguments[1], nullptr, 10));
   const auto rounds = static_cast<unsigned>(std::strtoul(arguments[2], nullptr, 10));
   const std::string path = fresh_ledger_path();

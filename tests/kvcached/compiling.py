@@ -13,6 +13,7 @@ from uuid import uuid4
 ROOT = Path(__file__).parent.parent.parent
 BUILD = ROOT / "build" / "cpp-tests"
 FLAGS = ["-std=c++20", "-g", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
+STEPS = ["-O1", "-DKVCACHED_STEPS"]
 LIBCUDA = ROOT / "tests" / "libcuda"
 
 
@@ -22,8 +23,8 @@ def layers() -> list[Path]:
 
 
 def digest(sources: list[Path], flags: list[str]) -> str:
-    """Names one state of the sources, the headers beside them, and the flags."""
-    folders = {source.parent for source in sources} | {LIBCUDA}
+    """Names one state of the sources, of every header, and of the flags."""
+    folders = {ROOT / "csrc", ROOT / "tests" / "cpp", LIBCUDA, *(path.parent for path in sources)}
     headers = sorted(header for folder in folders for header in folder.glob("*.h"))
     content = b"".join(path.read_bytes() for path in [*sources, *headers])
     return hashlib.sha256(content + " ".join(flags).encode()).hexdigest()[:16]
@@ -44,57 +45,62 @@ def build(name: str, sources: list[Path], flags: list[str], suffix: str = "") ->
     BUILD.mkdir(parents=True, exist_ok=True)
     for old in BUILD.glob(f"{name}-*"):
         old.unlink(missing_ok=True)
+    with ThreadPoolExecutor(2) as workers:
+        objects = list(workers.map(lambda source: compiled(source, flags), sources))
     partial = BUILD / f"{name}-{uuid4().hex[:8]}.part"
-    objects = compile_all(partial, sources, flags)
     subprocess.run([compiler(), *flags, *objects, "-o", str(partial), "-ldl"], check=True)
     os.replace(partial, product)
-    for compiled in objects:
-        Path(compiled).unlink()
     return product
 
 
-def compile_all(partial: Path, sources: list[Path], flags: list[str]) -> list[str]:
-    folders = (ROOT / "csrc", ROOT / "tests" / "cpp", LIBCUDA)
-    include = [word for folder in folders for word in ("-I", str(folder))]
-
-    def compile_one(source: Path) -> str:
-        target = f"{partial}-{source.stem}.o"
-        command = [compiler(), *flags, *include, "-c", str(source), "-o", target]
+def compiled(source: Path, flags: list[str]) -> str:
+    """The source's object, which every program of the same flags is linked from."""
+    folder = BUILD / f"objects-{hashlib.sha256(' '.join(flags).encode()).hexdigest()[:8]}"
+    target = folder / f"{source.stem}-{digest([source], flags)}.o"
+    if not target.exists():
+        folder.mkdir(exist_ok=True)
+        for old in folder.glob(f"{source.stem}-????????????????.o"):
+            old.unlink(missing_ok=True)
+        partial = folder / f"{source.stem}.{uuid4().hex[:8]}.part"
+        includes = (ROOT / "csrc", ROOT / "tests" / "cpp", LIBCUDA)
+        include = [word for path in includes for word in ("-I", str(path))]
+        command = [compiler(), *flags, *include, "-c", str(source), "-o", str(partial)]
         subprocess.run(command, check=True)
-        return target
-
-    with ThreadPoolExecutor(2) as workers:
-        return list(workers.map(compile_one, sources))
+        os.replace(partial, target)
+    return str(target)
 
 
 def build_tests(sanitizers: str = "") -> Path:
     """The C++ test program."""
-    flags = ["-O0", f"-fsanitize={sanitizers}"] if sanitizers else ["-O1"]
     sources = layers() + sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
-    return build(f"tests-{sanitizers.replace(',', '-') or 'plain'}", sources, flags)
+    name = f"tests-{sanitizers.replace(',', '-') or 'plain'}"
+    return build(name, sources, sanitized(sanitizers) if sanitizers else ["-O1"])
 
 
-def build_program(name: str, *flags: str) -> Path:
+def sanitized(sanitizers: str = "address,undefined") -> list[str]:
+    return ["-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+
+
+def build_program(name: str, flags: list[str]) -> Path:
     """The program of the folder tests/NAME."""
     sources = [*layers(), ROOT / "tests" / "cpp" / "check.cpp"]
     sources += sorted((ROOT / "tests" / name).glob("*.cpp"))
-    return build(name, sources, ["-O1", *flags])
+    return build(name, sources, flags)
 
 
 def build_kills() -> Path:
     """The program that kills processes at every step of csrc."""
-    return build_program("kills", "-DKVCACHED_STEPS")
+    return build_program("kills", STEPS)
 
 
 def build_race() -> Path:
     """The program of processes that want more than there is."""
-    return build_program("race")
+    return build_program("race", STEPS)
 
 
 def build_fuzz() -> Path:
-    """The program that damages segments: little patience with a mutex, and sanitizers."""
-    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    return build_program("fuzz", "-DKVCACHED_PATIENCE_MS=20", *sanitizers)
+    """The program that damages segments."""
+    return build_program("fuzz", sanitized())
 
 
 def build_libcuda() -> Path:

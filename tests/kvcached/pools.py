@@ -31,7 +31,8 @@ class Pool:
 
     def __init__(self, device: Device, name: str) -> None:
         self.device = device
-        self.client = device.client(name)
+        # No thread: what a pool holds is to follow from what it was told alone.
+        self.client = device.client(name, background=False)
         self.kv = self.client.alloc_kvcache(LAYOUT, BLOCKS * LAYOUT.block_tokens)
         self.buffers = [as_array(view(0)) for view in (self.kv.k_buffer, self.kv.v_buffer)]
         self.leases: list[StaticLease] = []
