@@ -59,13 +59,17 @@ def main_command(
     """Who holds how much of which device, and changing it: the administration of kvcached."""
 
 
+_UNBOUNDED_CELLS = 10_000
+
+
 def _say(as_json: bool, value: object, view: Callable[[], RenderableType]) -> None:
     if as_json:
         typer.echo(json.dumps(value))
         return
     console = Console()
-    # Into a file or a pipe nothing is cut off, however long the line.
-    console.print(view(), soft_wrap=not console.is_terminal)
+    if not console.is_terminal:  # nothing is cut off in a file or a pipe, however long the line
+        console.width = _UNBOUNDED_CELLS
+    console.print(view())
 
 
 @app.command("list")

@@ -103,11 +103,9 @@ def layout_table(rows: Sequence[Row], place: Place) -> RenderableType:
     """A line for each arrangement; an arrow at the one to take, and the reasons below."""
     cells = [_cells(row, place.page_bytes) for row in rows]
     table = Table(box=None, pad_edge=False)
-    for index, column in enumerate(COLUMNS):
-        # Nothing is cut off where the output is no terminal and its width a guess.
-        width = max(len(line[index]) for line in (COLUMNS, *cells))
+    for column in COLUMNS:
         left = column in ("", "GROUP", "ARRANGEMENT")
-        table.add_column(column, justify="left" if left else "right", min_width=width)
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for line in cells:
         table.add_row(*(Text(cell) for cell in line))
     return Group(table, *(Text(f"{r.group}: {r.choice.reason}") for r in rows if r.taken))

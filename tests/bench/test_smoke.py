@@ -47,7 +47,7 @@ def run(name: str, *arguments: str) -> str:
 
 
 def test_all_benchmarks_are_run_here() -> None:
-    not_run_alone = {"pairs", "sglang_side", "sglang_throughput", "activation"}
+    not_run_alone = {"pairs", "devices", "sglang_side", "sglang_throughput", "activation"}
     assert {path.stem for path in BENCH.glob("*.py")} - not_run_alone == set(SMALL)
 
 

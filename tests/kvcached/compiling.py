@@ -74,7 +74,7 @@ def build_tests(sanitizers: str = "") -> Path:
     """The C++ test program."""
     sources = layers() + sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
     name = f"tests-{sanitizers.replace(',', '-') or 'plain'}"
-    return build(name, sources, sanitized(sanitizers) if sanitizers else ["-O1"])
+    return build(name, sources, sanitized(sanitizers) if sanitizers else STEPS)
 
 
 def sanitized(sanitizers: str = "address,undefined") -> list[str]:

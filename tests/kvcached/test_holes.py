@@ -98,7 +98,7 @@ def test_the_guard_page_is_leased(device: Device, client: Client) -> None:
 
 def test_a_page_shows_this_clients_old_data_unless_scrubbed(client: Client) -> None:
     kv = client.alloc_kvcache(TINY, 1 << 14, reserved_blocks=0)
-    kv.set_spare_pages(64, 64)
+    kv.set_spare_pages(0, 64)
     k = as_array(kv.k_buffer(0))
     for scrubbed in (False, True):
         if scrubbed:
@@ -118,7 +118,7 @@ def test_driver_calls_of_guard_and_scrub(
     if device_name != "cuda:0":
         pytest.skip("counted on the test libcuda")
     kv = client.alloc_kvcache(TINY, 1 << 16, reserved_blocks=0)
-    kv.set_spare_pages(64, 64)
+    kv.set_spare_pages(0, 64)
     kv.free_kv(alloc(kv, SLAB))
     libcuda.reset()
     kv.free_kv(alloc(kv, SLAB))

@@ -39,6 +39,7 @@ def state(group: KVCacheGroup, device: Device, libcuda: LibCuda) -> tuple[object
 def test_a_failing_call_at_any_point_of_alloc(
     device: Device, client: Client, libcuda: LibCuda, error: int
 ) -> None:
+    client.set_create_wait(0.0)  # or the driver would be asked again
     group = client.alloc_kvcache(HYBRID, 1 << 12)
     held = group.alloc_kv({"full": 3, "window": 3})
     before, failures = state(group, device, libcuda), 0

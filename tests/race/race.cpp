@@ -16,13 +16,6 @@
 #include "ledger_fixture.h"
 #include "virtual_tensor.h"
 
-namespace kvcached {
-
-// Built from the objects of tests/kills; here nobody dies.
-void step(const char*) {}
-
-}  // namespace kvcached
-
 namespace kvcached::testing {
 
 namespace {
