@@ -42,7 +42,7 @@ struct Settings {
   uint64_t device_bytes = 1ULL << 30;  // KVCACHED_TEST_CUDA_BYTES, of each
   uint64_t granularity_bytes = 4096;   // KVCACHED_TEST_CUDA_GRANULARITY; GPUs have 2 MiB
   bool read_only = true;  // KVCACHED_TEST_CUDA_READ_ONLY=0: read access alone is refused
-  bool peers = true;                   // KVCACHED_TEST_CUDA_PEERS=0: no device reads another
+  bool peers = true;      // KVCACHED_TEST_CUDA_PEERS=0: no device reads another
 };
 
 class Simulator {
