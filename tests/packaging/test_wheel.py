@@ -63,7 +63,7 @@ def test_the_wheel_holds_the_packages_and_no_more(wheel: Path) -> None:
     assert {"kvcached/py.typed", "kvcached/_core.pyi", "prism/py.typed"} <= set(names)
     assert [name for name in names if re.fullmatch(r"kvcached/_core\..*so", name)]
     assert [name for name in names if name.endswith("licenses/LICENSE")]
-    assert not [name for name in names if "test" in name or name.endswith((".cpp", ".h", ".a"))]
+    assert not [name for name in names if re.search(r"tests?[/_]|\.(cpp|h|a)$", name)]
     sources = {str(path.relative_to(ROOT)) for path in tracked_package_files()}
     assert sources <= set(names)
 
@@ -83,7 +83,8 @@ def test_entry_points_and_requirements(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     commands = re.findall(r"^([\w-]+) ?=", archive.read(points).decode(), re.MULTILINE)
-    assert sorted(commands) == ["kvctl", "prism-models", "prism-replay", "prism-serve", "prism_cpu"]
+    ours = ["kvctl", "prism-models", "prism-replay", "prism-serve", "prism-sim", "prism_cpu"]
+    assert sorted(commands) == ours
     (described,) = (name for name in archive.namelist() if name.endswith("METADATA"))
     required = re.findall(r"^Requires-Dist: (.*)", archive.read(described).decode(), re.MULTILINE)
     assert [line for line in required if "extra ==" not in line] == ["numpy>=1.26"]
@@ -126,6 +127,7 @@ def test_a_bare_environment_imports_and_shares_memory(bare: Environment, tmp_pat
         ("prism-serve", "prism-serving[serve]"),
         ("prism-replay", "prism-serving[serve]"),
         ("prism-models", "prism-serving[serve]"),
+        ("prism-sim", "prism-serving[serve]"),
     ],
 )
 def test_a_command_without_its_extra_names_it(
