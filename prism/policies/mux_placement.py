@@ -33,6 +33,7 @@ class Mesh:
 
     devices: tuple[str, ...]
     capacity_bytes: int
+    node: str = ""
 
     @property
     def size(self) -> int:
@@ -259,4 +260,5 @@ def _meshes(node: Sequence[DeviceSpecView], cut: Sequence[int]) -> Iterator[Mesh
     for size in cut:
         part = node[start : start + size]
         start += size
-        yield Mesh(tuple(d.name for d in part), min(d.capacity_bytes for d in part))
+        names = tuple(d.name for d in part)
+        yield Mesh(names, min(d.capacity_bytes for d in part), part[0].node)

@@ -48,6 +48,7 @@ class Machine:
     log: list[tuple[float, StepJob]] = field(default_factory=list)
     peaks: dict[str, float] = field(default_factory=dict)
     kv_most: int = 0
+    held_most: int = 0
     kv_byte_s: dict[str, float] = field(default_factory=dict)
     state: Any = None
 
@@ -88,6 +89,8 @@ class Machine:
         for engine in self.view().engines:
             # Peaks of the last hundred steps or so.
             self.peaks[engine.model] = max(self.peaks.get(engine.model, 0) * 0.99, engine.kv_bytes)
+        held = [r for r in self.open() if r.prefilled or r.executed_s > 0]
+        self.held_most = max(self.held_most, len(held))
         self.kv_most = max(self.kv_most, sum(e.kv_bytes for e in self.view().engines))
 
     def finish(self) -> None:

@@ -1,0 +1,129 @@
+"""SeaLLM's scheduling of co-located services: doubling budgets, preemptive at every step
+(SeaLLM §4.2, Algorithm 2).
+
+A request's budget is the mean plus the standard deviation of its service's execution time; each
+time it is used up, one twice as large follows. The request with the least (left budget x mean
+execution time of its service) goes first, with all requests of its service and phase that fit:
+shortest work first, by what is known of a service, and later the further a request exceeds that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prism.policies.steps import (
+    DeviceStepView,
+    EngineStepView,
+    Phase,
+    StepChoice,
+    StepControl,
+    StepJob,
+    StepRequest,
+)
+from prism.policies.temporal import WAIT, fitting, idle, kv_free_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DbSettings:
+    """starvation_factor: a request that has waited for so many initial budgets of its service goes
+    before all others, the longest waiting first. The paper has such a threshold per service and
+    gives no value; its SLO is five execution times."""
+
+    starvation_factor: float = 5.0
+
+
+def control(settings: DbSettings | None = None) -> StepControl:
+    """Algorithm 2 as step control; it keeps no state, since budgets follow from executed times."""
+    chosen = settings or DbSettings()
+    return StepControl(
+        start=lambda view: None, choose=lambda view, state: (choose(view, chosen), None)
+    )
+
+
+def budget_s(engine: EngineStepView) -> float:
+    """The first budget Q of the service's requests."""
+    return engine.execution_s + engine.execution_std_s
+
+
+def left_s(executed_s: float, first_s: float) -> float:
+    """What is left of the present budget: of first_s, then of 2, 4, 8... times that."""
+    end_s, size_s = first_s, first_s
+    while executed_s >= end_s * (1 - 1e-12):
+        size_s *= 2
+        end_s += size_s
+    return end_s - executed_s
+
+
+def priority(request: StepRequest, engine: EngineStepView) -> float:
+    """O_r: smaller is served first (§4.2, equation 7 with the budget as remaining time)."""
+    return left_s(request.executed_s, budget_s(engine)) * engine.execution_s
+
+
+def starvation_s(engine: EngineStepView, settings: DbSettings) -> float:
+    return settings.starvation_factor * budget_s(engine)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A request as a candidate for the next step."""
+
+    rank: tuple[float, float, float, str]
+    engine: EngineStepView
+    phase: Phase
+    request: StepRequest
+
+
+def choose(view: DeviceStepView, settings: DbSettings) -> StepChoice:
+    """The best request that can run, and the batch around it. Preempted requests keep their KV."""
+    if not idle(view):
+        return WAIT
+    heads = sorted(_heads(view, settings), key=lambda head: head.rank)
+    free = kv_free_bytes(view)
+    for head in heads:
+        batch = _batch(head, heads, free)
+        if batch:
+            job = StepJob(head.engine.model, head.phase, batch)
+            return StepChoice((job,), _holds_s(head, batch, heads, settings))
+    return WAIT
+
+
+def _heads(view: DeviceStepView, settings: DbSettings) -> Iterator[Head]:
+    for engine in view.engines:
+        for phase, requests in ((Phase.PREFILL, engine.prefill), (Phase.DECODE, engine.decode)):
+            for request in requests:
+                yield Head(_rank(request, engine, settings), engine, phase, request)
+
+
+def _rank(
+    request: StepRequest, engine: EngineStepView, settings: DbSettings
+) -> tuple[float, float, float, str]:
+    """Starved ones before all, longest waiting first; then by priority and age."""
+    if request.waiting_s >= starvation_s(engine, settings):
+        return (-math.inf, -request.waiting_s, request.arrival_s, request.id)
+    return (0.0, priority(request, engine), request.arrival_s, request.id)
+
+
+def _batch(head: Head, heads: Sequence[Head], kv_free: int) -> tuple[str, ...]:
+    """The head, then requests of its service and phase in order of priority, while they fit."""
+    engine = head.engine
+    same = [h.request for h in heads if h.engine.model == engine.model and h.phase is head.phase]
+    same.sort(key=lambda r: r is not head.request)
+    if head.phase is Phase.DECODE:
+        return tuple(r.id for r in same[: engine.batch_max])
+    room = max(0, engine.batch_max - len(engine.decode))
+    return fitting(same[:room], engine, kv_free)
+
+
+def _holds_s(
+    head: Head, batch: Sequence[str], heads: Sequence[Head], settings: DbSettings
+) -> float:
+    """While it executes, the head's priority only rises: the choice holds until its budget is used
+    up or somebody who waits starves. A prefill is one step."""
+    if head.phase is Phase.PREFILL:
+        return 0.0
+    left = left_s(head.request.executed_s, budget_s(head.engine))
+    waiting = (h for h in heads if h.request.id not in batch)
+    starves = (starvation_s(h.engine, settings) - h.request.waiting_s for h in waiting)
+    return max(0.0, min(left, min(starves, default=math.inf)))

@@ -1,0 +1,144 @@
+"""SeaLLM's placement and replacement interval (SeaLLM §4.1, §4.3; Algorithm 1, equations 6, 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from prism.policies import groups
+from prism.policies.groups import Group
+from prism.policies.mux_placement import Mesh
+from prism.policies.placement import (
+    ModelSpecView,
+    Outcome,
+    Placement,
+    Problem,
+    Search,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SeallmSettings:
+    """alpha: weight of the normalised latency in the unserved index (equation 6). beta: how far the
+    replacement interval changes (equation 8). services_max: per sharing group. All from §6.1."""
+
+    alpha: float = 0.0001
+    beta: float = 0.1
+    services_max: int = 2
+
+
+def searcher(settings: SeallmSettings) -> Search:
+    """The search with these settings."""
+    return lambda problem: _search(problem, settings)
+
+
+def search(problem: Problem) -> Placement:
+    """Algorithm 1 with the settings of §6.1. REQUIRES: `problem.simulate`, with the doubling-budget
+    scheduling."""
+    return _search(problem, SeallmSettings())
+
+
+def _search(problem: Problem, settings: SeallmSettings) -> Placement:
+    """For each parallel size, all groups of that size, services allocated by unserved index; of the
+    results the one with the best attainment, then the least normalised latency."""
+    assert problem.simulate is not None, "SeaLLM's search needs a simulator"
+    best: tuple[tuple[float, float], Placement] | None = None
+    for size in groups.degrees(problem):
+        made = group_partition(problem, size, settings.services_max)
+        placement, outcome = _allocated(problem, made, settings)
+        rank = (outcome.attainment, -outcome.mean_normalized_latency)
+        if best is None or rank > best[0]:
+            best = (rank, placement)
+    if best is None:
+        return groups.as_placement((), problem.models)
+    return Placement(best[1].units, best[1].refused, best[0][0])
+
+
+def _allocated(
+    problem: Problem, made: Sequence[Group], settings: SeallmSettings
+) -> tuple[Placement, Outcome]:
+    """The second stage: until no group can take another service (lines 8-18)."""
+    simulate = problem.simulate
+    assert simulate is not None
+
+    def play() -> tuple[Placement, Outcome]:
+        placement = groups.as_placement(made, problem.models)
+        return placement, simulate(placement)
+
+    def index(outcome: Outcome, service: str) -> float:
+        return unserved_index(outcome, service, settings.alpha)
+
+    steps = groups.allocate(made, problem.models, play, index, settings.services_max)
+    *_, last = steps
+    return last
+
+
+def unserved_index(outcome: Outcome, service: str, alpha: float) -> float:
+    """Equation 6: requests that miss their SLO, then the normalised latency."""
+    return outcome.unserved.get(service, 0) + alpha * outcome.normalized_latency.get(service, 0.0)
+
+
+# --- groups --------------------------------------------------------------------------------
+
+
+def group_partition(problem: Problem, size: int, services_max: int) -> list[Group]:
+    """Groups of one size; where that is too small for some services, two groups are merged, again
+    and again, until those find a place in a trial allocation (§4.1, the second heuristic)."""
+    made = groups.uniform_groups(problem.devices, size)
+    large = [m for m in problem.models if not _fits_alone(made, m, services_max)]
+    while True:
+        homeless = _first_homeless(made, large, services_max)
+        if homeless is None or not _merge(made, homeless):
+            return made
+
+
+def _fits_alone(made: Sequence[Group], model: ModelSpecView, services_max: int) -> bool:
+    return any(Group(g.mesh).can_allocate(model, services_max) for g in made)
+
+
+def _first_homeless(
+    made: Sequence[Group], models: Sequence[ModelSpecView], services_max: int
+) -> ModelSpecView | None:
+    """First fit by decreasing size, smallest groups first."""
+    trial = [Group(g.mesh) for g in sorted(made, key=lambda g: g.mesh.size)]
+    for model in sorted(models, key=lambda m: (-m.weight_bytes, m.name)):
+        home = next((g for g in trial if g.can_allocate(model, services_max)), None)
+        if home is None:
+            return model
+        home.models.append(model)
+    return None
+
+
+def _merge(made: list[Group], model: ModelSpecView) -> bool:
+    """Merge the two smallest neighbours that make a group of a size the model can use."""
+    pairs = sorted(_neighbours(made), key=lambda pair: (made[pair].mesh.size, pair))
+    for i in pairs:
+        merged = Mesh(
+            made[i].mesh.devices + made[i + 1].mesh.devices,
+            min(made[i].mesh.capacity_bytes, made[i + 1].mesh.capacity_bytes),
+            made[i].mesh.node,
+        )
+        if merged.size <= max(model.tp_degrees):
+            made[i : i + 2] = [Group(merged)]
+            return True
+    return False
+
+
+def _neighbours(made: Sequence[Group]) -> Iterator[int]:
+    """Indices of groups that are followed by one of the same size and node."""
+    for i, (left, right) in enumerate(pairwise(made)):
+        if left.mesh.size == right.mesh.size and left.mesh.node == right.mesh.node:
+            yield i
+
+
+# --- replacement ---------------------------------------------------------------------------
+
+
+def next_interval(last_s: float, real: float, estimated: float, beta: float = 0.1) -> float:
+    """Equation 8: shorter where the estimate was off by more than `beta` of itself, else longer; an
+    error of exactly `beta` changes nothing."""
+    error = abs(real - estimated)
+    if error == beta * abs(estimated) and estimated != 0:
+        return last_s
+    return last_s * (1 - beta if error > beta * abs(estimated) else 1 + beta)
