@@ -43,11 +43,12 @@ class Start:
 
 @dataclass(slots=True)
 class Draft:
-    """`held`: device -> the instance there, with what the actions so far change."""
+    """`held`: device -> what is there, with what the actions so far change: one instance, or more
+    that an operator has put there."""
 
     view: ClusterView
     settings: Settings
-    held: dict[str, ModelView]
+    held: dict[str, list[ModelView]]
     actions: list[Action] = field(default_factory=list)
 
 
@@ -56,7 +57,10 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     wanted ones on free devices only; then, if the engines can serve replicas, give a second device
     to models whose backlog is longer than what they run. Idle models stay until another one needs
     their device."""
-    held = {device: m for m in view.models for device in devices_of(m)}
+    held: dict[str, list[ModelView]] = {}
+    for model in view.models:
+        for device in devices_of(model):
+            held.setdefault(device, []).append(model)
     draft = Draft(view, settings, held)
     for model in sorted(_asked(view), key=lambda m: (-m.waiting, m.name)):
         starts = [s for s in _starts(draft, model) if not s.out or _urgent(model)]
@@ -107,7 +111,7 @@ def _starts(draft: Draft, model: ModelView) -> Iterator[Start]:
     engines = {g.name: g.engines_free for g in draft.view.gpus}
     for devices in _groups(draft, model):
         startup_s = _startup_s(model, devices)
-        there = {id(draft.held[d]): draft.held[d] for d in devices if d in draft.held}
+        there = {id(m): m for d in devices for m in draft.held.get(d, ())}
         if any(engines[d] <= 0 for d in devices if d not in draft.held):
             continue
         if all(_reclaimable(draft, m) for m in there.values()):
@@ -142,7 +146,7 @@ def _begin(draft: Draft, model: ModelView, start: Start) -> None:
         (other,) = start.out
         why = f"{model.name} starts sooner where it is: {start.startup_s:.2f} s"
         draft.actions.append(Migrate(other.name, start.devices[0], start.refuge, why))
-        draft.held[start.refuge] = other
+        draft.held[start.refuge] = [other]
         return  # a later plan activates the model, once its device is free
     for other in start.out:
         why = f"idle for {other.idle_s:.1f} s, its device is wanted for {model.name}"
@@ -151,7 +155,7 @@ def _begin(draft: Draft, model: ModelView, start: Start) -> None:
     reason = f"{why}; starts soonest here: {start.startup_s:.2f} s"
     first, *peers = start.devices
     draft.actions.append(Activate(model.name, first, reason, peers=tuple(peers)))
-    draft.held.update(dict.fromkeys(start.devices, model))
+    draft.held.update({device: [model] for device in start.devices})
 
 
 def _scale_out(draft: Draft) -> None:
