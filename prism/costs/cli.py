@@ -13,7 +13,7 @@ from prism.costs.catalog import HOST_S, cost_model, cost_table
 from prism.costs.gpus import gpu_spec
 from prism.costs.shapes import model_shape
 from prism.errors import ConfigError
-from prism.replay.cli import check_writable
+from prism.replay.options import check_writable
 from prism.units import format_size
 
 app = typer.Typer(

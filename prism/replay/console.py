@@ -15,6 +15,7 @@ from prism.replay.report import milliseconds, percent
 from prism.replay.results import GroupSummary, RequestRecord, Results
 from prism.replay.stats import TraceStats
 from prism.replay.trace import TraceRequest
+from prism.replay.trace_report import published, ratio
 
 ROLLING_REQUESTS = 50
 PLAIN_INTERVAL_S = 10.0
@@ -144,8 +145,8 @@ def print_stats(console: Console, stats: TraceStats) -> None:
         table.add_row(
             model.model,
             percent(model.share),
-            _number(model.rate_cv),
-            _number(model.gap_cv),
+            ratio(model.rate_cv),
+            ratio(model.gap_cv),
             f"{model.idle_per_hour:.0f}",
             "-" if model.median_idle_s is None else f"{model.median_idle_s:.0f} s",
             percent(model.idle_time),
@@ -159,17 +160,7 @@ def summary_table(stats: TraceStats) -> Table:
     table = Table(title="All models, and what Prism reports of production traces")
     for column in ("statistic", "here", "published"):
         table.add_column(column, **_column(column))
-    rows = (
-        ("requests from the last 60 % of models", percent(stats.tail_share), "about 25 %"),
-        ("models with CV of req/min above 1", percent(stats.rate_cv_above_1), "many"),
-        ("models with median idle above 30 s", percent(stats.median_idle_above_30_s), "many"),
-        ("models with over 40 idles per hour", percent(stats.idle_per_hour_above_40), "0-50 %"),
-        ("models active at a time, mean", percent(stats.active_mean), "23-50 %"),
-        ("models active at a time, P10", percent(stats.active_p10), ""),
-        ("models active at a time, P90", percent(stats.active_p90), ""),
-        ("changes of the active set per hour", f"{stats.active_changes_per_hour:.0f}", "54-766"),
-    )
-    for row in rows:
+    for row in published(stats):
         table.add_row(*row)
     return table
 
@@ -178,10 +169,6 @@ def _column(name: str) -> dict[str, Any]:
     """Names stay whole and on the left, numbers stand on the right."""
     named = name in {"model", "statistic"}
     return {"justify": "left" if named else "right", "no_wrap": named}
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _groups(results: Results) -> dict[str, GroupSummary]:

@@ -145,6 +145,10 @@ FORMATS: dict[str, Reader] = {
 }
 
 
+WINDOWED = ("maf", "servegen")
+"""Sources of rates: they are read by window."""
+
+
 def read_format(path: Path, name: str, options: ReadOptions | None = None) -> list[TraceRequest]:
     """Read `path` in one of FORMATS. Raises TraceError."""
     if name not in FORMATS:

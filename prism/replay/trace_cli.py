@@ -1,0 +1,256 @@
+"""Commands on traces: `prism-sim trace` and, under the same names, `prism-replay`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from prism.errors import ConfigError
+from prism.replay import kinds, transforms
+from prism.replay.bursty import PRESETS
+from prism.replay.formats import WINDOWED, read_format
+from prism.replay.kinds import Wanted
+from prism.replay.options import (
+    Format,
+    LengthsOption,
+    Limit,
+    Out,
+    RateScale,
+    Seed,
+    SloOption,
+    TimeScale,
+    TraceFile,
+    check_writable,
+    parse_lengths,
+    parse_models,
+    parse_names,
+    parse_token_counts,
+)
+from prism.replay.rows import ReadOptions
+from prism.replay.slo import parse_slos, with_slos
+from prism.replay.trace import TraceRequest, models_of, write_trace
+
+app = typer.Typer(
+    name="trace",
+    help="Read, measure, transform and generate multi-model traces.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+MAPS = {"popularity": transforms.popularity_map, "round-robin": transforms.round_robin_map}
+INPUT_TOKENS, OUTPUT_TOKENS = "40:1024", "210:1024"
+
+Models = Annotated[
+    str | None,
+    typer.Option(help="Names, most popular first; NAME:SHARE fixes a share (production)."),
+]
+Kind = Annotated[
+    str,
+    typer.Option(help="production: calm sessions; bursty: groups and pauses; steady: MuxServe's."),
+]
+Preset = Annotated[
+    str | None, typer.Option(help=f"Bursty with the settings of {', '.join(PRESETS)}.")
+]
+Window = Annotated[float | None, typer.Option(help="Seconds to take from --start on.", min=0)]
+
+
+@app.command(
+    epilog="Example: prism-replay generate --models a:0.5,b,c --seconds 600 --rate 2 "
+    "--slo 2000/200 --slo a=1000/100 --out trace.jsonl"
+)
+def generate(
+    *,
+    out: Out,
+    models: Models = None,
+    kind: Kind = "production",
+    preset: Preset = None,
+    seconds: Annotated[float, typer.Option(help="Length, before --time-scale.")] = 3600.0,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests/s, before --time-scale; 1 unless a preset's.")
+    ] = None,
+    seed: Seed = 0,
+    time_scale: TimeScale = 1.0,
+    alpha: Annotated[float, typer.Option(help="Skew of popularity (steady).")] = 0.9,
+    gap_cv: Annotated[
+        float | None, typer.Option(help="CV of gaps: 1 for Poisson (steady), 2.5 (production).")
+    ] = None,
+    input_tokens: Annotated[str, typer.Option(help="Median:max of the prompts.")] = INPUT_TOKENS,
+    output_tokens: Annotated[str, typer.Option(help="Median:max of the outputs.")] = OUTPUT_TOKENS,
+    lengths: LengthsOption = None,
+    prefix_share: Annotated[
+        float,
+        typer.Option(help="Part that repeats an earlier prompt (production).", min=0, max=1),
+    ] = 0.0,
+    slo: SloOption = None,
+) -> None:
+    """Generate a seeded trace.
+
+    production has the statistics that Prism §3.1 reports, with sessions per model; bursty comes
+    nearer to its idle intervals, and --preset names one of its traces; steady is MuxServe's power
+    law of rates with Poisson or Gamma gaps. Without shares, popularity is a power law in which the
+    last 60 % of the models give 25 % of the requests.
+    """
+    source = parse_lengths(lengths) if lengths else parse_token_counts(input_tokens, output_tokens)
+    found = Wanted(
+        kind=kind,
+        models=models,
+        seconds=seconds,
+        preset=preset,
+        rate_rps=rate,
+        seed=seed,
+        alpha=alpha,
+        gap_cv=gap_cv,
+        prefix_share=prefix_share,
+        lengths=source,
+    )
+    default, per_model = parse_slos(slo or [])
+    requests = with_slos(kinds.generate(found), default, per_model)
+    unknown = sorted(set(per_model) - set(models_of(requests)))
+    if unknown:
+        raise ConfigError(f"--slo: {unknown[0]!r} is not among the models")
+    save(transforms.scale_time(requests, time_scale), out)
+
+
+@app.command(epilog="Example: prism-replay stats traces/demo.jsonl --time-scale 8 --seconds 1200")
+def stats(
+    trace: TraceFile,
+    *,
+    time_scale: TimeScale = 1.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Length where it is more than the last arrival.")
+    ] = None,
+    format_: Format = "prism",
+    start: Annotated[float, typer.Option(help="Seconds to skip.", min=0)] = 0.0,
+    window: Window = None,
+    seed: Seed = 0,
+    thin: Annotated[float, typer.Option(help="Part to keep of a source of rates.")] = 1.0,
+    json: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with plots.")] = None,
+) -> None:
+    """Print popularity, idleness and burstiness beside the published values."""
+    from prism.replay.console import print_stats
+    from prism.replay.stats import describe
+
+    for path in (json, html):
+        check_writable(path)
+    options = ReadOptions(seed=seed, start_s=start, seconds=window or 3600.0, thin=thin)
+    requests = read_window(trace, format_, options, window)
+    requests = transforms.scale_time(requests, time_scale)
+    found = describe(requests, seconds)
+    print_stats(Console(), found)
+    if json:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+    if html:
+        from prism.replay.trace_report import write_page
+
+        write_page(trace.name, requests, found, html)
+        Console().print(f"page: {html}")
+
+
+@app.command(
+    epilog="Example: prism-replay convert arena_chat27_vtc.csv --format arena "
+    "--models tiny-llama,tiny-qwen3 --context 1024 --limit 300 --time-scale 0.5 --out t.jsonl"
+)
+def convert(
+    trace: TraceFile,
+    *,
+    out: Out,
+    models: Annotated[
+        str | None, typer.Option(help="Models to map onto, most popular first; default: as named.")
+    ] = None,
+    map_: Annotated[str, typer.Option("--map", help=", ".join(MAPS))] = "popularity",
+    format_: Format = "prism",
+    to: Annotated[str, typer.Option(help="Format to write: prism or mooncake.")] = "prism",
+    only: Annotated[str | None, typer.Option(help="Take only these of its models.")] = None,
+    sample_models: Annotated[
+        int | None, typer.Option(help="Take N models from all ranks of popularity.", min=1)
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Clip to this context.", min=2)] = None,
+    output_max: Annotated[int | None, typer.Option(help="Longest output.", min=1)] = None,
+    length_scale: Annotated[float, typer.Option(help="Multiplies token counts.")] = 1.0,
+    start: Annotated[float, typer.Option(help="Seconds to skip.", min=0)] = 0.0,
+    window: Window = None,
+    rate_scale: RateScale = 1.0,
+    time_scale: TimeScale = 1.0,
+    limit: Limit = None,
+    seed: Seed = 0,
+    rate: Annotated[float, typer.Option(help="Requests/s of sources without times.")] = 1.0,
+    thin: Annotated[float, typer.Option(help="Part to keep of a source of rates.")] = 1.0,
+    lengths: LengthsOption = None,
+    slo: SloOption = None,
+) -> None:
+    """Turn a public trace into one for the models at hand.
+
+    The models of the requests taken are ranked by popularity and cut into as many runs of equal
+    length as there are targets: the long tail stays. Without --slo, SLOs of the source are kept.
+    """
+    options = ReadOptions(seed, rate, start_s=start, seconds=window or 3600.0, thin=thin)
+    if lengths:
+        options = replace(options, lengths=parse_lengths(lengths))
+    requests = read_window(trace, format_, options, window)
+    requests = transforms.only_models(requests, parse_names("--only", only)) if only else requests
+    if sample_models:
+        requests = transforms.sample_models(requests, sample_models, seed)
+    requests = scaled(requests, rate_scale, time_scale, limit, seed)
+    if models:
+        requests = _mapped(requests, list(parse_models(models)), map_)
+    if context:
+        rule = transforms.LengthRule(context, length_scale, output_max)
+        requests = transforms.fit_lengths(requests, rule)
+    elif length_scale != 1.0 or output_max:
+        raise ConfigError("--length-scale and --output-max need --context")
+    if slo or requests[0].slo_ttft_ms is None:
+        requests = with_slos(requests, *parse_slos(slo or []))
+    save(requests, out, to)
+
+
+def read_window(
+    path: Path, name: str, options: ReadOptions, window_s: float | None
+) -> list[TraceRequest]:
+    """The part of a trace from options.start_s on, `window_s` long (None: to its end; sources of
+    rates take an hour). Raises TraceError."""
+    requests = read_format(path, name, options)
+    if name in WINDOWED or (not options.start_s and window_s is None):
+        return requests
+    end_s = float("inf") if window_s is None else options.start_s + window_s
+    return transforms.window(requests, options.start_s, end_s)
+
+
+def scaled(
+    trace: list[TraceRequest], rate: float, time: float, limit: int | None, seed: int
+) -> list[TraceRequest]:
+    found = transforms.scale_rate(trace, rate, seed) if rate != 1.0 else trace
+    found = transforms.scale_time(found, time) if time != 1.0 else found
+    return transforms.limit(found, limit) if limit else found
+
+
+def save(requests: list[TraceRequest], out: Path, to: str = "prism") -> None:
+    """Write the trace and say what it holds. Raises TraceError."""
+    check_writable(out)
+    if to == "mooncake":
+        from prism.replay.write import write_mooncake
+
+        write_mooncake(out, requests)
+    elif to == "prism":
+        write_trace(out, requests)
+    else:
+        raise ConfigError(f"--to {to!r}: write prism or mooncake")
+    end_s = requests[-1].arrival_s
+    counts = dict.fromkeys(models_of(requests), 0)
+    for request in requests:
+        counts[request.model] += 1
+    shown = ", ".join(f"{name} {count}" for name, count in list(counts.items())[:8])
+    more = f" and {len(counts) - 8} more models" if len(counts) > 8 else ""
+    summary = f"{out}: {len(requests)} requests in {end_s:.1f} s: {shown}{more}"
+    Console().print(summary, soft_wrap=True)
+
+
+def _mapped(trace: list[TraceRequest], targets: list[str], how: str) -> list[TraceRequest]:
+    if how not in MAPS:
+        raise ConfigError(f"--map {how!r}: known are {', '.join(MAPS)}")
+    return transforms.map_models(trace, MAPS[how](models_of(trace), targets))
