@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.ticker
 import numpy as np
 from numpy.typing import NDArray
 
@@ -116,7 +117,7 @@ def lengths(trace: Trace) -> Any:
         }.items()
     ):
         _steps(axes, values, series_color(number), label)
-    axes.set_xscale("log")
+    _log_x(axes)
     axes.legend(loc="lower right")
     return figure
 
@@ -131,9 +132,16 @@ def _cdf(
     for mark in marks:
         axes.axvline(mark, color=MARKERS["muted"], linestyle=":", linewidth=1.2)
     if log:
-        axes.set_xscale("log")
+        _log_x(axes)
     axes.set_ylim(0, 102)
     return figure
+
+
+def _log_x(axes: Any) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.minorticks_off()
 
 
 def _steps(axes: Any, values: Sequence[float], color: str, label: str | None) -> None:

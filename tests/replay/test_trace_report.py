@@ -33,6 +33,7 @@ def test_the_page_holds_figures_and_numbers_and_fetches_nothing() -> None:
     assert len(page.ids) == len(set(page.ids))
     for plot in ("popularity", "idle", "idles", "cv", "active", "rates", "lengths", "gaps"):
         assert f"plot-{plot}" in page.ids
+    assert "mathdefault" not in html
     assert html == render("novita.jsonl", TRACE, describe(TRACE, 7200.0))
     assert len(re.findall(r"<td>model-\d+</td>", html)) == 16
 
