@@ -22,7 +22,7 @@ def activation_s(
 ) -> float:
     """From host memory. A parallel load uses the links of the node's other GPUs as well, bounded
     by what the node's host can feed; a restarted engine loads its part through its own link."""
-    part_bytes = model.load_bytes / model.tp
+    part_bytes = model.load_bytes / len(ranks)
     if restarts:
         load_s = part_bytes / settings.plain_load_bytes_s
     else:
@@ -44,6 +44,6 @@ def migration_s(
     """From the GPU that holds it over the node's links; to another node from its host memory or
     over the network, whichever is faster."""
     if source[0].node == target[0].node:
-        return settings.layout_s + model.load_bytes / model.tp / settings.peer_bytes_s
+        return settings.layout_s + model.load_bytes / len(target) / settings.peer_bytes_s
     network_s = settings.layout_s + model.load_bytes / settings.network_bytes_s
     return min(network_s, from_host_s)

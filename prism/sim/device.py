@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from prism.policies.registry import Policy
 from prism.ports import EngineView
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
 from prism.sim.compute import Gpu
+from prism.sim.controlled import ControlledEngine, Controller
 from prism.sim.engine import Engine
 from prism.sim.kernel import Kernel
 from prism.sim.kv import MemorySite
@@ -40,15 +41,22 @@ class Device:
         self.pending_bytes = 0
         self.scheduler = LocalScheduler(self, limits, policy.order)
         self._age_s = limits.order_age_s
+        self.controller = (
+            Controller(kernel, policy.steps, self.gpu, self.ledger) if policy.steps else None
+        )
+        self._changed = False
         self._requests: dict[str, Request] = {}
         self._touched: list[Engine] = []
         self._tick_due = False
-        self.on_step: Callable[[], None] | None = None
 
     # --- the queue --------------------------------------------------------------------------
 
     def enqueue(self, resident: Resident, request: Request) -> None:
         """`poke` lets it start."""
+        self._changed = True
+        if self.controller is not None and resident.engine is not None:
+            resident.engine.admit([request])
+            return
         key = str(request.index)
         self._requests[key] = request
         resident.waiting += 1
@@ -73,6 +81,9 @@ class Device:
 
     def poke(self) -> None:
         """Something changed: start all that can start now."""
+        if self.controller is not None:
+            self._consult(self.controller)
+            return
         for resident in self.residents.values():
             engine = resident.engine
             if engine is not None and engine.retracted:
@@ -84,8 +95,21 @@ class Device:
         touched, self._touched = self._touched, []
         for engine in touched:
             engine.turn()
-        if self.on_step is not None:
-            self.on_step()
+
+    def note_change(self) -> None:
+        """A request ended or came to its first token: step control is to be asked anew."""
+        self._changed = True
+
+    def _consult(self, controller: Controller) -> None:
+        engines: dict[str, ControlledEngine] = {}
+        for name, resident in self.residents.items():
+            if isinstance(resident.engine, ControlledEngine):
+                engines[name] = resident.engine
+                if resident.waiting:
+                    # they came while the model was on its way
+                    resident.engine.admit(self.withdraw(resident))
+        changed, self._changed = self._changed, False
+        controller.consult(engines, changed)
 
     def _expect_tick(self) -> None:
         """Deadlines pass and holds end without an event."""

@@ -45,8 +45,7 @@ class Engine:
     """One active model on one GPU or tensor-parallel group.
 
     `prefills`: admitted requests without their next token, oldest first; `retracted`: those that
-    wait for memory to come back. `controlled`: somebody else starts each job (`start_prefill`,
-    `start_decode`), and both phases may run side by side.
+    wait for memory to come back. slower: factor on the time of every step.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class Engine:
         self.batch = Batch(kv.block_tokens)
         self.prefills: deque[Request] = deque()
         self.retracted: deque[Request] = deque()
-        self.controlled = False
         self._joining: list[Request] = []
         self._prefill_since_s = 0.0
         self._prefill: _Step | None = None
         self._decode: _Step | None = None
         self._usage: Usage | None = None
         self._usage_batch = 0
+        self.slower = 1.0
         self.prompt_tokens_total = 0
         self.output_tokens_total = 0
         self.prefill_tokens_per_s = settings.prefill_chunk_tokens / cost.prefill_s(
@@ -134,7 +133,7 @@ class Engine:
 
     def turn(self) -> None:
         """Start what is to run next, if nothing runs. Called after every change."""
-        if self.controlled or self._prefill is not None or self._decode is not None:
+        if self._prefill is not None or self._decode is not None:
             return
         if self.prefills:
             self.start_prefill()
@@ -152,7 +151,7 @@ class Engine:
                 self._allocate(step, begun)
             step.steps = begun
             work_s = self.cost.decode_run_s(len(self.batch), step.context_tokens, begun)
-            self._compute.resize(step.job, work_s)
+            self._compute.resize(step.job, work_s * self.slower)
         self.kv.unclaim()
 
     def readmit(self) -> None:
@@ -172,27 +171,27 @@ class Engine:
 
     # --- prefill ----------------------------------------------------------------------------
 
-    def start_prefill(
-        self, requests: Iterable[Request] | None = None, sm_share: float = 1.0
-    ) -> None:
-        """One prefill step, of `requests` or of the oldest. REQUIRES: no prefill in flight."""
+    def start_prefill(self) -> None:
+        """One step of the oldest prompts. REQUIRES: there are some, and nothing in flight."""
         left = self._settings.prefill_chunk_tokens
         chunks: list[tuple[Request, int]] = []
-        for request in self.prefills if requests is None else requests:
+        for request in self.prefills:
             tokens = min(left, request.todo_tokens)
             chunks.append((request, tokens))
             left -= tokens
             if left <= 0:
                 break
+        mixed = self._settings.mixed_chunk and bool(self.batch)
+        if mixed and self._make_room():
+            self.kv.take(self.batch.new_blocks(1))
+        self._prefill_step(chunks, len(self.batch) if mixed else 0, 1.0)
+
+    def _prefill_step(self, chunks: list[tuple[Request, int]], batch: int, sm_share: float) -> None:
         costs = [Chunk(tokens, r.kv_tokens - r.todo_tokens) for r, tokens in chunks]
-        batch, context_tokens = 0, 0
-        if self._settings.mixed_chunk and self.batch and not self.controlled:
-            if self._make_room():
-                self.kv.take(self.batch.new_blocks(1))
-            batch, context_tokens = len(self.batch), self.batch.context_tokens
+        context_tokens = self.batch.context_tokens if batch else 0
         work_s = self.cost.step_s(costs, batch, context_tokens)
         usage = self.cost.usage(costs, batch, context_tokens)
-        job = Job(self._gpus, work_s, usage, self._prefill_ended, sm_share)
+        job = Job(self._gpus, work_s * self.slower, usage, self._prefill_ended, sm_share)
         self._prefill = _Step(job, chunks, 1 if batch else 0)
         self._prefill_since_s = self._kernel.time_s
         self._compute.start(job)
@@ -246,7 +245,8 @@ class Engine:
         steps = min(batch.steps_to_end(), self._settings.run_steps, steps_max)
         steps = self.kv.steps_that_fit(batch, steps)
         work_s = self.cost.decode_run_s(len(batch), batch.context_tokens, steps)
-        job = Job(self._gpus, work_s, self._batch_usage(), self._decode_ended, sm_share)
+        usage, work_s = self._batch_usage(), work_s * self.slower
+        job = Job(self._gpus, work_s, usage, self._decode_ended, sm_share)
         step = self._decode = _Step(job, [], steps, batch.context_tokens)
         self.kv.claim(batch.new_blocks(steps))
         self._allocate(step, 1)
@@ -283,13 +283,16 @@ class Engine:
                 return True
             victim = self.batch.newest()
             self.batch.leave(victim)
-            self.kv.give(self.kv.blocks(victim.kv_tokens))
-            victim.kv_tokens = victim.todo_tokens = victim.prompt_tokens + victim.generated
-            victim.retractions += 1
-            self.retracted.append(victim)
-            self._usage = None
-            self._listener.retracted(victim)
+            self._retract(victim)
         return False
+
+    def _retract(self, victim: Request) -> None:
+        self.kv.give(self.kv.blocks(victim.kv_tokens))
+        victim.kv_tokens = victim.todo_tokens = victim.prompt_tokens + victim.generated
+        victim.retractions += 1
+        self.retracted.append(victim)
+        self._usage = None
+        self._listener.retracted(victim)
 
     def _batch_usage(self) -> Usage:
         """Of the present batch, at the context it had when it last changed: the same whether its
@@ -300,7 +303,7 @@ class Engine:
         return self._usage
 
     def _steps_done(self, step: _Step) -> int:
-        done_s = step.job.done_at(self._kernel.time_s)
+        done_s = step.job.done_at(self._kernel.time_s) / self.slower
         return self.cost.decode_steps(len(self.batch), step.context_tokens, done_s, step.steps)
 
     def _allocate(self, step: _Step, begun: int) -> None:

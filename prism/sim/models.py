@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from prism.config import SloYaml
 from prism.costs.catalog import HOST_S, cost_model
-from prism.costs.model import CostModel
 from prism.costs.shapes import ModelShape, model_shape
 from prism.errors import ConfigError
+from prism.policies.kv_blocks import KvShape
 from prism.sim.config import SimEngineYaml, SimModelYaml
-from prism.sim.setup import ModelSetup
+from prism.sim.setup import ModelSetup, Part
 from prism.units import format_size, parse_size, parse_time
 
 TP_DEGREES = (1, 2, 4, 8)
@@ -46,10 +46,11 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
         weights_bytes = parse_size(model.weights, f"{model.name}.weights")
     static_bytes = parse_size(engine.static, "engine.static")
     rank_token_bytes = shape.kv_token_bytes(tp)
-    quantum_blocks, quantum_bytes = kv_quantum(shape, tp, around)
+    parts = model_parts(model, shape, around)
+    part = parts[tp]
     reserve = model.kv_reserve_tokens or longest_tokens if engine.memory_reserve else 0
     blocks = -(-reserve // engine.block_tokens)
-    floor_bytes = -(-blocks // quantum_blocks) * quantum_bytes
+    floor_bytes = -(-blocks // part.quantum_blocks) * part.quantum_bytes
     rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
     if rank_bytes > around.capacity_bytes:
         raise ConfigError(
@@ -58,7 +59,6 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
             f" {format_size(around.capacity_bytes)}; raise its tp"
         )
     slo = model.slo or around.slo
-    costs = step_costs(model, around)
     chunk = engine.prefill_chunk_tokens
     return ModelSetup(
         index=index,
@@ -69,25 +69,35 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
         token_bytes=rank_token_bytes * tp,
         kv_floor_bytes=floor_bytes * tp,
         block_tokens=engine.block_tokens,
-        quantum_blocks=quantum_blocks,
-        quantum_bytes=quantum_bytes,
         slo_ttft_s=parse_time(slo.ttft, "slo.ttft") * around.slo_scale,
         slo_tpot_s=parse_time(slo.tpot, "slo.tpot") * around.slo_scale,
-        costs=costs,
-        prefill_tokens_per_s=chunk / costs[tp].prefill_s(chunk),
+        parts=parts,
+        prefill_tokens_per_s=chunk / part.cost.prefill_s(chunk),
         never_evict=model.never_evict,
         pinned_device=model.device,
         static_share=model.static_share,
     )
 
 
-def step_costs(model: SimModelYaml, around: Around) -> dict[int, CostModel]:
-    """TP degree -> step costs, for its own degree and the usual ones that its heads allow."""
-    shape = _shape(model)
+def model_parts(model: SimModelYaml, shape: ModelShape, around: Around) -> dict[int, Part]:
+    """For its own degree and the usual ones that its heads allow."""
     given = around.engine.host
     host_s = HOST_S if given is None else parse_time(given, "engine.host")
-    degrees = {model.tp, *(d for d in TP_DEGREES if d <= around.devices and not shape.heads % d)}
-    return {d: cost_model(around.gpu, shape.name, d, host_s) for d in sorted(degrees)}
+    usual = (d for d in TP_DEGREES if d <= around.devices and not shape.heads % d)
+    return {
+        d: Part(
+            cost_model(around.gpu, shape.name, d, host_s),
+            *kv_quantum(shape, d, around),
+            KvShape(
+                shape.layers,
+                max(1, -(-shape.kv_heads // d)),
+                shape.head_dim,
+                shape.kv_dtype_bytes,
+                around.engine.block_tokens,
+            ),
+        )
+        for d in sorted({model.tp, *usual})
+    }
 
 
 def kv_quantum(shape: ModelShape, tp: int, around: Around) -> tuple[int, int]:

@@ -14,9 +14,8 @@ from prism.policies.registry import Policy
 from prism.sim.activation import activation_s, home_node, migration_s
 from prism.sim.compute import Compute
 from prism.sim.device import Device
-from prism.sim.engine import Engine, Listener
+from prism.sim.engine import Engine
 from prism.sim.kernel import Kernel
-from prism.sim.kv import KvSpace
 from prism.sim.memory import Account
 from prism.sim.records import Decision, Records
 from prism.sim.request import Request
@@ -46,11 +45,11 @@ class Model:
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """What the world does when a copy changes. route: requests of the model may go elsewhere now;
-    changed: the cluster scheduler should look."""
+    changed: the cluster scheduler should look. engine: makes the engine of a copy that is up."""
 
     route: Callable[[Model], None]
     changed: Callable[[], None]
-    listener: Callable[[Model, Resident], Listener]
+    engine: Callable[[Model, Resident, Compute], Engine]
 
 
 class Moves:
@@ -75,6 +74,7 @@ class Moves:
         self._nodes = list(dict.fromkeys(d.node for d in setup.devices))
         self._serial = 0
         self.instant = setup.warm
+        self._pooled = policy.steps is not None
 
     # --- orders -----------------------------------------------------------------------------
 
@@ -120,12 +120,12 @@ class Moves:
     ) -> Resident:
         now_s = self._kernel.time_s
         load_s = 0.0 if self.instant else load_s
-        resident = Resident(model.setup, devices, now_s, now_s + load_s, limit_bytes)
+        resident = Resident(model.setup, devices, now_s, now_s + load_s, limit_bytes, self._pooled)
         model.residents.append(resident)
         devices[0].residents[model.setup.name] = resident
         for device in devices:
             device.guests.append(resident)
-            device.pending_bytes += self._need_bytes(device, model.setup)
+            device.pending_bytes += resident.need_bytes(device)
         self._queued.append((model, resident))
         timeout_s = self._setup.activation_timeout_s
         self._try_load(model, resident)
@@ -133,57 +133,38 @@ class Moves:
             self._kernel.after(timeout_s, self._give_up, model, resident)
         return resident
 
-    def _need_bytes(self, device: Device, model: ModelSetup) -> int:
-        return device.ledger.aligned(model.static_bytes) + model.floor_bytes
-
     def _try_load(self, model: Model, resident: Resident) -> None:
-        setup, devices = model.setup, resident.devices
-        if not self._has_room(devices, setup):
+        devices = resident.devices
+        if not _has_room(resident):
             return
         for device in devices:
             device.site.sync()
-        if not self._has_room(devices, setup):
+        if not _has_room(resident):
             return
         self._queued.remove((model, resident))
         now_s = self._kernel.time_s
         load_s = resident.ready_s - resident.since_s
         resident.stage, resident.ready_s = Stage.LOADING, now_s + load_s
         for device in devices:
-            device.pending_bytes -= self._need_bytes(device, setup)
+            device.pending_bytes -= resident.need_bytes(device)
             resident.accounts.append(self._open(device, resident))
             if device.ledger.claimed_bytes > device.ledger.free_bytes:
                 device.site.end_runs()
         self._kernel.after(load_s, self._loaded, model, resident)
 
-    def _has_room(self, devices: list[Device], setup: ModelSetup) -> bool:
-        """By the ledgers as they stand; runs in flight may hold more than those show."""
-        return all(d.ledger.free_bytes >= self._need_bytes(d, setup) for d in devices)
-
     def _open(self, device: Device, resident: Resident) -> Account:
         self._serial += 1
         setup = resident.model
-        static_bytes = device.ledger.aligned(setup.static_bytes)
+        static_bytes = device.ledger.aligned(setup.static_bytes(resident.tp))
         name = f"{setup.name}#{self._serial}"
-        account = Account(name, static_bytes, 0, setup.floor_bytes, resident.kv_limit_bytes)
+        account = Account(name, static_bytes, 0, resident.floor_bytes, resident.kv_limit_bytes)
         device.ledger.open(account)
         return account
 
     def _loaded(self, model: Model, resident: Resident) -> None:
-        setup, devices = model.setup, resident.devices
-        sites = [d.site for d in devices]
-        space = KvSpace(
-            sites, resident.accounts, setup.block_tokens, setup.quantum_blocks, setup.quantum_bytes
-        )
-        resident.engine = Engine(
-            self._compute,
-            [d.gpu for d in devices],
-            cost=setup.cost,
-            kv=space,
-            settings=self._setup.engine,
-            listener=self._hooks.listener(model, resident),
-        )
-        for site in sites:
-            site.spaces.append(space)
+        resident.engine = self._hooks.engine(model, resident, self._compute)
+        for device in resident.devices:
+            device.site.spaces.append(resident.engine.kv)
         resident.stage = Stage.ACTIVE
         resident.last_use_s = self._kernel.time_s
         model.wanted, model.refusal = False, ""
@@ -207,7 +188,7 @@ class Moves:
             return
         self._queued.remove((model, resident))
         for device in resident.devices:
-            device.pending_bytes -= self._need_bytes(device, model.setup)
+            device.pending_bytes -= resident.need_bytes(device)
         model.barred[resident.home.name] = self._kernel.time_s + self._setup.bar_s
         if resident.replaces is not None:
             resident.replaces.replaced_by = None
@@ -262,3 +243,8 @@ class Moves:
     def _log(self, kind: str, resident: Resident) -> None:
         name, home = resident.model.name, resident.home.name
         self._records.decide(Decision(self._kernel.time_s, kind, name, home))
+
+
+def _has_room(resident: Resident) -> bool:
+    """By the ledgers as they stand; runs in flight may hold more than those show."""
+    return all(d.ledger.free_bytes >= resident.need_bytes(d) for d in resident.devices)

@@ -10,6 +10,7 @@ class Request:
     prefill; todo_tokens: of these still to be prefilled. join_step, end_step: in its engine's
     batch, where counts are brought up to date only when it leaves. The KV of the last output token
     is never needed, so the first token comes with the prefill and kv_tokens grows with each later.
+    executed_s, last_s: time spent in its steps and end of the last one, for step control only.
     """
 
     __slots__ = (
@@ -17,11 +18,13 @@ class Request:
         "deadline_s",
         "device",
         "end_step",
+        "executed_s",
         "first_s",
         "generated",
         "index",
         "join_step",
         "kv_tokens",
+        "last_s",
         "model",
         "output_tokens",
         "prompt_tokens",
@@ -55,6 +58,8 @@ class Request:
         self.end_step = -1
         self.retractions = 0
         self.device = -1
+        self.executed_s = 0.0
+        self.last_s = arrival_s
 
     @property
     def peak_tokens(self) -> int:

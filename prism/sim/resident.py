@@ -26,14 +26,16 @@ class Stage(Enum):
 @dataclass(slots=True, eq=False)
 class Resident:
     """devices: rank 0 first, whose queue holds its requests. ready_s: when it will be active, as
-    far as known. replaces: the copy that it takes over from, when it is the target of a migration.
-    waiting: its requests in the queue."""
+    far as known. pooled: its KV lies in a pool that models of its devices share. replaces: the copy
+    that it takes over from, when it is the target of a migration. waiting: its requests in the
+    queue."""
 
     model: ModelSetup
     devices: list[Device]
     since_s: float
     ready_s: float
     kv_limit_bytes: int | None = None
+    pooled: bool = False
     stage: Stage = Stage.QUEUED
     engine: Engine | None = None
     replaces: Resident | None = None
@@ -45,6 +47,20 @@ class Resident:
     @property
     def home(self) -> Device:
         return self.devices[0]
+
+    @property
+    def tp(self) -> int:
+        return len(self.devices)
+
+    def need_bytes(self, device: Device) -> int:
+        """What it takes on `device` to come up: weights, engine, KV floor."""
+        static_bytes = device.ledger.aligned(self.model.static_bytes(self.tp))
+        return static_bytes + self.floor_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """KV that is always its own on each device; none where models share a pool of blocks."""
+        return 0 if self.pooled else self.model.floor_bytes(self.tp)
 
     @property
     def running(self) -> int:

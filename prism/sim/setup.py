@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from prism.costs.model import CostModel
 from prism.policies.data import Settings
+from prism.policies.kv_blocks import KvShape
 from prism.scheduler.local import Limits
 
 UNBOUNDED_STEPS = 1 << 40
@@ -38,11 +39,22 @@ class DeviceSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A model at one tensor-parallel degree: its step costs; the KV of quantum_blocks blocks takes
+    quantum_bytes on each of its devices. shape: of one device's part, for pools of KV blocks."""
+
+    cost: CostModel
+    quantum_blocks: int
+    quantum_bytes: int
+    shape: KvShape
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """A model at its tensor-parallel degree. weight_bytes includes the non-elastic share of its
-    engines and is, like token_bytes and kv_floor_bytes, of the whole model; load_bytes: its
-    weights alone. The KV of quantum_blocks blocks of block_tokens tokens takes quantum_bytes on
-    each of its devices. costs: TP degree -> step costs; `tp` is in it."""
+    """A model. weight_bytes includes the non-elastic share of its engines and is, like token_bytes
+    and kv_floor_bytes, of the whole model, one part in `tp` on each of its devices; load_bytes: its
+    weights alone. tp: the degree it runs at unless a placement says otherwise. parts: degree ->
+    what depends on it; `tp` is in it."""
 
     index: int
     name: str
@@ -52,29 +64,21 @@ class ModelSetup:
     token_bytes: int
     kv_floor_bytes: int
     block_tokens: int
-    quantum_blocks: int
-    quantum_bytes: int
     slo_ttft_s: float
     slo_tpot_s: float
-    costs: Mapping[int, CostModel]
+    parts: Mapping[int, Part]
     prefill_tokens_per_s: float
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
 
-    @property
-    def cost(self) -> CostModel:
-        return self.costs[self.tp]
+    def static_bytes(self, tp: int) -> int:
+        """Weights and non-elastic share on one of `tp` devices."""
+        return -(-self.weight_bytes // tp)
 
-    @property
-    def static_bytes(self) -> int:
-        """Weights and non-elastic share on one device."""
-        return -(-self.weight_bytes // self.tp)
-
-    @property
-    def floor_bytes(self) -> int:
-        """KV floor on one device."""
-        return -(-self.kv_floor_bytes // self.tp)
+    def floor_bytes(self, tp: int) -> int:
+        """KV floor on one of `tp` devices."""
+        return -(-self.kv_floor_bytes // tp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def _resident_view(model: Model, resident: Resident, now_s: float, rate: float) 
         setup.never_evict,
         setup.pinned_device,
         setup.static_share,
-        tp=setup.tp if len(devices) == setup.tp else len(devices),
+        tp=len(devices),
         peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
     )
 
@@ -97,8 +97,7 @@ def _gpu(device: Device) -> GpuView:
     fixed_bytes = 0
     for resident in device.guests:
         if resident.replaces is not None and resident.stage is not Stage.DRAINING:
-            setup = resident.model
-            fixed_bytes += device.ledger.aligned(setup.static_bytes) + setup.floor_bytes
+            fixed_bytes += resident.need_bytes(device)
     setup_ = device.setup
     return GpuView(
         setup_.name,

@@ -10,16 +10,21 @@ from collections.abc import Callable
 
 from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Refuse
+from prism.policies.placement import Placement
 from prism.policies.registry import Policy
 from prism.scheduler.cluster import ClusterScheduler
 from prism.scheduler.rates import TokenRates
+from prism.sim.compute import Compute
 from prism.sim.device import Device
-from prism.sim.engine import Listener
+from prism.sim.engine import Engine, Listener
+from prism.sim.engines import Terms, make_engine
 from prism.sim.kernel import Kernel
 from prism.sim.moves import Hooks, Model, Moves
+from prism.sim.profile import Load, loads
 from prism.sim.records import Decision, Records, Sample
 from prism.sim.request import Request
 from prism.sim.resident import Resident, Stage
+from prism.sim.search import search
 from prism.sim.setup import ClusterSetup
 from prism.sim.view import Viewer
 from prism.sim.workload import NO_SLO, Workload
@@ -29,9 +34,16 @@ SAMPLES = 400
 
 
 class World:
-    """Runs one workload once. `progress`: called with (requests ended, requests) now and then."""
+    """Runs one workload once. target: in place of what the policy's placement search finds.
+    `progress`: called with (requests ended, requests) now and then."""
 
-    def __init__(self, setup: ClusterSetup, work: Workload, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        setup: ClusterSetup,
+        work: Workload,
+        policy: Policy | None = None,
+        target: Placement | None = None,
+    ) -> None:
         self.setup = setup
         self.work = work
         self.policy = policy or registry.get(setup.policy)
@@ -44,7 +56,10 @@ class World:
         self._number = {device.name: i for i, device in enumerate(self.devices)}
         self.models = [Model(model) for model in setup.models]
         self._model_of = {model.setup.name: model for model in self.models}
-        hooks = Hooks(self._route, self._wake, self._listener)
+        hooks = Hooks(self._route, self._wake, self._engine)
+        searches = self.policy.search is not None or self.policy.steps is not None
+        self._loads = loads(setup, work) if searches else None
+        self._target = target
         self._moves = Moves(self.kernel, setup, self.policy, self.records, hooks)
         self._viewer = Viewer(self.models, self.devices)
         self._rates = TokenRates(setup.rate_window_s)
@@ -60,6 +75,10 @@ class World:
 
     def run(self) -> Records:
         """All requests end: with their tokens, or with an error when nothing can serve them."""
+        if self._target is None and self.policy.search is not None and self._loads is not None:
+            self._target = search(
+                self.policy.search, self.setup, self._loads, self._play, self.work
+            )
         self._plan()
         self._moves.instant = False
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
@@ -113,8 +132,19 @@ class World:
         if model.unplaced:
             self._wake()
 
+    def _play(self, target: Placement, work: Workload) -> Records:
+        """A workload on a placement, with this policy's own scheduling."""
+        return World(self.setup, work, self.policy, target).run()
+
+    def _engine(self, model: Model, resident: Resident, compute: Compute) -> Engine:
+        listener = self._listener(model, resident)
+        load = self._loads[model.setup.index] if self._loads is not None else Load()
+        terms = Terms(self.setup, self.policy, load, self._target)
+        return make_engine(resident, compute, terms, listener)
+
     def _listener(self, model: Model, resident: Resident) -> Listener:
         def ended(request: Request) -> None:
+            resident.home.note_change()
             resident.last_use_s = self.kernel.time_s
             self.records.finish(request, self.kernel.time_s)
             self._moves.request_ended(model, resident)
@@ -171,7 +201,7 @@ class World:
         now_s = self.kernel.time_s
         self._observe(now_s)
         models = self._viewer.models(now_s, self._rates.rates(now_s))
-        return ClusterView(now_s, models, self._viewer.gpus())
+        return ClusterView(now_s, models, self._viewer.gpus(), target=self._target)
 
     def apply(self, action: Action) -> None:
         model = self._model_of[action.model]

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from prism.costs.model import Chunk, Usage
+from prism.policies.kv_blocks import KvShape
 from prism.replay.trace import TraceRequest
-from prism.sim.setup import ClusterSetup, DeviceSetup, EngineSettings, ModelSetup
+from prism.sim.setup import ClusterSetup, DeviceSetup, EngineSettings, ModelSetup, Part
 from prism.sim.workload import Workload, workload
 
 MIB = 1 << 20
@@ -47,9 +48,17 @@ class LinearCost:
         return Usage(0.9, 0.3) if chunks else Usage(min(1.0, 0.05 + batch / 64), 0.8)
 
 
+def parts(cost: LinearCost | None = None, kv: int = 1) -> dict[int, Part]:
+    """At TP 1 and 2. kv: times 1 KiB a token; a quantum is 64 tokens of them."""
+    cost = cost or LinearCost()
+    return {
+        1: Part(cost, 4, 64 * 1024 * kv, KvShape(1, 2 * kv, 128, 2, 16)),
+        2: Part(cost, 4, 32 * 1024 * kv, KvShape(1, kv, 128, 2, 16)),
+    }
+
+
 def model(index: int, name: str, **changes: object) -> ModelSetup:
     """16 MiB of weights, 1 KiB of KV per token, 64 tokens a quantum of 64 KiB."""
-    cost = LinearCost()
     plain = ModelSetup(
         index=index,
         name=name,
@@ -59,11 +68,9 @@ def model(index: int, name: str, **changes: object) -> ModelSetup:
         token_bytes=1024,
         kv_floor_bytes=MIB,
         block_tokens=16,
-        quantum_blocks=4,
-        quantum_bytes=64 * 1024,
         slo_ttft_s=1.0,
         slo_tpot_s=0.1,
-        costs={1: cost, 2: cost},
+        parts=parts(),
         prefill_tokens_per_s=10_000.0,
     )
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
@@ -72,7 +79,7 @@ def model(index: int, name: str, **changes: object) -> ModelSetup:
 def cluster(models: Sequence[ModelSetup], gpus: int = 1, **changes: object) -> ClusterSetup:
     """GPUs of 64 MiB, two a node."""
     devices = tuple(
-        DeviceSetup(f"gpu:{i}", f"node{i // 2}", 64 * MIB, 64 * 1024, 4) for i in range(gpus)
+        DeviceSetup(f"gpu:{i}", f"node{i // 2}", 64 * MIB, 32 * 1024, 4) for i in range(gpus)
     )
     plain = ClusterSetup(
         devices,

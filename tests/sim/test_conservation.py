@@ -20,14 +20,15 @@ from prism.replay.trace import TraceRequest
 from prism.sim.records import Records
 from prism.sim.setup import UNBOUNDED_STEPS, ClusterSetup, EngineSettings
 from prism.sim.world import World
-from tests.sim.clusters import MIB, LinearCost, cluster, model, request, work
+from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, work
 
-POLICIES = ("prism", "static")
+POLICIES = ("prism", "static", "serverlessllm", "dedicated", "muxserve++")
+CONTROLLED = ("muxserve", "alpaserve")
 NAMES = ("a", "b", "c", "d")
 
 
 @st.composite
-def setups(draw: st.DrawFn) -> ClusterSetup:
+def setups(draw: st.DrawFn, policies: Sequence[str] = (*POLICIES, *CONTROLLED)) -> ClusterSetup:
     gpus = draw(st.integers(1, 3))
     kv = draw(st.sampled_from([1, 8]))
     models = [
@@ -37,9 +38,8 @@ def setups(draw: st.DrawFn) -> ClusterSetup:
             tp=draw(st.sampled_from([1, 1, 2] if gpus > 1 else [1])),
             weight_bytes=draw(st.sampled_from([8, 16, 40])) * MIB,
             token_bytes=1024 * kv,
-            quantum_bytes=64 * 1024 * kv,
             kv_floor_bytes=draw(st.sampled_from([0, MIB])) * kv,
-            costs=dict.fromkeys((1, 2), LinearCost(context_s=draw(st.sampled_from([0, 1e-6])))),
+            parts=parts(LinearCost(context_s=draw(st.sampled_from([0, 1e-6]))), kv),
             never_evict=draw(st.booleans()) and index == 0,
         )
         for index, name in enumerate(NAMES[: draw(st.integers(1, 4))])
@@ -53,7 +53,7 @@ def setups(draw: st.DrawFn) -> ClusterSetup:
         models,
         gpus,
         engine=engine,
-        policy=draw(st.sampled_from(POLICIES)),
+        policy=draw(st.sampled_from(policies)),
         warm=draw(st.booleans()),
         settings=Settings(idle_threshold_s=draw(st.sampled_from([2.0, 45.0]))),
     )
@@ -86,7 +86,7 @@ def simulate(setup: ClusterSetup, trace: Sequence[TraceRequest]) -> tuple[World,
 
 
 @given(setups(), traces())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_request_ends_once_and_in_order(
     setup: ClusterSetup, trace: list[TraceRequest]
 ) -> None:
@@ -102,7 +102,7 @@ def test_every_request_ends_once_and_in_order(
 
 
 @given(setups(), traces())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_memory_is_all_given_back(setup: ClusterSetup, trace: list[TraceRequest]) -> None:
     world, records = simulate(setup, trace)
     if records.errors:
@@ -114,7 +114,7 @@ def test_memory_is_all_given_back(setup: ClusterSetup, trace: list[TraceRequest]
         assert device.gpu.jobs == []
 
 
-@given(setups(), traces())
+@given(setups(POLICIES), traces())
 @settings(max_examples=40, deadline=None)
 def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceRequest]) -> None:
     _, runs = simulate(setup, trace)
@@ -139,4 +139,4 @@ def test_the_same_input_gives_the_same_bytes(
 
 
 def test_these_are_policies() -> None:
-    assert set(POLICIES) <= set(registry.names())
+    assert {*POLICIES, *CONTROLLED} <= set(registry.names())

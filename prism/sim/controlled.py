@@ -1,0 +1,269 @@
+"""An engine whose steps somebody else starts, and who starts them: step control (MuxServe §3.3,
+SeaLLM §4.2, AlpaServe's temporal sharing).
+
+Admission is part of the control here: requests wait in the engine until a prefill names them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from prism.policies.steps import (
+    DeviceStepView,
+    EngineStepView,
+    Phase,
+    StepChoice,
+    StepControl,
+    StepJob,
+    StepRequest,
+)
+from prism.sim.compute import Gpu
+from prism.sim.engine import Engine
+from prism.sim.kernel import Kernel
+from prism.sim.memory import Ledger
+from prism.sim.profile import Load
+from prism.sim.request import Request
+from prism.sim.setup import UNBOUNDED_STEPS
+
+CHOICES_MAX = 64
+
+
+class ControlledEngine(Engine):
+    """Prefill and decode may run side by side. parked: requests with KV that the last decode step
+    left out. In the batch a request's executed_s is less by the engine's clock, which runs for all
+    of its members; it is put right when the request leaves."""
+
+    def begin(self, load: Load, sm_share: float) -> None:
+        """What the control is told of the model; call once."""
+        self.load = load
+        self.decode_sm_share = sm_share
+        self.waiting: dict[int, Request] = {}
+        self.parked: dict[int, Request] = {}
+        self.kv_peak_bytes = 0
+        self._clock_s = 0.0
+        self._decode_since_s = 0.0
+        self._seen: set[int] = set()
+
+    @property
+    def running(self) -> int:
+        return super().running + len(self.parked) + len(self.waiting)
+
+    def requests(self) -> list[Request]:
+        return [*super().requests(), *self.parked.values(), *self.waiting.values()]
+
+    def admit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            request.last_s = request.arrival_s
+            self.waiting[request.index] = request
+        self.end_run()
+
+    def readmit(self) -> None:
+        """Retracted requests wait for their turn before all others."""
+        back = {request.index: request for request in self.retracted}
+        self.retracted.clear()
+        for request in back.values():
+            request.last_s = self._kernel.time_s
+        self.waiting = {**back, **self.waiting}
+
+    def turn(self) -> None:
+        """Nothing starts by itself."""
+
+    # --- jobs -------------------------------------------------------------------------------
+
+    def prefill_now(self, ids: Sequence[str], sm_share: float) -> bool:
+        """One step of the whole prompts named, those whose KV fits. False: none did."""
+        chunks: list[tuple[Request, int]] = []
+        for key in ids:
+            request = self.waiting.get(int(key))
+            if request is None or not self.kv.take(self.kv.blocks(request.kv_tokens)):
+                continue
+            del self.waiting[request.index]
+            if request.started_s < 0:
+                request.started_s = self._kernel.time_s
+                self.prompt_tokens_total += request.prompt_tokens
+            self.prefills.append(request)
+            chunks.append((request, request.todo_tokens))
+        if chunks:
+            self._prefill_step(chunks, 0, sm_share)
+        return bool(chunks)
+
+    def decode_now(self, ids: Sequence[str], sm_share: float, steps_max: int) -> bool:
+        """Decode steps of those named; the others are parked. False: nothing could start."""
+        chosen = {int(key) for key in ids}
+        for request in [r for i, r in self.batch.members.items() if i not in chosen]:
+            self._leave(request)
+            self.parked[request.index] = request
+        for index in [i for i in self.parked if i in chosen]:
+            self._join(self.parked.pop(index))
+        if not self.batch:
+            return False
+        self._decode_since_s = self._kernel.time_s
+        return self.start_decode(sm_share, steps_max)
+
+    def _prefill_ended(self) -> None:
+        assert self._prefill is not None
+        seconds = self._kernel.time_s - self._prefill_since_s
+        for request, _ in self._prefill.chunks:
+            request.executed_s += seconds
+            request.last_s = self._kernel.time_s
+        super()._prefill_ended()
+
+    def _decode_ended(self) -> None:
+        now_s = self._kernel.time_s
+        self._clock_s += now_s - self._decode_since_s
+        for request in self.batch.members.values():
+            request.last_s = now_s
+        for request in self._joining:
+            request.executed_s -= self._clock_s
+        ends = self.batch.steps_to_end() == (self._decode.steps if self._decode else 0)
+        super()._decode_ended()
+        if not ends:
+            self._listener.freed()
+
+    def _token_came(self, request: Request) -> None:
+        joins = self._decode is None and request.generated + 1 < request.output_tokens
+        super()._token_came(request)
+        if joins:
+            request.executed_s -= self._clock_s
+
+    def _leave(self, request: Request) -> None:
+        self.batch.leave(request)
+        request.executed_s += self._clock_s
+        self._usage = None
+
+    def _join(self, request: Request) -> None:
+        self.batch.join(request)
+        request.executed_s -= self._clock_s
+        self._usage = None
+
+    def _retract(self, victim: Request) -> None:
+        victim.executed_s += self._clock_s
+        super()._retract(victim)
+
+    # --- view -------------------------------------------------------------------------------
+
+    def step_view(self, model: str) -> EngineStepView:
+        now_s, busy, kv = self._kernel.time_s, self.busy, self.kv
+        self.kv_peak_bytes = max(self.kv_peak_bytes, kv.kv_bytes)
+        decode: list[StepRequest] = []
+        if Phase.DECODE not in busy:
+            step, clock_s = self.batch.step, self._clock_s
+            for r in self.batch.members.values():
+                tokens = r.kv_tokens + step - r.join_step + 1
+                decode.append(_step_request(r, tokens, r.executed_s + clock_s, now_s))
+        decode += [
+            _step_request(r, r.kv_tokens + 1, r.executed_s, now_s) for r in self.parked.values()
+        ]
+        decode.sort(key=lambda r: (r.arrival_s, r.id))
+        load = self.load
+        token_bytes = max(1, kv.quantum_bytes // kv.quantum_tokens)
+        mean_tokens = load.prompt_tokens + load.output_tokens
+        return EngineStepView(
+            model,
+            tuple(
+                _step_request(r, r.kv_tokens, r.executed_s, now_s) for r in self.waiting.values()
+            ),
+            tuple(decode),
+            busy,
+            token_bytes=token_bytes,
+            kv_bytes=kv.kv_bytes,
+            kv_peak_bytes=self.kv_peak_bytes,
+            weight=load.rate_rps * mean_tokens * token_bytes,
+            decode_sm_share=self.decode_sm_share,
+            batch_max=self.max_running,
+            execution_s=load.execution_s,
+            execution_std_s=load.execution_std_s,
+        )
+
+
+def _step_request(request: Request, kv_tokens: int, executed_s: float, now_s: float) -> StepRequest:
+    return StepRequest(
+        str(request.index),
+        request.arrival_s,
+        request.prompt_tokens,
+        kv_tokens,
+        executed_s,
+        max(0.0, now_s - request.last_s),
+    )
+
+
+class Controller:
+    """Asks a policy's step control for one device and starts what it says. Decode steps go on for
+    `holds_s` of a choice without being asked for; any admission or end of a request on the device
+    ends them with the present step."""
+
+    def __init__(self, kernel: Kernel, control: StepControl, gpu: Gpu, ledger: Ledger) -> None:
+        self._kernel = kernel
+        self._control = control
+        self._gpu = gpu
+        self._ledger = ledger
+        self._state: object = None
+        self._names: tuple[str, ...] = ()
+        self._quotas: Mapping[str, int] | None = None
+        self._version = 0
+        self._asking = False
+        self._again = False
+
+    def consult(self, engines: Mapping[str, ControlledEngine], changed: bool) -> None:
+        """changed: a request came or ended, so that runs in flight are to be asked for anew."""
+        self._again = True
+        if changed:
+            for engine in engines.values():
+                engine.end_run()
+        if self._asking or not engines:
+            return
+        self._asking = True
+        for _ in range(CHOICES_MAX):
+            if not self._again:
+                break
+            self._again = False
+            self._ask(engines)
+        self._asking = False
+
+    def _ask(self, engines: Mapping[str, ControlledEngine]) -> None:
+        for engine in engines.values():
+            engine.readmit()
+        view = self._view(engines)
+        names = tuple(sorted(engines))
+        if names != self._names:
+            self._names, self._state = names, self._control.start(view)
+        choice, self._state = self._control.choose(view, self._state)
+        self._note_quotas(engines)
+        started = [self._start(job, engines[job.model], choice) for job in choice.jobs]
+        if any(started):
+            self._version += 1
+            if 0 < choice.holds_s < math.inf:
+                self._kernel.after(choice.holds_s, self._expire, engines, self._version)
+
+    def _start(self, job: StepJob, engine: ControlledEngine, choice: StepChoice) -> bool:
+        if job.phase is Phase.PREFILL:
+            return engine.prefill_now(job.requests, job.sm_share)
+        steps_max = UNBOUNDED_STEPS if choice.holds_s > 0 else 1
+        started = engine.decode_now(job.requests, job.sm_share, steps_max)
+        # everyone may have been retracted, and waits again
+        self._again = self._again or not started
+        return started
+
+    def _expire(self, engines: Mapping[str, ControlledEngine], version: int) -> None:
+        if version == self._version:
+            self.consult(engines, changed=True)
+
+    def _note_quotas(self, engines: Mapping[str, ControlledEngine]) -> None:
+        """Peaks are counted anew when quotas were adapted."""
+        quotas = self._control.kv_quotas(self._state)
+        if quotas is not self._quotas:
+            self._quotas = quotas
+            for engine in engines.values():
+                engine.kv_peak_bytes = engine.kv.kv_bytes
+
+    def _view(self, engines: Mapping[str, ControlledEngine]) -> DeviceStepView:
+        static_bytes = sum(account.static_bytes for account in self._ledger.accounts.values())
+        for engine in engines.values():
+            engine.sync()
+        return DeviceStepView(
+            self._kernel.time_s,
+            tuple(engine.step_view(name) for name, engine in engines.items()),
+            self._ledger.capacity_bytes - static_bytes,
+            max(0.0, 1.0 - self._gpu.sm_held()),
+        )

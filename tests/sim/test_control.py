@@ -1,0 +1,125 @@
+"""Step control: engines run the steps that the policy names, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from prism.policies import registry
+from prism.policies.placement import Hosted, Placement, Unit
+from prism.policies.steps import (
+    DeviceStepView,
+    Phase,
+    StepChoice,
+    StepControl,
+    StepJob,
+    StepRequest,
+)
+from prism.sim.records import Records
+from prism.sim.setup import ClusterSetup
+from prism.sim.world import World
+from tests.sim.clusters import cluster, model, request, work
+
+TARGET = Placement((Unit(("gpu:0",), (Hosted("a"), Hosted("b"))),))
+Log = list[tuple[float, str, Phase, tuple[str, ...]]]
+
+
+class Script:
+    """One job at a time; `order` picks the next of (model, phase, request)."""
+
+    def __init__(self, newest_first: bool = False, batch: int = 99, holds_s: float = 0.0) -> None:
+        self.newest_first, self.batch, self.holds_s = newest_first, batch, holds_s
+        self.log: Log = []
+        self.seen: dict[str, list[StepRequest]] = {}
+
+    def control(self) -> StepControl:
+        return StepControl(start=lambda view: None, choose=lambda view, state: (self(view), None))
+
+    def __call__(self, view: DeviceStepView) -> StepChoice:
+        assert view.sm_free == (0.0 if any(e.busy for e in view.engines) else 1.0)
+        for engine in view.engines:
+            for one in (*engine.prefill, *engine.decode):
+                self.seen.setdefault(one.id, []).append(one)
+        if any(engine.busy for engine in view.engines):
+            return StepChoice((), float("inf"))
+        ready = [
+            (one.arrival_s, one.id, engine.model, phase)
+            for engine in view.engines
+            for phase, many in ((Phase.PREFILL, engine.prefill), (Phase.DECODE, engine.decode))
+            for one in many
+        ]
+        if not ready:
+            return StepChoice((), float("inf"))
+        ready.sort(reverse=self.newest_first)
+        _, _, name, phase = ready[0]
+        ids = tuple(i for _, i, m, p in ready if (m, p) == (name, phase))[: self.batch]
+        self.log.append((view.now_s, name, phase, ids))
+        return StepChoice((StepJob(name, phase, ids),), self.holds_s)
+
+
+def run(script: Script, *requests: tuple[float, str, int, int]) -> Records:
+    setup = cluster([model(0, "a"), model(1, "b")])
+    policy = dataclasses.replace(
+        registry.get("alpaserve"), steps=script.control(), search=lambda problem: TARGET
+    )
+    trace = [request(*one) for one in requests]
+    return World(setup, work(setup, trace), policy).run()
+
+
+def test_jobs_run_one_after_another_as_named() -> None:
+    script = Script()
+    records = run(script, (0.0, "a", 100, 3), (0.0, "b", 100, 2))
+    kinds = [(name, phase) for _, name, phase, _ in script.log]
+    prefill, decode = Phase.PREFILL, Phase.DECODE
+    assert kinds == [("a", prefill), ("a", decode), ("a", decode), ("b", prefill), ("b", decode)]
+    times_s = [0.0, 0.01, 0.01 + 0.0101, 0.01 + 0.0101 + 0.010101]
+    assert [time_s for time_s, *_ in script.log[:4]] == pytest.approx(times_s)
+    assert records.end_s[0] == pytest.approx(times_s[-1])
+    assert not records.errors
+
+
+def test_requests_left_out_of_a_decode_are_parked_and_come_back() -> None:
+    script = Script(batch=1)
+    records = run(script, (0.0, "a", 100, 3), (0.0, "a", 100, 3))
+    ids = [i for *_, i in script.log]
+    assert ids == [("0",), ("0",), ("0",), ("1",), ("1",), ("1",)]
+    assert not records.errors
+
+
+def test_a_newer_request_preempts_at_the_next_step() -> None:
+    script = Script(newest_first=True)
+    records = run(script, (0.0, "a", 100, 9), (0.025, "b", 100, 2))
+    names = [name for _, name, *_ in script.log]
+    assert names.index("b") == 3
+    assert names[3:5] == ["b", "b"]
+    assert records.end_s[1] < records.end_s[0]
+
+
+@pytest.mark.parametrize("holds_s", [0.05, 1000.0])
+def test_what_holds_is_not_asked_again(holds_s: float) -> None:
+    asked, held = Script(), Script(holds_s=holds_s)
+    trace = ((0.0, "a", 100, 50), (0.105, "b", 100, 10))
+    first, second = run(asked, *trace), run(held, *trace)
+    assert first.end_s.tolist() == pytest.approx(second.end_s.tolist())
+    assert len(held.log) < len(asked.log)
+
+
+def test_executed_and_waiting_times_are_counted() -> None:
+    script = Script(newest_first=True)
+    run(script, (0.0, "a", 100, 3), (0.005, "b", 100, 2))
+    last = script.seen["0"][-1]
+    # its prefill of 10 ms and its first decode step; b's prefill and step came between
+    assert last.executed_s == pytest.approx(0.01 + 0.0101)
+    waits_s = [one.waiting_s for one in script.seen["0"]]
+    assert max(waits_s) == pytest.approx(0.01 + 0.0101, abs=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["muxserve", "alpaserve"])
+def test_the_papers_controls_serve_all(policy: str) -> None:
+    setup: ClusterSetup = cluster([model(0, "a"), model(1, "b")], policy=policy)
+    trace = [request(0.1 * i, "ab"[i % 2], 100 + i, 10 + i) for i in range(40)]
+    world = World(setup, work(setup, trace), target=TARGET)
+    records = world.run()
+    assert not records.errors
+    assert records.ended == 40
