@@ -60,12 +60,12 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
     which led here), the file, and what to change."""
     if not path.is_dir():
         raise ConfigError(f"{key}: there is no directory {path}; correct the path")
-    config = _read_config(path, key)
+    config = read_config(path, key)
     architecture = _architecture(config, path, key)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{key}: {path} has no tokenizer.json; save the fast tokenizer there")
     text = config.get("text_config") or config
-    lookup = _Lookup({**_DEFAULTS.get(str(text.get("model_type")), {}), **text}, path, key)
+    lookup = Lookup({**_DEFAULTS.get(str(text.get("model_type")), {}), **text}, path, key)
     heads = lookup.integer("num_attention_heads", "n_head")
     return ModelFiles(
         architecture=architecture,
@@ -80,7 +80,7 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lookup:
+class Lookup:
     values: dict[str, Any]
     path: Path
     key: str
@@ -97,7 +97,7 @@ class _Lookup:
         )
 
 
-def _read_config(path: Path, key: str) -> dict[str, Any]:
+def read_config(path: Path, key: str) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(

@@ -9,7 +9,7 @@ from prism.costs.gpus import gpu_spec
 from prism.costs.grid import read_grid, shipped_grid
 from prism.costs.model import CostModel
 from prism.costs.roofline import roofline
-from prism.costs.shapes import ModelShape, model_shape
+from prism.costs.shapes import ModelShape, model_shape, short_name
 from prism.costs.table import StepTable, TableCost, with_host
 
 HOST_S = 1e-3
@@ -28,12 +28,12 @@ def cost_model(
     """The best costs known for this (GPU, model, TP). The same arguments give the same object.
 
     files: tables of the user's own (`prism-sim calibrate engine` writes them), the last of which
-    goes first; they name any GPU and model and hold their host time. host_s: time per step not
-    hidden behind the GPU, for all other tables. Raises ConfigError.
+    goes first; they name any GPU and model (a folder by its last part) and hold their host time.
+    host_s: time per step not hidden behind the GPU, for all other tables. Raises ConfigError.
     """
     for path in reversed(files):
         for table in read_grid(path).tables:
-            if (table.gpu, table.model, table.tp) == (gpu, model, tp):
+            if (table.gpu, short_name(table.model), table.tp) == (gpu, short_name(model), tp):
                 return TableCost(table)
     return TableCost(with_host(cost_table(gpu, model, tp), host_s))
 

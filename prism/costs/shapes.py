@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from prism.errors import ConfigError
 
@@ -95,9 +96,15 @@ MODELS: dict[str, ModelShape] = {
 
 def model_shape(name: str) -> ModelShape:
     """By its full name or the part after the slash, in any case, "-Instruct" or not; "-FP8" at the
-    end means 8-bit weights. Raises ConfigError that lists the known models."""
-    short = _short(name)
-    found = [shape for known, shape in MODELS.items() if _short(known) == short.removesuffix(FP8)]
+    end means 8-bit weights. Or the folder of a model, by its config.json. Raises ConfigError that
+    lists the known models."""
+    short = short_name(name)
+    stem = short.removesuffix(FP8)
+    found = [shape for known, shape in MODELS.items() if short_name(known) == stem]
+    if not found and (Path(name) / "config.json").is_file():
+        from prism.costs.checkpoint import read_shape
+
+        return read_shape(Path(name))
     if not found:
         raise ConfigError(f"model {name!r}: known models are {', '.join(MODELS)}")
     return in_fp8(found[0]) if short.endswith(FP8) else found[0]
@@ -108,7 +115,8 @@ def in_fp8(shape: ModelShape) -> ModelShape:
     return replace(shape, name=shape.name + FP8.upper(), weight_dtype_bytes=1)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """What `model_shape` compares."""
     short = name.rpartition("/")[2].lower()
     stem = short.removesuffix(FP8)
     return stem.removesuffix("-instruct").removesuffix("-hf") + short[len(stem) :]

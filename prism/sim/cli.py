@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from prism.costs import cli as calibrate_cli
 from prism.errors import ConfigError
+from prism.replay import trace_cli
 from prism.replay.cli import parse_scales
 from prism.sim.options import (
     EXAMPLE,
@@ -94,6 +96,8 @@ app.command(
 app.command(
     epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ --target 0.99"
 )(plan)
+app.add_typer(trace_cli.app)
+app.add_typer(calibrate_cli.app)
 
 
 class Extras:

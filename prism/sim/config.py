@@ -83,7 +83,9 @@ class ActivationYaml(Strict, frozen=True):
 
 class SimYaml(Strict, frozen=True):
     """The whole file. trace: JSON lines, relative to the file; or generate: one.
-    rate_scale multiplies the requests, slo_scale every SLO."""
+    rate_scale multiplies the requests, slo_scale every SLO. cost_files: step costs that
+    `prism-sim calibrate engine` measured, relative to the file, for the (GPU, model, TP) in them.
+    """
 
     models: list[SimModelYaml]
     gpus: GpusYaml = GpusYaml()
@@ -94,6 +96,7 @@ class SimYaml(Strict, frozen=True):
     rate_scale: float = 1.0
     slo_scale: float = 1.0
     seed: int = 0
+    cost_files: tuple[str, ...] = ()
     scheduler: SchedulerYaml = SchedulerYaml()
     engine: SimEngineYaml = SimEngineYaml()
     activation: ActivationYaml = ActivationYaml()

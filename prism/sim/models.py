@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from prism.config import SloYaml
 from prism.costs.catalog import HOST_S, cost_model
@@ -30,6 +31,7 @@ class Around:
     shared: int
     slo: SloYaml
     slo_scale: float
+    cost_files: tuple[Path, ...] = ()
 
 
 def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Around) -> ModelSetup:
@@ -83,10 +85,11 @@ def model_parts(model: SimModelYaml, shape: ModelShape, around: Around) -> dict[
     """For its own degree and the usual ones that its heads allow."""
     given = around.engine.host
     host_s = HOST_S if given is None else parse_time(given, "engine.host")
+    name = model.shape or model.name
     usual = (d for d in TP_DEGREES if d <= around.devices and not shape.heads % d)
     return {
         d: Part(
-            cost_model(around.gpu, shape.name, d, host_s),
+            cost_model(around.gpu, name, d, host_s, around.cost_files),
             *kv_quantum(shape, d, around),
             KvShape(
                 shape.layers,

@@ -71,7 +71,7 @@ def resolve(config: SimYaml, path: Path) -> Scenario:
         where = config.trace or "generate"
         work = workload(trace, {m.name: i for i, m in enumerate(models)}, config.slo_scale, where)
         _fill_slos(work, config, models)
-        return Scenario(config, cluster_setup(config, models, work), work)
+        return Scenario(config, cluster_setup(config, models, work, path.parent), work)
     except ConfigError as error:
         raise type(error)(f"{path}: {error}") from error
 
@@ -120,8 +120,10 @@ def _generator(how: GenerateYaml, models: list[SimModelYaml], seed: int) -> Gene
     )
 
 
-def cluster_setup(config: SimYaml, models: list[SimModelYaml], work: Workload) -> ClusterSetup:
-    """Raises ConfigError."""
+def cluster_setup(
+    config: SimYaml, models: list[SimModelYaml], work: Workload, folder: Path
+) -> ClusterSetup:
+    """`folder`: of the YAML, for relative paths. Raises ConfigError."""
     gpu = gpu_spec(config.gpus.type)
     devices = _devices(config, gpu)
     page_bytes, capacity_bytes = devices[0].page_bytes, devices[0].capacity_bytes
@@ -134,6 +136,7 @@ def cluster_setup(config: SimYaml, models: list[SimModelYaml], work: Workload) -
         shared=-(-len(models) // len(devices)),
         slo=config.slo,
         slo_scale=config.slo_scale,
+        cost_files=tuple(folder / name for name in config.cost_files),
     )
     longest = work.longest_tokens()
     scheduler, engine = config.scheduler, config.engine

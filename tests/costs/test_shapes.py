@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from prism.costs.catalog import cost_model
+from prism.costs.catalog import cost_model, cost_table
+from prism.costs.checkpoint import read_shape
 from prism.costs.gpus import gpu_spec
 from prism.costs.shapes import MODELS, model_shape
 from prism.errors import ConfigError
@@ -62,6 +66,55 @@ def test_8_bit_weights_are_half_as_large_and_kv_stays() -> None:
     assert shape.weight_bytes() == model_shape("Qwen3-32B").weight_bytes() / 2
     assert shape.kv_token_bytes() == model_shape("Qwen3-32B").kv_token_bytes()
     assert model_shape("nvidia/Llama-3.1-8B-Instruct-FP8").parameters == pytest.approx(8.03e9, 0.01)
+
+
+def config(folder: Path, **fields: object) -> Path:
+    base = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(base | fields))
+    return folder
+
+
+def test_a_folders_shape_is_that_of_its_config(tmp_path: Path) -> None:
+    found = model_shape(str(config(tmp_path)))
+    assert found.name == tmp_path.name
+    assert found.geometry == model_shape("Llama-3.1-8B").geometry
+    # the same geometry is served by the same measured table
+    assert cost_table("h100", str(tmp_path)) is cost_table("h100", "Llama-3.1-8B")
+
+
+def test_older_architectures_and_32_bit_weights(tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    blank = dict.fromkeys((*names, "intermediate_size"))
+    config(tmp_path, **blank, **gpt2, vocab_size=50257, torch_dtype="float32")
+    found = read_shape(tmp_path)
+    assert found.parameters == pytest.approx(124e6, rel=0.01)
+    assert found.weight_bytes() == 4 * found.parameters
+    assert found.kv_token_bytes() == 2 * 12 * 768 * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"hidden_size": "large"}, "hidden_size"),
+    ],
+)
+def test_configs_without_a_shape_are_named(
+    tmp_path: Path, fields: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_shape(config(tmp_path, **fields))
 
 
 @pytest.mark.parametrize(

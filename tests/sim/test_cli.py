@@ -7,13 +7,18 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from prism.costs.grid import Grid, write_grid
+from prism.costs.table import TableCost
+from prism.errors import ConfigError
 from prism.replay.metrics import summarize as summarize_records
 from prism.sim import cli
 from prism.sim.scenario import load
 from prism.sim.summary import request_records, summarize
 from prism.sim.world import World
+from tests.costs.tables import BENT
 
 CONFIG = """
 gpus: {type: h100, count: 2, memory: 40GiB}
@@ -167,3 +172,30 @@ def test_a_bad_trace_is_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert message in said
+
+
+def test_measured_costs_go_before_shipped_ones(config: Path) -> None:
+    table = msgspec.structs.replace(BENT, gpu="h100", model="Llama-3.1-8B")
+    grid = Grid(package="p", version="1", license="", tables=(table,))
+    write_grid(config.parent / "costs.json", grid)
+    config.write_text(CONFIG + "cost_files: [costs.json]\n")
+    measured, other = load(config).setup.models[:2]
+    assert measured.cost.decode_s(4, 200) == TableCost(table).decode_s(4, 200)
+    assert other.cost.decode_s(4, 200) != measured.cost.decode_s(4, 200)
+    config.write_text(CONFIG + "cost_files: [none.json]\n")
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        load(config)
+
+
+def test_traces_and_costs_have_their_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t.jsonl"
+    generate = ["trace", "generate", "--preset", "novita", "--seconds", "600", "--out", str(out)]
+    assert call(monkeypatch, *generate) == 0
+    assert call(monkeypatch, "trace", "stats", str(out)) == 0
+    assert "changes of the active set" in capsys.readouterr().out
+    assert call(monkeypatch, "trace", "stats", str(tmp_path / "none.jsonl")) == 2
+    assert call(monkeypatch, "calibrate", "show", "--gpu", "h100", "--model", "Qwen3-8B") == 0
+    assert call(monkeypatch, "calibrate", "show", "--gpu", "odd", "--model", "Qwen3-8B") == 2
+    assert "gpu 'odd'" in capsys.readouterr().err
