@@ -180,8 +180,8 @@ def test_measured_costs_go_before_shipped_ones(config: Path) -> None:
     write_grid(config.parent / "costs.json", grid)
     config.write_text(CONFIG + "cost_files: [costs.json]\n")
     measured, other = load(config).setup.models[:2]
-    assert measured.cost.decode_s(4, 200) == TableCost(table).decode_s(4, 200)
-    assert other.cost.decode_s(4, 200) != measured.cost.decode_s(4, 200)
+    assert measured.parts[1].cost.decode_s(4, 200) == TableCost(table).decode_s(4, 200)
+    assert other.parts[1].cost.decode_s(4, 200) != measured.parts[1].cost.decode_s(4, 200)
     config.write_text(CONFIG + "cost_files: [none.json]\n")
     with pytest.raises(ConfigError, match=r"none\.json"):
         load(config)
