@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prism.policies import target
+from prism.policies.bins import devices_of, need_bytes, size_text
 from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
-from prism.policies.kvpr import need_bytes, size_text
 from prism.policies.mux_placement import computation
 from prism.policies.placement import (
     DeviceSpecView,
@@ -24,7 +24,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     wait for first, then the largest, each on the smallest device that holds it."""
     if view.target is not None:
         return target.plan(view, settings)
-    taken = {device for m in view.models for device in target.devices_of(m)}
+    taken = {device for m in view.models for device in devices_of(m)}
     free = [g for g in view.gpus if g.name not in taken and g.alive and g.engines_free > 0]
     asked = [m for m in view.models if m.state == "absent" and (m.wanted or m.waiting)]
     first = sorted(asked, key=lambda m: (m.waiting == 0, -need_bytes(m), m.name))

@@ -1,7 +1,5 @@
-"""KV pressure ratio and Algorithm 1 (Prism §6.2, bound in Appendix A.1).
-
-KVPR of a device = sum of w over its models / KV memory left after their weights, where
-w = token rate x KV bytes per token / TPOT SLO. Pure functions; sizes in bytes, rates in tokens/s.
+"""Algorithm 1: models to devices by KV pressure ratio (Prism §6.2, bound in Appendix A.1, tensor
+parallelism in A.1.2). Pure functions.
 
 The paper's algorithm ignores whether a model fits; here only devices where weights and KV floor
 fit, and where an engine is free, are candidates.
@@ -9,114 +7,62 @@ fit, and where an engine is free, are candidates.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+from prism.policies.bins import (
+    Bin,
+    Bins,
+    current_bins,
+    devices_of,
+    empty_bins,
+    least_pressed,
+    need_bytes,
+    part,
+    shortfall,
+    size_text,
+    weight_of,
+)
 from prism.policies.data import GpuView, ModelView
 
+__all__ = [
+    "Bin",
+    "Bins",
+    "Placement",
+    "by_pressure",
+    "by_rank",
+    "by_size",
+    "current_bins",
+    "devices_of",
+    "empty_bins",
+    "gain",
+    "homes",
+    "least_pressed",
+    "need_bytes",
+    "part",
+    "place",
+    "shortfall",
+    "size_text",
+    "weight_of",
+]
 
-def weight_of(model: ModelView) -> float:
-    """w of Algorithm 1: the SLO-weighted KV demand in bytes/s per second of TPOT SLO."""
-    return model.token_rate * model.token_bytes / model.slo_tpot_s
-
-
-def need_bytes(model: ModelView) -> int:
-    """What a device must have left for the model to serve at all."""
-    return model.weight_bytes + model.kv_floor_bytes
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes for people: "1.5 MiB"."""
-    return f"{size_bytes / 2**20:.1f} MiB"
-
-
-@dataclass(slots=True)
-class Bin:
-    """A device while a plan is being made: which models it would hold, and what is left.
-
-    `engines`: how many models it can hold at a time.
-    """
-
-    gpu: GpuView
-    engines: int
-    models: dict[str, ModelView] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.gpu.name
-
-    @property
-    def shared_kv_bytes(self) -> int:
-        """KV memory left after the weights: the denominator of KVPR."""
-        weights = sum(model.weight_bytes for model in self.models.values())
-        return self.gpu.capacity_bytes - self.gpu.fixed_bytes - weights
-
-    @property
-    def room_bytes(self) -> int:
-        """What is left after weights and KV floors: the most that another model may need."""
-        return self.shared_kv_bytes - sum(m.kv_floor_bytes for m in self.models.values())
-
-    @property
-    def free_engines(self) -> int:
-        return self.engines - len(self.models)
-
-    @property
-    def kvpr(self) -> float:
-        pressure = math.fsum(weight_of(model) for model in self.models.values())
-        if pressure == 0:
-            return 0.0
-        return pressure / self.shared_kv_bytes if self.shared_kv_bytes > 0 else math.inf
-
-    def kvpr_with(self, model: ModelView) -> float:
-        return Bin(self.gpu, self.engines, {**self.models, model.name: model}).kvpr
-
-    def kvpr_without(self, names: Iterable[str]) -> float:
-        gone = set(names)
-        kept = {name: model for name, model in self.models.items() if name not in gone}
-        return Bin(self.gpu, self.engines, kept).kvpr
-
-    def allows(self, model: ModelView) -> bool:
-        """May the model be here at all: pinned elsewhere, agent gone, failed here just now."""
-        if model.pinned_device not in (None, self.name) or not self.gpu.alive:
-            return False
-        return model.device == self.name or self.name not in model.barred
-
-    def fits(self, model: ModelView) -> bool:
-        return self.allows(model) and self.free_engines > 0 and need_bytes(model) <= self.room_bytes
-
-    def put(self, model: ModelView) -> None:
-        self.models[model.name] = model
-
-    def take(self, name: str) -> ModelView:
-        return self.models.pop(name)
-
-
-Bins = dict[str, Bin]
+Rank = Callable[[Bin], tuple[float, int, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`devices`: model -> device. `refused`: model -> why it fits nowhere. `kvpr`: per device."""
+    """`devices`: model -> device, of rank 0 where it is tensor-parallel; `peers`: model -> devices
+    of the other ranks. `refused`: model -> why it fits nowhere. `kvpr`: per device."""
 
     devices: Mapping[str, str]
     refused: Mapping[str, str]
     kvpr: Mapping[str, float]
-
-
-def empty_bins(models: Iterable[ModelView], gpus: Iterable[GpuView]) -> Bins:
-    """Bins with nothing in them; an engine that serves a model now counts as one of the bin's."""
-    homes = [model.device for model in models if model.device]
-    return {gpu.name: Bin(gpu, gpu.engines_free + homes.count(gpu.name)) for gpu in gpus}
-
-
-def current_bins(models: Sequence[ModelView], gpus: Iterable[GpuView]) -> Bins:
-    """Bins as the cluster is now, without the models that are on their way out."""
-    bins = empty_bins(models, gpus)
-    for model in models:
-        if model.device in bins and model.state != "draining":
-            bins[model.device].put(model)
-    return bins
+    peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def _mobility(model: ModelView) -> int:
@@ -136,22 +82,6 @@ def by_size(model: ModelView) -> tuple[int, int, str]:
     return (_mobility(model), -need_bytes(model), model.name)
 
 
-def least_pressed(model: ModelView, bins: Bins) -> Bin | None:
-    """The candidate with the least KVPR; equal ones by room, so that idle models spread out."""
-    fitting = (b for b in bins.values() if b.fits(model))
-    return min(fitting, key=lambda b: (b.kvpr, -b.room_bytes, b.name), default=None)
-
-
-def choose(model: ModelView, bins: Bins, tau: float) -> Bin | None:
-    """Algorithm 1, lines 5-8: the least pressed device, or the current one when moving the
-    model would gain at most `tau` of its KVPR."""
-    best = least_pressed(model, bins)
-    current = bins.get(model.device) if model.device else None
-    if best is None or current is None or not current.fits(model):
-        return best
-    return best if best.kvpr < current.kvpr * (1 - tau) else current
-
-
 def gain(before: float, after: float) -> float:
     """The part of a pressure that a change removes; 0 where there was none."""
     if before <= 0:
@@ -159,68 +89,203 @@ def gain(before: float, after: float) -> float:
     return 1.0 if math.isinf(before) and not math.isinf(after) else (before - after) / before
 
 
-def place(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> Placement:
+def place(
+    models: Sequence[ModelView],
+    gpus: Sequence[GpuView],
+    tau: float,
+    start: Bins | None = None,
+) -> Placement:
     """Algorithm 1: a device for every model, greedily by pressure.
 
-    Models that no device has room for are tried again largest first, with those that are
-    nowhere yet packed by size; what then still does not fit is refused with the bytes missing.
-    Deterministic; no device is ever filled beyond capacity. For tau = 0 and where everything
-    fits, max KVPR <= optimum x (1 + C / (S - m)) (Appendix A.1).
+    start: what devices hold already and keep; `models` has none of that, and `gpus` is not read.
+    Models that no device has room for are tried again largest first, with those that are nowhere
+    yet packed by size; what then still does not fit is refused with the bytes missing. The parts of
+    a tensor-parallel model go to distinct devices of one node, all or none. Deterministic; no
+    device is ever filled beyond capacity. For tau = 0, without tensor parallelism, where all fits,
+    max KVPR <= optimum x (1 + C / (S - m)) (Appendix A.1). O((models + devices) log devices) where
+    most devices that are looked at fit; tensor-parallel models cost O(devices) each.
     """
-    bins = _greedy(models, gpus, tau)
-    if _placed(bins) < len(models):
-        packed = _packed(models, gpus, bins)
-        bins = packed if _placed(packed) > _placed(bins) else bins
-    devices = {name: b.name for b in bins.values() for name in b.models}
-    refused = {m.name: shortfall(m, bins) for m in models if m.name not in devices}
-    return Placement(devices, refused, {b.name: b.kvpr for b in bins.values()})
+    parts = [part(model) for model in models]
+
+    def origin() -> Bins:
+        if start is None:
+            return empty_bins(models, gpus)
+        return {name: b.copy() for name, b in start.items()}
+
+    first = _greedy(parts, origin(), tau)
+    bins = first
+    if len(first.homes) < len(parts):
+        packed = _packed(parts, origin(), first)
+        bins = packed if len(packed.homes) > len(first.homes) else first
+    refused = {m.name: shortfall(m, bins.bins) for m in parts if m.name not in bins.homes}
+    return Placement(
+        {name: devices[0] for name, devices in bins.homes.items()},
+        refused,
+        {name: b.kvpr for name, b in bins.bins.items()},
+        {name: devices[1:] for name, devices in bins.homes.items() if len(devices) > 1},
+    )
 
 
-def _placed(bins: Bins) -> int:
-    return sum(len(b.models) for b in bins.values())
+# --- one model at a time -------------------------------------------------------------------
 
 
-def _greedy(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> Bins:
-    bins = empty_bins(models, gpus)
-    for model in sorted(models, key=by_pressure):
-        home = choose(model, bins, tau)
+class _Trial:
+    """Bins being filled (owned), with a heap of them by rank, and by room once something did not
+    fit. Entries that no longer say what a bin has are dropped when they come up; so are bins whose
+    engines are all taken."""
+
+    def __init__(self, bins: Bins) -> None:
+        self.bins = bins
+        self.homes: dict[str, tuple[str, ...]] = {}
+        self._by_rank = [b.rank for b in bins.values() if b.gpu.alive]
+        self._by_room: list[tuple[int, str]] | None = None
+        heapq.heapify(self._by_rank)
+
+    def put(self, model: ModelView, home: Sequence[Bin]) -> None:
+        heap = self._by_rank
+        for b in home:
+            before = b.rank
+            b.put(model)
+            if heap and heap[0] is before:
+                heapq.heapreplace(heap, b.rank)
+            else:
+                heapq.heappush(heap, b.rank)
+            if self._by_room is not None:
+                heapq.heappush(self._by_room, (-b.room_bytes, b.gpu.name))
+        self.homes[model.name] = tuple([b.gpu.name for b in home])
+
+    def most_room_bytes(self) -> int:
+        """Of any bin with a free engine; 0 without one."""
+        if self._by_room is None:
+            alive = (b for b in self.bins.values() if b.gpu.alive)
+            self._by_room = [(-b.room_bytes, b.gpu.name) for b in alive]
+            heapq.heapify(self._by_room)
+        heap = self._by_room
+        while heap:
+            b = self.bins[heap[0][1]]
+            if heap[0][0] == -b.room_bytes and len(b.models) < b.engines:
+                return b.room_bytes
+            heapq.heappop(heap)
+        return 0
+
+    def least_pressed(self, model: ModelView) -> Bin | None:
+        """As `bins.least_pressed`, without looking at all of them."""
+        if model.pinned_device is not None:
+            pinned = self.bins.get(model.pinned_device)
+            return pinned if pinned is not None and pinned.fits(model) else None
+        heap = self._by_rank
+        passed: list[tuple[float, int, str]] = []
+        found = None
+        while heap:
+            top = heap[0]
+            b = self.bins[top[2]]
+            if top is not b.rank or len(b.models) >= b.engines:
+                heapq.heappop(heap)
+            elif b.fits(model):
+                found = b
+                break
+            elif not passed and need_bytes(model) > self.most_room_bytes():
+                break
+            else:
+                passed.append(heapq.heappop(heap))
+        for rank in passed:
+            heapq.heappush(heap, rank)
+        return found
+
+
+def _greedy(parts: Sequence[ModelView], origin: Bins, tau: float) -> _Trial:
+    trial = _Trial(origin)
+    for model in sorted(parts, key=by_pressure):
+        home = _choose(model, trial, tau)
         if home is not None:
-            home.put(model)
-    return bins
+            trial.put(model, home)
+    return trial
 
 
-def _packed(models: Sequence[ModelView], gpus: Sequence[GpuView], first: Bins) -> Bins:
+def _choose(model: ModelView, trial: _Trial, tau: float) -> Sequence[Bin] | None:
+    """Algorithm 1, lines 5-8: the least pressed device, or the current one when moving the model
+    would gain at most `tau` of its KVPR."""
+    if model.tp > 1:
+        return homes(model, trial.bins, by_rank, tau)
+    best = trial.least_pressed(model)
+    current = trial.bins.get(model.device) if model.device else None
+    if best is None:
+        return None
+    return (_stay(best, current, tau) if current and current.fits(model) else best,)
+
+
+def _stay(best: Bin, current: Bin, tau: float) -> Bin:
+    return best if best.kvpr < current.kvpr * (1 - tau) else current
+
+
+def _packed(parts: Sequence[ModelView], origin: Bins, first: _Trial) -> _Trial:
     """Best fit by decreasing size, for models that are nowhere yet; the others stay put."""
-    bins = empty_bins(models, gpus)
-    resident = [(b, m) for b in first.values() for m in b.models.values() if m.device]
-    for b, model in resident:
-        bins[b.name].put(model)
-    for model in sorted((m for m in models if m.device is None), key=by_size):
-        fitting = (b for b in bins.values() if b.fits(model))
-        tightest = min(fitting, key=lambda b: (b.room_bytes, b.name), default=None)
-        if tightest is not None:
-            tightest.put(model)
-    return bins
+    trial = _Trial(origin)
+    for model in parts:
+        if model.device and model.name in first.homes:
+            trial.put(model, [trial.bins[name] for name in first.homes[model.name]])
+    rooms = sorted((b.room_bytes, b.name) for b in trial.bins.values())
+    for model in sorted((m for m in parts if m.device is None), key=by_size):
+        home = _tightest(model, trial.bins, rooms)
+        if home is not None:
+            for b in home:
+                del rooms[bisect_left(rooms, (b.room_bytes, b.name))]
+            trial.put(model, home)
+            for b in home:
+                insort(rooms, (b.room_bytes, b.name))
+    return trial
 
 
-def shortfall(model: ModelView, bins: Bins) -> str:
-    """Why the model fits on none of the bins; names the device that comes closest."""
-    allowed = [b for b in bins.values() if b.allows(model)]
-    if not allowed:
-        return _nowhere(model, bins)
-    closest = min(allowed, key=lambda b: (b.free_engines <= 0, -b.room_bytes, b.name))
-    missing = need_bytes(model) - closest.room_bytes
-    if missing > 0:
-        return (
-            f"{missing} bytes ({size_text(missing)}) are missing on {closest.name}: weights and KV "
-            f"floor need {size_text(need_bytes(model))}, {size_text(closest.room_bytes)} are left"
-        )
-    return f"no engine is free on {closest.name}: all {closest.engines} serve a model"
+def _tightest(
+    model: ModelView, bins: Bins, rooms: Sequence[tuple[int, str]]
+) -> tuple[Bin, ...] | None:
+    """The bins with least room that fit; `rooms`: all of them, sorted."""
+    if model.tp > 1:
+        return homes(model, bins, _by_room, 0.0)
+    for _, name in islice(rooms, bisect_left(rooms, (need_bytes(model), "")), None):
+        if bins[name].fits(model):
+            return (bins[name],)
+    return None
 
 
-def _nowhere(model: ModelView, bins: Bins) -> str:
-    if model.pinned_device is not None and model.pinned_device not in bins:
-        return f"its device {model.pinned_device} is not in the cluster"
-    if not any(b.gpu.alive for b in bins.values() if model.pinned_device in (None, b.name)):
-        return "no agent answers on " + (model.pinned_device or "any device")
-    return "its activation failed a moment ago on " + ", ".join(model.barred)
+# --- tensor parallelism --------------------------------------------------------------------
+
+
+def by_rank(b: Bin) -> tuple[float, int, str]:
+    """Least pressed first."""
+    return b.rank
+
+
+def _by_room(b: Bin) -> tuple[float, int, str]:
+    return (b.room_bytes, 0, b.name)
+
+
+def homes(model: ModelView, bins: Bins, rank: Rank, tau: float) -> tuple[Bin, ...] | None:
+    """Devices for all parts of a model, rank 0 first, by looking at all bins: for each part the
+    first by `rank`, except where the model has a part already, the next (Appendix A.1.2); but a
+    device where it is now is kept unless the other's KVPR is below (1 - tau) of its. None if no
+    node has `tp` devices that fit. REQUIRES: `model` is a part, and no bin holds it.
+    """
+    fitting = [b for b in bins.values() if b.fits(model)]
+    if model.tp > 1:
+        per_node = Counter(b.gpu.node for b in fitting)
+        fitting = [b for b in fitting if per_node[b.gpu.node] >= model.tp]
+    now = devices_of(model)
+    chosen: list[Bin] = []
+    while fitting and len(chosen) < model.tp:
+        best = min(fitting, key=rank)
+        here = [b for b in fitting if b.name in now]
+        if here and best not in here:
+            best = _stay(best, min(here, key=rank), tau)
+        chosen.append(best)
+        node = best.gpu.node
+        fitting = [b for b in fitting if b is not best and b.gpu.node == node]
+    return tuple(_in_ranks(chosen, now)) if len(chosen) == model.tp else None
+
+
+def _in_ranks(chosen: Sequence[Bin], now: Sequence[str]) -> list[Bin]:
+    """Devices that the model keeps stay at their rank; new ones take the other ranks in order."""
+    by_name = {b.name: b for b in chosen}
+    new = iter([b for b in chosen if b.name not in now])
+    kept = [by_name.get(name) for name in now] or [None] * len(chosen)
+    return [b if b is not None else next(new) for b in kept]

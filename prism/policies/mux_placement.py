@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from prism.policies.kvpr import size_text
+from prism.policies.bins import size_text
 from prism.policies.mux_throughput import Candidate, Estimate, candidates, estimate, request_tokens
 from prism.policies.placement import (
     DeviceSpecView,

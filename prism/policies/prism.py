@@ -66,27 +66,28 @@ def _seat(draft: Draft, seekers: list[ModelView], otherwise: Callable[..., None]
     those that have no room."""
     if not seekers:
         return
-    fixed = [
-        replace(m, pinned_device=b.name) for b in draft.bins.values() for m in b.models.values()
-    ]
-    gpus = [replace(b.gpu, engines_free=b.free_engines) for b in draft.bins.values()]
-    placed = [replace(m, device=m.pinned_device) for m in fixed]
     tau = draft.settings.migration_threshold
-    placement = kvpr.place([*placed, *seekers], gpus, tau)
-    for model in sorted(seekers, key=kvpr.by_pressure):
+    placement = kvpr.place(seekers, draft.view.gpus, tau, draft.bins)
+    parts = sorted(map(kvpr.part, seekers), key=kvpr.by_pressure)
+    for model in parts:
         if model.name in placement.devices:
-            _activate(draft, model, draft.bins[placement.devices[model.name]])
-    for model in sorted(seekers, key=kvpr.by_pressure):
+            devices = (placement.devices[model.name], *placement.peers.get(model.name, ()))
+            _activate(draft, model, [draft.bins[device] for device in devices])
+    for model in parts:
         if model.name not in placement.devices:
             otherwise(draft, model)
 
 
-def _activate(draft: Draft, model: ModelView, home: Bin, note: str = "") -> None:
+def _activate(draft: Draft, model: ModelView, home: Sequence[Bin], note: str = "") -> None:
+    """`model`: a part, as everywhere below; `home`: a bin for each, rank 0 first."""
     why = "requests wait" if model.waiting else "never_evict" if model.never_evict else "wanted"
-    pressure = f"KVPR {home.kvpr:.3g}, {kvpr.size_text(home.room_bytes)} left"
+    first, *peers = home
+    pressure = f"KVPR {first.kvpr:.3g}, {kvpr.size_text(first.room_bytes)} left"
     reason = f"{why}; {note or 'least pressed device with room'} ({pressure})"
-    draft.actions.append(Activate(model.name, home.name, reason))
-    home.put(model)
+    ranks = tuple(b.name for b in peers)
+    draft.actions.append(Activate(model.name, first.name, reason, peers=ranks))
+    for b in home:
+        b.put(model)
 
 
 def _refuse(draft: Draft, model: ModelView) -> None:
@@ -98,6 +99,9 @@ def _make_room(draft: Draft, model: ModelView) -> None:
 
     Models idle for less than the threshold go only when requests would starve otherwise.
     """
+    home = kvpr.homes(model, draft.bins, kvpr.by_rank, 0.0)
+    if home is not None:  # what was evicted for another model is enough for this one as well
+        return _activate(draft, model, home)
     if _evict_for(draft, model, _over_threshold(draft), "idle over the threshold"):
         return
     # While a model moves, the room that it leaves behind may be the one this model waits for.
@@ -113,14 +117,15 @@ def _make_room(draft: Draft, model: ModelView) -> None:
 
 
 def _idle(draft: Draft, longer_than_s: float) -> list[ModelView]:
-    return [
-        model
+    found = {
+        model.name: model
         for b in draft.bins.values()
         for model in b.models.values()
         if model.state == "active"
         and not (model.never_evict or model.running or model.waiting)
         and model.idle_s > longer_than_s
-    ]
+    }
+    return list(found.values())
 
 
 def _over_threshold(draft: Draft) -> list[ModelView]:
@@ -136,9 +141,11 @@ def _longest_idle(draft: Draft) -> list[ModelView]:
 
 def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelView] | None:
     """The fewest models of `idle`, in its order, without which `model` fits on `b`."""
+    if b.fits(model):
+        return []
     if not b.allows(model):
         return None
-    trial = Bin(b.gpu, b.engines, dict(b.models))
+    trial = b.copy()
     chosen: list[ModelView] = []
     for victim in (m for m in idle if m.name in b.models):
         trial.take(victim.name)
@@ -160,6 +167,10 @@ def _spared(trial: Bin, model: ModelView, chosen: list[ModelView]) -> list[Model
     return kept
 
 
+Option = tuple[tuple[int, float, str], list[Bin], list[ModelView]]
+"""(rank, a bin for each part, who leaves them)"""
+
+
 def _evict_for(draft: Draft, model: ModelView, idle: Sequence[ModelView], why: str) -> bool:
     """Evict where that costs the fewest models, then where pressure is least afterwards."""
     options = []
@@ -167,16 +178,42 @@ def _evict_for(draft: Draft, model: ModelView, idle: Sequence[ModelView], why: s
         victims = _victims(b, model, idle)
         if victims is not None:
             rank = (len(victims), b.kvpr_without(v.name for v in victims), b.name)
-            options.append((rank, b, victims))
+            options.append((rank, [b], victims))
+    if model.tp > 1:
+        options = _on_one_node(options, model.tp)
     if not options:
         return False
     _, home, victims = min(options, key=lambda option: option[0])
     for victim in victims:
         reason = f"{why}: idle for {victim.idle_s:.1f} s, makes room for {model.name}"
-        draft.actions.append(Evict(victim.name, home.name, reason))
-        home.take(victim.name)
+        _evict(draft, victim, reason)
     _activate(draft, model, home, f"after evicting {', '.join(v.name for v in victims)}")
     return True
+
+
+def _on_one_node(options: Iterable[Option], tp: int) -> list[Option]:
+    """For each node that has enough of them, the cheapest `tp` devices together."""
+    nodes: dict[str, list[Option]] = {}
+    for option in sorted(options, key=lambda option: option[0]):
+        nodes.setdefault(option[1][0].gpu.node, []).append(option)
+    found: list[Option] = []
+    for on_node in nodes.values():
+        if len(on_node) >= tp:
+            chosen = on_node[:tp]
+            victims = {v.name: v for _, _, leaving in chosen for v in leaving}
+            worst = max(rank[1] for rank, _, _ in chosen)
+            home = [b for _, bins, _ in chosen for b in bins]
+            found.append(((len(victims), worst, home[0].name), home, list(victims.values())))
+    return found
+
+
+def _evict(draft: Draft, victim: ModelView, reason: str) -> None:
+    """All parts leave; `victim` is active, so that it has a device."""
+    assert victim.device is not None
+    draft.actions.append(Evict(victim.name, victim.device, reason))
+    for b in draft.bins.values():
+        if victim.name in b.models:
+            b.take(victim.name)
 
 
 def _free_short_devices(draft: Draft) -> None:
@@ -191,8 +228,7 @@ def _free_short_devices(draft: Draft) -> None:
         if short and idle and backlog:
             free = kvpr.size_text(b.gpu.free_bytes)
             reason = f"idle for {idle[0].idle_s:.1f} s while a backlog waits and {free} are free"
-            draft.actions.append(Evict(idle[0].name, b.name, reason))
-            b.take(idle[0].name)
+            _evict(draft, idle[0], reason)
 
 
 # --- migration -----------------------------------------------------------------------------
@@ -203,7 +239,9 @@ def _in_transition(view: ClusterView) -> bool:
 
 
 def _movable(b: Bin) -> list[ModelView]:
-    return [m for m in b.models.values() if m.state == "active" and m.pinned_device is None]
+    """Tensor-parallel models stay: a new group of ranks would have to be formed for each move."""
+    here = (m for m in b.models.values() if m.state == "active" and m.tp == 1)
+    return [m for m in here if m.pinned_device is None]
 
 
 def _move_for(draft: Draft, model: ModelView) -> bool:
@@ -238,10 +276,16 @@ def _rebalance(draft: Draft) -> None:
         return
     models, gpus = _settled(draft.view)
     residents = [m for m in models if m.device in draft.bins]
+    wide = [m for m in residents if m.tp > 1]
+    start = kvpr.empty_bins(residents, gpus)
+    for model in wide:
+        for device in kvpr.devices_of(model):
+            start[device].put(kvpr.part(model))
+    residents = [m for m in residents if m.tp == 1]
     tau = draft.settings.migration_threshold
     # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
     pinned = [m if m.token_rate > 0 else replace(m, pinned_device=m.device) for m in residents]
-    placement = kvpr.place(pinned, gpus, tau)
+    placement = kvpr.place(pinned, gpus, tau, start)
     for model in sorted(residents, key=kvpr.by_pressure):
         target = draft.bins.get(placement.devices.get(model.name, ""))
         if target and model.device and target.name != model.device and model.state == "active":

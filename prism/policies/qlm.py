@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prism.policies import dedicated
+from prism.policies.bins import devices_of
 from prism.policies.data import (
     Action,
     Activate,
@@ -33,7 +34,6 @@ from prism.policies.queues import (
     RequestGroup,
     VirtualQueue,
 )
-from prism.policies.target import devices_of
 
 REORDERED_MAX = 12
 """Groups in a queue up to which it is ordered anew for a new one."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from prism.policies.bins import devices_of, need_bytes, size_text
 from prism.policies.data import (
     Action,
     Activate,
@@ -23,8 +24,6 @@ from prism.policies.data import (
     Refuse,
     Settings,
 )
-from prism.policies.kvpr import need_bytes, size_text
-from prism.policies.target import devices_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,11 @@ from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelVie
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """`devices`: model -> device; `limits_bytes`: model -> its KV memory; `refused`: why not."""
+    """`devices`: model -> device, of rank 0 where it is tensor-parallel; `peers`: of the other
+    ranks; `limits_bytes`: model -> its KV memory on each device; `refused`: why not."""
 
     devices: dict[str, str] = field(default_factory=dict)
+    peers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     limits_bytes: dict[str, int] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -35,31 +37,39 @@ def _action(model: ModelView, division: Partition, engines: dict[str, int]) -> A
     if model.name in division.refused:
         return Refuse(model.name, division.refused[model.name])
     device, limit_bytes = division.devices[model.name], division.limits_bytes[model.name]
-    if device in model.barred:
-        return Refuse(model.name, f"its activation failed a moment ago on {device}")
-    if engines[device] <= 0:
-        return Refuse(model.name, f"no engine is free on {device} now")
-    engines[device] -= 1
+    peers = division.peers[model.name]
+    for each in (device, *peers):
+        if each in model.barred:
+            return Refuse(model.name, f"its activation failed a moment ago on {each}")
+        if engines[each] <= 0:
+            return Refuse(model.name, f"no engine is free on {each} now")
+    for each in (device, *peers):
+        engines[each] -= 1
     reason = f"static partition: {kvpr.size_text(limit_bytes)} of KV memory on {device}"
-    return Activate(model.name, device, reason, limit_bytes)
+    return Activate(model.name, device, reason, limit_bytes, peers)
 
 
 def partition(models: Sequence[ModelView], gpus: Sequence[GpuView]) -> Partition:
     """Devices by size (largest model first, to the device with the most room; pinned ones at
     their device), then each device's KV memory by `static_share`, the rest in equal parts."""
     # Where a model happens to be, or failed, must not change the partition.
-    fresh = [replace(m, device=None, barred=(), token_rate=0.0) for m in models]
+    fresh = [replace(m, device=None, peers=(), barred=(), token_rate=0.0) for m in models]
     whole = [replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus]
     bins = kvpr.empty_bins(fresh, whole)
     division = Partition()
-    for model in sorted(fresh, key=kvpr.by_size):
-        home = kvpr.least_pressed(model, bins)
+    for model in sorted(map(kvpr.part, fresh), key=kvpr.by_size):
+        home = kvpr.homes(model, bins, kvpr.by_rank, 0.0)
         if home is None:
             division.refused[model.name] = kvpr.shortfall(model, bins)
-        else:
-            home.put(model)
+            continue
+        division.devices[model.name], *peers = (b.name for b in home)
+        division.peers[model.name] = tuple(peers)
+        for b in home:
+            b.put(model)
     for b in bins.values():
         _share(b, division)
+    for name in division.refused:
+        division.devices.pop(name, None)
     return division
 
 
@@ -75,8 +85,8 @@ def _share(b: kvpr.Bin, division: Partition) -> None:
         if problem:
             division.refused[model.name] = problem
         else:
-            division.devices[model.name] = b.name
-            division.limits_bytes[model.name] = limit_bytes
+            least = division.limits_bytes.get(model.name, limit_bytes)
+            division.limits_bytes[model.name] = min(limit_bytes, least)
 
 
 def _problem(model: ModelView, b: kvpr.Bin, given: float, limit_bytes: int) -> str:

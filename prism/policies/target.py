@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from prism.policies.bins import devices_of, size_text
 from prism.policies.data import (
     Action,
     Activate,
@@ -21,7 +22,6 @@ from prism.policies.data import (
     Refuse,
     Settings,
 )
-from prism.policies.kvpr import size_text
 from prism.policies.placement import Hosted, Placement
 
 Devices = tuple[str, ...]
@@ -50,11 +50,6 @@ class Draft:
 def part_bytes(model: ModelView, tp: int) -> int:
     """Weights and KV floor on each of `tp` devices."""
     return -(-(model.weight_bytes + model.kv_floor_bytes) // tp)
-
-
-def devices_of(model: ModelView) -> Devices:
-    """Rank 0 first; empty for a model that is nowhere."""
-    return (model.device, *model.peers) if model.device else ()
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:

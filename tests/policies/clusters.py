@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -29,27 +30,33 @@ def view(models: Sequence[ModelView], gpus: Sequence[GpuView], **more: Any) -> C
     return ClusterView(now_s=0.0, models=tuple(models), gpus=tuple(gpus), **more)
 
 
-def used(view: ClusterView, device: str) -> int:
-    """Bytes that the models on `device` need, migrations not counted."""
-    return sum(kvpr.need_bytes(m) for m in view.models if m.device == device)
-
-
 @st.composite
-def clusters(draw: st.DrawFn) -> ClusterView:
-    """Any consistent cluster: residents fit where they are, within capacity and engines."""
+def clusters(draw: st.DrawFn, wide: bool = False) -> ClusterView:
+    """Any consistent cluster: residents fit where they are, within capacity and engines. `wide`:
+    with tensor-parallel models and nodes of two devices."""
     capacities = draw(st.lists(st.integers(0, 60), min_size=1, max_size=3))
     devices = [f"host:{i}" for i in range(len(capacities))]
     room, engines = list(capacities), [draw(st.integers(0, 4)) for _ in capacities]
     models = []
     for i in range(draw(st.integers(0, 6))):
         views, home = _any_model(draw, f"m{i}", devices, room, engines)
+        if wide and draw(st.booleans()):
+            views = _widened(draw, views, home, room, engines)
         models.append(views)
-        if home is not None:
-            room[home] -= kvpr.need_bytes(views)
-            engines[home] -= 1
+        for device in kvpr.devices_of(views):
+            room[devices.index(device)] -= kvpr.need_bytes(kvpr.part(views))
+            engines[devices.index(device)] -= 1
     gpus = [
-        gpu(name, capacity, free, free_bytes=left, engines_total=8, alive=draw(st.booleans()))
-        for name, capacity, free, left in zip(devices, capacities, engines, room, strict=True)
+        gpu(
+            name,
+            capacities[i],
+            engines[i],
+            free_bytes=room[i],
+            engines_total=8,
+            alive=draw(st.booleans()),
+            node=f"n{i // 2}" if wide else "",
+        )
+        for i, name in enumerate(devices)
     ]
     return view(models, gpus, rebalance=draw(st.booleans()))
 
@@ -82,6 +89,21 @@ def _any_model(
     return made, home
 
 
+def _widened(
+    draw: st.DrawFn, made: ModelView, home: int | None, room: list[int], engines: list[int]
+) -> ModelView:
+    """With tensor parallelism of two, if it is absent or the other device of its node has room."""
+    two = replace(made, tp=2, pinned_device=None)
+    if home is None:
+        return two
+    other = home ^ 1
+    if other >= len(room) or engines[other] <= 0:
+        return made
+    if room[other] < kvpr.need_bytes(kvpr.part(two)):
+        return made
+    return replace(two, peers=(f"host:{other}",))
+
+
 def actions_of(kind: type[Any], actions: Sequence[Any]) -> list[Any]:
     return [action for action in actions if isinstance(action, kind)]
 
@@ -90,27 +112,29 @@ def check_capacity(view: ClusterView, actions: Sequence[Any]) -> None:
     """Carry the plan out in its order; no device may ever hold more than it has, and the
     models on their way out count as gone, since activations wait for them."""
     by_name = {m.name: m for m in view.models}
-    room = {
-        g.name: g.capacity_bytes
-        - g.fixed_bytes
-        - sum(
-            kvpr.need_bytes(m) for m in view.models if m.device == g.name and m.state != "draining"
-        )
-        for g in view.gpus
-    }
-    engines = {
-        g.name: g.engines_free
-        + sum(m.device == g.name and m.state == "draining" for m in view.models)
-        for g in view.gpus
-    }
+    room = {g.name: g.capacity_bytes - g.fixed_bytes for g in view.gpus}
+    engines = {g.name: g.engines_free for g in view.gpus}
+    for m in view.models:
+        for device in kvpr.devices_of(m):
+            if m.state == "draining":
+                engines[device] += 1
+            else:
+                room[device] -= kvpr.need_bytes(kvpr.part(m))
     for action in actions:
-        need = kvpr.need_bytes(by_name[action.model])
+        model = by_name[action.model]
+        need = kvpr.need_bytes(kvpr.part(model))
         if isinstance(action, Evict):
-            room[action.device] += need
-            engines[action.device] += 1
+            for device in kvpr.devices_of(model):
+                room[device] += need
+                engines[device] += 1
         if isinstance(action, Activate | Migrate):
-            device = action.device if isinstance(action, Activate) else action.target
-            room[device] -= need
-            engines[device] -= 1
-            assert room[device] >= 0, f"{action} overfills {device}"
-            assert engines[device] >= 0, f"{action}: no engine on {device}"
+            first = action.device if isinstance(action, Activate) else action.target
+            devices = (first, *action.peers)
+            assert len(set(devices)) == len(devices) == model.tp, "parts go to distinct devices"
+            nodes = {g.node for g in view.gpus if g.name in devices}
+            assert len(nodes) == 1, "parts stay within a node"
+            for device in devices:
+                room[device] -= need
+                engines[device] -= 1
+                assert room[device] >= 0, f"{action} overfills {device}"
+                assert engines[device] >= 0, f"{action}: no engine on {device}"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prism.policies.data import Activate, Evict, Migrate, ModelView, Refuse, Settings
 from prism.policies.prism import plan
@@ -218,11 +219,61 @@ def test_pinned_models_do_not_migrate() -> None:
     assert planned(models, [gpu("g0"), gpu("g1")]) == []
 
 
+# --- tensor parallelism --------------------------------------------------------------------
+
+
+def wide(name: str, *devices: str, **more: Any) -> ModelView:
+    if devices:
+        more |= {"device": devices[0], "peers": devices[1:], "state": "active"}
+    return model(name, tp=2, **more)
+
+
+def test_a_wide_model_is_activated_on_two_devices() -> None:
+    (action,) = plan(view([wide("a", weight=150, waiting=1)], [gpu("g0"), gpu("g1")]), SETTINGS)
+    assert isinstance(action, Activate)
+    assert (action.device, action.peers) == ("g0", ("g1",))
+
+
+def test_its_eviction_frees_both() -> None:
+    models = [wide("old", "g0", "g1", weight=150, idle_s=60), model("a", 80, waiting=1)]
+    models += [model("b", 80, waiting=1)]
+    assert planned(models, [gpu("g0"), gpu("g1")]) == [
+        ("evict", "old", "g0"),
+        ("activate", "a", "g0"),
+        ("activate", "b", "g1"),
+    ]
+
+
+def test_idle_models_make_room_on_the_cheapest_node() -> None:
+    models = [
+        active("x", "g0", weight=80, idle_s=60),
+        active("y", "g1", weight=80, idle_s=60),
+        active("z", "g3", weight=80, idle_s=60),
+        wide("a", weight=100, waiting=1),
+    ]
+    gpus = [gpu(f"g{i}", node=f"n{i // 2}") for i in range(4)]
+    actions = plan(view(models, gpus), SETTINGS)
+    assert [summary(a) for a in actions] == [("evict", "z", "g3"), ("activate", "a", "g2")]
+    assert isinstance(actions[1], Activate)
+    assert actions[1].peers == ("g3",)
+
+
+def test_wide_models_stay_and_the_others_move_around_them() -> None:
+    models = [
+        wide("hot", "g0", "g1", token_rate=20.0, running=1),
+        active("warm", "g0", token_rate=3.0),
+        active("other", "g1", token_rate=2.9),
+    ]
+    gpus = [gpu("g0"), gpu("g1")]
+    assert planned(models, gpus) == []
+    assert planned(models, [*gpus, gpu("g2")]) == [("migrate", "warm", "g0", "g2")]
+
+
 # --- properties ----------------------------------------------------------------------------
 
 
-@given(clusters())
-@settings(max_examples=300, deadline=None)
+@given(st.booleans().flatmap(lambda wide: clusters(wide=wide)))
+@settings(max_examples=200, deadline=None)
 def test_every_plan(view) -> None:
     actions = plan(view, SETTINGS)
     assert actions == plan(view, SETTINGS)
@@ -248,8 +299,8 @@ def test_every_plan(view) -> None:
         assert asked <= seated, "a model that is asked for gets an answer"
 
 
-@given(clusters())
-@settings(max_examples=200, deadline=None)
+@given(clusters(wide=True))
+@settings(max_examples=100, deadline=None)
 def test_the_order_of_models_and_devices_does_not_matter(view) -> None:
     mirrored = replace(view, models=view.models[::-1], gpus=view.gpus[::-1])
     assert set(plan(view, SETTINGS)) == set(plan(mirrored, SETTINGS))

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prism.policies import serverlessllm
+from prism.policies.bins import devices_of
 from prism.policies.data import (
     Activate,
     ClusterView,
@@ -107,7 +109,7 @@ def test_tensor_parallel_models_take_a_row_of_one_node() -> None:
     assert planned([asked], [gpu("g0", node="x"), gpu("g1", node="y")]) == [("refuse", "a")]
 
 
-@given(clusters())
+@given(st.booleans().flatmap(lambda wide: clusters(wide=wide)))
 @settings(max_examples=200, deadline=None)
 def test_every_plan(view: ClusterView) -> None:
     actions = serverlessllm.plan(view, SETTINGS)
@@ -115,12 +117,13 @@ def test_every_plan(view: ClusterView) -> None:
     gone = {(a.model, a.device) for a in actions_of(Evict, actions)}
     by_name = {m.name: m for m in view.models}
     for activated in actions_of(Activate, actions):
-        others = [m for m in view.models if m.device == activated.device]
-        assert all((m.name, m.device) in gone for m in others), "GPUs are not shared"
+        for device in (activated.device, *activated.peers):
+            others = [m for m in view.models if device in devices_of(m)]
+            assert all((m.name, m.device) in gone for m in others), "GPUs are not shared"
     for evicted in actions_of(Evict, actions):
         victim = by_name[evicted.model]
         assert (victim.running, victim.waiting, victim.never_evict) == (0, 0, False)
-    homes = [a.device for a in actions_of(Activate, actions)]
+    homes = [d for a in actions_of(Activate, actions) for d in (a.device, *a.peers)]
     assert len(set(homes)) == len(homes)
     assert all(a.reason for a in actions_of(Refuse, actions))
     mirrored = replace(view, models=view.models[::-1], gpus=view.gpus[::-1])

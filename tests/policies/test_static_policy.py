@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from prism.policies import kvpr
 from prism.policies.data import Activate, Refuse, Settings
 from prism.policies.static import partition, plan
 from tests.policies.clusters import active, clusters, gpu, model, view
@@ -84,18 +85,43 @@ def test_a_failed_activation_is_not_repeated_at_once() -> None:
     assert refusal == Refuse("a", "its activation failed a moment ago on g0")
 
 
-@given(clusters())
-@settings(max_examples=200, deadline=None)
+def test_tensor_parallel_models_get_a_share_on_each_device() -> None:
+    models = [model("a", 60, 10, tp=2, wanted=True), model("b", 20, 10, wanted=True)]
+    gpus = [gpu("g0"), gpu("g1")]
+    assert plan(view(models, gpus), Settings()) == (
+        Activate("a", "g0", "static partition: 0.0 MiB of KV memory on g0", 25, ("g1",)),
+        Activate("b", "g0", "static partition: 0.0 MiB of KV memory on g0", 25),
+    )
+    (refusal,) = plan(view([model("a", 60, tp=2, wanted=True)], gpus[:1]), Settings())
+    assert isinstance(refusal, Refuse)
+
+
+@given(clusters(wide=True))
+@settings(max_examples=100, deadline=None)
 def test_the_partition_ignores_everything_that_changes(view) -> None:
     calm = [
-        replace(m, device=None, state="absent", token_rate=0.0, waiting=0, idle_s=0.0, barred=())
+        replace(
+            m,
+            device=None,
+            peers=(),
+            state="absent",
+            token_rate=0.0,
+            waiting=0,
+            idle_s=0.0,
+            barred=(),
+        )
         for m in view.models
     ]
     gpus = [replace(g, engines_free=g.engines_total, alive=True) for g in view.gpus]
     division = partition(view.models, view.gpus)
     assert division == partition(calm, gpus)
     for g in view.gpus:
-        here = [m for m in view.models if division.devices.get(m.name) == g.name]
+        here = [
+            kvpr.part(m)
+            for m in view.models
+            if m.name in division.devices
+            and g.name in (division.devices[m.name], *division.peers[m.name])
+        ]
         limits = sum(division.limits_bytes[m.name] for m in here)
         assert limits + sum(m.weight_bytes for m in here) <= g.capacity_bytes
         assert all(division.limits_bytes[m.name] >= m.kv_floor_bytes for m in here)

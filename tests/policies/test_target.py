@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism.policies import target
+from prism.policies.bins import devices_of
 from prism.policies.data import (
     Action,
     Activate,
@@ -138,7 +139,7 @@ def part(mesh: tuple[str, ...]) -> int:
 
 def carry_out(seen: ClusterView, actions: Sequence[Action]) -> ClusterView:
     """Every action at once, as if time had passed."""
-    homes = {m.name: target.devices_of(m) for m in seen.models}
+    homes = {m.name: devices_of(m) for m in seen.models}
     for action in actions:
         match action:
             case Activate():
@@ -165,9 +166,9 @@ def test_one_target_after_another_is_reached_without_overfilling(
         for _ in range(12):
             seen = carry_out(seen, target.plan(seen, SETTINGS))
             for device in DEVICES:
-                here = [m for m in seen.models if device in target.devices_of(m)]
+                here = [m for m in seen.models if device in devices_of(m)]
                 assert sum(target.part_bytes(m, m.tp) for m in here) <= 100
         assert target.plan(seen, SETTINGS) == ()
         wanted = {h.model: u.devices for u in goal.units for h in u.models}
-        found = {m.name: target.devices_of(m) for m in seen.models if m.device}
+        found = {m.name: devices_of(m) for m in seen.models if m.device}
         assert found == wanted

@@ -1,0 +1,207 @@
+"""Devices as bins while a placement is made: KVPR, room, what fits, what is missing (Prism §6.2).
+
+KVPR of a device = sum of w over its models / KV memory left after their weights, where
+w = token rate x KV bytes per token / TPOT SLO. Sizes in bytes, rates in tokens/s. Models in bins
+are parts: of a tensor-parallel model, what each of its devices holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from prism.policies.data import GpuView, ModelView
+
+
+def weight_of(model: ModelView) -> float:
+    """w of Algorithm 1: the SLO-weighted KV demand in bytes/s per second of TPOT SLO."""
+    return model.token_rate * model.token_bytes / model.slo_tpot_s
+
+
+def need_bytes(model: ModelView) -> int:
+    """What a device must have left for the model to serve at all."""
+    return model.weight_bytes + model.kv_floor_bytes
+
+
+def part(model: ModelView) -> ModelView:
+    """What each device of a tensor-parallel model holds: 1/tp of its weight and rate (Prism
+    Appendix A.1.2). It keeps the name and `tp`, but no pin: those are for one device. Models on one
+    device are their own part."""
+    if model.tp == 1:
+        return model
+    return replace(
+        model,
+        pinned_device=None,
+        weight_bytes=-(-model.weight_bytes // model.tp),
+        kv_floor_bytes=-(-model.kv_floor_bytes // model.tp),
+        token_rate=model.token_rate / model.tp,
+    )
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes for people: "1.5 MiB"."""
+    return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def ratio(pressure: float, shared_kv_bytes: int) -> float:
+    """KVPR; 0 without pressure, infinite where weights leave nothing."""
+    if pressure == 0:
+        return 0.0
+    return pressure / shared_kv_bytes if shared_kv_bytes > 0 else math.inf
+
+
+@dataclass(slots=True)
+class Bin:
+    """A device while a plan is being made: which parts it would hold, and what is left. At most
+    one part of a model.
+
+    engines: how many parts it can hold at a time. shared_kv_bytes: KV memory left after the
+    weights, the denominator of KVPR. room_bytes: what is left after weights and KV floors, the
+    most that another model may need. rank: least pressed first; equal ones by room, so that idle
+    models spread out.
+    """
+
+    gpu: GpuView
+    engines: int
+    models: dict[str, ModelView] = field(default_factory=dict)
+    shared_kv_bytes: int = field(init=False)
+    room_bytes: int = field(init=False)
+    kvpr: float = field(init=False, default=0.0)
+    rank: tuple[float, int, str] = field(init=False)
+    _pressures: dict[str, float] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shared_kv_bytes = self.gpu.capacity_bytes - self.gpu.fixed_bytes
+        self.room_bytes = self.shared_kv_bytes
+        self.rank = (0.0, -self.room_bytes, self.gpu.name)
+        parts, self.models = self.models, {}
+        for model in parts.values():
+            self.put(model)
+
+    @property
+    def name(self) -> str:
+        return self.gpu.name
+
+    @property
+    def free_engines(self) -> int:
+        return self.engines - len(self.models)
+
+    def copy(self) -> Bin:
+        return Bin(self.gpu, self.engines, self.models)
+
+    def kvpr_with(self, model: ModelView) -> float:
+        """With one more part, or another version of one that is there."""
+        trial = self.copy()
+        trial.put(model)
+        return trial.kvpr
+
+    def kvpr_without(self, names: Iterable[str]) -> float:
+        gone = set(names)
+        kept = {name: model for name, model in self.models.items() if name not in gone}
+        return Bin(self.gpu, self.engines, kept).kvpr
+
+    def allows(self, model: ModelView) -> bool:
+        """May the model be here at all: pinned elsewhere, agent gone, failed here just now."""
+        name = self.gpu.name
+        if model.pinned_device not in (None, name) or not self.gpu.alive:
+            return False
+        return model.device == name or name not in model.barred
+
+    def fits(self, model: ModelView) -> bool:
+        """REQUIRES: no part of the same model is here."""
+        return (
+            len(self.models) < self.engines
+            and model.weight_bytes + model.kv_floor_bytes <= self.room_bytes
+            and self.allows(model)
+        )
+
+    def put(self, model: ModelView) -> None:
+        """Replaces a part of the same name."""
+        if model.name in self.models:
+            self.take(model.name)
+        self.models[model.name] = model
+        self._pressures[model.name] = weight_of(model)
+        self._moved(-model.weight_bytes, -model.kv_floor_bytes)
+
+    def take(self, name: str) -> ModelView:
+        model = self.models.pop(name)
+        del self._pressures[name]
+        self._moved(model.weight_bytes, model.kv_floor_bytes)
+        return model
+
+    def _moved(self, weight_bytes: int, kv_floor_bytes: int) -> None:
+        self.shared_kv_bytes += weight_bytes
+        self.room_bytes += weight_bytes + kv_floor_bytes
+        # fsum rounds once, so that the order of putting and taking leaves no trace.
+        self.kvpr = ratio(math.fsum(self._pressures.values()), self.shared_kv_bytes)
+        self.rank = (self.kvpr, -self.room_bytes, self.gpu.name)
+
+
+Bins = dict[str, Bin]
+
+
+def devices_of(model: ModelView) -> tuple[str, ...]:
+    """Rank 0 first; empty for a model that is nowhere."""
+    return (model.device, *model.peers) if model.device else ()
+
+
+def empty_bins(models: Iterable[ModelView], gpus: Iterable[GpuView]) -> Bins:
+    """Bins with nothing in them; an engine that serves a model now counts as one of the bin's."""
+    homes = Counter(device for model in models for device in devices_of(model))
+    return {gpu.name: Bin(gpu, gpu.engines_free + homes[gpu.name]) for gpu in gpus}
+
+
+def current_bins(models: Sequence[ModelView], gpus: Iterable[GpuView]) -> Bins:
+    """Bins as the cluster is now, without the models that are on their way out."""
+    bins = empty_bins(models, gpus)
+    for model in models:
+        if model.state != "draining":
+            for device in devices_of(model):
+                if device in bins:
+                    bins[device].put(part(model))
+    return bins
+
+
+def least_pressed(model: ModelView, bins: Bins) -> Bin | None:
+    """The candidate with the least KVPR. REQUIRES: no part of the model is in any of them."""
+    fitting = (b for b in bins.values() if b.fits(model))
+    return min(fitting, key=lambda b: b.rank, default=None)
+
+
+# --- why not -------------------------------------------------------------------------------
+
+
+def shortfall(model: ModelView, bins: Bins) -> str:
+    """Why the model fits on none of the bins; names the device that comes closest."""
+    allowed = [b for b in bins.values() if b.allows(model)]
+    if not allowed:
+        return _nowhere(model, bins)
+    if model.tp > 1:
+        return _too_few(model, allowed)
+    closest = min(allowed, key=lambda b: (b.free_engines <= 0, -b.room_bytes, b.name))
+    missing = need_bytes(model) - closest.room_bytes
+    if missing > 0:
+        return (
+            f"{missing} bytes ({size_text(missing)}) are missing on {closest.name}: weights and KV "
+            f"floor need {size_text(need_bytes(model))}, {size_text(closest.room_bytes)} are left"
+        )
+    return f"no engine is free on {closest.name}: all {closest.engines} serve a model"
+
+
+def _too_few(model: ModelView, allowed: Sequence[Bin]) -> str:
+    fitting = Counter(b.gpu.node for b in allowed if b.fits(model))
+    most = max(fitting.values(), default=0)
+    return (
+        f"its {model.tp} parts need {size_text(need_bytes(model))} and an engine on each of "
+        f"{model.tp} devices of one node; at most {most} have that"
+    )
+
+
+def _nowhere(model: ModelView, bins: Bins) -> str:
+    if model.pinned_device is not None and model.pinned_device not in bins:
+        return f"its device {model.pinned_device} is not in the cluster"
+    if not any(b.gpu.alive for b in bins.values() if model.pinned_device in (None, b.name)):
+        return "no agent answers on " + (model.pinned_device or "any device")
+    return "its activation failed a moment ago on " + ", ".join(model.barred)
