@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvcached.balloon import Shrunk
 from kvcached.errors import KvcachedError
 
 if TYPE_CHECKING:
@@ -52,6 +53,25 @@ class RankKV:
     def free_kv(self, ids: Ids) -> None:
         """Frees blocks of this rank; no vote. Raises what KVCache.free_kv raises."""
         self.kv.free_kv(ids)
+
+    def shrink(self, size_bytes: int | None, evict: Callable[[int | None], int]) -> Shrunk:
+        """Gives memory back on this rank, by evicting what every other rank evicts too.
+
+        Block ids, and so pages, differ between ranks; prefix caches must not. So `evict` gets a
+        number of tokens (None: all that can go) that follows from `size_bytes` alone, and returns
+        how many went; the pages without a live block go after that. All ranks call this with the
+        same `size_bytes`; no vote.
+        """
+        held_bytes = self.kv.mapped_bytes()
+        tokens = None if size_bytes is None else -(-size_bytes // self.kv.layout.token_bytes)
+        spare_bytes = max(0, held_bytes - self._trimmed_bytes())
+        evicted_tokens = evict(tokens)
+        returned_bytes = max(0, held_bytes - self._trimmed_bytes())
+        return Shrunk(returned_bytes, evicted_tokens, returned_bytes - spare_bytes)
+
+    def _trimmed_bytes(self) -> int:
+        self.kv.trim()
+        return self.kv.mapped_bytes()
 
     def _own(self, num_blocks: int) -> Ids | None:
         try:

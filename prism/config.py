@@ -107,10 +107,13 @@ class ServeYaml(Strict, frozen=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
+    """`peers`: devices that the ranks above 0 of this device's engines run on (tensor parallel)."""
+
     name: str
     capacity_bytes: int
     page_bytes: int
     engines: int
+    peers: tuple[str, ...] = ()
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ PrismError
 │   └── BadRequestError
 ├── EngineError          an engine process failed
 │   ├── EngineDiedError
+│   ├── RankLostError
 │   └── ActivationError
 │       └── SelfCheckError
 ├── ModelSourceError     a model cannot be prepared: its source is not installed
@@ -62,6 +63,10 @@ class EngineError(PrismError):
 
 class EngineDiedError(EngineError):
     """The engine process ended while it held requests."""
+
+
+class RankLostError(EngineError):
+    """A rank of a tensor-parallel engine ended or went out of step; so must the others."""
 
 
 class ActivationError(EngineError):

@@ -12,6 +12,7 @@ import msgspec
 from kvcached import Layout, choose_layout
 from kvcached.layouts import Arrangement
 from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.errors import ActivationError
 from prism.messages import ModelSpec
 
 BLOCK_TOKENS = 16
@@ -52,6 +53,26 @@ def layout_of(model: ModelSpec) -> Layout:
     if model.kv_arrangement == "per_layer" or model.token_bytes == layout.token_bytes:
         return layout
     return replace(layout, padded_token_bytes=model.token_bytes)
+
+
+def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
+    """What one of `ranks` tensor-parallel ranks holds of `model`: its part of the KV heads, per
+    layer, and about its part of the weights.
+
+    Raises ActivationError for heads that do not divide.
+    """
+    if model.num_kv_heads % ranks:
+        raise ActivationError(
+            f"model {model.name}: its {model.num_kv_heads} KV heads cannot be shared by {ranks} "
+            "ranks; serve it on a device with fewer peers"
+        )
+    shard = msgspec.structs.replace(
+        model,
+        num_kv_heads=model.num_kv_heads // ranks,
+        weight_bytes=ceil(model.weight_bytes / ranks),
+        kv_arrangement="per_layer",
+    )
+    return msgspec.structs.replace(shard, token_bytes=layout_of(shard).token_bytes)
 
 
 def arranged(model: ModelSpec, config: ClusterConfig, accepted: Sequence[Arrangement]) -> ModelSpec:

@@ -10,20 +10,36 @@ other than reading weights in `activate`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import kvcached
 from prism.config import ClusterConfig
-from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
+from prism.engines.ranks.group import ALONE, RankGroup
+from prism.errors import ActivationError, SelfCheckError
+from prism.messages import (
+    Activate,
+    Activated,
+    ActivationFailed,
+    Chunk,
+    EngineStatus,
+    Failure,
+    Request,
+)
+
+ShrinkCall = Callable[[int | None], kvcached.Shrunk]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
+    """`ranks`: what this process agrees through with the other ranks of a tensor-parallel engine;
+    `device` and `engine_id` are this rank's own."""
+
     engine_id: str
     device: str
     config: ClusterConfig
+    ranks: RankGroup = ALONE
 
     def open_device(self) -> kvcached.Device:
         """Attach to the device's ledger. Raises what `kvcached.Device.open` raises."""
@@ -74,11 +90,11 @@ class EngineCore(Protocol):
 
     def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
         """Give memory back now: spare pages first, then pages of the prefix cache until so many
-        bytes have gone (None: all that can)."""
+        bytes have gone (None: all that can). With several ranks: the same tokens on all of them."""
 
-    def answer_requests(self) -> bool:
-        """`shrink` by what the ledger asks this engine for, and answer. Called before every step
-        and when `fileno` is readable; whether there was anything to answer."""
+    def answer_requests(self, shrink: ShrinkCall | None = None) -> bool:
+        """Do with `shrink` (None: the method) what the ledger asks this engine for, and answer.
+        Called before every step and when `fileno` is readable; whether there was anything."""
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
         """Change the cap of this engine's elastic memory."""
@@ -88,3 +104,12 @@ class EngineCore(Protocol):
 
     def close(self) -> None:
         """Free everything; the process exits next."""
+
+
+def activation_failed(model: str, error: ActivationError) -> ActivationFailed:
+    return ActivationFailed(
+        model=model,
+        message=str(error),
+        missing_bytes=error.missing_bytes,
+        needs_fresh_engine=isinstance(error, SelfCheckError),
+    )

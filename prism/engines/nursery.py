@@ -35,6 +35,7 @@ import msgspec
 from prism.config import ClusterConfig, read_resolved
 from prism.engines.core import EngineContext
 from prism.engines.logs import EngineLogs
+from prism.engines.ranks.spread import spread
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError
 from prism.messages import EngineExited, EngineForked, ForkEngine, FromNursery, NurseryReady
@@ -157,7 +158,7 @@ class Nursery:
             die_with_parent(parent_pid)
             self._leave_nursery(engine_id)
             context = EngineContext(engine_id, self._device, self._config)
-            status = run_engine(context, self._adapter.create)
+            status = run_engine(context, spread(context, self._adapter.create))
         except BaseException:
             log.exception("engine %s ends", engine_id)
         finally:

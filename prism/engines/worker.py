@@ -17,8 +17,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from prism.engines.core import EngineContext, EngineCore, StepOutput
-from prism.errors import ActivationError, SelfCheckError
+from prism.engines.core import EngineContext, EngineCore, StepOutput, activation_failed
+from prism.errors import ActivationError
 from prism.messages import (
     Activate,
     ActivationFailed,
@@ -243,14 +243,7 @@ class Worker:
             self._link.send(activated)
         except ActivationError as error:
             log.warning("activation of %s failed: %s", name, error)
-            missing = error.missing_bytes
-            failed = ActivationFailed(
-                model=name,
-                message=str(error),
-                missing_bytes=missing,
-                needs_fresh_engine=isinstance(error, SelfCheckError),
-            )
-            self._link.send(failed)
+            self._link.send(activation_failed(name, error))
         self._activating = None
 
     def _deactivate(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import kvcached
-from prism.engines.core import EngineContext, StepOutput
+from prism.engines.core import EngineContext, ShrinkCall, StepOutput
 from prism.engines.fake.memory import BLOCK_TOKENS, Memory
 from prism.engines.fake.options import FakeOptions
 from prism.engines.fake.tokens import seed_of, token_at
@@ -99,7 +99,7 @@ class FakeCore:
         if name in self._options.fail_reuse and self._served and self._options.claim_fault():
             raise SelfCheckError(f"PRISM_FAKE fails the self-check of {name}")
         timeline.enter("reserve")
-        self._memory = Memory(self._client, self._device, self._context.config, order)
+        self._memory = Memory(self._client, self._device, self._context, order)
         timeline.enter("weights")
         time.sleep(self._options.activation_s)
         timeline.enter("build")
@@ -127,8 +127,8 @@ class FakeCore:
     def fileno(self) -> int:
         return self._client.fileno()
 
-    def answer_requests(self) -> bool:
-        return self._client.answer_requests(self.shrink) is not None
+    def answer_requests(self, shrink: ShrinkCall | None = None) -> bool:
+        return self._client.answer_requests(shrink or self.shrink) is not None
 
     def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
         return self._memory.shrink(size_bytes) if self._memory else kvcached.Shrunk()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcached
-from prism.config import ClusterConfig
+from prism.engines.core import EngineContext
 from prism.engines.fake.prefix_cache import PrefixCache
 from prism.errors import ActivationError, EngineError
 from prism.messages import Activate, Activated, ModelSpec
@@ -55,9 +55,10 @@ class Memory:
         self,
         client: kvcached.Client,
         device: kvcached.Device,
-        config: ClusterConfig,
+        context: EngineContext,
         order: Activate,
     ) -> None:
+        config = context.config
         self._client = client
         usage = device.usage()
         layout = layout_of(order.model)
@@ -74,6 +75,8 @@ class Memory:
         except kvcached.NoRoomError as error:
             self._release()
             raise self._no_room(device, order.model) from error
+        self._ranks = kvcached.RankKV(self.kv, context.ranks.all_true)
+        self._has_peers = context.ranks.size > 1
         self._layout = layout
         self._quantum = (
             layout.quantum_bytes(usage.page_bytes),
@@ -127,7 +130,7 @@ class Memory:
 
     def alloc(self, num_blocks: int) -> list[int] | None:
         """Blocks, after evicting as much of the prefix cache as that takes; None: no room."""
-        while (ids := self.kv.alloc_kv(num_blocks)) is None:
+        while (ids := self._ranks.alloc_kv(num_blocks)) is None:
             evicted = self.cache.evict(max(num_blocks, EVICT_BATCH_BLOCKS))
             if not evicted:
                 return None
@@ -161,8 +164,16 @@ class Memory:
                 raise CorruptKVError(f"KV in blocks {list(blocks)[:8]} is not what was written")
 
     def shrink(self, size_bytes: int | None) -> kvcached.Shrunk:
-        """Give memory back, cached pages by page."""
+        """Give memory back, cached pages by page, or with peers the blocks used least recently."""
+        if self._has_peers:
+            return self._ranks.shrink(size_bytes, self._evict_tokens)
         return self.kv.shrink(size_bytes, self)
+
+    def _evict_tokens(self, tokens: int | None) -> int:
+        count = self.cache.idle_blocks if tokens is None else -(-tokens // BLOCK_TOKENS)
+        evicted = self.cache.evict(count)
+        self._free(evicted)
+        return len(evicted) * BLOCK_TOKENS
 
     def evictable(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See `kvcached.PrefixCache`: the order of use stands for the time."""

@@ -28,7 +28,10 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     page_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._kv = active_memory().kv
+        memory = active_memory()
+        self._kv = memory.kv
+        self._rank_kv = memory.rank_kv()
+        self._ranks = memory.ranks
         self._live = torch.zeros(0, dtype=torch.bool)
         self._tree_cache: Any = None
         super().__init__(*args, **kwargs)
@@ -42,11 +45,15 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         """Tokens that could be allocated now without evicting: hand, mapped and ledger's room."""
         return (len(self.free_pages) + self._kv.available_blocks()) * self.page_size
 
+    def agreed_tokens(self) -> int:
+        """`attainable_tokens` of the rank with the least; a collective of all ranks."""
+        return self._ranks.least(self.attainable_tokens())
+
     def secure(self, pages: int, tree_cache: Any) -> bool:
         """Hold `pages` blocks in the hand, evicting own prefix cache when the device is full."""
         self._tree_cache = tree_cache
         while not self._take(pages):
-            short = pages * self.page_size - self.attainable_tokens()
+            short = pages * self.page_size - self.agreed_tokens()
             if tree_cache is None or not self.evict_cache(tree_cache, max(short, self.page_size)):
                 return False
         return True
@@ -61,14 +68,16 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         missing = pages - len(self.free_pages)
         if missing <= 0:
             return True
-        ids = self._kv.alloc_kv(missing)
+        ids = self._rank_kv.alloc_kv(missing)
         if ids is None:
             return False
         self.free_pages = torch.cat((self.free_pages, torch.from_numpy(ids)))
         return True
 
-    def evict_cache(self, tree_cache: Any, tokens: int = 256) -> int:
-        """Free about `tokens` of unused prefix cache, the least recently used first."""
+    def evict_cache(self, tree_cache: Any, tokens: int | None) -> int:
+        """Free about `tokens` (None: all) of unused prefix cache, the least recently used first."""
+        if tokens is None:
+            tokens = int(tree_cache.evictable_size())
         result = tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))
         return int(result.num_tokens_evicted)
 

@@ -20,7 +20,7 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
         self._granted_pages = 0
 
     def _available_and_evictable(self) -> int:
-        return self.allocator.attainable_tokens() + int(self.tree_cache.evictable_size())
+        return self.allocator.agreed_tokens() + int(self.tree_cache.evictable_size())
 
     def check_prefill(
         self,

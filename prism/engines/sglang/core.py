@@ -6,11 +6,13 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import kvcached
 from kvcached import LoadOptions, WeightStore
 from prism.config import AUTO_STORE, ClusterConfig
-from prism.engines.core import EngineContext, StepOutput
+from prism.engines.core import EngineContext, ShrinkCall, StepOutput
+from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.sglang import host, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.radix_pages import RadixPages
@@ -60,7 +62,7 @@ class SglangCore:
         place = context.config.device(context.device)
         # KV space and weights of one model after another are laid out in these addresses.
         self._client.reserve_addresses(2 * _whole(place.capacity_bytes, place.page_bytes))
-        self._access = store_access(context.config)
+        self._access = store_access(context.config, context.ranks)
         self._active: _Active | None = None
         self._by_rid: dict[str, _Running] = {}
         self._rids = itertools.count()
@@ -84,7 +86,9 @@ class SglangCore:
             static_bytes=self._context.config.engine.static_bytes,
         )
         weights = ModelWeights(self._client, self._access, order.model)
-        memory = EngineMemory(self._client, weights, order, layout, timeline)
+        memory = EngineMemory(
+            self._client, weights, order, layout, timeline, ranks=self._context.ranks
+        )
         timeline.enter("store")
         scheduler, fingerprint = self._build(order, memory)
         self._active = _Active(order, memory, scheduler)
@@ -149,16 +153,20 @@ class SglangCore:
     def fileno(self) -> int:
         return self._client.fileno()
 
-    def answer_requests(self) -> bool:
-        return self._client.answer_requests(self.shrink) is not None
+    def answer_requests(self, shrink: ShrinkCall | None = None) -> bool:
+        return self._client.answer_requests(shrink or self.shrink) is not None
 
     def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
-        """Give memory back: spare pages, then pages of the radix cache, chosen by page."""
+        """Give memory back: spare pages, then pages of the radix cache, chosen by page or, with
+        other ranks, by age."""
         if self._active is None:
             return kvcached.Shrunk()
         scheduler = self._active.scheduler
-        cache = RadixPages(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
-        return self._active.memory.kv.shrink(size_bytes, cache)
+        memory, tree = self._active.memory, scheduler.tree_cache
+        allocator = scheduler.token_to_kv_pool_allocator
+        if memory.ranks.size > 1:
+            return memory.rank_kv().shrink(size_bytes, partial(allocator.evict_cache, tree))
+        return memory.kv.shrink(size_bytes, RadixPages(tree, allocator))
 
     # --- requests --------------------------------------------------------------------------
 
@@ -288,18 +296,19 @@ class SglangCore:
         return self._active
 
 
-def store_access(config: ClusterConfig) -> StoreAccess:
+def store_access(config: ClusterConfig, ranks: RankGroup = ALONE) -> StoreAccess:
     """The machine's weight store as `engine.weight_store` says."""
     engine = config.engine
     if not engine.weight_store:
-        return StoreAccess()
+        return StoreAccess(rank=ranks.rank, ranks=ranks.size)
     own = engine.weight_store == AUTO_STORE
     store = WeightStore.open(
         None if own else engine.weight_store,
         max_bytes=engine.weight_store_bytes,
         namespace=config.namespace,
     )
-    return StoreAccess(store, LoadOptions(bytes_per_s=engine.load_bytes_per_s))
+    options = LoadOptions(bytes_per_s=engine.load_bytes_per_s)
+    return StoreAccess(store, options, ranks.rank, ranks.size)
 
 
 def _whole(size_bytes: int, page_bytes: int) -> int:

@@ -24,6 +24,7 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
 )
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
 
+from prism.engines.ranks.group import RankGroup  # noqa: E402
 from prism.engines.sglang import noise, server_args  # noqa: E402
 from prism.engines.sglang.kv_pool import KvcachedPool  # noqa: E402
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
@@ -40,9 +41,12 @@ def build(order: Activate, memory: EngineMemory, prefill_chunk_tokens: int) -> I
     Raises whatever SGLang raises for bad files; the caller must then call `tear_down(None)`.
     """
     platforms.current_platform.memory = memory
-    arguments = server_args.build(order, memory.plan, prefill_chunk_tokens)
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    with _PrivateRendezvous():
+    ranks = memory.ranks
+    arguments = server_args.build(order, memory.plan, prefill_chunk_tokens, ranks.size)
+    place = SpawnRanks(world_rank=ranks.rank, gpu_id=ranks.rank)
+    _bind_threads(ranks.size)
+    publish(arguments, role="scheduler", ranks=place)
+    with _Rendezvous(ranks):
         scheduler = InProcessScheduler(arguments, server_args.ports())
     _check_pool(scheduler)
     scheduler.start()
@@ -76,20 +80,34 @@ def release_heap() -> None:
     _libc.malloc_trim(0)
 
 
-class _PrivateRendezvous:
-    """torch.distributed meets itself in a private file instead of on a TCP port."""
+class _Rendezvous:
+    """torch.distributed meets itself, or the other ranks, in a file instead of on a TCP port."""
 
     _VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
+    def __init__(self, ranks: RankGroup) -> None:
+        self._path = _own_file() if ranks.size == 1 else ranks.meeting()
+
     def __enter__(self) -> None:
-        handle, name = tempfile.mkstemp(prefix="prism-rendezvous-")
-        os.close(handle)
-        self._path = Path(name)
-        os.environ[self._VARIABLE] = f"file://{name}"
+        os.environ[self._VARIABLE] = f"file://{self._path}"
 
     def __exit__(self, *exc: object) -> None:
         os.environ.pop(self._VARIABLE, None)
         self._path.unlink(missing_ok=True)
+
+
+def _bind_threads(ranks: int) -> None:
+    """SGLang wants to know each rank's cores, and gives up on more ranks than NUMA nodes."""
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = bound
+
+
+def _own_file() -> Path:
+    handle, name = tempfile.mkstemp(prefix="prism-rendezvous-")
+    os.close(handle)
+    return Path(name)
 
 
 def import_models() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 import kvcached
+from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.sglang.weights import ModelWeights
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError
@@ -74,20 +75,25 @@ class EngineMemory:
         order: Activate,
         plan: MemoryPlan,
         timeline: Timeline,
+        *,
+        ranks: RankGroup = ALONE,
     ) -> None:
         self.plan = plan
         self.weights = weights
         self.timeline = timeline
+        self.ranks = ranks
         self._client = client
         self._name = order.model.name
         self._lease: kvcached.StaticLease | None = None
         self._kv: kvcached.KVCache | None = None
-        self._check_limit(order)
         try:
+            self._check_limit(order)
             self._reserve(order)
-        except BaseException:
+        except ActivationError:
             self.release()
+            self.ranks.all_true(False)
             raise
+        self._agree(order)
 
     @property
     def kv(self) -> kvcached.KVCache:
@@ -99,6 +105,10 @@ class EngineMemory:
             # One slab is kept between steps, or a block on the edge maps and unmaps it each time.
             self._kv.set_spare_pages(0, self.plan.slab_pages)
         return self._kv
+
+    def rank_kv(self) -> kvcached.RankKV:
+        """The KV space as one rank of its engine must use it."""
+        return kvcached.RankKV(self.kv, self.ranks.all_true)
 
     @property
     def static_bytes(self) -> int:
@@ -138,6 +148,12 @@ class EngineMemory:
             self._lease = None
         self._client.set_min(0)
         self._client.set_limit(None)
+
+    def _agree(self, order: Activate) -> None:
+        """No rank begins to build, where it waits for the others, before all have their room."""
+        if not self.ranks.all_true(True):
+            self.release()
+            raise ActivationError(f"model {order.model.name}: another rank cannot take it")
 
     def _check_limit(self, order: Activate) -> None:
         limit = order.kv_limit_bytes

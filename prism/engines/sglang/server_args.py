@@ -17,13 +17,16 @@ from prism.model_memory import BLOCK_TOKENS
 CONTEXT_SLACK_TOKENS = 8
 
 
-def build(order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int) -> ServerArgs:
-    """Arguments that make SGLang deterministic, single-process and free of sockets."""
+def build(
+    order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int, ranks: int = 1
+) -> ServerArgs:
+    """Arguments that make SGLang deterministic and free of sockets, one process for a rank."""
     spec = order.model
     settings: dict[str, Any] = {
         "model_path": spec.path,
         "load_format": KvcachedLoader,
         "device": "cpu",
+        "tp_size": ranks,
         "dtype": spec.dtype,
         "context_length": spec.context_length + CONTEXT_SLACK_TOKENS,
         "skip_tokenizer_init": True,

@@ -37,17 +37,21 @@ log = logging.getLogger("prism.engine")
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """The machine's store and how to copy out of it; `store` None: every load reads the files."""
+    """The machine's store and how to copy out of it; `store` None: every load reads the files.
+    Each of the `ranks` of a tensor-parallel engine has copies of its own shards."""
 
     store: WeightStore | None = None
     options: LoadOptions = field(default_factory=LoadOptions)
+    rank: int = 0
+    ranks: int = 1
 
     def key_of(self, spec: ModelSpec) -> WeightKey | None:
         """Reads the whole checkpoint once, to hash it. Raises WeightFileError."""
         if self.store is None:
             return None
         content = self.store.content_of(Checkpoint.open(spec.path))
-        return WeightKey(content, f"sglang {version('sglang')} native", spec.dtype)
+        engine = f"sglang {version('sglang')} native"
+        return WeightKey(content, engine, spec.dtype, self.rank, self.ranks)
 
 
 class ModelWeights:

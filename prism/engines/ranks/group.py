@@ -1,0 +1,125 @@
+"""What the ranks of one engine agree through: a socket pair from rank 0 to each of the others."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from prism.engines.ranks.orders import FromFollower, FromLeader, Vote
+from prism.errors import RankLostError
+
+M = TypeVar("M")
+_LENGTH_BYTES = 8
+
+
+class RankGroup:
+    """One rank's view. All ranks make the same collective calls in the same order.
+
+    Blocking, without a time limit: a rank that stands still stalls the engine, whose agent then
+    ends rank 0, and with it its sockets. Every call raises RankLostError once a rank is gone or
+    says something else than was its turn: the engine must end then, since no rank knows what the
+    others did. Thread rule: one thread.
+    """
+
+    def __init__(
+        self, rank: int, size: int, links: Sequence[socket.socket], folder: str = ""
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._links = list(links)
+        self._folder = folder
+        self._meetings = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._from_follower = msgspec.msgpack.Decoder(FromFollower)
+        self._from_leader = msgspec.msgpack.Decoder(FromLeader)
+
+    # --- collectives -----------------------------------------------------------------------
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values, on every rank."""
+        if self.rank > 0:
+            self.answer(Vote(value))
+            return self._take(self.order(), Vote, 0).value
+        smallest = min(value, *(vote.value for vote in self.gather(Vote))) if self._links else value
+        self.tell(Vote(smallest))
+        return smallest
+
+    def all_true(self, ok: bool) -> bool:
+        """Whether every rank passed True, on every rank."""
+        return self.least(int(ok)) == 1
+
+    def meeting(self) -> Path:
+        """A path that no earlier meeting had, the same on all ranks: torch.distributed's ranks
+        find one another through a file there."""
+        self._meetings += 1
+        return Path(self._folder) / f"meeting-{self._meetings}"
+
+    # --- rank 0 ----------------------------------------------------------------------------
+
+    def tell(self, message: FromLeader) -> None:
+        """To every other rank."""
+        payload = self._encoder.encode(message)
+        for rank, link in enumerate(self._links, 1):
+            _send(link, payload, rank)
+
+    def gather(self, kind: type[M] | tuple[type[M], ...]) -> list[M]:
+        """The next answer of every other rank, in their order."""
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        answers = [(r, _receive(link, r)) for r, link in enumerate(self._links, 1)]
+        return [self._take(self._from_follower.decode(data), kinds, r) for r, data in answers]
+
+    # --- the other ranks -------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Readable when `order` has something. REQUIRES: this is not rank 0."""
+        return self._links[0].fileno()
+
+    def order(self) -> FromLeader:
+        """Rank 0's next message."""
+        order: FromLeader = self._from_leader.decode(_receive(self._links[0], 0))
+        return order
+
+    def answer(self, message: FromFollower) -> None:
+        _send(self._links[0], self._encoder.encode(message), 0)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+    @staticmethod
+    def _take(message: object, kind: type[M] | tuple[type[M], ...], rank: int) -> M:
+        if not isinstance(message, kind):
+            raise RankLostError(f"rank {rank} is out of step: it sent {type(message).__name__}")
+        return message
+
+
+ALONE = RankGroup(0, 1, ())
+
+
+def _send(link: socket.socket, payload: bytes, rank: int) -> None:
+    try:
+        link.sendall(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+    except OSError as error:
+        raise RankLostError(f"rank {rank} is gone: {error}") from error
+
+
+def _receive(link: socket.socket, rank: int) -> bytes:
+    length = int.from_bytes(_read(link, _LENGTH_BYTES, rank), "little")
+    return _read(link, length, rank)
+
+
+def _read(link: socket.socket, size_bytes: int, rank: int) -> bytes:
+    data = bytearray()
+    while len(data) < size_bytes:
+        try:
+            part = link.recv(size_bytes - len(data))
+        except OSError as error:
+            raise RankLostError(f"rank {rank} is gone: {error}") from error
+        if not part:
+            raise RankLostError(f"rank {rank} is gone")
+        data += part
+    return bytes(data)

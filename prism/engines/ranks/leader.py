@@ -1,0 +1,146 @@
+"""Rank 0 of a tensor-parallel engine: the core that the worker drives (Prism §5.2)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+import kvcached
+from prism.engines.core import EngineCore, ShrinkCall, StepOutput, activation_failed
+from prism.engines.ranks.group import RankGroup
+from prism.engines.ranks.orders import AskStatus, RankStatus, Shrink, Step, Verdict
+from prism.errors import ActivationError, RankLostError, SelfCheckError
+from prism.messages import (
+    Activate,
+    Activated,
+    ActivationFailed,
+    Cancel,
+    Deactivate,
+    EngineStatus,
+    Request,
+    SetLimit,
+    Shutdown,
+    Submit,
+)
+from prism.model_memory import shard_of
+
+
+class LeaderCore:
+    """Rank 0's own core, with every call passed on to the other ranks first.
+
+    The ranks stay in step because they see the same calls and agree on everything that depends on
+    a device: each allocation (`kvcached.RankKV`), each activation. What this core reports are the
+    figures of one rank, tokens being those that every rank has room for.
+    """
+
+    def __init__(self, core: EngineCore, group: RankGroup, pids: Sequence[int]) -> None:
+        self._core = core
+        self._group = group
+        self._pids = list(pids)
+        self._asked: list[int | None] = []
+
+    def activate(self, order: Activate) -> Activated:
+        """On all ranks at once. Raises ActivationError if any of them cannot; none serves then."""
+        model = shard_of(order.model, self._group.size)
+        order = msgspec.structs.replace(order, model=model)
+        self._group.tell(order)
+        own = outcome(self._core, order)
+        everyone = [own, *self._group.gather((Activated, ActivationFailed))]
+        failures = [(r, f) for r, f in enumerate(everyone) if isinstance(f, ActivationFailed)]
+        self._group.tell(Verdict(not failures))
+        if isinstance(own, Activated) and not failures:
+            return own
+        if isinstance(own, Activated):
+            self._core.deactivate()
+        raise _error(failures)
+
+    def deactivate(self) -> None:
+        self._asked.clear()
+        self._group.tell(Deactivate())
+        self._core.deactivate()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        seeded = [_seeded(request) for request in requests]
+        self._group.tell(Submit(seeded))
+        self._core.submit(seeded)
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self._group.tell(Cancel(list(request_ids)))
+        self._core.cancel(request_ids)
+
+    def step(self) -> StepOutput:
+        self._group.tell(Step())
+        return self._core.step()
+
+    # --- memory ----------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._core.fileno()
+
+    def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
+        """The same part of the prefix cache goes on every rank."""
+        self._group.tell(Shrink(size_bytes))
+        return self._core.shrink(size_bytes)
+
+    def answer_requests(self, shrink: ShrinkCall | None = None) -> bool:
+        """What other ranks' ledgers asked for is known since their last status."""
+        answered = self._core.answer_requests(shrink or self.shrink)
+        while self._asked:
+            self.shrink(self._asked.pop())
+            answered = True
+        return answered
+
+    def set_limit(self, kv_limit_bytes: int | None) -> None:
+        self._group.tell(SetLimit(kv_limit_bytes))
+        self._core.set_limit(kv_limit_bytes)
+
+    # --- status and end --------------------------------------------------------------------
+
+    def status(self) -> EngineStatus:
+        self._group.tell(AskStatus())
+        own = self._core.status()
+        others = self._group.gather(RankStatus)
+        self._asked += [other.asked_bytes for other in others if other.asked]
+        everyone = [own, *(other.status for other in others)]
+        return msgspec.structs.replace(
+            own,
+            available_tokens=min(s.available_tokens for s in everyone),
+            free_mapped_tokens=min(s.free_mapped_tokens for s in everyone),
+            evictable_tokens=min(s.evictable_tokens for s in everyone),
+        )
+
+    def close(self) -> None:
+        """Ranks that are gone already do not keep the others from closing."""
+        try:
+            self._group.tell(Shutdown())
+        except RankLostError:
+            self._group.close()
+        self._core.close()
+        for pid in self._pids:
+            os.waitpid(pid, 0)
+        self._pids.clear()
+
+
+def outcome(core: EngineCore, order: Activate) -> Activated | ActivationFailed:
+    try:
+        return core.activate(order)
+    except ActivationError as error:
+        return activation_failed(order.model.name, error)
+
+
+def _error(failures: Sequence[tuple[int, ActivationFailed]]) -> ActivationError:
+    """The failure that lacks most memory: others may only tell that a rank went away."""
+    rank, worst = max(failures, key=lambda failure: failure[1].missing_bytes)
+    kind = SelfCheckError if worst.needs_fresh_engine else ActivationError
+    return kind(f"rank {rank}: {worst.message}", worst.missing_bytes)
+
+
+def _seeded(request: Request) -> Request:
+    """All ranks must draw the same tokens: a request without a seed gets one here."""
+    if request.sampling.seed is not None:
+        return request
+    sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(62))
+    return msgspec.structs.replace(request, sampling=sampling)
