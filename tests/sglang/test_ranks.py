@@ -1,0 +1,117 @@
+"""SGLang over two ranks on two devices: the tokens of one, each rank with half of the memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import kvcached
+from prism.messages import Activated, Deactivate, Deactivated, Submit
+from tests.engines.harness import DeviceUnderTest, request
+from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
+from tests.sglang.models import LLAMA, greedy, largest_gap, prompts, spec_of
+
+pytestmark = pytest.mark.sglang
+
+PEER = "host:1"
+CAPACITY = 64 << 20
+CONTEXT = 512
+TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeviceUnderTest, Activated]]:
+    """One engine of two ranks that serves, its weights kept in a store."""
+    store = tmp_path_factory.mktemp("store")
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
+        config = config_of(Path(directory), CAPACITY)
+        [first] = config.devices
+        devices = [
+            msgspec.structs.replace(first, peers=(PEER,)),
+            msgspec.structs.replace(first, name=PEER),
+        ]
+        engine = msgspec.structs.replace(config.engine, weight_store=str(store))
+        config = msgspec.structs.replace(config, devices=devices, engine=engine)
+        device = DeviceUnderTest("sglang", config, {"OMP_NUM_THREADS": "1"})
+        try:
+            device.fork()
+            yield device, device.activate(spec_of(LLAMA, CONTEXT))
+        finally:
+            device.close()
+            kvcached.Device.unlink(config.namespace, PEER)
+
+
+def peer_of(device: DeviceUnderTest) -> kvcached.Device:
+    return kvcached.Device.open(PEER, namespace=device.config.namespace)
+
+
+def peer_usage(device: DeviceUnderTest) -> kvcached.ClientUsage:
+    [usage] = [c for c in peer_of(device).usage().clients if c.name == "e0.1"]
+    return usage
+
+
+def entries(store: Path) -> dict[str, int]:
+    """Stored copies, and when each was made."""
+    return {path.name: path.stat().st_ino for path in (store / "entries").iterdir()}
+
+
+def test_two_ranks_answer_as_one(pair: tuple[DeviceUnderTest, Activated]) -> None:
+    device, _ = pair
+    asked = {f"r{i}": prompt for i, prompt in enumerate(prompts(LLAMA, 4, (3, 90)))}
+    device.send(Submit([request(i, LLAMA, prompt, 24) for i, prompt in asked.items()]))
+    streams = device.finish(*asked)
+    outputs = [stream.token_ids for stream in streams]
+    assert outputs == [greedy(LLAMA, prompt, 24) for prompt in asked.values()]
+
+
+def test_each_rank_holds_half(pair: tuple[DeviceUnderTest, Activated]) -> None:
+    device, activated = pair
+    spec, own = spec_of(LLAMA, CONTEXT), device.client_usage()
+    assert own is not None
+    assert own.static_bytes == peer_usage(device).static_bytes == activated.static_bytes
+    weights = activated.static_bytes - STATIC_BYTES
+    assert spec.weight_bytes / 2 <= weights < spec.weight_bytes * 0.55
+    assert activated.quantum_bytes / activated.quantum_tokens == spec.token_bytes / 2
+
+
+def test_the_shards_come_out_of_the_store_the_second_time(
+    pair: tuple[DeviceUnderTest, Activated],
+) -> None:
+    """Each rank has a copy of its own; an answer with the wrong one would fail the self-check."""
+    device, first = pair
+    device.send(Deactivate())
+    device.wait_for(Deactivated)
+    assert device.memory.usage().reserved_bytes == peer_of(device).usage().reserved_bytes == 0
+    store = Path(device.config.engine.weight_store)
+    kept = entries(store)
+    assert len(kept) == 2
+    device.activate(spec_of(LLAMA, CONTEXT), fingerprint=first.fingerprint)
+    assert entries(store) == kept
+    [prompt] = prompts(LLAMA, 1, (40, 40), seed=9)
+    device.send(Submit([request("again", LLAMA, prompt, 8)]))
+    [stream] = device.finish("again")
+    assert stream.token_ids == greedy(LLAMA, prompt, 8)
+
+
+def test_one_full_device_queues_the_requests_of_both(
+    pair: tuple[DeviceUnderTest, Activated],
+) -> None:
+    """All room of the peer is taken: SGLang retracts on both ranks alike, nothing is lost."""
+    device, _ = pair
+    peer = peer_of(device)
+    asked = {f"full{i}": prompt for i, prompt in enumerate(prompts(LLAMA, 5, (120, 160), seed=3))}
+    with peer.client("thief") as thief:
+        free_bytes = peer.usage().free_bytes // PAGE_BYTES * PAGE_BYTES
+        loot = thief.alloc_virtual_tensor(free_bytes)
+        loot.map(0, free_bytes)
+        device.send(Submit([request(i, LLAMA, prompt, 40) for i, prompt in asked.items()]))
+        streams = device.finish(*asked)
+        thief.free_virtual_tensor(loot)
+    for prompt, stream in zip(asked.values(), streams, strict=True):
+        assert stream.finish_reason == "length"
+        assert largest_gap(LLAMA, prompt, stream.token_ids) < TIE
+    assert device.client_usage().committed_bytes == peer_usage(device).committed_bytes
