@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from prism.errors import ConfigError
 from prism.replay import bursty, steady
@@ -26,7 +26,7 @@ class Wanted:
     alpha: float = 0.9
     gap_cv: float | None = None
     prefix_share: float = 0.0
-    lengths: LengthSource = field(default_factory=Lengths)
+    lengths: LengthSource | None = None
 
     @property
     def rate(self) -> float:
@@ -56,7 +56,7 @@ def _production(wanted: Wanted) -> list[TraceRequest]:
         rate_rps=wanted.rate,
         seed=wanted.seed,
         prefix_share=wanted.prefix_share,
-        lengths=wanted.lengths,
+        lengths=wanted.lengths or Lengths(),
     )
     if wanted.gap_cv is not None:
         config = replace(config, gap_cv=wanted.gap_cv)
@@ -68,7 +68,7 @@ def _bursty(wanted: Wanted) -> list[TraceRequest]:
         config = bursty.BurstyConfig(wanted.names(), wanted.seconds, wanted.rate, wanted.seed)
     else:
         config = _of_preset(bursty.preset(wanted.preset, wanted.seconds, wanted.seed), wanted)
-    return bursty.generate_bursty(replace(config, lengths=wanted.lengths))
+    return bursty.generate_bursty(replace(config, lengths=wanted.lengths or Lengths()))
 
 
 def _of_preset(config: bursty.BurstyConfig, wanted: Wanted) -> bursty.BurstyConfig:
@@ -92,7 +92,7 @@ def _steady(wanted: Wanted) -> list[TraceRequest]:
         alpha=wanted.alpha,
         gap_cv=1.0 if wanted.gap_cv is None else wanted.gap_cv,
         seed=wanted.seed,
-        lengths=wanted.lengths,
+        lengths=wanted.lengths or steady.SHAREGPT,
     )
     return steady.generate_steady(config)
 

@@ -14,6 +14,7 @@ from prism.errors import ConfigError
 from prism.replay import kinds, transforms
 from prism.replay.bursty import PRESETS
 from prism.replay.formats import WINDOWED, read_format
+from prism.replay.generate import LengthSource
 from prism.replay.kinds import Wanted
 from prism.replay.options import (
     Format,
@@ -79,8 +80,12 @@ def generate(
     gap_cv: Annotated[
         float | None, typer.Option(help="CV of gaps: 1 for Poisson (steady), 2.5 (production).")
     ] = None,
-    input_tokens: Annotated[str, typer.Option(help="Median:max of the prompts.")] = INPUT_TOKENS,
-    output_tokens: Annotated[str, typer.Option(help="Median:max of the outputs.")] = OUTPUT_TOKENS,
+    input_tokens: Annotated[
+        str | None, typer.Option(help=f"Median:max of the prompts, such as {INPUT_TOKENS}.")
+    ] = None,
+    output_tokens: Annotated[
+        str | None, typer.Option(help=f"Median:max of the outputs, such as {OUTPUT_TOKENS}.")
+    ] = None,
     lengths: LengthsOption = None,
     prefix_share: Annotated[
         float,
@@ -93,9 +98,9 @@ def generate(
     production has the statistics that Prism §3.1 reports, with sessions per model; bursty comes
     nearer to its idle intervals, and --preset names one of its traces; steady is MuxServe's power
     law of rates with Poisson or Gamma gaps. Without shares, popularity is a power law in which the
-    last 60 % of the models give 25 % of the requests.
+    last 60 % of the models give 25 % of the requests. Without token counts, lengths are those of
+    the Chatbot Arena sample, of ShareGPT for steady.
     """
-    source = parse_lengths(lengths) if lengths else parse_token_counts(input_tokens, output_tokens)
     found = Wanted(
         kind=kind,
         models=models,
@@ -106,7 +111,7 @@ def generate(
         alpha=alpha,
         gap_cv=gap_cv,
         prefix_share=prefix_share,
-        lengths=source,
+        lengths=_lengths(lengths, input_tokens, output_tokens),
     )
     default, per_model = parse_slos(slo or [])
     requests = with_slos(kinds.generate(found), default, per_model)
@@ -248,6 +253,15 @@ def save(requests: list[TraceRequest], out: Path, to: str = "prism") -> None:
     more = f" and {len(counts) - 8} more models" if len(counts) > 8 else ""
     summary = f"{out}: {len(requests)} requests in {end_s:.1f} s: {shown}{more}"
     Console().print(summary, soft_wrap=True)
+
+
+def _lengths(source: str | None, inputs: str | None, outputs: str | None) -> LengthSource | None:
+    """None: the generator's own."""
+    if source:
+        return parse_lengths(source)
+    if inputs or outputs:
+        return parse_token_counts(inputs or INPUT_TOKENS, outputs or OUTPUT_TOKENS)
+    return None
 
 
 def _mapped(trace: list[TraceRequest], targets: list[str], how: str) -> list[TraceRequest]:
