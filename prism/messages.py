@@ -307,6 +307,14 @@ class EvictModel(Wire, frozen=True):
     reason: str = ""
 
 
+class PrefetchModel(Wire, frozen=True):
+    """A hint: read the model's files into the machine's weight store. Answered when it is there."""
+
+    action_id: int
+    model: ModelSpec
+    reason: str = ""
+
+
 class TrimModel(Wire, frozen=True):
     action_id: int
     model: str | None = None
@@ -331,7 +339,7 @@ class ActionResult(Wire, frozen=True):
 
 
 class OperatorCommand(Wire, frozen=True):
-    """From `prism-serve activate|evict|flush|status`. kind: "activate" | "evict" | "flush" |
+    """From `prism-serve activate|evict|prefetch|flush|status`. kind: one of these words;
     "status" (answers ActionResult with the ClusterStatus JSON as message)."""
 
     kind: str
@@ -340,7 +348,7 @@ class OperatorCommand(Wire, frozen=True):
 
 
 ToScheduler = AgentReport | ActionResult | OperatorCommand
-FromScheduler = ActivateModel | EvictModel | TrimModel | Drain | ActionResult
+FromScheduler = ActivateModel | EvictModel | PrefetchModel | TrimModel | Drain | ActionResult
 
 
 class ClusterStatus(Wire, frozen=True):

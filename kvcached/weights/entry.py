@@ -119,6 +119,12 @@ class StoredWeights:
         with self.path(name).open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
+    def will_need(self) -> None:
+        """Tells the system to have the tensors in memory soon; they are if the store is a tmpfs."""
+        for name in self.specs:
+            with self.path(name).open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
     def expect(self, specs: Mapping[str, TensorSpec]) -> None:
         """Raises WeightMismatchError unless the tensors have these names, types and shapes."""
         check_specs(f"the weights stored as {self.key}", self.specs, specs)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,17 +205,35 @@ class WeightStore:
                 raise
         return weights
 
+    def find_checkpoint(self, content: str) -> StoredWeights | None:
+        """A checkpoint's own tensors, if some process has read them or is reading them now: then
+        this waits for it. None otherwise. Raises as `find` does.
+        """
+        key = WeightKey(content, *_AS_STORED)
+        with FileLock.take(self._paths.keys / key.digest):
+            return self.find(key)
+
     def prefetch(
-        self, model: str | Path | Checkpoint, *, unless: WeightKey | None = None
+        self,
+        model: str | Path | Checkpoint,
+        *,
+        unless: Callable[[str], WeightKey] | None = None,
     ) -> Prefetch:
         """`get_checkpoint` in the background, for a hint that the model will be needed.
 
-        Does nothing if the entry `unless`, the engine's own form of the model, is there.
+        `unless` names the engine's own form of a model by its content. If the store has that, it
+        counts as used now, its files are fetched from the store's disk, and nothing else is read.
         """
 
         def read(cancel: threading.Event) -> None:
-            if unless is None or not self._entry(unless).exists():
-                self.get_checkpoint(model, cancel=cancel).close()
+            checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+            key = unless(self.content_of(checkpoint)) if unless else None
+            found = self._find_whole(key) if key else None
+            if found is None:
+                self.get_checkpoint(checkpoint, cancel=cancel).close()
+                return
+            with found:
+                found.will_need()
 
         return Prefetch(read)
 

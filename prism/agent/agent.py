@@ -30,6 +30,7 @@ from prism.agent.mirror import Mirror
 from prism.agent.nursery import Nursery
 from prism.agent.nursery_client import NurseryClient
 from prism.agent.pool import Pool
+from prism.agent.prefetch import Prefetcher
 from prism.agent.reporter import Reporter
 from prism.agent.reports import build_report
 from prism.agent.scheduler_link import SchedulerLink
@@ -39,11 +40,13 @@ from prism.agent.strays import Strays
 from prism.agent.timing import Timing
 from prism.agent.turns import Turns
 from prism.config import ClusterConfig
+from prism.engines.nursery import load_adapter
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages import ActionResult, AgentReport
 from prism.policies import registry
 from prism.queueing import RequestQueue
 from prism.scheduler.local import Limits, LocalScheduler
+from prism.weight_store import open_store
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +131,8 @@ class Agent:
         """The model's way."""
         config = self._config
         self._reporter = Reporter(self._orders, self._report, config.scheduler.report_interval_s)
+        weight_key = load_adapter(config.engine.adapter).weight_key
+        self._prefetcher = Prefetcher(open_store(config), weight_key, self._reporter.answer)
         effects = AgentEffects(
             device=self._device,
             link=self._link,
@@ -179,6 +184,7 @@ class Agent:
             models=self._state.models,
             lifecycle=self._lifecycle,
             reclaimer=self._reclaimer,
+            prefetcher=self._prefetcher,
             reporter=self._reporter,
             on_drain=self._order_drain,
         )
@@ -200,6 +206,7 @@ class Agent:
             self._nursery.tick()
             self._lifecycle.tick()
             self._reclaimer.tick()
+            self._prefetcher.tick()
             given_up = self._strays.given_up(self._mirror.counts())
             if given_up:
                 self._serving.hand_back(given_up.__contains__)
@@ -232,6 +239,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._serving.end_all("the agent of this device stops")
+        self._prefetcher.stop()
         await self._nursery.stop()
         self._leave_device()
         await self._leave_queue()

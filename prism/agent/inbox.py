@@ -13,6 +13,7 @@ from prism.agent.lifecycle import Lifecycle
 from prism.agent.memory import Reclaimer
 from prism.agent.models import Models, counters_of
 from prism.agent.pool import Engine, EngineState
+from prism.agent.prefetch import Prefetcher
 from prism.agent.reporter import Reporter
 from prism.agent.scheduler_link import Order, SchedulerLink
 from prism.agent.serving import Serving
@@ -30,6 +31,8 @@ from prism.messages import (
     EngineStatus,
     EvictModel,
     FromEngine,
+    ModelSpec,
+    PrefetchModel,
     TrimModel,
 )
 
@@ -98,6 +101,7 @@ class OrderInbox:
         models: Models,
         lifecycle: Lifecycle,
         reclaimer: Reclaimer,
+        prefetcher: Prefetcher,
         reporter: Reporter,
         on_drain: Callable[[float, int], None],
     ) -> None:
@@ -105,6 +109,7 @@ class OrderInbox:
         self._models = models
         self._lifecycle = lifecycle
         self._reclaimer = reclaimer
+        self._prefetcher = prefetcher
         self._reporter = reporter
         self._on_drain = on_drain
 
@@ -120,6 +125,8 @@ class OrderInbox:
                 self._lifecycle.activate(order)
             case EvictModel():
                 self._lifecycle.evict(order)
+            case PrefetchModel():
+                self._prefetcher.hint(order)
             case TrimModel():
                 self._trim(order)
             case Drain(action_id=action_id, timeout_s=timeout_s):
@@ -171,6 +178,7 @@ class CancelInbox:
 
 
 def _headline(order: Order) -> str:
-    model = order.model.name if isinstance(order, ActivateModel) else getattr(order, "model", "")
+    named = getattr(order, "model", "")
+    model = named.name if isinstance(named, ModelSpec) else named
     reason = getattr(order, "reason", "")
     return f"{type(order).__name__} {model or ''} ({reason})"

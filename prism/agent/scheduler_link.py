@@ -17,6 +17,7 @@ from prism.messages import (
     Drain,
     EvictModel,
     FromScheduler,
+    PrefetchModel,
     TrimModel,
 )
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 SEND_HIGH_WATER = 100
 
-Order = ActivateModel | EvictModel | TrimModel | Drain
+Order = ActivateModel | EvictModel | PrefetchModel | TrimModel | Drain
 
 
 class SchedulerLink:

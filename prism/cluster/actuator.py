@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Sequence
 from prism.cluster.link import Link, settle
 from prism.cluster.state import Move, State
 from prism.errors import ActionError, QueueUnavailableError
-from prism.messages import ActivateModel, EvictModel
+from prism.messages import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.policies.data import Action, Activate, Evict, Migrate
 from prism.queueing.requests import RequestQueue
 
@@ -107,11 +107,20 @@ class Actuator:
     async def _activate(
         self, action: Activate, earlier: Sequence[tuple[str, asyncio.Task[str]]]
     ) -> None:
+        if earlier:
+            await self._hint(action)
         for model, eviction in earlier:
             problem = await asyncio.shield(eviction)
             if problem:
                 raise ActionError(f"{model} could not be evicted from {action.device}: {problem}")
         await self._bring_up(action.model, action.device, action, route_at_once=True)
+
+    async def _hint(self, action: Activate) -> None:
+        """The device's machine reads the model's files while others leave; nobody waits for it."""
+        config = self._state.config
+        if config.engine.weight_store:
+            order = PrefetchModel(0, config.model(action.model), action.reason)
+            (await self._link.post(action.device, order)).add_done_callback(_note_hint)
 
     async def _evict(self, action: Evict) -> None:
         # First the route: no request may arrive at a model that is being taken down.
@@ -150,3 +159,9 @@ class Actuator:
         await self._state.changes.until(
             lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
         )
+
+
+def _note_hint(outcome: asyncio.Future[ActionResult]) -> None:
+    """A hint that failed costs time and nothing else; its reason stands in the agent's log."""
+    if not outcome.cancelled() and (error := outcome.exception()) is not None:
+        log.debug("a hint was lost: %s", error)

@@ -17,12 +17,14 @@ from prism.messages import (
     ActivateModel,
     AgentReport,
     EvictModel,
+    ModelSpec,
     OperatorCommand,
+    PrefetchModel,
     ToScheduler,
     TrimModel,
 )
 
-Order = ActivateModel | EvictModel | TrimModel
+Order = ActivateModel | EvictModel | PrefetchModel | TrimModel
 SEND_HIGH_WATER = 1000
 
 log = logging.getLogger("prism.cluster")
@@ -81,7 +83,7 @@ class Link:
         self._last_id += 1
         action_id = self._last_id
         result: asyncio.Future[ActionResult] = asyncio.get_running_loop().create_future()
-        model = order.model.name if isinstance(order, ActivateModel) else order.model or ""
+        model = order.model.name if isinstance(order.model, ModelSpec) else order.model or ""
         self._waiting[action_id] = (device, model, result)
         result.add_done_callback(lambda _: self._waiting.pop(action_id, None))
         try:

@@ -1,23 +1,24 @@
-"""Operators' commands: activate, evict, flush, status. Each ends in one ActionResult."""
+"""Operators' commands: activate, evict, prefetch, flush, status. Each ends in one ActionResult."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from prism.cluster.actuator import Actuator
-from prism.cluster.link import Link
+from prism.cluster.link import Link, Order
 from prism.cluster.state import State
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
 from prism.errors import ActionError
-from prism.messages import ActionResult, OperatorCommand, TrimModel
+from prism.messages import ActionResult, OperatorCommand, PrefetchModel, TrimModel
 from prism.policies.data import Evict, Migrate
 
-COMMANDS = ("activate", "evict", "flush", "status")
+COMMANDS = ("activate", "evict", "prefetch", "flush", "status")
 log = logging.getLogger("prism.cluster")
 
 
@@ -68,9 +69,14 @@ class Operator:
             return await self._flush(command)
         if command.model is None:
             return Outcome(False, f"{command.kind}: name a model")
+        return await self._about(command.model, command)
+
+    async def _about(self, model: str, command: OperatorCommand) -> Outcome:
         if command.kind == "evict":
-            return await self._evict(command.model)
-        return await self._activate(command.model, command.device)
+            return await self._evict(model)
+        if command.kind == "prefetch":
+            return await self._prefetch(model, command.device)
+        return await self._activate(model, command.device)
 
     def _problem(self, command: OperatorCommand) -> str:
         models = [model.name for model in self._state.config.models]
@@ -93,18 +99,29 @@ class Operator:
         devices = [command.device] if command.device else live
         if command.model is not None:
             devices = [d for d in devices if d in self._state.book.where(command.model, "active")]
-        asked = (self._trim(device, command.model) for device in devices)
-        outcomes = await asyncio.gather(*asked)
+        order = TrimModel(0, command.model)
+        return await self._ask_all("flush", devices, order, self._state.timing.trim_s)
+
+    async def _ask_all(
+        self, what: str, devices: Sequence[str], order: Order, timeout_s: float
+    ) -> Outcome:
+        outcomes = await asyncio.gather(*(self._ask(d, order, timeout_s) for d in devices))
         if not outcomes:
-            return Outcome(False, "flush: nothing is active there")
+            return Outcome(False, f"{what}: nothing is active there")
         return Outcome(all(o.ok for o in outcomes), "; ".join(o.message for o in outcomes))
 
-    async def _trim(self, device: str, model: str | None) -> Outcome:
+    async def _ask(self, device: str, order: Order, timeout_s: float) -> Outcome:
         try:
-            result = await self._link.ask(device, TrimModel(0, model), self._state.timing.trim_s)
+            result = await self._link.ask(device, order, timeout_s)
         except ActionError as error:
             return Outcome(False, f"{device}: {error}")
-        return Outcome(True, f"{device}: {result.message or 'flushed'}")
+        return Outcome(True, f"{device}: {result.message or 'done'}")
+
+    async def _prefetch(self, model: str, device: str | None) -> Outcome:
+        """On one device's machine, or on all."""
+        devices = [device] if device else [r.device for r in self._state.book.reports()]
+        order = PrefetchModel(0, self._state.config.model(model), "an operator asked for it")
+        return await self._ask_all("prefetch", devices, order, self._state.timing.prefetch_s)
 
     async def _evict(self, model: str) -> Outcome:
         if self._state.config.model(model).never_evict:

@@ -21,6 +21,7 @@ class Timing:
     activation_s: float = 180.0
     eviction_slack_s: float = 30.0
     trim_s: float = 10.0
+    prefetch_s: float = 280.0
     settle_s: float = 5.0
     retry_s: float = 1.0
     retry_max_s: float = 10.0

@@ -1,8 +1,10 @@
 """What the worker loop asks of an engine adapter.
 
-An adapter is a package `prism.engines.<name>` with two functions:
+An adapter is a package `prism.engines.<name>` with three functions:
   preload() -> None                          heavy imports, once, in the nursery before any fork
   create(context: EngineContext) -> EngineCore   in the forked engine process
+  weight_key(content: str, spec: ModelSpec) -> WeightKey   in any process: under what its engines
+      keep a model's weights in the machine's store; imports nothing heavy
 
 Thread rule: the worker calls every method from one thread, and none of them may block on I/O
 other than reading weights in `activate`.

@@ -136,6 +136,18 @@ def evict(model: Model, *, as_json: AsJson = False, run_dir: RunDirOption = None
     _operate(OperatorCommand("evict", model), as_json, run_dir)
 
 
+@app.command(epilog="Example: prism-serve prefetch tiny-llama")
+def prefetch(
+    model: Model,
+    *,
+    device: Annotated[str | None, typer.Option(help="On whose machine; default: all.")] = None,
+    as_json: AsJson = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Read MODEL's files into the weight store, so that an activation reads none from disk."""
+    _operate(OperatorCommand("prefetch", model, device), as_json, run_dir)
+
+
 @app.command(epilog="Examples: prism-serve flush   |   prism-serve flush tiny-llama")
 def flush(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,

@@ -90,7 +90,12 @@ class Cluster:
             devices=devices,
             models=list(models),
             scheduler=SchedulerConfig(**settings),
-            engine=EngineConfig(adapter="fake", static_bytes=0, drain_timeout_s=1.0),
+            engine=EngineConfig(
+                adapter="fake",
+                static_bytes=0,
+                drain_timeout_s=1.0,
+                weight_store=more.pop("weight_store", ""),
+            ),
         )
         return self.config
 

@@ -23,6 +23,7 @@ from prism.messages import (
     EvictModel,
     FromScheduler,
     ModelReport,
+    PrefetchModel,
     TrimModel,
 )
 from prism.model_memory import memory_need
@@ -54,6 +55,7 @@ class ScriptedAgent:
     engines_starting: int = 0
     failing: dict[str, str] = field(default_factory=dict)
     stuck: set[str] = field(default_factory=set)
+    unreadable: set[str] = field(default_factory=set)
     orders: list[tuple[str, str]] = field(default_factory=list)
     broken_rules: list[str] = field(default_factory=list)
     residents: dict[str, Resident] = field(default_factory=dict)
@@ -164,6 +166,10 @@ class ScriptedAgent:
             elif isinstance(order, EvictModel):
                 self.orders.append(("evict", order.model))
                 self._spawn(self._evict(order))
+            elif isinstance(order, PrefetchModel):
+                self.orders.append(("prefetch", order.model.name))
+                ok = order.model.name not in self.unreadable
+                await self._send(ActionResult(order.action_id, ok, "read" if ok else "cut short"))
             elif isinstance(order, TrimModel):
                 self.orders.append(("trim", order.model or "*"))
                 await self._send(ActionResult(order.action_id, True, "trimmed 7 bytes"))

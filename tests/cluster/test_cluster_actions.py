@@ -149,3 +149,25 @@ async def test_migration_is_make_before_break(cluster: Cluster) -> None:
     assert (await cluster.queue.placement())[moved] == "host:1"
     await cluster.serves(moved)
     assert (await cluster.status()).actions_total["migrate"] == 1
+
+
+async def test_what_must_wait_for_others_to_leave_is_read_meanwhile(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(1.5,), weight_store="scripted")
+    await cluster.start()
+    [home] = cluster.agents["host:0"].active()
+    absent = ({"a", "b"} - {home}).pop()
+    await cluster.serves(absent)
+    expected = [("activate", home), ("evict", home), ("prefetch", absent), ("activate", absent)]
+    assert sorted(cluster.orders()) == sorted(expected)
+    assert cluster.orders()[-1] == ("activate", absent)
+
+
+async def test_a_hint_that_fails_stops_no_activation(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(1.5,), weight_store="scripted")
+    await cluster.start()
+    agent = cluster.agents["host:0"]
+    [home] = agent.active()
+    absent = ({"a", "b"} - {home}).pop()
+    agent.unreadable.add(absent)
+    await cluster.serves(absent)
+    assert ("prefetch", absent) in cluster.orders()

@@ -103,3 +103,15 @@ async def test_status_is_what_is_published(cluster: Cluster) -> None:
 
     assert await eventually(rate) > 0
     assert [a.device for a in status.agents] == ["host:0"]
+
+
+async def test_prefetch_asks_one_machine_or_all(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(1.0, 1.0))
+    await cluster.start()
+    result = await cluster.command("prefetch", model="a")
+    assert (result.ok, result.message) == (True, "host:0: read; host:1: read")
+    cluster.agents["host:1"].unreadable.add("a")
+    result = await cluster.command("prefetch", model="a", device="host:1")
+    assert (result.ok, result.message) == (False, "host:1: cut short")
+    asked = [agent.orders.count(("prefetch", "a")) for agent in cluster.agents.values()]
+    assert asked == [1, 2]

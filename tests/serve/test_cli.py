@@ -128,7 +128,7 @@ def test_commands_without_their_extra_say_so(script: str, module: str) -> None:
 
 
 SUBCOMMANDS = {
-    "prism.serve.cli": ("", "up", "check", "status", "activate", "evict", "flush"),
+    "prism.serve.cli": ("", "up", "check", "status", "activate", "evict", "prefetch", "flush"),
     "prism.replay.cli": ("run", "report", "generate", "stats", "convert"),
     "prism.models.cli": ("prepare", "list"),
     "prism.demo": ("",),
@@ -164,6 +164,6 @@ def test_a_tokenizer_that_cannot_be_loaded(folder: Path, short_dir: Path) -> Non
 
 
 def test_operating_without_a_cluster(tmp_path: Path, short_dir: Path) -> None:
-    for command in (["status"], ["activate", "a"], ["evict", "a"], ["flush"]):
+    for command in (["status"], ["activate", "a"], ["evict", "a"], ["prefetch", "a"], ["flush"]):
         done = prism_serve(*command, cwd=tmp_path, tmp=short_dir)
         check_refused(done, "no running prism-serve was found; start one, or", short_dir)

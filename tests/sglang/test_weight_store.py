@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import os
 import shutil
 import tempfile
 import warnings
@@ -14,13 +17,13 @@ import msgspec
 import pytest
 
 import kvcached
-from kvcached import StoreCounters
+from kvcached import StoreCounters, WeightStore
 from prism.config import ClusterConfig
 from prism.engines.core import EngineContext
 from prism.errors import SelfCheckError
 from prism.messages import Activate, ModelSpec
 from tests.sglang.conftest import DEVICE, config_of
-from tests.sglang.models import GPT2, LLAMA, QWEN3, path_of, spec_of
+from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
 
 pytestmark = pytest.mark.sglang
 CAPACITY_BYTES = 256 << 20
@@ -130,6 +133,58 @@ def test_a_copy_that_breaks_while_it_is_loaded_is_replaced(
     monkeypatch.setattr(ModelWeights, "load", load)
     assert turn(core, spec_of(LLAMA))[0] == first
     assert counters(core).made_entries == 2
+
+
+@pytest.mark.parametrize("name", [LLAMA, MOE.name])
+def test_a_prefetched_model_comes_up_without_its_disk(
+    config: ClusterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Another process was hinted; then the activation touches only the headers of the files."""
+    import torch
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    without = msgspec.structs.replace(config.engine, weight_store="")
+    plain = msgspec.structs.replace(config, engine=without)
+    [(expected, loaded)] = [turn(core, spec_of(name)) for core in cores(plain)]
+    path = tmp_path / "model"
+    shutil.copytree(path_of(name), path)
+    assert WeightStore.open(config.engine.weight_store).prefetch(path).wait(60)
+    forget_pages(path / "model.safetensors")
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("SGLang reads the files")
+
+    monkeypatch.setattr(DefaultModelLoader, "_get_weights_iterator", read)
+    spec = msgspec.structs.replace(spec_of(name), path=str(path))
+    for core in cores(config):
+        fingerprint, tensors = turn(core, spec)
+        assert counters(core).disk_bytes == 0
+        assert resident_share(path / "model.safetensors") < 0.5
+        assert fingerprint == expected
+        assert all(torch.equal(tensors[n], loaded[n]) for n in loaded)
+        # The engine's own form is there now, and the files' form is not kept beside it.
+        assert counters(core).made_entries == 1
+        assert len(list((tmp_path / "store" / "entries").iterdir())) == 1
+
+
+def forget_pages(path: Path) -> None:
+    """Out of the page cache; a file system that keeps them (tmpfs) proves nothing here."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_share(path) > 0:
+        pytest.skip(f"{path} stays in memory")
+
+
+def resident_share(path: Path) -> float:
+    """How much of a file is in the page cache (mincore)."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
+        count = -(-len(pages) // mmap.PAGESIZE)
+        seen, first = (ctypes.c_ubyte * count)(), ctypes.c_char.from_buffer(pages)
+        size, libc = ctypes.c_size_t(len(pages)), ctypes.CDLL(None)
+        assert libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), size, seen) == 0
+        del first
+    return sum(page & 1 for page in seen) / count
 
 
 def test_a_copy_with_wrong_bytes_fails_the_self_check_and_is_gone(

@@ -1,11 +1,13 @@
-"""The two functions of an engine adapter (see `prism.engines.core`)."""
+"""The functions of an engine adapter (see `prism.engines.core`)."""
 
 from __future__ import annotations
 
 import importlib
 
+from kvcached import WeightKey
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.fake.options import FakeOptions
+from prism.messages import ModelSpec
 
 
 def preload() -> None:
@@ -18,3 +20,8 @@ def create(context: EngineContext) -> EngineCore:
     from prism.engines.fake.core import FakeCore
 
     return FakeCore(context, FakeOptions.from_environment())
+
+
+def weight_key(content: str, spec: ModelSpec) -> WeightKey:
+    """It loads no weights, so nothing is ever stored under this key."""
+    return WeightKey(content, "fake", spec.dtype)

@@ -1,4 +1,4 @@
-"""The two functions of an engine adapter (see `prism.engines.core`)."""
+"""The functions of an engine adapter (see `prism.engines.core`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import importlib
 import logging
 import os
 import warnings
+from importlib.metadata import version
 
+from kvcached import WeightKey
 from prism.engines.core import EngineContext, EngineCore
+from prism.messages import ModelSpec
 
 # With more threads, OpenMP's barriers spin against the other engines of the machine, and a
 # process with a started thread pool must not be forked.
@@ -35,3 +38,8 @@ def create(context: EngineContext) -> EngineCore:
     from prism.engines.sglang.core import SglangCore
 
     return SglangCore(context)
+
+
+def weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1) -> WeightKey:
+    """Parameters as SGLang's loaders fuse and shard them for its native CPU kernels."""
+    return WeightKey(content, f"sglang {version('sglang')} native", spec.dtype, rank, ranks)

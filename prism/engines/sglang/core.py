@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import kvcached
-from kvcached import LoadOptions, WeightStore
-from prism.config import AUTO_STORE, ClusterConfig
+from kvcached import LoadOptions
+from prism.config import ClusterConfig
 from prism.engines.core import EngineContext, ShrinkCall, StepOutput
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.sglang import host, requests, warm_up
@@ -23,6 +23,7 @@ from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, RequestError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
 from prism.model_memory import BLOCK_TOKENS
+from prism.weight_store import open_store
 
 
 @dataclass(slots=True)
@@ -298,17 +299,8 @@ class SglangCore:
 
 def store_access(config: ClusterConfig, ranks: RankGroup = ALONE) -> StoreAccess:
     """The machine's weight store as `engine.weight_store` says."""
-    engine = config.engine
-    if not engine.weight_store:
-        return StoreAccess(rank=ranks.rank, ranks=ranks.size)
-    own = engine.weight_store == AUTO_STORE
-    store = WeightStore.open(
-        None if own else engine.weight_store,
-        max_bytes=engine.weight_store_bytes,
-        namespace=config.namespace,
-    )
-    options = LoadOptions(bytes_per_s=engine.load_bytes_per_s)
-    return StoreAccess(store, options, ranks.rank, ranks.size)
+    options = LoadOptions(bytes_per_s=config.engine.load_bytes_per_s)
+    return StoreAccess(open_store(config), options, ranks.rank, ranks.size)
 
 
 def _whole(size_bytes: int, page_bytes: int) -> int:

@@ -82,12 +82,22 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         """SGLang's own way. Only a model whose parameters alone tell what was loaded, and whose
         post-processing leaves them as they are, may be copied instead of loaded from then on."""
         before = {name: tensor.clone() for name, tensor in others(model)}
-        self.load_weights_only(model, self._get_all_weights(model_config, model), device)
+        self.load_weights_only(model, self._tensors(model_config, model, weights), device)
         check_written(model)
         is_plain = _same(before, dict(others(model)))
         loaded = weights.checksum() if is_plain else 0
         self.postprocess_weights(model, device)
         weights.may_store = is_plain and weights.checksum() == loaded
+
+    def _tensors(
+        self, model_config: Any, model: nn.Module, weights: ModelWeights
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the store read ahead, if SGLang would do nothing but read the same files."""
+        special = ("secondary_weights", "allow_patterns_overrides")
+        is_plain = not any(getattr(model, name, None) for name in special)
+        ahead = weights.prefetched() if is_plain else None
+        stock_way: Iterator[tuple[str, torch.Tensor]] = self._get_all_weights(model_config, model)
+        return stock_way if ahead is None else ahead
 
     def _build(self, model_config: Any, device: torch.device) -> nn.Module:
         """On the meta device. A model that fills what `torch.empty` gave it is built again on

@@ -8,9 +8,8 @@ its weights came through SGLang's own loader.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 import torch
 
@@ -27,6 +26,7 @@ from kvcached import (
     WeightStore,
 )
 from kvcached.errors import StoreFullError, WeightFileError
+from prism.engines.sglang.adapter import weight_key
 from prism.messages import ModelSpec
 
 FINGERPRINT_TOKENS = 2
@@ -50,8 +50,7 @@ class StoreAccess:
         if self.store is None:
             return None
         content = self.store.content_of(Checkpoint.open(spec.path))
-        engine = f"sglang {version('sglang')} native"
-        return WeightKey(content, engine, spec.dtype, self.rank, self.ranks)
+        return weight_key(content, spec, self.rank, self.ranks)
 
 
 class ModelWeights:
@@ -65,6 +64,7 @@ class ModelWeights:
         self._arena: WeightArena | None = None
         self._key: WeightKey | None = None
         self._stored: StoredWeights | None = None
+        self._checkpoint: StoredWeights | None = None
         self.may_store = False
 
     # --- memory ----------------------------------------------------------------------------
@@ -113,6 +113,7 @@ class ModelWeights:
         if self._stored is not None:
             self._stored.close()
             self._stored = None
+        self._close_checkpoint()
         self.release_memory()
 
     # --- the store -------------------------------------------------------------------------
@@ -146,6 +147,18 @@ class ModelWeights:
         self._stored.close()
         self._stored = None
 
+    def prefetched(self) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """The files' own tensors if they were read into the store ahead of this activation, which
+        then reads nothing from disk; they stay in use until `save_copy`. None: read the files."""
+        store, key = self._access.store, self._key
+        if store is None or key is None:
+            return None
+        try:
+            self._checkpoint = store.find_checkpoint(key.content)
+        except WeightFileError as error:
+            log.warning("%s is read from its files: %s", self._spec.name, error)
+        return None if self._checkpoint is None else _tensors(self._checkpoint)
+
     def fingerprint(self) -> tuple[int, ...]:
         """What the stored copy's model answered; empty if the weights came from files."""
         tokens = tuple(int(token) for token in self[_FINGERPRINT])
@@ -156,12 +169,15 @@ class ModelWeights:
 
         A store without room is logged: the model is served all the same.
         """
+        files = self._close_checkpoint()
         store, key = self._access.store, self._key
         if store is None or key is None or not self.may_store:
             return
         self[_FINGERPRINT].copy_(torch.tensor(fingerprint))
         try:
             store.get(key, self._put_all).close()
+            if files is not None and key.ranks == 1:  # one copy is enough
+                store.discard(files)
         except (StoreFullError, WeightFileError) as error:
             log.warning("no copy of %s is kept: %s", self._spec.name, error)
 
@@ -175,6 +191,13 @@ class ModelWeights:
             log.warning("the stored copy of %s is discarded: %s", self._spec.name, why)
             self._access.store.discard(self._key)
 
+    def _close_checkpoint(self) -> WeightKey | None:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is None:
+            return None
+        checkpoint.close()
+        return checkpoint.key
+
     def _required(self) -> WeightArena:
         if self._arena is None:
             raise RuntimeError("the weights are not laid out")
@@ -183,6 +206,17 @@ class ModelWeights:
 
 def _spec_of(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _tensors(stored: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    """One after another, so that no more than one is mapped into this process."""
+    for name in sorted(stored.specs):
+        spec = stored.specs[name]
+        dtype = getattr(torch, spec.dtype)
+        if spec.size_bytes == 0:
+            yield name, torch.empty(spec.shape, dtype=dtype)
+        else:
+            yield name, torch.frombuffer(stored.buffer(name), dtype=dtype).view(spec.shape)
 
 
 def _sum(tensor: torch.Tensor) -> int:

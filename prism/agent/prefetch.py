@@ -1,0 +1,99 @@
+"""Models that the scheduler expects to need: read from disk into the machine's weight store before
+an activation asks for them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcached import KvcachedError, Prefetch, WeightKey, WeightStore
+from prism.messages import ActionResult, ModelSpec, PrefetchModel
+
+log = logging.getLogger(__name__)
+
+WAITING_MAX = 256
+STOP_S = 5.0
+
+
+@dataclass(slots=True)
+class _Hint:
+    spec: ModelSpec
+    actions: list[int]
+
+
+class Prefetcher:
+    """One model at a time, in the order of the hints; agents of one machine share its store, so
+    what another one reads is waited for and not read again. Step-driven: `tick` never waits.
+
+    weight_key: under what this machine's engines keep a model (see `prism.engines.core`); what is
+    there already is not read. Every hint is answered.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore | None,
+        weight_key: Callable[[str, ModelSpec], WeightKey],
+        answer: Callable[[ActionResult], None],
+    ) -> None:
+        self._store = store
+        self._weight_key = weight_key
+        self._answer = answer
+        self._waiting: deque[_Hint] = deque()
+        self._now: tuple[_Hint, Prefetch] | None = None
+
+    def hint(self, order: PrefetchModel) -> None:
+        """Begin, or join the line. A model that is in it already stays where it is."""
+        if self._store is None:
+            self._refuse(order, "there is no weight store: set engine.weight_store")
+            return
+        known = [*self._waiting, *([self._now[0]] if self._now else [])]
+        for hint in known:
+            if hint.spec == order.model:
+                hint.actions.append(order.action_id)
+                return
+        if len(known) >= WAITING_MAX:
+            self._refuse(order, f"{len(known)} models are in line already")
+            return
+        self._waiting.append(_Hint(order.model, [order.action_id]))
+        self.tick()
+
+    def tick(self) -> None:
+        """Answer what is done, begin the next."""
+        if self._now is not None and self._now[1].done:
+            self._settle(*self._now)
+            self._now = None
+        if self._now is None and self._waiting:
+            self._begin(self._waiting.popleft())
+
+    def stop(self) -> None:
+        """Give up what is under way and what waits, unanswered."""
+        self._waiting.clear()
+        if self._now is not None:
+            (hint, prefetch), self._now = self._now, None
+            prefetch.cancel()
+            try:
+                prefetch.wait(STOP_S)
+            except (KvcachedError, OSError) as error:
+                log.debug("prefetch of %s: %s", hint.spec.name, error)
+
+    def _begin(self, hint: _Hint) -> None:
+        assert self._store is not None
+        spec = hint.spec
+        prefetch = self._store.prefetch(spec.path, unless=lambda c: self._weight_key(c, spec))
+        self._now = (hint, prefetch)
+
+    def _settle(self, hint: _Hint, prefetch: Prefetch) -> None:
+        name, problem = hint.spec.name, ""
+        try:
+            prefetch.wait(0)
+        except (KvcachedError, OSError) as error:
+            problem = f"{name} was not read ahead: {error}"
+            log.warning("%s", problem)
+        for action_id in hint.actions:
+            done = f"{name} is in the weight store"
+            self._answer(ActionResult(action_id, not problem, problem or done))
+
+    def _refuse(self, order: PrefetchModel, why: str) -> None:
+        self._answer(ActionResult(order.action_id, False, f"{order.model.name}: {why}"))
