@@ -30,12 +30,13 @@ class ActivationRecord:
 
 def stages_of(served: Served, activated: Activated, now_s: float) -> dict[str, float]:
     """The engine's own stages between the agent's: "engine" (until one was free), "shrink" (until
-    others had made room), and "ready" (messages between engine and agent)."""
+    others had made room; tries that failed included), and "ready" (messages between the two)."""
     inside_s = {name: s for name, s in activated.stages_s.items() if name != "total"}
     engine_s = activated.stages_s.get("total", 0.0)
+    shrink_s = served.sent_s - served.asked_s + inside_s.pop("shrink", 0.0)
     return {
         "engine": served.asked_s - served.since_s,
-        "shrink": served.sent_s - served.asked_s,
+        "shrink": shrink_s,
         **inside_s,
         "ready": max(0.0, now_s - served.sent_s - engine_s),
         "total": now_s - served.since_s,

@@ -3,8 +3,9 @@
 An adapter is a package `prism.engines.<name>` with three functions:
   preload() -> None                          heavy imports, once, in the nursery before any fork
   create(context: EngineContext) -> EngineCore   in the forked engine process
-  weight_key(content: str, spec: ModelSpec) -> WeightKey   in any process: under what its engines
-      keep a model's weights in the machine's store; imports nothing heavy
+  weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1) -> WeightKey
+      in any process: under what a rank of its engines keeps a model's weights in the machine's
+      store; imports nothing heavy
 
 Thread rule: the worker calls every method from one thread, and none of them may block on I/O
 other than reading weights in `activate`.

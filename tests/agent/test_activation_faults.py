@@ -14,7 +14,7 @@ from prism.messages import ActionResult, ActivateModel, ModelSpec
 from tests.agent.harness import World, model_spec, until
 
 
-@pytest.mark.parametrize("stage", ["reserve", "weights", "build"])
+@pytest.mark.parametrize("stage", ["shrink", "reserve", "weights", "build"])
 async def test_killed_in_a_stage_it_comes_up_on_the_next_engine(
     agent_world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str
 ) -> None:

@@ -1,11 +1,24 @@
-"""What every engine must do when the ledger asks it for memory: answer, idle or busy, unharmed."""
+"""What every engine must do when the ledger asks it for memory: answer, idle or busy, unharmed; and
+what a model that comes up may count on."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
+from collections.abc import Iterator
 
 from kvcached import ClientUsage
-from prism.messages import ModelSpec, Request, Submit
+from prism.messages import (
+    Activate,
+    ActivationFailed,
+    Deactivate,
+    Deactivated,
+    ModelSpec,
+    Request,
+    Submit,
+)
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
 
@@ -98,3 +111,86 @@ def test_a_lower_limit_is_kept_at_once(
         device.memory.set_limit(engine, reserve_bytes)
         device.wait_until(lambda: held_bytes() <= reserve_bytes)
         device.memory.set_limit(engine, None)
+
+
+# --- a model comes up where others hold the memory
+
+
+def fill_cache(device: DeviceUnderTest, engine: str, subject: Subject) -> list[Request]:
+    """Six requests of half the context each, whose KV stays in the cache of the idle engine."""
+    asked = requests_of(subject, subject.models[0], count=6, seed=31)
+    subject.learn(device, engine, asked)
+    device.send(Submit(asked), engine)
+    check_outputs(device, subject, asked)
+    device.settled_status(lambda s: s.running == 0 and s.evictable_tokens > 0, engine)
+    return asked
+
+
+def deactivate(device: DeviceUnderTest, engine: str) -> None:
+    device.send(Deactivate(), engine)
+    device.wait_for(Deactivated, engine)
+
+
+def committed_bytes(device: DeviceUnderTest, engine: str) -> int:
+    usage = device.client_usage(engine)
+    assert usage is not None
+    return usage.committed_bytes
+
+
+@contextlib.contextmanager
+def short_by(device: DeviceUnderTest, need_bytes: int, missing_bytes: int) -> Iterator[None]:
+    """Of `need_bytes` so much is not free: somebody's static memory takes the rest."""
+    with device.memory.client("hog") as hog:
+        free_bytes = device.memory.usage().free_bytes
+        assert free_bytes >= need_bytes
+        lease = hog.reserve_static(free_bytes - need_bytes + missing_bytes, "test")
+        yield
+        lease.release()
+
+
+def need_of_second(device: DeviceUnderTest, engine: str, subject: Subject) -> int:
+    activated = device.activate(subject.models[1], engine)
+    deactivate(device, engine)
+    return activated.static_bytes + activated.reserve_bytes
+
+
+def test_neighbours_shrink_first_and_get_it_back_at_once(
+    device: DeviceUnderTest, engine: str, second_engine: str, subject: Subject
+) -> None:
+    need_bytes = need_of_second(device, second_engine, subject)
+    quantum_bytes = device.activate(subject.models[0], engine).quantum_bytes
+    asked = fill_cache(device, engine, subject)
+    before_bytes = committed_bytes(device, engine)
+    with short_by(device, need_bytes, quantum_bytes):
+        activated = device.activate(subject.models[1], second_engine)
+        assert committed_bytes(device, engine) < before_bytes
+        assert next(iter(activated.stages_s)) == "shrink"
+        usage = device.memory.usage()
+        assert usage.reserved_bytes <= usage.capacity_bytes
+        beside = device.fresh_status(engine).available_tokens
+        deactivate(device, second_engine)
+        assert device.memory.usage().free_bytes >= need_bytes
+        assert device.client_usage(second_engine).reserved_bytes == 0  # type: ignore[union-attr]
+        assert device.fresh_status(engine).available_tokens > beside
+    again = [request(next(_ids), r.model, r.prompt_ids, r.sampling.max_tokens) for r in asked]
+    device.send(Submit(again), engine)
+    check_outputs(device, subject, again)
+
+
+def test_a_neighbour_that_gives_nothing_is_not_waited_for_without_end(
+    device: DeviceUnderTest, engine: str, second_engine: str, subject: Subject
+) -> None:
+    need_bytes = need_of_second(device, second_engine, subject)
+    quantum_bytes = device.activate(subject.models[0], engine).quantum_bytes
+    fill_cache(device, engine, subject)
+    with short_by(device, need_bytes, quantum_bytes):
+        free_bytes = device.memory.usage().free_bytes
+        os.kill(device.pids[engine], signal.SIGSTOP)
+        try:
+            device.send(Activate(subject.models[1]), second_engine)
+            failed = device.wait_for(ActivationFailed, second_engine)
+        finally:
+            os.kill(device.pids[engine], signal.SIGCONT)
+        assert failed.missing_bytes == quantum_bytes
+        assert device.memory.usage().free_bytes >= free_bytes
+        device.activate(subject.models[1], second_engine)

@@ -25,7 +25,7 @@ from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, greedy, prompts, spec_o
 pytestmark = pytest.mark.sglang
 
 MODELS = (LLAMA, QWEN3, GPT2, MOE.name)
-STAGES = ("reserve", "store", "layout", "weights", "build", "warm_up", "keep")
+STAGES = ("shrink", "reserve", "store", "layout", "weights", "build", "warm_up", "keep")
 
 
 @pytest.fixture(params=[False, True], ids=["files", "store"])

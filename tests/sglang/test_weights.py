@@ -65,7 +65,7 @@ def test_every_parameter_lies_in_the_ledgers_pages(core: Any, name: str) -> None
     assert usage.static_bytes == activated.static_bytes == size_bytes + STATIC_BYTES
     assert core._device.resident_bytes() <= size_bytes + activated.reserve_bytes
     assert list(activated.stages_s) == [
-        *("reserve", "store", "layout", "weights", "build", "warm_up", "keep"),
+        *("shrink", "reserve", "store", "layout", "weights", "build", "warm_up", "keep"),
         "total",
     ]
     *stages, total = activated.stages_s.values()

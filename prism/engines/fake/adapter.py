@@ -22,6 +22,6 @@ def create(context: EngineContext) -> EngineCore:
     return FakeCore(context, FakeOptions.from_environment())
 
 
-def weight_key(content: str, spec: ModelSpec) -> WeightKey:
+def weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1) -> WeightKey:
     """It loads no weights, so nothing is ever stored under this key."""
-    return WeightKey(content, "fake", spec.dtype)
+    return WeightKey(content, "fake", spec.dtype, rank, ranks)

@@ -90,7 +90,7 @@ class FakeCore:
     # --- the model's life ------------------------------------------------------------------
 
     def activate(self, order: Activate) -> Activated:
-        """Stages: "reserve", "weights" (takes activation_s), "build"."""
+        """Stages: "shrink", "reserve", "weights" (takes activation_s), "build"."""
         timeline = Timeline()
         name = order.model.name
         doomed = {name, "*"} & set(self._options.fail_activation)
@@ -98,8 +98,7 @@ class FakeCore:
             raise ActivationError(f"PRISM_FAKE fails the activation of {name}")
         if name in self._options.fail_reuse and self._served and self._options.claim_fault():
             raise SelfCheckError(f"PRISM_FAKE fails the self-check of {name}")
-        timeline.enter("reserve")
-        self._memory = Memory(self._client, self._device, self._context, order)
+        self._memory = Memory(self._client, self._device, self._context, order, timeline)
         timeline.enter("weights")
         time.sleep(self._options.activation_s)
         timeline.enter("build")

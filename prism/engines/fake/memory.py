@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 import kvcached
 from prism.engines.core import EngineContext
 from prism.engines.fake.prefix_cache import PrefixCache
+from prism.engines.room import make_room
+from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError
 from prism.messages import Activate, Activated, ModelSpec
 from prism.model_memory import layout_of as arranged_layout_of
@@ -57,6 +59,7 @@ class Memory:
         device: kvcached.Device,
         context: EngineContext,
         order: Activate,
+        timeline: Timeline,
     ) -> None:
         config = context.config
         self._client = client
@@ -67,6 +70,10 @@ class Memory:
         self.reserve_bytes = reserve_bytes(layout, usage.page_bytes, order.model.context_length)
         self._check_limit(order)
         try:
+            timeline.enter("shrink")
+            need_bytes = self.static_bytes + self.reserve_bytes
+            make_room(client, device, need_bytes, f"{order.model.name} comes up")
+            timeline.enter("reserve")
             self._reserve(order, config.engine.static_bytes)
             tokens = max(usage.capacity_bytes // layout.token_bytes, order.model.context_length)
             self.kv = client.alloc_kvcache(layout, tokens, reserved_blocks=RESERVED_BLOCKS)

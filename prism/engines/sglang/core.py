@@ -74,11 +74,11 @@ class SglangCore:
     # --- the model's life ------------------------------------------------------------------
 
     def activate(self, order: Activate) -> Activated:
-        """Stages: "reserve" (room in the ledger), "store" (SGLang's configuration, the files' hash,
-        the stored copy), "layout" (the model on the meta device, its parameters in pages),
-        "weights", "build" (KV space, SGLang's scheduler), "warm_up", "keep" (into the store)."""
+        """Stages: "shrink" (others make room), "reserve" (it in the ledger), "store" (SGLang's
+        configuration, the files' hash, the stored copy), "layout" (the model on the meta device,
+        its parameters in pages), "weights", "build" (KV space, SGLang's scheduler), "warm_up",
+        "keep" (into the store)."""
         timeline = Timeline()
-        timeline.enter("reserve")
         place = self._context.config.device(self._context.device)
         layout = plan(
             order,
@@ -88,7 +88,13 @@ class SglangCore:
         )
         weights = ModelWeights(self._client, self._access, order.model)
         memory = EngineMemory(
-            self._client, weights, order, layout, timeline, ranks=self._context.ranks
+            self._client,
+            self._device,
+            weights,
+            order=order,
+            plan=layout,
+            timeline=timeline,
+            ranks=self._context.ranks,
         )
         timeline.enter("store")
         scheduler, fingerprint = self._build(order, memory)

@@ -13,6 +13,7 @@ import torch
 
 import kvcached
 from prism.engines.ranks.group import ALONE, RankGroup
+from prism.engines.room import make_room
 from prism.engines.sglang.weights import ModelWeights
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError
@@ -34,6 +35,11 @@ class MemoryPlan:
     weight_bytes: int
     share_bytes: int
     virtual_tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What must be free on the device for the model to come up."""
+        return self.weight_bytes + self.share_bytes + self.reserve_bytes
 
     @property
     def pool_tokens(self) -> int:
@@ -71,11 +77,12 @@ class EngineMemory:
     def __init__(
         self,
         client: kvcached.Client,
+        device: kvcached.Device,
         weights: ModelWeights,
+        *,
         order: Activate,
         plan: MemoryPlan,
         timeline: Timeline,
-        *,
         ranks: RankGroup = ALONE,
     ) -> None:
         self.plan = plan
@@ -88,6 +95,7 @@ class EngineMemory:
         self._kv: kvcached.KVCache | None = None
         try:
             self._check_limit(order)
+            self._make_room(device)
             self._reserve(order)
         except ActivationError:
             self.release()
@@ -164,8 +172,17 @@ class EngineMemory:
                 "tokens; raise its share or lower its context_length"
             )
 
+    def _make_room(self, device: kvcached.Device) -> None:
+        self.timeline.enter("shrink")
+        try:
+            what = f"{self._name} comes up"
+            make_room(self._client, device, self.plan.total_bytes, what)
+        except kvcached.NoRoomError as error:
+            raise self._no_room(error, 0) from error
+
     def _reserve(self, order: Activate) -> None:
         """Share, weights and KV one after another; `more_bytes` is what would still be asked."""
+        self.timeline.enter("reserve")
         plan = self.plan
         self._client.set_limit(order.kv_limit_bytes)
         more_bytes = plan.weight_bytes + plan.reserve_bytes
