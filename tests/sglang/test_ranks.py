@@ -12,7 +12,7 @@ import pytest
 import kvcached
 from prism.messages import Activated, Deactivate, Deactivated, Submit
 from tests.engines.harness import DeviceUnderTest, request
-from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
+from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, config_of
 from tests.sglang.models import LLAMA, greedy, largest_gap, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
