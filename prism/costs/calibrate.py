@@ -1,16 +1,16 @@
 """Measure the steps of a live engine behind OpenAI's routes and fit a table to them.
 
 Prompts are measured alone, by the time to their single token. Decode steps are measured in batches
-of streams that run together, by the gaps between tokens while all of them run.
+of streams that run together, by the pace of their tokens while all of them run: not by single gaps,
+since tokens reach a busy client in clumps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,8 @@ WARM_UP_TOKENS = 8
 @dataclass(frozen=True)
 class Plan:
     """What to measure. Each batch decodes `output_tokens` after the shortest and after half of the
-    longest prompt; everything `repeats` times, medians are kept."""
+    longest prompt; everything `repeats` times, medians are kept. Prompts are sent once more before,
+    since an engine's first step of a size takes longer."""
 
     model: str
     prompts: tuple[int, ...]
@@ -63,8 +64,12 @@ class TimedStream(Stream):
         self.times_s += [now_s] * ((self.ids or self.events) - before)
 
 
-async def measure(url: str, plan: Plan) -> list[Measured]:
-    """Raises ConfigError: no server, an unknown model, a request that fails."""
+Observer = Callable[[Measured], None]
+
+
+async def measure(url: str, plan: Plan, observe: Observer | None = None) -> list[Measured]:
+    """`observe` gets each step once it is measured. Raises ConfigError: no server, an unknown
+    model, a request that fails."""
     async with connect(url) as http:
         models = await served_models(http)
         if plan.model not in models:
@@ -72,18 +77,19 @@ async def measure(url: str, plan: Plan) -> list[Measured]:
         _check_context(plan, models[plan.model].max_model_len)
         probe = _Probe(Sender(http, plan.timeout_s), plan)
         await probe.streams(1, WARM_UP_TOKENS, WARM_UP_TOKENS)
-        prompts = [await probe.prompt(tokens) for tokens in plan.prompts]
-        decodes = [
-            await probe.decode(batch, context)
-            for batch in plan.batches
-            for context in plan.contexts
-        ]
-        return prompts + decodes
+        steps: list[Measured] = []
+        async for step in probe.steps():
+            steps.append(step)
+            if observe is not None:
+                observe(step)
+        return steps
 
 
-def calibrate(url: str, plan: Plan, gpu: str, tp: int) -> tuple[list[Measured], Fitted]:
+def calibrate(
+    url: str, plan: Plan, gpu: str, tp: int, observe: Observer | None = None
+) -> tuple[list[Measured], Fitted]:
     """Measure and fit; the table's source says how well. Raises ConfigError."""
-    steps = asyncio.run(measure(url, plan))
+    steps = asyncio.run(measure(url, plan, observe))
     fitted = fit(steps, gpu, plan.model, tp, "")
     sizes = np.abs(fitted.errors)
     source = f"measured in {len(steps)} steps: median error {np.median(sizes):.1%}"
@@ -110,22 +116,31 @@ class _Probe:
     plan: Plan
     sent: int = 0
 
+    async def steps(self) -> AsyncIterator[Measured]:
+        """All of the plan, one after the other."""
+        for tokens in self.plan.prompts:
+            yield await self.prompt(tokens)
+        for batch in self.plan.batches:
+            for context in self.plan.contexts:
+                yield await self.decode(batch, context)
+
     async def prompt(self, tokens: int) -> Measured:
+        await self._first_token_s(tokens)
         found = [await self._first_token_s(tokens) for _ in range(self.plan.repeats)]
         return Measured(True, tokens, 0, float(np.median(found)))
 
     async def decode(self, batch: int, context: int) -> Measured:
         output = self.plan.output_tokens
-        gaps_s: list[float] = []
+        paces_s: list[float] = []
         for _ in range(self.plan.repeats):
-            gaps_s += common_gaps_s(await self.streams(batch, context, output))
-        if not gaps_s:
+            paces_s += common_paces_s(await self.streams(batch, context, output))
+        if not paces_s:
             raise ConfigError(
                 f"calibration: {batch} streams of {context}-token prompts never ran together;"
                 " raise --output-tokens or leave this batch out"
             )
         held = batch * (context + output // 2)
-        return Measured(False, batch, held, float(np.median(gaps_s)))
+        return Measured(False, batch, held, float(np.median(paces_s)))
 
     async def _first_token_s(self, tokens: int) -> float:
         start_s = time.monotonic()
@@ -151,19 +166,16 @@ class _Probe:
         await self.sender.answer(request, prompt, answer)
 
 
-def common_gaps_s(streams: Sequence[TimedStream]) -> list[float]:
-    """Gaps between tokens while all streams ran. Tokens that come together share their gap."""
+def common_paces_s(streams: Sequence[TimedStream]) -> list[float]:
+    """Per stream: seconds a token while all streams ran; nothing for one with fewer than 2 then."""
     start_s = max(stream.times_s[0] for stream in streams)
     end_s = min(stream.times_s[-1] for stream in streams)
-    return [gap_s for stream in streams for gap_s in _gaps_s(stream.times_s, start_s, end_s)]
-
-
-def _gaps_s(times_s: Sequence[float], start_s: float, end_s: float) -> Iterator[float]:
-    inside = [time_s for time_s in times_s if start_s <= time_s <= end_s]
-    moments = sorted(set(inside))
-    for before_s, after_s in pairwise(moments):
-        tokens = inside.count(after_s)
-        yield from [(after_s - before_s) / tokens] * tokens
+    inside = [[t for t in stream.times_s if start_s <= t <= end_s] for stream in streams]
+    return [
+        (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+        for times_s in inside
+        if len(times_s) > 1 and times_s[-1] > times_s[0]
+    ]
 
 
 def _check_context(plan: Plan, context: int | None) -> None:

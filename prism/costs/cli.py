@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prism.costs.catalog import HOST_S, cost_model, cost_table
+from prism.costs.fit import Measured
 from prism.costs.gpus import gpu_spec
 from prism.costs.shapes import model_shape
 from prism.errors import ConfigError
@@ -110,7 +111,7 @@ def engine(
         repeats=repeats,
         source=PromptSource(seed, *parse_token_range(token_ids)),
     )
-    steps, fitted = calibrate(url.rstrip("/"), plan, gpu, tp)
+    steps, fitted = calibrate(url.rstrip("/"), plan, gpu, tp, _tell)
     save(out, fitted.table)
     table = Table("step", "tokens", "context", "measured (ms)", "error of the fit")
     for step, error in zip(steps, fitted.errors, strict=True):
@@ -118,6 +119,14 @@ def engine(
         table.add_row(kind, str(step.tokens), str(step.context_tokens), time_ms, f"{error:+.1%}")
     Console().print(table)
     Console().print(f"{out}: {fitted.table.name}, {fitted.table.source}", soft_wrap=True)
+
+
+def _tell(step: Measured) -> None:
+    """What is measured, on stderr, as it comes: it takes minutes on a CPU."""
+    kind = "prompt of" if step.prompt else "decode of"
+    context = "" if step.prompt else f" at {step.context_tokens} tokens of context"
+    text = f"{kind} {step.tokens}{context}: {step.seconds * 1e3:.2f} ms"
+    Console(stderr=True).print(text, highlight=False)
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 Unknown are the dense part at a few token counts, the seconds per pair of tokens (prefill
 attention), the seconds per token of context (decode attention) and a constant per request. All are
-0 or more and the dense part rises, so that the table is one; errors count relative to the time.
+0 or more and the dense part rises, so that the table is one; errors count relative to the time, and
+large ones not by their square.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from prism.errors import ConfigError
 Floats = NDArray[np.float64]
 PROMPTS_MIN = 3
 KNOT_RATIO = 2.0
+REWEIGHTED = 10
 STRAIGHT_FROM = 4
 """The dense part goes on straight beyond a quarter of the longest prompt: what is bent there is
 attention."""
@@ -50,7 +52,7 @@ def fit(steps: Sequence[Measured], gpu: str, model: str, tp: int, source: str) -
     knots = dense_knots(steps)
     seconds = np.array([step.seconds for step in steps])
     matrix = np.array([_row(step, knots) for step in steps])
-    solution = least_squares(matrix / seconds[:, None], np.ones(len(steps)))
+    solution = robust_least_squares(matrix / seconds[:, None], np.ones(len(steps)))
     request_s, pair_s, context_s = (float(value) for value in solution[:3])
     dense_s = np.cumsum(solution[3:])
     batches, contexts, decode_s = linear_decode(context_s)
@@ -85,6 +87,18 @@ def dense_knots(steps: Sequence[Measured]) -> list[float]:
         if knots[-1] * KNOT_RATIO <= tokens <= end:
             knots.append(float(tokens))
     return knots if len(knots) > 1 else [1.0, end]
+
+
+def robust_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """least_squares with Huber's weights: a step that was disturbed, far from the others' error,
+    counts by its distance and not by its square."""
+    found = least_squares(matrix, target)
+    for _ in range(REWEIGHTED):
+        errors = np.abs(matrix @ found - target)
+        near = 1.5 * max(float(np.median(errors)), 1e-9)
+        weights = np.sqrt(np.minimum(1.0, near / np.maximum(errors, 1e-12)))
+        found = least_squares(matrix * weights[:, None], target * weights)
+    return found
 
 
 def least_squares(matrix: Floats, target: Floats) -> Floats:

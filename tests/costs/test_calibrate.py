@@ -10,9 +10,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from typer.testing import CliRunner
 
-from prism.costs.calibrate import Plan, TimedStream, common_gaps_s, measure, save
+from prism.costs.calibrate import Plan, TimedStream, common_paces_s, measure, save
 from prism.costs.catalog import cost_model
 from prism.costs.cli import app
+from prism.costs.fit import Measured
 from prism.costs.grid import read_grid
 from prism.errors import ConfigError
 from prism.replay.client import Choice, StreamEvent
@@ -31,7 +32,9 @@ def server() -> Iterator[ScriptedServer]:
 
 def test_each_point_is_asked_for_once_and_prompts_share_nothing(server: ScriptedServer) -> None:
     del server.requests[:]
-    steps = asyncio.run(measure(server.url, QUICK))
+    seen: list[Measured] = []
+    steps = asyncio.run(measure(server.url, QUICK, seen.append))
+    assert seen == steps
     assert [(s.prompt, s.tokens, s.context_tokens) for s in steps] == [
         (True, 8, 0),
         (True, 16, 0),
@@ -44,7 +47,7 @@ def test_each_point_is_asked_for_once_and_prompts_share_nothing(server: Scripted
     assert all(step.seconds > 0 for step in steps)
     prompts = [body["prompt"] for body in server.requests]
     assert len({tuple(prompt[:4]) for prompt in prompts}) == len(prompts)
-    assert [len(prompt) for prompt in prompts] == [8, 8, 16, 32, 8, 16, 8, 8, 16, 16]
+    assert [len(prompt) for prompt in prompts] == [8, 8, 8, 16, 16, 32, 32, 8, 16, 8, 8, 16, 16]
 
 
 @pytest.mark.parametrize(
@@ -63,12 +66,13 @@ def test_a_server_that_cannot_be_measured_is_named(
         asyncio.run(measure(server.url, plan))
 
 
-def test_gaps_count_only_while_all_streams_run() -> None:
-    streams = [TimedStream(times_s=[1.0, 2.0, 3.0, 4.0]), TimedStream(times_s=[2.5, 3.0, 5.0])]
-    assert common_gaps_s(streams) == [1.0, 0.5]
-    assert common_gaps_s([TimedStream(times_s=[1.0]), TimedStream(times_s=[2.0])]) == []
-    # two tokens in one event: half of the gap each
-    assert common_gaps_s([TimedStream(times_s=[1.0, 3.0, 3.0])]) == [1.0, 1.0]
+def test_the_pace_counts_only_while_all_streams_run() -> None:
+    streams = [TimedStream(times_s=[1.0, 2.0, 3.0, 4.0]), TimedStream(times_s=[1.5, 3.0, 3.5, 5.0])]
+    # from 1.5 to 4: tokens at 2, 3, 4 and at 1.5, 3, 3.5
+    assert common_paces_s(streams) == [1.0, 1.0]
+    assert common_paces_s([TimedStream(times_s=[1.0]), TimedStream(times_s=[2.0])]) == []
+    # tokens that arrive in clumps do not change it
+    assert common_paces_s([TimedStream(times_s=[1.0, 3.0, 3.0, 5.0, 5.0])]) == [1.0]
 
 
 def test_a_timed_stream_has_a_time_per_token() -> None:

@@ -64,6 +64,21 @@ def test_noise_shows_in_the_errors_and_hardly_in_the_table() -> None:
     assert TableCost(fitted.table).decode_s(8, 8000) == pytest.approx(wanted, rel=0.1)
 
 
+def test_disturbed_steps_hardly_move_the_table() -> None:
+    rng = np.random.default_rng(5)
+    steps = [
+        Measured(s.prompt, s.tokens, s.context_tokens, s.seconds * rng.normal(1, 0.02))
+        for s in steps_of(true_table())
+    ]
+    for number in (3, 12):
+        step = steps[number]
+        steps[number] = Measured(step.prompt, step.tokens, step.context_tokens, 4 * step.seconds)
+    cost = TableCost(fit(steps, "host", "m", 1, "disturbed").table)
+    wanted = TableCost(true_table())
+    assert cost.decode_s(8, 8000) == pytest.approx(wanted.decode_s(8, 8000), rel=0.1)
+    assert cost.prefill_s(1024) == pytest.approx(wanted.prefill_s(1024), rel=0.1)
+
+
 @given(seed=st.integers(0, 10_000), rows=st.integers(3, 20), columns=st.integers(1, 6))
 def test_least_squares_meets_its_conditions(seed: int, rows: int, columns: int) -> None:
     """Where x > 0 the gradient is 0, where x = 0 it does not point inwards (Kuhn and Tucker)."""
