@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 PROMPTS_MIN = 3
 KNOT_RATIO = 2.0
 REWEIGHTED = 10
+EXACT = 1e-6
 STRAIGHT_FROM = 4
 """The dense part goes on straight beyond a quarter of the longest prompt: what is bent there is
 attention."""
@@ -95,7 +96,9 @@ def robust_least_squares(matrix: Floats, target: Floats) -> Floats:
     found = least_squares(matrix, target)
     for _ in range(REWEIGHTED):
         errors = np.abs(matrix @ found - target)
-        near = 1.5 * max(float(np.median(errors)), 1e-9)
+        if errors.max() < EXACT:
+            break
+        near = 1.5 * max(float(np.median(errors)), EXACT)
         weights = np.sqrt(np.minimum(1.0, near / np.maximum(errors, 1e-12)))
         found = least_squares(matrix * weights[:, None], target * weights)
     return found
