@@ -5,19 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prism.errors import TraceError
-from prism.replay.formats import read_format
+from prism.replay.formats import FORMATS, read_format
 from prism.replay.generate import EmpiricalLengths
 from prism.replay.rows import ReadOptions
 from prism.replay.sampled import lengths_of, tokens_of
 from prism.replay.servegen import ClientWindow
 from prism.replay.stats import by_model
-from prism.replay.trace import models_of, read_trace, write_trace
+from prism.replay.trace import TraceRequest, models_of, read_trace, write_trace
 from prism.replay.write import write_mooncake
 from tests.replay.records import a_request
 
@@ -218,3 +221,39 @@ def test_servegens_original_rates_are_read(public_traces: Path) -> None:
     assert 500 < len(found) < 20_000
     assert len(models_of(found)) > 20
     assert found[-1].arrival_s < 600
+
+
+HEADS = {
+    "arena": "id,timestamp_s,model_id,input_tokens,output_tokens\n",
+    "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n",
+    "burstgpt": BURST,
+    "csv": CSV,
+    "maf": MAF21,
+    "servegen": RATES,
+    "vidur": VIDUR,
+}
+values = st.sampled_from(["0", "1", "-1", "1e999", "nan", "", "x", "2024-01-01", "G", '"', "\x00"])
+
+
+def attempt(path: Path, name: str) -> tuple[list[TraceRequest], str]:
+    try:
+        return read_format(path, name), ""
+    except TraceError as error:
+        return [], str(error)
+
+
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    rows=st.lists(st.lists(values, max_size=9), max_size=4),
+    tail=st.binary(max_size=20),
+)
+def test_damaged_files_are_named_and_nothing_else_happens(
+    name: str, rows: list[list[str]], tail: bytes
+) -> None:
+    text = HEADS.get(name, "") + "".join(",".join(row) + "\n" for row in rows)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "source.csv"
+        path.write_bytes(text.encode() + tail)
+        found, complaint = attempt(path, name)
+    assert found or str(path) in complaint
+    assert all(r.timestamp >= 0 and min(r.input_length, r.output_length) >= 1 for r in found)
