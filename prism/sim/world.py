@@ -114,7 +114,9 @@ class World:
         target = model.least_loaded()
         if target is None:
             model.unplaced[index] = request
-            self._wake()
+            # Later ones change no plan: those that wait in vain are looked at every retry_s.
+            if len(model.unplaced) == 1:
+                self._wake()
         else:
             self._enqueue(target, request)
             target.home.poke()
