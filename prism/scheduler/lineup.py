@@ -33,6 +33,8 @@ class Lineup:
 
     def late_heads(self) -> list[str]:
         """The oldest late request of each model, oldest first."""
+        if not self._late:
+            return []
         heads = (next(self._left(lane), None) for lane in self._late.values())
         return [request_id for _, request_id in sorted(head for head in heads if head)]
 

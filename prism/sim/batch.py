@@ -62,13 +62,13 @@ class Batch:
 
     def new_blocks(self, steps: int) -> int:
         """KV blocks that the next `steps` steps take."""
-        if self.block_tokens == 1:
-            return steps * len(self.members)
-        rounds, rest = divmod(steps, self.block_tokens)
-        first = self.step % self.block_tokens
-        fills = self._fills
-        partial = sum(fills[(first + i) % self.block_tokens] for i in range(rest))
-        return rounds * len(self.members) + partial
+        size, fills = self.block_tokens, self._fills
+        first = self.step % size
+        if steps == 1:
+            return fills[first]
+        rounds, rest = divmod(steps, size)
+        found = rounds * len(self.members) + sum(fills[first : first + rest])
+        return found + sum(fills[: first + rest - size]) if first + rest > size else found
 
     def advance(self, steps: int) -> list[Request]:
         """`steps` steps are over; returns who ends with the last, in the order of joining.

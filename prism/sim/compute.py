@@ -32,11 +32,12 @@ class Gpu:
 
 
 class Job:
-    """work_s: seconds that it takes alone; done_s of them are done at since_s."""
+    """work_s: seconds that it takes alone; done_s of them are done at since_s. usage: asked for
+    only when it matters, beside another job or with an SM share."""
 
     __slots__ = (
-        "bandwidth",
-        "compute",
+        "_asked",
+        "_usage",
         "done_s",
         "gpus",
         "on_end",
@@ -52,21 +53,29 @@ class Job:
         self,
         gpus: Sequence[Gpu],
         work_s: float,
-        usage: Usage,
+        usage: Callable[[], Usage],
         on_end: Callable[[], None],
         sm_share: float = 1.0,
     ) -> None:
         self.gpus = gpus
         self.sm_share = sm_share
-        self.stretch = slowdown(usage, sm_share) if sm_share < 1.0 else 1.0
+        self._asked = usage
+        self._usage: Usage | None = None
+        self.stretch = slowdown(usage(), sm_share) if sm_share < 1.0 else 1.0
         self.work_s = work_s * self.stretch
-        self.compute = usage.compute / self.stretch
-        self.bandwidth = usage.bandwidth / self.stretch
         self.on_end = on_end
         self.speed = 0.0
         self.done_s = 0.0
         self.since_s = 0.0
         self.version = 0
+
+    @property
+    def usage(self) -> Usage:
+        """Parts of the GPU's compute and bandwidth that it keeps busy at full speed."""
+        if self._usage is None:
+            found = self._asked()
+            self._usage = Usage(found.compute / self.stretch, found.bandwidth / self.stretch)
+        return self._usage
 
     def done_at(self, now_s: float) -> float:
         """Seconds of unstretched work done by `now_s`."""
@@ -140,6 +149,7 @@ def _speed(jobs: Sequence[Job]) -> float:
         return 1.0
     compute = bandwidth = 0.0
     for job in jobs:
-        compute += job.compute
-        bandwidth += job.bandwidth
+        usage = job.usage
+        compute += usage.compute
+        bandwidth += usage.bandwidth
     return 1.0 / max(1.0, compute, bandwidth)

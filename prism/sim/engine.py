@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from prism.costs.model import Chunk, CostModel, Usage
 from prism.policies.steps import Phase
@@ -39,6 +40,7 @@ class _Step:
     steps: int = 0
     context_tokens: int = 0
     allocated: int = 0
+    allocated_blocks: int = 0
 
 
 class Engine:
@@ -73,7 +75,7 @@ class Engine:
         self._prefill_since_s = 0.0
         self._prefill: _Step | None = None
         self._decode: _Step | None = None
-        self._usage: Usage | None = None
+        self._usage: Callable[[], Usage] | None = None
         self._usage_batch = 0
         self.slower = 1.0
         self.prompt_tokens_total = 0
@@ -190,7 +192,7 @@ class Engine:
         costs = [Chunk(tokens, r.kv_tokens - r.todo_tokens) for r, tokens in chunks]
         context_tokens = self.batch.context_tokens if batch else 0
         work_s = self.cost.step_s(costs, batch, context_tokens)
-        usage = self.cost.usage(costs, batch, context_tokens)
+        usage = partial(self.cost.usage, costs, batch, context_tokens)
         job = Job(self._gpus, work_s * self.slower, usage, self._prefill_ended, sm_share)
         self._prefill = _Step(job, chunks, 1 if batch else 0)
         self._prefill_since_s = self._kernel.time_s
@@ -294,11 +296,11 @@ class Engine:
         self._usage = None
         self._listener.retracted(victim)
 
-    def _batch_usage(self) -> Usage:
+    def _batch_usage(self) -> Callable[[], Usage]:
         """Of the present batch, at the context it had when it last changed: the same whether its
         steps are taken one by one or in runs."""
         if self._usage is None or self._usage_batch != len(self.batch):
-            self._usage = self.cost.usage((), len(self.batch), self.batch.context_tokens)
+            self._usage = partial(self.cost.usage, (), len(self.batch), self.batch.context_tokens)
             self._usage_batch = len(self.batch)
         return self._usage
 
@@ -308,9 +310,10 @@ class Engine:
 
     def _allocate(self, step: _Step, begun: int) -> None:
         """KV for the steps up to `begun`; they were claimed."""
-        before = self.batch.new_blocks(step.allocated) if step.allocated else 0
-        self.kv.take_claimed(self.batch.new_blocks(begun) - before)
-        step.allocated = begun
+        blocks = self.batch.new_blocks(begun)
+        if blocks > step.allocated_blocks:
+            self.kv.take_claimed(blocks - step.allocated_blocks)
+        step.allocated, step.allocated_blocks = begun, blocks
 
     def _end(self, request: Request) -> None:
         self._usage = None

@@ -86,7 +86,7 @@ class KvSpace:
     def fits(self, blocks: int) -> bool:
         """Whether `blocks` more could be taken now."""
         need_bytes = self._growth_bytes(blocks)
-        if need_bytes <= 0 or need_bytes <= self._unclaimed_bytes():
+        if need_bytes == 0 or need_bytes <= self._unclaimed_bytes():
             return True
         for site in self.sites:
             site.sync()
@@ -162,6 +162,9 @@ class KvSpace:
         return (quanta - self.quanta) * self.quantum_bytes
 
     def _unclaimed_bytes(self) -> int:
+        ledger, account = self._ranks[0]
+        if len(self._ranks) == 1:
+            return ledger.unclaimed_bytes(account)
         return min(ledger.unclaimed_bytes(account) for ledger, account in self._ranks)
 
     def _unclaimed_blocks(self) -> int:

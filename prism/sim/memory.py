@@ -72,8 +72,9 @@ class Ledger:
 
     def unclaimed_bytes(self, account: Account) -> int:
         """`room_bytes` without what others' runs count on."""
-        claims = self.claimed_bytes - account.claim_bytes
-        room = max(0, account.min_bytes - account.kv_bytes) + self.free_bytes - claims
+        room = self.capacity_bytes - self.reserved_bytes - self.claimed_bytes + account.claim_bytes
+        if account.min_bytes > account.kv_bytes:
+            room += account.min_bytes - account.kv_bytes
         if account.limit_bytes is None:
             return room
         return min(room, account.limit_bytes - account.kv_bytes)

@@ -25,7 +25,7 @@ class Bench:
         def ended() -> None:
             self.ends_s[name] = self.kernel.time_s
 
-        job = Job(gpus, work_s, usage, ended, sm_share)
+        job = Job(gpus, work_s, lambda: usage, ended, sm_share)
         self.compute.start(job)
         return job
 
