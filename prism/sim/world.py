@@ -203,7 +203,7 @@ class World:
         now_s = self.kernel.time_s
         self._observe(now_s)
         models = self._viewer.models(now_s, self._rates.rates(now_s))
-        return ClusterView(now_s, models, self._viewer.gpus(), target=self._target)
+        return ClusterView(now_s, models, self._viewer.gpus(), target=self._target, replicas=True)
 
     def apply(self, action: Action) -> None:
         model = self._model_of[action.model]
@@ -216,14 +216,18 @@ class World:
             self._moves.activate(model, devices, action.kv_limit_bytes)
         elif isinstance(action, Evict):
             self._decide("evict", action.model, action.device, "", action.reason)
-            self._moves.evict(model, self._resident(model, action.device))
+            resident = self._resident(model, action.device)
+            if resident is not None:
+                self._moves.evict(model, resident)
         else:
             self._migrate(model, action)
 
     def _migrate(self, model: Model, action: Migrate) -> None:
         self._decide("migrate", action.model, action.source, action.target, action.reason)
         devices = [self.by_name[name] for name in (action.target, *action.peers)]
-        self._moves.migrate(model, self._resident(model, action.source), devices)
+        source = self._resident(model, action.source)
+        if source is not None and source.replaced_by is None:
+            self._moves.migrate(model, source, devices)
 
     def _decide(self, kind: str, model: str, device: str, target: str, reason: str) -> None:
         self.records.decide(Decision(self.kernel.time_s, kind, model, device, target, reason))
@@ -236,10 +240,14 @@ class World:
             # There is no room for it unless requests make some: it waits for the first one.
             model.wanted = False
 
-    def _resident(self, model: Model, device: str) -> Resident:
-        found = [r for r in model.residents if r.home.name == device and r.stage is Stage.ACTIVE]
-        assert found, f"{model.setup.name} is not active on {device}"
-        return found[0]
+    def _resident(self, model: Model, device: str) -> Resident | None:
+        """The copy that an action is about; None, and counted as failed, where none is active
+        there any more, as an agent would answer."""
+        for resident in model.residents:
+            if resident.home.name == device and resident.stage is Stage.ACTIVE:
+                return resident
+        self._decide("failed", model.setup.name, device, "", "no active copy is there")
+        return None
 
     def _observe(self, now_s: float) -> None:
         """Tokens per model so far: prompts of admitted requests and decoded ones."""
