@@ -29,6 +29,7 @@ NAMES = ("a", "b", "c", "d")
 
 @st.composite
 def setups(draw: st.DrawFn, policies: Sequence[str] = (*POLICIES, *CONTROLLED)) -> ClusterSetup:
+    """Step times are odd, so that no step ends at the very moment of an arrival."""
     gpus = draw(st.integers(1, 3))
     kv = draw(st.sampled_from([1, 8]))
     models = [
@@ -39,7 +40,7 @@ def setups(draw: st.DrawFn, policies: Sequence[str] = (*POLICIES, *CONTROLLED)) 
             weight_bytes=draw(st.sampled_from([8, 16, 40])) * MIB,
             token_bytes=1024 * kv,
             kv_floor_bytes=draw(st.sampled_from([0, MIB])) * kv,
-            parts=parts(LinearCost(context_s=draw(st.sampled_from([0, 1e-6]))), kv),
+            parts=parts(LinearCost(1.0137e-4, 0.0100193, draw(st.sampled_from([0, 1e-6]))), kv),
             never_evict=draw(st.booleans()) and index == 0,
         )
         for index, name in enumerate(NAMES[: draw(st.integers(1, 4))])
