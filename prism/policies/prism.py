@@ -221,11 +221,11 @@ def _free_short_devices(draft: Draft) -> None:
     if draft.actions or _in_transition(draft.view):
         return
     for b in draft.bins.values():
-        short = b.gpu.free_bytes < draft.settings.short_fraction * b.gpu.capacity_bytes
-        idle = [m for m in _over_threshold(draft) if m.name in b.models]
         # A request that has only just arrived waits as well; a backlog is as long as what runs.
-        backlog = any(m.waiting >= m.running > 0 for m in b.models.values())
-        if short and idle and backlog:
+        short = b.gpu.free_bytes < draft.settings.short_fraction * b.gpu.capacity_bytes
+        if not short or not any(m.waiting >= m.running > 0 for m in b.models.values()):
+            continue
+        if idle := [m for m in _over_threshold(draft) if m.name in b.models]:
             free = kvpr.size_text(b.gpu.free_bytes)
             reason = f"idle for {idle[0].idle_s:.1f} s while a backlog waits and {free} are free"
             _evict(draft, idle[0], reason)
