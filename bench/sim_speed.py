@@ -1,0 +1,82 @@
+"""How fast the simulator is: runs of decode steps against single steps, and how it scales.
+
+python bench/sim_speed.py [--big]: seconds are CPU seconds of one core. Models as in Prism's Table 4
+(43 of 1-3B, 8 of 4-8B, 3 of 9-30B, 4 of 31-70B) on 32 GPUs, as in its Figure 12, from a generated
+trace; --big adds 2,000 models on 1,000 GPUs with a million requests in an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from prism.sim.scenario import load
+from prism.sim.world import World
+
+FIGURE_12 = """
+gpus: {type: h100, count: 32, nodes: 4}
+models:
+  - {name: s1, shape: Llama-3.2-1B, count: 20}
+  - {name: s3, shape: Llama-3.2-3B, count: 23}
+  - {name: m8, shape: Llama-3.1-8B, count: 8}
+  - {name: l14, shape: Qwen3-14B, count: 3}
+  - {name: x32, shape: Qwen3-32B, tp: 4, count: 2}
+  - {name: x70, shape: Llama-3.1-70B, tp: 8, count: 2}
+slo: {ttft: 500ms, tpot: 50ms}
+generate: {seconds: 3600, rate: 4, active_fraction: 0.35}
+"""
+BIG = """
+gpus: {type: h100, count: 1000, nodes: 125}
+models:
+  - {name: s1, shape: Llama-3.2-1B, count: 800}
+  - {name: s3, shape: Llama-3.2-3B, count: 600}
+  - {name: m8, shape: Llama-3.1-8B, count: 500}
+  - {name: l14, shape: Qwen3-14B, count: 80}
+  - {name: x32, shape: Qwen3-32B, tp: 4, count: 10}
+  - {name: x70, shape: Llama-3.1-70B, tp: 8, count: 10}
+slo: {ttft: 500ms, tpot: 50ms}
+generate: {seconds: 3600, rate: 277.8, active_fraction: 0.35}
+"""
+
+
+def cpu_s(path: Path, name: str, **changes: Any) -> float:
+    """Simulate; prints a line."""
+    scenario = load(path, {key.replace("__", "."): value for key, value in changes.items()})
+    since_s = time.process_time()
+    records = World(scenario.setup, scenario.work).run()
+    spent_s = time.process_time() - since_s
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    requests = len(scenario.work)
+    print(
+        f"{name:34} {requests:8} requests {records.events:9} events {spent_s:8.1f} s "
+        f"{1e6 * spent_s / requests:7.0f} us each, {peak_gib:.2f} GiB",
+        flush=True,
+    )
+    return spent_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--big", action="store_true")
+    big = parser.parse_args().big
+    with tempfile.TemporaryDirectory() as folder:
+        small = Path(folder) / "figure12.yaml"
+        small.write_text(FIGURE_12)
+        for policy in ("prism", "static"):
+            about = {"policy": policy, "generate__seconds": 600}
+            runs_s = cpu_s(small, f"{policy}, runs, 10 min", **about)
+            steps_s = cpu_s(small, f"{policy}, single steps, 10 min", steps="single", **about)
+            print(f"{policy}: runs are {steps_s / runs_s:.1f}x single steps")
+        cpu_s(small, "prism, 1 h, rate scale 8", rate_scale=8)
+        if big:
+            path = Path(folder) / "big.yaml"
+            path.write_text(BIG)
+            cpu_s(path, "2,000 models, 1,000 GPUs, 1 h")
+
+
+if __name__ == "__main__":
+    main()
