@@ -219,3 +219,43 @@ print(json.dumps([said, leased, content(again) == wanted, cuda.test_cuda_violati
     said, leased, right, violations = run(tmp_path, namespace, code)
     assert "CUDA_ERROR_INVALID_VALUE" in said
     assert (leased, right, violations) == (0, True, 0)
+
+
+def test_models_of_any_shape_take_turns_in_one_reservation(tmp_path: Path, namespace: str) -> None:
+    """KV regions and arenas of six models, per layer and interleaved: the driver is asked for
+    addresses once, and gets them back at the end."""
+    said = run(
+        tmp_path,
+        namespace,
+        """
+def calls(name):
+    return cuda.test_cuda_calls(name.encode())
+
+opened = devices(1)
+client = opened[0].client("engine")
+cuda.test_cuda_reset_calls()
+client.reserve_addresses(512 * MB)
+shapes = [(2, 2, 64, "per_layer"), (5, 1, 96, "token_interleaved"), (3, 4, 32, "per_layer")]
+seen, free = [], []
+for layers, heads, dim, arrangement in shapes * 2:
+    layout = kvcached.Layout(layers, heads, dim, dtype="bfloat16", arrangement=arrangement)
+    arena = client.alloc_weights(weights.layout(), "m")
+    kv = client.alloc_kvcache(layout, 1 << 13)
+    arena.load(weights)
+    kv.free_kv(kv.alloc_kv(9))
+    seen.append((content(arena) == wanted, calls("cuMemAddressReserve")))
+    client.free_kvcache(kv)
+    client.free_weights(arena)
+    del kv, arena
+    usage = client.addresses()
+    free.append((usage.free_bytes, usage.largest_free_bytes) == (512 * MB, 512 * MB))
+held = cuda.test_cuda_used_bytes(0)
+client.close()
+del client
+print(json.dumps([seen, free, held, calls("cuMemAddressFree")]))
+""",
+    )
+    seen, free, held, freed = said
+    assert seen == [[True, 1]] * 6
+    assert free == [True] * 6
+    assert (held, freed) == (0, 1)

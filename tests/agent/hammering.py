@@ -1,0 +1,37 @@
+"""Orders to activate and evict that come faster than they can be answered."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from prism.messages import ActionResult
+from tests.agent.harness import World
+
+DEADLINE_S = 60.0
+REFUSALS = ("is being evicted", "is being activated", "no engine is free")
+
+
+async def hammer(
+    this: World, orders: int, rng: random.Random, pause_s: float
+) -> list[ActionResult]:
+    """Orders come before the earlier ones are answered; each must be answered within DEADLINE_S
+    of its own."""
+    names = [model.name for model in this.config.models]
+
+    async def one() -> ActionResult:
+        await asyncio.sleep(rng.random() * pause_s * orders)
+        name, activates = rng.choice(names), rng.random() < 0.5
+        async with asyncio.timeout(DEADLINE_S):
+            return await (this.scheduler.activate if activates else this.scheduler.evict)(name)
+
+    return list(await asyncio.gather(*(one() for _ in range(orders))))
+
+
+def check_answers(this: World, results: list[ActionResult], orders: int) -> None:
+    """None lost, none refused but for the one reason there is, no engine worn out."""
+    assert len(results) == orders
+    refused = [r.message for r in results if not r.ok]
+    assert all(any(reason in message for reason in REFUSALS) for message in refused), refused
+    assert sum(r.ok for r in results) > orders / 4
+    assert this.scheduler.report.engine_restarts_total == 0

@@ -1,0 +1,74 @@
+"""The contract names everything that the adapter takes from SGLang; no SGLang is needed to look."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import prism.engines.sglang
+from tests.sglang.test_contract import SEAMS
+
+ADAPTER = Path(prism.engines.sglang.__file__).parent
+PINNED = {(module, path.split(".")[0]) for module, _, path in (s.partition(":") for s in SEAMS)}
+WORDS = {word for seam in SEAMS for word in seam.partition(":")[2].split(".")}
+
+
+def short(module: str) -> str:
+    """As the contract writes it: below sglang.srt."""
+    return module.removeprefix("sglang.srt").removeprefix(".")
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
+            for each in node.names:
+                yield short(node.module or ""), each.name
+        elif isinstance(node, ast.Import):
+            for each in node.names:
+                assert not each.name.startswith("sglang"), f"import {each.name}: take its names"
+
+
+def is_pinned(module: str, name: str) -> bool:
+    """A name of a module, or a module whose own names are pinned."""
+    below = f"{module}.{name}".removeprefix(".")
+    return (module, name) in PINNED or any(below == pinned for pinned, _ in PINNED)
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Those that are read and that the file does not make itself."""
+    made = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    made |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            made.add(node.attr)
+    for node in ast.walk(tree):
+        is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        if is_read and node.attr.startswith("_") and not node.attr.startswith("__"):  # type: ignore[attr-defined]
+            yield from {node.attr} - made  # type: ignore[attr-defined]
+
+
+FILES = sorted(ADAPTER.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_name_that_is_imported_is_pinned(path: Path) -> None:
+    missing = [name for name in imported(ast.parse(path.read_text())) if not is_pinned(*name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_private_name_that_is_read_is_pinned(path: Path) -> None:
+    missing = set(private_names(ast.parse(path.read_text()))) - WORDS
+    assert not missing
+
+
+def test_the_search_finds_something() -> None:
+    trees = [ast.parse(path.read_text()) for path in FILES]
+    assert sum(len(list(imported(tree))) for tree in trees) > 30
+    assert sum(len(list(private_names(tree))) for tree in trees) >= 5
+    odd = ast.parse("from sglang.srt.managers import odd\nodd._inner\n")
+    assert [n for n in imported(odd) if not is_pinned(*n)] == [("managers", "odd")]
+    assert set(private_names(odd)) == {"_inner"}
