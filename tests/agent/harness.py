@@ -107,6 +107,7 @@ class FakeScheduler:
         self.config = config
         self.reports: list[AgentReport] = []
         self.results: dict[int, ActionResult] = {}
+        self._asked: dict[int, asyncio.Future[None]] = {}
 
     async def run(self) -> None:
         while True:
@@ -117,6 +118,9 @@ class FakeScheduler:
                 self.reports.append(message)
             elif isinstance(message, ActionResult):
                 self.results[message.action_id] = message
+                asked = self._asked.pop(message.action_id, None)
+                if asked is not None and not asked.done():
+                    asked.set_result(None)
 
     @property
     def report(self) -> AgentReport:
@@ -138,7 +142,9 @@ class FakeScheduler:
 
     async def ask(self, order: FromScheduler) -> ActionResult:
         action_id = await self.post(order)
-        await until(lambda: action_id in self.results)
+        if action_id not in self.results:
+            self._asked[action_id] = asyncio.get_running_loop().create_future()
+            await asyncio.wait_for(self._asked[action_id], PATIENCE_S)
         return self.results[action_id]
 
     async def activate(self, name: str) -> ActionResult:
