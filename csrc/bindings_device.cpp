@@ -110,8 +110,9 @@ void bind_client(nb::module_& module) {
           },
           nb::arg("ledger"), nb::arg("device"), nb::arg("name"), nb::arg("min_bytes"),
           nb::arg("limit_bytes").none(), nb::arg("background"))
-      .def("available_bytes", [](Client& self) { return take(self.available()); })
-      .def("record", [](Client& self) { return take(self.record()); })
+      .def("available_bytes",
+           [](Client& self) { return take(without_gil([&] { return self.available(); })); })
+      .def("record", [](Client& self) { return take(without_gil([&] { return self.record(); })); })
       .def(
           "set_limit",
           [](Client& self, std::optional<uint64_t> bytes) {

@@ -278,21 +278,26 @@ Status KvCache::check() const {
 
 Status KvCache::close() {
   const Turn turn(*this);
-  if (closed_) return {};
-  if (client_->check_open().ok()) {
-    KV_TRY(client_->streams().wait());
-    {
-      const std::lock_guard lock(books_);
-      quarantine_.clear();
-    }
-    const MapCounters before = region_->counters();
-    Result<std::vector<Handle>> pages = region_->unmap_all();
-    count_calls(before);
-    if (!pages.ok()) return pages.status();
-    KV_TRY(pool_.set_watermarks(0, 0));
-    KV_TRY(pool_.give(pages.value()));
+  if (!client_->check_open().ok()) {
+    closed_ = true;
+    return {};
   }
+  if (!closed_) KV_TRY(unmap_all());
+  return pool_.set_watermarks(0, 0);
+}
+
+Status KvCache::unmap_all() {
+  KV_TRY(client_->streams().wait());
+  {
+    const std::lock_guard lock(books_);
+    blocks_.add_mapped(quarantine_.take_back(quarantine_.slabs()));
+  }
+  const MapCounters before = region_->counters();
+  Result<std::vector<Handle>> pages = region_->unmap_all();
+  count_calls(before);
+  if (!pages.ok()) return pages.status();
   closed_ = true;
+  (void)pool_.give(pages.value());  // what fails here is tried again with the last of the pool
   return {};
 }
 

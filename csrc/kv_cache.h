@@ -100,7 +100,8 @@ class KvCache final : private SpareHolder {
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t buffer_offset(size_t buffer) const { return buffer_pages_[buffer] * page_bytes_; }
   // Waits for the streams, then gives everything back; the address range stays reserved while views
-  // live. Code::in_use if the streams take too long: nothing changed. Idempotent.
+  // live. Code::in_use if the streams take too long: nothing changed. Idempotent, and to be tried
+  // again after any other failure: the cache may be closed then with pages that are still charged.
   Status close();
 
  private:
@@ -127,6 +128,8 @@ class KvCache final : private SpareHolder {
   // Unmaps withdrawn slabs: now, or once the streams are done with them.
   Status let_go(std::vector<Slab> withdrawn);
   Status unmap_passed();
+  // Takes the pages of all blocks into the pool; the cache is closed then.
+  Status unmap_all();
   // In use again if that fails.
   Status shrink(std::span<const Slab> withdrawn);
   Result<size_t> trim_locked();

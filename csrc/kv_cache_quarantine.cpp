@@ -109,6 +109,7 @@ Result<size_t> KvCache::trim_within(TakeTurn take_turn) {
 }
 
 Result<size_t> KvCache::trim() {
+  client_->spares().press();
   return trim_within([this] { return Turn(*this); });
 }
 

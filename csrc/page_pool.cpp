@@ -43,7 +43,9 @@ Status PagePool::reserve(uint64_t bytes, Need need) {
 Result<std::vector<Handle>> PagePool::create(size_t count, Need need) {
   const uint64_t bytes = count * client_->page_bytes();
   if (Status status = reserve(bytes, need); !status.ok()) return status;
-  Result<std::vector<Handle>> handles = client_->create_pages(count);
+  // Ahead of need nobody waits for a device that is full in spite of the ledger.
+  Result<std::vector<Handle>> handles =
+      need == Need::now ? client_->create_pages(count) : client_->vmm()->create(count);
   Status outcome = handles.ok() ? client_->commit(bytes) : handles.status();
   if (outcome.ok()) return handles;
   if (handles.ok()) (void)client_->vmm()->release(handles.value());

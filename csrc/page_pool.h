@@ -20,7 +20,7 @@ class PagePool {
 
   // `count` pages, all or none; Code::no_room if the ledger does not grant them.
   Result<std::vector<Handle>> take(size_t count) { return take_as(count, Need::now); }
-  // The same ahead of need: nobody is asked for spare pages.
+  // The same ahead of need: nobody is asked for spare pages, and nothing is waited for.
   Result<std::vector<Handle>> take_ahead(size_t count) { return take_as(count, Need::later); }
   // Code::no_room unless the ledger would grant `count` pages at this moment. Keeps none.
   Status find_room(size_t count);

@@ -37,9 +37,4 @@ Result<std::vector<Slab>> Quarantine::take_passed() {
   return taken;
 }
 
-void Quarantine::clear() {
-  entries_.clear();
-  count_ = 0;
-}
-
 }  // namespace kvcached

@@ -22,7 +22,6 @@ class Quarantine {
   Result<std::vector<Slab>> take_passed();
 
   size_t slabs() const { return count_; }
-  void clear();
 
  private:
   struct Entry {

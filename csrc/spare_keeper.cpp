@@ -55,7 +55,7 @@ void SpareKeeper::remove(SpareHolder* holder) {
 }
 
 void SpareKeeper::give_back(const SpareHolder* asker) {
-  pressed_ = true;
+  press();
   const std::lock_guard step(step_mutex_);
   std::vector<SpareHolder*> holders;
   {

@@ -62,6 +62,8 @@ class SpareKeeper {
   // A holder is added once and removed before it dies.
   void add(SpareHolder* holder);
   void remove(SpareHolder* holder);
+  // Spares are to go and to stay away for a while.
+  void press() { pressed_ = true; }
   // Asks every holder but `asker`, who may hold its own lock.
   void give_back(const SpareHolder* asker);
   // Pages that give_back would find.

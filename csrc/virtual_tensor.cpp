@@ -19,7 +19,6 @@ VirtualTensor::~VirtualTensor() {
 }
 
 uint64_t VirtualTensor::mapped_bytes() const {
-  const std::lock_guard lock(mutex_);
   return region_->mapped_pages() * client_->page_bytes();
 }
 

@@ -32,7 +32,7 @@ class VirtualTensor {
   const std::shared_ptr<Region> region_;
   PagePool pool_;
   bool closed_ = false;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
 };
 
 }  // namespace kvcached

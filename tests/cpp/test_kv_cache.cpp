@@ -163,6 +163,37 @@ void a_failing_quarantine_keeps_slabs_in_use() {
   CHECK(f.cache->quarantined_bytes() == 0 && f.charged() == 4 * kPage);
 }
 
+// After its pages are unmapped a cache has no blocks to give, whatever becomes of the pages.
+void a_close_that_fails_half_way_is_no_cache_any_more() {
+  Fixture f;
+  (void)alloc(*f.cache, 7);
+  f.vmm->fail_at(4, 2);  // after the unmap of each buffer: the release
+  CHECK_CODE(f.cache->close(), Code::system_call);
+  CHECK(f.cache->mapped_bytes() == 0 && f.charged() == 8 * kPage);
+  std::vector<int64_t> ids(1);
+  CHECK(!f.cache->try_alloc(ids));
+  CHECK_CODE(f.cache->alloc(ids), Code::closed);
+  CHECK_OK(f.cache->close());
+  CHECK(f.charged() == 0);
+}
+
+void a_close_that_fails_at_once_changes_nothing() {
+  TestStream stream(device_under_test == "cuda:0");  // outlives the client
+  Fixture f;
+  CHECK_OK(f.client->streams().set({stream.handle()}, {}));
+  const auto ids = alloc(*f.cache, 7);
+  stream.submit(f.cache->region()->address(), kPage);
+  CHECK_OK(f.cache->free(ids));
+  CHECK(f.cache->quarantined_bytes() == 4 * kPage);
+  stream.complete();
+  f.vmm->fail_at(2);  // the first unmap, behind the fence
+  CHECK_CODE(f.cache->close(), Code::system_call);
+  CHECK_OK(f.cache->check());
+  CHECK(f.cache->free_mapped_blocks() == 7 && f.charged() == 8 * kPage);
+  CHECK(alloc(*f.cache, 7).size() == 7);
+  CHECK(f.charged() == 8 * kPage);
+}
+
 void nothing_is_closed_under_work() {
   TestStream stream(device_under_test == "cuda:0");  // outlives the client
   Fixture f;
@@ -223,6 +254,8 @@ void test_kv_cache(const std::string& device) {
   spare_pages_are_kept_between_the_watermarks();
   a_full_device_is_tried_again_until_the_deadline();
   a_failing_quarantine_keeps_slabs_in_use();
+  a_close_that_fails_half_way_is_no_cache_any_more();
+  a_close_that_fails_at_once_changes_nothing();
   nothing_is_closed_under_work();
   virtual_tensors_map_and_unmap_ranges();
   if (device == "host:0") a_forked_child_shares_nothing();
