@@ -73,11 +73,15 @@ Client::~Client() {
   unguard_against_fork(this);
   // After a failure the record is reaped once the process has ended.
   if (close().code == Code::in_use) keep_to_the_end(vmm_);
+  spares_.stop();
 }
 
 Status Client::close() {
   const std::lock_guard lock(mutex_);
   if (lock_fd_ < 0) return {};
+  if (loads_ > 0) {
+    return failure(Code::in_use, "weights are being copied into an arena; cancel the load first");
+  }
   KV_TRY(streams_.wait());
   spares_.stop();
   KV_TRY(vmm_->close());
@@ -199,10 +203,17 @@ Status Client::guard_holes() {
   Status status = reserve_static(page_bytes());
   if (status.ok()) {
     status = vmm_->guard_holes();
-    if (!status.ok()) KV_TRY(release_static(page_bytes()));
+    if (!status.ok()) (void)release_static(page_bytes());
   }
   guards_ = status.ok();
   return status;
+}
+
+Status Client::begin_load() {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  ++loads_;
+  return {};
 }
 
 Status Client::release_static(uint64_t bytes) {

@@ -29,7 +29,8 @@ class Client final : private ForkGuarded {
   Client& operator=(const Client&) = delete;
 
   // Waits for the streams, then gives everything back. Reserved addresses stay as long as views of
-  // them live. Code::in_use if the streams take too long: nothing changed. Idempotent.
+  // them live. Code::in_use if the streams take too long or weights are being loaded: nothing
+  // changed. Idempotent.
   Status close();
   Status check_open() const { return vmm_->check_open(); }
 
@@ -45,6 +46,9 @@ class Client final : private ForkGuarded {
   void scrub_pages() { vmm_->scrub_pages(); }
   // What the engine works on; nothing of this client is unmapped under it.
   Streams& streams() { return streams_; }
+  // From here until end_load something copies into memory of this client, and close is refused.
+  Status begin_load();
+  void end_load() { --loads_; }
 
   // Reserves the addresses that regions are carved from from then on. Once; Code::invalid_argument
   // for a second call.
@@ -103,9 +107,10 @@ class Client final : private ForkGuarded {
   const int slot_;
   std::shared_ptr<AddressSpace> addresses_;
   std::atomic<bool> guards_ = false;
+  std::atomic<int> loads_ = 0;
   std::atomic<Streams::Clock::duration> create_wait_{std::chrono::milliseconds(500)};
   std::unique_ptr<WakeThread> wake_;
-  std::mutex mutex_;  // of lock_fd_, addresses_ and wake_; before those of spares_
+  std::mutex mutex_;  // of closing, addresses_ and wake_; before those of spares_
   SpareKeeper spares_;
 };
 

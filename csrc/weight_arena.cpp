@@ -27,7 +27,6 @@ WeightArena::~WeightArena() {
 }
 
 uint64_t WeightArena::backed_bytes() const {
-  const std::lock_guard lock(mutex_);
   return region_->mapped_pages() * client_->page_bytes();
 }
 
@@ -40,7 +39,7 @@ Status WeightArena::back(uint64_t bytes, uint64_t ahead_bytes) {
                                                " bytes, not " + std::to_string(bytes));
   }
   const uint64_t page = client_->page_bytes();
-  const uint64_t backed = region_->mapped_pages() * page;
+  const uint64_t backed = backed_bytes();
   // A second failure to release would lose the first one's pages.
   if (!owed_.empty()) return failure(Code::stranded, "pages could not be released; free the arena");
   if (bytes <= backed) return {};

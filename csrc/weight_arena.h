@@ -21,6 +21,7 @@ class WeightArena {
   const std::shared_ptr<Client>& client() const { return client_; }
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t bytes() const { return region_->bytes(); }
+  // Waits for nobody, as a load may hold the lock across a call to the driver.
   uint64_t backed_bytes() const;
 
   // Makes and maps pages until the first `bytes` bytes are backed, and some more in the same call
@@ -40,7 +41,7 @@ class WeightArena {
   const std::shared_ptr<Region> region_;
   std::vector<Handle> owed_;  // pages out of use whose release failed
   bool closed_ = false;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
 };
 
 }  // namespace kvcached

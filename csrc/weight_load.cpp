@@ -3,6 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <system_error>
+
+#include "signals_blocked.h"
 
 namespace kvcached {
 
@@ -55,12 +58,26 @@ Result<std::shared_ptr<WeightLoad>> WeightLoad::start(std::shared_ptr<WeightAren
     return failure(Code::invalid_argument, "these links lead to another device than the arena's");
   }
   if (!links->acquire()) return failure(Code::busy, "another load uses these links; wait for it");
+  if (Status status = arena->client()->begin_load(); !status.ok()) {
+    links->release();
+    return status;
+  }
   std::shared_ptr<WeightLoad> load(
       new WeightLoad(std::move(arena), std::move(pieces), std::move(links), options));
-  for (size_t lane = 0; lane < load->links_->lanes().size(); ++lane) {
-    load->threads_.emplace_back(&WeightLoad::run, load.get(), lane);
-  }
+  if (Status status = load->start_threads(); !status.ok()) return status;
   return load;
+}
+
+Status WeightLoad::start_threads() {
+  const SignalsBlocked blocked;
+  const size_t lanes = links_->lanes().size();
+  try {
+    while (threads_.size() < lanes) threads_.emplace_back(&WeightLoad::run, this, threads_.size());
+  } catch (const std::system_error& error) {
+    leave(lanes - threads_.size());
+    return system_failure("start of a thread", error.code().value());
+  }
+  return {};
 }
 
 WeightLoad::WeightLoad(std::shared_ptr<WeightArena> arena, std::vector<WeightPiece> pieces,
@@ -126,8 +143,16 @@ void WeightLoad::run(size_t lane) {
   const Status drained = links_->lanes()[lane]->drain();
   if (status.ok()) status = drained;
   if (!status.ok()) stop(std::move(status));
+  leave(1);
+}
+
+void WeightLoad::leave(size_t lanes) {
   const std::lock_guard lock(mutex_);
-  if (--running_ == 0) links_->release();
+  running_ -= lanes;
+  if (running_ == 0) {
+    links_->release();
+    arena_->client()->end_load();
+  }
   changed_.notify_all();
 }
 

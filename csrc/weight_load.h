@@ -42,8 +42,9 @@ class ByteRate {
 
 class WeightLoad {
  public:
-  // Starts at once. Code::invalid_argument for a piece outside of the arena, chunks of 0 bytes or
-  // links to another device; Code::busy while another load uses the links.
+  // Starts at once; until its threads are through, the arena's client cannot close.
+  // Code::invalid_argument for a piece outside of the arena, chunks of 0 bytes or links to another
+  // device; Code::busy while another load uses the links.
   static Result<std::shared_ptr<WeightLoad>> start(std::shared_ptr<WeightArena> arena,
                                                    std::vector<WeightPiece> pieces,
                                                    std::shared_ptr<WeightLinks> links,
@@ -64,11 +65,13 @@ class WeightLoad {
   Status outcome() const;
 
  private:
-  // REQUIRES: the links are acquired
+  // REQUIRES: the links are acquired, and begin_load of the client
   WeightLoad(std::shared_ptr<WeightArena> arena, std::vector<WeightPiece> pieces,
              std::shared_ptr<WeightLinks> links, const LoadOptions& options);
   void cut_into_chunks(uint64_t chunk_bytes);
+  Status start_threads();
   void run(size_t lane);
+  void leave(size_t lanes);
   Status copy_all(size_t lane);
   Status copy(WeightLane* lane, const WeightChunk& chunk);
   Status wait_for_turn(uint64_t bytes);

@@ -289,8 +289,9 @@ class Client:
     def close(self) -> None:
         """Gives everything back to the device. A second call does nothing.
 
-        Raises PagesInUseError, and changes nothing, if the streams do not end in time. Memory that
-        is in use when the last reference goes is left to the end of the process.
+        Raises PagesInUseError, and changes nothing, if the streams do not end in time or weights
+        are being loaded. Memory that is in use when the last reference goes is left to the end of
+        the process.
         """
         self._core.close()
 

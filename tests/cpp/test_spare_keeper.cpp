@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "kv_cache.h"
+#include "test_stream.h"
 #include "virtual_tensor.h"
 #include "vmm_fault.h"
 
@@ -180,6 +181,56 @@ void a_driver_that_fails_is_asked_again() {
   CHECK_OK(f.cache->check());
 }
 
+// Nobody needs the pages yet, and everybody who does would wait for the thread's locks meanwhile.
+void nobody_waits_ahead_of_need() {
+  auto ledger = value_of(Ledger::open({fresh_ledger_path(), kCapacity, kPage}));
+  auto vmm = std::make_shared<FaultVmm>(value_of(make_vmm(device_under_test, kPage)));
+  auto quiet = value_of(Client::open(ledger, vmm, {.name = "quiet"}));
+  auto cache = value_of(KvCache::create(quiet, kGeometry));
+  CHECK_OK(cache->set_mapped_spares(kPagesPerSlab, kPagesPerSlab));
+  quiet->set_create_wait(std::chrono::seconds(2));
+  vmm->fail_at(1, 1'000'000, Code::no_room);
+  const auto before = vmm->calls().size();
+  CHECK(value_of(cache->refill()) == 0);
+  CHECK(vmm->calls().size() == before + 1);
+  vmm->fail_at(1, 0);
+  CHECK(value_of(cache->refill()) == kPagesPerSlab);
+  CHECK_OK(quiet->close());
+  CHECK_OK(ledger->destroy(false));
+}
+
+void what_was_trimmed_stays_away_for_a_while() {
+  Fixture f;
+  CHECK_OK(f.cache->set_mapped_spares(2 * kPagesPerSlab, 2 * kPagesPerSlab));
+  for (int i = 0; i < 6; ++i) {  // each pause is longer than the last
+    eventually([&] { return f.cache->mapped_bytes() > 0 || i > 0; });
+    CHECK(value_of(f.cache->trim()) > 0 || i > 0);
+    f.client->spares().wake();
+    std::this_thread::sleep_for(milliseconds(20));
+  }
+  let_the_thread_run();
+  CHECK(f.cache->mapped_bytes() == 0);
+  eventually([&] { return f.cache->free_mapped_blocks() == 8; });
+}
+
+// What streams may touch stays to the end of the process; the thread does not.
+void a_client_that_is_dropped_under_work_has_no_thread() {
+  TestStream stream(device_under_test == "cuda:0");
+  auto ledger = value_of(Ledger::open({fresh_ledger_path(), kCapacity, kPage}));
+  {
+    auto client = value_of(Client::open(ledger, device_under_test, {.name = "dropped"}));
+    client->spares().allow();
+    auto cache = value_of(KvCache::create(client, kGeometry));
+    CHECK_OK(cache->set_mapped_spares(kPagesPerSlab, kPagesPerSlab));
+    eventually([&] { return cache->free_mapped_blocks() == 4; });
+    CHECK_OK(client->streams().set({stream.handle()}, {}));
+    stream.submit(cache->region()->address(), kPage);
+  }
+  let_the_thread_run();
+  CHECK(value_of(ledger->usage()).charged_bytes == kPagesPerSlab * kPage);
+  CHECK_OK(ledger->destroy(true));
+}
+
 // An engine on either cache, a neighbour who presses, and somebody who moves every setting.
 void threads_agree() {
   Fixture f;
@@ -299,6 +350,9 @@ void test_spare_keeper(const std::string& device) {
   a_limit_of_another_process_takes_the_spares();
   siblings_come_first();
   a_driver_that_fails_is_asked_again();
+  nobody_waits_ahead_of_need();
+  what_was_trimmed_stays_away_for_a_while();
+  if (device == "host:0") a_client_that_is_dropped_under_work_has_no_thread();
   threads_agree();
   closing_while_it_works();
 #ifndef __SANITIZE_ADDRESS__  // whose allocator a fork may leave locked by the other thread

@@ -225,6 +225,58 @@ void a_load_is_cancelled_at_once() {
   CHECK_OK(arena->close());
 }
 
+// Nothing is unmapped under a copy.
+void a_client_does_not_close_under_its_load() {
+  const SourceFile file(16 * kPage);
+  Fixture f;
+  const auto links = value_of(WeightLinks::open(f.client, {}, {.threads = 2}));
+  const auto arena = value_of(WeightArena::create(f.client, 16 * kPage));
+  {
+    const auto load = value_of(WeightLoad::start(arena, {{file.path, 0, 16 * kPage, 0}}, links,
+                                                 {.chunk_bytes = kPage, .bytes_per_s = kPage}));
+    CHECK_CODE(f.client->close(), Code::in_use);
+    CHECK(f.static_bytes() == 16 * kPage);
+    load->cancel();
+    CHECK(load->wait(kLong));
+  }
+  CHECK_OK(arena->close());
+}
+
+// No thread can be started while this lives: its stack would not fit.
+class NoThreads {
+ public:
+  NoThreads() {
+    CHECK(pthread_getattr_default_np(&before_) == 0);
+    pthread_attr_t huge;
+    CHECK(pthread_attr_init(&huge) == 0);
+    CHECK(pthread_attr_setstacksize(&huge, size_t{1} << 47) == 0);
+    CHECK(pthread_setattr_default_np(&huge) == 0);
+  }
+  ~NoThreads() { CHECK(pthread_setattr_default_np(&before_) == 0); }
+
+ private:
+  pthread_attr_t before_;
+};
+
+void threads_that_cannot_start_are_named() {
+  const SourceFile file(kPage);
+  Fixture f;
+  const auto links = value_of(WeightLinks::open(f.client, {}, {.threads = 2}));
+  const auto arena = value_of(WeightArena::create(f.client, kPage));
+  const auto start = [&] {
+    return WeightLoad::start(arena, {{file.path, 0, kPage, 0}}, links, {});
+  };
+  {
+    const NoThreads none;
+    CHECK_CODE(start().status(), Code::system_call);
+    CHECK_CODE(f.client->fileno().status(), Code::system_call);
+    f.client->spares().allow();
+    CHECK_CODE(f.client->spares().start(), Code::system_call);
+  }
+  CHECK(value_of(start())->wait(kLong));
+  CHECK_OK(arena->close());
+}
+
 void a_rate_spreads_transfers_over_time() {
   ByteRate rate(1000);
   const auto first = rate.book(500);
@@ -321,6 +373,8 @@ void test_weights(const std::string& device) {
   every_byte_arrives_whatever_the_chunks();
   a_load_ends_with_the_first_failure();
   a_load_is_cancelled_at_once();
+  a_client_does_not_close_under_its_load();
+  threads_that_cannot_start_are_named();
   a_rate_spreads_transfers_over_time();
   if (!device.starts_with("cuda")) return;
   several_links_fill_one_arena();
