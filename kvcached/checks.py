@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 from kvcached.errors import InvalidArgumentError
 
 _MAX = 2**63 - 1
@@ -33,9 +35,13 @@ def patience(name: str, value: float) -> float:
 
 
 def _in_range(name: str, value: int, low: int, high: int = _MAX) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    try:
+        number = index(value)  # numpy's integers too
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise InvalidArgumentError(f"{name} must be an integer, not {type(value).__name__}")
-    if not low <= value <= high:
+    if not low <= number <= high:
         bound = f"2^{(high + 1).bit_length() - 1} - 1"
-        raise InvalidArgumentError(f"{name} is {value}; it must be from {low} to {bound}")
-    return value
+        raise InvalidArgumentError(f"{name} is {number}; it must be from {low} to {bound}")
+    return number

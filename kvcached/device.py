@@ -14,6 +14,7 @@ from kvcached.checks import not_negative, patience, positive, process_id
 from kvcached.client import Client
 from kvcached.errors import (
     ClosedError,
+    DeviceBusyError,
     InvalidArgumentError,
     LedgerCorruptError,
     LedgerPermissionError,
@@ -274,7 +275,8 @@ class Device:
         """Removes a device's ledger whoever made it; False if there is none.
 
         A damaged one, or one of another library version, is removed as well. Raises
-        DeviceBusyError while any client lives, unless `force`.
+        DeviceBusyError while any client lives, or, where that cannot be told, while any process has
+        it open, unless `force`.
         """
         path = segment_path(name, namespace)
         try:
@@ -282,7 +284,12 @@ class Device:
         except UnknownDeviceError:
             return False
         except (LedgerVersionError, LedgerCorruptError):
-            path.unlink(missing_ok=True)
+            if force:
+                path.unlink(missing_ok=True)
+            elif not _core.remove_if_stale(str(path)) and path.exists():
+                raise DeviceBusyError(
+                    f"a process has {path} open and may hold memory of the device; end it"
+                ) from None
         return True
 
     def _open_ledger(self) -> _core.Ledger:

@@ -41,7 +41,10 @@ class KVCache:
         not_negative("reserved_blocks", reserved_blocks)
         slab_tokens = layout.slab_tokens(page_bytes)
         slabs = -(-num_tokens // slab_tokens)
-        if slabs >= 2**32:
+        slab_pages = layout.slab_pages(page_bytes)
+        blocks_per_slab = slab_tokens // layout.block_tokens
+        size_bytes = slabs * sum(slab_pages) * page_bytes
+        if max(slabs, blocks_per_slab) >= 2**32 or size_bytes >= 2**63:
             raise InvalidArgumentError(f"num_tokens {num_tokens} is too large; ask for less")
         self.layout = layout
         self.num_tokens = slabs * slab_tokens
@@ -49,9 +52,9 @@ class KVCache:
         self._page_bytes = page_bytes
         self._core = _core.KvCache.create(
             asker.core,
-            layout.slab_pages(page_bytes),
+            slab_pages,
             slabs,
-            slab_tokens // layout.block_tokens,
+            blocks_per_slab,
             reserved_blocks,
         )
 

@@ -44,6 +44,7 @@ def device_name() -> str:
 def device(namespace: str, device_name: str, libcuda: LibCuda) -> Iterator[Device]:
     opened = Device.open(device_name, capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
     yield opened
+    opened.close()
     Device.unlink(namespace, device_name)
     assert not segment_path(device_name, namespace).exists()
 

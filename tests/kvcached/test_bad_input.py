@@ -8,7 +8,7 @@ test_device.py, a GPU that is not there in test_cuda.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from .conftest import CAPACITY, EVERY_DEVICE, PAGE, TINY
 
 ADDRESS_SPACE = 1 << 57
 HUGE = 1 << 70
+HEADS = replace(TINY, num_kv_heads=1 << 40, head_dim=1 << 20)
+WIDE = replace(TINY, num_kv_heads=1 << 62, head_dim=1 << 62)
 
 
 @dataclass
@@ -143,6 +145,8 @@ MISTAKES: list[Mistake] = [
         errors.KvcachedError,
         "ask for less",
     ),
+    ("heads, 2^64 bytes", lambda r: r.client.alloc_kvcache(HEADS, 1), INVALID, "ask for less"),
+    ("heads, huge", lambda r: r.client.alloc_kvcache(WIDE, 1), INVALID, "ask for less"),
     ("tokens, huge", lambda r: r.client.alloc_kvcache(TINY, HUGE), INVALID, "must be from 1"),
     ("static, huge", lambda r: r.client.reserve_static(HUGE, "x"), INVALID, "must be from 1"),
     (

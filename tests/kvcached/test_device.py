@@ -94,7 +94,12 @@ def test_another_library_version_is_refused(device: Device, namespace: str) -> N
     overwrite(namespace, 8, (99).to_bytes(4, "little"))
     with pytest.raises(errors.LedgerVersionError, match=r"version 99.*stop all engines"):
         Device.open("host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
+    with pytest.raises(errors.DeviceBusyError, match=r"open and may hold memory.*end it"):
+        Device.unlink(namespace, "host:0")
+    assert segment_path("host:0", namespace).exists()
+    device.close()
     assert Device.unlink(namespace, "host:0")
+    assert not Device.unlink(namespace, "host:0")
 
 
 def test_what_is_no_ledger_is_refused(device: Device, namespace: str) -> None:

@@ -39,6 +39,18 @@ def test_nothing_is_resident_but_the_floor(
     assert device.usage().free_bytes == CAPACITY
 
 
+def test_integers_of_numpy_are_integers(device: Device) -> None:
+    number = np.int64
+    with device.client("numpy", min_bytes=number(0), limit_bytes=number(CAPACITY)) as client:
+        kv = client.alloc_kvcache(TINY, number(1 << 20), reserved_blocks=number(0))
+        assert kv.alloc_kv(number(1)) is not None
+        assert kv.can_alloc(np.int32(1))
+        assert kv.alloc_kv(number(kv.num_blocks - 1), wait_s=0.01) is None
+        assert client.usage().limit_bytes == CAPACITY
+        with pytest.raises(errors.InvalidArgumentError, match="must be an integer, not ndarray"):
+            kv.can_alloc(np.arange(2))  # type: ignore[arg-type]
+
+
 def test_memory_follows_blocks(device: Device, client: Client) -> None:
     kv = client.alloc_kvcache(SMOL, 4096)
     floor_bytes, slab_blocks = kv.floor_bytes(), SMOL.slab_tokens(PAGE) // SMOL.block_tokens
