@@ -7,8 +7,6 @@ namespace {
 constexpr int kDeviceLocation = 1;
 constexpr int kPinned = 1;
 constexpr int kMinimumGranularity = 0;
-constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
-constexpr unsigned kNoTiming = 2;       // CU_EVENT_DISABLE_TIMING
 constexpr int kHasVirtualMemory = 102;  // CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 }  // namespace
@@ -123,7 +121,8 @@ Status CudaDevice::set_access(uint64_t address, uint64_t bytes, Access access) {
 Status CudaDevice::zero(uint64_t address, uint64_t bytes) {
   const CuFunctions& cuda = driver_.functions();
   if (own_stream_ == nullptr) {
-    KV_TRY(driver_.check(call(cuda.stream_create, &own_stream_, kNonBlocking), "cuStreamCreate"));
+    KV_TRY(driver_.check(call(cuda.stream_create, &own_stream_, kCuStreamNonBlocking),
+                         "cuStreamCreate"));
   }
   const CuResult filled =
       call(cuda.memset_d8_async, address, static_cast<unsigned char>(0), bytes, own_stream_);
@@ -134,7 +133,8 @@ Status CudaDevice::zero(uint64_t address, uint64_t bytes) {
 Result<CuEvent> CudaDevice::record_event(uint64_t stream) const {
   const CuFunctions& cuda = driver_.functions();
   CuEvent event = nullptr;
-  Status status = driver_.check(call(cuda.event_create, &event, kNoTiming), "cuEventCreate");
+  Status status =
+      driver_.check(call(cuda.event_create, &event, kCuEventDisableTiming), "cuEventCreate");
   if (!status.ok()) return status;
   status = driver_.check(call(cuda.event_record, event, reinterpret_cast<CuStream>(stream)),
                          "cuEventRecord");

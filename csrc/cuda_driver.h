@@ -26,6 +26,8 @@ inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuDeinitialized = 4;
 inline constexpr CuResult kCuNotReady = 600;
 inline constexpr CuResult kCuPeerAlreadyEnabled = 704;
+inline constexpr unsigned kCuStreamNonBlocking = 1;  // no order with the default stream
+inline constexpr unsigned kCuEventDisableTiming = 2;
 
 struct CuLocation {
   int type;  // 1: a device

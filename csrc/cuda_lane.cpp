@@ -6,9 +6,6 @@ namespace kvcached {
 
 namespace {
 
-constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING: no order with the default stream
-constexpr unsigned kNoTiming = 2;     // CU_EVENT_DISABLE_TIMING
-
 // A refusal says nothing about the copies, and the memory they go to may be given back next: one
 // that passes must not leave them running.
 Status wait_for(const CudaDevice& device, CuStream stream) {
@@ -42,10 +39,10 @@ CudaLane::~CudaLane() {
 
 Status CudaLane::allocate(size_t buffers, uint64_t buffer_bytes) {
   const CuFunctions& cuda = target_->functions();
-  KV_TRY(target_->run("cuStreamCreate", cuda.stream_create, &arriving_, kNonBlocking));
+  KV_TRY(target_->run("cuStreamCreate", cuda.stream_create, &arriving_, kCuStreamNonBlocking));
   if (!is_direct()) {
     KV_TRY(target_->enable_peer(*link_));
-    KV_TRY(link_->run("cuStreamCreate", cuda.stream_create, &feeding_, kNonBlocking));
+    KV_TRY(link_->run("cuStreamCreate", cuda.stream_create, &feeding_, kCuStreamNonBlocking));
   }
   for (size_t i = 0; i < buffers; ++i) KV_TRY(allocate_buffer(buffer_bytes));
   return {};
@@ -55,10 +52,10 @@ Status CudaLane::allocate_buffer(uint64_t buffer_bytes) {
   const CuFunctions& cuda = target_->functions();
   Buffer& buffer = buffers_.emplace_back();
   KV_TRY(link_->run("cuMemAllocHost", cuda.mem_alloc_host, &buffer.pinned, buffer_bytes));
-  KV_TRY(target_->run("cuEventCreate", cuda.event_create, &buffer.done, kNoTiming));
+  KV_TRY(target_->run("cuEventCreate", cuda.event_create, &buffer.done, kCuEventDisableTiming));
   if (is_direct()) return {};
   KV_TRY(link_->run("cuMemAlloc", cuda.mem_alloc, &buffer.relay, buffer_bytes));
-  return link_->run("cuEventCreate", cuda.event_create, &buffer.relayed, kNoTiming);
+  return link_->run("cuEventCreate", cuda.event_create, &buffer.relayed, kCuEventDisableTiming);
 }
 
 void CudaLane::free_all() {

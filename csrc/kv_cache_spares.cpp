@@ -21,9 +21,7 @@ size_t KvCache::missing_spares() const {
 
 Status KvCache::set_mapped_spares(size_t low_pages, size_t high_pages) {
   KV_TRY(check_open());
-  if (low_pages > high_pages) {
-    return failure(Code::invalid_argument, "the low watermark is above the high one; swap them");
-  }
+  KV_TRY(check_watermarks(low_pages, high_pages));
   if (low_pages > 0) KV_TRY(client_->spares().start());
   {
     const std::lock_guard lock(books_);
@@ -37,9 +35,7 @@ Status KvCache::set_mapped_spares(size_t low_pages, size_t high_pages) {
 
 Status KvCache::set_spare_pages(size_t low, size_t high) {
   KV_TRY(check_open());
-  if (low > high) {
-    return failure(Code::invalid_argument, "the low watermark is above the high one; swap them");
-  }
+  KV_TRY(check_watermarks(low, high));
   if (low > 0) KV_TRY(client_->spares().start());
   const Turn turn(*this);
   Status status = pool_.set_watermarks(low, high);

@@ -4,6 +4,11 @@
 
 namespace kvcached {
 
+Status check_watermarks(size_t low, size_t high) {
+  if (low <= high) return {};
+  return failure(Code::invalid_argument, "the low watermark is above the high one; swap them");
+}
+
 void PagePool::add_spares(std::span<const Handle> handles) {
   const auto old = static_cast<std::ptrdiff_t>(spares_.size());
   spares_.insert(spares_.end(), handles.begin(), handles.end());
@@ -81,9 +86,7 @@ Status PagePool::fill(size_t count) {
 
 Status PagePool::give(std::span<const Handle> handles) {
   add_spares(handles);
-  if (spares_.size() <= high_) return {};
-  const Result<size_t> trimmed = trim(low_);
-  return trimmed.ok() ? Status{} : trimmed.status();
+  return keep_below_high();
 }
 
 Result<size_t> PagePool::trim(size_t keep) {
@@ -100,11 +103,12 @@ Result<size_t> PagePool::trim(size_t keep) {
 }
 
 Status PagePool::set_watermarks(size_t low, size_t high) {
-  if (low > high) {
-    return failure(Code::invalid_argument, "the low watermark is above the high one; swap them");
-  }
   low_ = low;
   high_ = high;
+  return keep_below_high();
+}
+
+Status PagePool::keep_below_high() {
   if (spares_.size() <= high_) return {};
   const Result<size_t> trimmed = trim(low_);
   return trimmed.ok() ? Status{} : trimmed.status();

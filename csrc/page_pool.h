@@ -12,6 +12,9 @@
 
 namespace kvcached {
 
+// Code::invalid_argument
+Status check_watermarks(size_t low, size_t high);
+
 class PagePool {
  public:
   // `owner` is whoever holds this pool's spares for others to ask, if anybody.
@@ -29,6 +32,7 @@ class PagePool {
   // Gives spare pages back until at most `keep` are left. Returns how many went.
   Result<size_t> trim(size_t keep);
 
+  // REQUIRES: check_watermarks
   Status set_watermarks(size_t low, size_t high);
   // How many spares are missing up to the low watermark.
   size_t missing_pages() const { return low_ - std::min(low_, spares_.size()); }
@@ -47,6 +51,7 @@ class PagePool {
   // REQUIRES: count <= spare_pages()
   std::vector<Handle> remove_spares(size_t count, bool longest);
   void add_spares(std::span<const Handle> handles);
+  Status keep_below_high();
   Result<std::vector<Handle>> take_as(size_t count, Need need);
   Status reserve(uint64_t bytes, Need need);
   Result<std::vector<Handle>> create(size_t count, Need need);

@@ -206,7 +206,8 @@ class KVCache:
         `background=False`: then `free_kv` unmaps, and `refill` maps. It starts with the first `low`
         above 0, never calls Python, and takes pages only while a sixteenth of the device stays free
         (its own minimum aside); below a thirty-second, or when anybody waits for memory, it gives
-        all spare pages back.
+        all spare pages back. With streams (`Client.set_streams`), whose fences are the engine's to
+        make, mapped ones go in the engine's own calls alone: when it frees, trims or answers.
 
         They count as reserved, like spare pages, and go back at once in `trim`, when the client's
         limit falls below what it holds (within 0.1 s if another process lowers it, by the thread),
