@@ -77,7 +77,7 @@ def _select(
         if len(problem.models) * len(every) <= PAIRS_MAX:
             yield from _by_trying_each(bucket, meshes, play)
         else:
-            yield from groups.allocate(meshes, bucket, play, _unserved, sys.maxsize)
+            yield from groups.allocate(meshes, bucket, play, _unserved)
 
 
 def _by_trying_each(

@@ -4,8 +4,10 @@ fast greedy selection (AlpaServe §4.2) and SeaLLM's service allocation (SeaLLM 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from prism.policies.mux_placement import Mesh, mesh_groups
 from prism.policies.placement import (
@@ -32,8 +34,15 @@ class Group:
             return False
         if self.mesh.size not in model.tp_degrees:
             return False
-        held = [*self.models, model]
-        need = sum(-(-(m.weight_bytes + m.kv_floor_bytes) // self.mesh.size) for m in held)
+        return self._holds([*self.models, model], {})
+
+    def has_room(self, model: ModelSpecView, kv_bytes: Mapping[str, int]) -> bool:
+        """Do all of them fit with the KV memory that they are expected to use."""
+        return self._holds([*self.models, model], kv_bytes)
+
+    def _holds(self, models: Sequence[ModelSpecView], kv_bytes: Mapping[str, int]) -> bool:
+        kv = {m.name: max(m.kv_floor_bytes, kv_bytes.get(m.name, 0)) for m in models}
+        need = sum(-(-(m.weight_bytes + kv[m.name]) // self.mesh.size) for m in models)
         return need <= self.mesh.capacity_bytes
 
 
@@ -84,24 +93,35 @@ def allocate(
     models: Sequence[ModelSpecView],
     play: Callable[[], tuple[Placement, Outcome]],
     index: Callable[[Outcome, str], float],
-    models_max: int,
+    *,
+    models_max: int = sys.maxsize,
+    kv_bytes: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[Placement, Outcome]]:
     """Yield the placement so far with its simulation (`play`), then add one model, until nothing
     fits: to the least requested group that can take any, the one with the largest `index` of those.
+    kv_bytes: what models are expected to use; a replica is added only where that is left for all.
     """
     while True:
         placement, outcome = play()
         yield placement, outcome
         scores: Mapping[str, float] = {m.name: index(outcome, m.name) for m in models}
         ranked = sorted(models, key=lambda m: (-scores[m.name], m.name))
-        if not _add_one(by_rate(groups), ranked, models_max):
+        found = _next(by_rate(groups), ranked, models_max, kv_bytes or {})
+        if found is None:
             return
+        found[0].models.append(found[1])
 
 
-def _add_one(groups: Sequence[Group], models: Sequence[ModelSpecView], models_max: int) -> bool:
-    for group in groups:
-        for model in models:
-            if group.can_allocate(model, models_max):
-                group.models.append(model)
-                return True
-    return False
+def _next(
+    groups: Sequence[Group],
+    models: Sequence[ModelSpecView],
+    models_max: int,
+    kv_bytes: Mapping[str, int],
+) -> tuple[Group, ModelSpecView] | None:
+    placed = {m.name for group in groups for m in group.models}
+    for group, model in product(groups, models):
+        if group.can_allocate(model, models_max) and (
+            model.name not in placed or group.has_room(model, kv_bytes)
+        ):
+            return group, model
+    return None

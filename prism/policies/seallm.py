@@ -15,16 +15,20 @@ from prism.policies.placement import (
     Placement,
     Problem,
     Search,
+    StepTimes,
 )
+
+BATCH = 8
+"""Of the profiled steps, as in the paper's Figure 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeallmSettings:
-    """alpha: weight of the normalised latency in the unserved index (equation 6). beta: how far the
-    replacement interval changes (equation 8). services_max: per sharing group. All from §6.1."""
+    """alpha: weight of the normalised latency in the unserved index (equation 6). services_max: per
+    sharing group; more where there are not enough groups for all services, since each must have
+    a home (equation 3): §6.1 shares at most two because of its GPUs' memory."""
 
     alpha: float = 0.0001
-    beta: float = 0.1
     services_max: int = 2
 
 
@@ -44,9 +48,11 @@ def _search(problem: Problem, settings: SeallmSettings) -> Placement:
     results the one with the best attainment, then the least normalised latency."""
     assert problem.simulate is not None, "SeaLLM's search needs a simulator"
     best: tuple[tuple[float, float], Placement] | None = None
-    for size in groups.degrees(problem):
-        made = group_partition(problem, size, settings.services_max)
-        placement, outcome = _allocated(problem, made, settings)
+    partitions = [group_partition(problem, size) for size in groups.degrees(problem)]
+    most = max((len(made) for made in partitions), default=1)
+    services_max = max(settings.services_max, -(-len(problem.models) // max(1, most)))
+    for made in partitions:
+        placement, outcome = _allocated(problem, made, settings.alpha, services_max)
         rank = (outcome.attainment, -outcome.mean_normalized_latency)
         if best is None or rank > best[0]:
             best = (rank, placement)
@@ -56,7 +62,7 @@ def _search(problem: Problem, settings: SeallmSettings) -> Placement:
 
 
 def _allocated(
-    problem: Problem, made: Sequence[Group], settings: SeallmSettings
+    problem: Problem, made: Sequence[Group], alpha: float, services_max: int
 ) -> tuple[Placement, Outcome]:
     """The second stage: until no group can take another service (lines 8-18)."""
     simulate = problem.simulate
@@ -67,11 +73,27 @@ def _allocated(
         return placement, simulate(placement)
 
     def index(outcome: Outcome, service: str) -> float:
-        return unserved_index(outcome, service, settings.alpha)
+        return unserved_index(outcome, service, alpha)
 
-    steps = groups.allocate(made, problem.models, play, index, settings.services_max)
+    kv_bytes = {m.name: expected_kv_bytes(m, problem.times) for m in problem.models}
+    steps = groups.allocate(
+        made, problem.models, play, index, models_max=services_max, kv_bytes=kv_bytes
+    )
     *_, last = steps
     return last
+
+
+def expected_kv_bytes(service: ModelSpecView, times: StepTimes | None) -> int:
+    """The profiled memory usage that an allocation is checked against (§4.1): the requests that are
+    in the system on average (rate x execution time in a batch of BATCH), each at full length."""
+    if times is None:
+        return 0
+    tokens = service.prompt_tokens + service.output_tokens
+    tp = min(service.tp_degrees)
+    prefill_s = times.prefill_s(service.name, tp, 1, service.prompt_tokens, 1.0)
+    decode_s = times.decode_s(service.name, tp, BATCH, tokens, 1.0)
+    running = service.rate_rps * (prefill_s + service.output_tokens * decode_s)
+    return int(max(1.0, running) * tokens * service.token_bytes)
 
 
 def unserved_index(outcome: Outcome, service: str, alpha: float) -> float:
@@ -82,28 +104,26 @@ def unserved_index(outcome: Outcome, service: str, alpha: float) -> float:
 # --- groups --------------------------------------------------------------------------------
 
 
-def group_partition(problem: Problem, size: int, services_max: int) -> list[Group]:
+def group_partition(problem: Problem, size: int) -> list[Group]:
     """Groups of one size; where that is too small for some services, two groups are merged, again
     and again, until those find a place in a trial allocation (§4.1, the second heuristic)."""
     made = groups.uniform_groups(problem.devices, size)
-    large = [m for m in problem.models if not _fits_alone(made, m, services_max)]
+    large = [m for m in problem.models if not _fits_alone(made, m)]
     while True:
-        homeless = _first_homeless(made, large, services_max)
+        homeless = _first_homeless(made, large)
         if homeless is None or not _merge(made, homeless):
             return made
 
 
-def _fits_alone(made: Sequence[Group], model: ModelSpecView, services_max: int) -> bool:
-    return any(Group(g.mesh).can_allocate(model, services_max) for g in made)
+def _fits_alone(made: Sequence[Group], model: ModelSpecView) -> bool:
+    return any(Group(g.mesh).can_allocate(model, 1) for g in made)
 
 
-def _first_homeless(
-    made: Sequence[Group], models: Sequence[ModelSpecView], services_max: int
-) -> ModelSpecView | None:
+def _first_homeless(made: Sequence[Group], models: Sequence[ModelSpecView]) -> ModelSpecView | None:
     """First fit by decreasing size, smallest groups first."""
     trial = [Group(g.mesh) for g in sorted(made, key=lambda g: g.mesh.size)]
     for model in sorted(models, key=lambda m: (-m.weight_bytes, m.name)):
-        home = next((g for g in trial if g.can_allocate(model, services_max)), None)
+        home = next((g for g in trial if g.can_allocate(model, len(models))), None)
         if home is None:
             return model
         home.models.append(model)

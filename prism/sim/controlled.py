@@ -31,8 +31,10 @@ CHOICES_MAX = 64
 
 class ControlledEngine(Engine):
     """Prefill and decode may run side by side. parked: requests with KV that the last decode step
-    left out. In the batch a request's executed_s is less by the engine's clock, which runs for all
-    of its members; it is put right when the request leaves."""
+    left out. short: a prefill found no memory, so that those who wait are not shown until something
+    changes; what a control reckons in tokens, the ledger grants in quanta. In the batch a request's
+    executed_s is less by the engine's clock, which runs for all of its members; it is put right
+    when the request leaves."""
 
     def begin(self, load: Load, sm_share: float) -> None:
         """What the control is told of the model; call once."""
@@ -41,6 +43,7 @@ class ControlledEngine(Engine):
         self.waiting: dict[int, Request] = {}
         self.parked: dict[int, Request] = {}
         self.kv_peak_bytes = 0
+        self.short = False
         self._clock_s = 0.0
         self._decode_since_s = 0.0
         self._seen: set[int] = set()
@@ -157,13 +160,12 @@ class ControlledEngine(Engine):
         ]
         decode.sort(key=lambda r: (r.arrival_s, r.id))
         load = self.load
+        shown = () if self.short else self.waiting.values()
         token_bytes = max(1, kv.quantum_bytes // kv.quantum_tokens)
         mean_tokens = load.prompt_tokens + load.output_tokens
         return EngineStepView(
             model,
-            tuple(
-                _step_request(r, r.kv_tokens, r.executed_s, now_s) for r in self.waiting.values()
-            ),
+            tuple(_step_request(r, r.kv_tokens, r.executed_s, now_s) for r in shown),
             tuple(decode),
             busy,
             token_bytes=token_bytes,
@@ -211,6 +213,7 @@ class Controller:
         if changed:
             for engine in engines.values():
                 engine.end_run()
+                engine.short = False
         if self._asking or not engines:
             return
         self._asking = True
@@ -238,7 +241,10 @@ class Controller:
 
     def _start(self, job: StepJob, engine: ControlledEngine, choice: StepChoice) -> bool:
         if job.phase is Phase.PREFILL:
-            return engine.prefill_now(job.requests, job.sm_share)
+            started = engine.prefill_now(job.requests, job.sm_share)
+            engine.short = not started
+            self._again = self._again or not started
+            return started
         steps_max = UNBOUNDED_STEPS if choice.holds_s > 0 else 1
         started = engine.decode_now(job.requests, job.sm_share, steps_max)
         # everyone may have been retracted, and waits again

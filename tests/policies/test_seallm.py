@@ -39,22 +39,43 @@ def test_every_service_has_a_home_and_groups_hold_two() -> None:
     assert max(len(u.models) for u in three.units) == 3
 
 
+def test_more_than_two_share_a_group_where_groups_are_few() -> None:
+    """Each service must have a home (equation 3)."""
+    models = [spec(f"m{i}", rate=0.3, kv_floor_bytes=GB) for i in range(8)]
+    placement = seallm.search(toy_problem(models, 2))
+    assert sorted(homes(placement)) == sorted(m.name for m in models)
+    assert not placement.refused
+
+
 def test_groups_are_filled_with_replicas() -> None:
     """Algorithm 1 allocates until nothing fits: two services on four GPUs have several homes."""
     models = [spec("a", rate=3.0, tp_degrees=(1,)), spec("b", rate=0.5, tp_degrees=(1,))]
     assert homes(seallm.search(toy_problem(models, 4))) == {"a": [1] * 4, "b": [1] * 4}
 
 
+def test_replicas_leave_room_for_the_kv_of_all() -> None:
+    """§4.1: memory is checked "with profiled memory usage"."""
+    large = spec("large", "13b", rate=0.1, tp_degrees=(1,), kv_floor_bytes=GB)
+
+    def found(rate: float) -> dict[str, list[int]]:
+        hot = spec("hot", rate=rate, tp_degrees=(1,), kv_floor_bytes=GB)
+        return homes(seallm.search(toy_problem([hot, large], 2)))
+
+    assert found(60.0) == {"hot": [1], "large": [1]}
+    assert found(0.5) == {"hot": [1, 1], "large": [1, 1]}
+    assert seallm.expected_kv_bytes(large, None) == 0
+
+
 def test_small_groups_are_merged_until_a_large_service_fits() -> None:
     models = (spec("large", "65b"), *(spec(f"m{i}") for i in range(3)))
     problem = toy_problem(list(models), 4)
-    made = seallm.group_partition(problem, 1, services_max=2)
+    made = seallm.group_partition(problem, 1)
     assert sorted(g.mesh.size for g in made) == [1, 1, 2]
-    assert [g.mesh.size for g in seallm.group_partition(problem, 2, 2)] == [2, 2]
+    assert [g.mesh.size for g in seallm.group_partition(problem, 2)] == [2, 2]
     two = toy_problem([spec("x", "65b"), spec("y", "65b")], 4)
-    assert [g.mesh.size for g in seallm.group_partition(two, 1, 2)] == [2, 2]
+    assert [g.mesh.size for g in seallm.group_partition(two, 1)] == [2, 2]
     many = toy_problem([spec(f"m{i}") for i in range(20)], 4)
-    assert [g.mesh.size for g in seallm.group_partition(many, 1, 2)] == [1, 1, 1, 1]
+    assert [g.mesh.size for g in seallm.group_partition(many, 1)] == [1, 1, 1, 1]
 
 
 def test_groups_are_merged_within_a_node_only() -> None:
@@ -63,7 +84,7 @@ def test_groups_are_merged_within_a_node_only() -> None:
         type(d)(d.name, d.capacity_bytes, node=f"n{i}") for i, d in enumerate(problem.devices)
     )
     alone = Problem(problem.models, apart, problem.times, problem.simulate)
-    assert [g.mesh.size for g in seallm.group_partition(alone, 1, 2)] == [1, 1, 1, 1]
+    assert [g.mesh.size for g in seallm.group_partition(alone, 1)] == [1, 1, 1, 1]
     assert list(seallm.search(alone).refused) == ["large"]
 
 
@@ -95,7 +116,7 @@ def test_the_result_is_the_best_of_all_group_sizes() -> None:
     assert problem.simulate is not None
     assert found.score == problem.simulate(found).attainment
     for size in (1, 2, 4):
-        made = seallm.group_partition(problem, size, 2)
+        made = seallm.group_partition(problem, size)
         assert found.score >= filled(problem, made, models)
 
 

@@ -123,3 +123,29 @@ def test_the_papers_controls_serve_all(policy: str) -> None:
     records = world.run()
     assert not records.errors
     assert records.ended == 40
+
+
+def _greedy(view: DeviceStepView, state: None) -> tuple[StepChoice, None]:
+    """Prefills whoever waits, whether there is memory or not; decodes when nobody does."""
+    if any(engine.busy for engine in view.engines):
+        return StepChoice(()), None
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        for engine in view.engines:
+            requests = engine.prefill[:1] if phase is Phase.PREFILL else engine.decode
+            if requests:
+                job = StepJob(engine.model, phase, tuple(r.id for r in requests))
+                return StepChoice((job,)), None
+    return StepChoice(()), None
+
+
+def test_a_prefill_that_finds_no_memory_lets_others_run() -> None:
+    """What a control reckons in tokens, the ledger grants in whole quanta: a prefill that it names
+    may find none, and must not stop the decodes that bring memory back."""
+    setup = cluster([model(0, "a"), model(1, "b")])
+    control = StepControl(start=lambda view: None, choose=_greedy)
+    policy = dataclasses.replace(
+        registry.get("alpaserve"), steps=control, search=lambda problem: TARGET
+    )
+    trace = [request(0.0, name, 2000, 10) for name in "ab" for _ in range(12)]
+    records = World(setup, work(setup, trace), policy).run()
+    assert (records.ended, records.errors) == (24, {})
