@@ -147,6 +147,7 @@ class EngineMemory:
 
     def release(self) -> None:
         """REQUIRES: no tensor over the KV space is used any more."""
+        self._client.publish_evictable(0)
         if self._kv is not None:
             self._client.free_kvcache(self._kv)
             self._kv = None
