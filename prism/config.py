@@ -60,12 +60,15 @@ class FrontendYaml(Strict, frozen=True):
 
 class SchedulerYaml(Strict, frozen=True):
     """idle_threshold: Prism §6.2 evicts models idle longer than this when memory is short.
-    migration_threshold: tau of Algorithm 1, relative gain in KVPR that justifies a move."""
+    migration_threshold: tau of Algorithm 1, relative gain in KVPR that justifies a move.
+    migrate_running: what becomes of requests that run when their model moves: "finish" where they
+    are (at most engine.drain_timeout), or "move" to the target with their KV."""
 
     interval: str = "5s"
     idle_threshold: str = "45s"
     migration_threshold: float = 0.2
     rate_window: str = "60s"
+    migrate_running: str = "finish"
 
 
 class EngineYaml(Strict, frozen=True):
@@ -122,6 +125,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     migration_threshold: float = 0.2
     rate_window_s: float = 60.0
     report_interval_s: float = 0.5
+    move_running: bool = False
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
@@ -165,6 +169,11 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 
     def agent_cancel_endpoint(self, device: str) -> str:
         return f"ipc://{self.run_dir}/cancel-{device.replace(':', '')}"
+
+    @property
+    def moves_dir(self) -> str:
+        """Where KV of requests waits for its next engine: in shared memory."""
+        return f"/dev/shm/{self.namespace}-moves"
 
     def frontend_endpoint(self, frontend_id: str) -> str:
         return f"ipc://{self.run_dir}/frontend-{frontend_id}"

@@ -42,11 +42,22 @@ class Sampling(Wire, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
+class Resume(Wire, frozen=True):
+    """Where a request that moved from another engine goes on: what it has put out, and the KV of
+    its first `kv_tokens` tokens (prompt, then output), to be taken from the file `kv_path`. Empty:
+    none, it is computed again."""
+
+    output_ids: list[int]
+    kv_path: str = ""
+    kv_tokens: int = 0
+
+
 class Request(Wire, frozen=True):
     """A tokenised request as it waits in a queue. The frontend owns its log.
 
     deadline_unix_s = arrival_unix_s + slo_ttft_s (Prism §6.3).
-    `attempt` grows when the frontend sends the request again after an engine's death.
+    `attempt` grows when the frontend sends the request again after an engine's death. `resume`: it
+    moved here in the middle of its output.
     """
 
     id: str
@@ -59,6 +70,17 @@ class Request(Wire, frozen=True):
     frontend_id: str
     reply_to: str
     attempt: int = 1
+    resume: Resume | None = None
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of the prompt, and of the output that it came with."""
+        return len(self.prompt_ids) + (len(self.resume.output_ids) if self.resume else 0)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Those of them whose KV does not come with it."""
+        return self.known_tokens - (self.resume.kv_tokens if self.resume else 0)
 
     @property
     def deadline_unix_s(self) -> float:
@@ -143,6 +165,10 @@ class Cancel(Wire, frozen=True):
     request_ids: list[str]
 
 
+class Export(Wire, frozen=True):
+    """Stop all requests and hand them back as far as they are, with their KV in files."""
+
+
 class SetLimit(Wire, frozen=True):
     kv_limit_bytes: int | None
 
@@ -151,7 +177,7 @@ class Shutdown(Wire, frozen=True):
     """Finish nothing, free everything, exit 0."""
 
 
-ToEngine = Activate | Deactivate | Submit | Cancel | SetLimit | Shutdown
+ToEngine = Activate | Deactivate | Submit | Cancel | Export | SetLimit | Shutdown
 
 # --- engine -> agent -----------------------------------------------------------------------
 
@@ -193,12 +219,19 @@ class Deactivated(Wire, frozen=True):
     seconds: float
 
 
+class Exported(Wire, frozen=True):
+    """Requests that were stopped, each with its `resume`; none of them is on the engine now."""
+
+    requests: list[Request]
+
+
 class EngineStatus(Wire, frozen=True):
     """Sent after each step batch (at most every 20 ms) and at least once a second.
 
     available_tokens: KV tokens the engine could take right now: free tokens in mapped pages plus
     the ledger's free room for it plus evictable prefix cache. evictable_tokens: cached, unused.
-    pending_prefill_tokens: prompt tokens submitted, not yet computed.
+    pending_prefill_tokens: prompt tokens submitted, not yet computed. imported_tokens_total: tokens
+    whose KV came with requests that moved here.
     """
 
     engine_id: str
@@ -217,6 +250,7 @@ class EngineStatus(Wire, frozen=True):
     retractions_total: int = 0
     maps_total: int = 0
     unmaps_total: int = 0
+    imported_tokens_total: int = 0
 
 
 class EngineOutput(Wire, frozen=True):
@@ -226,7 +260,15 @@ class EngineOutput(Wire, frozen=True):
     failures: list[Failure] = []
 
 
-FromEngine = EngineHello | Activated | ActivationFailed | Deactivated | EngineStatus | EngineOutput
+FromEngine = (
+    EngineHello
+    | Activated
+    | ActivationFailed
+    | Deactivated
+    | Exported
+    | EngineStatus
+    | EngineOutput
+)
 
 # --- agent <-> frontend --------------------------------------------------------------------
 
@@ -300,11 +342,13 @@ class EvictModel(Wire, frozen=True):
     """Stop admitting, wait for running requests (bounded), deactivate, return the engine.
 
     Requests still waiting here must already be routed elsewhere or stay queued as unplaced.
+    move_running: do not wait; running requests go on where the model is routed, with their KV.
     """
 
     action_id: int
     model: str
     reason: str = ""
+    move_running: bool = False
 
 
 class PrefetchModel(Wire, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from prism.messages import Request
 from prism.queueing import RequestQueue
 
 
@@ -18,6 +19,7 @@ class Errands:
         self._finished: dict[str, None] = {}
         self._forgotten: dict[str, None] = {}
         self._returned: dict[str, None] = {}
+        self._moved: dict[str, Request] = {}
         self._unplaced: dict[str, None] = {}
         self._adopted: dict[str, None] = {}
 
@@ -33,6 +35,10 @@ class Errands:
         """It was admitted, or may have been, and is on no engine."""
         self._returned[request_id] = None
 
+    def move(self, request: Request) -> None:
+        """It ran here, and goes on as this elsewhere."""
+        self._moved[request.id] = request
+
     def unplace(self, entry_id: str) -> None:
         """It waits here, but its model does not come."""
         self._unplaced[entry_id] = None
@@ -45,9 +51,16 @@ class Errands:
         """Raises QueueUnavailableError, LeaseLostError."""
         await self._do(self._adopted, lambda ids: queue.admit(device, epoch, ids))
         await self._do(self._finished, lambda ids: queue.finish(device, epoch, ids))
+        await self._move_all(queue, device, epoch)
         await self._do(self._returned, lambda ids: queue.requeue(device, epoch, ids))
         await self._do(self._forgotten, queue.forget)
         await self._do(self._unplaced, lambda ids: queue.unplace(device, epoch, ids))
+
+    async def _move_all(self, queue: RequestQueue, device: str, epoch: int) -> None:
+        if batch := list(self._moved.values()):
+            await queue.move(device, epoch, batch)
+            for request in batch:
+                self._moved.pop(request.id)
 
     @staticmethod
     async def _do(ids: dict[str, None], call: Callable[[list[str]], Awaitable[object]]) -> None:

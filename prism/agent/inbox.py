@@ -30,6 +30,7 @@ from prism.messages import (
     EngineOutput,
     EngineStatus,
     EvictModel,
+    Exported,
     FromEngine,
     ModelSpec,
     PrefetchModel,
@@ -68,6 +69,8 @@ class EngineInbox:
         match message:
             case EngineOutput():
                 self._serving.output(engine.id, message)
+            case Exported(requests=requests):
+                self._serving.moved(engine.id, requests)
             case EngineStatus():
                 self._take_status(engine, message)
             case EngineHello(pid=pid):

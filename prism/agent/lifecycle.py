@@ -21,6 +21,7 @@ from prism.messages import (
     Deactivate,
     Deactivated,
     EvictModel,
+    Export,
     SetLimit,
     ToEngine,
 )
@@ -98,6 +99,8 @@ class Lifecycle:
             self._answer(order.action_id, f"{served.name} is being activated: evict it afterwards")
         else:
             served.actions.append(order.action_id)
+            if order.move_running and served.state is ModelState.ACTIVE:
+                self._effects.send(served.engine_id, Export())
             self._drain(served)
 
     def _set_limit(self, served: Served, order: ActivateModel) -> None:

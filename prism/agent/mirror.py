@@ -37,7 +37,7 @@ class Mirror:
             Waiting(
                 id=request.id,
                 model=request.model,
-                prompt_tokens=len(request.prompt_ids),
+                prompt_tokens=request.prefill_tokens,
                 max_tokens=request.sampling.max_tokens,
                 arrival_s=request.arrival_unix_s - ahead_s,
                 deadline_s=request.deadline_unix_s - ahead_s,

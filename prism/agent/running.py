@@ -68,7 +68,7 @@ class RunningBook:
         for run in self:
             load = loads.get(run.engine_id, Load())
             need_tokens = 0 if run.shown else run.need_tokens
-            prompt_tokens = 0 if run.prefilled else len(run.request.prompt_ids)
+            prompt_tokens = 0 if run.prefilled else run.request.prefill_tokens
             loads[run.engine_id] = Load(
                 load.running + 1,
                 load.pending_need_tokens + need_tokens,

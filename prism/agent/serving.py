@@ -7,8 +7,10 @@ requests, so acknowledgements and admissions cannot overtake each other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from prism.agent.admission import DevicePort
 from prism.agent.delivery import Delivery, Parcels
@@ -175,7 +177,7 @@ class Serving:
         engine = self._parts.state.pool.get(engine_id)
         block = engine.activated.block_tokens if engine and engine.activated else 1
         headroom = min(request.sampling.max_tokens, self._parts.limits.headroom_tokens)
-        need_tokens = -(-(len(request.prompt_ids) + headroom) // block) * block
+        need_tokens = -(-(request.known_tokens + headroom) // block) * block
         self._parts.state.running.add(Running(request, engine_id, need_tokens))
         totals = self._parts.state.models.totals(request.model)
         totals.prompt_tokens += len(request.prompt_ids)
@@ -193,6 +195,22 @@ class Serving:
             if run := self._run_of(engine_id, failure):
                 self._take_failure(run, failure, parcels)
         self._parts.delivery.send(parcels)
+
+    def moved(self, engine_id: str, requests: Sequence[Request]) -> None:
+        """The engine has stopped these; they go where their model is placed now. Their next token
+        is due as any token after the first is."""
+        now_unix_s = self._now_unix_s()
+        for request in requests:
+            run = self._parts.state.running.get(request.id)
+            if run is None or run.engine_id != engine_id or run.request.attempt != request.attempt:
+                continue
+            if run.silent or request.id in self._postponed:
+                self._ended(run)
+                continue
+            self._parts.state.running.pop(request.id)
+            due = {"arrival_unix_s": now_unix_s, "slo_ttft_s": request.slo_tpot_s}
+            self._parts.errands.move(msgspec.structs.replace(request, **due))
+        self.wake()
 
     def engine_lost(self, engine_id: str, why: str) -> None:
         """Every request on this engine fails; its frontend may send it again."""

@@ -128,10 +128,11 @@ class Actuator:
         await self._take_down(action.model, action.device, action.reason)
 
     async def _migrate(self, action: Migrate) -> None:
-        """Make-before-break: the source serves until the target is ready."""
+        """Make-before-break: the source serves until the target is ready. What runs there then
+        finishes there, or goes to the target with its KV."""
         await self._bring_up(action.model, action.target, action, route_at_once=False)
         await self._queue.route(action.model, action.target)
-        await self._take_down(action.model, action.source, action.reason)
+        await self._take_down(action.model, action.source, action.reason, action.move_running)
 
     async def _bring_up(
         self, name: str, device: str, action: Activate | Migrate, route_at_once: bool
@@ -148,10 +149,12 @@ class Actuator:
             result.cancel()
         await self._reported(device, name, "active")
 
-    async def _take_down(self, name: str, device: str, reason: str) -> None:
+    async def _take_down(
+        self, name: str, device: str, reason: str, move_running: bool = False
+    ) -> None:
         timing = self._state.timing
         timeout_s = self._state.config.engine.drain_timeout_s + timing.eviction_slack_s
-        await self._link.ask(device, EvictModel(0, name, reason), timeout_s)
+        await self._link.ask(device, EvictModel(0, name, reason, move_running), timeout_s)
         await self._reported(device, name, "absent")
 
     async def _reported(self, device: str, name: str, stage: str) -> None:

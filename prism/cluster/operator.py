@@ -148,7 +148,9 @@ class Operator:
         if active and device in (None, *active):
             return self._active(model, device or active[0], "is active on")
         if active and device:
-            action = Migrate(model, active[0], device, "an operator asked for it")
+            move = self._state.config.scheduler.move_running
+            reason = "an operator asked for it"
+            action = Migrate(model, active[0], device, reason, move_running=move)
             problem = await self._done(action)
             return Outcome(False, problem) if problem else self._active(model, device, "moved to")
         return await self._demand(model, device)

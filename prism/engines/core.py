@@ -85,6 +85,10 @@ class EngineCore(Protocol):
         """Stop these requests; each yields a last Chunk with finish_reason "cancelled".
         Unknown ids are ignored."""
 
+    def export(self) -> list[Request]:
+        """Stop all requests that nobody cancelled, and return them with where they stand
+        (`Request.resume`), their KV in files of `moves_dir`. They are gone from this engine."""
+
     def step(self) -> StepOutput:
         """Run one continuous-batching step if there is work."""
 

@@ -27,6 +27,8 @@ from prism.messages import (
     Deactivated,
     EngineHello,
     EngineOutput,
+    Export,
+    Exported,
     Failure,
     FromEngine,
     Request,
@@ -214,6 +216,8 @@ class Worker:
                 self._activate(message)
             case Deactivate():
                 self._deactivate()
+            case Export():
+                self._export()
             case SetLimit(kv_limit_bytes=limit_bytes):
                 self._core.set_limit(limit_bytes)
             case Shutdown():
@@ -228,6 +232,12 @@ class Worker:
         self._open.update((r.id, r.attempt) for r in mine)
         if mine:
             self._core.submit(mine)
+
+    def _export(self) -> None:
+        requests = self._core.export()
+        for request in requests:
+            self._open.pop(request.id, None)
+        self._link.send(Exported(requests))
 
     def _activate(self, order: Activate) -> None:
         name = order.model.name

@@ -121,7 +121,7 @@ class RequestLog:
         if chunk.first_index > entry.received_tokens or chunk.finish_reason == "cancelled":
             # Output was lost, or an agent took this frontend for dead.
             return self._again_or_break(entry)
-        if chunk.first_index == 0 and entry.received_tokens and not self._rerun(entry):
+        if chunk.first_index < entry.received_tokens and not self._rerun(entry):
             return Verdict.BREAK
         self._deliver(entry, chunk)
         return Verdict.NOTHING

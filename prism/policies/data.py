@@ -120,13 +120,14 @@ class Settings:
     migration_threshold: tau of Algorithm 1, the relative gain in KVPR that justifies a move.
     min_idle_s: the shortest idle time after which a model may be evicted for a waiting request
     that nothing else can serve. short_fraction: a device with less than this part of its capacity
-    free is short of memory.
+    free is short of memory. move_running: see `Migrate`.
     """
 
     idle_threshold_s: float = 45.0
     migration_threshold: float = 0.2
     min_idle_s: float = 1.0
     short_fraction: float = 0.05
+    move_running: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +153,15 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """`source`, `target`: the devices of rank 0; peers: where the other ranks go."""
+    """`source`, `target`: the devices of rank 0; peers: where the other ranks go. move_running: what
+    runs at the source goes on at the target with its KV, instead of finishing where it is."""
 
     model: str
     source: str
     target: str
     reason: str
     peers: tuple[str, ...] = ()
+    move_running: bool = False
 
 
 @dataclass(frozen=True, slots=True)

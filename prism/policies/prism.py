@@ -263,7 +263,9 @@ def _move_for(draft: Draft, model: ModelView) -> bool:
 
 
 def _migrate(draft: Draft, model: ModelView, source: Bin, target: Bin, reason: str) -> None:
-    draft.actions.append(Migrate(model.name, source.name, target.name, reason))
+    move = draft.settings.move_running
+    action = Migrate(model.name, source.name, target.name, reason, move_running=move)
+    draft.actions.append(action)
     # The source keeps the model until the target serves it: no other model gets its room yet.
     target.put(replace(model, state="migrating"))
     source.put(replace(model, state="migrating"))

@@ -31,7 +31,7 @@ _CONNECTIONS_MAX = 32
 _BLOCK_MAX_S = 5.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
-    "release", "unplaced_counts",
+    "release", "move", "unplaced_counts",
 )  # fmt: skip
 _HERE = Path(__file__).parent
 
@@ -140,6 +140,13 @@ class RequestQueue:
         if not request_ids:
             return 0
         return int(await self._run("requeue", device, epoch, *request_ids))
+
+    async def move(self, device: str, epoch: int, requests: Collection[Request]) -> int:
+        """Running -> waiting where the model is placed now, as these say; returns how many."""
+        if not requests:
+            return 0
+        pairs = [part for r in requests for part in (r.id, msgspec.msgpack.encode(r))]
+        return int(await self._run("move", device, epoch, *pairs))
 
     async def unplace(self, device: str, epoch: int, entry_ids: Collection[str]) -> int:
         """Waiting here -> UNPLACED, for models that this device does not serve; returns how many.

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+import msgspec
+
 import kvcached
 from prism.engines.core import EngineContext, ShrinkCall, StepOutput
 from prism.engines.fake.memory import BLOCK_TOKENS, Memory
@@ -21,7 +23,7 @@ from prism.engines.fake.options import FakeOptions
 from prism.engines.fake.tokens import seed_of, token_at
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError, SelfCheckError
-from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
+from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Resume
 
 
 class InjectedFault(EngineError):
@@ -38,6 +40,7 @@ class Sequence:
     computed: int = 0
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
+    resume: Resume | None = None
 
     @property
     def produced(self) -> int:
@@ -65,6 +68,7 @@ class Totals:
     prompt_tokens: int = 0
     output_tokens: int = 0
     retractions: int = 0
+    imported_tokens: int = 0
 
 
 class FakeCore:
@@ -145,8 +149,7 @@ class FakeCore:
                 self._rejected.append(_too_long(request, excess))
                 continue
             self._totals.prompt_tokens += len(request.prompt_ids)
-            seed = seed_of(request.prompt_ids)
-            self._waiting.append(Sequence(request, seed, list(request.prompt_ids)))
+            self._waiting.append(_sequence(request))
 
     def cancel(self, request_ids: Many[str]) -> None:
         ids = set(request_ids)
@@ -154,6 +157,22 @@ class FakeCore:
         for sequence in gone:
             self._drop(sequence)
         self._cancelled += gone
+
+    def export(self) -> list[Request]:
+        sequences = (*self._running, *self._waiting)
+        return [self._take_out(sequence) for sequence in sequences]
+
+    def _take_out(self, sequence: Sequence) -> Request:
+        request, tokens, folder = (
+            sequence.request,
+            sequence.computed,
+            self._context.config.moves_dir,
+        )
+        path = self._memory.save(sequence.blocks, tokens, folder) if self._memory else ""
+        output = sequence.tokens[len(request.prompt_ids) :]
+        self._drop(sequence)
+        resume = Resume(output, path, tokens if path else 0)
+        return msgspec.structs.replace(request, resume=resume)
 
     def step(self) -> StepOutput:
         output = StepOutput(failures=self._rejected)
@@ -196,7 +215,18 @@ class FakeCore:
                 self._release(sequence)
                 return
             sequence.cached = sequence.cached or sequence.computed
+            self._import(memory, sequence)
             self._running.append(self._waiting.popleft())
+
+    def _import(self, memory: Memory, sequence: Sequence) -> None:
+        """KV that came with a request that moved here, beyond what the prefix cache has."""
+        resume, sequence.resume = sequence.resume, None
+        if resume is None or not resume.kv_path:
+            return
+        start, end = sequence.computed, resume.kv_tokens
+        if memory.load(resume.kv_path, sequence.blocks, start, end) and end > start:
+            sequence.computed = end
+            self._totals.imported_tokens += end - start
 
     def _extend(self, memory: Memory, sequence: Sequence) -> bool:
         """Give it blocks for all its tokens. False: no room, and it has what it had."""
@@ -284,8 +314,14 @@ class FakeCore:
             retractions_total=totals.retractions,
             maps_total=usage.maps,
             unmaps_total=usage.unmaps,
+            imported_tokens_total=totals.imported_tokens,
             **(memory.figures() if memory else {}),
         )
+
+
+def _sequence(request: Request) -> Sequence:
+    tokens = list(request.prompt_ids) + (request.resume.output_ids if request.resume else [])
+    return Sequence(request, seed_of(request.prompt_ids), tokens, resume=request.resume)
 
 
 def _too_long(request: Request, excess: int) -> Failure:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcached
+from prism.engines import kv_file
 from prism.engines.core import EngineContext
 from prism.engines.fake.prefix_cache import PrefixCache
 from prism.engines.room import make_room
@@ -161,6 +162,26 @@ class Memory:
         values = _values(token_ids[start:])
         for buffer in self._buffers:
             buffer[slots] = values
+
+    def save(self, blocks: Sequence[int], tokens: int, folder: str) -> str:
+        """The KV of a sequence's first tokens into a file; see `kv_file.save`."""
+        if not tokens or self._has_peers:
+            return ""
+        slots = self._slots(blocks, 0, tokens)
+        return kv_file.save(folder, (buffer[slots] for buffer in self._buffers))
+
+    def load(self, path: str, blocks: Sequence[int], start: int, end: int) -> bool:
+        """KV of the tokens from `start` on out of such a file of `end` tokens; False: it is no
+        good, or not for this engine."""
+        shape = self._buffers[0].shape[1:]
+        token_bytes = int(np.prod(shape)) * self._buffers[0].itemsize
+        rows = kv_file.take(path, len(self._buffers), end, token_bytes)
+        if rows is None:
+            return False
+        slots = self._slots(blocks, start, end)
+        for buffer, row in zip(self._buffers, rows, strict=True):
+            buffer[slots] = np.ascontiguousarray(row[start:]).view(buffer.dtype).reshape(-1, *shape)
+        return True
 
     def check(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Raises CorruptKVError when a token's KV is not what was written."""

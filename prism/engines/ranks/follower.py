@@ -10,7 +10,16 @@ from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.leader import outcome
 from prism.engines.ranks.orders import AskStatus, FromLeader, RankStatus, Shrink, Step, Verdict
 from prism.errors import RankLostError
-from prism.messages import Activate, Activated, Cancel, Deactivate, SetLimit, Shutdown, Submit
+from prism.messages import (
+    Activate,
+    Activated,
+    Cancel,
+    Deactivate,
+    Export,
+    SetLimit,
+    Shutdown,
+    Submit,
+)
 
 
 class Follower:
@@ -48,6 +57,8 @@ class Follower:
                 self._core.submit(requests)
             case Cancel(request_ids=ids):
                 self._core.cancel(ids)
+            case Export():
+                self._core.export()
             case Shrink(size_bytes=size_bytes):
                 self._core.shrink(size_bytes)
             case SetLimit(kv_limit_bytes=limit_bytes):

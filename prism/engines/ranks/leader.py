@@ -20,6 +20,7 @@ from prism.messages import (
     Cancel,
     Deactivate,
     EngineStatus,
+    Export,
     Request,
     SetLimit,
     Shutdown,
@@ -70,6 +71,11 @@ class LeaderCore:
     def cancel(self, request_ids: Sequence[str]) -> None:
         self._group.tell(Cancel(list(request_ids)))
         self._core.cancel(request_ids)
+
+    def export(self) -> list[Request]:
+        """Without KV, of which each rank has a part: it is computed again elsewhere."""
+        self._group.tell(Export())
+        return self._core.export()
 
     def step(self) -> StepOutput:
         self._group.tell(Step())

@@ -9,6 +9,7 @@ from prism.messages import (
     Cancel,
     Deactivate,
     EngineStatus,
+    Export,
     SetLimit,
     Shutdown,
     Submit,
@@ -56,6 +57,7 @@ FromLeader = (
     | Deactivate
     | Submit
     | Cancel
+    | Export
     | SetLimit
     | Shutdown
     | Vote

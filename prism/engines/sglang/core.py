@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 import kvcached
 from kvcached import LoadOptions
 from prism.config import ClusterConfig
 from prism.engines.core import EngineContext, ShrinkCall, StepOutput
 from prism.engines.ranks.group import ALONE, RankGroup
-from prism.engines.sglang import host, requests, warm_up
+from prism.engines.sglang import host, moving, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.radix_pages import RadixPages
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
@@ -38,6 +40,7 @@ class _Totals:
     prompt_tokens: int = 0
     output_tokens: int = 0
     retractions: int = 0
+    imported_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -191,9 +194,13 @@ class SglangCore:
             except RequestError as error:
                 self._rejected.append(requests.failure(request, error))
                 continue
-            self._by_rid[rid] = _Running(request)
+            resume = request.resume
+            self._by_rid[rid] = _Running(request, len(resume.output_ids) if resume else 0)
             self._totals.prompt_tokens += len(request.prompt_ids)
             active.scheduler.process_input_requests([converted])
+            req = active.scheduler.find(rid) if resume else None
+            if resume is not None and req is not None:
+                self._totals.imported_tokens += moving.join(active.scheduler, req, resume)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
@@ -201,6 +208,22 @@ class SglangCore:
             if running.request.id in wanted and not running.cancelled:
                 running.cancelled = True
                 self._required().scheduler.cancel(rid)
+
+    def export(self) -> list[Request]:
+        """Other ranks have the rest of the KV: with them it is computed again elsewhere."""
+        if self._active is None:
+            return []
+        alone = self._active.memory.ranks.size == 1
+        folder = self._context.config.moves_dir if alone else ""
+        running = [(rid, r) for rid, r in self._by_rid.items() if not r.cancelled]
+        return [self._take_out(self._active, rid, r.request, folder) for rid, r in running]
+
+    def _take_out(self, active: _Active, rid: str, request: Request, folder: str) -> Request:
+        req = active.scheduler.find(rid)
+        resume = request.resume if req is None else moving.leave(active.scheduler, req, folder)
+        active.scheduler.cancel(rid)
+        del self._by_rid[rid]
+        return msgspec.structs.replace(request, resume=resume)
 
     def step(self) -> StepOutput:
         output = StepOutput(failures=self._rejected)
@@ -276,6 +299,7 @@ class SglangCore:
             retractions_total=self._totals.retractions + scheduler.retractions_total,
             maps_total=usage.maps,
             unmaps_total=usage.unmaps,
+            imported_tokens_total=self._totals.imported_tokens,
         )
 
     def _publish_evictable(self, active: _Active, tokens: int, committed_bytes: int) -> None:

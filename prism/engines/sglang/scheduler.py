@@ -198,6 +198,12 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         """Pages of a request that runs come back in its next step."""
         self.abort_request(AbortReq(rid=rid))
 
+    def find(self, rid: str) -> Req | None:
+        """The request, wherever it stands between two steps; None once it has ended."""
+        batches = [b.reqs for b in (self.running_batch, self.last_batch) if b is not None]
+        found = (req for reqs in (*batches, self.waiting_reqs()) for req in reqs)
+        return next((req for req in found if req.rid == rid and not req.finished()), None)
+
     @staticmethod
     def prefill_left(req: Req) -> int:
         """Tokens that must be computed before the request's next token (prefix cache aside)."""

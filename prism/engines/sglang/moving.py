@@ -1,0 +1,65 @@
+"""Running requests that leave for another engine, or come from one, with their KV."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from prism.engines import kv_file
+from prism.engines.sglang.scheduler import InProcessScheduler
+from prism.messages import Resume
+
+
+def leave(scheduler: InProcessScheduler, req: Req, folder: str) -> Resume:
+    """Where `req` stands, its computed KV in a file of `folder` ("" for no KV)."""
+    output = [int(token) for token in req.output_ids]
+    tokens = int(req.kv.kv_committed_len) if req.kv.holds_kv else 0
+    if not folder or not tokens:
+        return Resume(output)
+    slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
+    rows = (_bytes_of(buffer[slots]).cpu().numpy() for buffer in _buffers(scheduler))
+    path = kv_file.save(folder, rows)
+    return Resume(output, path, tokens if path else 0)
+
+
+def join(scheduler: InProcessScheduler, req: Req, resume: Resume) -> int:
+    """Let `req`, which waits and has computed nothing, go on as `resume` says. Returns the tokens
+    whose KV came with it: they are prefix cache from now on, where its prefill finds them."""
+    req.output_ids = array("q", resume.output_ids)
+    req.send_token_offset = len(resume.output_ids)
+    if not resume.kv_path:
+        return 0
+    buffers = list(_buffers(scheduler))
+    token_bytes = _bytes_of(buffers[0][:1]).shape[1]
+    rows = kv_file.take(resume.kv_path, len(buffers), resume.kv_tokens, token_bytes)
+    allocator = scheduler.token_to_kv_pool_allocator
+    whole = resume.kv_tokens // allocator.page_size * allocator.page_size
+    slots = allocator.alloc(whole) if rows is not None and whole else None
+    if rows is None or slots is None:
+        return 0
+    for buffer, row in zip(buffers, rows, strict=True):
+        part = torch.from_numpy(row[:whole].copy()).view(buffer.dtype)
+        buffer[slots] = part.view(whole, *buffer.shape[1:]).to(buffer.device)
+    known = array("q", [*req.origin_input_ids, *resume.output_ids])
+    # Blocks that the cache has already are freed by the insertion.
+    key = RadixKey(known[:whole], req.extra_key, cache_salt=req.cache_salt)
+    scheduler.tree_cache.insert(InsertParams(key=key, value=slots.to(torch.int64)))
+    return int(whole)
+
+
+def _buffers(scheduler: InProcessScheduler) -> Iterator[torch.Tensor]:
+    """K and V of every layer, (tokens, heads, head_dim)."""
+    pool: Any = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    yield from pool.k_buffer
+    yield from pool.v_buffer
+
+
+def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    """(tokens, bytes)."""
+    return rows.contiguous().view(len(rows), -1).view(torch.uint8)

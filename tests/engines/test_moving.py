@@ -1,0 +1,116 @@
+"""Requests that go on at another engine, with their KV: the same output, and nothing twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prism.engines import kv_file
+from prism.messages import Export, Exported, Request, Submit
+from tests.engines.harness import DeviceUnderTest, request
+from tests.engines.subjects import Subject
+
+
+def start(
+    subject: Subject, device: DeviceUnderTest, engine: str, count: int, tokens: int
+) -> list[Request]:
+    """Requests of model a that have put out a few tokens of many."""
+    name = subject.models[0].name
+    prompts = subject.prompts(count, seed=hash(engine) % 1000, length=(20, 60))
+    items = [request(f"{engine}/{i}", name, p, tokens) for i, p in enumerate(prompts)]
+    device.send(Submit(items), engine)
+    device.wait_until(lambda: all(len(device.stream(i.id).token_ids) > 4 for i in items))
+    return items
+
+
+def export(device: DeviceUnderTest, engine: str) -> list[Request]:
+    device.send(Export(), engine)
+    return device.wait_for(Exported, engine).requests
+
+
+def check(subject: Subject, device: DeviceUnderTest, engine: str, items: list[Request]) -> None:
+    """Every stream is contiguous over both engines, and the model's own."""
+    streams = device.finish(*(item.id for item in items))
+    outputs = [stream.token_ids for stream in streams]
+    subject.learn(device, engine, items)
+    assert outputs == [subject.expected(item) for item in items]
+
+
+def test_requests_go_on_with_their_kv(
+    subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
+) -> None:
+    for name in (engine, second_engine):
+        device.activate(subject.models[0], name)
+    items = start(subject, device, engine, 3, 60)
+    moved = export(device, engine)
+    for item in moved:
+        assert item.resume is not None
+        assert len(item.resume.output_ids) == len(device.stream(item.id).token_ids)
+        assert item.resume.kv_tokens >= len(item.prompt_ids)
+    assert {item.id for item in moved} <= {item.id for item in items}
+    device.send(Submit(moved), second_engine)
+    check(subject, device, second_engine, items)
+    status = device.settled_status(lambda s: s.imported_tokens_total, second_engine)
+    came = sum(item.resume.kv_tokens for item in moved if item.resume)
+    assert came - 16 * len(moved) <= status.imported_tokens_total <= came
+    assert status.prompt_tokens_total >= 0
+    assert not any(Path(device.config.moves_dir).iterdir())
+    assert device.settled_status(lambda s: s.running == 0, engine).waiting == 0
+
+
+def test_requests_go_on_without_their_kv(
+    subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
+) -> None:
+    """The files are damaged, or gone: it is computed again, and the output is the same."""
+    for name in (engine, second_engine):
+        device.activate(subject.models[0], name)
+    items = start(subject, device, engine, 2, 60)
+    moved = export(device, engine)
+    paths = [Path(item.resume.kv_path) for item in moved if item.resume]
+    paths[0].unlink()
+    for path in paths[1:]:
+        path.write_bytes(path.read_bytes()[:200])
+    device.send(Submit(moved), second_engine)
+    check(subject, device, second_engine, items)
+    assert device.fresh_status(second_engine).imported_tokens_total == 0
+
+
+def test_a_request_moves_twice_and_back(
+    subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
+) -> None:
+    for name in (engine, second_engine):
+        device.activate(subject.models[0], name)
+    items = start(subject, device, engine, 1, 90)
+    places = [engine, second_engine]
+    for turn in range(3):
+        seen = len(device.stream(items[0].id).token_ids)
+        moved = export(device, places[turn % 2])
+        device.send(Submit(moved), places[(turn + 1) % 2])
+        device.wait_until(
+            lambda at=seen: len(s := device.stream(items[0].id).token_ids) > at + 3 or len(s) > 80
+        )
+    check(subject, device, second_engine, items)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_export_of_nothing(device: DeviceUnderTest, engine: str, moment: str, subject: Subject):
+    """Before a model is active, or when all requests have ended."""
+    if moment == "after":
+        device.activate(subject.models[0], engine)
+    assert export(device, engine) == []
+
+
+def test_abandoned_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    rows = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    old = kv_file.save(str(tmp_path), [rows])
+    monkeypatch.setattr(kv_file, "ABANDONED_AFTER_S", -1.0)
+    new = kv_file.save(str(tmp_path), [rows, rows])
+    assert [str(path) for path in tmp_path.iterdir()] == [new]
+    assert kv_file.take(old, 1, 8, 8) is None
+    taken = kv_file.take(new, 2, 8, 8)
+    assert taken is not None
+    assert (taken[1] == rows).all()
+    assert not any(tmp_path.iterdir())
