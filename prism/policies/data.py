@@ -153,8 +153,8 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """`source`, `target`: the devices of rank 0; peers: where the other ranks go. move_running: what
-    runs at the source goes on at the target with its KV, instead of finishing where it is."""
+    """`source`, `target`: the devices of rank 0; peers: where the other ranks go. move_running:
+    what runs at the source goes on at the target with its KV, instead of finishing there."""
 
     model: str
     source: str

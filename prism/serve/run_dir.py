@@ -102,8 +102,9 @@ def sweep() -> None:
 
 
 def remove_ledgers(config: ClusterConfig) -> None:
-    """The shared-memory segments of all devices of a cluster whose processes have ended, and the
-    weight store if it is the cluster's own."""
+    """The shared-memory segments of all devices of a cluster whose processes have ended, KV that
+    nobody came for, and the weight store if it is the cluster's own."""
+    shutil.rmtree(config.moves_dir, ignore_errors=True)
     if config.engine.weight_store == AUTO_STORE:
         shutil.rmtree(default_store(config.namespace), ignore_errors=True)
     for device in config.devices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import subprocess
 import sys
 import time
@@ -275,6 +276,7 @@ class DeviceUnderTest:
         self._context.term()
         self.nursery.close()
         self.memory.destroy(force=True)
+        shutil.rmtree(self.config.moves_dir, ignore_errors=True)
 
     def _receive(self, deadline_s: float, wanted: str) -> None:
         left_ms = 1000 * (deadline_s - time.monotonic())

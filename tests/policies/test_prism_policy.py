@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,6 +199,15 @@ def test_migration_needs_a_gain_above_tau() -> None:
         ("migrate", "warm", "g0", "g1")
     ]
     assert planned([hot, active("warm", "g0", token_rate=0.3)], gpus) == []
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_the_settings_say_what_becomes_of_running_requests(moves: bool) -> None:
+    models = [active("hot", "g0", token_rate=5.0, running=1), active("warm", "g0", token_rate=3.0)]
+    seen = view(models, [gpu("g0"), gpu("g1")], rebalance=True)
+    (action,) = plan(seen, replace(SETTINGS, move_running=moves))
+    assert isinstance(action, Migrate)
+    assert action.move_running is moves
 
 
 def test_idle_models_do_not_migrate() -> None:

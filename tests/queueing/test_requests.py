@@ -6,10 +6,11 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from prism.errors import LeaseLostError
-from prism.messages import ClusterStatus
+from prism.messages import ClusterStatus, Resume
 from prism.queueing import UNPLACED, BundledRedis, RequestQueue
 from tests.queueing.requests import request
 
@@ -106,6 +107,22 @@ async def test_requeued_ones_follow_the_placement(queue: RequestQueue) -> None:
     await queue.route("a", OTHER)
     assert await queue.requeue(DEVICE, epoch, ["1", "1", "unknown"]) == 1
     assert await waiting(queue, OTHER) == ["1"]
+
+
+async def test_moved_ones_go_on_where_their_model_is(queue: RequestQueue) -> None:
+    """With where they stand; one that ended meanwhile does not come back."""
+    await queue.route("a", DEVICE)
+    for name in ("1", "2"):
+        await queue.enqueue(request(name))
+    epoch = await queue.acquire(DEVICE, "agent", TTL_S)
+    await queue.admit(DEVICE, epoch, await entries(queue, DEVICE))
+    await queue.route("a", OTHER)
+    await queue.finish(DEVICE, epoch, ["2"])
+    resume = Resume([7, 8], "/dev/shm/x", 4)
+    moved = [msgspec.structs.replace(request(name), resume=resume) for name in ("1", "2")]
+    assert await queue.move(DEVICE, epoch, moved) == 1
+    assert await queue.move(DEVICE, epoch, moved) == 0
+    assert [r for _, r in await queue.read(OTHER, "0", 0)] == moved[:1]
 
 
 async def test_handed_back_ones_come_again_with_the_next_route(queue: RequestQueue) -> None:

@@ -68,6 +68,9 @@ SEAMS: dict[str, str | None] = {
     ),
     "mem_cache.base_prefix_cache:EvictParams": "num_tokens, swa_num_tokens, mamba_num",
     "mem_cache.base_prefix_cache:EvictResult": None,
+    "mem_cache.base_prefix_cache:InsertParams": None,
+    "mem_cache.radix_cache:RadixKey": "token_ids, extra_key, is_bigram, limit, cache_salt",
+    "mem_cache.unified_radix_cache:UnifiedRadixCache.insert": "self, params",
     "mem_cache.base_prefix_cache:BasePrefixCache.evict_for_alloc": (
         "self, params, allocation_reclaim_satisfied"
     ),
@@ -111,6 +114,7 @@ SEAMS: dict[str, str | None] = {
     "managers.scheduler:Scheduler.release_host_resources": "self",
     "managers.schedule_batch:Req.reset_for_retract": "self",
     "managers.schedule_batch:Req.output_ids_through_stop": None,
+    "managers.schedule_batch:Req.init_next_round_input": "self, tree_cache, cow_mamba",
     "managers.schedule_batch:ScheduleBatch.check_decode_mem": "self, selected_indices",
     "managers.schedule_batch:FINISH_ABORT": None,
     "managers.schedule_batch:FINISH_LENGTH": None,

@@ -163,11 +163,8 @@ class FakeCore:
         return [self._take_out(sequence) for sequence in sequences]
 
     def _take_out(self, sequence: Sequence) -> Request:
-        request, tokens, folder = (
-            sequence.request,
-            sequence.computed,
-            self._context.config.moves_dir,
-        )
+        request, tokens = sequence.request, sequence.computed
+        folder = self._context.config.moves_dir
         path = self._memory.save(sequence.blocks, tokens, folder) if self._memory else ""
         output = sequence.tokens[len(request.prompt_ids) :]
         self._drop(sequence)
