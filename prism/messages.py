@@ -260,15 +260,8 @@ class EngineOutput(Wire, frozen=True):
     failures: list[Failure] = []
 
 
-FromEngine = (
-    EngineHello
-    | Activated
-    | ActivationFailed
-    | Deactivated
-    | Exported
-    | EngineStatus
-    | EngineOutput
-)
+_Answer = Activated | ActivationFailed | Deactivated | Exported
+FromEngine = EngineHello | _Answer | EngineStatus | EngineOutput
 
 # --- agent <-> frontend --------------------------------------------------------------------
 
@@ -410,29 +403,3 @@ class ClusterStatus(Wire, frozen=True):
     actions_total: dict[str, int] = {}
     ready: bool = False
     refusals: dict[str, str] = {}
-
-
-# --- nursery (pre-imported parent that forks engines) <-> agent: JSON lines on its stdin/stdout
-
-
-class ForkEngine(Wire, frozen=True):
-    engine_id: str
-
-
-class EngineForked(Wire, frozen=True):
-    engine_id: str
-    pid: int
-
-
-class EngineExited(Wire, frozen=True):
-    engine_id: str
-    pid: int
-    status: int
-
-
-class NurseryReady(Wire, frozen=True):
-    pid: int
-    import_s: float
-
-
-FromNursery = EngineForked | EngineExited | NurseryReady

@@ -15,7 +15,7 @@ from prism.agent.nursery_client import NurseryClient
 from prism.agent.pool import EngineState
 from prism.agent.state import State
 from prism.errors import EngineError
-from prism.messages import EngineExited, EngineForked, FromNursery, NurseryReady
+from prism.nursery_messages import EngineExited, EngineForked, FromNursery, NurseryReady
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from prism.messages import ForkEngine, FromNursery
+from prism.nursery_messages import ForkEngine, FromNursery
 from prism.process import child_environment
 
 log = logging.getLogger(__name__)

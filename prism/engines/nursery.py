@@ -38,7 +38,7 @@ from prism.engines.logs import EngineLogs
 from prism.engines.ranks.spread import spread
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError
-from prism.messages import EngineExited, EngineForked, ForkEngine, FromNursery, NurseryReady
+from prism.nursery_messages import EngineExited, EngineForked, ForkEngine, FromNursery, NurseryReady
 from prism.process import configure_logging, die_with_parent
 
 TERMINATE_S = 5.0

@@ -1,5 +1,5 @@
--- ARGV: device, epoch, then pairs of request id and body. Running -> waiting, at the model's placement
--- of now, with that body. Returns how many moved; one that runs here no more is left alone.
+-- ARGV: device, epoch, then pairs of request id and body. Running -> waiting with that body, at the
+-- placement of now. Returns how many moved; one that runs here no more is left alone.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

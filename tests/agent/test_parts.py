@@ -20,7 +20,8 @@ from prism.agent.mirror import Entry, Mirror
 from prism.agent.models import ModelState, Totals
 from prism.agent.nursery import Nursery
 from prism.agent.strays import Strays
-from prism.messages import Chunk, EngineForked, EngineOutput, EngineStatus
+from prism.messages import Chunk, EngineOutput, EngineStatus
+from prism.nursery_messages import EngineForked
 from prism.scheduler.local import LocalScheduler
 from tests.agent.bench import QUANTUM, QUANTUM_TOKENS, Bench
 from tests.queueing.requests import request

@@ -23,22 +23,18 @@ from prism.messages import (
     Activated,
     ActivationFailed,
     Chunk,
-    EngineExited,
-    EngineForked,
     EngineHello,
     EngineOutput,
     EngineStatus,
     Failure,
-    ForkEngine,
     FromEngine,
-    FromNursery,
     ModelSpec,
-    NurseryReady,
     Request,
     Sampling,
     Shutdown,
     ToEngine,
 )
+from prism.nursery_messages import EngineExited, EngineForked, ForkEngine, FromNursery, NurseryReady
 
 DEVICE = "host:0"
 T = TypeVar("T")

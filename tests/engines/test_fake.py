@@ -16,7 +16,8 @@ import pytest
 
 from prism.engines.fake import FakeOptions, expected_tokens
 from prism.errors import ConfigError
-from prism.messages import Activate, ActivationFailed, EngineExited, ForkEngine, Submit
+from prism.messages import Activate, ActivationFailed, Submit
+from prism.nursery_messages import EngineExited, ForkEngine
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import fake_subject
 

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from prism.engines.logs import ENDED_LOGS_MAX
-from prism.messages import EngineExited, Submit
+from prism.messages import Submit
+from prism.nursery_messages import EngineExited
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
 
