@@ -1,5 +1,5 @@
-"""What an agent and its nursery (the pre-imported parent that forks engines) say to each other: JSON
-lines on the nursery's stdin and stdout."""
+"""What an agent and its nursery, the pre-imported parent that forks engines, say to each other:
+JSON lines on the nursery's stdin and stdout."""
 
 from __future__ import annotations
 
