@@ -43,9 +43,8 @@ class Sampling(Wire, frozen=True):
 
 
 class Resume(Wire, frozen=True):
-    """Where a request that moved from another engine goes on: what it has put out, and the KV of
-    its first `kv_tokens` tokens (prompt, then output), to be taken from the file `kv_path`. Empty:
-    none, it is computed again."""
+    """Where a request that moved here goes on: its output so far, and KV of its first `kv_tokens`
+    tokens (prompt, then output) in the file `kv_path`; empty: it is computed again."""
 
     output_ids: list[int]
     kv_path: str = ""
@@ -53,12 +52,9 @@ class Resume(Wire, frozen=True):
 
 
 class Request(Wire, frozen=True):
-    """A tokenised request as it waits in a queue. The frontend owns its log.
-
-    deadline_unix_s = arrival_unix_s + slo_ttft_s (Prism §6.3).
-    `attempt` grows when the frontend sends the request again after an engine's death. `resume`: it
-    moved here in the middle of its output.
-    """
+    """A tokenised request as it waits in a queue. The frontend owns its log. `attempt` grows when
+    it is sent again after an engine's death. `resume`: it moved in the middle of its output.
+    deadline_unix_s = arrival_unix_s + slo_ttft_s (Prism §6.3)."""
 
     id: str
     model: str
@@ -74,7 +70,7 @@ class Request(Wire, frozen=True):
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of the prompt, and of the output that it came with."""
+        """Of the prompt, and of the output that it came with."""
         return len(self.prompt_ids) + (len(self.resume.output_ids) if self.resume else 0)
 
     @property
@@ -334,8 +330,8 @@ class ActivateModel(Wire, frozen=True):
 class EvictModel(Wire, frozen=True):
     """Stop admitting, wait for running requests (bounded), deactivate, return the engine.
 
-    Requests still waiting here must already be routed elsewhere or stay queued as unplaced.
-    move_running: do not wait; running requests go on where the model is routed, with their KV.
+    Requests still waiting here must already be routed elsewhere or stay queued as unplaced, and
+    with move_running those that run go there, too, with their KV.
     """
 
     action_id: int
