@@ -226,8 +226,7 @@ class EngineStatus(Wire, frozen=True):
 
     available_tokens: KV tokens the engine could take right now: free tokens in mapped pages plus
     the ledger's free room for it plus evictable prefix cache. evictable_tokens: cached, unused.
-    pending_prefill_tokens: prompt tokens submitted, not yet computed. imported_tokens_total: tokens
-    whose KV came with requests that moved here.
+    pending_prefill_tokens: of prompts, not yet computed. imported_tokens_total: KV that moved here.
     """
 
     engine_id: str
@@ -256,8 +255,8 @@ class EngineOutput(Wire, frozen=True):
     failures: list[Failure] = []
 
 
-_Answer = Activated | ActivationFailed | Deactivated | Exported
-FromEngine = EngineHello | _Answer | EngineStatus | EngineOutput
+_Answer = Activated | ActivationFailed | Deactivated | Exported | EngineOutput
+FromEngine = EngineHello | EngineStatus | _Answer
 
 # --- agent <-> frontend --------------------------------------------------------------------
 
