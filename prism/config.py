@@ -20,12 +20,14 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class DeviceYaml(Strict, frozen=True):
-    """capacity and page take sizes such as "1GiB" or "64KiB"."""
+    """capacity and page take sizes such as "1GiB" or "64KiB". sm_percent: the part of the GPU's SMs
+    that each engine may use, one number for each; default: all of them for all (engine.mps)."""
 
     name: str
     capacity: str
     page: str = "2MiB"
     engines: int = 2
+    sm_percent: list[int] | None = None
 
 
 class SloYaml(Strict, frozen=True):
@@ -80,7 +82,8 @@ class EngineYaml(Strict, frozen=True):
     weight_store: where the machine keeps weights ready to be copied: "auto" (a folder in /dev/shm
     that ends with the cluster), "off", or a folder, which clusters may share. weight_store_max: its
     size; default 80 % of its file system. load_rate: most bytes per second that an activation
-    copies, for the sake of models that decode beside it; default: no bound.
+    copies, for the sake of models that decode beside it; default: no bound. mps: start NVIDIA's
+    Multi-Process Service, so that the engines of a GPU compute at the same time.
     """
 
     adapter: str = "sglang"
@@ -92,6 +95,7 @@ class EngineYaml(Strict, frozen=True):
     weight_store: str = AUTO_STORE
     weight_store_max: str | None = None
     load_rate: str | None = None
+    mps: bool = False
 
 
 class ServeYaml(Strict, frozen=True):
@@ -110,13 +114,15 @@ class ServeYaml(Strict, frozen=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
-    """`peers`: devices that the ranks above 0 of this device's engines run on (tensor parallel)."""
+    """`peers`: devices that the ranks above 0 of this device's engines run on (tensor parallel).
+    `sm_percent`: of each engine under MPS; empty: 100."""
 
     name: str
     capacity_bytes: int
     page_bytes: int
     engines: int
     peers: tuple[str, ...] = ()
+    sm_percent: tuple[int, ...] = ()
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -137,6 +143,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     weight_store: str = ""
     weight_store_bytes: int | None = None
     load_bytes_per_s: int | None = None
+    mps: bool = False
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):

@@ -71,7 +71,16 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
     models = [arranged(model, config, KV_LAYOUTS[data.engine.kv_layout]) for model in models]
     config = msgspec.structs.replace(config, models=models)
     _check_memory(config)
+    _check_shares(config)
     return config
+
+
+def _check_shares(config: ClusterConfig) -> None:
+    divided = [device.name for device in config.devices if device.sm_percent]
+    if divided and not config.engine.mps:
+        raise ConfigError(
+            f"devices: {divided[0]} has sm_percent, which only MPS can give; set engine.mps: true"
+        )
 
 
 def _one_of(value: str, known: tuple[str, ...], key: str) -> None:
@@ -112,7 +121,18 @@ def _device(data: DeviceYaml, key: str) -> DeviceConfig:
     if not 1 <= data.engines <= _ENGINES_MAX:
         raise ConfigError(f"{key}.engines: {data.engines} is out of range; choose 1 to 64")
     whole = capacity_bytes - capacity_bytes % page_bytes
-    return DeviceConfig(data.name, whole, page_bytes, data.engines)
+    shares = _sm_percent(data, f"{key}.sm_percent")
+    return DeviceConfig(data.name, whole, page_bytes, data.engines, sm_percent=shares)
+
+
+def _sm_percent(data: DeviceYaml, key: str) -> tuple[int, ...]:
+    shares = tuple(data.sm_percent or ())
+    if shares and len(shares) != data.engines:
+        raise ConfigError(f"{key}: {len(shares)} numbers for {data.engines} engines; give each one")
+    wrong = [share for share in shares if not 1 <= share <= 100]
+    if wrong:
+        raise ConfigError(f"{key}: {wrong[0]} is no part of a GPU in percent; choose 1 to 100")
+    return shares
 
 
 def _frontend(data: FrontendYaml) -> FrontendConfig:
@@ -152,6 +172,7 @@ def _engine(data: EngineYaml, base_dir: Path) -> EngineConfig:
         weight_store=_weight_store(data.weight_store, base_dir),
         weight_store_bytes=_optional_size(data.weight_store_max, "engine.weight_store_max"),
         load_bytes_per_s=_optional_size(data.load_rate, "engine.load_rate"),
+        mps=data.mps,
     )
 
 

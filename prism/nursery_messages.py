@@ -7,7 +7,10 @@ from prism.messages import Wire
 
 
 class ForkEngine(Wire, frozen=True):
+    """`sm_percent`: the part of the GPU's SMs that the engine may use under MPS."""
+
     engine_id: str
+    sm_percent: int = 100
 
 
 class EngineForked(Wire, frozen=True):

@@ -77,7 +77,7 @@ class Agent:
         self._bound = False
         self._replaced = False
         self._stop = asyncio.Event()
-        self._state = State(Pool(device, place.engines), self._timing)
+        self._state = State(Pool(device, place.engines, place.sm_percent), self._timing)
         self._errands = Errands()
         self._strays = Strays(self._state)
         self._open_sockets()

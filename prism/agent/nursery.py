@@ -109,7 +109,8 @@ class Nursery:
         if not self._ready or self._client is None or self._now_s() < self._fork_at_s:
             return
         while self._pool.is_short:
-            self._client.fork(self._pool.create(self._now_s()).id)
+            engine = self._pool.create(self._now_s())
+            self._client.fork(engine.id, engine.sm_percent)
 
     async def stop(self) -> None:
         self._ready = False

@@ -46,11 +46,12 @@ class NurseryClient:
     def pid(self) -> int:
         return self._process.pid
 
-    def fork(self, engine_id: str) -> None:
+    def fork(self, engine_id: str, sm_percent: int = 100) -> None:
         """Order one more engine. A nursery that has just died shows in `event`."""
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
-            self._process.stdin.write(msgspec.json.encode(ForkEngine(engine_id)) + b"\n")
+            order = ForkEngine(engine_id, sm_percent)
+            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
 
     async def event(self) -> FromNursery | None:
         """The next event; None when the nursery has ended."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,7 +24,8 @@ class Engine:
     """Times are monotonic. `seen_s`: its last message; `since_s`: when its state began.
     `status` is the last one about `model`;
     `ended`: its process was reaped, so its pid may be somebody else's by now;
-    `counters` are those of the last status about anything; `is_fresh`: it has served no model."""
+    `counters` are those of the last status about anything; `is_fresh`: it has served no model;
+    `sm_percent`: the part of the GPU's SMs that it may use."""
 
     id: str
     since_s: float
@@ -36,6 +38,7 @@ class Engine:
     status: EngineStatus | None = None
     counters: Counters = (0, 0, 0)
     is_fresh: bool = True
+    sm_percent: int = 100
 
     def become(self, state: EngineState, now_s: float, model: str | None = None) -> None:
         self.state, self.since_s, self.seen_s = state, now_s, now_s
@@ -52,10 +55,12 @@ class Engine:
 
 
 class Pool:
-    """The engines that are alive or starting. An engine that died is removed at once."""
+    """The engines that are alive or starting. An engine that died is removed at once.
+    `sm_percent`: one for each of `size` engines; a successor gets that of the one that died."""
 
-    def __init__(self, device: str, size: int) -> None:
+    def __init__(self, device: str, size: int, sm_percent: Sequence[int] = ()) -> None:
         self.size = size
+        self._shares = Counter(sm_percent)
         self._prefix = device.replace(":", "")
         self._engines: dict[str, Engine] = {}
         self._count = 0
@@ -63,10 +68,16 @@ class Pool:
 
     def create(self, now_s: float) -> Engine:
         """A new record with a fresh id; its process is still to be started."""
-        engine = Engine(f"{self._prefix}-e{self._count}", now_s, now_s)
+        share = self._free_share()
+        engine = Engine(f"{self._prefix}-e{self._count}", now_s, now_s, sm_percent=share)
         self._count += 1
         self._engines[engine.id] = engine
         return engine
+
+    def _free_share(self) -> int:
+        """The largest that no engine has."""
+        left = self._shares - Counter(engine.sm_percent for engine in self)
+        return max(left, default=100)
 
     def get(self, engine_id: str) -> Engine | None:
         return self._engines.get(engine_id)

@@ -43,6 +43,7 @@ from prism.process import configure_logging, die_with_parent
 
 TERMINATE_S = 5.0
 ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+SM_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 log = logging.getLogger("prism.nursery")
@@ -125,19 +126,19 @@ class Nursery:
 
     def _obey(self, line: bytes) -> None:
         try:
-            engine_id = msgspec.json.decode(line, type=ForkEngine).engine_id
+            order = msgspec.json.decode(line, type=ForkEngine)
         except msgspec.MsgspecError as error:
             log.warning("dropped a malformed line of %d bytes: %s", len(line), error)
             return
-        if not ENGINE_ID.fullmatch(engine_id):
-            log.warning("dropped an order with an unusable engine id: %.100r", engine_id)
+        if not ENGINE_ID.fullmatch(order.engine_id):
+            log.warning("dropped an order with an unusable engine id: %.100r", order.engine_id)
             return
-        self._fork(engine_id)
+        self._fork(order)
 
     # --- children --------------------------------------------------------------------------
 
-    def _fork(self, engine_id: str) -> None:
-        parent_pid = os.getpid()
+    def _fork(self, order: ForkEngine) -> None:
+        engine_id, parent_pid = order.engine_id, os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -145,18 +146,20 @@ class Nursery:
             self._report(EngineExited(engine_id=engine_id, pid=0, status=1))
             return
         if pid == 0:
-            self._be_engine(engine_id, parent_pid)
+            self._be_engine(order, parent_pid)
         self._children[pid] = engine_id
         self._logs.started(engine_id)
         self._report(EngineForked(engine_id=engine_id, pid=pid))
 
-    def _be_engine(self, engine_id: str, parent_pid: int) -> NoReturn:
+    def _be_engine(self, order: ForkEngine, parent_pid: int) -> NoReturn:
         """Runs in the child and never returns. `os._exit`: what the parent registered to run at
         its exit is not ours to run."""
-        status = 1
+        status, engine_id = 1, order.engine_id
         try:
             die_with_parent(parent_pid)
             self._leave_nursery(engine_id)
+            # Read when the process makes its CUDA context, which nothing has done yet.
+            os.environ[SM_VARIABLE] = str(order.sm_percent)
             context = EngineContext(engine_id, self._device, self._config)
             status = run_engine(context, spread(context, self._adapter.create))
         except BaseException:

@@ -7,7 +7,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from prism.process import LOG_LEVEL_VARIABLE
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
+from prism.serve.mps import MpsDaemon, wants_mps
 from prism.serve.progress import Probe, make_display
 from prism.serve.run_dir import RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
@@ -82,11 +83,17 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
         stack.callback(run_dir.remove)
         redis_server = _redis(config, run_dir, stack)
         resolved = _resolved(config, run_dir, redis_server, listener)
+        variables = _mps(resolved, run_dir, stack)
         write_resolved(resolved, run_dir.config_file)
         stack.callback(remove_ledgers, resolved)
         if redis_server is None:
             stack.callback(_forget_keys, resolved)
-        _run(resolved, _Cluster(run_dir, listener, redis_server, options), signals, console)
+        _run(
+            resolved,
+            _Cluster(run_dir, listener, redis_server, options, variables),
+            signals,
+            console,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ class _Cluster:
     listener: socket.socket
     redis: BundledRedis | None
     options: Options
+    variables: Mapping[str, str]
 
 
 def _run(config: ClusterConfig, cluster: _Cluster, signals: Signals, console: Console) -> None:
@@ -177,8 +185,15 @@ def _children(config: ClusterConfig, cluster: _Cluster) -> list[list[Child]]:
     )
     logs = cluster.run_dir.logs
     groups = [[scheduler], agents, [frontend]]
-    variables = {LOG_LEVEL_VARIABLE: cluster.options.log_level}
+    variables = {LOG_LEVEL_VARIABLE: cluster.options.log_level, **cluster.variables}
     return [[Child(spec, logs, variables) for spec in group] for group in groups]
+
+
+def _mps(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> dict[str, str]:
+    """What makes children clients of MPS, which runs from now on; empty where it is not wanted."""
+    if not wants_mps(config):
+        return {}
+    return stack.enter_context(MpsDaemon(run_dir.path / "mps")).variables
 
 
 def _redis(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> BundledRedis | None:

@@ -1,0 +1,124 @@
+"""NVIDIA's Multi-Process Service: engines of one GPU compute side by side instead of in turns.
+
+The control daemon is a child of the launcher, with its pipe and log in the run directory, so that
+several clusters, and other users' daemons, do not meet. Every process that finds the pipe in its
+environment is a client. What part of the SMs an engine may use is its own environment's to say
+(`ForkEngine.sm_percent`): 100 % unless the device's `sm_percent` divides them, as MuxServe does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from prism.config import ClusterConfig
+from prism.errors import ConfigError
+from prism.process import child_environment, private_log, wrapped_command
+
+PROGRAM = "nvidia-cuda-mps-control"
+_START_S = 10.0
+_STOP_S = 10.0
+_LOOK_S = 0.05
+
+log = logging.getLogger("prism.serve")
+
+
+def wants_mps(config: ClusterConfig) -> bool:
+    """Raises ConfigError where it is asked for and cannot be."""
+    if not config.engine.mps:
+        return False
+    if not any(device.name.startswith("cuda:") for device in config.devices):
+        raise ConfigError("engine.mps: there is no GPU among the devices; leave it off")
+    if shutil.which(PROGRAM) is None:
+        raise ConfigError(
+            f"engine.mps: there is no {PROGRAM} on the PATH; it comes with NVIDIA's driver, or set"
+            " mps: false"
+        )
+    return True
+
+
+class MpsDaemon:
+    """The control daemon, from `with` to the end of the block. `variables` make a process its
+    client. Thread rule: the launcher's main thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = folder / "control.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {
+            "CUDA_MPS_PIPE_DIRECTORY": str(self._folder / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(self._folder / "log"),
+        }
+
+    def __enter__(self) -> MpsDaemon:
+        """Raises ConfigError when it does not start, with what it said."""
+        for path in self.variables.values():
+            Path(path).mkdir(mode=0o700, parents=True)
+        with private_log(self._log) as said:
+            self._process = subprocess.Popen(
+                [*wrapped_command(), PROGRAM, "-f"],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**child_environment(), **self.variables},
+                start_new_session=True,
+            )
+        try:
+            self._await_answer()
+            self._command("set_default_active_thread_percentage 100")
+        except BaseException:
+            self._end()
+            raise
+        log.info("MPS runs, pid %d", self._process.pid)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    def _await_answer(self) -> None:
+        deadline_s = time.monotonic() + _START_S
+        while not self._command("get_server_list"):
+            ended = self._process is None or self._process.poll() is not None
+            if ended or time.monotonic() > deadline_s:
+                said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+                raise ConfigError(
+                    f"engine.mps: {PROGRAM} does not start ({'; '.join(said) or 'it says nothing'});"
+                    " another one may hold the GPU in exclusive mode"
+                )
+            time.sleep(_LOOK_S)
+
+    def _command(self, line: str) -> bool:
+        """Whether the daemon took it."""
+        try:
+            done = subprocess.run(
+                [PROGRAM],
+                input=f"{line}\n".encode(),
+                capture_output=True,
+                env={**os.environ, **self.variables},
+                timeout=_START_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+    def _end(self) -> None:
+        """In order, so that it ends its servers; hard, with its whole session, if it does not."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None and self._command("quit"):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
