@@ -89,9 +89,9 @@ class MpsDaemon:
         while not self._command("get_server_list"):
             ended = self._process is None or self._process.poll() is not None
             if ended or time.monotonic() > deadline_s:
-                said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+                said = self._log.read_text(errors="replace").strip() or "it says nothing"
                 raise ConfigError(
-                    f"engine.mps: {PROGRAM} does not start ({'; '.join(said) or 'it says nothing'});"
+                    f"engine.mps: {PROGRAM} does not start ({said.splitlines()[-1]});"
                     " another one may hold the GPU in exclusive mode"
                 )
             time.sleep(_LOOK_S)

@@ -93,7 +93,7 @@ def test_one_that_does_not_quit_is_killed_with_its_server(
 
 def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_MPS_BROKEN", "1")
-    with pytest.raises(ConfigError, match="engine.mps: .*no GPU for you"):
+    with pytest.raises(ConfigError, match=r"engine\.mps: .*no GPU for you"):
         MpsDaemon(tmp_path / "mps").__enter__()
 
 
