@@ -1,6 +1,6 @@
 """How fast the simulator is: runs of decode steps against single steps, and how it scales.
 
-python bench/sim_speed.py [--big]: seconds are CPU seconds of one core. Models as in Prism's Table 4
+python bench/sim_speed.py [--big] [--seconds S]: times are CPU seconds. Models as in Prism's Table 4
 (43 of 1-3B, 8 of 4-8B, 3 of 9-30B, 4 of 31-70B) on 32 GPUs, as in its Figure 12, from a generated
 trace; --big adds 2,000 models on 1,000 GPUs with a million requests in an hour.
 """
@@ -62,17 +62,19 @@ def cpu_s(path: Path, name: str, **changes: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--big", action="store_true")
-    big = parser.parse_args().big
+    parser.add_argument("--seconds", type=int, default=600, help="of the trace that both ways run")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder) / "figure12.yaml"
         small.write_text(FIGURE_12)
         for policy in ("prism", "static"):
-            about = {"policy": policy, "generate__seconds": 600}
-            runs_s = cpu_s(small, f"{policy}, runs, 10 min", **about)
-            steps_s = cpu_s(small, f"{policy}, single steps, 10 min", steps="single", **about)
-            print(f"{policy}: runs are {steps_s / runs_s:.1f}x single steps")
-        cpu_s(small, "prism, 1 h, rate scale 8", rate_scale=8)
-        if big:
+            about = {"policy": policy, "generate__seconds": options.seconds}
+            runs_s = cpu_s(small, f"{policy}, runs", **about)
+            steps_s = cpu_s(small, f"{policy}, single steps", steps="single", **about)
+            print(f"{policy}: ratio {steps_s / runs_s:.1f}, single steps against runs")
+        hour = {"generate__seconds": 6 * options.seconds, "rate_scale": 8}
+        cpu_s(small, "prism, 6 times as long, rate scale 8", **hour)
+        if options.big:
             path = Path(folder) / "big.yaml"
             path.write_text(BIG)
             cpu_s(path, "2,000 models, 1,000 GPUs, 1 h")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,8 @@ async def kill_engine(this: World, _: BundledRedis, rng: random.Random) -> None:
     if this.scheduler.state(model) == "active":
         report = this.scheduler.model(model)
         if report and report.engine_pid:
-            os.kill(report.engine_pid, rng.choice([signal.SIGKILL, signal.SIGTERM]))
+            with suppress(ProcessLookupError):  # it died since it was reported
+                os.kill(report.engine_pid, rng.choice([signal.SIGKILL, signal.SIGTERM]))
 
 
 async def restart_redis(_: World, server: BundledRedis, rng: random.Random) -> None:

@@ -28,6 +28,8 @@ SMALL = {
     "kv_map": ["--layers", "2", "--pages", "4", "--pairs", "2", "--aging", "50"],
     "kv_refill": ["--layers", "2", "--pairs", "3", "--live", "2"],
     "kv_pool": ["--layers", "2", "--slabs", "2", "--rounds", "10", "--pairs", "2"],
+    "policies": ["--pairs", "2", "--models", "20", "--gpus", "20", "--requests", "50"],
+    "sim_speed": ["--seconds", "20"],
     "weight_load": ["--megabytes", "4", "--tensors", "3", "--pairs", "2"],
 }
 
