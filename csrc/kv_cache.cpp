@@ -133,7 +133,9 @@ Result<Slab> KvCache::missing_slabs(int64_t blocks) const {
   if (missing <= 0) return Slab{0};
   const int64_t per_slab = blocks_.blocks_per_slab();
   const int64_t slabs = (missing + per_slab - 1) / per_slab;
-  if (slabs <= int64_t{blocks_.unmapped_slabs()}) return static_cast<Slab>(slabs);
+  // Whoever needs slabs that are just being unmapped takes the turn, and counts again behind that.
+  const int64_t unmapped = int64_t{blocks_.unmapped_slabs()} + slabs_being_unmapped_;
+  if (slabs <= unmapped) return static_cast<Slab>(slabs);
   return failure(Code::no_room, "the virtual space of the KV cache is used up");
 }
 

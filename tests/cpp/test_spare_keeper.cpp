@@ -214,6 +214,17 @@ void what_was_trimmed_stays_away_for_a_while() {
 }
 
 // What streams may touch stays to the end of the process; the thread does not.
+// A slab that the thread is just unmapping is virtual space that an alloc can have in a moment.
+void what_is_being_unmapped_is_not_used_up() {
+  Fixture f;
+  CHECK_OK(f.cache->set_spare_pages(2 * kPagesPerSlab, 2 * kPagesPerSlab));
+  const size_t blocks = kGeometry.slabs * kGeometry.blocks_per_slab;
+  for (int i = 0; i < 1000; ++i) {
+    CHECK_OK(f.cache->free(alloc(*f.cache, blocks)));
+    std::this_thread::sleep_for(std::chrono::microseconds(i % 200));
+  }
+}
+
 void a_client_that_is_dropped_under_work_has_no_thread() {
   TestStream stream(device_under_test == "cuda:0");
   auto ledger = value_of(Ledger::open({fresh_ledger_path(), kCapacity, kPage}));
@@ -352,6 +363,7 @@ void test_spare_keeper(const std::string& device) {
   a_driver_that_fails_is_asked_again();
   nobody_waits_ahead_of_need();
   what_was_trimmed_stays_away_for_a_while();
+  what_is_being_unmapped_is_not_used_up();
   if (device == "host:0") a_client_that_is_dropped_under_work_has_no_thread();
   threads_agree();
   closing_while_it_works();

@@ -44,10 +44,11 @@ def private_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             made.add(node.attr)
-    for node in ast.walk(tree):
-        is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-        if is_read and node.attr.startswith("_") and not node.attr.startswith("__"):  # type: ignore[attr-defined]
-            yield from {node.attr} - made  # type: ignore[attr-defined]
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    for node in attributes:
+        is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+        if is_private and isinstance(node.ctx, ast.Load):
+            yield from {node.attr} - made
 
 
 FILES = sorted(ADAPTER.glob("*.py"))
