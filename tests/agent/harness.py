@@ -140,11 +140,11 @@ class FakeScheduler:
         await self._socket.send_multipart([DEVICE.encode(), msgspec.msgpack.encode(order)])
         return action_id
 
-    async def ask(self, order: FromScheduler) -> ActionResult:
+    async def ask(self, order: FromScheduler, patience_s: float = PATIENCE_S) -> ActionResult:
         action_id = await self.post(order)
         if action_id not in self.results:
             self._asked[action_id] = asyncio.get_running_loop().create_future()
-            await asyncio.wait_for(self._asked[action_id], PATIENCE_S)
+            await asyncio.wait_for(self._asked[action_id], patience_s)
         return self.results[action_id]
 
     async def activate(self, name: str) -> ActionResult:
