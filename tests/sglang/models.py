@@ -35,7 +35,28 @@ MOE = tiny.TinyModel(
         "tie_word_embeddings": False,
     },
 )
-RECIPES = {m.name: m for m in (*tiny.TINY_MODELS, MOE)}
+# Layers with a window of 32 tokens beside those that see all, and embeddings that are the head too.
+GEMMA3 = tiny.TinyModel(
+    name="tiny-gemma3",
+    model_type="gemma3_text",
+    summary="Gemma 3, random weights",
+    context_length=512,
+    settings={
+        "vocab_size": 1152,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "query_pre_attn_scalar": 48,
+        "sliding_window": 32,
+        "sliding_window_pattern": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    },
+)
+RECIPES = {m.name: m for m in (*tiny.TINY_MODELS, MOE, GEMMA3)}
 LLAMA, QWEN3, GPT2 = tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name
 
 

@@ -20,11 +20,11 @@ from prism.engines.faults import STAGE_VARIABLE
 from prism.messages import Activate, Deactivate, Deactivated, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import DEVICE, config_of, ledger_of, opened_device
-from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, greedy, prompts, spec_of
+from tests.sglang.models import GEMMA3, GPT2, LLAMA, MOE, QWEN3, greedy, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
 
-MODELS = (LLAMA, QWEN3, GPT2, MOE.name)
+MODELS = (LLAMA, QWEN3, GPT2, MOE.name, GEMMA3.name)
 STAGES = ("shrink", "reserve", "store", "layout", "weights", "build", "warm_up", "keep")
 
 
@@ -70,8 +70,8 @@ def take_turns(device: DeviceUnderTest, turns: int) -> None:
     assert max(resident) - resident[0] < 4 << 20
 
 
-def test_four_architectures_take_turns(own_device: DeviceUnderTest) -> None:
-    take_turns(own_device, 12)
+def test_five_architectures_take_turns(own_device: DeviceUnderTest) -> None:
+    take_turns(own_device, 15)
 
 
 @pytest.mark.long
