@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from math import ceil
 from pathlib import Path
@@ -31,7 +32,7 @@ from prism.policies import registry
 from prism.units import format_size, parse_size, parse_time
 
 ADAPTERS = ("sglang", "fake")
-_DEVICE_NAME = re.compile(r"host:\d{1,4}")
+_DEVICE_NAME = re.compile(r"(host|cuda):\d{1,4}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.:@+/-]*")
 _PAGE_GRAIN_BYTES = 4096
 _ENGINES_MAX = 64
@@ -52,7 +53,10 @@ def load(path: Path) -> ClusterConfig:
 def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
     registry.live(data.policy)
     devices = [_device(d, f"devices[{i}]") for i, d in enumerate(data.devices)]
-    models = [_model(m, f"models[{i}]", base_dir) for i, m in enumerate(data.models)]
+    on_gpus = all(device.name.startswith("cuda:") for device in devices)
+    models = [
+        _model(m, f"models[{i}]", base_dir, on_gpus=on_gpus) for i, m in enumerate(data.models)
+    ]
     config = ClusterConfig(
         namespace="",
         run_dir="",
@@ -72,7 +76,15 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
     config = msgspec.structs.replace(config, models=models)
     _check_memory(config)
     _check_shares(config)
+    _check_adapter(config)
     return config
+
+
+def _check_adapter(config: ClusterConfig) -> None:
+    adapter = importlib.import_module(f"prism.engines.{config.engine.adapter}")
+    for index, device in enumerate(config.devices):
+        if missing := adapter.lacks(device.name):
+            raise ConfigError(f"devices[{index}].name: {missing}")
 
 
 def _check_shares(config: ClusterConfig) -> None:
@@ -105,7 +117,7 @@ def _redis_url(url: str | None) -> str:
 def _device(data: DeviceYaml, key: str) -> DeviceConfig:
     if not _DEVICE_NAME.fullmatch(data.name):
         raise ConfigError(
-            f"{key}.name: {data.name!r} is not a device of this version; use host:0, host:1, ..."
+            f"{key}.name: {data.name!r} is no device; use host:0, host:1, ... or cuda:0, ..."
         )
     page_bytes = parse_size(data.page, f"{key}.page")
     if page_bytes % _PAGE_GRAIN_BYTES or page_bytes & (page_bytes - 1):
@@ -187,12 +199,13 @@ def _optional_size(text: str | None, key: str) -> int | None:
     return None if text is None else parse_size(text, key)
 
 
-def _model(data: ModelYaml, key: str, base_dir: Path) -> ModelSpec:
+def _model(data: ModelYaml, key: str, base_dir: Path, *, on_gpus: bool) -> ModelSpec:
     _check_model_values(data, key)
     path = (base_dir / Path(data.path).expanduser()).resolve()
     files = inspect_model(path, f"{key}.path")
     # CPU kernels of half precision are slow and less exact: host devices serve in float32.
-    dtype = "float32" if data.dtype == "auto" else data.dtype
+    auto = files.stored_dtype if on_gpus else "float32"
+    dtype = auto if data.dtype == "auto" else data.dtype
     return ModelSpec(
         name=data.name,
         path=str(path),

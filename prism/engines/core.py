@@ -1,7 +1,9 @@
 """What the worker loop asks of an engine adapter.
 
-An adapter is a package `prism.engines.<name>` with three functions:
-  preload() -> None                          heavy imports, once, in the nursery before any fork
+An adapter is a package `prism.engines.<name>` with four functions:
+  lacks(device: str) -> str                  what keeps it from serving there, "" if nothing does;
+                                             imports nothing heavy
+  preload(device: str) -> None               heavy imports, once, in the nursery before any fork
   create(context: EngineContext) -> EngineCore   in the forked engine process
   weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1) -> WeightKey
       in any process: under what a rank of its engines keeps a model's weights in the machine's

@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return 2
-    adapter.preload()
+    adapter.preload(options.device)
     config = read_resolved(options.config)
     warn_about_threads()
     gc.collect()

@@ -124,8 +124,24 @@ MISTAKES: list[tuple[Edit, str]] = [
         "devices[1].name: 'host:0' is used twice; rename one",
     ),
     (
+        put("devices", 0, "name", value="gpu:0"),
+        "devices[0].name: 'gpu:0' is no device; use host:0, host:1, ... or cuda:0, ...",
+    ),
+    (
         put("devices", 0, "name", value="cuda:0"),
-        "devices[0].name: 'cuda:0' is not a device of this version; use host:0, host:1, ...",
+        "devices[0].name: the fake engine cannot serve on cuda:0",
+    ),
+    (
+        put("devices", 0, "sm_percent", value=[50, 50]),
+        "devices: host:0 has sm_percent, which only MPS can give; set engine.mps: true",
+    ),
+    (
+        put("devices", 0, "sm_percent", value=[50]),
+        "devices[0].sm_percent: 1 numbers for 2 engines; give each one",
+    ),
+    (
+        put("devices", 0, "sm_percent", value=[50, 0]),
+        "devices[0].sm_percent: 0 is no part of a GPU in percent; choose 1 to 100",
     ),
     (
         put("devices", 0, "sm_percent", value=[50, 50]),

@@ -9,8 +9,8 @@ with the fields of `FakeOptions`, for example
     PRISM_FAKE='{"decode_step_ms": 5, "prefill_tokens_per_s": 20000, "die_at_token": 40}'
 """
 
-from prism.engines.fake.adapter import create, preload, weight_key
+from prism.engines.fake.adapter import create, lacks, preload, weight_key
 from prism.engines.fake.options import FakeOptions
 from prism.engines.fake.tokens import expected_tokens
 
-__all__ = ["FakeOptions", "create", "expected_tokens", "preload", "weight_key"]
+__all__ = ["FakeOptions", "create", "expected_tokens", "lacks", "preload", "weight_key"]

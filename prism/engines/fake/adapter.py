@@ -10,7 +10,12 @@ from prism.engines.fake.options import FakeOptions
 from prism.messages import ModelSpec
 
 
-def preload() -> None:
+def lacks(device: str) -> str:
+    return "" if device.startswith("host:") else f"the fake engine cannot serve on {device}"
+
+
+def preload(device: str = "host:0") -> None:
+    """The same on every device."""
     for name in ("numpy", "kvcached", "prism.engines.fake.core"):
         importlib.import_module(name)
 

@@ -6,6 +6,6 @@ sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear d
 `requests` (conversion), `core` (the EngineCore).
 """
 
-from prism.engines.sglang.adapter import create, preload, weight_key
+from prism.engines.sglang.adapter import create, lacks, preload, weight_key
 
-__all__ = ["create", "preload", "weight_key"]
+__all__ = ["create", "lacks", "preload", "weight_key"]

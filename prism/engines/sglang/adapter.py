@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 from kvcached import WeightKey
 from prism.engines.core import EngineContext, EngineCore
+from prism.engines.sglang import gpu
 from prism.messages import ModelSpec
 
 # With more threads, OpenMP's barriers spin against the other engines of the machine, and a
@@ -20,8 +21,13 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 _TALKATIVE = ("sglang", "transformers", "torch.distributed")
 
 
-def preload() -> None:
+def lacks(device: str) -> str:
+    return gpu.lacks(device)
+
+
+def preload(device: str = "host:0") -> None:
     """Import torch, transformers and SGLang (8 s on a small machine); start no thread."""
+    gpu.prepare(device)
     for name, value in zip(_ONE_THREAD, ("1", "1", "false"), strict=True):
         os.environ.setdefault(name, value)
     for name in _TALKATIVE:

@@ -61,7 +61,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def return_hand(self) -> None:
         """Give back the blocks that the last step did not use."""
         if self.free_pages is not None and len(self.free_pages):
-            self._kv.free_kv(self.free_pages.numpy())
+            self._kv.free_kv(self.free_pages.cpu().numpy())
             self.free_pages = self._no_pages()
 
     def _take(self, pages: int) -> bool:
@@ -71,7 +71,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         ids = self._rank_kv.alloc_kv(missing)
         if ids is None:
             return False
-        self.free_pages = torch.cat((self.free_pages, torch.from_numpy(ids)))
+        self.free_pages = torch.cat((self.free_pages, torch.from_numpy(ids).to(self.device)))
         return True
 
     def evict_cache(self, tree_cache: Any, tokens: int | None) -> int:
@@ -143,14 +143,14 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def _counted(self, held: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor | None:
         """Mark the blocks that were sliced off the head of the hand as live."""
         used = held[: len(held) - len(self.free_pages)]
-        self._live[used] = True
+        self._live[used.cpu()] = True
         self._live_pages += len(used)
         return slots
 
     # --- the single points of release ------------------------------------------------------
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        pages = torch.cat(page_ids).to(torch.int64)
+        pages = torch.cat(page_ids).to(torch.int64).cpu()
         self._kv.free_kv(pages.numpy())
         self._live[pages] = False
         self._live_pages -= len(pages)
@@ -171,6 +171,5 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def get_all_free_pages(self) -> None:
         """There is no list of free pages: kvcached owns them (SGLang skips its census on None)."""
 
-    @staticmethod
-    def _no_pages() -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64)
+    def _no_pages(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self.device)

@@ -15,7 +15,7 @@ from kvcached import LoadOptions
 from prism.config import ClusterConfig
 from prism.engines.core import EngineContext, ShrinkCall, StepOutput
 from prism.engines.ranks.group import ALONE, RankGroup
-from prism.engines.sglang import host, moving, requests, warm_up
+from prism.engines.sglang import gpu, host, moving, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.radix_pages import RadixPages
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
@@ -121,8 +121,9 @@ class SglangCore:
         """SGLang raises errors of every kind for bad files; all mean that this model cannot run."""
         scheduler: InProcessScheduler | None = None
         try:
-            chunk_tokens = self._context.config.engine.prefill_chunk_tokens
-            scheduler = host.build(order, memory, chunk_tokens)
+            engine, device = self._context.config.engine, self._context.device
+            gpu.adopt(self._client, device, engine.static_bytes)
+            scheduler = host.build(order, memory, engine.prefill_chunk_tokens, device)
             memory.timeline.enter("warm_up")
             fingerprint = warm_up.run(scheduler, order, memory.weights.fingerprint())
             memory.timeline.enter("keep")

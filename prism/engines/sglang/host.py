@@ -25,7 +25,7 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
 
 from prism.engines.ranks.group import RankGroup  # noqa: E402
-from prism.engines.sglang import noise, server_args  # noqa: E402
+from prism.engines.sglang import gpu, noise, server_args  # noqa: E402
 from prism.engines.sglang.kv_pool import KvcachedPool  # noqa: E402
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
 from prism.engines.sglang.scheduler import InProcessScheduler  # noqa: E402
@@ -35,15 +35,20 @@ noise.install()
 _libc = ctypes.CDLL(None)
 
 
-def build(order: Activate, memory: EngineMemory, prefill_chunk_tokens: int) -> InProcessScheduler:
+def build(
+    order: Activate, memory: EngineMemory, prefill_chunk_tokens: int, device: str = "host:0"
+) -> InProcessScheduler:
     """Load the model and lay out its KV space in `memory`.
 
     Raises whatever SGLang raises for bad files; the caller must then call `tear_down(None)`.
     """
     platforms.current_platform.memory = memory
     ranks = memory.ranks
-    arguments = server_args.build(order, memory.plan, prefill_chunk_tokens, ranks.size)
-    place = SpawnRanks(world_rank=ranks.rank, gpu_id=ranks.rank)
+    arguments = server_args.build(
+        order, memory.plan, prefill_chunk_tokens, ranks=ranks.size, device=device
+    )
+    index = gpu.index_of(device) if gpu.is_gpu(device) else ranks.rank
+    place = SpawnRanks(world_rank=ranks.rank, gpu_id=index)
     _bind_threads(ranks.size)
     publish(arguments, role="scheduler", ranks=place)
     with _Rendezvous(ranks):

@@ -1,8 +1,7 @@
 """The out-of-tree SGLang platform that runs every path natively on a CPU.
 
 SGLang finds it by the entry point `sglang.srt.platforms` = `prism_cpu` when the environment says
-SGLANG_PLATFORM=prism_cpu. A platform for GPUs takes its place beside this class, subclassing
-SGLang's CUDA platform, and is chosen in `activate`.
+SGLANG_PLATFORM=prism_cpu. `platform_cuda.py` has its place on GPUs.
 """
 
 from __future__ import annotations
@@ -21,18 +20,10 @@ def activate() -> str:
     return f"{__name__}.PrismCpuPlatform"
 
 
-class PrismCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
-    """CPU device; KV memory from kvcached. Out of tree, so that no compiled kernel is needed."""
+class KvcachedPlatform:
+    """What a platform needs to have SGLang's KV memory from kvcached: first among its bases."""
 
-    _enum = PlatformEnum.OOT
-    capabilities = PlatformCapabilities()
     memory: EngineMemory | None = None
-
-    def get_default_attention_backend(self) -> str:
-        return "torch_native"
-
-    def get_dispatch_key_name(self) -> str:
-        return "native"
 
     def get_kv_pool_cls(self, *, kind: str) -> type[Any] | None:
         """None is SGLang's own pool; `host.build` refuses a model that got one."""
@@ -46,3 +37,16 @@ class PrismCpuPlatform(CpuSRTPlatform):  # type: ignore[misc]
         from prism.engines.sglang.allocator import KvcachedAllocator
 
         return KvcachedAllocator
+
+
+class PrismCpuPlatform(KvcachedPlatform, CpuSRTPlatform):  # type: ignore[misc]
+    """CPU device; KV memory from kvcached. Out of tree, so that no compiled kernel is needed."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from prism.engines.sglang import gpu
 from prism.engines.sglang.loader import KvcachedLoader
 from prism.engines.sglang.memory import MemoryPlan
 from prism.messages import Activate
@@ -18,14 +19,36 @@ CONTEXT_SLACK_TOKENS = 8
 
 
 def build(
-    order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int, ranks: int = 1
+    order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int, *, ranks: int, device: str
 ) -> ServerArgs:
     """Arguments that make SGLang deterministic and free of sockets, one process for a rank."""
+    common = settings(order, plan, prefill_chunk_tokens, ranks)
+    return ServerArgs(**common, **(on_gpu(order) if gpu.is_gpu(device) else on_host()))
+
+
+def on_host() -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "disable_cuda_graph": True,
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+    }
+
+
+def on_gpu(order: Activate) -> dict[str, Any]:
+    """SGLang's own kernels and backends. Graphs for every batch size that can occur: larger ones
+    would be captured for nothing."""
+    return {"device": "cuda", "cuda_graph_max_bs": order.max_running}
+
+
+def settings(
+    order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int, ranks: int
+) -> dict[str, Any]:
+    """Those that hold on every device."""
     spec = order.model
-    settings: dict[str, Any] = {
+    return {
         "model_path": spec.path,
         "load_format": KvcachedLoader,
-        "device": "cpu",
         "tp_size": ranks,
         "dtype": spec.dtype,
         "context_length": spec.context_length + CONTEXT_SLACK_TOKENS,
@@ -36,16 +59,12 @@ def build(
         "chunked_prefill_size": _chunk_tokens(prefill_chunk_tokens),
         "max_prefill_tokens": max(prefill_chunk_tokens, spec.context_length),
         "disable_overlap_schedule": True,
-        "disable_cuda_graph": True,
         "disable_custom_all_reduce": True,
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
         "stream_interval": 1,
         "random_seed": 0,
         "log_level": "warning",
         "skip_server_warmup": True,
     }
-    return ServerArgs(**settings)
 
 
 def ports() -> PortArgs:

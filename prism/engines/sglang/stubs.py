@@ -15,26 +15,32 @@ import sys
 import types
 from pathlib import Path
 
+from prism.engines.sglang import gpu
 from prism.models.hugging_face import declare_torchvision_operators
 
 PLATFORM_ENTRY_POINT = "prism_cpu"
 
 _ENVIRONMENT = {
-    "SGLANG_PLATFORM": PLATFORM_ENTRY_POINT,
     # A model may be served with a few more positions than its config says: SGLang keeps two back.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    # Inductor needs a real Triton; without one a compiled function fails at its first call.
-    "TORCHDYNAMO_DISABLE": "1",
     # The process groups of one rank never talk, but gloo opens a port for each: on loopback.
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
 
+_WITHOUT_GPU = {
+    "SGLANG_PLATFORM": PLATFORM_ENTRY_POINT,
+    # Inductor needs a real Triton; without one a compiled function fails at its first call.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
 
 def install() -> None:
-    """Set the environment and the stand-ins. REQUIRES: sglang is not imported yet."""
-    for name, value in _ENVIRONMENT.items():
+    """Set the environment and the stand-ins. REQUIRES: sglang is not imported yet, and
+    SGLANG_PLATFORM names the platform of a GPU if it is for one."""
+    on_gpu = os.environ.get("SGLANG_PLATFORM") == gpu.PLATFORM_ENTRY_POINT
+    for name, value in (_ENVIRONMENT if on_gpu else _ENVIRONMENT | _WITHOUT_GPU).items():
         os.environ.setdefault(name, value)
     _stand_in_for_triton()
     declare_torchvision_operators()

@@ -1,0 +1,107 @@
+"""The CUDA side of the adapter, as far as it goes without a GPU: what it asks SGLang for, when it
+is refused, and its memory on the test libcuda."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+import kvcached
+from prism.engines.sglang import gpu
+from prism.engines.timeline import Timeline
+from prism.messages import Activate
+from tests.kvcached.conftest import libcuda  # noqa: F401 (a fixture)
+from tests.kvcached.libcuda import LibCuda
+from tests.sglang.models import LLAMA, spec_of
+
+pytestmark = pytest.mark.sglang
+
+DEVICE = "cuda:0"
+PAGE = 64 << 10
+CAPACITY = 64 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's own, of its imports
+        from prism.engines.sglang import preload
+
+        preload()
+
+
+@pytest.fixture
+def device(namespace: str, libcuda: LibCuda) -> Iterator[kvcached.Device]:  # noqa: F811
+    opened = kvcached.Device.open(
+        DEVICE, capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace
+    )
+    yield opened
+    opened.destroy(force=True)
+    assert libcuda.used_bytes() == 0
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    text = gpu.lacks(DEVICE)
+    assert "sgl_kernel, triton cannot be imported" in text
+    assert gpu.lacks("host:0") == ""
+    monkeypatch.setattr(gpu, "find_spec", lambda name: object())
+    assert gpu.lacks(DEVICE) == ""
+
+
+def test_the_platform_is_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry point that it names is there, and leads to SGLang's own platform."""
+    from importlib.metadata import entry_points
+
+    for name in ("SGLANG_PLATFORM", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        monkeypatch.setenv(name, "as it was")  # and is again, after the test
+    gpu.prepare("host:0")
+    assert os.environ["SGLANG_PLATFORM"] == "as it was"
+    gpu.prepare(DEVICE)
+    wanted = os.environ["SGLANG_PLATFORM"]
+    [found] = [e for e in entry_points(group="sglang.srt.platforms") if e.name == wanted]
+    from sglang.srt.platforms.cuda import CudaSRTPlatform
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+
+    module, _, name = found.load()().rpartition(".")
+    platform = getattr(__import__(module, fromlist=[name]), name)
+    assert issubclass(platform, CudaSRTPlatform)
+    assert platform._enum is PlatformEnum.CUDA
+    assert platform.capabilities == CudaSRTPlatform.capabilities
+    for kept in ("get_dispatch_key_name", "get_default_attention_backend"):
+        assert getattr(platform, kept) is getattr(CudaSRTPlatform, kept)
+
+
+def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
+    from prism.engines.sglang import server_args
+    from prism.engines.sglang.memory import plan
+
+    order = Activate(spec_of(LLAMA, 512), max_running=7)
+    layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
+    common = server_args.settings(order, layout, 64, 1)
+    on_gpu = server_args.on_gpu(order)
+    assert on_gpu == {"device": "cuda", "cuda_graph_max_bs": 7}
+    assert not common.keys() & (on_gpu.keys() | server_args.on_host().keys())
+
+
+def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
+    """Reservation, KV blocks and release through the driver's calls."""
+    from prism.engines.sglang.memory import EngineMemory, plan
+    from prism.engines.sglang.weights import ModelWeights, StoreAccess
+
+    order = Activate(spec_of(LLAMA, 512))
+    layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
+    with device.client("e0") as client:
+        weights = ModelWeights(client, StoreAccess(), order.model)
+        memory = EngineMemory(
+            client, device, weights, order=order, plan=layout, timeline=Timeline()
+        )
+        ids = memory.rank_kv().alloc_kv(20)
+        assert ids is not None
+        assert device.usage().committed_bytes >= 20 * 16 * layout.layout.token_bytes
+        memory.kv.free_kv(ids)
+        memory.release()
+        assert device.usage().reserved_bytes == 0
