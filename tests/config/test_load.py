@@ -144,18 +144,6 @@ MISTAKES: list[tuple[Edit, str]] = [
         "devices[0].sm_percent: 0 is no part of a GPU in percent; choose 1 to 100",
     ),
     (
-        put("devices", 0, "sm_percent", value=[50, 50]),
-        "devices: host:0 has sm_percent, which only MPS can give; set engine.mps: true",
-    ),
-    (
-        put("devices", 0, "sm_percent", value=[50]),
-        "devices[0].sm_percent: 1 numbers for 2 engines; give each one",
-    ),
-    (
-        put("devices", 0, "sm_percent", value=[50, 0]),
-        "devices[0].sm_percent: 0 is no part of a GPU in percent; choose 1 to 100",
-    ),
-    (
         put("models", 0, "device", value="host:7"),
         "models[0].device: unknown device 'host:7'; choose one of host:0, host:1",
     ),
