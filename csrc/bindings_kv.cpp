@@ -163,7 +163,7 @@ void bind_kv(nb::module_& module) {
       .def_prop_ro("quarantined_bytes", &KvCache::quarantined_bytes)
       .def_prop_ro("floor_bytes", &KvCache::floor_bytes)
       .def_prop_ro("needed_bytes", &KvCache::needed_bytes)
-      .def("check", [](const KvCache& self) { check(without_gil([&] { return self.check(); })); })
+      .def("check", [](KvCache& self) { check(without_gil([&] { return self.check(); })); })
       .def("counters",
            [](KvCache& self) {
              const MapCounters counters = without_gil([&] { return self.counters(); });

@@ -173,6 +173,7 @@ void KvAllocator::retire(std::span<const Slab> slabs) {
   for (const Slab slab : slabs) {
     if (nodes_[slab].state == State::unmapped) --unmapped_slabs_;
     nodes_[slab].state = State::retired;
+    ++retired_slabs_;
   }
 }
 

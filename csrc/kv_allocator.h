@@ -35,6 +35,7 @@ class KvAllocator {
   // Mapped slabs with no live block: they cost memory, and the next need for them no mapping.
   Slab empty_slabs() const { return empty_slabs_; }
   Slab mapped_slabs() const { return mapped_slabs_; }
+  Slab retired_slabs() const { return retired_slabs_; }
   // Slabs that the live blocks would fill if they lay without gaps, reserved blocks included.
   Slab needed_slabs() const;
   Slab floor_slabs() const;
@@ -120,6 +121,7 @@ class KvAllocator {
   int64_t free_mapped_blocks_ = 0;
   Slab unmapped_slabs_;
   Slab mapped_slabs_ = 0;
+  Slab retired_slabs_ = 0;
   Slab empty_slabs_ = 0;
   mutable Slab lowest_unmapped_hint_ = 0;  // no slab below it is unmapped
   std::vector<uint64_t> owned_;            // words_per_slab_ words for each slab

@@ -272,10 +272,16 @@ Result<Eviction> KvCache::choose_evictions(std::span<const int64_t> ids,
   return chosen;
 }
 
-Status KvCache::check() const {
+Status KvCache::check() {
+  const Turn turn(*this);
   const std::lock_guard lock(books_);
   KV_TRY(check_open());
-  return blocks_.check();
+  KV_TRY(blocks_.check());
+  // What a failure stranded is in neither count for sure.
+  const uint64_t pages = (blocks_.mapped_slabs() + quarantine_.slabs()) * pages_per_slab_;
+  if (blocks_.retired_slabs() > 0 || region_->mapped_pages() == pages) return {};
+  return failure(Code::internal, std::to_string(region_->mapped_pages()) + " pages are mapped, " +
+                                     std::to_string(pages) + " in the books");
 }
 
 Status KvCache::close() {

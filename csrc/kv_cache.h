@@ -94,7 +94,8 @@ class KvCache final : private SpareHolder {
   // twice.
   Result<Eviction> choose_evictions(std::span<const int64_t> ids,
                                     std::span<const int64_t> last_used, uint64_t bytes) const;
-  Status check() const;
+  // Recounts the books and compares them with the pages that are mapped.
+  Status check();
   MapCounters counters();
 
   const std::shared_ptr<Region>& region() const { return region_; }

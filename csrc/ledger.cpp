@@ -222,10 +222,22 @@ Result<uint64_t> Ledger::available(int slot, uint64_t given_back_bytes) {
   return std::min(above(now.limit_bytes, elastic), shared + above(now.min_bytes, elastic));
 }
 
+template <class Attempt>
+Status Ledger::without_the_dead(Attempt attempt) {
+  const auto locked = [&] {
+    const Lock lock(*segment_);
+    KV_TRY(lock.check());
+    return attempt();
+  };
+  Status status = locked();
+  return status.code == Code::no_room && free_the_dead() ? locked() : status;
+}
+
 Status Ledger::reserve_static(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
-  KV_TRY(lock.check());
-  if (bytes > free_bytes_for(record(slot))) reap_locked();
+  return without_the_dead([=, this] { return reserve_static_locked(slot, bytes); });
+}
+
+Status Ledger::reserve_static_locked(int slot, uint64_t bytes) {
   if (const uint64_t free = free_bytes_for(record(slot)); bytes > free) {
     return no_room(bytes, free, "the device is full");
   }
@@ -259,7 +271,6 @@ Status Ledger::set_min_locked(int slot, uint64_t bytes) {
     return failure(Code::invalid_argument, "min_bytes is above limit_bytes; raise the limit");
   }
   const uint64_t extra = above(bytes, std::max(client.min_bytes, client.elastic_bytes()));
-  if (extra > free_bytes_for(client)) reap_locked();
   if (const uint64_t free = free_bytes_for(client); extra > free) {
     return no_room(extra, free, "the minimum is not free");
   }
@@ -298,9 +309,7 @@ Status Ledger::set_limit(int slot, uint64_t bytes) {
 }
 
 Status Ledger::set_min(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
-  KV_TRY(lock.check());
-  return set_min_locked(slot, bytes);
+  return without_the_dead([=, this] { return set_min_locked(slot, bytes); });
 }
 
 Status Ledger::set_limit(const ClientQuery& query, uint64_t bytes) {

@@ -7,8 +7,9 @@
 //
 // Liveness is a file lock that dies with its process (liveness.h); a dead client's record is freed
 // by whoever next lacks room, reads usage or calls reap. Looking takes a system call for each
-// client, so it is done without the mutex, and refusals of one process look again after
-// kProbeInterval only: that much later at most they find room that a death left. The mutex is
+// client, so what happens often looks without the mutex (joining and administrators do not), and
+// refusals of pages look again after kProbeInterval only: that much later at most they find room
+// that a death left. The mutex is
 // robust: if its holder is killed inside, the next one rebuilds the only derived number from the
 // records. Thread rule: any thread. Calls that name a slot come from the process that joined it.
 #pragma once
@@ -203,6 +204,10 @@ class Ledger {
   Result<int> find_locked(const ClientQuery& query);
   Status set_limit_locked(Lock& lock, int slot, uint64_t bytes);
   Status set_min_locked(int slot, uint64_t bytes);
+  Status reserve_static_locked(int slot, uint64_t bytes);
+  // `attempt` under the mutex, and once more if it found no room and a client had died.
+  template <class Attempt>
+  Status without_the_dead(Attempt attempt);
   Status claim_record(int slot, const ClientOptions& options, int memory_fd);
   // Applies `change` to a record and keeps the total of charges right.
   template <class Change>

@@ -118,19 +118,28 @@ Result<std::vector<Handle>> CudaVmm::create(size_t count) {
 }
 
 Status CudaVmm::release_all(std::span<const Handle> handles) {
-  for (size_t i = 0; i < handles.size(); ++i) {
-    const Status status = device_->release(made_[handles[i]]);
-    if (status.ok()) continue;
-    std::vector<CuHandle> anew(i);
-    if (!create_all(anew).ok()) {
-      for (const Handle gone : handles.first(i)) made_.erase(gone);
-      return failure(Code::stranded, "a failed release could not be undone: " + status.message);
-    }
-    for (size_t gone = 0; gone < i; ++gone) made_[handles[gone]] = anew[gone];
-    return status;
+  for (const Handle handle : handles) {
+    const auto made = made_.find(handle);
+    if (made == made_.end()) continue;
+    // Those that are gone by now stay the caller's, without memory until they are mapped.
+    KV_TRY(device_->release(made->second));
+    made_.erase(made);
   }
-  for (const Handle handle : handles) made_.erase(handle);
   return {};
+}
+
+Result<CuHandle> CudaVmm::memory_of(Handle handle) {
+  const auto made = made_.find(handle);
+  if (made != made_.end()) return made->second;
+  Result<CuHandle> created = device_->create(page_bytes());
+  if (created.ok()) made_.emplace(handle, created.value());
+  return created;
+}
+
+Status CudaVmm::map_page(uint64_t address, Handle handle) {
+  Result<CuHandle> memory = memory_of(handle);
+  if (!memory.ok()) return memory.status();
+  return device_->map(address, page_bytes(), memory.value());
 }
 
 Status CudaVmm::release(std::span<const Handle> handles) {
@@ -148,8 +157,7 @@ Status CudaVmm::release(std::span<const Handle> handles) {
 
 Status CudaVmm::map_all(uint64_t address, std::span<const Handle> handles) {
   for (size_t i = 0; i < handles.size(); ++i) {
-    const uint64_t page = address + i * page_bytes();
-    const Status status = device_->map(page, page_bytes(), made_[handles[i]]);
+    const Status status = map_page(address + i * page_bytes(), handles[i]);
     if (status.ok()) continue;
     const uint64_t done = i * page_bytes();
     const bool undone = i == 0 || device_->unmap(address, done).ok();

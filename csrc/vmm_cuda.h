@@ -64,6 +64,9 @@ class CudaVmm final : public Vmm, private ForkGuarded {
   // Maps it at every bare hole, as far as the driver agrees.
   void cover_bare();
   Status release_all(std::span<const Handle> handles);
+  // Made anew if a release that failed half way took it.
+  Result<CuHandle> memory_of(Handle handle);
+  Status map_page(uint64_t address, Handle handle);
   // Gives back what no handle stands for any more; what fails is owed until close().
   void drop(std::span<const CuHandle> unowned);
   Status give_back_everything();

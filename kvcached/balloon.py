@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kvcached.checks import not_negative
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -120,6 +122,11 @@ class Shrunk:
     returned_bytes: int = 0
     evicted_tokens: int = 0
     evicted_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        not_negative("returned_bytes", self.returned_bytes)
+        not_negative("evicted_tokens", self.evicted_tokens)
+        not_negative("evicted_bytes", self.evicted_bytes)
 
     def __add__(self, other: Shrunk) -> Shrunk:
         return Shrunk(

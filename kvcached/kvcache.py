@@ -282,7 +282,7 @@ class KVCache:
                 break
             evicted_tokens += tokens
             returned_bytes = max(0, held_bytes - self._trimmed_bytes())
-        return Shrunk(returned_bytes, evicted_tokens, returned_bytes - spare_bytes)
+        return Shrunk(returned_bytes, evicted_tokens, max(0, returned_bytes - spare_bytes))
 
     def _committed_bytes(self) -> int:
         return self._asker.core.record().committed_bytes

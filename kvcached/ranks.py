@@ -67,7 +67,7 @@ class RankKV:
         spare_bytes = max(0, held_bytes - self._trimmed_bytes())
         evicted_tokens = evict(tokens)
         returned_bytes = max(0, held_bytes - self._trimmed_bytes())
-        return Shrunk(returned_bytes, evicted_tokens, returned_bytes - spare_bytes)
+        return Shrunk(returned_bytes, evicted_tokens, max(0, returned_bytes - spare_bytes))
 
     def _trimmed_bytes(self) -> int:
         self.kv.trim()

@@ -79,19 +79,33 @@ void a_failed_map_leaves_the_range_unmapped() {
   CHECK(is_readable(f.address + 2 * kPage));
 }
 
+// Also of those whose memory the driver took before it failed.
 void a_failed_release_keeps_every_handle() {
+  for (const uint64_t times : {1, 5}) {
+    Fixture f;
+    const auto pages = value_of(f.vmm->create(3));
+    const uint64_t calls = f.fail_everywhere(
+        times, [&] { return f.vmm->release(pages); },
+        [&](const Status& status) {
+          CHECK(status.code == Code::system_call);
+          CHECK_OK(f.vmm->map_accessible(f.address, pages));
+          CHECK(f.used_pages() == 3 && is_readable(f.address + 2 * kPage));
+          CHECK_OK(f.vmm->unmap(f.address, 3 * kPage));
+        });
+    CHECK(calls == 3 && f.used_pages() == 0);
+  }
+}
+
+void memory_that_cannot_be_made_again_is_a_failed_map() {
   Fixture f;
   const auto pages = value_of(f.vmm->create(3));
-  const uint64_t calls = f.fail_everywhere(
-      1, [&] { return f.vmm->release(pages); },
-      [&](const Status& status) {
-        CHECK(status.code == Code::system_call);
-        CHECK(f.used_pages() == 3);
-        CHECK_OK(f.vmm->map_accessible(f.address, pages));
-        CHECK(is_readable(f.address));
-        CHECK_OK(f.vmm->unmap(f.address, 3 * kPage));
-      });
-  CHECK(calls == 3 && f.used_pages() == 0);
+  f.driver.fail_at(3, 1, kInvalidValue);
+  CHECK_CODE(f.vmm->release(pages), Code::system_call);
+  CHECK(f.used_pages() == 1);
+  (void)f.fail_everywhere(
+      1, [&] { return f.vmm->map_accessible(f.address, pages); },
+      [&](const Status&) { CHECK_CODE(f.vmm->unmap(f.address, kPage), Code::not_mapped); });
+  CHECK(f.used_pages() == 3 && is_readable(f.address + 2 * kPage));
 }
 
 void a_failed_unmap_leaves_the_range_mapped() {
@@ -234,6 +248,7 @@ void test_cuda_faults() {
   a_failed_create_gives_all_back();
   a_failed_map_leaves_the_range_unmapped();
   a_failed_release_keeps_every_handle();
+  memory_that_cannot_be_made_again_is_a_failed_map();
   a_failed_unmap_leaves_the_range_mapped();
   a_failed_rollback_is_paid_at_close();
   released_while_mapped_goes_with_the_mapping();

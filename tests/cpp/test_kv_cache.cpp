@@ -61,6 +61,16 @@ void slabs_come_and_go_with_their_blocks() {
 }
 
 // Calls of one growth of the fault decorator: create, then map and set_access of each buffer.
+void a_page_that_is_gone_is_noticed() {
+  Fixture f;
+  CHECK_OK(f.cache->check());
+  const PageRun first = {0, 1};
+  const auto pages = value_of(f.cache->region()->unmap(std::span(&first, 1)));
+  CHECK_CODE(f.cache->check(), Code::internal);
+  CHECK_OK(f.cache->region()->map(std::span(&first, 1), pages));
+  CHECK_OK(f.cache->check());
+}
+
 void a_failed_growth_leaves_nothing_behind() {
   for (int call = 1; call <= 7; ++call) {
     Fixture f;
@@ -248,6 +258,7 @@ void a_forked_child_shares_nothing() {
 void test_kv_cache(const std::string& device) {
   device_under_test = device;
   slabs_come_and_go_with_their_blocks();
+  a_page_that_is_gone_is_noticed();
   a_failed_growth_leaves_nothing_behind();
   a_failed_unmap_keeps_the_slab_in_use();
   a_stranded_slab_is_retired();

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcached import Client, Device, KVCache, VirtualTensor, errors
+from kvcached import Client, Device, KVCache, Shrunk, VirtualTensor, errors
 from kvcached.device import SHM_DIR
 
 from .conftest import CAPACITY, EVERY_DEVICE, PAGE, TINY
@@ -107,6 +107,7 @@ MISTAKES: list[Mistake] = [
     ("blocks, negative", lambda r: r.kv.alloc_kv(-1), INVALID, "negative"),
     ("static, negative", lambda r: r.client.reserve_static(-1, "x"), INVALID, "must be from 1"),
     ("limit, negative", lambda r: r.client.set_limit(-1), INVALID, "must be from 0"),
+    ("given back, negative", lambda r: Shrunk(-1), INVALID, "returned_bytes .*must be from 0"),
     ("minimum, negative", lambda r: r.client.set_min(-1), INVALID, "must be from 0"),
     ("premapped, negative", lambda r: r.kv.set_premapped_pages(-1, 1), INVALID, "must be from 0"),
     ("spares, negative", lambda r: r.kv.set_spare_pages(0, -1), INVALID, "must be from 0"),

@@ -191,7 +191,8 @@ def test_a_failing_call_at_any_point_of_free_keeps_the_pages_charged(
         kv.free_kv(ids)
         libcuda.pass_all()
         assert kv.live_blocks() == 0
-        assert libcuda.used_bytes() == device.usage().committed_bytes == 2 * QUANTUM
+        # A release that fails half way leaves handles without memory, charged until the next trim.
+        assert libcuda.used_bytes() <= device.usage().committed_bytes == 2 * QUANTUM
         kv.trim()
         assert libcuda.used_bytes() == device.usage().committed_bytes == QUANTUM
 

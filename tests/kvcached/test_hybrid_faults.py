@@ -74,7 +74,8 @@ def test_a_failing_call_at_any_point_of_free(
         group.free_kv(ids)
         libcuda.pass_all()
         assert group.live_blocks() == {"full": 0, "window": 0}
-        assert libcuda.used_bytes() == device.usage().committed_bytes
+        # A release that fails half way leaves handles without memory, charged until the next trim.
+        assert libcuda.used_bytes() <= device.usage().committed_bytes
         group.trim()
         assert state(group, device, libcuda) == floor
 
