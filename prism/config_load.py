@@ -161,11 +161,13 @@ def _frontend(data: FrontendYaml) -> FrontendConfig:
 
 def _scheduler(data: SchedulerYaml) -> SchedulerConfig:
     _at_least(data.migration_threshold, 0, "scheduler.migration_threshold")
+    _at_least(data.contended_requests, 0, "scheduler.contended_requests")
     _one_of(data.migrate_running, ("finish", "move"), "scheduler.migrate_running")
     return SchedulerConfig(
         interval_s=parse_time(data.interval, "scheduler.interval"),
         idle_threshold_s=parse_time(data.idle_threshold, "scheduler.idle_threshold"),
         migration_threshold=data.migration_threshold,
+        contended_requests=data.contended_requests,
         rate_window_s=parse_time(data.rate_window, "scheduler.rate_window"),
         move_running=data.migrate_running == "move",
     )

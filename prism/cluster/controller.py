@@ -43,6 +43,7 @@ class Controller:
         settings = Settings(
             idle_threshold_s=scheduler.idle_threshold_s,
             migration_threshold=scheduler.migration_threshold,
+            contended_requests=scheduler.contended_requests,
             move_running=scheduler.move_running,
         )
         self._scheduler = ClusterScheduler(self, state.policy, settings, scheduler.interval_s)

@@ -118,6 +118,9 @@ class Settings:
 
     idle_threshold_s: models idle longer may be evicted when memory is short (§6.2).
     migration_threshold: tau of Algorithm 1, the relative gain in KVPR that justifies a move.
+    contended_requests: a device whose models run fewer requests at a time (token rate x TPOT SLO)
+    has nothing worth a move, however uneven: tau is relative, and at low load a single
+    request changes them by any factor.
     min_idle_s: the shortest idle time after which a model may be evicted for a waiting request
     that nothing else can serve. short_fraction: a device with less than this part of its capacity
     free is short of memory. move_running: see `Migrate`.
@@ -125,6 +128,7 @@ class Settings:
 
     idle_threshold_s: float = 45.0
     migration_threshold: float = 0.2
+    contended_requests: float = 8.0
     min_idle_s: float = 1.0
     short_fraction: float = 0.05
     move_running: bool = False

@@ -29,9 +29,13 @@ from prism.policies.temporal import WAIT, fitting, idle, kv_free_bytes
 class DbSettings:
     """starvation_factor: a request that has waited for so many initial budgets of its service goes
     before all others, the longest waiting first. The paper has such a threshold per service and
-    gives no value; its SLO is five execution times."""
+    gives no value; its SLO is five execution times. join: the service that the best request selects
+    prefills what waits before it decodes, as continuous batching does in the engine that SeaLLM
+    extends (§5); False: Algorithm 2 to the letter, where a new request waits until those of its
+    service that decode have ended or used up their budgets."""
 
     starvation_factor: float = 5.0
+    join: bool = True
 
 
 def control(settings: DbSettings | None = None) -> StepControl:
@@ -82,11 +86,20 @@ def choose(view: DeviceStepView, settings: DbSettings) -> StepChoice:
     heads = sorted(_heads(view, settings), key=lambda head: head.rank)
     free = kv_free_bytes(view)
     for head in heads:
-        batch = _batch(head, heads, free)
-        if batch:
-            job = StepJob(head.engine.model, head.phase, batch)
-            return StepChoice((job,), _holds_s(head, batch, heads, settings))
+        for phase in _phases(head, settings):
+            batch = _batch(head, phase, heads, free)
+            if batch:
+                job = StepJob(head.engine.model, phase, batch)
+                return StepChoice((job,), _holds_s(head, phase, batch, heads, settings))
     return WAIT
+
+
+def _phases(head: Head, settings: DbSettings) -> tuple[Phase, ...]:
+    """What the service of the best request may do, first what is preferred. A starved one steps."""
+    starved = head.rank[0] == -math.inf
+    if not settings.join or starved or head.phase is Phase.PREFILL:
+        return (head.phase,)
+    return (Phase.PREFILL, Phase.DECODE)
 
 
 def _heads(view: DeviceStepView, settings: DbSettings) -> Iterator[Head]:
@@ -105,23 +118,23 @@ def _rank(
     return (0.0, priority(request, engine), request.arrival_s, request.id)
 
 
-def _batch(head: Head, heads: Sequence[Head], kv_free: int) -> tuple[str, ...]:
+def _batch(head: Head, phase: Phase, heads: Sequence[Head], kv_free: int) -> tuple[str, ...]:
     """The head, then requests of its service and phase in order of priority, while they fit."""
     engine = head.engine
-    same = [h.request for h in heads if h.engine.model == engine.model and h.phase is head.phase]
+    same = [h.request for h in heads if h.engine.model == engine.model and h.phase is phase]
     same.sort(key=lambda r: r is not head.request)
-    if head.phase is Phase.DECODE:
+    if phase is Phase.DECODE:
         return tuple(r.id for r in same[: engine.batch_max])
     room = max(0, engine.batch_max - len(engine.decode))
     return fitting(same[:room], engine, kv_free)
 
 
 def _holds_s(
-    head: Head, batch: Sequence[str], heads: Sequence[Head], settings: DbSettings
+    head: Head, phase: Phase, batch: Sequence[str], heads: Sequence[Head], settings: DbSettings
 ) -> float:
     """While it executes, the head's priority only rises: the choice holds until its budget is used
     up or somebody who waits starves. A prefill is one step."""
-    if head.phase is Phase.PREFILL:
+    if phase is Phase.PREFILL:
         return 0.0
     left = left_s(head.request.executed_s, budget_s(head.engine))
     waiting = (h for h in heads if h.request.id not in batch)

@@ -30,7 +30,7 @@ class Group:
 
     def can_allocate(self, model: ModelSpecView, models_max: int) -> bool:
         """Is it not there yet, may the group hold one more, and do weights and KV floors fit."""
-        if model in self.models or len(self.models) >= models_max:
+        if model in self.models or len(self.models) >= min(models_max, self.mesh.models_max):
             return False
         if self.mesh.size not in model.tp_degrees:
             return False
@@ -98,7 +98,8 @@ def allocate(
     kv_bytes: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[Placement, Outcome]]:
     """Yield the placement so far with its simulation (`play`), then add one model, until nothing
-    fits: to the least requested group that can take any, the one with the largest `index` of those.
+    fits: to the least requested group that can take any, the one with the largest `index` of those,
+    replicas once every model has a home.
     kv_bytes: what models are expected to use; a replica is added only where that is left for all.
     """
     while True:
@@ -118,10 +119,33 @@ def _next(
     models_max: int,
     kv_bytes: Mapping[str, int],
 ) -> tuple[Group, ModelSpecView] | None:
+    """Models that have no home yet go before replicas; one that would take the last room of
+    another homeless one goes elsewhere, if it can."""
     placed = {m.name for group in groups for m in group.models}
-    for group, model in product(groups, models):
-        if group.can_allocate(model, models_max) and (
-            model.name not in placed or group.has_room(model, kv_bytes)
-        ):
+    homeless = [m for m in models if m.name not in placed]
+    fitting = [
+        (group, model)
+        for group, model in product(groups, homeless)
+        if group.can_allocate(model, models_max)
+    ]
+    for group, model in fitting:
+        rest = [m for m in homeless if m is not model]
+        if _all_fit([Group(g.mesh, [*g.models, *([model] * (g is group))]) for g in groups], rest):
+            return group, model
+    if fitting:
+        return fitting[0]
+    replicas = (m for m in models if m.name in placed)
+    for group, model in product(groups, [*replicas]):
+        if group.can_allocate(model, models_max) and group.has_room(model, kv_bytes):
             return group, model
     return None
+
+
+def _all_fit(trial: Sequence[Group], models: Sequence[ModelSpecView]) -> bool:
+    """First fit by decreasing size; fills `trial`."""
+    for model in sorted(models, key=lambda m: (-m.weight_bytes, m.name)):
+        home = next((g for g in trial if g.can_allocate(model, sys.maxsize)), None)
+        if home is None:
+            return False
+        home.models.append(model)
+    return True

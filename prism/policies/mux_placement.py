@@ -4,6 +4,7 @@ gain in throughput (MuxServe §3.2, Algorithm 1)."""
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -34,6 +35,7 @@ class Mesh:
     devices: tuple[str, ...]
     capacity_bytes: int
     node: str = ""
+    models_max: int = sys.maxsize
 
     @property
     def size(self) -> int:
@@ -120,7 +122,8 @@ class Planner:
         for index, unit in enumerate(units):
             candidate = self._candidates[model.name].get(unit.mesh.size)
             key = self._key(unit.mesh, unit.models)
-            if candidate is None or key in seen:
+            full = len(unit.models) >= unit.mesh.models_max
+            if candidate is None or full or key in seen:
                 continue
             seen.add(key)
             grown = (*unit.models, candidate)
@@ -261,4 +264,5 @@ def _meshes(node: Sequence[DeviceSpecView], cut: Sequence[int]) -> Iterator[Mesh
         part = node[start : start + size]
         start += size
         names = tuple(d.name for d in part)
-        yield Mesh(names, min(d.capacity_bytes for d in part), part[0].node)
+        models_max = min(d.models_max for d in part)
+        yield Mesh(names, min(d.capacity_bytes for d in part), part[0].node, models_max)

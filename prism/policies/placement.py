@@ -8,17 +8,20 @@ A model may be in several units; each is a replica of it. Times are seconds, siz
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpecView:
-    """One GPU. capacity_bytes: what models may use of it. Devices of one `node` have fast links."""
+    """One GPU. capacity_bytes: what models may use of it. Devices of one `node` have fast links.
+    models_max: how many models it can hold at a time."""
 
     name: str
     capacity_bytes: int
     node: str = ""
+    models_max: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)

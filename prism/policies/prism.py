@@ -272,8 +272,8 @@ def _migrate(draft: Draft, model: ModelView, source: Bin, target: Bin, reason: s
 
 
 def _rebalance(draft: Draft) -> None:
-    """The first move of Algorithm 1's placement that alone lowers the worse of the two devices'
-    KVPR by more than tau. One at a time: the next interval sees its effect."""
+    """The first move of Algorithm 1's placement off a contended device that alone lowers the worse
+    of the two devices' KVPR by more than tau. One at a time: the next interval sees its effect."""
     if draft.actions or _in_transition(draft.view):
         return
     models, gpus = _settled(draft.view)
@@ -292,10 +292,17 @@ def _rebalance(draft: Draft) -> None:
         target = draft.bins.get(placement.devices.get(model.name, ""))
         if target and model.device and target.name != model.device and model.state == "active":
             source = draft.bins[model.device]
+            if _concurrency(source) < draft.settings.contended_requests:
+                continue
             relief = _relief_of(model, source, target)
             if target.fits(model) and relief > tau:
                 reason = f"lowers the KVPR of {source.name} by {relief:.0%}, tau is {tau:.0%}"
                 return _migrate(draft, model, source, target, reason)
+
+
+def _concurrency(b: Bin) -> float:
+    """Requests that run there at a time if each goes at its SLO's pace (Little's law)."""
+    return sum(m.token_rate * m.slo_tpot_s for m in b.models.values())
 
 
 def _relief_of(model: ModelView, source: Bin, target: Bin) -> float:

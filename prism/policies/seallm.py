@@ -138,6 +138,7 @@ def _merge(made: list[Group], model: ModelSpecView) -> bool:
             made[i].mesh.devices + made[i + 1].mesh.devices,
             min(made[i].mesh.capacity_bytes, made[i + 1].mesh.capacity_bytes),
             made[i].mesh.node,
+            min(made[i].mesh.models_max, made[i + 1].mesh.models_max),
         )
         if merged.size <= max(model.tp_degrees):
             made[i : i + 2] = [Group(merged)]

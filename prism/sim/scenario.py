@@ -149,6 +149,7 @@ def cluster_setup(
         settings=Settings(
             idle_threshold_s=parse_time(scheduler.idle_threshold, "scheduler.idle_threshold"),
             migration_threshold=scheduler.migration_threshold,
+            contended_requests=scheduler.contended_requests,
         ),
         limits=Limits(
             headroom_tokens=engine.headroom_tokens,

@@ -23,8 +23,11 @@ from prism.sim.setup import ClusterSetup
 from prism.sim.workload import Workload
 
 SEARCHED_REQUESTS = 600
-"""The recent requests that a placement is tried on: the tuning budget of every policy that has a
+"""The requests that a placement is tried on: the tuning budget of every policy that has a
 simulator inside, together with what the searches themselves bound."""
+WINDOWS = 6
+"""Pieces of the trace that these are taken from, so that a model that is quiet for a while counts
+with what it asks for at other times."""
 
 
 def search(
@@ -35,7 +38,7 @@ def search(
     work: Workload,
 ) -> Placement:
     """play: simulates a workload on a placement with the policy's own scheduling."""
-    sample = first_requests(work, SEARCHED_REQUESTS)
+    sample = sample_of(work, SEARCHED_REQUESTS)
 
     def simulate(placement: Placement) -> Outcome:
         return outcome(play(placement, sample), loads)
@@ -61,7 +64,9 @@ def problem(
         )
         for model, load in zip(setup.models, loads, strict=True)
     )
-    devices = tuple(DeviceSpecView(d.name, d.capacity_bytes, d.node) for d in setup.devices)
+    devices = tuple(
+        DeviceSpecView(d.name, d.capacity_bytes, d.node, d.engines) for d in setup.devices
+    )
     return Problem(models, devices, step_times(setup), simulate)
 
 
@@ -100,10 +105,20 @@ def outcome(records: Records, loads: Sequence[Load]) -> Outcome:
     return Outcome(requests, unserved, means)
 
 
-def first_requests(work: Workload, size: int) -> Workload:
-    """The workload's beginning."""
+def sample_of(work: Workload, size: int) -> Workload:
+    """At most `size` requests: WINDOWS pieces of the workload, evenly spaced, one after another."""
     if len(work) <= size:
         return work
-    columns = (getattr(work, name) for name in Workload.__slots__[1:])
-    cut: list[array[float]] = [column[:size] for column in columns]
-    return Workload(work.models, *cut)  # type: ignore[arg-type]
+    each = size // WINDOWS
+    starts = [round(i * (len(work) - each) / (WINDOWS - 1)) for i in range(WINDOWS)]
+    indices = [start + i for start in starts for i in range(each)]
+    columns = {name: getattr(work, name) for name in Workload.__slots__[1:]}
+    cut = {name: array(c.typecode, (c[i] for i in indices)) for name, c in columns.items()}
+    shift_s = 0.0
+    pause_s = work.end_s / len(work)
+    for n, start in enumerate(starts):
+        shift_s = shift_s - work.arrival_s[start]
+        for i in range(n * each, (n + 1) * each):
+            cut["arrival_s"][i] += shift_s
+        shift_s = cut["arrival_s"][(n + 1) * each - 1] + pause_s
+    return Workload(work.models, **cut)

@@ -203,6 +203,10 @@ MISTAKES: list[tuple[Edit, str]] = [
         "scheduler.migration_threshold: -1.0 is too small; give at least 0",
     ),
     (
+        put("scheduler", "contended_requests", value=-1),
+        "scheduler.contended_requests: -1.0 is too small; give at least 0",
+    ),
+    (
         put("engine", "adapter", value="vllm"),
         "engine.adapter: unknown value 'vllm'; choose one of sglang, fake",
     ),

@@ -27,6 +27,7 @@ from prism.policies.steps import (
 from tests.policies.machine import Machine, Request
 
 PATIENT = DbSettings(starvation_factor=1e9)
+LITERAL = DbSettings(starvation_factor=1e9, join=False)
 Job = tuple[int, int]
 """(arrival, execution time); the services are the execution times."""
 
@@ -82,6 +83,15 @@ def test_batches_have_one_service_and_phase_in_order_of_priority() -> None:
     assert names(chosen(engine, other, kv=9)) == ("w0", "w1")
     assert names(chosen(replace(engine, batch_max=1), other)) == ("w0",)
     assert names(chosen(engine, other, kv=3)) == ("l",)  # without memory the next best runs
+
+
+def test_a_new_request_joins_the_service_that_runs() -> None:
+    """The decode has less left, but its service prefills first; to the letter it decodes."""
+    new, begun = StepRequest("new", 9.0, 1, 1), StepRequest("old", 0.0, 1, 1, executed_s=0.5)
+    engine = replace(LONG, prefill=(new,), decode=(begun,))
+    assert names(chosen(engine)) == ("new",)
+    assert names(chosen(engine, kv=0)) == ("old",)
+    assert names(db.choose(DeviceStepView(0.0, (engine,), 1000), LITERAL)) == ("old",)
 
 
 def test_nothing_while_a_step_executes() -> None:
@@ -206,12 +216,14 @@ def figure_2(control: StepControl) -> tuple[float, float, int]:
 def test_the_ratios_of_figure_2() -> None:
     """§2.2: FCFS 2.3 times the L0, twice the L_N; round robin 1.3 times the L_N, and KV of three
     requests instead of two."""
-    ours = figure_2(db.control(PATIENT))
+    ours = figure_2(db.control(LITERAL))
+    joining = figure_2(db.control(PATIENT))
     fcfs, turns = figure_2(temporal.FCFS), figure_2(temporal.ROUND_ROBIN)
     assert round(fcfs[0] / ours[0], 1) == 2.3
     assert round(fcfs[1] / ours[1], 1) == 2.0
     assert round(turns[1] / ours[1], 1) == 1.3
     assert (turns[2], ours[2]) == (3, 2)
+    assert joining[1] <= ours[1]
 
 
 # --- starvation ----------------------------------------------------------------------------

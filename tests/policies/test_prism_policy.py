@@ -201,6 +201,17 @@ def test_migration_needs_a_gain_above_tau() -> None:
     assert planned([hot, active("warm", "g0", token_rate=0.3)], gpus) == []
 
 
+def test_nothing_moves_off_a_device_without_contention() -> None:
+    """Pressures are as uneven as above, but fewer than contended_requests run at a time."""
+    gpus = [gpu("g0"), gpu("g1")]
+    models = [active("hot", "g0", token_rate=5.0), active("warm", "g0", token_rate=3.0)]
+    calm = [replace(m, slo_tpot_s=0.9) for m in models]
+    assert planned(models, gpus) == [("migrate", "warm", "g0", "g1")]
+    assert planned(calm, gpus) == []
+    seen = view(calm, gpus, rebalance=True)
+    assert len(plan(seen, replace(SETTINGS, contended_requests=0.0))) == 1
+
+
 @pytest.mark.parametrize("moves", [True, False])
 def test_the_settings_say_what_becomes_of_running_requests(moves: bool) -> None:
     models = [active("hot", "g0", token_rate=5.0, running=1), active("warm", "g0", token_rate=3.0)]
