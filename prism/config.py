@@ -38,7 +38,8 @@ class SloYaml(Strict, frozen=True):
 
 
 class ModelYaml(Strict, frozen=True):
-    """static_share: this model's fraction of its device's KV memory under the static policy."""
+    """static_share: this model's fraction of its device's KV memory under the static policy.
+    tp: over how many devices it is spread (tensor parallel); the scheduler chooses which."""
 
     name: str
     path: str
@@ -48,6 +49,7 @@ class ModelYaml(Strict, frozen=True):
     never_evict: bool = False
     device: str | None = None
     static_share: float | None = None
+    tp: int = 1
 
 
 class FrontendYaml(Strict, frozen=True):
@@ -81,7 +83,7 @@ class EngineYaml(Strict, frozen=True):
     static: the synthetic non-elastic share that each active engine is charged on a host device.
     kv_layout: "per_layer" (the fastest attention), "token_interleaved" (memory grows in the finest
     steps), or "auto" (the finer one for a model whose growth per layer, times the models that may
-    share its device, exceeds a few percent of it).
+    share its device, exceeds a few percent of it). Models with tp stay per layer.
     weight_store: where the machine keeps weights ready to be copied: "auto" (a folder in /dev/shm
     that ends with the cluster), "off", or a folder, which clusters may share. weight_store_max: its
     size; default 80 % of its file system. load_rate: most bytes per second that an activation
@@ -117,15 +119,18 @@ class ServeYaml(Strict, frozen=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
-    """`peers`: devices that the ranks above 0 of this device's engines run on (tensor parallel).
-    `sm_percent`: of each engine under MPS; empty: 100."""
+    """`sm_percent`: of each engine under MPS; empty: 100."""
 
     name: str
     capacity_bytes: int
     page_bytes: int
     engines: int
-    peers: tuple[str, ...] = ()
     sm_percent: tuple[int, ...] = ()
+
+    @property
+    def node(self) -> str:
+        """Ranks of a model go to devices of one: of one kind, with pages of one size."""
+        return f"{self.name.partition(':')[0]} {self.page_bytes}"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):

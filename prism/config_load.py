@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
 from math import ceil
 from pathlib import Path
 
@@ -72,7 +73,9 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
     )
     _check_names(config)
     _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
-    models = [arranged(model, config, KV_LAYOUTS[data.engine.kv_layout]) for model in models]
+    for index, model in enumerate(models):
+        _check_spread(model, f"models[{index}]")
+    models = [_arranged(model, config, data.engine.kv_layout) for model in models]
     config = msgspec.structs.replace(config, models=models)
     _check_memory(config)
     _check_shares(config)
@@ -85,6 +88,23 @@ def _check_adapter(config: ClusterConfig) -> None:
     for index, device in enumerate(config.devices):
         if missing := adapter.lacks(device.name):
             raise ConfigError(f"devices[{index}].name: {missing}")
+
+
+def _check_spread(model: ModelSpec, key: str) -> None:
+    if model.tp == 1:
+        return
+    if model.pinned_device is not None:
+        raise ConfigError(f"{key}.device: with tp {model.tp} there are several; leave the key out")
+    if model.num_kv_heads % model.tp:
+        raise ConfigError(
+            f"{key}.tp: {model.num_kv_heads} KV heads cannot be shared by {model.tp} devices;"
+            " choose a divisor"
+        )
+
+
+def _arranged(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> ModelSpec:
+    """Ranks keep their part of the heads per layer, whatever is asked for."""
+    return arranged(model, config, KV_LAYOUTS["per_layer" if model.tp > 1 else kv_layout])
 
 
 def _check_shares(config: ClusterConfig) -> None:
@@ -225,6 +245,7 @@ def _model(data: ModelYaml, key: str, base_dir: Path, *, on_gpus: bool) -> Model
         never_evict=data.never_evict,
         pinned_device=data.device,
         static_share=data.static_share,
+        tp=data.tp,
     )
 
 
@@ -236,6 +257,7 @@ def _check_model_values(data: ModelYaml, key: str) -> None:
     _one_of(data.dtype, ("auto", *DTYPE_BYTES), f"{key}.dtype")
     if data.context_length is not None:
         _at_least(data.context_length, 1, f"{key}.context_length")
+    _at_least(data.tp, 1, f"{key}.tp")
     if data.static_share is not None and not 0 < data.static_share <= 1:
         raise ConfigError(f"{key}.static_share: {data.static_share} is not in (0, 1]; write 0.5")
 
@@ -288,11 +310,29 @@ def _check_model_fits(config: ClusterConfig, index: int) -> None:
     allowed = [(i, d) for i, d in enumerate(config.devices) if spec.pinned_device in (None, d.name)]
     best, device = max(allowed, key=lambda pair: pair[1].capacity_bytes)
     need = memory_need(spec, device, config.engine)
-    if need.total_bytes > device.capacity_bytes:
+    if spec.tp > 1:
+        _check_parts_fit(config, index, need)
+    elif need.total_bytes > device.capacity_bytes:
         raise ConfigError(
             f"models[{index}]: {spec.name} needs {_explain(need, spec)} and {device.name} has"
             f" {format_size(device.capacity_bytes)}; raise devices[{best}].capacity to"
             f" {_enough(need)} or lower models[{index}].context_length"
+        )
+
+
+def _check_parts_fit(config: ClusterConfig, index: int, need: MemoryNeed) -> None:
+    spec, engine = config.models[index], config.engine
+    fitting = Counter(
+        device.node
+        for device in config.devices
+        if memory_need(spec, device, engine).total_bytes <= device.capacity_bytes
+    )
+    most = max(fitting.values(), default=0)
+    if most < spec.tp:
+        raise ConfigError(
+            f"models[{index}].tp: {spec.name} needs {_explain(need, spec)} on each of {spec.tp}"
+            f" devices of one kind and page size, and {most} have that; raise their capacity to"
+            f" {_enough(need)}, add devices or lower tp"
         )
 
 

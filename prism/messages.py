@@ -8,10 +8,8 @@ Topology (all sockets are ZeroMQ; `ipc://` below the run directory, or loopback 
   frontend  binds PULL    <- agents PUSH `ToFrontend`
   agent     binds ROUTER  <- its engines DEALER (identity = engine id): `ToEngine` / `FromEngine`
   agent     binds PULL    <- frontends PUSH `ToAgent` (cancellations)
-  scheduler binds ROUTER  <- agents DEALER (identity = device name): `ToScheduler`,
-                             `FromScheduler`
-                          <- operators DEALER (any other identity): `OperatorCommand`,
-                             `ActionResult`
+  scheduler binds ROUTER  <- agents DEALER (identity = device): `ToScheduler`, `FromScheduler`
+                          <- operators DEALER (any other): `OperatorCommand`, `ActionResult`
 """
 
 from __future__ import annotations
@@ -115,7 +113,8 @@ class ModelSpec(Wire, frozen=True):
     """A model as every process needs to know it; built once from the YAML and the model's files.
     weight_bytes: resident bytes of the weights in `dtype`; token_bytes: KV bytes of one token over
     all layers, K and V, in `kv_dtype`, with the gap that its kv_arrangement (kvcached's) leaves.
-    """
+    tp: over how many devices it is spread (tensor parallel), `peers` being those of ranks 1
+    and up; sizes are those of the whole model."""
 
     name: str
     path: str
@@ -134,6 +133,7 @@ class ModelSpec(Wire, frozen=True):
     pinned_device: str | None = None
     static_share: float | None = None
     kv_arrangement: str = "per_layer"
+    tp: int = 1
 
 
 # --- agent -> engine -----------------------------------------------------------------------
@@ -271,7 +271,7 @@ class ModelReport(Wire, frozen=True):
 
     state: "activating" | "active" | "draining" | "failed". stages_s: those of the last activation,
     in order, and "total"; "engine" and "shrink" are the waits for an engine and for memory.
-    """
+    Bytes are those of one rank."""
 
     model: str
     state: str
@@ -294,6 +294,7 @@ class ModelReport(Wire, frozen=True):
     error: str = ""
     stages_s: dict[str, float] = {}
     activations_total: int = 0
+    peers: tuple[str, ...] = ()
 
 
 class AgentReport(Wire, frozen=True):
@@ -324,14 +325,13 @@ class ActivateModel(Wire, frozen=True):
     model: ModelSpec
     kv_limit_bytes: int | None = None
     reason: str = ""
+    peers: tuple[str, ...] = ()
 
 
 class EvictModel(Wire, frozen=True):
-    """Stop admitting, wait for running requests (bounded), deactivate, return the engine.
-
-    Requests still waiting here must already be routed elsewhere or stay queued as unplaced, and
-    with move_running those that run go there, too, with their KV.
-    """
+    """Stop admitting, wait for running requests (bounded), deactivate, return the engine. Requests
+    still waiting here must already be routed elsewhere or stay queued as unplaced, and with
+    move_running those that run go there, too, with their KV."""
 
     action_id: int
     model: str

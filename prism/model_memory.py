@@ -64,13 +64,14 @@ def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
     if model.num_kv_heads % ranks:
         raise ActivationError(
             f"model {model.name}: its {model.num_kv_heads} KV heads cannot be shared by {ranks} "
-            "ranks; serve it on a device with fewer peers"
+            "ranks; give it another tp"
         )
     shard = msgspec.structs.replace(
         model,
         num_kv_heads=model.num_kv_heads // ranks,
         weight_bytes=ceil(model.weight_bytes / ranks),
         kv_arrangement="per_layer",
+        tp=1,
     )
     return msgspec.structs.replace(shard, token_bytes=layout_of(shard).token_bytes)
 
@@ -104,7 +105,9 @@ def arranged(model: ModelSpec, config: ClusterConfig, accepted: Sequence[Arrange
 
 
 def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) -> MemoryNeed:
-    """What `model` must find free on `device` to serve at all."""
+    """What `model`, or its part if it is spread over several devices, must find free on `device` to
+    serve at all."""
+    model = shard_of(model, model.tp) if model.tp > 1 else model
     layout = layout_of(model)
     page_bytes = device.page_bytes
     slabs = ceil((model.context_length + BLOCK_TOKENS) / layout.slab_tokens(page_bytes))

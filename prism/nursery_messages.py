@@ -7,10 +7,12 @@ from prism.messages import Wire
 
 
 class ForkEngine(Wire, frozen=True):
-    """`sm_percent`: the part of the GPU's SMs that the engine may use under MPS."""
+    """`sm_percent`: the part of the GPU's SMs that the engine may use under MPS. `peers`: devices
+    that its ranks above 0 run on (tensor parallel)."""
 
     engine_id: str
     sm_percent: int = 100
+    peers: tuple[str, ...] = ()
 
 
 class EngineForked(Wire, frozen=True):

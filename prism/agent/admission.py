@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvcached import ClientUsage, Device
 from prism.agent.memory import Reclaimer
 from prism.agent.models import ModelState, Served
+from prism.agent.peers import PeerLedgers
 from prism.agent.pool import Engine
 from prism.agent.running import Load
 from prism.agent.state import State
@@ -27,6 +28,7 @@ class Claim:
     own_tokens: idle in its pages or guaranteed to it, less what its newest requests will take;
     negative: they will take that much of the device's free room (spill_bytes).
     limit_bytes: what its limit leaves. guaranteed_tokens: what its requests leave of its minimum.
+    peers_free_bytes: the room of its other ranks' devices, the least of them.
     """
 
     engine: Engine
@@ -34,6 +36,7 @@ class Claim:
     spill_bytes: int
     limit_bytes: int | None
     guaranteed_tokens: int
+    peers_free_bytes: int | None
 
     @property
     def limit_tokens(self) -> int | None:
@@ -53,10 +56,13 @@ class DevicePort:
     """Memory is read from the ledger at each call: an engine's own figure of the device's free
     room is up to a second old, and others may have taken it since."""
 
-    def __init__(self, state: State, device: Device, reclaimer: Reclaimer) -> None:
+    def __init__(
+        self, state: State, device: Device, reclaimer: Reclaimer, peers: PeerLedgers
+    ) -> None:
         self._state = state
         self._device = device
         self._reclaimer = reclaimer
+        self._peers = peers
         self._chosen: list[tuple[str, list[str]]] = []
 
     def views(self) -> Sequence[EngineView]:
@@ -64,7 +70,12 @@ class DevicePort:
         usage = self._device.usage()
         clients = {client.name: client for client in usage.clients}
         claims = {
-            served.name: _claim(engine, clients.get(engine.id), loads.get(engine.id, Load()))
+            served.name: _claim(
+                engine,
+                clients.get(engine.id),
+                loads.get(engine.id, Load()),
+                self._peers.free_bytes(engine),
+            )
             for served in self._state.models.served.values()
             if (engine := self._ready_engine(served)) is not None
         }
@@ -103,6 +114,8 @@ class DevicePort:
         activated = claim.engine.activated
         assert activated is not None
         speed = self._speed(served.name)
+        if claim.peers_free_bytes is not None:  # each token is on every rank
+            free_bytes = min(free_bytes, claim.peers_free_bytes)
         shared_tokens, limit_tokens = claim.tokens(free_bytes), claim.limit_tokens
         takes_tokens = shared_tokens if limit_tokens is None else min(shared_tokens, limit_tokens)
         return EngineView(
@@ -137,7 +150,9 @@ class DevicePort:
         return self._state.models.totals(model).prefill_tokens_per_s or PREFILL_PRIOR_TOKENS_PER_S
 
 
-def _claim(engine: Engine, client: ClientUsage | None, load: Load) -> Claim:
+def _claim(
+    engine: Engine, client: ClientUsage | None, load: Load, peers_free_bytes: int | None
+) -> Claim:
     status, activated = engine.status, engine.activated
     assert status is not None
     assert activated is not None
@@ -161,4 +176,5 @@ def _claim(engine: Engine, client: ClientUsage | None, load: Load) -> Claim:
         spilled_quanta * activated.quantum_bytes,
         limit_bytes,
         guaranteed_tokens=max(0, tokens(min_bytes - used_bytes) - pending),
+        peers_free_bytes=peers_free_bytes,
     )

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,6 +29,7 @@ from prism.agent.memory import Reclaimer
 from prism.agent.mirror import Mirror
 from prism.agent.nursery import Nursery
 from prism.agent.nursery_client import NurseryClient
+from prism.agent.peers import PeerLedgers
 from prism.agent.pool import Pool
 from prism.agent.prefetch import Prefetcher
 from prism.agent.reporter import Reporter
@@ -93,8 +93,9 @@ class Agent:
 
     def _wire_serving(self) -> None:
         """The request's way."""
-        self._reclaimer = Reclaimer(self._state, self._device)
-        port = DevicePort(self._state, self._device, self._reclaimer)
+        peers = PeerLedgers(self._config.namespace, self._state.pool)
+        self._reclaimer = Reclaimer(self._state, self._device, peers)
+        port = DevicePort(self._state, self._device, self._reclaimer, peers)
         limits = Limits(prefill_chunk_tokens=self._config.engine.prefill_chunk_tokens)
         policy = registry.live(self._config.policy)
         scheduler = LocalScheduler(port, limits, policy.order)
@@ -132,8 +133,7 @@ class Agent:
         """The model's way."""
         config = self._config
         self._reporter = Reporter(self._orders, self._report, config.scheduler.report_interval_s)
-        ranks = 1 + len(config.device(self._name).peers)
-        weight_key = partial(load_adapter(config.engine.adapter).weight_key, ranks=ranks)
+        weight_key = load_adapter(config.engine.adapter).weight_key
         self._prefetcher = Prefetcher(open_store(config), weight_key, self._reporter.answer)
         effects = AgentEffects(
             device=self._device,

@@ -79,7 +79,10 @@ class Lifecycle:
         """Answered when it is active or has failed. Active already: only its limit is set."""
         served = self._models.served.get(order.model.name)
         if served is None or served.state is ModelState.FAILED:
-            served = Served(order.model, self._now_s(), kv_limit_bytes=order.kv_limit_bytes)
+            limit_bytes = order.kv_limit_bytes
+            served = Served(
+                order.model, self._now_s(), kv_limit_bytes=limit_bytes, peers=order.peers
+            )
             self._models.served[served.name] = served
             served.actions.append(order.action_id)
             self._place(served)
@@ -251,15 +254,16 @@ class Lifecycle:
 
     def _place_those_waiting(self) -> None:
         for served in list(self._models.served.values()):
-            waits = served.state is ModelState.ACTIVATING and not served.engine_id
-            if waits and self._now_s() - served.since_s > self._timing.activation_s:
+            if not served.needs_engine:
+                continue
+            if self._now_s() - served.since_s > self._timing.activation_s:
                 self._fail(served, "no engine became free in time")
-            elif waits and self._now_s() >= served.not_before_s:
+            elif self._now_s() >= served.not_before_s:
                 self._place(served)
 
     def _place(self, served: Served) -> None:
         """On a free engine; without one, as soon as one that starts is ready."""
-        engine = self._pool.free(served.needs_fresh)
+        engine = self._pool.free(served.peers, served.needs_fresh)
         if engine is None:
             self._wait_or_fail(served)
             return
@@ -279,8 +283,29 @@ class Lifecycle:
         # Fewer engines than configured: one has died and another one is about to start.
         if self._pool.count(EngineState.STARTING) or self._pool.is_short:
             return
+        if unsuitable := self._pool.unsuitable():
+            self._replace(unsuitable, served)
+            return
         busy = ", ".join(sorted(f"{e.model or e.state.value}" for e in self._pool))
         self._fail(served, f"no engine is free ({busy})")
+
+    def _replace(self, engine: Engine, served: Served) -> None:
+        """A free engine goes: its successor is forked as `served` needs it."""
+        log.info("%s makes way for an engine that suits %s", engine.id, served.name)
+        self._pool.remove(engine.id)
+        self._effects.kill(engine)
+        self._effects.changed()
+
+    def peers_wanted(self) -> tuple[str, ...]:
+        """Those of the next engine to fork: what a model waits for that none on its way suits."""
+        coming = [e.peers for e in self._pool if e.state is EngineState.STARTING]
+        for served in self._models.served.values():
+            if not served.needs_engine:
+                continue
+            if served.peers not in coming:
+                return served.peers
+            coming.remove(served.peers)
+        return ()
 
     # --- answers ----------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from kvcached import Device, ShrinkOrder
 from kvcached.errors import UnknownClientError
+from prism.agent.peers import PeerLedgers
 from prism.agent.state import State
+from prism.engines.ranks.spread import rank_name
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +42,10 @@ class Flush:
 class Reclaimer:
     """Asks engines to give idle memory back, so that no model starves on another's cache."""
 
-    def __init__(self, state: State, device: Device) -> None:
+    def __init__(self, state: State, device: Device, peers: PeerLedgers) -> None:
         self._state = state
         self._device = device
+        self._peers = peers
         self._flushes: list[Flush] = []
 
     def flush(self, engine_ids: Collection[str], on_done: Callable[[int], None]) -> None:
@@ -56,10 +59,23 @@ class Reclaimer:
 
     def reclaim(self, need_bytes: int, for_engine: str) -> None:
         """Ask others for `need_bytes`, by kvcached's default policy: spare pages first, then the
-        caches of idle engines. What was asked for before and not answered is on its way."""
+        caches of idle engines. What was asked for before and not answered is on its way. For an
+        engine of several ranks, on each of their devices what is missing there."""
+        if need_bytes <= 0:
+            return
+        engine = self._state.pool.get(for_engine)
+        others = self._peers.of(engine) if engine else ()
+        if not others:
+            self._ask(self._device, need_bytes, for_engine)
+            return
+        names = [for_engine, *(rank_name(for_engine, rank) for rank in range(1, 1 + len(others)))]
+        for device, name in zip([self._device, *others], names, strict=True):
+            self._ask(device, need_bytes - device.usage().free_bytes, name)
+
+    def _ask(self, device: Device, need_bytes: int, for_client: str) -> None:
         if need_bytes > 0:
             within_s = self._state.timing.reclaim_s
-            self._device.request_room(need_bytes, for_client=for_engine, within_s=within_s)
+            device.request_room(need_bytes, for_client=for_client, within_s=within_s)
 
     def _order(self, engine_id: str) -> ShrinkOrder | None:
         try:

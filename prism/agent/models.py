@@ -30,7 +30,8 @@ class Served:
 
     engine_id is empty while it waits for an engine; not_before_s delays the next try.
     asked_s, sent_s: when an engine was asked to activate it, the first and the last time.
-    needs_fresh: only an engine that has served nothing yet may have it.
+    needs_fresh: only an engine that has served nothing yet may have it; peers: only one whose other
+    ranks run on these devices.
     `actions`: orders to answer when the present state ends.
     """
 
@@ -48,6 +49,7 @@ class Served:
     asked_s: float = 0.0
     sent_s: float = 0.0
     needs_fresh: bool = False
+    peers: tuple[str, ...] = ()
     stages_s: dict[str, float] = field(default_factory=dict)
     deactivating: bool = False
     error: str = ""
@@ -59,6 +61,10 @@ class Served:
     @property
     def takes_requests(self) -> bool:
         return self.state in (ModelState.ACTIVATING, ModelState.ACTIVE)
+
+    @property
+    def needs_engine(self) -> bool:
+        return self.state is ModelState.ACTIVATING and not self.engine_id
 
 
 @dataclass(slots=True)

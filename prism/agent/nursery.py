@@ -15,7 +15,13 @@ from prism.agent.nursery_client import NurseryClient
 from prism.agent.pool import EngineState
 from prism.agent.state import State
 from prism.errors import EngineError
-from prism.nursery_messages import EngineExited, EngineForked, FromNursery, NurseryReady
+from prism.nursery_messages import (
+    EngineExited,
+    EngineForked,
+    ForkEngine,
+    FromNursery,
+    NurseryReady,
+)
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +115,8 @@ class Nursery:
         if not self._ready or self._client is None or self._now_s() < self._fork_at_s:
             return
         while self._pool.is_short:
-            engine = self._pool.create(self._now_s())
-            self._client.fork(engine.id, engine.sm_percent)
+            engine = self._pool.create(self._now_s(), self._lifecycle.peers_wanted())
+            self._client.fork(ForkEngine(engine.id, engine.sm_percent, engine.peers))
 
     async def stop(self) -> None:
         self._ready = False

@@ -46,11 +46,10 @@ class NurseryClient:
     def pid(self) -> int:
         return self._process.pid
 
-    def fork(self, engine_id: str, sm_percent: int = 100) -> None:
+    def fork(self, order: ForkEngine) -> None:
         """Order one more engine. A nursery that has just died shows in `event`."""
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
-            order = ForkEngine(engine_id, sm_percent)
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
 
     async def event(self) -> FromNursery | None:

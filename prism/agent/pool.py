@@ -25,7 +25,7 @@ class Engine:
     `status` is the last one about `model`;
     `ended`: its process was reaped, so its pid may be somebody else's by now;
     `counters` are those of the last status about anything; `is_fresh`: it has served no model;
-    `sm_percent`: the part of the GPU's SMs that it may use."""
+    `sm_percent`: the part of the GPU's SMs that it may use; `peers`: devices of its other ranks."""
 
     id: str
     since_s: float
@@ -39,6 +39,7 @@ class Engine:
     counters: Counters = (0, 0, 0)
     is_fresh: bool = True
     sm_percent: int = 100
+    peers: tuple[str, ...] = ()
 
     def become(self, state: EngineState, now_s: float, model: str | None = None) -> None:
         self.state, self.since_s, self.seen_s = state, now_s, now_s
@@ -66,10 +67,10 @@ class Pool:
         self._count = 0
         self.restarts_total = 0
 
-    def create(self, now_s: float) -> Engine:
+    def create(self, now_s: float, peers: tuple[str, ...] = ()) -> Engine:
         """A new record with a fresh id; its process is still to be started."""
-        share = self._free_share()
-        engine = Engine(f"{self._prefix}-e{self._count}", now_s, now_s, sm_percent=share)
+        name = f"{self._prefix}-e{self._count}"
+        engine = Engine(name, now_s, now_s, sm_percent=self._free_share(), peers=peers)
         self._count += 1
         self._engines[engine.id] = engine
         return engine
@@ -85,10 +86,18 @@ class Pool:
     def remove(self, engine_id: str) -> Engine | None:
         return self._engines.pop(engine_id, None)
 
-    def free(self, fresh_only: bool = False) -> Engine | None:
-        """The engine that has been free for the longest time."""
-        idle = [e for e in self if e.state is EngineState.FREE and (e.is_fresh or not fresh_only)]
-        return min(idle, key=lambda engine: engine.since_s, default=None)
+    def free(self, peers: tuple[str, ...] = (), fresh_only: bool = False) -> Engine | None:
+        """Of those with these peers, the engine that has been free for the longest time."""
+        suitable = (e for e in self._idle() if e.peers == peers and (e.is_fresh or not fresh_only))
+        return min(suitable, key=lambda engine: engine.since_s, default=None)
+
+    def unsuitable(self) -> Engine | None:
+        """The engine to replace for a model that no free one suits: free the longest, one that has
+        served rather than a fresh one."""
+        return min(self._idle(), key=lambda engine: (engine.is_fresh, engine.since_s), default=None)
+
+    def _idle(self) -> Iterator[Engine]:
+        return (engine for engine in self if engine.state is EngineState.FREE)
 
     @property
     def is_short(self) -> bool:

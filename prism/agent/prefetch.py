@@ -28,13 +28,13 @@ class Prefetcher:
     what another one reads is waited for and not read again. Step-driven: `tick` never waits.
 
     weight_key: under what this machine's engines keep a model (see `prism.engines.core`); what is
-    there already is not read. Every hint is answered.
+    there already, for rank 0, is not read. Every hint is answered.
     """
 
     def __init__(
         self,
         store: WeightStore | None,
-        weight_key: Callable[[str, ModelSpec], WeightKey],
+        weight_key: Callable[..., WeightKey],
         answer: Callable[[ActionResult], None],
     ) -> None:
         self._store = store
@@ -81,8 +81,11 @@ class Prefetcher:
     def _begin(self, hint: _Hint) -> None:
         assert self._store is not None
         spec = hint.spec
-        prefetch = self._store.prefetch(spec.path, unless=lambda c: self._weight_key(c, spec))
+        prefetch = self._store.prefetch(spec.path, unless=lambda c: self._key(c, spec))
         self._now = (hint, prefetch)
+
+    def _key(self, content: str, spec: ModelSpec) -> WeightKey:
+        return self._weight_key(content, spec, ranks=spec.tp)
 
     def _settle(self, hint: _Hint, prefetch: Prefetch) -> None:
         name, problem = hint.spec.name, ""

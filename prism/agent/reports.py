@@ -79,4 +79,5 @@ def _model_report(
         error=served.error,
         stages_s=served.stages_s,
         activations_total=totals.activations,
+        peers=served.peers,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 
 from prism.cluster.link import Link, settle
 from prism.cluster.state import Move, State
@@ -36,14 +36,16 @@ class Actuator:
         if action.model in self._state.moves:
             return None
         if isinstance(action, Activate):
-            earlier = self._evictions_on(action.device)
-            move = Move("activate", action.model, action.device)
+            move = Move("activate", action.model, action.device, peers=action.peers)
+            earlier = self._evictions_on(move.devices)
             return self._begin(move, action.reason, self._activate(action, earlier))
         if isinstance(action, Evict):
-            move = Move("evict", action.model, action.device)
+            peers = self._state.book.peers(action.device, action.model)
+            move = Move("evict", action.model, action.device, peers=peers)
             return self._begin(move, action.reason, self._evict(action))
         if isinstance(action, Migrate):
-            move = Move("migrate", action.model, action.target, action.source)
+            peers = action.peers
+            move = Move("migrate", action.model, action.target, action.source, peers)
             return self._begin(move, action.reason, self._migrate(action))
         return None
 
@@ -97,9 +99,9 @@ class Actuator:
         if move.brings_up:
             self._state.bars.failed(move.model, move.device, problem, self._state.now_s())
 
-    def _evictions_on(self, device: str) -> list[tuple[str, asyncio.Task[str]]]:
-        moves = self._state.moves.values()
-        leaving = [m.model for m in moves if m.kind == "evict" and m.device == device]
+    def _evictions_on(self, devices: Collection[str]) -> list[tuple[str, asyncio.Task[str]]]:
+        evictions = (m for m in self._state.moves.values() if m.kind == "evict")
+        leaving = [m.model for m in evictions if not set(m.devices).isdisjoint(devices)]
         return [(model, self._tasks[model]) for model in leaving]
 
     # --- the sequences ----------------------------------------------------------------------
@@ -139,7 +141,7 @@ class Actuator:
     ) -> None:
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
         spec = self._state.config.model(name)
-        order = ActivateModel(0, spec, limit_bytes, action.reason)
+        order = ActivateModel(0, spec, limit_bytes, action.reason, action.peers)
         result = await self._link.post(device, order)
         try:
             if route_at_once:  # so that requests wait where they will be served

@@ -96,6 +96,11 @@ class AgentBook:
         model = self.model(device, name)
         return "absent" if model is None or model.state in ABSENT_STATES else model.state
 
+    def peers(self, device: str, name: str) -> tuple[str, ...]:
+        """Devices of the other ranks of the model whose rank 0 is on `device`."""
+        model = self.model(device, name)
+        return model.peers if model else ()
+
     def where(self, name: str, *states: str) -> list[str]:
         """Devices with a live agent on which the model is in one of `states`, in config order."""
         return [d for d in self._devices if d in self._agents and self.state(d, name) in states]

@@ -141,7 +141,11 @@ class Operator:
         return await asyncio.shield(task) if task else _busy(self._state, action.model)
 
     async def _activate(self, model: str, device: str | None) -> Outcome:
-        pinned = self._state.config.model(model).pinned_device
+        spec = self._state.config.model(model)
+        pinned = spec.pinned_device
+        if device and spec.tp > 1:
+            why = f"{model} is spread over {spec.tp} devices, which the scheduler chooses"
+            return Outcome(False, f"{why}: leave the device out")
         if device and pinned and device != pinned:
             return Outcome(False, f"{model} is pinned to {pinned}; it cannot go to {device}")
         active = self._state.book.where(model, "active")

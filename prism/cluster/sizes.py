@@ -11,7 +11,8 @@ from prism.model_memory import MemoryNeed, memory_need
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes. `weight_bytes` includes the engine's non-elastic share."""
+    """Bytes, over all devices of a tensor-parallel model. `weight_bytes` includes its engines'
+    non-elastic shares."""
 
     weight_bytes: int
     kv_floor_bytes: int
@@ -27,19 +28,24 @@ class Sizes:
 
     def __init__(self, config: ClusterConfig, learn: bool) -> None:
         self._sizes = {model.name: _computed(model, config) for model in config.models}
+        self._parts = {model.name: model.tp for model in config.models}
         self._learn = learn
 
     def of(self, model: str) -> Size:
         return self._sizes[model]
 
+    def part_bytes(self, model: str) -> int:
+        """On each of its devices."""
+        return -(-self._sizes[model].total_bytes // self._parts[model])
+
     def observe(self, report: AgentReport) -> None:
         """Take over what active models really hold."""
         for model in report.models:
             if self._learn and model.state == "active" and model.model in self._sizes:
-                computed = self._sizes[model.model]
+                computed, parts = self._sizes[model.model], self._parts[model.model]
                 self._sizes[model.model] = Size(
-                    model.static_bytes or computed.weight_bytes,
-                    model.kv_reserve_bytes or computed.kv_floor_bytes,
+                    model.static_bytes * parts or computed.weight_bytes,
+                    model.kv_reserve_bytes * parts or computed.kv_floor_bytes,
                 )
 
 
@@ -49,7 +55,7 @@ def _computed(model: ModelSpec, config: ClusterConfig) -> Size:
     needs = [(memory_need(model, device, config.engine), device) for device in devices]
     fitting = [need for need, device in needs if need.total_bytes <= device.capacity_bytes]
     need = max(fitting or [need for need, _ in needs], key=_total)
-    return Size(need.weight_bytes + need.static_bytes, need.kv_bytes)
+    return Size((need.weight_bytes + need.static_bytes) * model.tp, need.kv_bytes * model.tp)
 
 
 def _total(need: MemoryNeed) -> int:

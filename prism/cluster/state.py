@@ -19,12 +19,18 @@ from prism.scheduler.rates import TokenRates
 @dataclass(frozen=True, slots=True)
 class Move:
     """An action under way. kind: "activate" (on device), "evict" (from device), "migrate" (from
-    source to device), "drop_copy" (a second copy on device goes; source keeps serving)."""
+    source to device), "drop_copy" (a second copy on device goes; source keeps serving). peers: the
+    devices of its other ranks, `device` being that of rank 0."""
 
     kind: str
     model: str
     device: str
     source: str | None = None
+    peers: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (self.device, *self.peers)
 
     @property
     def brings_up(self) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from prism.cluster.agents import ABSENT_STATES
-from prism.cluster.state import State
+from prism.cluster.state import Move, State
 from prism.config import DeviceConfig
 from prism.messages import AgentReport, ModelReport, ModelSpec
+from prism.policies.bins import devices_of
 from prism.policies.data import ClusterView, GpuView, ModelView
 
 _MOVING = {"activate": "activating", "evict": "draining"}
@@ -20,23 +23,27 @@ def build_view(state: State, now_s: float) -> ClusterView:
     return ClusterView(now_s, models, gpus)
 
 
-def home_of(state: State, name: str) -> tuple[str | None, str]:
-    """(device, state) of a model in ModelView's terms."""
+def home_of(state: State, name: str) -> tuple[tuple[str, ...], str]:
+    """(devices, rank 0 first, state) of a model in ModelView's terms."""
     move = state.moves.get(name)
     if move is not None and move.source is not None:
-        return move.source, "migrating"
+        return _ranks(state, move.source, name), "migrating"
     if move is not None:
-        return move.device, _MOVING[move.kind]
+        return move.devices, _MOVING[move.kind]
     for stage in ("active", "activating", "draining"):
         devices = state.book.where(name, stage)
         if devices:
             placed = state.placement.get(name)
-            return (placed if placed in devices else devices[0]), stage
-    return None, "absent"
+            return _ranks(state, placed if placed in devices else devices[0], name), stage
+    return (), "absent"
+
+
+def _ranks(state: State, device: str, name: str) -> tuple[str, ...]:
+    return (device, *state.book.peers(device, name))
 
 
 def _model(state: State, spec: ModelSpec, rate: float, now_s: float) -> ModelView:
-    device, stage = home_of(state, spec.name)
+    devices, stage = home_of(state, spec.name)
     size = state.sizes.of(spec.name)
     reports = _reports(state, spec.name)
     waiting = state.unplaced.get(spec.name, 0) + sum(m.waiting for _, m in reports)
@@ -53,13 +60,15 @@ def _model(state: State, spec: ModelSpec, rate: float, now_s: float) -> ModelVie
         waiting=max(waiting, 1) if asked else waiting,
         running=sum(m.running for _, m in reports),
         idle_s=_idle_s(state, spec.name, now_s),
-        device=device,
+        device=devices[0] if devices else None,
         state=stage,
         never_evict=spec.never_evict,
         pinned_device=state.demands.get(spec.name) or spec.pinned_device,
         static_share=spec.static_share,
         wanted=spec.name in state.wanted,
         barred=state.bars.devices(spec.name, now_s),
+        tp=spec.tp,
+        peers=devices[1:],
     )
 
 
@@ -85,18 +94,24 @@ def _gpu(state: State, device: DeviceConfig, models: tuple[ModelView, ...]) -> G
     report = state.book.report(device.name)
     if report is None:
         return GpuView(
-            device.name, device.capacity_bytes, engines_total=device.engines, alive=False
+            device.name,
+            device.capacity_bytes,
+            engines_total=device.engines,
+            alive=False,
+            node=device.node,
         )
-    coming = [m for m in state.moves.values() if m.brings_up and m.device == device.name]
-    unseen = [m.model for m in coming if state.book.state(device.name, m.model) == "absent"]
-    pending_bytes = sum(_pending_bytes(state, device.name, m.model) for m in coming)
+    coming = [m for m in state.moves.values() if m.brings_up and device.name in m.devices]
+    unseen = {m.model for m in coming if state.book.state(m.device, m.model) == "absent"}
+    seated = {m.model for m in coming if m.device == device.name} & unseen
+    pending_bytes = sum(_pending_bytes(state, m) for m in coming)
     return GpuView(
         name=device.name,
         capacity_bytes=report.capacity_bytes,
         fixed_bytes=_elsewhere_bytes(state, device.name, models, unseen),
         free_bytes=max(0, report.capacity_bytes - report.reserved_bytes - pending_bytes),
-        engines_free=_engines_free(report) - len(unseen),
+        engines_free=_engines_free(report) - len(seated | _guests(state, device.name)),
         engines_total=device.engines,
+        node=device.node,
     )
 
 
@@ -107,21 +122,31 @@ def _engines_free(report: AgentReport) -> int:
     return min(report.engines_free + report.engines_starting, report.engines_total - here)
 
 
-def _pending_bytes(state: State, device: str, name: str) -> int:
-    """What a model on its way to the device will still reserve there."""
-    model = state.book.model(device, name)
+def _guests(state: State, device: str) -> set[str]:
+    """Models with a rank above 0 here: each takes the place of an engine."""
+    coming = {m.model for m in state.moves.values() if m.brings_up and device in m.peers}
+    return coming | {m.model for _, m in _present(state) if device in m.peers}
+
+
+def _present(state: State) -> list[tuple[str, ModelReport]]:
+    """(device of rank 0, model) of all that are anywhere."""
+    reports = state.book.reports()
+    return [(r.device, m) for r in reports for m in r.models if m.state not in ABSENT_STATES]
+
+
+def _pending_bytes(state: State, move: Move) -> int:
+    """What a model on its way will still reserve on each of its devices."""
+    model = state.book.model(move.device, move.model)
     held = model.static_bytes + model.kv_reserve_bytes if model else 0
-    return max(0, state.sizes.of(name).total_bytes - held)
+    return max(0, state.sizes.part_bytes(move.model) - held)
 
 
 def _elsewhere_bytes(
-    state: State, device: str, models: tuple[ModelView, ...], unseen: list[str]
+    state: State, device: str, models: tuple[ModelView, ...], unseen: Collection[str]
 ) -> int:
-    """Taken here by models whose ModelView stands on another device: copies on their way in
+    """Taken here by models whose ModelView stands on other devices: copies on their way in
     or out."""
-    return sum(
-        model.weight_bytes + model.kv_floor_bytes
-        for model in models
-        if model.device != device
-        and (model.name in unseen or state.book.state(device, model.name) != "absent")
-    )
+    copies = {m.model for home, m in _present(state) if device in (home, *m.peers)}
+    here = copies.union(unseen)
+    away = [m.name for m in models if m.name in here and device not in devices_of(m)]
+    return sum(state.sizes.part_bytes(name) for name in away)

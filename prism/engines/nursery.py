@@ -161,7 +161,7 @@ class Nursery:
             # Read when the process makes its CUDA context, which nothing has done yet.
             os.environ[SM_VARIABLE] = str(order.sm_percent)
             context = EngineContext(engine_id, self._device, self._config)
-            status = run_engine(context, spread(context, self._adapter.create))
+            status = run_engine(context, spread(context, self._adapter.create, order.peers))
         except BaseException:
             log.exception("engine %s ends", engine_id)
         finally:

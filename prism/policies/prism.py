@@ -53,7 +53,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
 def _settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
     """The cluster as it will be once models on their way out are gone: their engine and memory
     count as free, since an activation waits for evictions on its device."""
-    leaving = [m.device for m in view.models if m.state == "draining"]
+    leaving = [d for m in view.models if m.state == "draining" for d in kvpr.devices_of(m)]
     gpus = [replace(g, engines_free=g.engines_free + leaving.count(g.name)) for g in view.gpus]
     return [m for m in view.models if m.state != "draining"], gpus
 

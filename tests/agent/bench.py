@@ -6,6 +6,7 @@ import kvcached
 from prism.agent.admission import DevicePort
 from prism.agent.memory import Reclaimer
 from prism.agent.models import ModelState, Served
+from prism.agent.peers import PeerLedgers
 from prism.agent.pool import Engine, EngineState, Pool
 from prism.agent.running import Running
 from prism.agent.state import State
@@ -37,8 +38,9 @@ class Bench:
         self.device = device
         self.state = State(Pool("host:0", 2), now_s=lambda: self.time_s)
         self.sent = Sent()
-        self.reclaimer = Reclaimer(self.state, device)
-        self.port = DevicePort(self.state, device, self.reclaimer)
+        peers = PeerLedgers("", self.state.pool)
+        self.reclaimer = Reclaimer(self.state, device, peers)
+        self.port = DevicePort(self.state, device, self.reclaimer, peers)
         self.clients = {model: self._serve(model) for model in ("a", "b")}
 
     def _serve(self, model: str) -> kvcached.Client:

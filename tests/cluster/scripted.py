@@ -41,6 +41,7 @@ class Resident:
     state: str = "activating"
     kv_limit_bytes: int | None = None
     error: str = ""
+    peers: tuple[str, ...] = ()
 
 
 @dataclass
@@ -130,6 +131,7 @@ class ScriptedAgent:
             prompt_tokens_total=10 * self.finished[name],
             finished_total=self.finished[name],
             error=resident.error,
+            peers=resident.peers,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -182,7 +184,8 @@ class ScriptedAgent:
             self.broken_rules.append(f"activate {name}: it is here, or no engine is free")
         if taken + need > device.capacity_bytes:
             self.broken_rules.append(f"activate {name}: {taken} + {need} bytes overfill")
-        self.residents[name] = Resident(need, kv_limit_bytes=order.kv_limit_bytes)
+        limit_bytes = order.kv_limit_bytes
+        self.residents[name] = Resident(need, kv_limit_bytes=limit_bytes, peers=order.peers)
         await self.report()
         await asyncio.sleep(self.delay_s)
         while name in self.stuck or self.engines_starting:

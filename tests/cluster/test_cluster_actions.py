@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.cluster.conftest import MODEL_BYTES, Cluster, spec
-from tests.cluster.scripted import eventually
+from tests.cluster.scripted import ScriptedAgent, eventually
 
 
 async def test_start_places_every_model_that_fits(cluster: Cluster) -> None:
@@ -171,3 +171,33 @@ async def test_a_hint_that_fails_stops_no_activation(cluster: Cluster) -> None:
     agent.unreadable.add(absent)
     await cluster.serves(absent)
     assert ("prefetch", absent) in cluster.orders()
+
+
+async def test_a_model_over_two_devices_gets_both_and_gives_both_back(cluster: Cluster) -> None:
+    """Each part needs a whole device: whoever is on one of them must have left before."""
+    wide = spec("wide", tp=2, num_kv_heads=4, weight_bytes=81920, token_bytes=512)
+    cluster.configure(spec("x"), spec("y"), wide, rooms=(1.5, 1.5), engines=1)
+    await cluster.start(delay_s=0.3)
+    first, second = cluster.agents["host:0"], cluster.agents["host:1"]
+
+    def of_wide() -> tuple[ScriptedAgent, ScriptedAgent]:
+        """The agents of rank 0's device and of the other; each part fills its own."""
+        home, peer = (first, second) if "wide" in first.residents else (second, first)
+        assert set(home.residents) == {"wide"}
+        assert not peer.residents
+        assert home.residents["wide"].peers == (peer.device,)
+        return home, peer
+
+    home, peer = of_wide()
+    assert (await cluster.queue.placement()) == {"wide": home.device}
+    refused = await cluster.command("activate", model="wide", device=peer.device)
+    assert not refused.ok
+    assert "leave the device out" in refused.message
+    await cluster.serves("x")
+    await cluster.serves("y")
+    assert sorted(map(sorted, cluster.active().values())) == [["x"], ["y"]]
+    await cluster.send("wide")
+    await eventually(lambda: any("wide" in agent.residents for agent in (first, second)))
+    of_wide()
+    await eventually(lambda: cluster.finished("wide"))
+    of_wide()

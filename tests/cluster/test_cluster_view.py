@@ -99,6 +99,41 @@ def test_a_migration_counts_on_both_devices(there: tuple[ModelReport, ...]) -> N
     assert (gpus["host:0"].fixed_bytes, gpus["host:0"].engines_free) == (0, 2)
 
 
+def test_a_model_over_two_devices_is_on_both() -> None:
+    """On its way, when it is there, and on its way out, with half of its bytes on each."""
+    part_bytes = 40960 + 16384
+    state = make_state(spec("w", tp=2, num_kv_heads=2, weight_bytes=81920, token_bytes=256))
+    seen(state, report("host:0"), report("host:1"))
+    state.moves["w"] = Move("activate", "w", "host:0", peers=("host:1",))
+
+    def check(stage: str) -> tuple[GpuView, GpuView]:
+        models, gpus = look(state)
+        wide = models["w"]
+        assert (wide.device, wide.peers, wide.tp) == ("host:0", ("host:1",), 2)
+        assert (wide.state, wide.weight_bytes, wide.kv_floor_bytes) == (stage, 81920, 32768)
+        assert {g.node for g in gpus.values()} == {"host 4096"}
+        assert [g.engines_free for g in gpus.values()] == [2, 2]
+        assert [g.fixed_bytes for g in gpus.values()] == [0, 0]
+        return gpus["host:0"], gpus["host:1"]
+
+    for gpu in check("activating"):
+        assert gpu.free_bytes == CAPACITY - part_bytes
+    there = ModelReport(
+        "w", "active", static_bytes=40960, kv_reserve_bytes=16384, peers=("host:1",)
+    )
+    seen(
+        state,
+        report("host:0", there, reserved_bytes=part_bytes),
+        report("host:1", reserved_bytes=part_bytes),
+    )
+    for gpu in check("activating"):
+        assert gpu.free_bytes == CAPACITY - part_bytes
+    del state.moves["w"]
+    check("active")
+    state.moves["w"] = Move("evict", "w", "host:0", peers=("host:1",))
+    check("draining")
+
+
 def test_a_failed_model_is_absent_and_its_requests_count() -> None:
     state = make_state()
     seen(state, report("host:0", ModelReport("a", "failed", waiting=2)))

@@ -144,6 +144,18 @@ MISTAKES: list[tuple[Edit, str]] = [
         "devices[0].sm_percent: 0 is no part of a GPU in percent; choose 1 to 100",
     ),
     (
+        put("models", 0, "tp", value=0),
+        "models[0].tp: 0 is too small; give at least 1",
+    ),
+    (
+        put("models", 0, "tp", value=3),
+        "models[0].tp: 2 KV heads cannot be shared by 3 devices; choose a divisor",
+    ),
+    (
+        put("models", 1, "tp", value=2),
+        "models[1].device: with tp 2 there are several; leave the key out",
+    ),
+    (
         put("models", 0, "device", value="host:7"),
         "models[0].device: unknown device 'host:7'; choose one of host:0, host:1",
     ),
@@ -290,3 +302,15 @@ def test_text_that_is_not_the_yaml_wanted(tmp_path: Path, text: str, message: st
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file or directory; correct --config"):
         load(tmp_path / "none.yaml")
+
+
+def test_a_model_over_two_devices_needs_two_of_a_kind(folder: Path) -> None:
+    data = copy.deepcopy(GOOD)
+    data["models"][0]["tp"] = 2
+    [a, b] = load(written(folder, data)).models
+    assert (a.tp, b.tp) == (2, 1)
+    data["devices"][1]["page"] = "2MiB"
+    with pytest.raises(
+        ConfigError, match=r"models\[0\]\.tp: a needs .* on each of 2 .*, and 1 have"
+    ):
+        load(written(folder, data))

@@ -175,8 +175,9 @@ class DeviceUnderTest:
         self.statuses: list[EngineStatus] = []
         self._inbox: list[tuple[str, FromEngine]] = []
 
-    def fork(self, engine_id: str = "e0") -> EngineHello:
-        self.nursery.write_line(msgspec.json.encode(ForkEngine(engine_id=engine_id)))
+    def fork(self, engine_id: str = "e0", peers: tuple[str, ...] = ()) -> EngineHello:
+        order = ForkEngine(engine_id=engine_id, peers=peers)
+        self.nursery.write_line(msgspec.json.encode(order))
         forked = self.nursery.expect(EngineForked)
         self.pids[engine_id] = forked.pid
         hello = self.wait_for(EngineHello, engine_id)

@@ -31,10 +31,7 @@ def device() -> Iterator[DeviceUnderTest]:
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = subject.config(Path(directory), f"t{uuid4().hex[:10]}")
         [first] = config.devices
-        pair = [
-            msgspec.structs.replace(first, peers=(PEER,)),
-            msgspec.structs.replace(first, name=PEER),
-        ]
+        pair = [first, msgspec.structs.replace(first, name=PEER)]
         config = msgspec.structs.replace(config, devices=pair)
         device = DeviceUnderTest("fake", config, subject.environment)
         yield device
@@ -56,7 +53,7 @@ def peer(device: DeviceUnderTest) -> kvcached.Device:
 @pytest.fixture
 def engine(device: DeviceUnderTest) -> Iterator[str]:
     engine_id = f"e{uuid4().hex[:6]}"
-    device.fork(engine_id)
+    device.fork(engine_id, (PEER,))
     yield engine_id
     if engine_id in device.pids:
         device.end(engine_id)

@@ -30,15 +30,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeviceUnder
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = config_of(Path(directory), CAPACITY)
         [first] = config.devices
-        devices = [
-            msgspec.structs.replace(first, peers=(PEER,)),
-            msgspec.structs.replace(first, name=PEER),
-        ]
+        devices = [first, msgspec.structs.replace(first, name=PEER)]
         engine = msgspec.structs.replace(config.engine, weight_store=str(store))
         config = msgspec.structs.replace(config, devices=devices, engine=engine)
         device = DeviceUnderTest("sglang", config, {"OMP_NUM_THREADS": "1"})
         try:
-            device.fork()
+            device.fork(peers=(PEER,))
             yield device, device.activate(spec_of(LLAMA, CONTEXT))
         finally:
             device.close()

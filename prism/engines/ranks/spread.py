@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,13 +24,12 @@ Create = Callable[[EngineContext], EngineCore]
 log = logging.getLogger("prism.engine")
 
 
-def spread(context: EngineContext, create: Create) -> Create:
-    """`create` for rank 0 of an engine whose device has peers; its other ranks run from now on.
+def spread(context: EngineContext, create: Create, peers: Sequence[str]) -> Create:
+    """`create` for rank 0 of an engine whose other ranks run on the devices `peers` from now on.
 
     Without peers it is `create` itself. A rank dies with rank 0 and ends when its socket does.
     REQUIRES: this process has one thread and no socket of its own yet.
     """
-    peers = context.config.device(context.device).peers
     if not peers:
         return create
     size, folder = 1 + len(peers), _folder(context)
@@ -45,7 +44,7 @@ def spread(context: EngineContext, create: Create) -> Create:
             for link in links:
                 link.close()
             group = RankGroup(rank, size, [theirs], str(folder))
-            name = f"{context.engine_id}.{rank}"
+            name = rank_name(context.engine_id, rank)
             own = dataclasses.replace(context, engine_id=name, device=device, ranks=group)
             _be_follower(own, create, parent_pid)
         theirs.close()
@@ -56,6 +55,11 @@ def spread(context: EngineContext, create: Create) -> Create:
         return LeaderCore(create(dataclasses.replace(own, ranks=group)), group, pids)
 
     return create_leader
+
+
+def rank_name(engine_id: str, rank: int) -> str:
+    """Under which a rank above 0 stands in its device's ledger."""
+    return f"{engine_id}.{rank}"
 
 
 def _folder(context: EngineContext) -> Path:

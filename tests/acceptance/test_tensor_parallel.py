@@ -1,0 +1,53 @@
+"""A model over two devices beside one on one of them, served by real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.acceptance.harness import Cluster, cluster_yaml, complete_all, model_yaml, serving
+from tests.acceptance.reference import greedy, prompts
+
+pytestmark = pytest.mark.sglang
+
+WIDE, NARROW = "tiny-llama", "tiny-qwen3"
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def two_devices(
+    tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    assert set(tiny_models) == {WIDE, NARROW}
+    config = cluster_yaml(
+        [model_yaml(WIDE, tp=2), model_yaml(NARROW)],
+        [
+            {"name": f"host:{i}", "capacity": "128MiB", "page": "64KiB", "engines": 2}
+            for i in range(2)
+        ],
+    )
+    with serving(config, tmp_path_factory.mktemp("wide")) as cluster:
+        yield cluster
+
+
+def test_two_ranks_answer_as_one_beside_a_neighbour(two_devices: Cluster) -> None:
+    report = two_devices.model_report(WIDE)
+    assert report is not None
+    assert (report["state"], len(report["peers"])) == ("active", 1)
+    jobs = [(name, p, TOKENS) for name in (WIDE, NARROW) for p in prompts(name, 4)]
+    answers = complete_all(two_devices, jobs)
+    assert [a.error for a in answers] == [None] * len(jobs)
+    assert [tuple(a.ids) for a in answers] == [greedy(m, p, n) for m, p, n in jobs]
+    reserved = {a["device"]: a["reserved_bytes"] for a in two_devices.agents()}
+    assert min(reserved.values()) >= report["static_bytes"] + report["kv_reserve_bytes"]
+
+
+def test_it_leaves_both_devices_and_comes_back(two_devices: Cluster) -> None:
+    assert two_devices.operate("evict", WIDE).returncode == 0
+    assert two_devices.operate("evict", NARROW).returncode == 0
+    assert [a["reserved_bytes"] for a in two_devices.agents()] == [0, 0]
+    [prompt] = prompts(WIDE, 1)
+    [answer] = complete_all(two_devices, [(WIDE, prompt, TOKENS)])
+    assert answer.error is None
+    assert tuple(answer.ids) == greedy(WIDE, prompt, TOKENS)
