@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def client(device: Device) -> Iterator[Client]:
 
 @pytest.mark.timeout(600)
 def test_the_driver_conforms_to_vmm_h() -> None:
-    done = subprocess.run([build_tests()], capture_output=True, text=True, check=False)
+    program = build_tests(os.environ.get("KVCACHED_TEST_SANITIZERS", ""))
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "cuda: conforms to vmm.h" in done.stdout
     assert "cuda below faults: conforms to vmm.h" in done.stdout

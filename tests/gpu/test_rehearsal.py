@@ -20,6 +20,8 @@ from tests.kvcached.compiling import ROOT, build_libcuda
 def test_the_gpu_tests_pass_on_the_test_libcuda(tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").symlink_to(build_libcuda())
     env = {name: value for name, value in os.environ.items() if name != "KVCACHED_LIBCUDA"}
+    # The C++ tests as tests/kvcached/test_cpp.py builds them, rather than once more.
+    env["KVCACHED_TEST_SANITIZERS"] = "address,undefined"
     env["LD_LIBRARY_PATH"] = str(tmp_path)
     env["KVCACHED_TEST_CUDA_GRANULARITY"] = str(2 << 20)
     tests = [str(path) for path in sorted((ROOT / "tests/gpu").glob("test_*.py"))]
