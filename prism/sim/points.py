@@ -1,8 +1,8 @@
 """Points of a sweep or a search: each a scenario of its own, simulated in any process.
 
-A point's outcome depends on its YAML and trace alone, so the same points give the same bytes on any
-number of cores. Outcomes are kept in files named by what they depend on: a sweep that was cut off
-goes on where it stopped.
+A point's outcome depends on its YAML, trace and this code alone, so the same points give the same
+bytes on any number of cores. Outcomes are kept in files named by what they depend on: a sweep that
+was cut off goes on where it stopped. `prism.studies` has points and outcomes of its own kind.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import hashlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from prism.sim.scenario import load, read_config
 from prism.sim.world import World
 
 SCHEMA = "prism-sim-point/1"
+PACKAGE = Path(__file__).parents[1]
+SIMULATED = ("costs", "policies", "replay", "scheduler", "sim")
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -66,25 +69,30 @@ def simulate(point: Point) -> Outcome:
     return Outcome(point.changes, found.summary, found.counts, busy)
 
 
-class Store:
-    """Outcomes in a folder, or nowhere."""
+P = TypeVar("P", bound=Point)
+Found = TypeVar("Found", bound=Outcome)
 
-    def __init__(self, folder: Path | None) -> None:
+
+class Store(Generic[Found]):
+    """Outcomes of one kind in a folder, or nowhere."""
+
+    def __init__(self, folder: Path | None, kind: type[Found]) -> None:
         self._folder = folder
+        self._kind = kind
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, point: Point) -> Outcome | None:
+    def get(self, point: Point) -> Found | None:
         path = self._path(point)
         if path is None or not path.exists():
             return None
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Outcome)
+            return msgspec.json.decode(path.read_bytes(), type=self._kind)
         except msgspec.DecodeError:
             # cut off while it was written, or of an earlier version
             return None
 
-    def put(self, point: Point, outcome: Outcome) -> None:
+    def put(self, point: Point, outcome: Found) -> None:
         path = self._path(point)
         if path is not None:
             partial = path.with_suffix(f".{os.getpid()}")
@@ -96,17 +104,19 @@ class Store:
 
 
 def run_points(
-    points: Sequence[Point],
+    points: Sequence[P],
+    simulate: Callable[[P], Found],
     *,
     jobs: int,
-    store: Store,
+    store: Store[Found],
     progress: Callable[[int, int], None],
-) -> list[Outcome]:
-    """Outcomes in the order of `points`. jobs: processes; 1 uses none but this."""
+) -> list[Found]:
+    """Outcomes in the order of `points`. simulate: a function of a module, which every process can
+    find by its name. jobs: processes; 1 uses none but this."""
     found = [store.get(point) for point in points]
     left = [i for i, outcome in enumerate(found) if outcome is None]
     progress(len(points) - len(left), len(points))
-    for index, outcome in _simulated(points, left, jobs):
+    for index, outcome in _simulated([(i, points[i]) for i in left], simulate, jobs):
         found[index] = outcome
         store.put(points[index], outcome)
         progress(sum(o is not None for o in found), len(points))
@@ -114,24 +124,24 @@ def run_points(
 
 
 def _simulated(
-    points: Sequence[Point], left: Sequence[int], jobs: int
-) -> Iterator[tuple[int, Outcome]]:
-    numbered = [(i, points[i]) for i in left]
-    if jobs <= 1 or len(left) <= 1:
-        yield from map(_numbered, numbered)
+    numbered: Sequence[tuple[int, P]], simulate: Callable[[P], Found], jobs: int
+) -> Iterator[tuple[int, Found]]:
+    one = partial(_numbered, simulate)
+    if jobs <= 1 or len(numbered) <= 1:
+        yield from map(one, numbered)
         return
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(jobs, len(left))) as pool:
-        yield from pool.imap_unordered(_numbered, numbered)
+    with context.Pool(min(jobs, len(numbered))) as pool:
+        yield from pool.imap_unordered(one, numbered)
 
 
-def _numbered(item: tuple[int, Point]) -> tuple[int, Outcome]:
+def _numbered(simulate: Callable[[P], Found], item: tuple[int, P]) -> tuple[int, Found]:
     return item[0], simulate(item[1])
 
 
 def _key(point: Point) -> str:
-    """What the outcome depends on: the resolved YAML, the trace's bytes, the scales."""
-    digest = hashlib.sha256()
+    """What the outcome depends on: the resolved YAML, the trace's bytes, the point, the code."""
+    digest = hashlib.sha256(code_digest())
     path = Path(point.config)
     try:
         config = read_config(path, point.changes)
@@ -142,8 +152,20 @@ def _key(point: Point) -> str:
         trace = path.parent / config.trace if config.trace else None
         if trace is not None and trace.is_file():
             digest.update(trace.read_bytes())
-    digest.update(msgspec.json.encode((SCHEMA, sorted(point.changes.items()), point.judge)))
+    changes = dict(sorted(point.changes.items()))
+    elsewhere = msgspec.structs.replace(point, config="", changes=changes)
+    digest.update(msgspec.json.encode((SCHEMA, elsewhere)))
     return digest.hexdigest()[:32]
+
+
+@cache
+def code_digest() -> bytes:
+    """Of the Python files that a simulation runs: another version simulates again."""
+    digest = hashlib.sha256()
+    for folder in SIMULATED:
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.digest()
 
 
 def grid(varied: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from prism.replay.report import percent
 from prism.sim.console import Bar
 from prism.sim.options import Config, SetOption, make_folder, parse_sets
 from prism.sim.planning import Plan, fewest_gpus
-from prism.sim.points import Outcome, Point, Store, grid, run_points
+from prism.sim.points import Outcome, Point, Store, grid, run_points, simulate
 from prism.sim.scenario import OFFERED, load
 
 Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
@@ -48,7 +48,7 @@ def sweep(
     scales = parse_scales(judge)
     points = [Point(str(config), {**fixed, **changes}, scales) for changes in grid(varied)]
     load(config, points[0].changes)
-    outcomes = _run(points, jobs, Store(out / "points"), "sweep")
+    outcomes = _run(points, jobs, Store(out / "points", Outcome), "sweep")
     shown = [
         Outcome({k: o.changes[k] for k in varied}, o.summary, o.counts, o.busy, o.problem)
         for o in outcomes
@@ -85,7 +85,7 @@ def plan(
     make_folder(out)
     fixed = parse_sets(set_ or [])
     load(config, {**fixed, "gpus.count": max_gpus})
-    store = Store(out / "points" if out else None)
+    store = Store(out / "points" if out else None, Outcome)
     console = Console()
     plans: list[Plan] = []
     for name in names:
@@ -141,6 +141,7 @@ def plan_table(plans: list[Plan]) -> Table:
     return table
 
 
-def _run(points: list[Point], jobs: int, store: Store, what: str) -> list[Outcome]:
+def _run(points: list[Point], jobs: int, store: Store[Outcome], what: str) -> list[Outcome]:
     with Bar(Console(stderr=True), what) as bar:
-        return run_points(points, jobs=jobs or os.cpu_count() or 1, store=store, progress=bar)
+        cores = jobs or os.cpu_count() or 1
+        return run_points(points, simulate, jobs=cores, store=store, progress=bar)

@@ -47,6 +47,12 @@ def outcome(attainment: float) -> Outcome:
     return Outcome({}, Summary(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, total, {}))
 
 
+def run_listed(listed: list[Point], store: Store[Outcome]) -> list[Outcome]:
+    return run_points(
+        listed, points.simulate, jobs=1, store=store, progress=lambda done, total: None
+    )
+
+
 def test_any_number_of_cores_gives_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
 ) -> None:
@@ -63,16 +69,16 @@ def test_what_is_there_is_not_simulated_again(
     monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
 ) -> None:
     listed = [Point(str(config), changes) for changes in grid({"rate_scale": [0.5, 1]})]
-    store = Store(tmp_path / "points")
-    first = run_points(listed[:1], jobs=1, store=store, progress=lambda done, total: None)
+    store = Store(tmp_path / "points", Outcome)
+    first = run_listed(listed[:1], store)
     simulated = []
     real = points.simulate
     monkeypatch.setattr(points, "simulate", lambda p: simulated.append(p) or real(p))
-    both = run_points(listed, jobs=1, store=store, progress=lambda done, total: None)
+    both = run_listed(listed, store)
     assert simulated == listed[1:]
     assert msgspec.json.encode(both[0]) == msgspec.json.encode(first[0])
     config.write_text(CONFIG.replace("rate: 2", "rate: 3"))
-    run_points(listed[:1], jobs=1, store=store, progress=lambda done, total: None)
+    run_listed(listed[:1], store)
     assert simulated == [listed[1], listed[0]]
 
 
