@@ -154,11 +154,10 @@ class World:
         def freed() -> None:
             if self._moves.waits_for_memory:
                 self._moves.memory_freed()
-            for device in resident.devices:
+            # Tensor-parallel neighbours share all their devices: each home is poked once.
+            near = [guest.home for d in resident.devices for guest in d.guests]
+            for device in dict.fromkeys((*resident.devices, *near)):
                 device.poke()
-                for guest in device.guests:
-                    if guest.home is not device and guest is not resident:
-                        guest.home.poke()
 
         def retracted(request: Request) -> None:
             self.records.count("retractions")
