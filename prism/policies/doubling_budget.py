@@ -10,7 +10,7 @@ shortest work first, by what is known of a service, and later the further a requ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prism.policies.steps import (
@@ -23,6 +23,8 @@ from prism.policies.steps import (
     StepRequest,
 )
 from prism.policies.temporal import WAIT, fitting, idle, kv_free_bytes
+
+Rank = tuple[float, float, float, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def starvation_s(engine: EngineStepView, settings: DbSettings) -> float:
 class Head:
     """A request as a candidate for the next step."""
 
-    rank: tuple[float, float, float, str]
+    rank: Rank
     engine: EngineStepView
     phase: Phase
     request: StepRequest
@@ -83,11 +85,11 @@ def choose(view: DeviceStepView, settings: DbSettings) -> StepChoice:
     """The best request that can run, and the batch around it. Preempted requests keep their KV."""
     if not idle(view):
         return WAIT
-    heads = sorted(_heads(view, settings), key=lambda head: head.rank)
+    heads = ranked(view, lambda request, engine: _rank(request, engine, settings))
     free = kv_free_bytes(view)
     for head in heads:
         for phase in _phases(head, settings):
-            batch = _batch(head, phase, heads, free)
+            batch = batch_of(head, phase, heads, free)
             if batch:
                 job = StepJob(head.engine.model, phase, batch)
                 return StepChoice((job,), _holds_s(head, phase, batch, heads, settings))
@@ -102,23 +104,25 @@ def _phases(head: Head, settings: DbSettings) -> tuple[Phase, ...]:
     return (Phase.PREFILL, Phase.DECODE)
 
 
-def _heads(view: DeviceStepView, settings: DbSettings) -> Iterator[Head]:
-    for engine in view.engines:
-        for phase, requests in ((Phase.PREFILL, engine.prefill), (Phase.DECODE, engine.decode)):
-            for request in requests:
-                yield Head(_rank(request, engine, settings), engine, phase, request)
+def ranked(view: DeviceStepView, rank: Callable[[StepRequest, EngineStepView], Rank]) -> list[Head]:
+    """All requests, the one to be served first first."""
+    found = [
+        Head(rank(request, engine), engine, phase, request)
+        for engine in view.engines
+        for phase, requests in ((Phase.PREFILL, engine.prefill), (Phase.DECODE, engine.decode))
+        for request in requests
+    ]
+    return sorted(found, key=lambda head: head.rank)
 
 
-def _rank(
-    request: StepRequest, engine: EngineStepView, settings: DbSettings
-) -> tuple[float, float, float, str]:
+def _rank(request: StepRequest, engine: EngineStepView, settings: DbSettings) -> Rank:
     """Starved ones before all, longest waiting first; then by priority and age."""
     if request.waiting_s >= starvation_s(engine, settings):
         return (-math.inf, -request.waiting_s, request.arrival_s, request.id)
     return (0.0, priority(request, engine), request.arrival_s, request.id)
 
 
-def _batch(head: Head, phase: Phase, heads: Sequence[Head], kv_free: int) -> tuple[str, ...]:
+def batch_of(head: Head, phase: Phase, heads: Sequence[Head], kv_free: int) -> tuple[str, ...]:
     """The head, then requests of its service and phase in order of priority, while they fit."""
     engine = head.engine
     same = [h.request for h in heads if h.engine.model == engine.model and h.phase is phase]

@@ -43,7 +43,7 @@ class Mesh:
 
 
 @dataclass(slots=True)
-class _Unit:
+class MeshUnit:
     mesh: Mesh
     models: tuple[Candidate, ...] = ()
     estimate: Estimate = field(default_factory=Estimate)
@@ -59,21 +59,22 @@ def search(problem: Problem) -> Placement:
     assert problem.times is not None, "MuxServe's estimator needs step times"
     planner = Planner(problem.models, problem.devices, problem.times)
     groups = list(mesh_groups(problem.devices, planner.degrees()))
-    best = _best(planner, groups, computation)
+    best = best_of(planner, groups, computation)
     if _placed(best) < len(problem.models):
-        best = max(best, _best(planner, groups, lambda m: float(m.weight_bytes)), key=_placed)
+        best = max(best, best_of(planner, groups, lambda m: float(m.weight_bytes)), key=_placed)
     return planner.placement(best)
 
 
-def _best(planner: Planner, groups: Sequence[Sequence[Mesh]], key: Key) -> list[_Unit]:
+def best_of(planner: Planner, groups: Sequence[Sequence[Mesh]], key: Key) -> list[MeshUnit]:
+    """The units of the best mesh group, models placed in the order of `key`, largest first."""
     return max((planner.place(group, key) for group in groups), key=_rank)
 
 
-def _placed(units: Sequence[_Unit]) -> int:
+def _placed(units: Sequence[MeshUnit]) -> int:
     return sum(len(u.models) for u in units)
 
 
-def _rank(units: Sequence[_Unit]) -> tuple[int, float, float]:
+def _rank(units: Sequence[MeshUnit]) -> tuple[int, float, float]:
     """Most models, then most throughput, then least strain; rounding must not decide."""
     throughput = sum(u.estimate.throughput_rps for u in units)
     strain = max((u.estimate.strain for u in units), default=0.0)
@@ -104,10 +105,10 @@ class Planner:
         """Mesh sizes that some model can use."""
         return tuple(sorted({tp for found in self._candidates.values() for tp in found}))
 
-    def place(self, group: Sequence[Mesh], key: Key) -> list[_Unit]:
+    def place(self, group: Sequence[Mesh], key: Key) -> list[MeshUnit]:
         """The inner loops of Algorithm 1: each model, largest `key` first, goes where it adds the
         most."""
-        units = [_Unit(mesh) for mesh in group]
+        units = [MeshUnit(mesh) for mesh in group]
         for model in sorted(self._models, key=key, reverse=True):
             best = max(self._options(model, units), key=lambda o: o[0], default=None)
             if best is not None:
@@ -116,8 +117,8 @@ class Planner:
         return units
 
     def _options(
-        self, model: ModelSpecView, units: Sequence[_Unit]
-    ) -> Iterator[tuple[tuple[float, float], int, _Unit]]:
+        self, model: ModelSpecView, units: Sequence[MeshUnit]
+    ) -> Iterator[tuple[tuple[float, float], int, MeshUnit]]:
         seen: set[tuple[int, int, frozenset[str]]] = set()
         for index, unit in enumerate(units):
             candidate = self._candidates[model.name].get(unit.mesh.size)
@@ -131,7 +132,7 @@ class Planner:
                 continue
             after = self.estimate(unit.mesh, grown)
             gain = round(after.throughput_rps - unit.estimate.throughput_rps, 9)
-            yield (gain, -round(after.strain, 9)), index, _Unit(unit.mesh, grown, after)
+            yield (gain, -round(after.strain, 9)), index, MeshUnit(unit.mesh, grown, after)
 
     def estimate(self, mesh: Mesh, models: tuple[Candidate, ...]) -> Estimate:
         """F of a unit; REQUIRES: the models fit."""
@@ -149,7 +150,7 @@ class Planner:
     def candidate(self, name: str, tp: int) -> Candidate | None:
         return self._candidates[name].get(tp)
 
-    def placement(self, units: Sequence[_Unit]) -> Placement:
+    def placement(self, units: Sequence[MeshUnit]) -> Placement:
         """As data; models in no unit are refused with what they need."""
         made = tuple(Unit(u.mesh.devices, _hosted(u)) for u in units)
         placed = {c.model.name for u in units for c in u.models}
@@ -165,7 +166,7 @@ class Planner:
         return f"no mesh has {size_text(need)} left beside the models placed before it"
 
 
-def _hosted(unit: _Unit) -> tuple[Hosted, ...]:
+def _hosted(unit: MeshUnit) -> tuple[Hosted, ...]:
     batches = unit.estimate.batches or {}
     return tuple(Hosted(c.model.name, c.sm_share, batches[c.model.name]) for c in unit.models)
 

@@ -31,6 +31,7 @@ from prism.sim.options import (
 from prism.sim.scenario import Scenario, load
 from prism.sim.sweep_cli import plan, sweep
 from prism.sim.world import World
+from prism.studies.cli import study
 
 app = typer.Typer(
     name="prism-sim",
@@ -96,6 +97,9 @@ app.command(
 app.command(
     epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ --target 0.99"
 )(plan)
+app.command(
+    epilog="Example: prism-sim study prism-table1 --out results/studies; prism-sim study --list"
+)(study)
 app.add_typer(trace_cli.app)
 app.add_typer(calibrate_cli.app)
 

@@ -1,0 +1,87 @@
+"""Policies with one part taken out or replaced, as the papers' ablations have them. Pure functions.
+
+They are not offered by name to users: `prism-sim study` runs them beside the whole policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from prism.errors import ConfigError
+from prism.policies import (
+    dedicated,
+    fcfs,
+    mlfq,
+    mux_greedy,
+    mux_placement,
+    prism,
+    registry,
+    temporal,
+)
+from prism.policies.data import Action, ClusterView, Settings
+from prism.policies.kv_blocks import KvBlocks
+from prism.policies.placement import Placement, Problem, Search, Unit
+from prism.policies.registry import Policy
+
+
+def unbalanced(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """Prism without its global scheduler (§7.4): placement sees no load, so that models go by free
+    memory alone, and none is moved for balance. Eviction and activation stay."""
+    models = tuple(replace(model, token_rate=0.0) for model in view.models)
+    return prism.plan(replace(view, models=models, rebalance=False), settings)
+
+
+def partitioned(search: Search) -> Search:
+    """The same placement with the KV memory of each unit cut into equal fixed parts: MuxServe
+    without its unified memory manager (MuxServe §4.4)."""
+
+    def found(problem: Problem) -> Placement:
+        placement = search(problem)
+        sizes = {m.name: m.weight_bytes for m in problem.models}
+        capacity = {d.name: d.capacity_bytes for d in problem.devices}
+        return replace(
+            placement, units=tuple(_partitioned(u, sizes, capacity) for u in placement.units)
+        )
+
+    return found
+
+
+def _partitioned(unit: Unit, sizes: Mapping[str, int], capacity: Mapping[str, int]) -> Unit:
+    weights = sum(-(-sizes[host.model] // unit.tp) for host in unit.models)
+    least = min(capacity[device] for device in unit.devices)
+    limit_bytes = (least - weights) // max(1, len(unit.models))
+    return replace(unit, models=tuple(replace(h, kv_limit_bytes=limit_bytes) for h in unit.models))
+
+
+OWN_KV: dict[str, Any] = {"search": partitioned(mux_placement.search), "kv_blocks": KvBlocks.OWN}
+Change = Callable[[Policy], Policy]
+
+VARIANTS: dict[tuple[str, str], Change] = {
+    # Prism §7.4, Figures 10 and 11
+    ("prism", "no-global"): lambda p: replace(p, plan=unbalanced),
+    ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
+    # MuxServe §4.4, Figures 8, 9 and 10
+    ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),
+    ("muxserve", "fcfs"): lambda p: replace(p, steps=temporal.FCFS),
+    ("muxserve", "round-robin"): lambda p: replace(p, steps=temporal.ROUND_ROBIN),
+    ("muxserve", "own-kv"): lambda p: replace(p, **OWN_KV),
+    ("muxserve", "temporal"): lambda p: replace(p, steps=temporal.FCFS, **OWN_KV),
+    # SeaLLM §6.3, Figure 8
+    ("seallm", "F"): lambda p: replace(p, steps=temporal.FCFS),
+    ("seallm", "M"): lambda p: replace(p, steps=mlfq.control()),
+    ("seallm", "P"): lambda p: replace(p, plan=dedicated.plan, search=dedicated.search, steps=None),
+    ("seallm", "A"): lambda p: replace(p, next_interval=None),
+}
+
+
+def get(policy: str, variant: str = "") -> Policy:
+    """variant "": the policy itself. Raises ConfigError."""
+    found = registry.get(policy)
+    if not variant:
+        return found
+    if (policy, variant) not in VARIANTS:
+        known = ", ".join(v for name, v in VARIANTS if name == policy) or "none"
+        raise ConfigError(f"variant {variant!r} of {policy!r}: known are {known}")
+    return VARIANTS[policy, variant](found)

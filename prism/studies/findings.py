@@ -1,0 +1,134 @@
+"""What a study finds: our figures beside the published ones, with verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+EQUAL = 0.02
+"""Figures that differ by less are called equal."""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """One published statement beside ours. agrees: None where nothing is published or nothing can
+    be said. source: figure, table or section of the paper."""
+
+    what: str
+    ours: str
+    published: str
+    verdict: str
+    source: str
+    agrees: bool | None = None
+
+
+class Plot(msgspec.Struct, frozen=True):
+    """lines: name -> (x, y) points; y may be None. bars: x are labels."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    lines: dict[str, list[tuple[Any, float | None]]]
+    bars: bool = False
+    log: bool = False
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """rows: every point, for the CSV. budget: what each policy was given to tune itself with;
+    remarks: what this run found that a reader must know, such as policies that were not run."""
+
+    comparisons: list[Comparison]
+    rows: list[dict[str, Any]]
+    plots: dict[str, Plot]
+    budget: list[str] = []
+    remarks: list[str] = []
+
+
+def overall(comparisons: Sequence[Comparison]) -> str:
+    """One phrase: how many of the paper's statements hold here."""
+    judged = [c.agrees for c in comparisons if c.agrees is not None]
+    if not judged:
+        return "nothing to compare"
+    held = sum(judged)
+    if held == len(judged):
+        return f"agrees ({held} of {len(judged)})"
+    return f"{'partly' if held else 'differs'} ({held} of {len(judged)} agree)"
+
+
+def factor(what: str, ours: float | None, published: float | None, source: str) -> Comparison:
+    """A ratio of the paper's system over a baseline, above 1 where the system is better.
+    published: None where the paper only says that it is better."""
+    said = "better" if published is None else f"{published:.2f}x"
+    if ours is None:
+        return Comparison(what, "-", said, "cannot be formed here", source)
+    if abs(ours - 1) <= EQUAL:
+        return Comparison(what, f"{ours:.2f}x", said, "no difference here", source, False)
+    if ours < 1:
+        return Comparison(what, f"{ours:.2f}x", said, "the other way round", source, False)
+    verdict = "same direction"
+    if published is not None:
+        verdict += f", {ours / published:.2f} of the published factor"
+    return Comparison(what, f"{ours:.2f}x", said, verdict, source, True)
+
+
+def value(
+    what: str,
+    ours: float | None,
+    published: float,
+    source: str,
+    *,
+    unit: str = "",
+    within: float = 0.25,
+) -> Comparison:
+    """A plain figure; it agrees within that part of the published one."""
+    said = f"{published:.4g} {unit}".strip()
+    if ours is None:
+        return Comparison(what, "-", said, "cannot be formed here", source)
+    near = abs(ours - published) <= within * abs(published)
+    verdict = "same" if abs(ours - published) <= EQUAL * abs(published) else "near" if near else ""
+    if not verdict:
+        verdict = f"{ours / published:.2f} of the published" if published else "differs"
+    return Comparison(what, f"{ours:.4g} {unit}".strip(), said, verdict, source, near)
+
+
+def claim(what: str, holds: bool | None, ours: str, published: str, source: str) -> Comparison:
+    """A statement in words."""
+    verdict = {True: "holds", False: "does not hold here", None: "cannot be said here"}[holds]
+    return Comparison(what, ours, published, verdict, source, holds)
+
+
+def order(
+    what: str,
+    ours: Mapping[str, float | None],
+    published: Sequence[str],
+    source: str,
+    *,
+    smaller: bool = False,
+) -> Comparison:
+    """published: names, best first; those that `ours` lacks are left out. smaller: is better. A
+    pair agrees unless ours has it the other way round by more than EQUAL."""
+    known = {n: v for n, v in ours.items() if v is not None and n in published}
+    names = [name for name in published if name in known]
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    wrong = [(a, b) for a, b in pairs if _worse(known[a], known[b], smaller)]
+    ranked = sorted(names, key=lambda n: known[n] if smaller else -known[n])
+    shown = " > ".join(f"{n} {known[n]:.4g}" for n in ranked)
+    if not pairs:
+        return Comparison(what, shown or "-", " > ".join(published), "cannot be said here", source)
+    verdict = "same order"
+    if wrong:
+        verdict = f"differs in {len(wrong)} of {len(pairs)} pairs: " + ", ".join(
+            f"{b} before {a}" for a, b in wrong
+        )
+    return Comparison(what, shown, " > ".join(published), verdict, source, not wrong)
+
+
+def _worse(first: float, second: float, smaller: bool) -> bool:
+    least = EQUAL * max(abs(first), abs(second))
+    return (first - second if smaller else second - first) > least
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """None where either is missing or zero."""
+    return above / below if above and below else None

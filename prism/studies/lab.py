@@ -1,0 +1,53 @@
+"""Where a study works: its folder, its size, and how its points are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from prism.replay.trace import Trace, write_trace
+from prism.sim.points import Store, run_points
+from prism.studies.sources import Sources
+from prism.studies.trial import Measured, Trial, simulate
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """folder: of one study. quick: the size for tests. bar: shows progress under a name.
+
+    Setups and traces are written into the folder, so that `prism-sim run` can open every point;
+    outcomes are kept in it, so that a study that was cut off goes on where it stopped.
+    """
+
+    folder: Path
+    bar: Callable[[str], AbstractContextManager[Progress]]
+    quick: bool = False
+    jobs: int = 1
+    seed: int = 0
+    sources: Sources = field(default_factory=Sources)
+
+    def pick(self, full: T, quick: T) -> T:
+        return quick if self.quick else full
+
+    def setup(self, name: str, config: Mapping[str, Any], trace: Trace) -> str:
+        """Write a YAML of `prism-sim` and its trace; returns the YAML's path."""
+        folder = self.folder / "setups"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_trace(folder / f"{name}.jsonl", trace)
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({**config, "trace": f"{name}.jsonl"}, sort_keys=False))
+        return str(path)
+
+    def run(self, trials: Sequence[Trial], what: str = "simulating") -> list[Measured]:
+        """Outcomes in the order of `trials`."""
+        store = Store(self.folder / "points", Measured)
+        with self.bar(what) as progress:
+            return run_points(trials, simulate, jobs=self.jobs, store=store, progress=progress)

@@ -1,0 +1,120 @@
+"""Traces that the papers' evaluations are driven with: real ones where they are at hand, else
+generated ones with the published means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from prism.errors import ConfigError
+from prism.replay import transforms
+from prism.replay.bursty import PRESETS, BurstyConfig, generate_bursty
+from prism.replay.formats import read_arena
+from prism.replay.generate import LengthSource
+from prism.replay.rows import ReadOptions
+from prism.replay.sampled import lengths_of, read_maf, read_sharegpt
+from prism.replay.servegen import read_servegen
+from prism.replay.steady import SHAREGPT
+from prism.replay.trace import Trace, TraceRequest, models_of
+
+ARENA = Path(__file__).parent / "data" / "arena_chat27_vtc.csv"
+STYLES = ("hyperbolic", "arena-chat")
+PATTERNS = {"servegen": "servegen_client_rates*", "maf": "*maf*", "sharegpt": "*sharegpt*"}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """folder: of the user's own files; servegen_client_rates*.csv in place of the Hyperbolic-style
+    generator, *maf*.csv for arrivals (SeaLLM), *sharegpt*.json for lengths."""
+
+    folder: Path | None = None
+
+    def find(self, what: str) -> Path | None:
+        """Raises ConfigError where the folder is missing."""
+        if self.folder is None:
+            return None
+        if not self.folder.is_dir():
+            raise ConfigError(f"--traces {self.folder}: is no folder")
+        return next(iter(sorted(self.folder.glob(PATTERNS[what]))), None)
+
+    def sharegpt(self) -> LengthSource:
+        """ShareGPT's lengths, or log-normals with the means that MuxServe reports of them."""
+        path = self.find("sharegpt")
+        return SHAREGPT if path is None else lengths_of(read_sharegpt(path, ReadOptions()))
+
+    def styled(self, style: str, models: Sequence[str], seconds: float, seed: int) -> Trace:
+        """A trace of one of STYLES to `models`, the most popular first, at its own rate, without
+        SLOs."""
+        make = self._hyperbolic if style == "hyperbolic" else self._arena
+        return onto(make(len(models), seconds, seed), models)
+
+    def _hyperbolic(self, count: int, seconds: float, seed: int) -> Trace:
+        path = self.find("servegen")
+        if path is not None:
+            options = ReadOptions(seed=seed, seconds=seconds, lengths=self.sharegpt())
+            return transforms.sample_models(read_servegen(path, options), count, seed)
+        return _preset("hyperbolic", count, seconds, seed, self.sharegpt())
+
+    def _arena(self, count: int, seconds: float, seed: int) -> Trace:
+        """The sample that the prototype replays; more models than it has, or more time, come from
+        the generator with the sample's lengths."""
+        sample = read_arena(ARENA, ReadOptions())
+        if count <= len(models_of(sample)) and seconds <= sample[-1].arrival_s + 1:
+            return transforms.window(transforms.sample_models(sample, count, seed), 0, seconds)
+        return _preset("arena-chat", count, seconds, seed, lengths_of(sample))
+
+    def functions(self, services: Sequence[str], seconds: float, seed: int) -> Trace | None:
+        """Azure Functions, round robin over services (SeaLLM §6.1); None without a file."""
+        path = self.find("maf")
+        if path is None:
+            return None
+        options = ReadOptions(seed=seed, seconds=seconds, lengths=SHAREGPT)
+        trace = read_maf(path, options)
+        names = models_of(trace)
+        mapping = {name: services[i % len(services)] for i, name in enumerate(names)}
+        return transforms.map_models(trace, mapping)
+
+    def described(self) -> str:
+        """Where the traces of this run come from."""
+        used = [f"{what}: {path.name}" for what in PATTERNS if (path := self.find(what))]
+        if used:
+            return "of the files given, " + ", ".join(used)
+        return "the bundled Chatbot Arena sample and generators with the published statistics"
+
+
+def _preset(name: str, count: int, seconds: float, seed: int, lengths: LengthSource) -> Trace:
+    """`count` models sampled from all ranks of a preset; more than it has by more models of the
+    same kind (Prism §7.5 samples other periods of the same models)."""
+    config: BurstyConfig = PRESETS[name]
+    have = len(config.models)
+    if count > have:
+        names = tuple(f"model-{i}" for i in range(count))
+        more = count / have
+        config = replace(
+            config,
+            models=names,
+            rate_rps=config.rate_rps * more,
+            groups=round(config.groups * more),
+        )
+    trace = generate_bursty(replace(config, seconds=seconds, seed=seed, lengths=lengths))
+    return transforms.sample_models(trace, count, seed) if count < have else trace
+
+
+def onto(trace: Trace, models: Sequence[str]) -> Trace:
+    """The trace's models, the most popular first, become `models`; SLOs are dropped. Models of
+    which the window holds no request stay without any."""
+    counts: dict[str, int] = {}
+    for request in trace:
+        counts[request.model] = counts.get(request.model, 0) + 1
+    ranked = sorted(counts, key=lambda name: (-counts[name], name))
+    mapping = dict(zip(ranked, models, strict=False))
+    return [without_slo(r, mapping[r.model]) for r in trace]
+
+
+def without_slo(request: TraceRequest, model: str) -> TraceRequest:
+    return msgspec.structs.replace(
+        request, model=model, slo_ttft_ms=None, slo_tpot_ms=None, slo_e2e_ms=None
+    )

@@ -1,0 +1,164 @@
+"""A point of a study: a setup, changes, perhaps an ablated policy; and what is measured of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from prism.errors import ConfigError
+from prism.policies import ablations
+from prism.sim.points import Outcome, Point
+from prism.sim.profile import loads
+from prism.sim.records import NEVER, Records
+from prism.sim.results import results_of
+from prism.sim.scenario import Scenario, load
+from prism.sim.summary import Columns, columns
+from prism.sim.world import World
+
+SERIES_POINTS = 120
+
+
+class Trial(Point, frozen=True):
+    """variant: of the policy, see `prism.policies.ablations`. series: keep samples over time."""
+
+    variant: str = ""
+    series: bool = False
+
+
+class ModelMeasure(msgspec.Struct, frozen=True):
+    """in_window: requests that ended while others still arrived. normalized_latency: mean latency
+    over the mean execution time of a request alone (SeaLLM eq. 1), of those that were served.
+    ttft, tpot: attainment. kv_bytes: mean KV memory."""
+
+    requests: int
+    in_window: int
+    normalized_latency: float | None
+    ttft: float
+    tpot: float
+    kv_bytes: float
+
+
+class Series(msgspec.Struct, frozen=True):
+    """Samples by model, in bytes and requests; ended_tokens: output tokens of the requests that
+    ended since the last sample, per second."""
+
+    time_s: list[float]
+    kv_bytes: dict[str, list[int]]
+    waiting: dict[str, list[int]]
+    ended_tokens: list[float]
+
+
+class Measured(Outcome, frozen=True):
+    """window_s: until the last arrival. lost: ended with an error."""
+
+    models: dict[str, ModelMeasure] = msgspec.field(default_factory=dict)
+    window_s: float = 0.0
+    normalized_latency: float | None = None
+    lost: int = 0
+    gpu_bytes: int = 0
+    series: Series | None = None
+
+    @property
+    def completed_rps(self) -> float:
+        """Requests that ended while others still arrived, per second."""
+        done = sum(model.in_window for model in self.models.values())
+        return done / self.window_s if self.window_s else 0.0
+
+    @property
+    def weighted_rps(self) -> float:
+        """Throughputs of the models, averaged by their rates (MuxServe §4.1)."""
+        requests = sum(model.requests for model in self.models.values())
+        if not requests:
+            return 0.0
+        parts = (m.requests * m.in_window / self.window_s for m in self.models.values())
+        return sum(parts) / requests
+
+
+def simulate(trial: Trial) -> Measured:
+    """Raises nothing for a ConfigError: it is the outcome."""
+    try:
+        scenario = load(Path(trial.config), trial.changes)
+        policy = ablations.get(scenario.config.policy, trial.variant)
+    except ConfigError as error:
+        return Measured(trial.changes, problem=str(error))
+    world = World(scenario.setup, scenario.work, policy)
+    records = world.run()
+    found = results_of(scenario.config, world, trial.judge)
+    table, models = columns(records), _models(scenario, records)
+    return Measured(
+        trial.changes,
+        found.summary,
+        found.counts,
+        sum(gpu.busy for gpu in found.gpus) / len(found.gpus),
+        models=models,
+        window_s=scenario.work.end_s,
+        normalized_latency=_mean_normalized(scenario, table),
+        lost=len(records.errors),
+        gpu_bytes=sum(gpu.capacity_bytes for gpu in found.gpus),
+        series=_series(records) if trial.series else None,
+    )
+
+
+def _models(scenario: Scenario, records: Records) -> dict[str, ModelMeasure]:
+    """In the order of the setup; models without requests are left out."""
+    table, work = columns(records), scenario.work
+    ended = np.array(records.end_s) <= work.end_s
+    execution_s = [load.execution_s for load in loads(scenario.setup, work)]
+    found = {}
+    for index, name in enumerate(work.models):
+        chosen = table.model == index
+        if not chosen.any():
+            continue
+        served = table.e2e_ms[chosen & table.ok]
+        held = [sample.kv_bytes.get(index, 0) for sample in records.samples]
+        found[name] = ModelMeasure(
+            requests=int(chosen.sum()),
+            in_window=int((chosen & table.ok & ended).sum()),
+            normalized_latency=float(served.mean() / 1000 / execution_s[index])
+            if len(served)
+            else None,
+            ttft=float((table.ok & (table.ttft_ms <= table.slo_ttft_ms))[chosen].mean()),
+            tpot=float((table.ok & ~(table.tpot_ms > table.slo_tpot_ms))[chosen].mean()),
+            kv_bytes=float(np.mean(held)),
+        )
+    return found
+
+
+def _mean_normalized(scenario: Scenario, table: Columns) -> float | None:
+    """Over all served requests."""
+    execution_s = np.array([load.execution_s for load in loads(scenario.setup, scenario.work)])
+    served = table.ok
+    if not served.any():
+        return None
+    return float((table.e2e_ms[served] / 1000 / execution_s[table.model[served]]).mean())
+
+
+def _series(records: Records) -> Series:
+    work = records.work
+    stride = max(1, len(records.samples) // SERIES_POINTS)
+    samples = records.samples[::stride]
+    times = np.array([sample.time_s for sample in samples])
+    arrival, model = np.array(work.arrival_s), np.array(work.model)
+    started, end = np.array(records.started_s), np.array(records.end_s)
+    # one that never started waited until it was given up
+    leaves = np.where(started == NEVER, end, started)
+    waiting = {
+        name: [
+            int(((arrival <= t) & (leaves > t) & (model == index)).sum()) for t in times.tolist()
+        ]
+        for index, name in enumerate(work.models)
+    }
+    edges = np.concatenate([times, [np.inf]])
+    tokens, _ = np.histogram(end, edges[:-1], weights=np.array(records.output_tokens))
+    rates = np.concatenate([[0.0], tokens / np.maximum(np.diff(times), 1e-9)])
+    return Series(
+        time_s=[round(t, 3) for t in times.tolist()],
+        kv_bytes={
+            name: [sample.kv_bytes.get(index, 0) for sample in samples]
+            for index, name in enumerate(work.models)
+        },
+        waiting=waiting,
+        ended_tokens=[round(rate, 3) for rate in rates.tolist()],
+    )
