@@ -88,7 +88,7 @@ class TableCost:
         tokens = batch + sum(chunk.tokens for chunk in chunks)
         if not tokens:
             return 0.0
-        prefill_s = sum(self._prefill_attention_s(chunk) for chunk in chunks)
+        prefill_s = self._chunks_attention_s(chunks)
         return self._dense_s(tokens) + prefill_s + self._decode_attention_s(batch, context_tokens)
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
@@ -109,12 +109,22 @@ class TableCost:
             return Usage(0.0, 0.0)
         tokens = batch + sum(chunk.tokens for chunk in chunks)
         compute_s = tokens * self._token_compute_s
-        compute_s += sum(self._prefill_attention_s(chunk) for chunk in chunks)
+        compute_s += self._chunks_attention_s(chunks)
         memory_s = self.table.dense_s[0] + self._decode_attention_s(batch, context_tokens)
         return Usage(min(1.0, compute_s / total_s), min(1.0, memory_s / total_s))
 
     def _dense_s(self, tokens: int) -> float:
         return self.table.host_s + _interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
+
+    def _chunks_attention_s(self, chunks: Sequence[Chunk]) -> float:
+        """Searches ask for many times the same chunk: it is looked up once."""
+        total_s = last_s = 0.0
+        last: Chunk | None = None
+        for chunk in chunks:
+            if chunk is not last:
+                last, last_s = chunk, self._prefill_attention_s(chunk)
+            total_s += last_s
+        return total_s
 
     def _prefill_attention_s(self, chunk: Chunk) -> float:
         table = self.table

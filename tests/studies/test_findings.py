@@ -1,0 +1,62 @@
+"""Verdicts say what the figures say."""
+
+from __future__ import annotations
+
+import pytest
+
+from prism.studies import findings
+from prism.studies.findings import Comparison
+from prism.studies.prism_overall import since, up_to
+
+
+@pytest.mark.parametrize(
+    ("ours", "published", "agrees", "verdict"),
+    [
+        (2.0, 4.0, True, "same direction, 0.50 of the published factor"),
+        (1.5, None, True, "same direction"),
+        (1.01, 4.0, False, "no difference here"),
+        (0.5, 4.0, False, "the other way round"),
+        (None, 4.0, None, "cannot be formed here"),
+    ],
+)
+def test_factor(
+    ours: float | None, published: float | None, agrees: bool | None, verdict: str
+) -> None:
+    found = findings.factor("x", ours, published, "Table 1")
+    assert (found.agrees, found.verdict) == (agrees, verdict)
+
+
+@pytest.mark.parametrize(
+    ("ours", "agrees", "verdict"),
+    [(99.5, True, "same"), (80.0, True, "near"), (40.0, False, "0.40 of the published")],
+)
+def test_value(ours: float, agrees: bool, verdict: str) -> None:
+    found = findings.value("x", ours, 100.0, "Table 1", unit="%")
+    assert (found.agrees, found.verdict, found.published) == (agrees, verdict, "100 %")
+
+
+def test_order_names_the_pairs_that_differ() -> None:
+    ours = {"a": 90.0, "b": 91.0, "c": 95.0, "d": None}
+    found = findings.order("x", ours, ("a", "b", "c", "d"), "Figure 7")
+    assert found.verdict == "differs in 2 of 3 pairs: c before a, c before b"
+    assert found.agrees is False
+    assert findings.order("x", ours, ("c", "b", "a"), "Figure 7").agrees is True
+    assert findings.order("x", ours, ("a", "b", "c"), "Figure 7", smaller=True).agrees is True
+    assert findings.order("x", {"a": 1.0}, ("a", "b"), "Figure 7").agrees is None
+
+
+def test_overall_counts_what_can_be_said() -> None:
+    yes, no, open_ = (Comparison("", "", "", "", "", a) for a in (True, False, None))
+    assert findings.overall([yes, yes, open_]) == "agrees (2 of 2)"
+    assert findings.overall([yes, no]) == "partly (1 of 2 agree)"
+    assert findings.overall([no, open_]) == "differs (0 of 1 agree)"
+    assert findings.overall([open_]) == "nothing to compare"
+
+
+def test_where_a_line_crosses_the_target() -> None:
+    assert up_to([(1, 100.0), (2, 99.5), (4, 98.5)]) == 3.0
+    assert up_to([(1, 100.0), (2, 99.0)]) == 2.0
+    assert up_to([(1, 98.0), (2, 99.5)]) is None
+    assert up_to([(1, None)]) is None
+    assert since([(2, 90.0), (3, 99.0), (4, 98.0)]) == 3.0
+    assert since([(2, 90.0)]) is None
