@@ -10,7 +10,7 @@ without regard to the models that these hold: to the first one whose queue is em
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prism.policies import dedicated
@@ -244,8 +244,23 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
             model = by_name[queue.groups[0].model]
             ranks = (queue.device, *peers.get(queue.device, ()))
             actions.extend(_swap(model, ranks, residents))
+    actions.extend(_first_models(view, residents))
     actions.extend(_homeless(view))
     return tuple(actions)
+
+
+def _first_models(view: ClusterView, residents: Mapping[str, ModelView]) -> Iterator[Activate]:
+    """Before any request, instances start with the models that ask for most, one each."""
+    if any(queue.groups for queue in view.queues) or view.target is None:
+        return
+    alive = {g.name for g in view.gpus if g.alive}
+    wanted = {m.name for m in view.models if m.state == "absent" and m.wanted}
+    for unit in view.target.units:
+        free = alive.issuperset(unit.devices) and not any(d in residents for d in unit.devices)
+        name = next((h.model for h in unit.models if h.model in wanted), None)
+        if free and name is not None:
+            wanted.remove(name)
+            yield Activate(name, unit.devices[0], "first here", peers=unit.devices[1:])
 
 
 def _swap(
@@ -276,8 +291,9 @@ def _homeless(view: ClusterView) -> list[Action]:
 def search(problem: Problem) -> Placement:
     """The serving instances: units that may hold, one at a time, any of the models named there.
 
-    Devices are divided among the TP degrees that the models need by computation, at least one
-    instance each; a degree for which none is left has its models refused.
+    In each, those with most computation come first. Devices are divided among the TP degrees that
+    the models need by computation, at least one instance each; a degree for which none is left has
+    its models refused.
     """
     capacity = min((d.capacity_bytes for d in problem.devices), default=0)
     classes: dict[int, list[ModelSpecView]] = {}
@@ -289,6 +305,8 @@ def search(problem: Problem) -> Placement:
         else:
             classes.setdefault(degree, []).append(model)
     homes = _instances(classes, problem)
+    for models in classes.values():
+        models.sort(key=computation, reverse=True)
     units = tuple(
         Unit(devices, tuple(Hosted(m.name) for m in classes[len(devices)])) for devices in homes
     )

@@ -69,6 +69,7 @@ class Policy:
     free to take the whole device (Prism §7.1, MPS at 100 %).
     assign: binds waiting requests to devices instead of to their model's device.
     restarts_engine: an activation starts a new engine process instead of reusing one.
+    asks_startup: its plan reads `ModelView.startup_s`; without them all devices are alike to it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Policy:
     assign: Assign | None = None
     kv_blocks: KvBlocks = KvBlocks.PAGES
     restarts_engine: bool = False
+    asks_startup: bool = False
 
 
 _POLICIES = {
@@ -140,6 +142,14 @@ _POLICIES = {
             restarts_engine=True,
         ),
         Policy(
+            "qlm-aware",  # QLM's own estimate chooses the instance, not Prism §7.5's first idle one
+            qlm.plan,
+            frozenset({ADMISSION_ORDER, PLACEMENT_SEARCH, VIRTUAL_QUEUES}),
+            search=qlm.search,
+            assign=qlm.assigner(qlm.QlmSettings(swap_aware=True)),
+            restarts_engine=True,
+        ),
+        Policy(
             "seallm",
             target.plan,
             frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
@@ -149,7 +159,9 @@ _POLICIES = {
             steps=doubling_budget.control(),
             kv_blocks=KvBlocks.MERGED,
         ),
-        Policy("serverlessllm", serverlessllm.plan, frozenset({ADMISSION_ORDER})),
+        Policy(
+            "serverlessllm", serverlessllm.plan, frozenset({ADMISSION_ORDER}), asks_startup=True
+        ),
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prism.sim.setup import ActivationSettings, DeviceSetup, ModelSetup
+from prism.sim.setup import ActivationSettings, ClusterSetup, DeviceSetup, ModelSetup
 
 
 def home_node(model: ModelSetup, nodes: Sequence[str]) -> str:
@@ -32,6 +32,17 @@ def activation_s(
     if not settings.weights_everywhere and ranks[0].node != weights_node:
         load_s = max(load_s, model.load_bytes / settings.network_bytes_s)
     return (settings.restart_s if restarts else settings.layout_s) + load_s
+
+
+def startup_s(model: ModelSetup, setup: ClusterSetup) -> dict[str, float]:
+    """Device -> how long the model takes to come up there, its peers on the same node."""
+    nodes = list(dict.fromkeys(d.node for d in setup.devices))
+    where, settings = home_node(model, nodes), setup.activation
+    per_node = {
+        d.node: activation_s(model, [d] * model.tp, settings, restarts=False, weights_node=where)
+        for d in setup.devices
+    }
+    return {d.name: per_node[d.node] for d in setup.devices}
 
 
 def migration_s(

@@ -34,8 +34,6 @@ from prism.units import parse_size, parse_time
 Overrides = Mapping[str, Any]
 KV_LAYOUTS = ("per_layer", "token_interleaved", "auto")
 STEPS = ("runs", "single")
-OFFERED = registry.ALL_NEEDS - {registry.VIRTUAL_QUEUES}
-"""What simulated engines offer a policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +196,7 @@ def _activation(config: SimYaml) -> ActivationSettings:
 
 def _check(config: SimYaml) -> None:
     """Values that no cluster can have. Raises ConfigError."""
-    lacking = registry.missing(registry.get(config.policy), OFFERED)
-    if lacking:
-        raise ConfigError(
-            f"policy: {config.policy!r} needs {', '.join(lacking)}, which the simulator lacks"
-        )
+    registry.get(config.policy)
     gpus, engine = config.gpus, config.engine
     if not config.models:
         raise ConfigError("models: name at least one")

@@ -19,7 +19,7 @@ from prism.sim.console import Bar
 from prism.sim.options import Config, SetOption, make_folder, parse_sets
 from prism.sim.planning import Plan, fewest_gpus
 from prism.sim.points import Outcome, Point, Store, grid, run_points, simulate
-from prism.sim.scenario import OFFERED, load
+from prism.sim.scenario import load
 
 Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
@@ -76,8 +76,7 @@ def plan(
     Each policy gets the same budget: doubling, then bisection. --out gets plan.json, plan.csv and
     report.html, with every point tried.
     """
-    able = [n for n in registry.names() if not registry.missing(registry.get(n), OFFERED)]
-    names = able if policies == "all" else policies.split(",")
+    names = list(registry.names()) if policies == "all" else policies.split(",")
     for name in names:
         registry.get(name)
     if metric not in ("ttft", "tpot", "e2e", "all"):

@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from prism.policies.data import GpuView, ModelView
+from prism.sim.activation import startup_s
 from prism.sim.device import Device
 from prism.sim.moves import Model
 from prism.sim.resident import Resident, Stage
+from prism.sim.setup import ClusterSetup
 
 
 class Viewer:
-    """Not pure: it remembers views of models that did not change."""
+    """Not pure: it remembers views of models that did not change. startup: the setup, for policies
+    that ask how long a model takes to come up on each device."""
 
-    def __init__(self, models: Sequence[Model], devices: Sequence[Device]) -> None:
+    def __init__(
+        self, models: Sequence[Model], devices: Sequence[Device], startup: ClusterSetup | None
+    ) -> None:
+        self._startup_s = {m.setup.name: startup_s(m.setup, startup) for m in models if startup}
         self._models = models
         self._devices = devices
         self._absent: dict[int, ModelView] = {}
@@ -29,7 +35,10 @@ class Viewer:
         for model in self._models:
             shown = [r for r in model.residents if r.replaces is None]
             rate = rates.get(model.setup.name, 0.0)
-            views.extend(_resident_view(model, r, now_s, rate / len(shown)) for r in shown)
+            startup_s = self._startup_s.get(model.setup.name, {})
+            views.extend(
+                _resident_view(model, r, now_s, rate / len(shown), startup_s) for r in shown
+            )
             if not shown:
                 views.append(self._absent_view(model, now_s, rate))
         return tuple(views)
@@ -63,11 +72,14 @@ class Viewer:
             wanted=model.wanted,
             barred=barred,
             tp=setup.tp,
+            startup_s=self._startup_s.get(setup.name, {}),
         )
         return view
 
 
-def _resident_view(model: Model, resident: Resident, now_s: float, rate: float) -> ModelView:
+def _resident_view(
+    model: Model, resident: Resident, now_s: float, rate: float, startup_s: Mapping[str, float]
+) -> ModelView:
     setup, devices = model.setup, resident.devices
     waiting, running = resident.waiting + len(model.unplaced), resident.running
     idle_s = 0.0 if waiting or running else now_s - max(resident.last_use_s, resident.since_s)
@@ -89,6 +101,7 @@ def _resident_view(model: Model, resident: Resident, now_s: float, rate: float) 
         setup.static_share,
         tp=len(devices),
         peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
+        startup_s=startup_s,
     )
 
 

@@ -14,6 +14,7 @@ from prism.policies.placement import Placement
 from prism.policies.registry import Policy
 from prism.scheduler.cluster import ClusterScheduler
 from prism.scheduler.rates import TokenRates
+from prism.sim.bindings import Bindings
 from prism.sim.compute import Compute
 from prism.sim.device import Device
 from prism.sim.engine import Engine, Listener
@@ -60,8 +61,11 @@ class World:
         searches = self.policy.search is not None or self.policy.steps is not None
         self._loads = loads(setup, work) if searches else None
         self._target = target
+        self._bindings = self._make_bindings()
         self._moves = Moves(self.kernel, setup, self.policy, self.records, hooks)
-        self._viewer = Viewer(self.models, self.devices)
+        self._viewer = Viewer(
+            self.models, self.devices, setup if self.policy.asks_startup else None
+        )
         self._rates = TokenRates(setup.rate_window_s)
         self._totals: dict[str, int] = {}
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
@@ -79,10 +83,12 @@ class World:
             self._target = search(
                 self.policy.search, self.setup, self._loads, self._play, self.work
             )
+        if self._bindings is not None and self._target is not None:
+            self._bindings.begin(self._target)
         self._plan()
         self._moves.instant = False
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
-        self.kernel.after(self.setup.interval_s, self._tick)
+        self.kernel.after(self._pause_s(), self._tick)
         self._sample()
         self.kernel.run(self.work.end_s + self.setup.patience_s)
         self._give_up_rest()
@@ -111,11 +117,11 @@ class World:
             deadline_s=deadline_s,
         )
         model.last_use_s = arrival_s
-        target = model.least_loaded()
+        target = None if self._bindings is not None else model.least_loaded()
         if target is None:
             model.unplaced[index] = request
             # Later ones change no plan: those that wait in vain are looked at every retry_s.
-            if len(model.unplaced) == 1:
+            if len(model.unplaced) == 1 or self._bindings is not None:
                 self._wake()
         else:
             self._enqueue(target, request)
@@ -128,11 +134,28 @@ class World:
 
     def _route(self, model: Model) -> None:
         """Requests without a copy go to one that takes requests, if there is any now."""
-        while model.unplaced and (target := model.least_loaded()) is not None:
+        while (
+            self._bindings is None
+            and model.unplaced
+            and (target := model.least_loaded()) is not None
+        ):
             index = next(iter(model.unplaced))
             self._enqueue(target, model.unplaced.pop(index))
         if model.unplaced:
             self._wake()
+
+    def _make_bindings(self) -> Bindings | None:
+        if self.policy.assign is None or self._loads is None:
+            return None
+        return Bindings(self.policy.assign, self.setup, self._loads, self.models, self.by_name)
+
+    def _start_bound(self, bindings: Bindings) -> None:
+        """Requests of virtual queues whose model is up start."""
+        started = bindings.starting()
+        for resident, request in started:
+            self._enqueue(resident, request)
+        for home in dict.fromkeys(resident.home for resident, _ in started):
+            home.poke()
 
     def _play(self, target: Placement, work: Workload) -> Records:
         """A workload on a placement, with this policy's own scheduling."""
@@ -150,6 +173,8 @@ class World:
             resident.last_use_s = self.kernel.time_s
             self.records.finish(request, self.kernel.time_s)
             self._moves.request_ended(model, resident)
+            if self._bindings is not None and not resident.running:
+                self._wake()
 
         def freed() -> None:
             if self._moves.waits_for_memory:
@@ -202,7 +227,9 @@ class World:
         now_s = self.kernel.time_s
         self._observe(now_s)
         models = self._viewer.models(now_s, self._rates.rates(now_s))
-        return ClusterView(now_s, models, self._viewer.gpus(), target=self._target, replicas=True)
+        queues = self._bindings.assign(now_s) if self._bindings is not None else ()
+        gpus = self._viewer.gpus()
+        return ClusterView(now_s, models, gpus, target=self._target, queues=queues, replicas=True)
 
     def apply(self, action: Action) -> None:
         model = self._model_of[action.model]
@@ -271,9 +298,14 @@ class World:
     def _tick(self) -> None:
         self._plan()
         if self._next < len(self.work) or self.open_requests:
-            unplaced = any(model.unplaced for model in self.models)
-            pause_s = self.setup.retry_s if unplaced else self.setup.interval_s
-            self.kernel.after(pause_s, self._tick)
+            self.kernel.after(self._pause_s(), self._tick)
+
+    def _pause_s(self) -> float:
+        """Where a backlog starts another copy, it is looked for as often as requests nowhere."""
+        soon = self.policy.asks_startup or any(model.unplaced for model in self.models)
+        return self.setup.retry_s if soon else self.setup.interval_s
 
     def _plan(self) -> None:
         self._scheduler.step(self.kernel.time_s)
+        if self._bindings is not None:
+            self._start_bound(self._bindings)

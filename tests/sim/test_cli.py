@@ -107,7 +107,6 @@ def test_summary_agrees_with_that_of_prism_replay(config: Path) -> None:
 
 MISTAKES = (
     ("policy: magic", "policy: there is no 'magic'"),
-    ("policy: qlm", "'qlm' needs virtual queues, which the simulator lacks"),
     ("trace: none.jsonl", "trace: give either"),
     ("slo_scale: 0", "slo_scale: 0 must be above 0"),
     ("gpus: {type: h100, count: 1, nodes: 2}", "gpus.count: 1 GPUs on 2 nodes"),

@@ -22,7 +22,7 @@ from prism.sim.setup import UNBOUNDED_STEPS, ClusterSetup, EngineSettings
 from prism.sim.world import World
 from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, work
 
-POLICIES = ("prism", "static", "serverlessllm", "dedicated", "muxserve++")
+POLICIES = ("prism", "static", "serverlessllm", "dedicated", "muxserve++", "qlm")
 CONTROLLED = ("muxserve", "alpaserve")
 NAMES = ("a", "b", "c", "d")
 
