@@ -54,12 +54,14 @@ class ModelYaml(Strict, frozen=True):
 
 class FrontendYaml(Strict, frozen=True):
     """max_open_requests: beyond it new requests get 429. progress_timeout: a request that sees
-    no token for this long ends with an error."""
+    no token for this long ends with an error. refused_timeout: one whose model has had no place for
+    this long ends with 503 and the scheduler's reason."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     max_open_requests: int = 4096
     progress_timeout: str = "10m"
+    refused_timeout: str = "60s"
 
 
 class SchedulerYaml(Strict, frozen=True):
@@ -158,6 +160,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
 class FrontendConfig(msgspec.Struct, frozen=True):
     max_open_requests: int = 4096
     progress_timeout_s: float = 600.0
+    refused_timeout_s: float = 60.0
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):

@@ -176,6 +176,7 @@ def _frontend(data: FrontendYaml) -> FrontendConfig:
     return FrontendConfig(
         max_open_requests=data.max_open_requests,
         progress_timeout_s=parse_time(data.progress_timeout, "frontend.progress_timeout"),
+        refused_timeout_s=parse_time(data.refused_timeout, "frontend.refused_timeout"),
     )
 
 

@@ -16,6 +16,7 @@ import zmq.asyncio
 from prism.config import ClusterConfig
 from prism.errors import QueueUnavailableError
 from prism.frontend.metrics import Metrics
+from prism.frontend.refusals import RefusalWatch
 from prism.frontend.request_log import OpenRequest, RequestLog, Verdict
 from prism.messages import Cancel, EngineOutput, Failure
 from prism.queueing.requests import RequestQueue
@@ -46,6 +47,7 @@ class Dispatcher:
         self.frontend_id = frontend_id
         self.reply_to = config.frontend_endpoint(frontend_id)
         self.log = RequestLog(config.frontend.max_open_requests)
+        self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._queue = queue
         self._metrics = metrics
         self._cancel_endpoints = [config.agent_cancel_endpoint(d.name) for d in config.devices]
@@ -65,7 +67,8 @@ class Dispatcher:
             socket = self._context.socket(zmq.PUSH)
             socket.connect(endpoint)
             self._cancels.append(socket)
-        self._loops = [self._spawn(self._receive()), self._spawn(self._beat())]
+        loops = (self._receive(), self._beat(), self._refusals.run())
+        self._loops = [self._spawn(loop) for loop in loops]
 
     async def close(self) -> None:
         """Cancels what is open and lets the cancellations go out (bounded)."""

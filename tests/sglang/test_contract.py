@@ -23,6 +23,7 @@ SEAMS: dict[str, str | None] = {
     "sglang._platform_stubs:_Config": "kwargs, num_warps, num_stages, **extra",
     "sglang._platform_stubs:_triton_key": "",
     # platform
+    "platforms.cuda:CudaSRTPlatform": None,
     "platforms:current_platform": None,
     "platforms.interface:PlatformCapabilities": (
         "supports_triton, graph_capture, piecewise_graph, hicache_device_kernels, supports_pynccl"

@@ -3,6 +3,7 @@ is refused, and its memory on the test libcuda."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -83,7 +84,10 @@ def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
     layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
     common = server_args.settings(order, layout, 64, 1)
     on_gpu = server_args.on_gpu(order)
-    assert on_gpu == {"device": "cuda", "cuda_graph_max_bs": 7}
+    assert on_gpu == {"device": "cuda", "cuda_graph_max_bs_decode": 7}
+    from sglang.srt.server_args import ServerArgs
+
+    assert common.keys() | on_gpu.keys() <= inspect.signature(ServerArgs).parameters.keys()
     assert not common.keys() & (on_gpu.keys() | server_args.on_host().keys())
 
 

@@ -38,7 +38,7 @@ def on_host() -> dict[str, Any]:
 def on_gpu(order: Activate) -> dict[str, Any]:
     """SGLang's own kernels and backends. Graphs for every batch size that can occur: larger ones
     would be captured for nothing."""
-    return {"device": "cuda", "cuda_graph_max_bs": order.max_running}
+    return {"device": "cuda", "cuda_graph_max_bs_decode": order.max_running}
 
 
 def settings(

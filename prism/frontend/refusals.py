@@ -1,0 +1,56 @@
+"""Requests whose model finds no place: answered, instead of waiting for the progress timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from prism.errors import QueueUnavailableError
+from prism.frontend.request_log import RequestLog
+from prism.messages import ClusterStatus
+from prism.queueing.requests import RequestQueue
+
+LOOK_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class RefusalWatch:
+    """Breaks off requests that have waited `after_s` for a model that the cluster scheduler has
+    refused for as long and refuses now. A model that was active in between starts anew; one that
+    is tried and fails does not. For one event loop."""
+
+    def __init__(self, requests: RequestLog, queue: RequestQueue, after_s: float) -> None:
+        self._requests = requests
+        self._queue = queue
+        self._after_s = after_s
+        self._since_unix_s: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Look at what the scheduler publishes, until cancelled."""
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._after_s / 4))
+            if not len(self._requests):
+                continue
+            try:
+                status = await self._queue.status()
+            except QueueUnavailableError as error:
+                log.debug("%s", error)
+                continue
+            if status is not None:
+                self.take(status, time.time())
+
+    def take(self, status: ClusterStatus, now_unix_s: float) -> None:
+        active = {m.model for a in status.agents for m in a.models if m.state == "active"}
+        for model in active:
+            self._since_unix_s.pop(model, None)
+        for model in status.refusals.keys() - active:
+            self._since_unix_s.setdefault(model, now_unix_s)
+        for entry in self._requests:
+            request = entry.request
+            reason = status.refusals.get(request.model)
+            since_unix_s = self._since_unix_s.get(request.model, now_unix_s)
+            waited_s = now_unix_s - max(since_unix_s, request.arrival_unix_s)
+            if reason and not entry.received_tokens and waited_s >= self._after_s:
+                entry.break_off("model_unavailable", f"{request.model} has no place now: {reason}")

@@ -1,0 +1,77 @@
+"""Requests for models that the scheduler refuses to place."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from prism.frontend.refusals import RefusalWatch
+from prism.frontend.request_log import Mailbox, OpenRequest, RequestLog
+from prism.messages import AgentReport, ClusterStatus, ModelReport, Request, Sampling
+from prism.queueing.requests import RequestQueue
+from prism.queueing.server import BundledRedis
+from tests.frontend.conftest import make_config, stack_of
+from tests.frontend.scripted_agent import silent
+from tests.frontend.test_faults import until
+
+BODY = {"prompt": "x", "max_tokens": 20}
+WAIT_S = 0.5
+
+
+async def test_a_model_without_a_place_is_answered_with_the_reason(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    """And not before its time; another model's request is not touched."""
+    config = make_config(redis_server.url, namespace, short_dir, refused_timeout_s=WAIT_S)
+    refused = ClusterStatus(0.0, "prism", {}, [], refusals={"base": "123 bytes are missing"})
+    async with stack_of(config) as stack:
+        await stack.services.queue.publish_status(refused)
+        stack.agent.script = silent
+        placed = stack.client.post("/v1/completions", json={**BODY, "model": "chat"})
+        other = asyncio.ensure_future(placed)
+        began_s = time.monotonic()
+        response = await stack.client.post("/v1/completions", json={**BODY, "model": "base"})
+        assert time.monotonic() - began_s >= WAIT_S
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        error = response.json()["error"]
+        assert error["code"] == "model_unavailable"
+        assert error["message"] == "base has no place now: 123 bytes are missing"
+        await until(lambda: len(stack.agent.cancelled) == 1)
+        assert not other.done()
+        other.cancel()
+
+
+def status(*models: ModelReport, reason: str = "") -> ClusterStatus:
+    refusals = {"m": reason} if reason else {}
+    report = AgentReport("host:0", 1, 0.0, 1, 1, 0, 0, 0, 1, 0, 1, list(models))
+    return ClusterStatus(0.0, "prism", {}, [report], refusals=refusals)
+
+
+async def test_only_long_refusals_count() -> None:
+    """A model that was up in between was not refused for so long; one that was tried was."""
+    requests, mailbox = RequestLog(9), Mailbox()
+    for number, arrival_unix_s in enumerate((0.0, 15.0)):
+        request = Request(
+            f"r{number}", "m", [1], Sampling(1), arrival_unix_s, 1.0, 1.0, "f", ""
+        )  # fmt: skip
+        requests.add([OpenRequest(request, number, mailbox)])
+    queue = RequestQueue.connect("redis://localhost:1", "n")
+    watch = RefusalWatch(requests, queue, 10.0)
+
+    def broken(at_s: float, seen: ClusterStatus) -> list[int]:
+        watch.take(seen, at_s)
+        return [mailbox.get_nowait().choice for _ in range(mailbox.qsize())]
+
+    full, tried = status(reason="full"), status(ModelReport("m", "activating"))
+    assert broken(1.0, full) == []
+    assert broken(9.0, tried) == []
+    assert broken(10.9, full) == []
+    assert broken(11.0, tried) == []
+    assert broken(11.1, full) == [0]
+    assert broken(12.0, status(ModelReport("m", "active"))) == []
+    assert broken(16.0, full) == []
+    assert broken(25.9, full) == []
+    assert broken(26.0, full) == [0, 1]
+    await queue.close()

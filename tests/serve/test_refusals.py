@@ -1,0 +1,51 @@
+"""Models that find no place, in a real cluster of fake engines: the client hears why, and when to
+come back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.serve.conftest import Cluster, serving
+
+DEVICES = [
+    {"name": name, "capacity": "16MiB", "page": "64KiB", "engines": 2}
+    for name in ("host:0", "host:1")
+]
+MODELS = [
+    {"name": "a", "path": "a", "device": "host:0", "never_evict": True},
+    {"name": "large", "path": "b", "device": "host:0"},  # beside a
+    {"name": "bad", "path": "b", "device": "host:1"},
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with (
+        TemporaryDirectory(prefix="prism-") as temporary,
+        serving(
+            tmp_path_factory.mktemp("refusals"),
+            Path(temporary),
+            json.dumps({"fail_activation": ["bad"]}),
+            devices=DEVICES,
+            models=MODELS,
+            engine={"adapter": "fake", "static": "10MiB", "drain_timeout": "10s"},
+            frontend={"port": 0, "refused_timeout": "1s"},
+        ) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize(("model", "why"), [("large", "missing on host:0"), ("bad", "PRISM_FAKE")])
+def test_a_request_for_it_is_answered(cluster: Cluster, model: str, why: str) -> None:
+    response = cluster.post(model)
+    assert response.status_code == 503, response.text
+    assert int(response.headers["retry-after"]) > 0
+    error = response.json()["error"]
+    assert error["code"] == "model_unavailable"
+    assert why in error["message"]
+    assert cluster.post("a").status_code == 200
