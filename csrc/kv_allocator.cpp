@@ -11,12 +11,22 @@ namespace {
 constexpr uint32_t kWordBits = 64;
 // Up to here the few blocks of a slab are cheaper one by one than as a run; they lie in one word.
 constexpr uint32_t kNarrow = 16;
+// And below this also one by one where they are consecutive.
+constexpr size_t kShort = 8;
 
 uint64_t bit(uint64_t position) { return uint64_t{1} << (position % kWordBits); }
 
 // `count` ones from `position` on, which stay in the word.
 uint64_t bits(uint32_t position, uint32_t count) {
   return (~uint64_t{0} >> (kWordBits - count)) << position;
+}
+
+// Without a way out before the end, so that the compiler makes vectors of it.
+bool is_run(std::span<const int64_t> ids) {
+  uint64_t different = 0;
+  uint64_t expected = static_cast<uint64_t>(ids[0]);
+  for (const int64_t id : ids) different |= static_cast<uint64_t>(id) ^ expected++;
+  return different == 0;
 }
 
 Status broken(const std::string& what) {
@@ -200,9 +210,13 @@ void KvAllocator::take_rest_of(Slab slab, std::span<int64_t> ids) {
   const int64_t first = first_block(slab);
   uint64_t unowned = ~word & bits(0, blocks_per_slab_);
   word |= unowned;
-  for (int64_t& id : ids) {
-    id = first + std::countr_zero(unowned);
-    unowned &= unowned - 1;
+  const auto lowest = static_cast<uint32_t>(std::countr_zero(unowned));
+  if (ids.size() >= kShort && unowned == bits(lowest, static_cast<uint32_t>(ids.size()))) {
+    std::iota(ids.begin(), ids.end(), first + lowest);
+    unowned = 0;
+  }
+  for (size_t i = 0; unowned != 0; ++i, unowned &= unowned - 1) {
+    ids[i] = first + std::countr_zero(unowned);
   }
   unlink(slab);
   nodes_[slab].free = 0;
@@ -262,6 +276,13 @@ uint32_t KvAllocator::disown_run(Slab slab, uint32_t position, uint32_t count) {
 size_t KvAllocator::disown_narrow(Slab slab, std::span<const int64_t> ids) {
   const int64_t first = first_block(slab);
   uint64_t word = owned_[slab];
+  const auto lowest = static_cast<uint32_t>(ids[0] - first);
+  const auto rest = std::min<size_t>(ids.size(), blocks_per_slab_ - lowest);
+  const uint64_t mask = bits(lowest, static_cast<uint32_t>(rest));
+  if (rest >= kShort && (word & mask) == mask && is_run(ids.first(rest))) {
+    owned_[slab] = word & ~mask;
+    return rest;
+  }
   size_t gone = 0;
   for (; gone < ids.size(); ++gone) {
     const auto position = static_cast<uint64_t>(ids[gone] - first);
