@@ -55,6 +55,19 @@ def _partitioned(unit: Unit, sizes: Mapping[str, int], capacity: Mapping[str, in
     return replace(unit, models=tuple(replace(h, kv_limit_bytes=limit_bytes) for h in unit.models))
 
 
+def together(search: Search) -> Search:
+    """All models on all devices as one unit, as where MuxServe compares ways to schedule one
+    (MuxServe §4.4, Figure 10)."""
+
+    def found(problem: Problem) -> Placement:
+        whole = (len(problem.devices),)
+        models = tuple(replace(model, tp_degrees=whole) for model in problem.models)
+        return search(replace(problem, models=models))
+
+    return found
+
+
+ONE_UNIT: dict[str, Any] = {"search": together(mux_placement.search)}
 OWN_KV: dict[str, Any] = {"search": partitioned(mux_placement.search), "kv_blocks": KvBlocks.OWN}
 Change = Callable[[Policy], Policy]
 
@@ -65,7 +78,9 @@ VARIANTS: dict[tuple[str, str], Change] = {
     # MuxServe §4.4, Figures 8, 9 and 10
     ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),
     ("muxserve", "fcfs"): lambda p: replace(p, steps=temporal.FCFS),
-    ("muxserve", "round-robin"): lambda p: replace(p, steps=temporal.ROUND_ROBIN),
+    ("muxserve", "unit"): lambda p: replace(p, **ONE_UNIT),
+    ("muxserve", "unit-fcfs"): lambda p: replace(p, steps=temporal.FCFS, **ONE_UNIT),
+    ("muxserve", "unit-rr"): lambda p: replace(p, steps=temporal.ROUND_ROBIN, **ONE_UNIT),
     ("muxserve", "own-kv"): lambda p: replace(p, **OWN_KV),
     ("muxserve", "temporal"): lambda p: replace(p, steps=temporal.FCFS, **OWN_KV),
     # SeaLLM §6.3, Figure 8

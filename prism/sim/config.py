@@ -85,6 +85,7 @@ class SimYaml(Strict, frozen=True):
     """The whole file. trace: JSON lines, relative to the file; or generate: one.
     rate_scale multiplies the requests, slo_scale every SLO. cost_files: step costs that
     `prism-sim calibrate engine` measured, relative to the file, for the (GPU, model, TP) in them.
+    search_requests: of the trace, on which placement searches with a simulator try placements.
     """
 
     models: list[SimModelYaml]
@@ -100,5 +101,6 @@ class SimYaml(Strict, frozen=True):
     scheduler: SchedulerYaml = SchedulerYaml()
     engine: SimEngineYaml = SimEngineYaml()
     activation: ActivationYaml = ActivationYaml()
+    search_requests: int = 600
     patience: str = "10m"
     steps: str = "runs"

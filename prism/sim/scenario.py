@@ -164,6 +164,7 @@ def cluster_setup(
         interval_s=parse_time(scheduler.interval, "scheduler.interval"),
         rate_window_s=parse_time(scheduler.rate_window, "scheduler.rate_window"),
         warm=config.activation.warm_start,
+        search_requests=config.search_requests,
         patience_s=parse_time(config.patience, "patience"),
     )
 
@@ -218,6 +219,8 @@ def _check(config: SimYaml) -> None:
     if engine.kv_layout not in KV_LAYOUTS:
         known = ", ".join(KV_LAYOUTS)
         raise ConfigError(f"engine.kv_layout: {engine.kv_layout!r} is none of {known}")
+    if config.search_requests < 1:
+        raise ConfigError("search_requests: must be at least 1")
     if config.steps not in STEPS:
         raise ConfigError(f"steps: {config.steps!r} is none of {', '.join(STEPS)}")
 

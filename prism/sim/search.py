@@ -22,9 +22,6 @@ from prism.sim.records import Records
 from prism.sim.setup import ClusterSetup
 from prism.sim.workload import Workload
 
-SEARCHED_REQUESTS = 600
-"""The requests that a placement is tried on: the tuning budget of every policy that has a
-simulator inside, together with what the searches themselves bound."""
 WINDOWS = 6
 """Pieces of the trace that these are taken from, so that a model that is quiet for a while counts
 with what it asks for at other times."""
@@ -38,7 +35,7 @@ def search(
     work: Workload,
 ) -> Placement:
     """play: simulates a workload on a placement with the policy's own scheduling."""
-    sample = sample_of(work, SEARCHED_REQUESTS)
+    sample = sample_of(work, setup.search_requests)
 
     def simulate(placement: Placement) -> Outcome:
         return outcome(play(placement, sample), loads)

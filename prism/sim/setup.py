@@ -110,7 +110,9 @@ class ClusterSetup:
     interval_s: of the cluster scheduler; retry_s: while requests wait for a model that is placed
     nowhere, it looks at least as often. warm: all that the first plan activates is up at once.
     activation_timeout_s: an activation that finds no memory for so long fails; bar_s: its device
-    is then not tried again for so long. patience_s: after the last arrival, requests that still
+    is then not tried again for so long. search_requests: what a placement is tried on, the tuning
+    budget of every policy that has a simulator inside, together with what the searches bound.
+    patience_s: after the last arrival, requests that still
     wait are given up after this.
     """
 
@@ -127,4 +129,5 @@ class ClusterSetup:
     warm: bool = True
     activation_timeout_s: float = 60.0
     bar_s: float = 5.0
+    search_requests: int = 600
     patience_s: float = 600.0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from prism.errors import ConfigError
-from prism.studies import prism_overall
+from prism.studies import muxserve, muxserve_parts, prism_overall
 from prism.studies.study import Study
 
-STUDIES: dict[str, Study] = {study.name: study for study in prism_overall.STUDIES}
+PAPERS = (prism_overall, muxserve, muxserve_parts)
+STUDIES: dict[str, Study] = {study.name: study for part in PAPERS for study in part.STUDIES}
 
 
 def get(name: str) -> Study:

@@ -42,7 +42,7 @@ def study(
     """Run an evaluation of the Prism, MuxServe or SeaLLM paper and compare.
 
     OUT/NAME gets report.html, study.json, comparisons.csv, points.csv, and the setups as YAML that
-    `prism-sim run` opens. Points that are there are not simulated again; `all` also writes
+    `prism-sim run` opens. Points that are in OUT/points are not simulated again; `all` also writes
     OUT/studies.md.
     """
     if list_:

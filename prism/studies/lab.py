@@ -21,10 +21,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Lab:
-    """folder: of one study. quick: the size for tests. bar: shows progress under a name.
+    """folder: of one study, beside those of others. quick: the size for tests. bar: shows progress
+    under a name.
 
     Setups and traces are written into the folder, so that `prism-sim run` can open every point;
-    outcomes are kept in it, so that a study that was cut off goes on where it stopped.
+    outcomes are kept beside it, so that a study that was cut off goes on where it stopped, and
+    none simulates what another has.
     """
 
     folder: Path
@@ -48,6 +50,6 @@ class Lab:
 
     def run(self, trials: Sequence[Trial], what: str = "simulating") -> list[Measured]:
         """Outcomes in the order of `trials`."""
-        store = Store(self.folder / "points", Measured)
+        store = Store(self.folder.parent / "points", Measured)
         with self.bar(what) as progress:
             return run_points(trials, simulate, jobs=self.jobs, store=store, progress=progress)

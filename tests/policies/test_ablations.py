@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -22,7 +22,9 @@ CHANGED = {
     ("prism", "no-local"): {"order"},
     ("muxserve", "greedy"): {"search"},
     ("muxserve", "fcfs"): {"steps"},
-    ("muxserve", "round-robin"): {"steps"},
+    ("muxserve", "unit"): {"search"},
+    ("muxserve", "unit-fcfs"): {"search", "steps"},
+    ("muxserve", "unit-rr"): {"search", "steps"},
     ("muxserve", "own-kv"): {"search", "kv_blocks"},
     ("muxserve", "temporal"): {"search", "kv_blocks", "steps"},
     ("seallm", "F"): {"steps"},
@@ -75,6 +77,15 @@ def test_partitions_are_equal_and_fit() -> None:
         weights = sum(-(-sizes[host.model] // unit.tp) for host in unit.models)
         assert len(set(limits)) <= 1
         assert not unit.models or sum(limits) + weights <= 70 * GIB
+
+
+def test_one_unit_holds_all() -> None:
+    given = problem()
+    near = replace(given, devices=tuple(replace(d, node="n") for d in given.devices))
+    wide = tuple(replace(m, tp_degrees=(1, 2, 4)) for m in given.models)
+    placement = ablations.together(mux_placement.search)(replace(near, models=wide))
+    assert [len(unit.devices) for unit in placement.units] == [4]
+    assert {host.model for host in placement.units[0].models} == {"large", "small"}
 
 
 def request(name: str, prompt: int, executed_s: float = 0.0, waited_s: float = 0.0) -> StepRequest:

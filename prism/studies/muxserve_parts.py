@@ -1,0 +1,227 @@
+"""MuxServe's ablations: Figures 8, 9 and 10 (§4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prism.replay.generate import Lengths
+from prism.replay.steady import SHAREGPT
+from prism.studies import findings
+from prism.studies.findings import Comparison, Findings, Plot
+from prism.studies.lab import Lab
+from prism.studies.muxserve import DATA, OVER, RPS, SLO, best_ratio, gathered, rows_of
+from prism.studies.muxserve_setup import FAIR, Model, cluster, power_law, shared_out
+from prism.studies.prism_setup import problems
+from prism.studies.study import Study
+from prism.studies.trial import Measured, Trial
+
+# --- Figure 8 ------------------------------------------------------------------------------
+
+SCALES = {
+    "8 GPUs, 4 models": (8, ("llama-7b", "llama-7b", "llama-30b", "llama-13b")),
+    "16 GPUs, 7 models": (
+        16,
+        ("llama-7b", "llama-13b", "llama-7b", "llama-30b", "llama-13b", "llama-30b", "llama-65b"),
+    ),
+}
+
+
+def placement(lab: Lab) -> Findings:
+    """Half of the models get 70 % of the requests."""
+    names = ("muxserve", "greedy")
+    trials: list[Trial] = []
+    for label, (gpus, shapes) in SCALES.items():
+        half = len(shapes) // 2
+        shares = [0.7 / half] * half + [0.3 / (len(shapes) - half)] * (len(shapes) - half)
+        models = [
+            Model(f"m{i}", s, i, w) for i, (s, w) in enumerate(zip(shapes, shares, strict=True))
+        ]
+        rate_rps = lab.pick(3.0 * gpus, 0.2 * gpus)
+        trace = shared_out(lab, models, rate_rps, lab.pick(30.0, 6.0))
+        config = lab.setup(label.replace(" ", "-").replace(",", ""), cluster(models, gpus), trace)
+        trials += [Trial(config, {"policy": "muxserve"}, variant=v) for v in ("", "greedy")]
+    outcomes = lab.run(trials, "placements")
+    rates, shares_ = gathered(list(SCALES), names, outcomes)
+    source = "§4.4, Figure 8"
+    by_scale = {
+        label: findings.ratio(rates["muxserve"][i][1], rates["greedy"][i][1])
+        for i, label in enumerate(SCALES)
+    }
+    published = {"8 GPUs, 4 models": None, "16 GPUs, 7 models": 1.3}
+    compared = [
+        findings.factor(f"{label}: throughput over the greedy placement", found, said, source)
+        for (label, found), said in zip(by_scale.items(), published.values(), strict=True)
+    ]
+    plots = {
+        "throughput": Plot("Placement", "", RPS, rates, bars=True),
+        "slo": Plot("Placement", "", SLO, shares_, bars=True),
+    }
+    table = rows_of(outcomes, list(SCALES), names)
+    return Findings(compared, table, plots, [FAIR], problems(trials, outcomes))
+
+
+# --- Figure 9 ------------------------------------------------------------------------------
+
+STAGES = {"neither": "temporal", "+ compute": "own-kv", "+ memory": ""}
+
+
+def manager(lab: Lab) -> Findings:
+    """The unified resource manager, compute first, then memory."""
+    shapes = ("llama-7b", "llama-13b", "llama-7b", "llama-30b")
+    models = [Model(f"m{i}", shape, i) for i, shape in enumerate(shapes)]
+    alphas = lab.pick((0.7, 1.3, 2.1), (0.9,))
+    trials: list[Trial] = []
+    for alpha in alphas:
+        trace = power_law(lab, models, lab.pick(16.0, 1.0), alpha, lab.pick(40.0, 8.0))
+        name = f"alpha{alpha:g}".replace(".", "-")
+        config = lab.setup(name, cluster(models, 4), trace)
+        trials += [Trial(config, {"policy": "muxserve"}, variant=v) for v in STAGES.values()]
+    outcomes = lab.run(trials, "stages")
+    rates, shares = gathered(alphas, list(STAGES), outcomes)
+    source = "§4.4, Figure 9"
+    steps = (("+ compute", "neither", 1.7), ("+ memory", "+ compute", 1.2))
+    compared = [
+        findings.factor(
+            f"throughput, {above} over {below}, at most", best_ratio(rates, above, below), f, source
+        )
+        for above, below, f in steps
+    ]
+    what = "SLO attainment, + memory over + compute, at most"
+    compared.append(findings.factor(what, best_ratio(shares, "+ memory", "+ compute"), 3.6, source))
+    plots = {
+        "throughput": Plot("Resource manager", "alpha", RPS, rates),
+        "slo": Plot("Resource manager", "alpha", SLO, shares),
+    }
+    table = rows_of(outcomes, alphas, list(STAGES))
+    return Findings(compared, table, plots, [FAIR], problems(trials, outcomes))
+
+
+# --- Figure 10 -----------------------------------------------------------------------------
+
+UNITS = {
+    "a": (("llama-30b", 2, 2.0), ("llama-13b", 8, 1.0), ("llama-7b", 8, 1.0)),
+    "b": (("llama-65b", 1, 4.0), ("llama-30b", 8, 1.0)),
+}
+"""Model, requests per second, length as a multiple (§4.4)."""
+PUBLISHED_RPS = {
+    "a": {"adbs": 6.2, "round-robin": 4.1, "fcfs": 3.8},
+    "b": {"adbs": 6.6, "round-robin": 4.9, "fcfs": 3.2},
+}
+ORDERS = {"adbs": "unit", "round-robin": "unit-rr", "fcfs": "unit-fcfs"}
+
+
+def scheduling(lab: Lab) -> Findings:
+    trials: list[Trial] = []
+    shapes_of = {}
+    for unit, parts in UNITS.items():
+        models = [Model(f"{s}-{i}", s, i, float(r)) for i, (s, r, _) in enumerate(parts)]
+        longer = {m.name: lengths(x) for m, (_, _, x) in zip(models, parts, strict=True)}
+        rate_rps = sum(r for _, r, _ in parts) * lab.pick(1.0, 0.1)
+        trace = shared_out(lab, models, rate_rps, lab.pick(60.0, 8.0), longer)
+        config = lab.setup(f"unit-{unit}", cluster(models, 4), trace)
+        shapes_of[unit] = models
+        trials += [Trial(config, {"policy": "muxserve"}, variant=v) for v in ORDERS.values()]
+    outcomes = lab.run(trials, "orders")
+    by_unit = {
+        u: dict(zip(ORDERS, outcomes[3 * i : 3 * i + 3], strict=True)) for i, u in enumerate(UNITS)
+    }
+    source = "§4.4, Figure 10"
+    compared: list[Comparison] = []
+    for unit, found in by_unit.items():
+        rates = {name: _completed(o) for name, o in found.items()}
+        said = PUBLISHED_RPS[unit]
+        what = f"({unit}) throughput (req/s)"
+        compared.append(findings.order(what, rates, tuple(said), source))
+        for name in ("round-robin", "fcfs"):
+            ratio = findings.ratio(rates["adbs"], rates[name])
+            what = f"({unit}) throughput, ADBS over {name}"
+            compared.append(findings.factor(what, ratio, said["adbs"] / said[name], source))
+        compared.append(_fairness(unit, found, shapes_of[unit], source))
+    plots = {
+        f"kv-{unit}": Plot(
+            f"KV memory, ({unit})",
+            "",
+            "part of the KV memory held (%)",
+            {name: _kv_shares(o) for name, o in found.items()},
+            bars=True,
+        )
+        for unit, found in by_unit.items()
+    }
+    plots["throughput"] = Plot(
+        "Schedulers",
+        "",
+        "requests/s",
+        {n: [(u, _completed(by_unit[u][n])) for u in UNITS] for n in ORDERS},
+        bars=True,
+    )
+    table = rows_of(outcomes, list(UNITS), list(ORDERS))
+    return Findings(compared, table, plots, [FAIR], problems(trials, outcomes))
+
+
+def lengths(times: float) -> Lengths:
+    """ShareGPT's, so many times as long."""
+    return Lengths(
+        input_median=SHAREGPT.input_median * times,
+        input_sigma=SHAREGPT.input_sigma,
+        input_max=2048,
+        output_median=SHAREGPT.output_median * times,
+        output_sigma=SHAREGPT.output_sigma,
+        output_max=2048,
+    )
+
+
+def _completed(found: Measured) -> float | None:
+    return None if found.summary is None else found.completed_rps
+
+
+def _kv_shares(found: Measured) -> list[tuple[Any, float | None]]:
+    whole = sum(m.kv_bytes for m in found.models.values())
+    return [(n, 100 * m.kv_bytes / whole if whole else None) for n, m in found.models.items()]
+
+
+def _fairness(
+    unit: str, found: Mapping[str, Measured], models: Sequence[Model], source: str
+) -> Comparison:
+    """How far the parts of KV memory are from the parts of the requests, summed over models."""
+    whole = sum(m.share or 0.0 for m in models)
+    apart = {}
+    for name, outcome in found.items():
+        held = dict(_kv_shares(outcome))
+        parts = [abs((held.get(m.name) or 0.0) - 100 * (m.share or 0) / whole) for m in models]
+        apart[name] = sum(parts)
+    what = f"({unit}) ADBS' KV memory is closest to the arrival rates"
+    shown = ", ".join(f"{name} {value:.0f} points off" for name, value in apart.items())
+    holds = min(apart, key=lambda name: apart[name]) == "adbs"
+    return findings.claim(what, holds, shown, "closest", source)
+
+
+STUDIES = (
+    Study(
+        "muxserve-fig8",
+        "Placement by computation against greedy placement by memory",
+        "MuxServe, Figure 8, §4.4",
+        "4 models on 8 and 7 on 16 A100-80G; half of the models have 70 % of the requests",
+        "30 s of arrivals; sizes and rates of the models are not published",
+        DATA,
+        placement,
+    ),
+    Study(
+        "muxserve-fig9",
+        "Unified resource manager, one part at a time",
+        "MuxServe, Figure 9, §4.4",
+        "4 models on 4 A100-80G at 16 req/s, SLO of 8 execution times",
+        "40 s of arrivals, three alphas; sizes and rates are not published",
+        DATA,
+        manager,
+    ),
+    Study(
+        "muxserve-fig10",
+        "ADBS against first come first served and round robin",
+        "MuxServe, Figure 10, §4.4",
+        "30B, 13B and 7B at 2, 8 and 8 req/s (a), 65B and 30B at 1 and 8 req/s (b), on 4 A100-80G",
+        "60 s of arrivals",
+        DATA + OVER,
+        scheduling,
+    ),
+)

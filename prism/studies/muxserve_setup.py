@@ -1,0 +1,135 @@
+"""What MuxServe's evaluation runs on (§4.1, §4.2): LLaMA models, A100 GPUs, rates by power law."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from prism.costs.catalog import cost_model
+from prism.replay.generate import LengthSource, requests_at
+from prism.replay.steady import SteadyConfig, generate_steady, renewals
+from prism.replay.trace import Trace, TraceRequest
+from prism.sim.profile import execution_s
+from prism.studies.lab import Lab
+from prism.studies.prism_setup import row
+from prism.studies.sources import without_slo
+from prism.studies.trial import Measured, Trial
+
+GPU = "a100-80"
+SLO_SCALE = 8.0
+CHUNK_TOKENS = 8192
+DEGREES = {"llama-7b": 1, "llama-13b": 1, "llama-30b": 2, "llama-65b": 4}
+"""The fewest GPUs that hold a model with room for KV."""
+
+SYSTEMS = {
+    "muxserve": ("muxserve", ""),
+    "spatial": ("dedicated", ""),
+    "temporal": ("muxserve", "fcfs"),
+}
+"""name -> (policy, variant). Spatial: each model alone; temporal: MuxServe's placement and unified
+KV memory, first come first served (§4.1)."""
+
+FAIR = (
+    "All systems are given the whole trace's rates and mean lengths; spatial gets GPUs by "
+    "computation, temporal MuxServe's own placement. Nothing is tuned by hand."
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """rank: of popularity, 0 first; or `share` of the requests in its place."""
+
+    name: str
+    shape: str
+    rank: int = 0
+    share: float | None = None
+
+
+def nineteen() -> list[Model]:
+    """Table 1: 12 of 7B, 4 of 13B, 2 of 30B, 1 of 65B; larger ones spread over the ranks."""
+    shapes = ["llama-7b"] * 12
+    for place, shape in ((2, "llama-13b"), (5, "llama-30b"), (7, "llama-13b"), (10, "llama-65b")):
+        shapes.insert(place, shape)
+    for place, shape in ((12, "llama-13b"), (14, "llama-30b"), (17, "llama-13b")):
+        shapes.insert(place, shape)
+    return [Model(f"m{i}", shape, i) for i, shape in enumerate(shapes)]
+
+
+def power_law(
+    lab: Lab, models: Sequence[Model], rate_rps: float, alpha: float, seconds: float
+) -> Trace:
+    """Rates by rank^-alpha, Poisson arrivals, ShareGPT's lengths; SLOs of SLO_SCALE execution
+    times."""
+    names = tuple(m.name for m in sorted(models, key=lambda m: m.rank))
+    config = SteadyConfig(
+        names, seconds, rate_rps, alpha, seed=lab.seed, lengths=lab.sources.sharegpt()
+    )
+    return with_deadlines(generate_steady(config), models)
+
+
+def shared_out(
+    lab: Lab,
+    models: Sequence[Model],
+    rate_rps: float,
+    seconds: float,
+    lengths: Mapping[str, LengthSource] | None = None,
+) -> Trace:
+    """Poisson arrivals, each of a model drawn by its `share`."""
+    rng = np.random.default_rng([lab.seed, 7])
+    moments_s = renewals(rate_rps, 1.0, seconds, rng)
+    shares = np.array([m.share or 0.0 for m in models])
+    drawn = rng.choice(len(models), size=len(moments_s), p=shares / shares.sum())
+    trace: list[TraceRequest] = []
+    for number, model in enumerate(models):
+        source = (lengths or {}).get(model.name) or lab.sources.sharegpt()
+        trace += requests_at(model.name, moments_s[drawn == number], source, rng)
+    return with_deadlines(sorted(trace, key=lambda r: r.timestamp), models)
+
+
+def with_deadlines(
+    trace: Trace, models: Sequence[Model], scale: float = SLO_SCALE
+) -> list[TraceRequest]:
+    """An end-to-end SLO of `scale` times the request's execution time alone."""
+    shapes = {m.name: m.shape for m in models}
+    costs = {s: cost_model(GPU, s, DEGREES[s]) for s in set(shapes.values())}
+    found = []
+    for request in trace:
+        cost = costs[shapes[request.model]]
+        alone_s = execution_s(cost, request.input_length, request.output_length, CHUNK_TOKENS)
+        plain = without_slo(request, request.model)
+        found.append(msgspec.structs.replace(plain, slo_e2e_ms=scale * alone_s * 1000))
+    return found
+
+
+def cluster(models: Sequence[Model], gpus: int) -> dict[str, Any]:
+    """Nodes of 8 GPUs. The other SLOs are out of reach: only the end-to-end one is judged."""
+    return {
+        "gpus": {"type": GPU, "count": gpus, "nodes": max(1, gpus // 8), "engines": 32},
+        "models": [{"name": m.name, "shape": m.shape, "tp": DEGREES[m.shape]} for m in models],
+        "slo": {"ttft": "60s", "tpot": "1s"},
+        "patience": "60s",
+    }
+
+
+def systems(config: str, chosen: Sequence[str], **changes: Any) -> list[Trial]:
+    return [
+        Trial(config, {"policy": SYSTEMS[s][0], **changes}, variant=SYSTEMS[s][1]) for s in chosen
+    ]
+
+
+def slo(found: Measured) -> float | None:
+    """End-to-end attainment in percent."""
+    return None if found.summary is None else 100 * found.attainment("e2e", "1")
+
+
+def throughput(found: Measured) -> float | None:
+    """Averaged over the models by rate (§4.1)."""
+    return None if found.summary is None else found.weighted_rps
+
+
+def point(found: Measured, **heads: Any) -> dict[str, Any]:
+    return row(found, **heads)
