@@ -79,10 +79,7 @@ class World:
 
     def run(self) -> Records:
         """All requests end: with their tokens, or with an error when nothing can serve them."""
-        if self._target is None and self.policy.search is not None and self._loads is not None:
-            self._target = search(
-                self.policy.search, self.setup, self._loads, self._play, self.work
-            )
+        self.place()
         if self._bindings is not None and self._target is not None:
             self._bindings.begin(self._target)
         self._plan()
@@ -95,6 +92,13 @@ class World:
         self.records.end_time_s = self.kernel.time_s
         self.records.events = self.kernel.events
         return self.records
+
+    def place(self) -> None:
+        """Search the placement, if the policy has a search and none was given; `run` does it."""
+        if self._target is None and self.policy.search is not None and self._loads is not None:
+            self._target = search(
+                self.policy.search, self.setup, self._loads, self._play, self.work
+            )
 
     # --- requests ---------------------------------------------------------------------------
 

@@ -1,0 +1,116 @@
+"""SeaLLM's ablation and overhead: Figures 8 and 14 (§6.3, §6.4)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from prism.sim.scenario import load
+from prism.sim.world import World
+from prism.studies import findings
+from prism.studies.findings import Comparison, Findings, Plot
+from prism.studies.lab import Lab
+from prism.studies.prism_setup import problems, row
+from prism.studies.seallm import DIFFERS, RATE, SETUP, SMALLER, lines, most, seconds_for
+from prism.studies.seallm_setup import FAIR, Load, cluster, latency, slo, trace
+from prism.studies.study import Study
+from prism.studies.trial import Trial
+
+VARIANTS = {"seallm": "", "F": "F", "M": "M", "P": "P", "A": "A"}
+SAID = {
+    "F": "first come first served",
+    "M": "skip-join feedback queues",
+    "P": "no sharing",
+    "A": "no adaptive replacement",
+}
+PUBLISHED = {"F": (4.17, 1.37), "M": (4.17, 1.37), "P": (None, None), "A": (2.44, 1.33)}
+"""Normalised latency and SLO attainment, up to; F and M have one figure for both."""
+REPLACED = False
+"""Whether the simulator replaces services while a trace runs."""
+
+
+def fig8(lab: Lab) -> Findings:
+    rates = lab.pick((2.0, 5.0, 12.5), (1.0, 3.0))
+    chosen = [name for name in VARIANTS if name != "A" or REPLACED]
+    trials: list[Trial] = []
+    for rate in rates:
+        work = trace(lab, Load(rate, seconds_for(lab, rate)))
+        config = lab.setup(f"rate{rate:g}".replace(".", "-"), cluster(), work)
+        trials += [Trial(config, {"policy": "seallm"}, variant=VARIANTS[n]) for n in chosen]
+    outcomes = lab.run(trials, "variants")
+    flat = iter(outcomes)
+    points = {rate: {name: next(flat) for name in chosen} for rate in rates}
+    source = "§6.3, Figure 8"
+    times, shares = lines(points, latency), lines(points, slo)
+    compared: list[Comparison] = []
+    for name, (longer, lower) in PUBLISHED.items():
+        what = f"without its part: {SAID[name]}"
+        slower = most(times, name, smaller=True)
+        fewer = most(shares, name, smaller=False)
+        compared += [
+            findings.factor(f"{what}: normalised latency, up to", slower, longer, source),
+            findings.factor(f"{what}: SLO attainment, up to", fewer, lower, source),
+        ]
+    remarks = problems(trials, outcomes)
+    if not REPLACED:
+        remarks.append("A is not run: services are placed once, so that it would be SeaLLM itself")
+    plots = {
+        "latency": Plot("Normalised latency", "req/s", "normalised latency", times, log=True),
+        "slo": Plot("SLO attainment", "req/s", "%", shares),
+    }
+    table = [row(o, x=x, system=n) for x, by_name in points.items() for n, o in by_name.items()]
+    return Findings(compared, table, plots, [FAIR], remarks)
+
+
+def fig14(lab: Lab) -> Findings:
+    """Wall-clock times: the one study whose figures depend on the machine."""
+    sizes = lab.pick((4, 8, 16, 24), (4, 8))
+    rate = lab.pick(RATE, 2.0)
+    work = trace(lab, Load(rate, seconds_for(lab, rate)))
+    table, times = [], []
+    with lab.bar("searches") as progress:
+        for number, gpus in enumerate(sizes):
+            scenario = load(
+                Path(lab.setup(f"gpus{gpus}", cluster(gpus), work)), {"policy": "seallm"}
+            )
+            world = World(scenario.setup, scenario.work)
+            since_s = time.process_time()
+            world.place()
+            times.append((gpus, time.process_time() - since_s))
+            table.append({"gpus": gpus, "search_cpu_s": times[-1][1]})
+            progress(number + 1, len(sizes))
+    longest = max(seconds for _, seconds in times)
+    compared = [
+        findings.claim(
+            "the placement search takes less than a minute",
+            longest < 60,
+            f"{longest:.1f} s on one core for {sizes[-1]} GPUs",
+            "under 60 s with up to 8 processes",
+            "§6.4, Figure 14",
+        )
+    ]
+    plots = {"time": Plot("Placement search", "GPUs", "CPU seconds", {"seallm": list(times)})}
+    return Findings(compared, table, plots, [FAIR])
+
+
+STUDIES = (
+    Study(
+        "seallm-fig8",
+        "SeaLLM without each of its parts",
+        "SeaLLM, Figure 8, §6.3",
+        SETUP + ", 2 to 12.5 req/s",
+        SMALLER,
+        DIFFERS,
+        fig8,
+    ),
+    Study(
+        "seallm-fig14",
+        "Running time of the placement search",
+        "SeaLLM, Figure 14, §6.4",
+        SETUP.replace("on 8", "on 4 to 24") + ", 8 req/s",
+        "5 services, up to 24 GPUs, one process, 100 simulated requests",
+        "A search is as many simulations as the cluster has homes for services; these are in "
+        "Python and are given 100 requests, which the paper does not state.",
+        fig14,
+    ),
+)

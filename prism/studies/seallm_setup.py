@@ -1,0 +1,181 @@
+"""What SeaLLM's evaluation runs on (§6.1), at a quarter of its size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from prism.costs.catalog import cost_model
+from prism.replay.generate import Lengths, LengthSource, requests_at
+from prism.replay.steady import renewals
+from prism.replay.trace import Trace, TraceRequest
+from prism.sim.profile import execution_s
+from prism.studies.lab import Lab
+from prism.studies.sources import without_slo
+from prism.studies.trial import Measured, Trial
+
+GPU = "a100-80"
+GPUS = 8
+SLO_SCALE = 5.0
+BURSTS_CV = 4.0
+CHUNK_TOKENS = 8192
+SEARCH_REQUESTS = 100
+OUTPUT_MAX = 2048
+
+CHAT = Lengths(
+    input_median=31,
+    input_sigma=1.3,
+    input_max=2048,
+    output_median=259,
+    output_sigma=1.0,
+    output_max=OUTPUT_MAX,
+)
+"""ShareGPT's means in SeaLLM's Table 1: 73 tokens in, 427 out."""
+SUMMARIES = Lengths(
+    input_median=3200,
+    input_sigma=0.25,
+    input_max=4000,
+    output_median=19,
+    output_sigma=0.5,
+    output_max=96,
+)
+"""LongBench's mean of 21 tokens out; inputs, 13,187 on average, cut to what Llama-2 takes."""
+
+
+@dataclass(frozen=True)
+class Service:
+    name: str
+    shape: str
+    tp: int
+    lengths: LengthSource
+
+
+SERVICES = (
+    Service("chat-7b", "Llama-2-7B", 1, CHAT),
+    Service("summaries-7b", "Llama-2-7B", 1, SUMMARIES),
+    Service("chat-13b", "Llama-2-13B", 1, CHAT),
+    Service("chat-opt", "opt-6.7b", 1, CHAT),
+    Service("chat-70b", "Llama-2-70B", 4, CHAT),
+)
+SYSTEMS = {
+    "seallm": "seallm",
+    "alpaserve": "alpaserve",
+    "muxserve": "muxserve",
+    "vllm": "dedicated",
+}
+"""name -> policy; vLLM is each service alone on its GPUs (§6.1)."""
+
+FAIR = (
+    "All systems are given the whole trace's rates, lengths and execution times; the searches of "
+    f"SeaLLM and AlpaServe simulate on {SEARCH_REQUESTS} of its requests. Nothing is tuned by hand."
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """rate_rps: of all services. skew: so many requests in a row are of one service. spread:
+    standard deviation of the output length, in lengths. slo_scale: times the execution time, of
+    the request, or of the service's mean where `slo_of_service`."""
+
+    rate_rps: float
+    seconds: float
+    skew: int = 1
+    spread: float = 0.0
+    slo_scale: float = SLO_SCALE
+    slo_of_service: bool = False
+
+
+def trace(lab: Lab, load: Load) -> Trace:
+    """Azure Functions where the user has them, else arrivals as bursty as AlpaServe takes them to
+    be (Gamma gaps, CV 4), in equal parts to the services."""
+    rng = np.random.default_rng([lab.seed, 11])
+    names = [s.name for s in SERVICES]
+    given = lab.sources.functions(names, load.seconds, lab.seed)
+    if given is not None:
+        moments_s = np.array([r.arrival_s for r in given])
+        whose = np.array([names.index(r.model) for r in given])
+    elif load.skew > 1:
+        moments_s = renewals(load.rate_rps, 1.0, load.seconds, rng)
+        runs = -(-len(moments_s) // load.skew)
+        whose = np.repeat(rng.integers(len(names), size=runs), load.skew)[: len(moments_s)]
+    else:
+        parts = [renewals(load.rate_rps / len(names), BURSTS_CV, load.seconds, rng) for _ in names]
+        moments_s = np.concatenate(parts)
+        whose = np.repeat(np.arange(len(names)), [len(p) for p in parts])
+    found: list[TraceRequest] = []
+    for number, service in enumerate(SERVICES):
+        found += requests_at(service.name, moments_s[whose == number], service.lengths, rng)
+    spread = [_spread(request, load.spread, rng) for request in found]
+    return with_deadlines(sorted(spread, key=lambda r: r.timestamp), load)
+
+
+def _spread(request: TraceRequest, spread: float, rng: np.random.Generator) -> TraceRequest:
+    """§6.3: a Gaussian delta, with a standard deviation of so many output lengths."""
+    if not spread:
+        return request
+    drawn = request.output_length * (1 + spread * float(rng.standard_normal()))
+    return msgspec.structs.replace(request, output_length=int(np.clip(drawn, 1, OUTPUT_MAX)))
+
+
+def with_deadlines(requests: Sequence[TraceRequest], load: Load) -> Trace:
+    """End-to-end SLOs by execution times alone."""
+    alone_s = [_alone_s(request) for request in requests]
+    by_service: dict[str, list[float]] = {}
+    for request, seconds in zip(requests, alone_s, strict=True):
+        by_service.setdefault(request.model, []).append(seconds)
+    mean_s = {name: sum(values) / len(values) for name, values in by_service.items()}
+    found = []
+    for request, seconds in zip(requests, alone_s, strict=True):
+        base_s = mean_s[request.model] if load.slo_of_service else seconds
+        plain = without_slo(request, request.model)
+        found.append(msgspec.structs.replace(plain, slo_e2e_ms=load.slo_scale * base_s * 1000))
+    return found
+
+
+def _alone_s(request: TraceRequest) -> float:
+    service = next(s for s in SERVICES if s.name == request.model)
+    cost = cost_model(GPU, service.shape, service.tp)
+    return execution_s(cost, request.input_length, request.output_length, CHUNK_TOKENS)
+
+
+def cluster(gpus: int = GPUS) -> dict[str, Any]:
+    """One node; only the end-to-end SLO is judged."""
+    return {
+        "gpus": {"type": GPU, "count": gpus},
+        "models": [{"name": s.name, "shape": s.shape, "tp": s.tp} for s in SERVICES],
+        "slo": {"ttft": "60s", "tpot": "1s"},
+        "search_requests": SEARCH_REQUESTS,
+        "patience": "120s",
+    }
+
+
+def systems(config: str, chosen: Mapping[str, str] = SYSTEMS) -> list[Trial]:
+    return [Trial(config, {"policy": policy}) for policy in chosen.values()]
+
+
+def latency(found: Measured) -> float | None:
+    """Mean normalised latency (§6.1)."""
+    return found.normalized_latency
+
+
+def tail_s(found: Measured) -> float | None:
+    """P99 of the end-to-end latency."""
+    p99_ms = found.summary.total.e2e_ms.p99 if found.summary else None
+    return None if p99_ms is None else p99_ms / 1000
+
+
+def slo(found: Measured) -> float | None:
+    """End-to-end attainment in percent."""
+    return None if found.summary is None else 100 * found.attainment("e2e", "1")
+
+
+def mean_ttft_ms(found: Measured) -> float | None:
+    return found.summary.total.ttft_ms.mean if found.summary else None
+
+
+def mean_tpot_ms(found: Measured) -> float | None:
+    return found.summary.total.tpot_ms.mean if found.summary else None
