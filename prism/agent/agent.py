@@ -41,6 +41,7 @@ from prism.agent.strays import Strays
 from prism.agent.timing import Timing
 from prism.agent.turns import Turns
 from prism.config import ClusterConfig
+from prism.engines.kv_file import remove_abandoned
 from prism.engines.nursery import load_adapter
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages import ActionResult, AgentReport
@@ -201,6 +202,7 @@ class Agent:
             self._reporter.run(),
             self._nursery.run(),
             self._tick(),
+            self._sweep(),
         ]
 
     async def _tick(self) -> None:
@@ -213,6 +215,12 @@ class Agent:
             if given_up:
                 self._serving.hand_back(given_up.__contains__)
             await asyncio.sleep(self._timing.tick_s)
+
+    async def _sweep(self) -> None:
+        """Agents of a machine share the folder: whoever is first removes."""
+        while True:
+            remove_abandoned(Path(self._config.moves_dir))
+            await asyncio.sleep(self._timing.sweep_s)
 
     # --- the end ----------------------------------------------------------------------------
 

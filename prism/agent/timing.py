@@ -20,6 +20,7 @@ class Timing:
     before an activation that lacked memory is tried again, memory_tries times.
     revive_window_s, revives_max: a model whose engines die more often than that in that window is
     reported as failed instead of being activated again.
+    sweep_s: how often KV that nobody came for is looked for.
     fork_retry_s, fork_retry_max_s: pause after an engine died before it was ready, doubling.
     """
 
@@ -43,3 +44,4 @@ class Timing:
     fork_retry_s: float = 0.5
     fork_retry_max_s: float = 30.0
     nursery_stop_s: float = 15.0
+    sweep_s: float = 30.0

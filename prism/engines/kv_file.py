@@ -1,8 +1,8 @@
 """KV of a request on its way to another engine of the machine.
 
 One file for each request in shared memory: its bytes are copied once out of the source's pages and
-once into the target's. Who reads a file removes it; what nobody came for goes after
-`ABANDONED_AFTER_S`.
+once into the target's, layer by layer. Who reads a file removes it; what nobody came for, because
+the request was cancelled on its way or a process was killed, goes after `ABANDONED_AFTER_S`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import numpy.lib.format as npy
 from numpy.typing import NDArray
 
 ABANDONED_AFTER_S = 600.0
@@ -25,17 +26,21 @@ Rows = NDArray[np.uint8]
 log = logging.getLogger("prism.engine")
 
 
-def save(folder: str, buffers: Iterable[NDArray[Any]]) -> str:
-    """Write each layer's K and V, in an order that the reader shares, as arrays of one shape whose
-    first axis is tokens. Returns the file's path; "" where there is no room for it."""
+def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
+    """Write each layer's K and V, `count` in all, in an order that the reader shares, as arrays of
+    one shape whose first axis is tokens. Returns the file's path; "" where there is no room for
+    it."""
     place = Path(folder)
-    rows = [_bytes_of(buffer) for buffer in buffers]
     path = place / f"{uuid4().hex}.npy"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_abandoned(place)
         with path.open("xb") as file:
-            np.save(file, np.stack(rows), allow_pickle=False)
+            for index, buffer in enumerate(buffers):
+                rows = _bytes_of(buffer)
+                if index == 0:
+                    header = {"descr": "|u1", "fortran_order": False}
+                    npy.write_array_header_1_0(file, {**header, "shape": (count, *rows.shape)})
+                file.write(rows.data)
     except OSError as error:
         log.warning("KV of a request is not kept for its next engine: %s", error)
         path.unlink(missing_ok=True)
@@ -44,10 +49,10 @@ def save(folder: str, buffers: Iterable[NDArray[Any]]) -> str:
 
 
 def take(path: str, buffers: int, tokens: int, token_bytes: int) -> Rows | None:
-    """Bytes (buffers, tokens, token_bytes) of a file, which is gone then. None, logged, for one
-    that is missing, damaged or of another shape."""
+    """Bytes (buffers, tokens, token_bytes) of a file, which is gone then; they lie in its pages
+    until they are dropped. None, logged, for one that is missing, damaged or of another shape."""
     try:
-        rows: Rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        rows: Rows = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
         log.warning("KV of a request is computed again: %s", error)
         return None
@@ -64,9 +69,11 @@ def _bytes_of(buffer: NDArray[Any]) -> Rows:
     return np.ascontiguousarray(buffer).reshape(len(buffer), -1).view(np.uint8)
 
 
-def _remove_abandoned(folder: Path) -> None:
+def remove_abandoned(folder: Path) -> None:
+    """Files that nobody came for."""
     oldest_s = time.time() - ABANDONED_AFTER_S
-    for path in folder.iterdir():
+    for path in folder.glob("*.npy"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < oldest_s:
+                log.info("%s is removed: nobody came for it", path)
                 path.unlink()

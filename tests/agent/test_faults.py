@@ -7,12 +7,15 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+from prism.engines import kv_file
 from prism.errors import LeaseLostError
 from prism.messages import Drain, Request
 from prism.queueing import BundledRedis
@@ -245,3 +248,19 @@ def parent_of(pid: int) -> int:
 
 def kv_segment_exists(this: World) -> bool:
     return Path(f"/dev/shm/prism-kvcached.{this.config.namespace}.{DEVICE}").exists()
+
+
+async def test_kv_that_nobody_came_for_goes(
+    agent_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request that was cancelled on its way, or whose engine was killed while it wrote."""
+    monkeypatch.setattr(kv_file, "ABANDONED_AFTER_S", 100.0)
+    folder = Path(agent_world.config.moves_dir)
+    left = kv_file.save(str(folder), [np.zeros((4, 4))], 1)
+    awaited = kv_file.save(str(folder), [np.zeros((4, 4))], 1)
+    os.utime(left, (time.time() - 101.0,) * 2)
+    try:
+        agent_world.start_agent()
+        await until(lambda: os.listdir(folder) == [os.path.basename(awaited)])
+    finally:
+        shutil.rmtree(folder)

@@ -105,10 +105,11 @@ def test_abandoned_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     import numpy as np
 
     rows = np.arange(64, dtype=np.uint8).reshape(8, 8)
-    old = kv_file.save(str(tmp_path), [rows])
+    old = kv_file.save(str(tmp_path), [rows], 1)
     monkeypatch.setattr(kv_file, "ABANDONED_AFTER_S", -1.0)
-    new = kv_file.save(str(tmp_path), [rows, rows])
-    assert [str(path) for path in tmp_path.iterdir()] == [new]
+    kv_file.remove_abandoned(tmp_path)
+    assert not any(tmp_path.iterdir())
+    new = kv_file.save(str(tmp_path), [rows, rows], 2)
     assert kv_file.take(old, 1, 8, 8) is None
     taken = kv_file.take(new, 2, 8, 8)
     assert taken is not None

@@ -126,9 +126,9 @@ def test_a_copy_that_breaks_while_it_is_loaded_is_replaced(
     first, _ = turn(core, spec_of(LLAMA))
     stock, files = ModelWeights.load, stored_files(config)
 
-    def load(weights: ModelWeights) -> None:
+    def load(weights: ModelWeights, meanwhile: Any) -> None:
         damage(files[-1])
-        stock(weights)
+        stock(weights, meanwhile)
 
     monkeypatch.setattr(ModelWeights, "load", load)
     assert turn(core, spec_of(LLAMA))[0] == first

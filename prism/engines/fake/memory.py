@@ -168,7 +168,8 @@ class Memory:
         if not tokens or self._has_peers:
             return ""
         slots = self._slots(blocks, 0, tokens)
-        return kv_file.save(folder, (buffer[slots] for buffer in self._buffers))
+        rows = (buffer[slots] for buffer in self._buffers)
+        return kv_file.save(folder, rows, len(self._buffers))
 
     def load(self, path: str, blocks: Sequence[int], start: int, end: int) -> bool:
         """KV of the tokens from `start` on out of such a file of `end` tokens; False: it is no

@@ -66,7 +66,7 @@ class SglangCore:
         place = context.config.device(context.device)
         # KV space and weights of one model after another are laid out in these addresses.
         self._client.reserve_addresses(2 * _whole(place.capacity_bytes, place.page_bytes))
-        self._access = store_access(context.config, context.ranks)
+        self._access = store_access(context.config, self._client, context.ranks)
         self._active: _Active | None = None
         self._by_rid: dict[str, _Running] = {}
         self._rids = itertools.count()
@@ -328,10 +328,15 @@ class SglangCore:
         return self._active
 
 
-def store_access(config: ClusterConfig, ranks: RankGroup = ALONE) -> StoreAccess:
-    """The machine's weight store as `engine.weight_store` says."""
+def store_access(
+    config: ClusterConfig, client: kvcached.Client, ranks: RankGroup = ALONE
+) -> StoreAccess:
+    """The machine's weight store as `engine.weight_store` says, and the way from it to the client's
+    memory."""
+    store = open_store(config)
     options = LoadOptions(bytes_per_s=config.engine.load_bytes_per_s)
-    return StoreAccess(open_store(config), options, ranks.rank, ranks.size)
+    links = client.open_weight_links(threads=options.threads) if store is not None else None
+    return StoreAccess(store, options, ranks.rank, ranks.size, links)
 
 
 def _whole(size_bytes: int, page_bytes: int) -> int:

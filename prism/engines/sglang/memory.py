@@ -133,9 +133,10 @@ class EngineMemory:
             raise self._no_room(error, 0) from error
 
     def load_weights(self) -> None:
-        """Raises WeightFileError, WeightMismatchError for a stored copy that is no good."""
+        """The KV space is laid out while they are copied. Raises WeightFileError,
+        WeightMismatchError for a stored copy that is no good."""
         try:
-            self.weights.load()
+            self.weights.load(lambda: self.kv)
         except kvcached.NoRoomError as error:
             raise self._no_room(error, 0) from error
 

@@ -23,8 +23,9 @@ def leave(scheduler: InProcessScheduler, req: Req, folder: str) -> Resume:
     if not folder or not tokens:
         return Resume(output)
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
-    rows = (_bytes_of(buffer[slots]).cpu().numpy() for buffer in _buffers(scheduler))
-    path = kv_file.save(folder, rows)
+    buffers = list(_buffers(scheduler))
+    rows = (_bytes_of(buffer[slots]).cpu().numpy() for buffer in buffers)
+    path = kv_file.save(folder, rows, len(buffers))
     return Resume(output, path, tokens if path else 0)
 
 
@@ -44,7 +45,7 @@ def join(scheduler: InProcessScheduler, req: Req, resume: Resume) -> int:
     if rows is None or slots is None:
         return 0
     for buffer, row in zip(buffers, rows, strict=True):
-        part = torch.from_numpy(row[:whole].copy()).view(buffer.dtype)
+        part = torch.from_numpy(row[:whole]).view(buffer.dtype)
         buffer[slots] = part.view(whole, *buffer.shape[1:]).to(buffer.device)
     known = array("q", [*req.origin_input_ids, *resume.output_ids])
     # Blocks that the cache has already are freed by the insertion.

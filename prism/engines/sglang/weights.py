@@ -8,7 +8,7 @@ its weights came through SGLang's own loader.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from kvcached import (
     WeightBuilder,
     WeightKey,
     WeightLayout,
+    WeightLinks,
     WeightStore,
 )
 from kvcached.errors import StoreFullError, WeightFileError
@@ -38,12 +39,14 @@ log = logging.getLogger("prism.engine")
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
     """The machine's store and how to copy out of it; `store` None: every load reads the files.
-    Each of the `ranks` of a tensor-parallel engine has copies of its own shards."""
+    Each of the `ranks` of a tensor-parallel engine has copies of its own shards. `links` stay from
+    load to load: on a GPU their buffers are pinned."""
 
     store: WeightStore | None = None
     options: LoadOptions = field(default_factory=LoadOptions)
     rank: int = 0
     ranks: int = 1
+    links: WeightLinks | None = None
 
     def key_of(self, spec: ModelSpec) -> WeightKey | None:
         """Reads the whole checkpoint once, to hash it. Raises WeightFileError."""
@@ -132,15 +135,18 @@ class ModelWeights:
             self.discard_copy(str(error))
         return self._stored is not None
 
-    def load(self) -> None:
-        """Copy every tensor out of the store into its place.
+    def load(self, meanwhile: Callable[[], object]) -> None:
+        """Copy every tensor out of the store into its place, and do `meanwhile` beside it.
 
         Raises WeightFileError, WeightMismatchError, NoRoomError; the memory is released then.
         """
         if self._stored is None:
             raise RuntimeError("there is no copy to load: call find_copy first")
         try:
-            self._required().load(self._stored, self._access.options)
+            access = self._access
+            loading = self._required().start_load(self._stored, access.options, access.links)
+            meanwhile()
+            loading.result()
         except BaseException:
             self.release()
             raise
