@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from prism.errors import ConfigError
-from prism.studies import muxserve, muxserve_parts, prism_overall, seallm, seallm_parts
+from prism.studies import (
+    muxserve,
+    muxserve_parts,
+    prism_overall,
+    prism_parts,
+    seallm,
+    seallm_parts,
+)
 from prism.studies.study import Study
 
-PAPERS = (prism_overall, muxserve, muxserve_parts, seallm, seallm_parts)
+PAPERS = (prism_overall, prism_parts, muxserve, muxserve_parts, seallm, seallm_parts)
 STUDIES: dict[str, Study] = {study.name: study for part in PAPERS for study in part.STUDIES}
 
 

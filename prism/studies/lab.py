@@ -48,6 +48,12 @@ class Lab:
         path.write_text(yaml.safe_dump({**config, "trace": f"{name}.jsonl"}, sort_keys=False))
         return str(path)
 
+    def read(self, config: str) -> dict[str, Any]:
+        """A setup that was written, without its trace."""
+        data: dict[str, Any] = yaml.safe_load(Path(config).read_text())
+        del data["trace"]
+        return data
+
     def run(self, trials: Sequence[Trial], what: str = "simulating") -> list[Measured]:
         """Outcomes in the order of `trials`."""
         store = Store(self.folder.parent / "points", Measured)

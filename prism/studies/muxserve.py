@@ -69,7 +69,7 @@ def synthetic(lab: Lab) -> Findings:
     models = nineteen()
     alphas = lab.pick((0.9, 2.1), (0.9,))
     most_rps = lab.pick((5.0, 10.0, 20.0), (1.0,))
-    seconds = lab.pick(30.0, 8.0)
+    seconds = lab.pick(20.0, 8.0)
     gpus = 32
     table, plots, remarks = [], {}, []
     by_alpha: dict[float, tuple[Lines, Lines]] = {}
@@ -147,7 +147,7 @@ CHAT_LMSYS = (
 def chat(lab: Lab) -> Findings:
     models = [Model(f"m{i}", s, i, float(n)) for i, (s, n) in enumerate(CHAT_LMSYS)]
     rates_rps = lab.pick((1.6, 3.2, 4.8), (0.1, 0.2))
-    seconds = lab.pick(30.0, 6.0)
+    seconds = lab.pick(20.0, 6.0)
     trials: list[Trial] = []
     for rate in rates_rps:
         trace = shared_out(lab, models, rate * len(models), seconds)
@@ -193,7 +193,7 @@ STUDIES = (
         "MuxServe, Figure 5, §4.2",
         "19 LLaMA models of 7B to 65B (Table 1) on 32 A100-80G, rates by power law, up to 5, 10 "
         "and 20 req/s for the most popular model, SLO of 8 execution times",
-        "30 s of arrivals, two of five alphas, three rates",
+        "20 s of arrivals, two of five alphas, three rates",
         DATA + OVER,
         synthetic,
     ),
@@ -203,7 +203,7 @@ STUDIES = (
         "MuxServe, Figure 7, §4.3",
         "16 LLaMA models with the popularity of MuxServe's ChatLMSYS slice on 32 A100-80G, SLO of "
         "8 execution times",
-        "30 s of arrivals, three rates; Poisson in place of the trace's own times",
+        "20 s of arrivals, three rates; Poisson in place of the trace's own times",
         DATA + OVER,
         chat,
     ),

@@ -118,7 +118,7 @@ def scheduling(lab: Lab) -> Findings:
         models = [Model(f"{s}-{i}", s, i, float(r)) for i, (s, r, _) in enumerate(parts)]
         longer = {m.name: lengths(x) for m, (_, _, x) in zip(models, parts, strict=True)}
         rate_rps = sum(r for _, r, _ in parts) * lab.pick(1.0, 0.1)
-        trace = shared_out(lab, models, rate_rps, lab.pick(60.0, 8.0), longer)
+        trace = shared_out(lab, models, rate_rps, lab.pick(40.0, 8.0), longer)
         config = lab.setup(f"unit-{unit}", cluster(models, 4), trace)
         shapes_of[unit] = models
         trials += [Trial(config, {"policy": "muxserve"}, variant=v) for v in ORDERS.values()]
@@ -220,7 +220,7 @@ STUDIES = (
         "ADBS against first come first served and round robin",
         "MuxServe, Figure 10, §4.4",
         "30B, 13B and 7B at 2, 8 and 8 req/s (a), 65B and 30B at 1 and 8 req/s (b), on 4 A100-80G",
-        "60 s of arrivals",
+        "40 s of arrivals",
         DATA + OVER,
         scheduling,
     ),

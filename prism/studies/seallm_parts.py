@@ -64,7 +64,7 @@ def fig8(lab: Lab) -> Findings:
 
 def fig14(lab: Lab) -> Findings:
     """Wall-clock times: the one study whose figures depend on the machine."""
-    sizes = lab.pick((4, 8, 16, 24), (4, 8))
+    sizes = lab.pick((4, 8, 16), (4, 8))
     rate = lab.pick(RATE, 2.0)
     work = trace(lab, Load(rate, seconds_for(lab, rate)))
     table, times = [], []
@@ -107,10 +107,10 @@ STUDIES = (
         "seallm-fig14",
         "Running time of the placement search",
         "SeaLLM, Figure 14, §6.4",
-        SETUP.replace("on 8", "on 4 to 24") + ", 8 req/s",
-        "5 services, up to 24 GPUs, one process, 100 simulated requests",
+        SETUP.replace("on 8", "on 4 to 16") + ", 8 req/s",
+        "5 services, up to 16 GPUs, one process, 50 simulated requests",
         "A search is as many simulations as the cluster has homes for services; these are in "
-        "Python and are given 100 requests, which the paper does not state.",
+        "Python and are given 50 requests, which the paper does not state.",
         fig14,
     ),
 )
