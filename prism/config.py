@@ -105,6 +105,14 @@ class EngineYaml(Strict, frozen=True):
     mps: bool = False
 
 
+class JournalYaml(Strict, frozen=True):
+    """What schedulers write down beside their logs: keep "off", "decisions" (actions, queues,
+    dispatches), or "inputs" (also all that each decision was made on). max: size of a file."""
+
+    keep: str = "off"
+    max: str = "256MiB"
+
+
 class ServeYaml(Strict, frozen=True):
     """The whole file."""
 
@@ -115,6 +123,7 @@ class ServeYaml(Strict, frozen=True):
     frontend: FrontendYaml = FrontendYaml()
     scheduler: SchedulerYaml = SchedulerYaml()
     engine: EngineYaml = EngineYaml()
+    journal: JournalYaml = JournalYaml()
 
 
 # --- resolved -------------------------------------------------------------------------------
@@ -163,6 +172,11 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     refused_timeout_s: float = 60.0
 
 
+class JournalConfig(msgspec.Struct, frozen=True):
+    keep: str = "off"
+    max_bytes: int = 256 << 20
+
+
 class ClusterConfig(msgspec.Struct, frozen=True):
     """namespace separates the shared-memory segments and Redis keys of two clusters on one
     machine; run_dir (mode 0700) holds sockets, logs and this file."""
@@ -178,6 +192,7 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     frontend: FrontendConfig = FrontendConfig()
+    journal: JournalConfig = JournalConfig()
 
     @property
     def scheduler_endpoint(self) -> str:

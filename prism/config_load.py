@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from prism import journal
 from prism.config import (
     AUTO_STORE,
     ClusterConfig,
@@ -19,6 +20,8 @@ from prism.config import (
     EngineYaml,
     FrontendConfig,
     FrontendYaml,
+    JournalConfig,
+    JournalYaml,
     ModelYaml,
     SchedulerConfig,
     SchedulerYaml,
@@ -70,6 +73,7 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
         scheduler=_scheduler(data.scheduler),
         engine=_engine(data.engine, base_dir),
         frontend=_frontend(data.frontend),
+        journal=_journal(data.journal),
     )
     _check_names(config)
     _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
@@ -178,6 +182,11 @@ def _frontend(data: FrontendYaml) -> FrontendConfig:
         progress_timeout_s=parse_time(data.progress_timeout, "frontend.progress_timeout"),
         refused_timeout_s=parse_time(data.refused_timeout, "frontend.refused_timeout"),
     )
+
+
+def _journal(data: JournalYaml) -> JournalConfig:
+    _one_of(data.keep, journal.KEPT, "journal.keep")
+    return JournalConfig(data.keep, parse_size(data.max, "journal.max"))
 
 
 def _scheduler(data: SchedulerYaml) -> SchedulerConfig:

@@ -21,11 +21,12 @@ TRACE_BYTES_MAX = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class ActivationRecord:
-    """`stages_s` in order, "total" last."""
+    """`stages_s` in order, "total" last; `activated`: what the engine said."""
 
     model: str
     engine_id: str
     stages_s: dict[str, float]
+    activated: Activated | None = None
 
 
 def stages_of(served: Served, activated: Activated, now_s: float) -> dict[str, float]:

@@ -44,9 +44,11 @@ from prism.config import ClusterConfig
 from prism.engines.kv_file import remove_abandoned
 from prism.engines.nursery import load_adapter
 from prism.errors import LeaseLostError, QueueUnavailableError
+from prism.journal import open_journal
 from prism.messages import ActionResult, AgentReport
 from prism.policies import registry
 from prism.queueing import RequestQueue
+from prism.scheduler.journaled import JournaledScheduler
 from prism.scheduler.local import Limits, LocalScheduler
 from prism.weight_store import open_store
 
@@ -98,8 +100,7 @@ class Agent:
         self._reclaimer = Reclaimer(self._state, self._device, peers)
         port = DevicePort(self._state, self._device, self._reclaimer, peers)
         limits = Limits(prefill_chunk_tokens=self._config.engine.prefill_chunk_tokens)
-        policy = registry.live(self._config.policy)
-        scheduler = LocalScheduler(port, limits, policy.order)
+        scheduler = self._local_scheduler(port, limits)
         self._mirror = Mirror(scheduler, lambda: time.time() - time.monotonic())
         self._lease = Lease(
             queue=self._queue,
@@ -130,6 +131,13 @@ class Agent:
             self._state, self._queue, self._known_frontends, self._frontend_died
         )
 
+    def _local_scheduler(self, port: DevicePort, limits: Limits) -> LocalScheduler:
+        order = registry.live(self._config.policy).order
+        self._journal = open_journal(self._config, self._name, limits=limits)
+        if self._journal is None:
+            return LocalScheduler(port, limits, order)
+        return JournaledScheduler(port, limits, order, self._journal, self._state.now_s)
+
     def _wire_control(self) -> None:
         """The model's way."""
         config = self._config
@@ -144,6 +152,7 @@ class Agent:
             serving=self._serving,
             reporter=self._reporter,
             trace=TraceFile(trace_path(config, self._name), self._name),
+            journal=self._journal,
         )
         self._lifecycle = Lifecycle(
             self._state, effects, config.engine.max_running, config.engine.drain_timeout_s
@@ -255,6 +264,8 @@ class Agent:
         await self._leave_queue()
         if self._drain_action is not None:
             self._orders.send(ActionResult(self._drain_action, True))
+        if self._journal is not None:
+            self._journal.close()
         self._delivery.close()
         self._link.close()
         self._orders.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 
 from kvcached import Device
 from prism.agent.activations import ActivationRecord, TraceFile
@@ -14,6 +15,7 @@ from prism.agent.pool import Engine
 from prism.agent.reporter import Reporter
 from prism.agent.running import RunningBook
 from prism.agent.serving import Serving
+from prism.journal import Served, Sink
 from prism.messages import ActionResult, ToEngine
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class AgentEffects:
         serving: Serving,
         reporter: Reporter,
         trace: TraceFile,
+        journal: Sink | None = None,
     ) -> None:
         self._device = device
         self._link = link
@@ -40,6 +43,7 @@ class AgentEffects:
         self._serving = serving
         self._reporter = reporter
         self._trace = trace
+        self._journal = journal
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
         return self._link.send(engine_id, message)
@@ -66,6 +70,19 @@ class AgentEffects:
 
     def record(self, activation: ActivationRecord) -> None:
         self._trace.add(activation)
+        if self._journal is not None and (found := activation.activated) is not None:
+            self._journal.add(
+                Served(
+                    time_s=time.monotonic(),
+                    model=activation.model,
+                    seconds=activation.stages_s["total"],
+                    static_bytes=found.static_bytes,
+                    reserve_bytes=found.reserve_bytes,
+                    quantum_bytes=found.quantum_bytes,
+                    quantum_tokens=found.quantum_tokens,
+                    block_tokens=found.block_tokens,
+                )
+            )
 
     def changed(self) -> None:
         self._reporter.changed()

@@ -155,7 +155,7 @@ class Lifecycle:
         self._models.totals(served.name).activations += 1
         self._fingerprints.learn(served.name, message.fingerprint, engine.is_fresh)
         engine.is_fresh = served.needs_fresh = False
-        self._effects.record(ActivationRecord(served.name, engine.id, served.stages_s))
+        self._effects.record(ActivationRecord(served.name, engine.id, served.stages_s, message))
 
     def activation_failed(self, engine: Engine, message: ActivationFailed) -> None:
         """For lack of memory: others give their idle memory back, and it is tried again. For a

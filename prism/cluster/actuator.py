@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Collection, Sequence
 from prism.cluster.link import Link, settle
 from prism.cluster.state import Move, State
 from prism.errors import ActionError, QueueUnavailableError
+from prism.journal import Ended, Started
 from prism.messages import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.policies.data import Action, Activate, Evict, Migrate
 from prism.queueing.requests import RequestQueue
@@ -67,6 +68,7 @@ class Actuator:
 
     def _begin(self, move: Move, reason: str, work: Awaitable[None]) -> asyncio.Task[str]:
         log.info("%s %s on %s: %s", move.kind, move.model, move.device, reason)
+        self._note_start(move, reason)
         self._state.moves[move.model] = move
         task = asyncio.create_task(self._finish(move, work))
         self._tasks[move.model] = task
@@ -82,10 +84,41 @@ class Actuator:
             problem = str(error)
             self._failed(move, problem)
         finally:
+            self._note_end(move, problem)
             del self._state.moves[move.model]
             del self._tasks[move.model]
             self._state.changes.notify()
         return problem
+
+    def _note_start(self, move: Move, reason: str) -> None:
+        if (journal := self._state.journal) is not None:
+            device, target = move.ends
+            now_s = self._state.now_s()
+            journal.add(
+                Started(
+                    time_s=now_s,
+                    kind=move.kind,
+                    model=move.model,
+                    device=device,
+                    target=target,
+                    reason=reason,
+                )
+            )
+
+    def _note_end(self, move: Move, problem: str) -> None:
+        if (journal := self._state.journal) is not None:
+            device, target = move.ends
+            now_s = self._state.now_s()
+            journal.add(
+                Ended(
+                    time_s=now_s,
+                    kind=move.kind,
+                    model=move.model,
+                    device=device,
+                    target=target,
+                    problem=problem,
+                )
+            )
 
     def _succeeded(self, move: Move) -> None:
         self._state.actions_total[move.kind] += 1

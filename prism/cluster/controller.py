@@ -16,7 +16,9 @@ from prism.cluster.repairs import Route, repairs
 from prism.cluster.state import State
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
+from prism.config import ClusterConfig
 from prism.errors import LeaseLostError, QueueUnavailableError
+from prism.journal import Planned, Refused, fields_of
 from prism.messages import AgentReport
 from prism.policies.data import Action, ClusterView, Refuse, Settings
 from prism.queueing.requests import RequestQueue
@@ -39,14 +41,10 @@ class Controller:
         self._actuator = actuator
         self._owner = f"scheduler-{uuid4().hex}"
         self._recovered: set[str] = set()
-        scheduler = state.config.scheduler
-        settings = Settings(
-            idle_threshold_s=scheduler.idle_threshold_s,
-            migration_threshold=scheduler.migration_threshold,
-            contended_requests=scheduler.contended_requests,
-            move_running=scheduler.move_running,
+        self._scheduler = ClusterScheduler(
+            self, state.policy, settings_of(state.config), state.config.scheduler.interval_s
         )
-        self._scheduler = ClusterScheduler(self, state.policy, settings, scheduler.interval_s)
+        self._scheduler.observe = self._note_plan
 
     # --- ClusterPort ------------------------------------------------------------------------
 
@@ -59,6 +57,11 @@ class Controller:
             self._refuse(action)
         else:
             self._actuator.start(action)
+
+    def _note_plan(self, view: ClusterView, actions: tuple[Action, ...]) -> None:
+        journal = self._state.journal
+        if journal is not None and journal.inputs:
+            journal.add(Planned(time_s=view.now_s, view=view, actions=fields_of(actions)))
 
     # --- what comes in ----------------------------------------------------------------------
 
@@ -148,12 +151,18 @@ class Controller:
         if state.refusals.get(action.model) != reason:
             log.warning("%s is not placed: %s", action.model, reason)
             state.actions_total["refuse"] += 1
+            self._note_refusal(action)
             state.changes.notify()
         state.refusals[action.model] = reason
         complete = len(state.book.reports()) == len(state.config.devices)
         if state.policy.evicts and complete and not failure:
             # There is no room for it unless requests make some: it waits for the first one.
             state.wanted.discard(action.model)
+
+    def _note_refusal(self, action: Refuse) -> None:
+        if (journal := self._state.journal) is not None:
+            now_s = self._state.now_s()
+            journal.add(Refused(time_s=now_s, model=action.model, reason=action.reason))
 
     # --- faults -----------------------------------------------------------------------------
 
@@ -233,6 +242,17 @@ class Controller:
         await self._queue.release(device, self._owner, epoch)
         self._recovered.add(device)
         self._state.changes.notify()
+
+
+def settings_of(config: ClusterConfig) -> Settings:
+    """What the policy is tuned with."""
+    scheduler = config.scheduler
+    return Settings(
+        idle_threshold_s=scheduler.idle_threshold_s,
+        migration_threshold=scheduler.migration_threshold,
+        contended_requests=scheduler.contended_requests,
+        move_running=scheduler.move_running,
+    )
 
 
 def _shape(report: AgentReport) -> tuple[object, ...]:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from prism.cluster.actuator import Actuator
-from prism.cluster.controller import Controller
+from prism.cluster.controller import Controller, settings_of
 from prism.cluster.link import Link
 from prism.cluster.operator import Operator
 from prism.cluster.state import new_state
 from prism.cluster.timing import Timing
 from prism.config import ClusterConfig, read_resolved
 from prism.errors import ConfigError
+from prism.journal import CLUSTER, open_journal
 from prism.policies import registry
 from prism.process import configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue
@@ -33,6 +34,7 @@ async def run(config: ClusterConfig, timing: Timing, stop: asyncio.Event) -> Non
     devices, models = len(config.devices), len(config.models)
     log.info("policy %s, %d devices, %d models", policy.name, devices, models)
     state = new_state(config, policy, timing, time.monotonic)
+    state.journal = journal = open_journal(config, CLUSTER, settings_of(config))
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     link = Link(config.scheduler_endpoint)
     actuator = Actuator(state, link, queue)
@@ -45,6 +47,8 @@ async def run(config: ClusterConfig, timing: Timing, stop: asyncio.Event) -> Non
         await operator.stop()
         await actuator.stop()
         link.close()
+        if journal is not None:
+            journal.close()
         await queue.close()
 
 

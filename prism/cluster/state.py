@@ -12,6 +12,7 @@ from prism.cluster.changes import Changes
 from prism.cluster.sizes import Sizes
 from prism.cluster.timing import Timing
 from prism.config import ClusterConfig
+from prism.journal import Sink
 from prism.policies.registry import Policy
 from prism.scheduler.rates import TokenRates
 
@@ -36,12 +37,20 @@ class Move:
     def brings_up(self) -> bool:
         return self.kind in ("activate", "migrate")
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """(device, target) as a journal has them: where the action begins, and a move's end."""
+        if self.kind == "migrate":
+            return self.source or "", self.device
+        return self.device, ""
+
 
 @dataclass(slots=True)
 class State:
     """placement, unplaced: as last read from Redis. moves: at most one action per model.
     wanted: models to be resident although no request waits. demands: operators' activations
     that are not finished, model -> device or None. activated_s: when models became active.
+    journal: None where none is kept.
     now_s: a monotonic clock, which all times `*_s` here are on. Whoever changes the state calls
     `changes.notify`."""
 
@@ -65,6 +74,7 @@ class State:
     actions_total: Counter[str] = field(default_factory=Counter)
     planned_once: bool = False
     started_all: bool = False
+    journal: Sink | None = None
 
 
 def new_state(

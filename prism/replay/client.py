@@ -52,6 +52,7 @@ class Usage(msgspec.Struct, frozen=True):
 class StreamEvent(msgspec.Struct, frozen=True):
     """One `data:` line of a streamed completion, or an error response's body."""
 
+    id: str | None = None
     choices: list[Choice] = []
     usage: Usage | None = None
     error: ErrorBody | None = None
@@ -69,6 +70,7 @@ class Stream:
     finish_reason: str | None = None
     error: str | None = None
     message: str = ""
+    response_id: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -82,6 +84,7 @@ class Stream:
         return _ms((self.last_s - self.first_s) / (self.tokens - 1))
 
     def take(self, event: StreamEvent, now_s: float) -> None:
+        self.response_id = self.response_id or event.id
         if event.error:
             self.fail(error_code(event.error, "server_error"), event.error.message)
         if event.usage:
@@ -177,6 +180,7 @@ class Sender:
             slo_e2e_ms=request.slo_e2e_ms,
             error=stream.error,
             message=stream.message,
+            response_id=stream.response_id,
         )
 
 

@@ -25,6 +25,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     results worse, never better. tpot_ms = (last - first token) / (tokens - 1), null with fewer
     than 2 tokens. error: null, or a code such as "timeout", "connection", "http_503", "short",
     or the server's own; "interrupted" when the user ended the replay.
+    response_id: the server's name of its answer.
     """
 
     index: int
@@ -42,6 +43,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     slo_e2e_ms: float | None = None
     error: str | None = None
     message: str = ""
+    response_id: str | None = None
 
     @property
     def ok(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from prism.policies.data import Action, Settings
+from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.registry import Policy
 from prism.ports import ClusterPort
 
@@ -14,7 +15,8 @@ class ClusterScheduler:
 
     Each step takes one view from the port, lets the policy plan on it and starts every action in
     the plan's order. Whether an action succeeds shows in a later view. Moves are planned at most
-    every `interval_s`; arrivals and evictions at every step.
+    every `interval_s`; arrivals and evictions at every step. `observe`: called with each view and
+    what was planned on it.
     """
 
     def __init__(
@@ -25,6 +27,7 @@ class ClusterScheduler:
         self._settings = settings
         self._interval_s = interval_s
         self._rebalance_at_s = float("-inf")
+        self.observe: Callable[[ClusterView, tuple[Action, ...]], None] | None = None
 
     def step(self, now_s: float) -> tuple[Action, ...]:
         """Plan once and start what was planned; returns it for logs and tests."""
@@ -33,6 +36,8 @@ class ClusterScheduler:
             self._rebalance_at_s = now_s + self._interval_s
         view = replace(self._port.view(), now_s=now_s, rebalance=due)
         actions = self._policy.plan(view, self._settings)
+        if self.observe is not None:
+            self.observe(view, actions)
         for action in actions:
             self._port.apply(action)
         return actions

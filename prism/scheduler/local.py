@@ -55,11 +55,12 @@ class Limits:
 
 @dataclass(slots=True)
 class _Choice:
-    """One step's outcome. ids: start now; blocked: models whose first request cannot; heads: those
-    that lack memory; lacking: model -> how many tokens; kept: memory is kept for one of them."""
+    """One step's outcome. ids: start now; blocked: models whose first request cannot, and why;
+    heads: those that lack memory; lacking: model -> how many tokens; kept: memory is kept for one
+    of them."""
 
     ids: list[str] = field(default_factory=list)
-    blocked: set[str] = field(default_factory=set)
+    blocked: dict[str, Verdict] = field(default_factory=dict)
     heads: list[str] = field(default_factory=list)
     lacking: dict[str, int] = field(default_factory=dict)
     kept: bool = False
@@ -67,7 +68,8 @@ class _Choice:
 
 class LocalScheduler:
     """Not thread-safe. Every request added is dispatched or removed, never dropped. `order`: the
-    policy's (jobs, now_s, prefill work in flight in s) -> Order."""
+    policy's (jobs, now_s, prefill work in flight in s) -> Order. `blocked`: why the first waiting
+    request of a model could not start at the last step."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class LocalScheduler:
         self._late_passed: Counter[str] = Counter()
         self._passed: Counter[str] = Counter()
         self._held_since_s: dict[str, float] = {}
+        self.blocked: dict[str, Verdict] = {}
 
     def add(self, request: Waiting) -> None:
         """A second add of the same id replaces the first."""
@@ -122,6 +125,7 @@ class LocalScheduler:
         limits = self._limits
         room = Room(views, limits.prefill_horizon_s, limits.prefill_chunk_tokens)
         choice = self._choose(now_s, room)
+        self.blocked = choice.blocked
         for model, ids in self._by_model(choice.ids).items():
             self._engines.dispatch(model, ids)
         self._count_late_passes(choice.ids)
@@ -177,7 +181,7 @@ class LocalScheduler:
                 if not harmless:
                     choice.kept = self._count_passes(choice.heads, now_s) or choice.kept
                 continue
-            choice.blocked.add(request.model)
+            choice.blocked[request.model] = verdict
             if verdict is Verdict.MEMORY and not choice.kept:
                 choice.heads.append(request.id)
                 choice.lacking[request.model] = missing_tokens

@@ -22,6 +22,8 @@ def activation_s(
 ) -> float:
     """From host memory. A parallel load uses the links of the node's other GPUs as well, bounded
     by what the node's host can feed; a restarted engine loads its part through its own link."""
+    if model.activation_s is not None:
+        return model.activation_s
     part_bytes = model.load_bytes / len(ranks)
     if restarts:
         load_s = part_bytes / settings.plain_load_bytes_s
@@ -54,6 +56,8 @@ def migration_s(
 ) -> float:
     """From the GPU that holds it over the node's links; to another node from its host memory or
     over the network, whichever is faster."""
+    if model.activation_s is not None:
+        return model.activation_s
     if source[0].node == target[0].node:
         return settings.layout_s + model.load_bytes / len(target) / settings.peer_bytes_s
     network_s = settings.layout_s + model.load_bytes / settings.network_bytes_s

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prism.journal import Sink
 from prism.policies.registry import Policy
 from prism.ports import EngineView
+from prism.scheduler.journaled import JournaledScheduler
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
 from prism.sim.compute import Gpu
 from prism.sim.controlled import ControlledEngine, Controller
@@ -26,20 +28,34 @@ class Device:
 
     residents: model -> the copy whose rank 0 is here; guests: copies that have any rank here.
     pending_bytes: what activations wait for; admission leaves it alone, so that those that run now
-    do not starve the newcomer.
+    do not starve the newcomer. gpu: one that it shares, default one of its own. journal: where its
+    queue's records go.
     """
 
-    def __init__(self, kernel: Kernel, setup: DeviceSetup, policy: Policy, limits: Limits) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        setup: DeviceSetup,
+        policy: Policy,
+        limits: Limits,
+        *,
+        gpu: Gpu | None = None,
+        journal: Sink | None = None,
+    ) -> None:
         self._kernel = kernel
         self.setup = setup
         self.name = setup.name
-        self.gpu = Gpu(setup.name)
+        self.gpu = gpu or Gpu(setup.name)
         self.ledger = Ledger(setup.capacity_bytes, setup.page_bytes)
         self.site = MemorySite(setup.name, self.ledger)
         self.residents: dict[str, Resident] = {}
         self.guests: list[Resident] = []
         self.pending_bytes = 0
-        self.scheduler = LocalScheduler(self, limits, policy.order)
+        self.scheduler = (
+            LocalScheduler(self, limits, policy.order)
+            if journal is None
+            else JournaledScheduler(self, limits, policy.order, journal, kernel.now_s)
+        )
         self._age_s = limits.order_age_s
         self.controller = (
             Controller(kernel, policy.steps, self.gpu, self.ledger) if policy.steps else None

@@ -120,7 +120,11 @@ class Moves:
     ) -> Resident:
         now_s = self._kernel.time_s
         load_s = 0.0 if self.instant else load_s
+        leaving = [
+            r for r in devices[0].guests if r.stage is Stage.DRAINING and r.replaced_by is None
+        ]
         resident = Resident(model.setup, devices, now_s, now_s + load_s, limit_bytes, self._pooled)
+        resident.after = leaving
         model.residents.append(resident)
         devices[0].residents[model.setup.name] = resident
         for device in devices:
@@ -201,6 +205,8 @@ class Moves:
             return
         if resident.stage is not Stage.DRAINING or resident.ready_s > self._kernel.time_s:
             return
+        if not self._has_unloaded(model, resident):
+            return
         space = resident.engine.kv if resident.engine is not None else None
         for device, account in zip(resident.devices, resident.accounts, strict=True):
             device.ledger.close(account.name)
@@ -209,6 +215,15 @@ class Moves:
         self._remove(model, resident, "evicted")
         for device in resident.devices:
             device.poke()
+
+    def _has_unloaded(self, model: Model, resident: Resident) -> bool:
+        """An empty copy begins to unload, and is looked at again when that is over."""
+        now_s, unload_s = self._kernel.time_s, self._setup.activation.unload_s
+        if resident.leaves_s is None:
+            resident.leaves_s = now_s + unload_s
+            if unload_s > 0:
+                self._kernel.after(unload_s, self._leave_if_empty, model, resident)
+        return resident.leaves_s <= now_s
 
     def _remove(self, model: Model, resident: Resident, kind: str) -> None:
         model.residents.remove(resident)
@@ -246,5 +261,8 @@ class Moves:
 
 
 def _has_room(resident: Resident) -> bool:
-    """By the ledgers as they stand; runs in flight may hold more than those show."""
+    """By the ledgers as they stand; runs in flight may hold more than those show. Nothing comes up
+    before those are gone that were leaving when it was ordered."""
+    if any(each in each.home.guests for each in resident.after):
+        return False
     return all(d.ledger.free_bytes >= resident.need_bytes(d) for d in resident.devices)

@@ -28,7 +28,8 @@ class Resident:
     """devices: rank 0 first, whose queue holds its requests. ready_s: when it will be active, as
     far as known. pooled: its KV lies in a pool that models of its devices share. replaces: the copy
     that it takes over from, when it is the target of a migration. waiting: its requests in the
-    queue."""
+    queue. leaves_s: when its memory will be free, once it is empty. after: copies that leave its
+    home and have to be gone before it loads, as the live actuator waits for them."""
 
     model: ModelSetup
     devices: list[Device]
@@ -43,6 +44,8 @@ class Resident:
     accounts: list[Account] = field(default_factory=list)
     waiting: int = 0
     last_use_s: float = field(default=float("-inf"))
+    leaves_s: float | None = None
+    after: list[Resident] = field(default_factory=list)
 
     @property
     def home(self) -> Device:

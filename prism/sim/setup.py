@@ -29,13 +29,15 @@ class EngineSettings:
 @dataclass(frozen=True, slots=True)
 class DeviceSetup:
     """One GPU. engines: how many models it may hold at a time. Devices of one node have fast
-    links among themselves."""
+    links among themselves. processor: devices with the same one compute on it together, as host
+    devices do on their machine's cores; empty: it has its own."""
 
     name: str
     node: str
     capacity_bytes: int
     page_bytes: int
     engines: int
+    processor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class ModelSetup:
     """A model. weight_bytes includes the non-elastic share of its engines and is, like token_bytes
     and kv_floor_bytes, of the whole model, one part in `tp` on each of its devices; load_bytes: its
     weights alone. tp: the degree it runs at unless a placement says otherwise. parts: degree ->
-    what depends on it; `tp` is in it."""
+    what depends on it; `tp` is in it. activation_s: as measured, in place of what
+    `ActivationSettings` would give. request_s: from a request's arrival to its device's queue."""
 
     index: int
     name: str
@@ -71,6 +74,8 @@ class ModelSetup:
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
+    activation_s: float | None = None
+    request_s: float = 0.0
 
     def static_bytes(self, tp: int) -> int:
         """Weights and non-elastic share on one of `tp` devices."""
@@ -90,7 +95,7 @@ class ActivationSettings:
     memory; node_load_bytes_s: all GPUs of a node together; plain_load_bytes_s: the load of a
     restarted engine. peer_bytes_s: weights from another GPU of the node; network_bytes_s: between
     nodes. weights_everywhere: every node holds all weights in host memory; else each model's lie
-    on one node.
+    on one node. unload_s: until the memory of an evicted model is free.
     """
 
     layout_s: float = 0.03
@@ -101,6 +106,7 @@ class ActivationSettings:
     peer_bytes_s: float = 400e9
     network_bytes_s: float = 12.5e9
     weights_everywhere: bool = True
+    unload_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

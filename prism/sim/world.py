@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from prism.journal import Memory
 from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Refuse
 from prism.policies.placement import Placement
@@ -15,7 +16,7 @@ from prism.policies.registry import Policy
 from prism.scheduler.cluster import ClusterScheduler
 from prism.scheduler.rates import TokenRates
 from prism.sim.bindings import Bindings
-from prism.sim.compute import Compute
+from prism.sim.compute import Compute, Gpu
 from prism.sim.device import Device
 from prism.sim.engine import Engine, Listener
 from prism.sim.engines import Terms, make_engine
@@ -36,7 +37,8 @@ SAMPLES = 400
 
 class World:
     """Runs one workload once. target: in place of what the policy's placement search finds.
-    `progress`: called with (requests ended, requests) now and then."""
+    `progress`: called with (requests ended, requests) now and then. queues: device -> the records
+    of its queue, which are kept for `keep_queues`."""
 
     def __init__(
         self,
@@ -44,14 +46,25 @@ class World:
         work: Workload,
         policy: Policy | None = None,
         target: Placement | None = None,
+        keep_queues: bool = False,
     ) -> None:
         self.setup = setup
         self.work = work
         self.policy = policy or registry.get(setup.policy)
         self.kernel = Kernel()
         self.records = Records(work)
+        self.queues = {d.name: Memory() for d in setup.devices} if keep_queues else {}
+        shared = {d.processor: Gpu(d.processor) for d in setup.devices if d.processor}
         self.devices = [
-            Device(self.kernel, device, self.policy, setup.limits) for device in setup.devices
+            Device(
+                self.kernel,
+                device,
+                self.policy,
+                setup.limits,
+                gpu=shared.get(device.processor),
+                journal=self.queues.get(device.name),
+            )
+            for device in setup.devices
         ]
         self.by_name = {device.name: device for device in self.devices}
         self._number = {device.name: i for i, device in enumerate(self.devices)}
@@ -120,10 +133,17 @@ class World:
             output_tokens=work.output_tokens[index],
             deadline_s=deadline_s,
         )
-        model.last_use_s = arrival_s
+        if model.setup.request_s:
+            self.kernel.after(model.setup.request_s, self._reach, model, request)
+        else:
+            self._reach(model, request)
+
+    def _reach(self, model: Model, request: Request) -> None:
+        """The request comes to the cluster's queues."""
+        model.last_use_s = self.kernel.time_s
         target = None if self._bindings is not None else model.least_loaded()
         if target is None:
-            model.unplaced[index] = request
+            model.unplaced[request.index] = request
             # Later ones change no plan: those that wait in vain are looked at every retry_s.
             if len(model.unplaced) == 1 or self._bindings is not None:
                 self._wake()
