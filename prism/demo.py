@@ -8,56 +8,26 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import httpx
-import psutil
 import typer
 from rich.console import Console
 
-from prism.config import read_resolved
 from prism.config_yaml import read_yaml
 from prism.errors import ConfigError, PrismError
 from prism.models.cli import find_recipes
 from prism.models.store import prepare
+from prism.served import Server, free_port, serving, tool
 
 ROOT = Path(__file__).parent.parent
-START_S = 300.0
-STOP_S = 90.0
-GONE_S = 10.0
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
-
-
-class DemoFailedError(PrismError):
-    """A step of the demo failed; the message says which and where its log is."""
-
-
-@dataclass
-class Server:
-    """A running prism-serve. Everything it starts is below `process`."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    run_dir: Path
-    log_dir: Path
-
-    def is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
 
 
 @app.command(epilog="Example: python -m prism.demo --slo-scale 1,2 --limit 40 --results out")
@@ -79,7 +49,7 @@ def demo(
     step("starting prism-serve")
     options = ["--slo-scale", slo_scale, "--time-scale", str(time_scale)]
     options += ["--limit", str(limit)] if limit else []
-    with serving(config, port or free_port(), results / "demo-logs") as server:
+    with serving(config, port or free_port(), results / "demo-logs", show=show) as server:
         step("replaying the trace")
         code = replay(server, trace, results, options)
         step("shutting down")
@@ -96,38 +66,6 @@ def prepare_models(config: Path) -> None:
         target = (config.parent / model.path).resolve()
         (recipe,) = find_recipes([target.name])
         prepare(recipe, target.parent, lambda line: console.print(f"  {line}", soft_wrap=True))
-
-
-@contextmanager
-def serving(config: Path, port: int, log_dir: Path) -> Iterator[Server]:
-    """prism-serve until the block ends, however it ends; then nothing of it is left.
-
-    Raises DemoFailedError.
-    """
-    run_dir = Path(tempfile.gettempdir()) / f"prism-demo-{os.getpid()}"
-    command = [tool("prism-serve"), "--config", str(config), "--port", str(port)]
-    command += ["--run-dir", str(run_dir), "--log-dir", str(log_dir)]
-    show(command)
-    # In a session of its own: Ctrl-C reaches the demo alone, which then ends the server in order.
-    process = subprocess.Popen(command, start_new_session=True)
-    server = Server(process, f"http://127.0.0.1:{port}", run_dir, log_dir)
-    try:
-        wait_ready(server)
-        yield server
-    finally:
-        stop(server)
-
-
-def wait_ready(server: Server) -> None:
-    deadline_s = time.monotonic() + START_S
-    while not server.is_ready():
-        if server.process.poll() is not None:
-            raise DemoFailedError(
-                f"prism-serve ended with {server.process.returncode}; see {server.log_dir}"
-            )
-        if time.monotonic() > deadline_s:
-            raise DemoFailedError(f"not ready after {START_S:.0f} s; see {server.log_dir}")
-        time.sleep(0.2)
 
 
 def replay(server: Server, trace: Path, results: Path, options: list[str]) -> int:
@@ -150,53 +88,11 @@ def wait_for(process: subprocess.Popen[bytes]) -> int:
         raise
 
 
-def stop(server: Server) -> None:
-    """SIGTERM, wait, and check. Raises DemoFailedError naming what is left."""
-    if server.process.poll() is not None:
-        return
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    segments = device_segments(server.run_dir)
-    server.process.send_signal(signal.SIGTERM)
-    try:
-        server.process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        server.process.kill()
-        raise DemoFailedError(f"prism-serve did not end in {STOP_S:.0f} s; killed") from None
-    _, alive = psutil.wait_procs(below, timeout=GONE_S)
-    left = [f"process {child.pid}" for child in alive]
-    left += [str(path) for path in (server.run_dir, *segments) if path.exists()]
-    if left:
-        raise DemoFailedError(f"left behind by prism-serve: {', '.join(left)}")
-
-
-def device_segments(run_dir: Path) -> list[Path]:
-    """The shared-memory files of the cluster's devices."""
-    config = run_dir / "cluster.json"
-    if not config.exists():
-        return []
-    namespace = read_resolved(config).namespace
-    return [path for path in Path("/dev/shm").iterdir() if namespace in path.name]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def tool(name: str) -> str:
-    """The command of this package beside the running interpreter."""
-    path = Path(sys.executable).parent / name
-    if not path.exists():
-        raise ConfigError(f"{path} is missing; install the package with scripts/install")
-    return str(path)
-
-
 def step(text: str) -> None:
     console.print(f"[bold cyan]==[/] [bold]{text}[/]")
 
 
-def show(command: list[str]) -> None:
+def show(command: Sequence[str]) -> None:
     words = [Path(command[0]).name, *command[1:]]
     console.print(f"  $ {shlex.join(words)}", style="dim", markup=False, soft_wrap=True)
 

@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 from prism.costs import cli as calibrate_cli
-from prism.errors import ConfigError
+from prism.errors import ConfigError, PrismError
+from prism.parity.cli import parity
 from prism.replay import trace_cli
 from prism.replay.cli import parse_scales
 from prism.sim.options import (
@@ -100,6 +101,10 @@ app.command(
 app.command(
     epilog="Example: prism-sim study prism-table1 --out results/studies; prism-sim study --list"
 )(study)
+app.command(
+    epilog="Example: prism-sim parity --config examples/demo.yaml --trace traces/demo.jsonl "
+    "--out results/parity"
+)(parity)
 app.add_typer(trace_cli.app)
 app.add_typer(calibrate_cli.app)
 
@@ -146,12 +151,18 @@ def _write(out: Path, world: World, found: Any, replay: Any, extras: Extras) -> 
 
 
 def main() -> None:
-    """The console script: wrong input is one line on stderr and exit code 2."""
+    """The console script: one line on stderr; exit code 2 for wrong input, 1 for what failed."""
     try:
         app()
     except ConfigError as error:
-        Console(stderr=True).print(f"prism-sim: {error}", markup=False, soft_wrap=True)
-        sys.exit(2)
+        _fail(error, 2)
+    except PrismError as error:
+        _fail(error, 1)
+
+
+def _fail(error: PrismError, code: int) -> None:
+    Console(stderr=True).print(f"prism-sim: {error}", markup=False, soft_wrap=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""Recorded decisions made again: the live schedulers' inputs, as their journals kept them, given to
+the code that the simulator runs. No clock is involved, so that all must come out the same."""
+
+from __future__ import annotations
+
+import msgspec
+
+from prism.fakes import FakeEngines
+from prism.journal import Left, Opened, Planned, Queued, Stepped, fields_of
+from prism.parity.journals import Dated, Journals
+from prism.parity.results import Check
+from prism.policies import registry
+from prism.policies.data import Settings
+from prism.policies.registry import Policy
+from prism.scheduler.local import Limits, LocalScheduler, Waiting
+
+Records = tuple[Dated, ...]
+
+
+def check_all(journals: Journals, policy: str) -> list[Check]:
+    """None for journals that kept no inputs."""
+    found = registry.get(policy)
+    checks = [check_plans(journals.cluster, found)]
+    checks += [check_queue(device, records, found) for device, records in journals.agents.items()]
+    return [check for check in checks if check.decisions]
+
+
+def check_plans(records: Records, policy: Policy) -> Check:
+    """Every plan of the cluster scheduler, those without an action included."""
+    settings, total, equal, first = Settings(), 0, 0, ""
+    for dated in records:
+        record = dated.record
+        if isinstance(record, Opened):
+            settings = record.settings or Settings()
+        elif isinstance(record, Planned):
+            total += 1
+            again = fields_of(policy.plan(record.view, settings))
+            if msgspec.json.encode(again) == msgspec.json.encode(record.actions):
+                equal += 1
+            else:
+                first = first or f"live {record.actions}, again {again}"
+    return Check("plans of the cluster scheduler", total, equal, first)
+
+
+def check_queue(device: str, records: Records, policy: Policy) -> Check:
+    """Every step of a device's local scheduler that found requests waiting."""
+    replay = _Queue(policy)
+    total, equal, first = 0, 0, ""
+    for dated in records:
+        record = dated.record
+        if isinstance(record, Stepped) and record.views is not None:
+            total += 1
+            replay.engines.engines = list(record.views)
+            again = tuple(replay.scheduler.step(record.time_s))
+            if again == record.ids:
+                equal += 1
+            else:
+                first = first or f"live {record.ids}, again {again}"
+        else:
+            replay.take(dated)
+    return Check(f"steps of {device}'s local scheduler", total, equal, first)
+
+
+class _Queue:
+    """A local scheduler over recorded views."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.begin(Limits())
+
+    def begin(self, limits: Limits) -> None:
+        self.engines = FakeEngines()
+        self.scheduler = LocalScheduler(self.engines, limits, self._policy.order)
+
+    def take(self, dated: Dated) -> None:
+        record = dated.record
+        if isinstance(record, Opened):
+            self.begin(record.limits or Limits())
+        elif isinstance(record, Left):
+            self.scheduler.remove(record.ids)
+        elif isinstance(record, Queued):
+            self.scheduler.add(
+                Waiting(
+                    id=record.id,
+                    model=record.model,
+                    prompt_tokens=record.prompt_tokens,
+                    max_tokens=record.max_tokens,
+                    arrival_s=record.arrival_s,
+                    deadline_s=record.deadline_s,
+                )
+            )

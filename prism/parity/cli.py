@@ -1,0 +1,78 @@
+"""`prism-sim parity`: one trace through the live system and through the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from prism.errors import ConfigError
+from prism.replay.cli import parse_scales
+from prism.replay.trace import read_trace
+from prism.sim.options import make_folder
+
+FILES = ("--results", "--journal", "--costs")
+
+LiveYaml = Annotated[Path, typer.Option("--config", "-c", help="The live cluster's YAML.")]
+Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for what is found.")]
+TraceOption = Annotated[
+    Path | None, typer.Option(help="Calibrate and replay this on a prism-serve of its own.")
+]
+ResultsOption = Annotated[Path | None, typer.Option(help="JSON of a replay that has been.")]
+JournalOption = Annotated[
+    Path | None, typer.Option(help="Logs of the cluster that served it, with their journals.")
+]
+CostsOption = Annotated[
+    Path | None, typer.Option(help="Tables of `prism-sim calibrate engine` on that cluster.")
+]
+
+
+def parity(
+    *,
+    config: LiveYaml,
+    out: Folder,
+    trace: TraceOption = None,
+    results: ResultsOption = None,
+    journal: JournalOption = None,
+    costs: CostsOption = None,
+    slo_scale: Annotated[str, typer.Option(help="Scales to judge SLOs at.")] = "0.5,1,2",
+    cores: Annotated[
+        float | None, typer.Option(help="Cores for the engines of host devices.", min=0.1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
+    repeats: Annotated[int, typer.Option(help="Times to calibrate each step.", min=1)] = 3,
+) -> None:
+    """Compare a live cluster with the simulator calibrated on it, decision by decision.
+
+    With --trace it starts prism-serve, calibrates its models, replays and compares. With --results,
+    --journal and --costs it compares what was recorded before. --out gets parity.json and
+    parity.html.
+    """
+    from prism.parity.compare import compare
+    from prism.parity.console import print_parity
+    from prism.parity.gather import from_files, from_live
+    from prism.parity.live import Wanted
+    from prism.parity.report import write_report
+    from prism.parity.results import write_json
+
+    scales = parse_scales(slo_scale)
+    recorded = [path for path in (results, journal, costs) if path is not None]
+    if len(recorded) != (0 if trace else len(FILES)):
+        raise ConfigError(f"parity: give either --trace, or all of {', '.join(FILES)}")
+    make_folder(out)
+    console = Console()
+    if trace is not None:
+        found = read_trace(trace)
+        wanted = Wanted(config, trace.name, found, out, scales, token_ids, seed, repeats)
+        given = from_live(wanted, console)
+    else:
+        given = from_files(config, recorded, scales)
+    outcome = compare(replace(given, cores=cores))
+    write_json(out / "parity.json", outcome.results)
+    write_report(out / "parity.html", outcome)
+    print_parity(console, outcome.results)
+    console.print(f"report: {out / 'parity.html'}", soft_wrap=True)

@@ -1,0 +1,105 @@
+"""The whole comparison: from the live system's files to `ParityResults`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prism.config import ClusterConfig
+from prism.errors import ConfigError
+from prism.parity.admission import compare_devices, compare_order, compare_pairs
+from prism.parity.checks import check_all
+from prism.parity.journals import Journals
+from prism.parity.latency import figures, samples, simulated_records
+from prism.parity.placement import compare_placement
+from prism.parity.results import ParityResults
+from prism.parity.runs import Run, live_run, simulated_run
+from prism.parity.setup import (
+    cluster_setup,
+    cores_here,
+    cost_tables,
+    initial_end_s,
+    measured,
+    replayed,
+)
+from prism.replay.results import RequestRecord, Results
+from prism.sim.profile import loads
+from prism.sim.workload import Workload
+from prism.sim.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """earlier: journals of the same cluster at other times, for more measured activations. cores:
+    on which the engines of host devices compute, default all of this process."""
+
+    config: ClusterConfig
+    results: Results
+    journals: Journals
+    costs: Path
+    scales: Sequence[float] = (0.5, 1.0, 2.0)
+    earlier: tuple[Journals, ...] = ()
+    cores: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """results, and both worlds' decisions for the report."""
+
+    results: ParityResults
+    live: Run
+    simulated: Run
+    world: World = field(repr=False)
+
+
+def compare(given: Inputs) -> Outcome:
+    """Raises ConfigError where the files do not belong together."""
+    records = _checked(given.results)
+    start_s = given.results.config.started_unix_s
+    tables = cost_tables(given.costs, sorted({record.model for record in records}))
+    cores = given.cores or float(cores_here())
+    found = measured((*given.earlier, given.journals))
+    setup = cluster_setup(given.config, found, tables, cores)
+    live = live_run(given.journals, given.results)
+    lead_s = initial_end_s(given.journals, start_s)
+    work = replayed(records, setup, lead_s)
+    world = World(setup, work, keep_queues=True)
+    world.run()
+    simulated = simulated_run(world, lead_s)
+    ours = simulated_records(world.records, records)
+    results = ParityResults(
+        trace=given.results.config.trace,
+        policy=given.config.policy,
+        requests=len(records),
+        failed_live=sum(not record.ok for record in records),
+        failed_simulated=len(world.records.errors),
+        lead_s=lead_s,
+        cores=cores,
+        costs={name: table.source for name, table in sorted(tables.items())},
+        checks=check_all(given.journals, given.config.policy),
+        compared={
+            "placement": compare_placement(live, simulated),
+            "device of a request": compare_devices(live, simulated),
+            "admission order": compare_order(live, simulated),
+            "pairs that waited together": compare_pairs(live, simulated),
+        },
+        figures=figures(records, ours, given.scales, _execution_s(world, work)),
+        samples=samples(records, ours),
+    )
+    return Outcome(results, live, simulated, world)
+
+
+def _checked(results: Results) -> list[RequestRecord]:
+    if results.config.interrupted:
+        raise ConfigError("--results: the replay was interrupted; give one that ended")
+    if not results.records:
+        raise ConfigError("--results: has no request; give a replay of a trace")
+    return results.records
+
+
+def _execution_s(world: World, work: Workload) -> Mapping[str, float]:
+    found = loads(world.setup, work)
+    return {
+        model.name: load.execution_s for model, load in zip(world.setup.models, found, strict=True)
+    }

@@ -1,0 +1,266 @@
+"""A simulation of a live configuration: its devices, capacities, pages, engines, policy and limits,
+each model's memory as its engine reserved it, and times measured on it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prism.config import ClusterConfig, DeviceConfig
+from prism.costs.grid import read_grid
+from prism.costs.model import Chunk, CostModel, Usage
+from prism.costs.shapes import short_name
+from prism.costs.table import StepTable, TableCost
+from prism.errors import ConfigError
+from prism.journal import Ended, Served, Started
+from prism.messages import ModelSpec
+from prism.model_memory import BLOCK_TOKENS, layout_of, memory_need
+from prism.parity.journals import Dated, Journals
+from prism.policies.data import Settings
+from prism.policies.kv_blocks import KvShape
+from prism.replay.results import RequestRecord
+from prism.scheduler.local import Limits
+from prism.sim.setup import (
+    ActivationSettings,
+    ClusterSetup,
+    DeviceSetup,
+    EngineSettings,
+    ModelSetup,
+    Part,
+)
+from prism.sim.workload import NO_SLO, Workload
+
+MIXED = ("fake",)
+"""Adapters whose engines compute prompts and decodes in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """From journals. served: model -> the last report of its engine; activation_s: model -> median
+    seconds; unload_s: of an eviction."""
+
+    served: Mapping[str, Served] = field(default_factory=dict)
+    activation_s: Mapping[str, float] = field(default_factory=dict)
+    unload_s: float = 0.0
+
+
+def measured(journals: Iterable[Journals]) -> Measured:
+    served: dict[str, Served] = {}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    unloads_s: list[float] = []
+    for found in journals:
+        unloads_s += _evictions_s(found.cluster)
+        for _, dated in found.all_agents():
+            if isinstance(dated.record, Served):
+                served[dated.record.model] = dated.record
+                seconds[dated.record.model].append(dated.record.seconds)
+    medians_s = {model: statistics.median(values) for model, values in seconds.items()}
+    return Measured(served, medians_s, statistics.median(unloads_s) if unloads_s else 0.0)
+
+
+def initial_end_s(journals: Journals, start_unix_s: float) -> float:
+    """Seconds from the end of the initial placement, or else from the scheduler's beginning, to the
+    replay's start."""
+    before = [d for d in journals.cluster if d.unix_s <= start_unix_s]
+    if not before:
+        raise ConfigError("--journal: begins after the replay; name that of the same cluster")
+    ends_s = [d.unix_s for d in before if isinstance(d.record, Ended)]
+    return start_unix_s - (ends_s[-1] if ends_s else before[0].unix_s)
+
+
+class HostCost:
+    """A cost model whose steps keep one of `cores` busy: engines compute with one thread each."""
+
+    def __init__(self, cost: CostModel, cores: float) -> None:
+        self._cost = cost
+        self._share = Usage(1.0 / cores, 1.0 / cores)
+        self.step_s = cost.step_s
+        self.prefill_s = cost.prefill_s
+        self.decode_s = cost.decode_s
+        self.decode_run_s = cost.decode_run_s
+        self.decode_steps = cost.decode_steps
+
+    def usage(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> Usage:
+        return self._share if chunks or batch else Usage(0.0, 0.0)
+
+
+def cores_here() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def cost_tables(path: Path, models: Iterable[str]) -> dict[str, StepTable]:
+    """model -> its table in the file. Raises ConfigError."""
+    if not path.exists():
+        raise ConfigError(f"--costs: {path} is missing; `prism-sim calibrate engine` writes it")
+    tables = {table.model: table for table in read_grid(path).tables if table.tp == 1}
+    tables |= {short_name(name): table for name, table in tables.items()}
+    found: dict[str, StepTable] = {}
+    for model in models:
+        table = tables.get(model) or tables.get(short_name(model))
+        if table is None:
+            raise ConfigError(
+                f"--costs: {path} has no table of {model};"
+                f" run `prism-sim calibrate engine --model {model}` on it"
+            )
+        found[model] = table
+    return found
+
+
+def cluster_setup(
+    config: ClusterConfig, found: Measured, tables: Mapping[str, StepTable], cores: float
+) -> ClusterSetup:
+    """Models without a table get no requests and the slowest one's costs. Raises ConfigError."""
+    parallel = [model.name for model in config.models if model.tp > 1]
+    if parallel:
+        raise ConfigError(f"--config: {parallel[0]} has a tp above 1; parity is for tp 1")
+    scheduler, engine = config.scheduler, config.engine
+    return ClusterSetup(
+        devices=tuple(_device(device) for device in config.devices),
+        models=tuple(
+            _model(index, model, config, found, _cost(model.name, tables, config, cores))
+            for index, model in enumerate(config.models)
+        ),
+        policy=config.policy,
+        settings=Settings(
+            idle_threshold_s=scheduler.idle_threshold_s,
+            migration_threshold=scheduler.migration_threshold,
+            contended_requests=scheduler.contended_requests,
+            move_running=scheduler.move_running,
+        ),
+        limits=Limits(prefill_chunk_tokens=engine.prefill_chunk_tokens),
+        engine=EngineSettings(
+            max_running=engine.max_running,
+            prefill_chunk_tokens=engine.prefill_chunk_tokens,
+            mixed_chunk=engine.adapter in MIXED,
+        ),
+        activation=ActivationSettings(unload_s=found.unload_s),
+        interval_s=scheduler.interval_s,
+        rate_window_s=scheduler.rate_window_s,
+    )
+
+
+def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: float) -> Workload:
+    """What was replayed, `lead_s` later. Raises ConfigError for a model that `setup` lacks."""
+    number = {model.name: model.index for model in setup.models}
+    unknown = sorted({record.model for record in records} - number.keys())
+    if unknown:
+        raise ConfigError(
+            f"--results: {', '.join(unknown)} is not under models: of --config; are both of the"
+            " same cluster?"
+        )
+    return Workload(
+        models=tuple(model.name for model in setup.models),
+        arrival_s=array("d", (record.arrival_s + lead_s for record in records)),
+        model=array("i", (number[record.model] for record in records)),
+        prompt_tokens=array("i", (record.input_tokens for record in records)),
+        output_tokens=array("i", (record.expected_tokens for record in records)),
+        slo_ttft_s=array("d", (_seconds(record.slo_ttft_ms) for record in records)),
+        slo_tpot_s=array("d", (_seconds(record.slo_tpot_ms) for record in records)),
+        slo_e2e_s=array("d", (_seconds(record.slo_e2e_ms) for record in records)),
+    )
+
+
+def _device(device: DeviceConfig) -> DeviceSetup:
+    on_host = device.name.startswith("host:")
+    return DeviceSetup(
+        device.name,
+        "node0",
+        device.capacity_bytes,
+        device.page_bytes,
+        device.engines,
+        processor="host" if on_host else "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    model: CostModel
+    request_s: float
+
+
+def _cost(name: str, tables: Mapping[str, StepTable], config: ClusterConfig, cores: float) -> _Cost:
+    table = tables.get(name) or max(tables.values(), key=lambda t: t.dense_s[-1])
+    cost: CostModel = TableCost(table)
+    if all(device.name.startswith("host:") for device in config.devices):
+        cost = HostCost(cost, cores)
+    return _Cost(cost, table.request_s)
+
+
+def _model(
+    index: int, spec: ModelSpec, config: ClusterConfig, found: Measured, cost: _Cost
+) -> ModelSetup:
+    chunk = config.engine.prefill_chunk_tokens
+    memory = _memory(spec, config, found.served.get(spec.name))
+    shape = KvShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, 2, BLOCK_TOKENS)
+    quantum_blocks = memory.quantum_tokens // BLOCK_TOKENS
+    return ModelSetup(
+        index=index,
+        name=spec.name,
+        tp=1,
+        weight_bytes=memory.static_bytes,
+        load_bytes=spec.weight_bytes,
+        token_bytes=spec.token_bytes,
+        kv_floor_bytes=memory.reserve_bytes,
+        block_tokens=BLOCK_TOKENS,
+        slo_ttft_s=spec.slo_ttft_s,
+        slo_tpot_s=spec.slo_tpot_s,
+        parts={1: Part(cost.model, quantum_blocks, memory.quantum_bytes, shape)},
+        prefill_tokens_per_s=chunk / cost.model.prefill_s(chunk),
+        never_evict=spec.never_evict,
+        pinned_device=spec.pinned_device,
+        static_share=spec.static_share,
+        activation_s=found.activation_s.get(spec.name),
+        request_s=cost.request_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    static_bytes: int
+    reserve_bytes: int
+    quantum_bytes: int
+    quantum_tokens: int
+
+
+def _memory(spec: ModelSpec, config: ClusterConfig, served: Served | None) -> _Memory:
+    """As its engine said, or as the start-up check reckons for one that never came up."""
+    if served is not None:
+        return _Memory(
+            served.static_bytes,
+            served.reserve_bytes,
+            served.quantum_bytes,
+            served.quantum_tokens,
+        )
+    device = max(
+        (d for d in config.devices if spec.pinned_device in (None, d.name)),
+        key=lambda d: d.capacity_bytes,
+    )
+    need, layout = memory_need(spec, device, config.engine), layout_of(spec)
+    return _Memory(
+        need.weight_bytes + need.static_bytes,
+        need.kv_bytes,
+        layout.quantum_bytes(device.page_bytes),
+        layout.slab_tokens(device.page_bytes),
+    )
+
+
+def _evictions_s(records: Iterable[Dated]) -> list[float]:
+    started: dict[str, float] = {}
+    found: list[float] = []
+    for dated in records:
+        record = dated.record
+        if isinstance(record, Started) and record.kind == "evict":
+            started[record.model] = dated.unix_s
+        elif isinstance(record, Ended) and record.kind == "evict" and record.model in started:
+            seconds = dated.unix_s - started.pop(record.model)
+            found += [] if record.problem else [seconds]
+    return found
+
+
+def _seconds(slo_ms: float | None) -> float:
+    return NO_SLO if slo_ms is None else slo_ms / 1000.0
