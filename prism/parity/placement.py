@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from difflib import SequenceMatcher
-from itertools import zip_longest
 
 from prism.parity.results import Compared, Difference
 from prism.parity.runs import Placement, Run
@@ -36,14 +33,39 @@ def _of(run: Run, model: str) -> list[Placement]:
     return [placement for placement in run.placements if placement.model == model]
 
 
-def _aligned(live: list[Placement], simulated: list[Placement]) -> Iterator[Pair]:
-    matcher = SequenceMatcher(None, _keys(live), _keys(simulated), autojunk=False)
-    for _, a, b, c, d in matcher.get_opcodes():
-        yield from zip_longest(live[a:b], simulated[c:d])
+def _aligned(live: list[Placement], simulated: list[Placement]) -> list[Pair]:
+    """The cheapest alignment of the two sequences: another device costs as much as a decision that
+    one world lacks; two of different kinds are never a pair."""
+    rows, columns = len(live), len(simulated)
+    costs = [[i + j for j in range(columns + 1)] for i in range(rows + 1)]
+    for i in range(1, rows + 1):
+        for j in range(1, columns + 1):
+            pair = costs[i - 1][j - 1] + _cost(live[i - 1], simulated[j - 1])
+            costs[i][j] = min(pair, costs[i - 1][j] + 1, costs[i][j - 1] + 1)
+    return _walk(costs, live, simulated)[::-1]
 
 
-def _keys(placements: Iterable[Placement]) -> list[tuple[str, str, str]]:
-    return [placement.key for placement in placements]
+def _walk(costs: list[list[int]], live: list[Placement], simulated: list[Placement]) -> list[Pair]:
+    """The pairs of the cheapest way, the last one first."""
+    i, j, found = len(live), len(simulated), list[Pair]()
+    while i or j:
+        paired = bool(i and j)
+        if paired and costs[i][j] == costs[i - 1][j - 1] + _cost(live[i - 1], simulated[j - 1]):
+            i, j = i - 1, j - 1
+            found.append((live[i], simulated[j]))
+        elif i and costs[i][j] == costs[i - 1][j] + 1:
+            i -= 1
+            found.append((live[i], None))
+        else:
+            j -= 1
+            found.append((None, simulated[j]))
+    return found
+
+
+def _cost(live: Placement, simulated: Placement) -> int:
+    if live.key == simulated.key:
+        return 0
+    return 1 if live.kind == simulated.kind else 3
 
 
 def _class(live: Placement | None, simulated: Placement | None) -> str:

@@ -1,0 +1,67 @@
+"""Times that were measured on a live cluster, in place of the simulator's own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from prism.costs.model import Usage
+from prism.sim.records import Decision
+from prism.sim.setup import ActivationSettings, ClusterSetup
+from prism.sim.world import World
+from tests.sim.clusters import LinearCost, cluster, model, parts, request, work
+
+
+class OneCore(LinearCost):
+    def usage(self, chunks: object, batch: int, context_tokens: int) -> Usage:
+        return Usage(1.0, 1.0)
+
+
+def kinds(world: World, kind: str) -> list[Decision]:
+    return [d for d in world.records.decisions if d.kind == kind]
+
+
+def test_a_request_reaches_its_queue_later() -> None:
+    def first_s(request_s: float) -> float:
+        setup = cluster([model(0, "a", request_s=request_s)])
+        return World(setup, work(setup, [request(1.0, "a")])).run().first_s[0]
+
+    assert first_s(0.25) - first_s(0.0) == pytest.approx(0.25)
+
+
+def in_turns(**activation: float) -> ClusterSetup:
+    """Two models on a device with one engine."""
+    setup = cluster(
+        [model(0, "a", activation_s=0.4), model(1, "b", activation_s=0.4)],
+        activation=ActivationSettings(**activation),
+    )
+    device = dataclasses.replace(setup.devices[0], engines=1)
+    return dataclasses.replace(setup, devices=(device,))
+
+
+@pytest.mark.parametrize("unload_s", [0.0, 0.3])
+def test_a_model_comes_up_as_measured_once_the_evicted_one_is_gone(unload_s: float) -> None:
+    setup = in_turns(unload_s=unload_s)
+    world = World(setup, work(setup, [request(0.0, "a"), request(60.0, "b")]))
+    world.run()
+    (evict,), (gone,) = kinds(world, "evict"), kinds(world, "evicted")
+    assert gone.time_s - evict.time_s == pytest.approx(unload_s)
+    up = kinds(world, "active")[-1]
+    assert up.model == "b"
+    assert up.time_s - gone.time_s == pytest.approx(0.4)
+
+
+def test_devices_of_one_processor_slow_each_other_down() -> None:
+    def last_s(processor: str) -> float:
+        models = [
+            model(i, name, parts=parts(OneCore()), pinned_device=f"gpu:{i}")
+            for i, name in enumerate("ab")
+        ]
+        setup = cluster(models, gpus=2)
+        devices = tuple(dataclasses.replace(d, processor=processor) for d in setup.devices)
+        setup = dataclasses.replace(setup, devices=devices)
+        records = World(setup, work(setup, [request(0.0, "a"), request(0.0, "b")])).run()
+        return max(records.end_s)
+
+    assert last_s("host") == pytest.approx(2 * last_s(""))
