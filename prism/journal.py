@@ -84,8 +84,8 @@ class Planned(Record, frozen=True, tag="planned"):
 
 
 class Served(Record, frozen=True, tag="served"):
-    """A model came up on the agent's device. seconds: since it was ordered; the rest as the engine
-    says it."""
+    """A model came up on the agent's device. seconds: since there was an engine for it; the rest as
+    the engine says it."""
 
     model: str
     seconds: float

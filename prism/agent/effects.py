@@ -75,7 +75,7 @@ class AgentEffects:
                 Served(
                     time_s=time.monotonic(),
                     model=activation.model,
-                    seconds=activation.stages_s["total"],
+                    seconds=activation.stages_s["total"] - activation.stages_s["engine"],
                     static_bytes=found.static_bytes,
                     reserve_bytes=found.reserve_bytes,
                     quantum_bytes=found.quantum_bytes,

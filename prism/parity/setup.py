@@ -42,7 +42,7 @@ MIXED = ("fake",)
 @dataclass(frozen=True, slots=True)
 class Measured:
     """From journals. served: model -> the last report of its engine; activation_s: model -> median
-    seconds; unload_s: of an eviction."""
+    seconds, the lower of two (its first time reads files); unload_s: of an eviction."""
 
     served: Mapping[str, Served] = field(default_factory=dict)
     activation_s: Mapping[str, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def measured(journals: Iterable[Journals]) -> Measured:
             if isinstance(dated.record, Served):
                 served[dated.record.model] = dated.record
                 seconds[dated.record.model].append(dated.record.seconds)
-    medians_s = {model: statistics.median(values) for model, values in seconds.items()}
+    medians_s = {model: statistics.median_low(values) for model, values in seconds.items()}
     return Measured(served, medians_s, statistics.median(unloads_s) if unloads_s else 0.0)
 
 
