@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,12 +31,20 @@ def live_parity(temporary: Path, *arguments: str) -> subprocess.CompletedProcess
     )
 
 
-def parity(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["prism-sim", "parity", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+Parity = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Parity:
+    """The command in this process: arguments -> its exit code and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["prism-sim", "parity", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    return run
 
 
 @dataclass
@@ -139,10 +148,10 @@ def test_what_it_leaves(recorded: Recorded) -> None:
 
 
 def test_the_same_files_give_the_same_bytes(
-    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: Recorded, tmp_path: Path, parity: Parity
 ) -> None:
     for name in ("one", "two"):
-        assert parity(monkeypatch, *recorded.files, "--out", str(tmp_path / name)) == 0
+        assert parity(*recorded.files, "--out", str(tmp_path / name)) == (0, "")
     for file in ("parity.json", "parity.html"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
@@ -160,32 +169,22 @@ REFUSED: list[tuple[dict[str, str | None], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_bad_input_is_one_line_and_exit_2(
-    recorded: Recorded,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, str | None],
-    message: str,
+    recorded: Recorded, parity: Parity, changes: dict[str, str | None], message: str
 ) -> None:
     """changes: other files than those recorded; None: the option is left out."""
     given: dict[str, str | None] = dict(zip(recorded.files[::2], recorded.files[1::2], strict=True))
     for name, path in changes.items():
         given[f"--{name}"] = None if path is None else str(recorded.folder / path)
     arguments = [text for name, path in given.items() if path for text in (name, path)]
-    assert parity(monkeypatch, *arguments, "--out", str(tmp_path / "out")) == 2
-    shown = capsys.readouterr().err
+    code, shown = parity(*arguments, "--out", str(recorded.folder / "refused"))
+    assert code == 2
     assert message in shown
     assert shown.count("\n") == 1
 
 
-def test_models_that_the_yaml_lacks(
-    recorded: Recorded,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_models_that_the_yaml_lacks(recorded: Recorded, tmp_path: Path, parity: Parity) -> None:
     write_trace(tmp_path / "t.jsonl", [a_request(0.0, "c", 10)])
     given = ("--config", str(recorded.folder / "prism.yaml"), "--out", str(tmp_path / "out"))
-    assert parity(monkeypatch, *given, "--trace", str(tmp_path / "t.jsonl")) == 2
-    shown = capsys.readouterr().err
+    code, shown = parity(*given, "--trace", str(tmp_path / "t.jsonl"))
+    assert code == 2
     assert "--trace: c is not under models: of --config, which has a, b" in shown
