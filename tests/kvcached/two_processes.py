@@ -5,6 +5,7 @@ two_processes.py DEVICE SEED EXAMPLES: that many examples of STEPS steps, by Hyp
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -34,6 +35,8 @@ from .pools import BLOCKS, PAGE, PER_SLAB, SLAB, serve
 
 CAPACITY = 40 * SLAB
 STEPS = 100
+# Hypothesis remembers every example of a run, and what this process holds, each fork copies.
+EXAMPLES_AT_ONCE = 200
 POOLS = [(process, pool) for process in range(2) for pool in range(2)]
 pools = st.sampled_from(POOLS)
 
@@ -273,16 +276,18 @@ def run(device_name: str, run_seed: int, examples: int, libcuda: LibCuda | None)
         DEVICE = device_name
         LIBCUDA = libcuda
 
-    campaign = settings(
-        max_examples=examples,
-        stateful_step_count=STEPS,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
     begin_s = time.monotonic()
-    run_state_machine_as_test(seed(run_seed)(Machine), settings=campaign)
+    for done in range(0, examples, EXAMPLES_AT_ONCE):
+        campaign = settings(
+            max_examples=min(EXAMPLES_AT_ONCE, examples - done),
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        )
+        run_state_machine_as_test(seed(run_seed + done)(Machine), settings=campaign)
+        gc.collect()
     print(f"{TwoProcesses.steps} steps in {time.monotonic() - begin_s:.0f} s, seed {run_seed}")
 
 
