@@ -7,13 +7,14 @@ from prism.studies import (
     muxserve,
     muxserve_parts,
     prism_overall,
+    prism_pair,
     prism_parts,
     seallm,
     seallm_parts,
 )
 from prism.studies.study import Study
 
-PAPERS = (prism_overall, prism_parts, muxserve, muxserve_parts, seallm, seallm_parts)
+PAPERS = (prism_overall, prism_pair, prism_parts, muxserve, muxserve_parts, seallm, seallm_parts)
 STUDIES: dict[str, Study] = {study.name: study for part in PAPERS for study in part.STUDIES}
 
 
