@@ -86,6 +86,7 @@ class SimYaml(Strict, frozen=True):
     rate_scale multiplies the requests, slo_scale every SLO. cost_files: step costs that
     `prism-sim calibrate engine` measured, relative to the file, for the (GPU, model, TP) in them.
     search_requests: of the trace, on which placement searches with a simulator try placements.
+    replacement_interval: the first one of seallm, whose placement is searched anew.
     """
 
     models: list[SimModelYaml]
@@ -103,4 +104,5 @@ class SimYaml(Strict, frozen=True):
     activation: ActivationYaml = ActivationYaml()
     search_requests: int = 600
     patience: str = "10m"
+    replacement_interval: str = "5m"
     steps: str = "runs"

@@ -166,6 +166,7 @@ def cluster_setup(
         warm=config.activation.warm_start,
         search_requests=config.search_requests,
         patience_s=parse_time(config.patience, "patience"),
+        replacement_interval_s=parse_time(config.replacement_interval, "replacement_interval"),
     )
 
 

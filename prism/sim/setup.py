@@ -118,8 +118,8 @@ class ClusterSetup:
     activation_timeout_s: an activation that finds no memory for so long fails; bar_s: its device
     is then not tried again for so long. search_requests: what a placement is tried on, the tuning
     budget of every policy that has a simulator inside, together with what the searches bound.
-    patience_s: after the last arrival, requests that still
-    wait are given up after this.
+    patience_s: after the last arrival, requests that still wait are given up after this.
+    replacement_interval_s: until a policy whose placement is searched anew does so first.
     """
 
     devices: tuple[DeviceSetup, ...]
@@ -137,3 +137,4 @@ class ClusterSetup:
     bar_s: float = 5.0
     search_requests: int = 600
     patience_s: float = 600.0
+    replacement_interval_s: float = 300.0

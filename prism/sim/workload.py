@@ -44,6 +44,14 @@ class Workload:
         return longest
 
 
+def window(work: Workload, first: int, until: int) -> Workload:
+    """The requests [first, until), from time 0."""
+    columns = {name: getattr(work, name)[first:until] for name in Workload.__slots__[1:]}
+    start_s = work.arrival_s[first]
+    columns["arrival_s"] = array("d", (time_s - start_s for time_s in columns["arrival_s"]))
+    return Workload(work.models, **columns)
+
+
 def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: str) -> Workload:
     """Columns of `trace` for the models of a simulation (name -> index). `where` names the trace
     in errors. Raises TraceError that names the request (counted from 1) and the key."""

@@ -24,6 +24,7 @@ from prism.sim.kernel import Kernel
 from prism.sim.moves import Hooks, Model, Moves
 from prism.sim.profile import Load, loads
 from prism.sim.records import Decision, Records, Sample
+from prism.sim.replacement import Replacement
 from prism.sim.request import Request
 from prism.sim.resident import Resident, Stage
 from prism.sim.search import search
@@ -73,6 +74,10 @@ class World:
         hooks = Hooks(self._route, self._wake, self._engine)
         searches = self.policy.search is not None or self.policy.steps is not None
         self._loads = loads(setup, work) if searches else None
+        fixed = target is not None or self.policy.next_interval is None or self._loads is None
+        self._replacement = (
+            None if fixed else Replacement(self.policy, setup, self.records, self._loads or [])
+        )
         self._target = target
         self._bindings = self._make_bindings()
         self._moves = Moves(self.kernel, setup, self.policy, self.records, hooks)
@@ -97,6 +102,8 @@ class World:
             self._bindings.begin(self._target)
         self._plan()
         self._moves.instant = False
+        if self._replacement is not None:
+            self.kernel.after(self._replacement.interval_s, self._replace, self._replacement)
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
         self.kernel.after(self._pause_s(), self._tick)
         self._sample()
@@ -318,6 +325,17 @@ class World:
     def _woken(self) -> None:
         self._wake_due = False
         self._plan()
+
+    def _replace(self, replacement: Replacement) -> None:
+        """The placement is searched anew, as long as requests come."""
+        assert self._target is not None
+        target = replacement.look(self.kernel.time_s, self._next, self._target, self._play)
+        if target.units != self._target.units:
+            self.records.count("replacements")
+        self._target = target
+        self._plan()
+        if self._next < len(self.work):
+            self.kernel.after(replacement.interval_s, self._replace, replacement)
 
     def _tick(self) -> None:
         self._plan()
