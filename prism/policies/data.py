@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prism.policies.placement import Placement
 from prism.policies.queues import VirtualQueue
@@ -132,6 +133,14 @@ class Settings:
     min_idle_s: float = 1.0
     short_fraction: float = 0.05
     move_running: bool = False
+
+
+class DeviceLoad(NamedTuple):
+    """running: requests that run there at a time if each goes at its SLO's pace, the sum of token
+    rate x TPOT SLO (Little's law); free_part: of its memory."""
+
+    running: float
+    free_part: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from prism.policies.data import (
     Action,
     Activate,
     ClusterView,
+    DeviceLoad,
     Evict,
     GpuView,
     Migrate,
@@ -38,22 +39,53 @@ class Draft:
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """What to do now. Never evicts a model that is `never_evict`, running or waiting, and plans
     nothing for a model whose last action is still under way."""
+    absent = [m for m in view.models if m.device is None and m.state == "absent"]
+    asked = [m for m in absent if m.waiting > 0 or m.never_evict]
+    wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
+    relieve = view.rebalance and not _in_transition(view) and not calm(_loads(view), settings)
+    if not (asked or wanted or relieve):
+        return ()
     models, gpus = _settled(view)
     draft = Draft(view, settings, kvpr.current_bins(models, gpus))
-    absent = [m for m in models if m.device is None and m.state == "absent"]
-    asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     _seat(draft, asked, _make_room)
-    _seat(draft, [m for m in absent if m.wanted and m not in asked], _refuse)
-    if view.rebalance:
+    _seat(draft, wanted, _refuse)
+    if relieve:
         _free_short_devices(draft)
         _rebalance(draft)
     return tuple(draft.actions)
+
+
+def calm(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
+    """No device is short of memory or contended: all are left as they are."""
+    # A hair below, since parts are summed in another order than `_concurrency` does.
+    most, least = settings.contended_requests * 0.999, settings.short_fraction
+    return not any(load.running >= most or load.free_part < least for load in loads)
+
+
+def _loads(view: ClusterView) -> list[DeviceLoad]:
+    running = dict.fromkeys((gpu.name for gpu in view.gpus), 0.0)
+    for model in view.models:
+        if model.device is not None and model.token_rate > 0:
+            part = model.token_rate * model.slo_tpot_s / model.tp
+            for device in (model.device, *model.peers):
+                if device in running:
+                    running[device] += part
+    return [
+        DeviceLoad(running[gpu.name], gpu.free_bytes / max(1, gpu.capacity_bytes))
+        for gpu in view.gpus
+    ]
+
+
+def _short(gpu: GpuView, settings: Settings) -> bool:
+    return gpu.free_bytes < settings.short_fraction * gpu.capacity_bytes
 
 
 def _settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
     """The cluster as it will be once models on their way out are gone: their engine and memory
     count as free, since an activation waits for evictions on its device."""
     leaving = [d for m in view.models if m.state == "draining" for d in kvpr.devices_of(m)]
+    if not leaving:
+        return list(view.models), list(view.gpus)
     gpus = [replace(g, engines_free=g.engines_free + leaving.count(g.name)) for g in view.gpus]
     return [m for m in view.models if m.state != "draining"], gpus
 
@@ -218,12 +250,12 @@ def _evict(draft: Draft, victim: ModelView, reason: str) -> None:
 
 def _free_short_devices(draft: Draft) -> None:
     """Memory short on a device where a busy model has a backlog: the first idle model goes."""
-    if draft.actions or _in_transition(draft.view):
+    if draft.actions:
         return
     for b in draft.bins.values():
         # A request that has only just arrived waits as well; a backlog is as long as what runs.
-        short = b.gpu.free_bytes < draft.settings.short_fraction * b.gpu.capacity_bytes
-        if not short or not any(m.waiting >= m.running > 0 for m in b.models.values()):
+        backlog = any(m.waiting >= m.running > 0 for m in b.models.values())
+        if not backlog or not _short(b.gpu, draft.settings):
             continue
         if idle := [m for m in _over_threshold(draft) if m.name in b.models]:
             free = kvpr.size_text(b.gpu.free_bytes)
@@ -274,21 +306,22 @@ def _migrate(draft: Draft, model: ModelView, source: Bin, target: Bin, reason: s
 def _rebalance(draft: Draft) -> None:
     """The first move of Algorithm 1's placement off a contended device that alone lowers the worse
     of the two devices' KVPR by more than tau. One at a time: the next interval sees its effect."""
-    if draft.actions or _in_transition(draft.view):
+    if draft.actions:
         return
     models, gpus = _settled(draft.view)
     residents = [m for m in models if m.device in draft.bins]
-    wide = [m for m in residents if m.tp > 1]
     start = kvpr.empty_bins(residents, gpus)
-    for model in wide:
+    free: list[ModelView] = []
+    for model in residents:
+        # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
+        if model.tp == 1 and model.token_rate > 0:
+            free.append(model)
+            continue
         for device in kvpr.devices_of(model):
             start[device].put(kvpr.part(model))
-    residents = [m for m in residents if m.tp == 1]
     tau = draft.settings.migration_threshold
-    # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
-    pinned = [m if m.token_rate > 0 else replace(m, pinned_device=m.device) for m in residents]
-    placement = kvpr.place(pinned, gpus, tau, start)
-    for model in sorted(residents, key=kvpr.by_pressure):
+    placement = kvpr.place(free, gpus, tau, start)
+    for model in sorted(free, key=kvpr.by_pressure):
         target = draft.bins.get(placement.devices.get(model.name, ""))
         if target and model.device and target.name != model.device and model.state == "active":
             source = draft.bins[model.device]

@@ -26,7 +26,7 @@ from prism.policies import (
     target,
     temporal,
 )
-from prism.policies.data import Action, ClusterView, Job, Order, Settings
+from prism.policies.data import Action, ClusterView, DeviceLoad, Job, Order, Settings
 from prism.policies.kv_blocks import KvBlocks
 from prism.policies.placement import Search
 from prism.policies.queues import Assign
@@ -62,6 +62,8 @@ class Policy:
     """Every member is pure: frozen data in, actions and orders out.
 
     plan: the actions to start now. A policy that never `evicts` keeps every model resident.
+    calm: says without a view that the plan would be empty, where nothing that is asked for is
+    absent; None: it cannot be told.
     order: a device's waiting requests, for admission. search: finds `ClusterView.target` before
     anything starts, and again after each replacement interval where next_interval is given:
     (last interval, real, estimated performance) -> the next interval in seconds.
@@ -84,6 +86,12 @@ class Policy:
     kv_blocks: KvBlocks = KvBlocks.PAGES
     restarts_engine: bool = False
     asks_startup: bool = False
+    calm: Callable[[Iterable[DeviceLoad], Settings], bool] | None = None
+
+
+def _always(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
+    """Nothing is moved for load."""
+    return True
 
 
 _POLICIES = {
@@ -94,12 +102,14 @@ _POLICIES = {
             prism.plan,
             frozenset({ADMISSION_ORDER, ELASTIC_MEMORY}),
             order=moore_hodgson.order,
+            calm=prism.calm,
         ),
         Policy(
             "static",
             static.plan,
             frozenset({ADMISSION_ORDER, KV_LIMIT}),
             evicts=False,
+            calm=_always,
             kv_blocks=KvBlocks.OWN,
         ),
         Policy(
@@ -107,6 +117,7 @@ _POLICIES = {
             target.plan,
             frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, PLACEMENT_SEARCH}),
             evicts=False,
+            calm=_always,
             search=mux_placement.search,
         ),
         Policy(
@@ -114,6 +125,7 @@ _POLICIES = {
             target.plan,
             frozenset({ADMISSION_ORDER, STEP_CONTROL, SM_SHARES, UNIFIED_KV, PLACEMENT_SEARCH}),
             evicts=False,
+            calm=_always,
             search=mux_placement.search,
             steps=adbs.control(),
             kv_blocks=KvBlocks.HEADWISE,
@@ -123,6 +135,7 @@ _POLICIES = {
             dedicated.plan,
             frozenset({ADMISSION_ORDER}),
             evicts=False,
+            calm=_always,
             search=dedicated.search,
         ),
         Policy(
@@ -130,6 +143,7 @@ _POLICIES = {
             target.plan,
             frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
             evicts=False,
+            calm=_always,
             search=alpaserve.search,
             steps=temporal.FCFS,
         ),
@@ -154,6 +168,7 @@ _POLICIES = {
             target.plan,
             frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
             evicts=False,
+            calm=_always,
             search=seallm.search,
             next_interval=seallm.next_interval,
             steps=doubling_budget.control(),

@@ -121,9 +121,11 @@ class LocalScheduler:
         if not self._waiting:
             return []
         views = self._engines.views()
-        self._refresh_order(now_s, views)
         limits = self._limits
         room = Room(views, limits.prefill_horizon_s, limits.prefill_chunk_tokens)
+        if len(self._waiting) == 1 and (alone := self._start_alone(room)):
+            return alone
+        self._refresh_order(now_s, views)
         choice = self._choose(now_s, room)
         self.blocked = choice.blocked
         for model, ids in self._by_model(choice.ids).items():
@@ -133,6 +135,20 @@ class LocalScheduler:
         for model, tokens in choice.lacking.items():
             self._engines.ask_memory(model, tokens)
         return choice.ids
+
+    def _start_alone(self, room: Room) -> list[str]:
+        """The only request that waits needs no order: it starts, or the list is empty."""
+        (request,) = self._waiting.values()
+        if request.model not in room or self._held_since_s:
+            return []
+        verdict, _, _ = self._try(room, request, False)
+        if verdict is not Verdict.STARTS:
+            return []
+        ids = [request.id]
+        self._engines.dispatch(request.model, ids)
+        self.remove(ids)
+        self._lineup = Lineup(Order((), ()), self._waiting)
+        return ids
 
     # --- order ------------------------------------------------------------------------------
 

@@ -143,7 +143,8 @@ class Device:
     def views(self) -> Sequence[EngineView]:
         for resident in self.residents.values():
             for device in resident.devices:
-                device.site.sync()
+                if device.gpu.jobs:
+                    device.site.sync()
         return [
             self._active_view(resident, resident.engine)
             if resident.engine is not None

@@ -36,8 +36,18 @@ class Model:
     refusal: str = ""
     tokens_total: int = 0
 
+    @property
+    def asked(self) -> bool:
+        """It is to come up somewhere."""
+        if self.unplaced:
+            return True
+        return not self.residents and (self.wanted or self.setup.never_evict)
+
     def least_loaded(self) -> Resident | None:
         """The copy with the fewest requests; None where no copy takes any."""
+        if len(self.residents) == 1:
+            (only,) = self.residents
+            return only if only.takes_requests else None
         taking = [r for r in self.residents if r.takes_requests]
         return min(taking, key=lambda r: r.open_requests, default=None)
 

@@ -6,11 +6,11 @@ each device is the `EnginePort` of the same `LocalScheduler`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prism.journal import Memory
 from prism.policies import registry
-from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Refuse
+from prism.policies.data import Action, Activate, ClusterView, DeviceLoad, Evict, Migrate, Refuse
 from prism.policies.placement import Placement
 from prism.policies.registry import Policy
 from prism.scheduler.cluster import ClusterScheduler
@@ -33,7 +33,7 @@ from prism.sim.view import Viewer
 from prism.sim.workload import NO_SLO, Workload
 
 SAMPLE_S = 1.0
-SAMPLES = 400
+SAMPLES = 200
 
 
 class World:
@@ -235,7 +235,8 @@ class World:
     def _sample(self) -> None:
         """Note the state, a few hundred times in the run."""
         for device in self.devices:
-            device.site.sync()
+            if device.gpu.jobs:
+                device.site.sync()
         kv_bytes: dict[int, int] = {}
         running = waiting = 0
         for model in self.models:
@@ -338,9 +339,23 @@ class World:
             self.kernel.after(replacement.interval_s, self._replace, replacement)
 
     def _tick(self) -> None:
-        self._plan()
+        if not self._calm():
+            self._plan()
         if self._next < len(self.work) or self.open_requests:
             self.kernel.after(self._pause_s(), self._tick)
+
+    def _calm(self) -> bool:
+        """The policy would do nothing: views of the whole cluster are not made for that."""
+        calm = self.policy.calm
+        if calm is None or any(model.asked for model in self.models):
+            return False
+        return calm(self._device_loads(), self.setup.settings)
+
+    def _device_loads(self) -> Iterator[DeviceLoad]:
+        """Looked at only by policies that ask for them."""
+        now_s = self.kernel.time_s
+        self._observe(now_s)
+        yield from self._viewer.loads(self._rates.rates(now_s))
 
     def _pause_s(self) -> float:
         """Where a backlog starts another copy, it is looked for as often as requests nowhere."""
