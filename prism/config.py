@@ -67,15 +67,15 @@ class FrontendYaml(Strict, frozen=True):
 class SchedulerYaml(Strict, frozen=True):
     """idle_threshold: Prism §6.2 evicts models idle longer than this when memory is short.
     migration_threshold: tau of Algorithm 1, relative gain in KVPR that justifies a move.
-    contended_requests: no model leaves a device whose models run fewer requests at a time than
-    this at their SLO's pace (token rate x TPOT SLO): there is nothing to relieve.
+    contended_requests: no model leaves a device whose models, but for the busiest, run fewer
+    requests at a time than this at their SLO's pace (token rate x TPOT SLO).
     migrate_running: what becomes of requests that run when their model moves: "finish" where they
     are (at most engine.drain_timeout), or "move" to the target with their KV."""
 
     interval: str = "5s"
     idle_threshold: str = "45s"
     migration_threshold: float = 0.2
-    contended_requests: float = 8.0
+    contended_requests: float = 4.0
     rate_window: str = "60s"
     migrate_running: str = "finish"
 
@@ -148,7 +148,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     interval_s: float = 5.0
     idle_threshold_s: float = 45.0
     migration_threshold: float = 0.2
-    contended_requests: float = 8.0
+    contended_requests: float = 4.0
     rate_window_s: float = 60.0
     report_interval_s: float = 0.5
     move_running: bool = False

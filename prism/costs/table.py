@@ -19,6 +19,7 @@ from prism.errors import ConfigError
 
 Row = tuple[float, ...]
 FAR_TOKENS = float(1 << 20)
+CHUNKS_KEPT = 1 << 14
 
 
 class StepTable(
@@ -83,6 +84,7 @@ class TableCost:
         self.table = table
         self._token_compute_s = table.dense_s[-1] / table.dense_tokens[-1]
         self._lines: dict[int, _Line] = {}
+        self._chunks_s: dict[Chunk, float] = {}
 
     def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
         tokens = batch + sum(chunk.tokens for chunk in chunks)
@@ -117,12 +119,18 @@ class TableCost:
         return self.table.host_s + _interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
 
     def _chunks_attention_s(self, chunks: Sequence[Chunk]) -> float:
-        """Searches ask for many times the same chunk: it is looked up once."""
-        total_s = last_s = 0.0
-        last: Chunk | None = None
+        """The same chunks are asked for again and again: they are kept."""
+        total_s, kept = 0.0, self._chunks_s
+        last_s, last = 0.0, None
         for chunk in chunks:
             if chunk is not last:
-                last, last_s = chunk, self._prefill_attention_s(chunk)
+                last = chunk
+                found = kept.get(chunk)
+                if found is None:
+                    if len(kept) >= CHUNKS_KEPT:
+                        kept.clear()
+                    found = kept[chunk] = self._prefill_attention_s(chunk)
+                last_s = found
             total_s += last_s
         return total_s
 
@@ -171,6 +179,9 @@ class _Line:
         return self._value(piece, context)
 
     def run_s(self, context: int, steps: int) -> float:
+        piece = self._piece(context)
+        if self._stays(piece, context, steps):
+            return self._sum_s(piece, context, steps)
         total_s = 0.0
         while steps > 0:
             piece = self._piece(context)
@@ -179,6 +190,12 @@ class _Line:
             context += taken * self._batch
             steps -= taken
         return total_s
+
+    def _stays(self, piece: int, context: int, steps: int) -> bool:
+        """Whether all of the steps lie on `piece`."""
+        if piece == len(self._slopes) - 1:
+            return True
+        return context + (steps - 1) * self._batch < self._knots[piece + 1]
 
     def steps_in(self, context: int, seconds: float, limit: int) -> int:
         done = 0
@@ -206,17 +223,26 @@ class _Line:
         return max(1, math.ceil((self._knots[piece + 1] - context) / self._batch))
 
     def _sum_s(self, piece: int, context: int, steps: int) -> float:
-        growth_s = self._slopes[piece] * self._batch
-        return steps * self._value(piece, context) + growth_s * (steps * (steps - 1) / 2)
+        slope = self._slopes[piece]
+        first_s = self._seconds[piece] + slope * (context - self._knots[piece])
+        return steps * first_s + slope * self._batch * (steps * (steps - 1) / 2)
 
     def _most_steps(self, piece: int, context: int, seconds: float, most: int) -> int:
-        """Largest n < most whose sum fits: by bisection, the sum grows with n."""
-        low, high = 0, most
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self._sum_s(piece, context, middle) <= seconds
-            low, high = (middle, high) if fits else (low, middle)
-        return low
+        """Largest n < most whose sum fits: the root of the quadratic, put right where it rounds."""
+        slope = self._slopes[piece]
+        half_s = slope * self._batch / 2
+        linear_s = self._seconds[piece] + slope * (context - self._knots[piece]) - half_s
+        if half_s * seconds > 1e-12 * linear_s * linear_s:
+            root = math.sqrt(linear_s * linear_s + 4 * half_s * seconds) - linear_s
+            steps = int(root / (2 * half_s))
+        else:
+            steps = int(seconds / linear_s)
+        steps = max(0, min(steps, most - 1))
+        while steps > 0 and self._sum_s(piece, context, steps) > seconds:
+            steps -= 1
+        while steps + 1 < most and self._sum_s(piece, context, steps + 1) <= seconds:
+            steps += 1
+        return steps
 
 
 def linear_decode(context_s: float) -> tuple[Row, Row, tuple[Row, ...]]:

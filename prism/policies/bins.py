@@ -89,7 +89,12 @@ class Bin:
         return self.engines - len(self.models)
 
     def copy(self) -> Bin:
-        return Bin(self.gpu, self.engines, self.models)
+        made = Bin(self.gpu, self.engines)
+        made.models = self.models.copy()
+        made._pressures = self._pressures.copy()
+        made.shared_kv_bytes, made.room_bytes = self.shared_kv_bytes, self.room_bytes
+        made.kvpr, made.rank = self.kvpr, self.rank
+        return made
 
     def kvpr_with(self, model: ModelView) -> float:
         """With one more part, or another version of one that is there."""

@@ -5,7 +5,7 @@ All times are seconds on one clock chosen by the caller (`now_s`), all sizes byt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -119,9 +119,9 @@ class Settings:
 
     idle_threshold_s: models idle longer may be evicted when memory is short (§6.2).
     migration_threshold: tau of Algorithm 1, the relative gain in KVPR that justifies a move.
-    contended_requests: a device whose models run fewer requests at a time (token rate x TPOT SLO)
-    has nothing worth a move, however uneven: tau is relative, and at low load a single
-    request changes them by any factor.
+    contended_requests: a device whose models run fewer requests at a time beside the busiest one
+    (`beside`) has nothing worth a move, however uneven pressures are: tau is relative, and at low
+    load a single request changes them by any factor.
     min_idle_s: the shortest idle time after which a model may be evicted for a waiting request
     that nothing else can serve. short_fraction: a device with less than this part of its capacity
     free is short of memory. move_running: see `Migrate`.
@@ -129,18 +129,24 @@ class Settings:
 
     idle_threshold_s: float = 45.0
     migration_threshold: float = 0.2
-    contended_requests: float = 8.0
+    contended_requests: float = 4.0
     min_idle_s: float = 1.0
     short_fraction: float = 0.05
     move_running: bool = False
 
 
 class DeviceLoad(NamedTuple):
-    """running: requests that run there at a time if each goes at its SLO's pace, the sum of token
-    rate x TPOT SLO (Little's law); free_part: of its memory."""
+    """beside: requests that run there at a time if each goes at its SLO's pace, but for the busiest
+    model's (`beside`); free_part: of its memory."""
 
-    running: float
+    beside: float
     free_part: float
+
+
+def beside(running: Collection[float]) -> float:
+    """running: per model of a device, token rate x TPOT SLO (Little's law). All but the busiest: it
+    takes two to contend, and a model that is alone is nowhere better off."""
+    return sum(running) - max(running) if running else 0.0
 
 
 @dataclass(frozen=True, slots=True)

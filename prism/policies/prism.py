@@ -22,6 +22,7 @@ from prism.policies.data import (
     ModelView,
     Refuse,
     Settings,
+    beside,
 )
 from prism.policies.kvpr import Bin
 
@@ -57,21 +58,21 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
 
 def calm(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
     """No device is short of memory or contended: all are left as they are."""
-    # A hair below, since parts are summed in another order than `_concurrency` does.
+    # A hair below, since parts are summed in another order than `_contention` does.
     most, least = settings.contended_requests * 0.999, settings.short_fraction
-    return not any(load.running >= most or load.free_part < least for load in loads)
+    return not any(load.beside >= most or load.free_part < least for load in loads)
 
 
 def _loads(view: ClusterView) -> list[DeviceLoad]:
-    running = dict.fromkeys((gpu.name for gpu in view.gpus), 0.0)
+    parts: dict[str, list[float]] = {gpu.name: [] for gpu in view.gpus}
     for model in view.models:
         if model.device is not None and model.token_rate > 0:
             part = model.token_rate * model.slo_tpot_s / model.tp
             for device in (model.device, *model.peers):
-                if device in running:
-                    running[device] += part
+                if device in parts:
+                    parts[device].append(part)
     return [
-        DeviceLoad(running[gpu.name], gpu.free_bytes / max(1, gpu.capacity_bytes))
+        DeviceLoad(beside(parts[gpu.name]), gpu.free_bytes / max(1, gpu.capacity_bytes))
         for gpu in view.gpus
     ]
 
@@ -325,7 +326,7 @@ def _rebalance(draft: Draft) -> None:
         target = draft.bins.get(placement.devices.get(model.name, ""))
         if target and model.device and target.name != model.device and model.state == "active":
             source = draft.bins[model.device]
-            if _concurrency(source) < draft.settings.contended_requests:
+            if _contention(source) < draft.settings.contended_requests:
                 continue
             relief = _relief_of(model, source, target)
             if target.fits(model) and relief > tau:
@@ -333,9 +334,9 @@ def _rebalance(draft: Draft) -> None:
                 return _migrate(draft, model, source, target, reason)
 
 
-def _concurrency(b: Bin) -> float:
-    """Requests that run there at a time if each goes at its SLO's pace (Little's law)."""
-    return sum(m.token_rate * m.slo_tpot_s for m in b.models.values())
+def _contention(b: Bin) -> float:
+    """Requests that run there at a time beside the busiest model's."""
+    return beside([m.token_rate * m.slo_tpot_s for m in b.models.values()])
 
 
 def _relief_of(model: ModelView, source: Bin, target: Bin) -> float:

@@ -29,9 +29,13 @@ class ClusterScheduler:
         self._rebalance_at_s = float("-inf")
         self.observe: Callable[[ClusterView, tuple[Action, ...]], None] | None = None
 
+    def due(self, now_s: float) -> bool:
+        """Whether a step now would plan moves."""
+        return now_s >= self._rebalance_at_s
+
     def step(self, now_s: float) -> tuple[Action, ...]:
         """Plan once and start what was planned; returns it for logs and tests."""
-        due = now_s >= self._rebalance_at_s
+        due = self.due(now_s)
         if due:
             self._rebalance_at_s = now_s + self._interval_s
         view = replace(self._port.view(), now_s=now_s, rebalance=due)

@@ -50,6 +50,7 @@ class Device:
         self.site = MemorySite(setup.name, self.ledger)
         self.residents: dict[str, Resident] = {}
         self.guests: list[Resident] = []
+        self._homes: tuple[Device, ...] | None = None
         self.pending_bytes = 0
         self.scheduler = (
             LocalScheduler(self, limits, policy.order)
@@ -64,6 +65,21 @@ class Device:
         self._requests: dict[str, Request] = {}
         self._touched: list[Engine] = []
         self._tick_due = False
+
+    @property
+    def homes(self) -> tuple[Device, ...]:
+        """Those whose queues memory freed here may let start: this one and its guests' homes."""
+        if self._homes is None:
+            self._homes = tuple(dict.fromkeys((self, *(guest.home for guest in self.guests))))
+        return self._homes
+
+    def host(self, guest: Resident) -> None:
+        self.guests.append(guest)
+        self._homes = None
+
+    def unhost(self, guest: Resident) -> None:
+        self.guests.remove(guest)
+        self._homes = None
 
     # --- the queue --------------------------------------------------------------------------
 
@@ -105,12 +121,13 @@ class Device:
             if engine is not None and engine.retracted:
                 engine.readmit()
                 self._touched.append(engine)
-        if len(self.scheduler):
+        if self._requests:
             self.scheduler.step(self._kernel.time_s)
             self._expect_tick()
-        touched, self._touched = self._touched, []
-        for engine in touched:
-            engine.turn()
+        if self._touched:
+            touched, self._touched = self._touched, []
+            for engine in touched:
+                engine.turn()
 
     def note_change(self) -> None:
         """A request ended or came to its first token: step control is to be asked anew."""
@@ -129,13 +146,13 @@ class Device:
 
     def _expect_tick(self) -> None:
         """Deadlines pass and holds end without an event."""
-        if len(self.scheduler) and not self._tick_due:
+        if self._requests and not self._tick_due:
             self._tick_due = True
             self._kernel.after(self._age_s, self._tick)
 
     def _tick(self) -> None:
         self._tick_due = False
-        if len(self.scheduler):
+        if self._requests:
             self.poke()
 
     # --- EnginePort -------------------------------------------------------------------------

@@ -90,7 +90,8 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests that it holds."""
-        return len(self.batch) + len(self.prefills) + len(self.retracted) + len(self._joining)
+        joined = len(self.batch.members) + len(self._joining)
+        return joined + len(self.prefills) + len(self.retracted)
 
     @property
     def busy(self) -> frozenset[Phase]:
@@ -113,7 +114,7 @@ class Engine:
     def output_tokens(self) -> int:
         """Tokens given out since the start."""
         done = self._steps_done(self._decode) if self._decode is not None else 0
-        return self.output_tokens_total + done * len(self.batch)
+        return self.output_tokens_total + done * len(self.batch.members)
 
     def requests(self) -> list[Request]:
         """All that it holds."""
@@ -139,7 +140,7 @@ class Engine:
             return
         if self.prefills:
             self.start_prefill()
-        elif self.batch:
+        elif self.batch.members:
             self.start_decode()
 
     def end_run(self) -> None:
@@ -152,7 +153,7 @@ class Engine:
             if begun > step.allocated:
                 self._allocate(step, begun)
             step.steps = begun
-            work_s = self.cost.decode_run_s(len(self.batch), step.context_tokens, begun)
+            work_s = self.cost.decode_run_s(len(self.batch.members), step.context_tokens, begun)
             self._compute.resize(step.job, work_s * self.slower)
         self.kv.unclaim()
 
@@ -163,7 +164,7 @@ class Engine:
             request = self.retracted[0]
             left = request.output_tokens - request.generated
             headroom = min(left, self._settings.headroom_tokens) if self.running > 1 else 1
-            need = self.kv.blocks(request.kv_tokens + headroom) + len(self.batch)
+            need = self.kv.blocks(request.kv_tokens + headroom) + len(self.batch.members)
             if not self.kv.fits(need) or not self.kv.take(self.kv.blocks(request.kv_tokens)):
                 break
             self.prefills.append(self.retracted.popleft())
@@ -186,7 +187,7 @@ class Engine:
         mixed = self._settings.mixed_chunk and bool(self.batch)
         if mixed and self._make_room():
             self.kv.take(self.batch.new_blocks(1))
-        self._prefill_step(chunks, len(self.batch) if mixed else 0, 1.0)
+        self._prefill_step(chunks, len(self.batch.members) if mixed else 0, 1.0)
 
     def _prefill_step(self, chunks: list[tuple[Request, int]], batch: int, sm_share: float) -> None:
         costs = [Chunk(tokens, r.kv_tokens - r.todo_tokens) for r, tokens in chunks]
@@ -246,7 +247,7 @@ class Engine:
         batch = self.batch
         steps = min(batch.steps_to_end(), self._settings.run_steps, steps_max)
         steps = self.kv.steps_that_fit(batch, steps)
-        work_s = self.cost.decode_run_s(len(batch), batch.context_tokens, steps)
+        work_s = self.cost.decode_run_s(len(batch.members), batch.context_tokens, steps)
         usage, work_s = self._batch_usage(), work_s * self.slower
         job = Job(self._gpus, work_s, usage, self._decode_ended, sm_share)
         step = self._decode = _Step(job, [], steps, batch.context_tokens)
@@ -272,7 +273,7 @@ class Engine:
 
     def _advance(self, steps: int) -> bool:
         """`steps` decode steps are over. True: a request ended."""
-        self.output_tokens_total += steps * len(self.batch)
+        self.output_tokens_total += steps * len(self.batch.members)
         ended = self.batch.advance(steps)
         for request in ended:
             self._end(request)
@@ -280,7 +281,7 @@ class Engine:
 
     def _make_room(self) -> bool:
         """Retract until the next step of the batch fits. False: nobody is left."""
-        while self.batch:
+        while self.batch.members:
             if self.kv.fits(self.batch.new_blocks(1)):
                 return True
             victim = self.batch.newest()
@@ -299,14 +300,18 @@ class Engine:
     def _batch_usage(self) -> Callable[[], Usage]:
         """Of the present batch, at the context it had when it last changed: the same whether its
         steps are taken one by one or in runs."""
-        if self._usage is None or self._usage_batch != len(self.batch):
-            self._usage = partial(self.cost.usage, (), len(self.batch), self.batch.context_tokens)
-            self._usage_batch = len(self.batch)
+        if self._usage is None or self._usage_batch != len(self.batch.members):
+            self._usage = partial(
+                self.cost.usage, (), len(self.batch.members), self.batch.context_tokens
+            )
+            self._usage_batch = len(self.batch.members)
         return self._usage
 
     def _steps_done(self, step: _Step) -> int:
         done_s = step.job.done_at(self._kernel.time_s) / self.slower
-        return self.cost.decode_steps(len(self.batch), step.context_tokens, done_s, step.steps)
+        return self.cost.decode_steps(
+            len(self.batch.members), step.context_tokens, done_s, step.steps
+        )
 
     def _allocate(self, step: _Step, begun: int) -> None:
         """KV for the steps up to `begun`; they were claimed."""

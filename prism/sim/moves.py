@@ -138,7 +138,7 @@ class Moves:
         model.residents.append(resident)
         devices[0].residents[model.setup.name] = resident
         for device in devices:
-            device.guests.append(resident)
+            device.host(resident)
             device.pending_bytes += resident.need_bytes(device)
         self._queued.append((model, resident))
         timeout_s = self._setup.activation_timeout_s
@@ -240,7 +240,7 @@ class Moves:
         if resident.home.residents.get(model.setup.name) is resident:
             del resident.home.residents[model.setup.name]
         for device in resident.devices:
-            device.guests.remove(resident)
+            device.unhost(resident)
         self._log(kind, resident)
         if resident.engine is not None:
             model.tokens_total += resident.engine.prompt_tokens_total

@@ -211,8 +211,10 @@ class World:
             if self._moves.waits_for_memory:
                 self._moves.memory_freed()
             # Tensor-parallel neighbours share all their devices: each home is poked once.
-            near = [guest.home for d in resident.devices for guest in d.guests]
-            for device in dict.fromkeys((*resident.devices, *near)):
+            homes = resident.home.homes
+            if len(resident.devices) > 1:
+                homes = tuple(dict.fromkeys(h for d in resident.devices for h in d.homes))
+            for device in homes:
                 device.poke()
 
         def retracted(request: Request) -> None:
@@ -325,7 +327,10 @@ class World:
 
     def _woken(self) -> None:
         self._wake_due = False
-        self._plan()
+        policy, asked = self.policy, any(model.asked for model in self.models)
+        due = policy.search is not None or self._scheduler.due(self.kernel.time_s)
+        if asked or due or policy.calm is None:
+            self._plan()
 
     def _replace(self, replacement: Replacement) -> None:
         """The placement is searched anew, as long as requests come."""

@@ -21,7 +21,9 @@ from tests.policies.clusters import (
     view,
 )
 
-SETTINGS = Settings(idle_threshold_s=45.0, migration_threshold=0.2, min_idle_s=1.0)
+SETTINGS = Settings(
+    idle_threshold_s=45.0, migration_threshold=0.2, contended_requests=2.0, min_idle_s=1.0
+)
 
 
 def planned(models: list[ModelView], gpus: list[Any], **more: Any) -> list[tuple[str, ...]]:
@@ -202,10 +204,10 @@ def test_migration_needs_a_gain_above_tau() -> None:
 
 
 def test_nothing_moves_off_a_device_without_contention() -> None:
-    """Pressures are as uneven as above, but fewer than contended_requests run at a time."""
+    """Pressures are as uneven, but beside the busiest model fewer than two requests run."""
     gpus = [gpu("g0"), gpu("g1")]
     models = [active("hot", "g0", token_rate=5.0), active("warm", "g0", token_rate=3.0)]
-    calm = [replace(m, slo_tpot_s=0.9) for m in models]
+    calm = [replace(m, slo_tpot_s=0.6) for m in models]
     assert planned(models, gpus) == [("migrate", "warm", "g0", "g1")]
     assert planned(calm, gpus) == []
     seen = view(calm, gpus, rebalance=True)
