@@ -6,7 +6,9 @@
 Both are timed on the clock until the model has given two greedy tokens, in turn, in one run, with
 the model's files in the page cache. Stock: `sglang.Engine` in a new process, on the same CPU paths,
 its weights and KV in torch's memory. Warm: a process that has imported the engine once and has
-served this model before, so that its weights are in the store; its stages are listed. With
+served this model before, so that its weights are in the store; its stages are listed, and what it
+read from disk. CPU time beside both (of the stock engine's processes, to their end), which says
+more where the machine is busy. With
 --neighbour (a second model) another process decodes that one all the while: its time per token
 before, during and after an activation, which copies at most --rate bytes per second.
 
@@ -19,6 +21,7 @@ import argparse
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -89,8 +92,9 @@ def stock_files() -> Iterator[Path]:
         yield folder
 
 
-def cold_start(folder: Path, spec: ModelSpec) -> float:
-    """Seconds from the start of a new process until the stock engine's second token."""
+def cold_start(folder: Path, spec: ModelSpec) -> tuple[float, float]:
+    """Seconds from the start of a new process until the stock engine's second token, and all its
+    CPU seconds."""
     options = {
         "model_path": spec.path,
         "device": "cpu",
@@ -113,7 +117,7 @@ def cold_start(folder: Path, spec: ModelSpec) -> float:
         "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
     }
     command = [sys.executable, str(folder / "stock.py"), json.dumps(options), json.dumps(PROMPT)]
-    begin_s = time.monotonic()
+    begin_s, used_s = time.monotonic(), children_s()
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -126,7 +130,13 @@ def cold_start(folder: Path, spec: ModelSpec) -> float:
         else:
             raise SystemExit(f"the stock engine failed:\n{process.stderr.read()[-3000:]}")
         process.communicate()
-    return seconds
+    return seconds, children_s() - used_s
+
+
+def children_s() -> float:
+    """CPU seconds of children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def warm_engine(config: ClusterConfig, engine_id: str) -> EngineCore:
@@ -135,28 +145,38 @@ def warm_engine(config: ClusterConfig, engine_id: str) -> EngineCore:
     return create(EngineContext(engine_id, DEVICE, config))
 
 
-def activation(core: EngineCore, spec: ModelSpec) -> tuple[float, Activated]:
-    begin_s = time.monotonic()
+def activation(core: EngineCore, spec: ModelSpec) -> tuple[float, float, Activated]:
+    """Seconds, CPU seconds of all threads, and the stages."""
+    begin_s, used_s = time.monotonic(), time.process_time()
     activated = core.activate(Activate(spec, max_running=8))
-    seconds = time.monotonic() - begin_s
+    seconds, cpu_s = time.monotonic() - begin_s, time.process_time() - used_s
     core.deactivate()
-    return seconds, activated
+    return seconds, cpu_s, activated
+
+
+def read_bytes() -> int:
+    """What this process has read from disks so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def compare(config: ClusterConfig, spec: ModelSpec, pairs: int) -> None:
     core = warm_engine(config, "bench")
     activation(core, spec)  # an engine that has served before
-    cold_s, warm_s, stages = list[float](), list[float](), list[dict[str, float]]()
+    cold, warm = list[tuple[float, float]](), list[tuple[float, float]]()
+    stages, read_before = list[dict[str, float]](), read_bytes()
     with stock_files() as folder:
         for _ in range(pairs):
-            cold_s.append(cold_start(folder, spec))
-            seconds, activated = activation(core, spec)
-            warm_s.append(seconds)
+            cold.append(cold_start(folder, spec))
+            seconds, cpu_s, activated = activation(core, spec)
+            warm.append((seconds, cpu_s))
             stages.append(activated.stages_s)
     core.close()
-    timed = Pairs(cold_s, warm_s)
     name = f"cold start against activation, {format_size(spec.weight_bytes)}"
-    print(timed.line(name, f"target {TARGET:g}", "s", 1.0, 1.0))
+    for kind, label in enumerate(("wall time", "CPU time")):
+        timed = Pairs([seconds[kind] for seconds in cold], [seconds[kind] for seconds in warm])
+        print(timed.line(f"{name}, {label}", f"target {TARGET:g}", "s", 1.0, 1.0))
+    print(f"  bytes that activations read from disk: {read_bytes() - read_before}")
     for stage in stages[0]:
         print(f"  {stage:10} {median(s[stage] for s in stages) * 1000:9.1f} ms")
 

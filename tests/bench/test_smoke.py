@@ -20,6 +20,7 @@ sys.path.insert(0, str(BENCH))
 
 SMALL = {
     "gpu_map": ["--page-bytes", "65536", "--buffers", "4", "--slabs", "2", "--pairs", "2"],
+    "gpu_weights": ["--gigabytes", "0.002,0.003", "--tensor-mb", "0.5", "--pairs", "1"],
     "import_time": ["--pairs", "2"],
     "kv_alloc": ["--rounds", "20", "--pairs", "2"],
     "kv_fit": ["--requests", "80", "--live", "8", "--slab-blocks", "16"],
@@ -99,5 +100,6 @@ def test_the_benchmark_of_activation_runs() -> None:
     llama, qwen = str(prepared("tiny-llama")), str(prepared("tiny-qwen3"))
     arguments = ("--model", qwen, "--neighbour", llama, "--pairs", "1", "--seconds", "1")
     said = run("activation", *arguments, "--capacity", "512MiB", "--page", "64KiB")
-    assert said.count("ratio") == 3
+    assert said.count("ratio") == 4
+    assert "read from disk: 0" in said
     assert all(f"  {stage} " in said for stage in ("reserve", "weights", "warm_up", "total"))

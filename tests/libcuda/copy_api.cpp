@@ -101,6 +101,15 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t byte
   });
 }
 
+// From pageable memory as well: for what the library is compared with.
+EXPORT int cuMemcpyHtoD_v2(uint64_t target, const void* source, size_t bytes) {
+  return test_libcuda::served_in_context([=](Simulator& cuda) {
+    const Error error = cuda.check_target(test_libcuda::current_device(), target, bytes);
+    if (error == 0) std::memcpy(pointer(target), source, bytes);
+    return error;
+  });
+}
+
 EXPORT int cuMemcpyPeerAsync(uint64_t target, void* target_context, uint64_t source,
                              void* source_context, size_t bytes, void* stream) {
   return test_libcuda::counted("cuMemcpyPeerAsync", [=](Simulator& cuda) {

@@ -1,0 +1,205 @@
+"""Weight bytes per second onto a GPU: the naive copy, one pinned buffer, our pipeline, and the bus.
+
+    python bench/gpu_weights.py [--device cuda:0] [--gigabytes 1,3,8] [--tensor-mb 64] [--threads 8]
+        [--pairs 5]
+
+For each size, from the machine's weight store (files in /dev/shm), in turn:
+
+- naive: each tensor read into ordinary memory, then one synchronous copy of it;
+- pinned: each tensor read into one pinned buffer, in pieces, each copied and waited for;
+- pipeline: `WeightArena.load` over `WeightLinks` that stay open, which makes the pages as well;
+- bus: one full pinned buffer copied again and again, nothing read: the peak of the link.
+
+Wall-clock time, medians. Targets: 0.9 of the bus, 4.8 times naive (Prism §5.2). It needs an idle
+GPU with twice the largest size free. On the test libcuda (KVCACHED_LIBCUDA) it runs as well; its
+times mean nothing. Figures of a GPU belong in docs/gpu-results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from uuid import uuid4
+
+import numpy as np
+
+import kvcached
+
+STAGING_BYTES = 32 << 20
+GB = 10**9
+
+
+class Driver:
+    """The few calls that the other ways need. Raises RuntimeError for a call that fails."""
+
+    def __init__(self, index: int) -> None:
+        self._cuda = ctypes.CDLL(os.environ.get("KVCACHED_LIBCUDA", "libcuda.so.1"))
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuInit", 0)
+        self.call("cuDeviceGet", ctypes.byref(device), index)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuCtxPushCurrent_v2", context)
+        self._stream = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(self._stream), 1)  # beside the default stream
+
+    def call(self, name: str, *arguments: object) -> None:
+        if code := getattr(self._cuda, name)(*arguments):
+            raise RuntimeError(f"{name} failed with {code}")
+
+    def allocate(self, size_bytes: int) -> int:
+        """Memory of the GPU."""
+        address = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self.call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def pinned(self, size_bytes: int) -> int:
+        address = ctypes.c_void_p()
+        self.call("cuMemAllocHost_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
+        assert address.value is not None
+        return address.value
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """Synchronous, from any memory."""
+        to, size = ctypes.c_uint64(target), ctypes.c_size_t(size_bytes)
+        self.call("cuMemcpyHtoD_v2", to, ctypes.c_void_p(source), size)
+
+    def copy_pinned(self, target: int, source: int, size_bytes: int) -> None:
+        """On a stream, behind what was put there before."""
+        to, size = ctypes.c_uint64(target), ctypes.c_size_t(size_bytes)
+        start = ctypes.c_void_p(source)
+        self.call("cuMemcpyHtoDAsync_v2", to, start, size, self._stream)
+
+    def wait(self) -> None:
+        self.call("cuStreamSynchronize", self._stream)
+
+
+class Ways:
+    """The same stored weights by every way, into memory of the same GPU."""
+
+    def __init__(
+        self, client: kvcached.Client, weights: kvcached.StoredWeights, index: int, threads: int
+    ) -> None:
+        self.driver = Driver(index)
+        self._client, self._weights = client, weights
+        self._files = [Path(weights.path(name)) for name in weights.specs]
+        self._target_bytes = max(path.stat().st_size for path in self._files)
+        self._target = self.driver.allocate(self._target_bytes)
+        self._buffer = self.driver.pinned(STAGING_BYTES)
+        self._staging = (ctypes.c_char * STAGING_BYTES).from_address(self._buffer)
+        self._links = client.open_weight_links(threads=threads)
+        self._options = kvcached.LoadOptions(threads=threads)
+
+    def naive(self) -> None:
+        for path in self._files:
+            content = np.fromfile(path, np.uint8)
+            self.driver.copy(self._target, content.ctypes.data, content.nbytes)
+
+    def pinned(self) -> None:
+        view = memoryview(self._staging).cast("B")
+        for path in self._files:
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(view):
+                    self.driver.copy_pinned(self._target, self._buffer, count)
+                    self.driver.wait()
+
+    def pipeline(self) -> None:
+        with self._client.alloc_weights(self._weights.layout(), "bench") as arena:
+            arena.load(self._weights, self._options, self._links)
+
+    def bus(self) -> None:
+        """As many bytes, without reading any."""
+        left_bytes = sum(path.stat().st_size for path in self._files)
+        while left_bytes > 0:
+            count = min(left_bytes, STAGING_BYTES, self._target_bytes)
+            self.driver.copy_pinned(self._target, self._buffer, count)
+            left_bytes -= count
+        self.driver.wait()
+
+    def close(self) -> None:
+        self._links.close()
+        self.driver.free(self._target)
+        self.driver.call("cuMemFreeHost", ctypes.c_void_p(self._buffer))
+
+
+def seconds_of(call: Callable[[], None]) -> float:
+    begin_s = time.perf_counter()
+    call()
+    return time.perf_counter() - begin_s
+
+
+def report(ways: Ways, size_bytes: int, pairs: int) -> None:
+    calls = {
+        "naive": ways.naive,
+        "pinned": ways.pinned,
+        "pipeline": ways.pipeline,
+        "bus": ways.bus,
+    }
+    taken_s: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(pairs + 1):
+        for name, call in calls.items():
+            taken_s[name].append(seconds_of(call))
+    rates = {name: size_bytes / GB / median(s[1:]) for name, s in taken_s.items()}
+    text = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
+    print(
+        f"{size_bytes / GB:.3g} GB: {text} GB/s; pipeline / bus: ratio"
+        f" {rates['pipeline'] / rates['bus']:.2f} (target 0.9), pipeline / naive: ratio"
+        f" {rates['pipeline'] / rates['naive']:.2f} (target 4.8)"
+    )
+
+
+def fill(builder: kvcached.WeightBuilder, size_bytes: int, tensor_bytes: int) -> None:
+    rng = np.random.default_rng(0)
+    for number, start in enumerate(range(0, size_bytes, tensor_bytes)):
+        count = min(tensor_bytes, size_bytes - start)
+        builder.put(f"t{number}", rng.integers(0, 256, count, np.uint8))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--gigabytes", default="1,3,8")
+    parser.add_argument("--tensor-mb", type=float, default=64)
+    parser.add_argument("--page-bytes", type=int, default=2 << 20)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=5)
+    options = parser.parse_args(arguments)
+    sizes = [int(float(text) * GB) for text in options.gigabytes.split(",")]
+    tensor_bytes = int(options.tensor_mb * (1 << 20))
+    device = kvcached.Device.open(
+        options.device,
+        capacity_bytes=(2 * max(sizes) // options.page_bytes + 64) * options.page_bytes,
+        page_bytes=options.page_bytes,
+        namespace=f"bench{uuid4().hex[:8]}",
+    )
+    index = int(options.device.partition(":")[2])
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            for size_bytes in sizes:
+                path = f"{directory}/{size_bytes}"
+                store = kvcached.WeightStore.open(path, max_bytes=2 * size_bytes + (64 << 20))
+                key = kvcached.WeightKey(f"bench{size_bytes}", "bench", "uint8")
+                size = size_bytes
+                with (
+                    store.get(key, lambda b, size=size: fill(b, size, tensor_bytes)) as weights,
+                    device.client("bench") as client,
+                ):
+                    ways = Ways(client, weights, index, options.threads)
+                    report(ways, size_bytes, options.pairs)
+                    ways.close()
+                store.discard(key)
+    finally:
+        device.destroy(force=True)
+
+
+if __name__ == "__main__":
+    main()
