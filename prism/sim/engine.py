@@ -125,6 +125,7 @@ class Engine:
     def admit(self, requests: Iterable[Request]) -> None:
         """Take requests whose KV fits; `turn` starts them. One that does not fit after all waits
         for memory like a retracted one."""
+        self.sync()  # what the run in flight has begun is taken before others take its claim
         for request in requests:
             request.started_s = self._kernel.time_s
             self.prompt_tokens_total += request.prompt_tokens
@@ -159,6 +160,7 @@ class Engine:
 
     def readmit(self) -> None:
         """Retracted requests come back while there is room, oldest first."""
+        self.sync()
         came = False
         while self.retracted:
             request = self.retracted[0]
