@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from prism.errors import TraceError
-from prism.replay import sampled
+from prism.replay import sampled, transforms
 from prism.replay.rows import ReadOptions, Row, read_rows, starting_at_zero, strict_order
 from prism.replay.servegen import read_servegen
 from prism.replay.trace import Tokens, TraceRequest, explain, numbered_lines, read_trace
@@ -154,6 +154,18 @@ def read_format(path: Path, name: str, options: ReadOptions | None = None) -> li
     if name not in FORMATS:
         raise TraceError(f"format {name!r}: known formats are {', '.join(FORMATS)}")
     return FORMATS[name](path, options or ReadOptions())
+
+
+def read_window(
+    path: Path, name: str, options: ReadOptions, window_s: float | None
+) -> list[TraceRequest]:
+    """The part of a trace from options.start_s on, `window_s` long (None: to its end; sources of
+    rates take an hour). Raises TraceError."""
+    requests = read_format(path, name, options)
+    if name in WINDOWED or (not options.start_s and window_s is None):
+        return requests
+    end_s = float("inf") if window_s is None else options.start_s + window_s
+    return transforms.window(requests, options.start_s, end_s)
 
 
 def stem(path: Path) -> str:

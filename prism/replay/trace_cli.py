@@ -13,7 +13,7 @@ from rich.console import Console
 from prism.errors import ConfigError
 from prism.replay import kinds, transforms
 from prism.replay.bursty import PRESETS
-from prism.replay.formats import WINDOWED, read_format
+from prism.replay.formats import read_window
 from prism.replay.generate import LengthSource
 from prism.replay.kinds import Wanted
 from prism.replay.options import (
@@ -43,7 +43,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-MAPS = {"popularity": transforms.popularity_map, "round-robin": transforms.round_robin_map}
 INPUT_TOKENS, OUTPUT_TOKENS = "40:1024", "210:1024"
 
 Models = Annotated[
@@ -168,7 +167,7 @@ def convert(
     models: Annotated[
         str | None, typer.Option(help="Models to map onto, most popular first; default: as named.")
     ] = None,
-    map_: Annotated[str, typer.Option("--map", help=", ".join(MAPS))] = "popularity",
+    map_: Annotated[str, typer.Option("--map", help=", ".join(transforms.MAPS))] = "popularity",
     format_: Format = "prism",
     to: Annotated[str, typer.Option(help="Format to write: prism or mooncake.")] = "prism",
     only: Annotated[str | None, typer.Option(help="Take only these of its models.")] = None,
@@ -203,7 +202,7 @@ def convert(
         requests = transforms.sample_models(requests, sample_models, seed)
     requests = scaled(requests, rate_scale, time_scale, limit, seed)
     if models:
-        requests = _mapped(requests, list(parse_models(models)), map_)
+        requests = transforms.map_onto(requests, list(parse_models(models)), map_, "--map")
     if context:
         rule = transforms.LengthRule(context, length_scale, output_max)
         requests = transforms.fit_lengths(requests, rule)
@@ -212,18 +211,6 @@ def convert(
     if slo or requests[0].slo_ttft_ms is None:
         requests = with_slos(requests, *parse_slos(slo or []))
     save(requests, out, to)
-
-
-def read_window(
-    path: Path, name: str, options: ReadOptions, window_s: float | None
-) -> list[TraceRequest]:
-    """The part of a trace from options.start_s on, `window_s` long (None: to its end; sources of
-    rates take an hour). Raises TraceError."""
-    requests = read_format(path, name, options)
-    if name in WINDOWED or (not options.start_s and window_s is None):
-        return requests
-    end_s = float("inf") if window_s is None else options.start_s + window_s
-    return transforms.window(requests, options.start_s, end_s)
 
 
 def scaled(
@@ -262,9 +249,3 @@ def _lengths(source: str | None, inputs: str | None, outputs: str | None) -> Len
     if inputs or outputs:
         return parse_token_counts(inputs or INPUT_TOKENS, outputs or OUTPUT_TOKENS)
     return None
-
-
-def _mapped(trace: list[TraceRequest], targets: list[str], how: str) -> list[TraceRequest]:
-    if how not in MAPS:
-        raise ConfigError(f"--map {how!r}: known are {', '.join(MAPS)}")
-    return transforms.map_models(trace, MAPS[how](models_of(trace), targets))

@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from prism.errors import TraceError
+from prism.errors import ConfigError, TraceError
 from prism.replay.trace import Trace, TraceRequest, models_of
 
 
@@ -113,6 +113,16 @@ def popularity_map(sources: list[str], targets: list[str]) -> dict[str, str]:
         raise TraceError("model map: name at least one model")
     runs = min(len(targets), len(sources))
     return {name: targets[rank * runs // len(sources)] for rank, name in enumerate(sources)}
+
+
+MAPS = {"popularity": popularity_map, "round-robin": round_robin_map}
+
+
+def map_onto(trace: Trace, targets: list[str], how: str, where: str) -> list[TraceRequest]:
+    """The trace's models mapped onto `targets` by one of MAPS. Raises ConfigError with `where`."""
+    if how not in MAPS:
+        raise ConfigError(f"{where} {how!r}: known are {', '.join(MAPS)}")
+    return map_models(trace, MAPS[how](models_of(trace), targets))
 
 
 @dataclass(frozen=True)

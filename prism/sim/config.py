@@ -52,6 +52,25 @@ class GenerateYaml(Strict, frozen=True):
     output_max: int = 1024
 
 
+class SourceYaml(Strict, frozen=True):
+    """How the file of `trace` is read. format: prism, arena, azure, burstgpt, csv (a folder has a
+    file per model), maf, mooncake, servegen, sharegpt, vidur. map: its models onto those of
+    `models`, most popular first, by "popularity" or "round-robin"; without it names must agree.
+    start, window:
+    the part to take. limit: of requests. rate: requests per second of sources without times; thin:
+    the part to keep of sources of rates; lengths: FORMAT=FILE that lengths are drawn from, for
+    sources without any."""
+
+    format: str = "prism"
+    map: str | None = None
+    start: str = "0s"
+    window: str | None = None
+    limit: int | None = None
+    rate: float = 1.0
+    thin: float = 1.0
+    lengths: str | None = None
+
+
 class SimEngineYaml(Strict, frozen=True):
     """static: non-elastic memory of an active engine on each of its GPUs. host: time per step not
     hidden behind the GPU, default that of the cost table. kv_layout: as in prism-serve.
@@ -82,7 +101,7 @@ class ActivationYaml(Strict, frozen=True):
 
 
 class SimYaml(Strict, frozen=True):
-    """The whole file. trace: JSON lines, relative to the file; or generate: one.
+    """The whole file. trace: a file, relative to this one, read as `source` says; or generate: one.
     rate_scale multiplies the requests, slo_scale every SLO. cost_files: step costs that
     `prism-sim calibrate engine` measured, relative to the file, for the (GPU, model, TP) in them.
     search_requests: of the trace, on which placement searches with a simulator try placements.
@@ -92,6 +111,7 @@ class SimYaml(Strict, frozen=True):
     models: list[SimModelYaml]
     gpus: GpusYaml = GpusYaml()
     trace: str | None = None
+    source: SourceYaml = SourceYaml()
     generate: GenerateYaml | None = None
     policy: str = "prism"
     slo: SloYaml = SloYaml()

@@ -150,8 +150,9 @@ def _key(point: Point) -> str:
     else:
         digest.update(msgspec.json.encode(config))
         trace = path.parent / config.trace if config.trace else None
-        if trace is not None and trace.is_file():
-            digest.update(trace.read_bytes())
+        for file in sorted(trace.glob("*")) if trace and trace.is_dir() else [trace]:
+            if file is not None and file.is_file():
+                digest.update(file.read_bytes())
     changes = dict(sorted(point.changes.items()))
     elsewhere = msgspec.structs.replace(point, config="", changes=changes)
     digest.update(msgspec.json.encode((SCHEMA, elsewhere)))

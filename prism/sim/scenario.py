@@ -17,7 +17,7 @@ from prism.policies import registry
 from prism.policies.data import Settings
 from prism.replay import transforms
 from prism.replay.generate import GeneratorConfig, Lengths, generate
-from prism.replay.trace import TraceRequest, read_trace
+from prism.replay.trace import TraceRequest
 from prism.scheduler.local import Limits
 from prism.sim.config import GenerateYaml, SimModelYaml, SimYaml
 from prism.sim.models import Around, model_setup
@@ -28,6 +28,7 @@ from prism.sim.setup import (
     DeviceSetup,
     EngineSettings,
 )
+from prism.sim.source import read_source
 from prism.sim.workload import NO_SLO, Workload, workload
 from prism.units import parse_size, parse_time
 
@@ -94,7 +95,7 @@ def expand(models: list[SimModelYaml]) -> list[SimModelYaml]:
 def load_trace(config: SimYaml, models: list[SimModelYaml], folder: Path) -> list[TraceRequest]:
     """The trace at the rate scale. Raises ConfigError, TraceError."""
     if config.trace is not None:
-        trace = read_trace(folder / config.trace)
+        trace = read_source(folder / config.trace, config.source, models, config.seed)
     else:
         assert config.generate is not None
         trace = generate(_generator(config.generate, models, config.seed))

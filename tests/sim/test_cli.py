@@ -152,6 +152,7 @@ TRACES = (
     ("", "the trace is empty"),
     (line(5, model="x"), "request 1: model: 'x'"),
     (line(5, prompt=0), ":1: input_length"),
+    (line(5).replace('"output_length": 1', '"output_length": 0'), ":1: output_length"),
     (line(-5), ":1: timestamp"),
     (f"{line(5)}\n{line(4)}", ":2: timestamp: 4 is before"),
 )
