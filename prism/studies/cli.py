@@ -24,7 +24,10 @@ Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="A folder NAME in it gets all files.")
 ]
 Traces = Annotated[
-    Path | None, typer.Option(help="Folder of your own servegen, maf and sharegpt files.")
+    Path | None,
+    typer.Option(
+        envvar="PRISM_TRACES", help="Folder of your own arena_chat, servegen, maf, sharegpt files."
+    ),
 ]
 Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
 

@@ -11,24 +11,42 @@ import msgspec
 
 from prism.errors import ConfigError
 from prism.replay import transforms
-from prism.replay.bursty import PRESETS, BurstyConfig, generate_bursty
+from prism.replay.bursty import PRESETS, BurstyConfig, generate_bursty, numbered
 from prism.replay.formats import read_arena
-from prism.replay.generate import LengthSource
+from prism.replay.generate import Lengths, LengthSource
 from prism.replay.rows import ReadOptions
 from prism.replay.sampled import lengths_of, read_maf, read_sharegpt
 from prism.replay.servegen import read_servegen
 from prism.replay.steady import SHAREGPT
 from prism.replay.trace import Trace, TraceRequest, models_of
 
-ARENA = Path(__file__).parent / "data" / "arena_chat27_vtc.csv"
+ARENA_LENGTHS = Lengths(
+    input_median=40,
+    input_sigma=1.56,
+    input_max=1024,
+    output_median=211,
+    output_sigma=0.62,
+    output_max=1024,
+)
+"""Log-normals with the medians and means of the Chatbot Arena sample: 136 tokens in, 256 out."""
+ARENA_LIKE = replace(
+    PRESETS["arena-chat"], models=numbered(27), rate_rps=2.5, groups=9, lengths=ARENA_LENGTHS
+)
+"""Stands in for the sample: as many models and requests per second."""
 STYLES = ("hyperbolic", "arena-chat")
-PATTERNS = {"servegen": "servegen_client_rates*", "maf": "*maf*", "sharegpt": "*sharegpt*"}
+PATTERNS = {
+    "arena": "arena_chat*.csv",
+    "servegen": "servegen_client_rates*",
+    "maf": "*maf*",
+    "sharegpt": "*sharegpt*",
+}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """folder: of the user's own files; servegen_client_rates*.csv in place of the Hyperbolic-style
-    generator, *maf*.csv for arrivals (SeaLLM), *sharegpt*.json for lengths."""
+    """folder: of the user's own files; arena_chat*.csv (the Chatbot Arena sample that the Prism
+    prototype replays) and servegen_client_rates*.csv in place of the generators of the two styles,
+    *maf*.csv for arrivals (SeaLLM), *sharegpt*.json for lengths."""
 
     folder: Path | None = None
 
@@ -56,15 +74,20 @@ class Sources:
         if path is not None:
             options = ReadOptions(seed=seed, seconds=seconds, lengths=self.sharegpt())
             return transforms.sample_models(read_servegen(path, options), count, seed)
-        return _preset("hyperbolic", count, seconds, seed, self.sharegpt())
+        config = replace(PRESETS["hyperbolic"], lengths=self.sharegpt())
+        return _generated(config, count, seconds, seed)
 
     def _arena(self, count: int, seconds: float, seed: int) -> Trace:
-        """The sample that the prototype replays; more models than it has, or more time, come from
-        the generator with the sample's lengths."""
-        sample = read_arena(ARENA, ReadOptions())
+        """The sample that the prototype replays; without it, for more models than it has or more
+        time, the generator with the sample's lengths."""
+        path = self.find("arena")
+        if path is None:
+            return _generated(ARENA_LIKE, count, seconds, seed)
+        sample = read_arena(path, ReadOptions())
         if count <= len(models_of(sample)) and seconds <= sample[-1].arrival_s + 1:
             return transforms.window(transforms.sample_models(sample, count, seed), 0, seconds)
-        return _preset("arena-chat", count, seconds, seed, lengths_of(sample))
+        config = replace(PRESETS["arena-chat"], lengths=lengths_of(sample))
+        return _generated(config, count, seconds, seed)
 
     def functions(self, services: Sequence[str], seconds: float, seed: int) -> Trace | None:
         """Azure Functions, round robin over services (SeaLLM §6.1); None without a file."""
@@ -82,13 +105,12 @@ class Sources:
         used = [f"{what}: {path.name}" for what in PATTERNS if (path := self.find(what))]
         if used:
             return "of the files given, " + ", ".join(used)
-        return "the bundled Chatbot Arena sample and generators with the published statistics"
+        return "generators with the published statistics"
 
 
-def _preset(name: str, count: int, seconds: float, seed: int, lengths: LengthSource) -> Trace:
-    """`count` models sampled from all ranks of a preset; more than it has by more models of the
+def _generated(config: BurstyConfig, count: int, seconds: float, seed: int) -> Trace:
+    """`count` models sampled from all ranks of `config`; more than it has by more models of the
     same kind (Prism §7.5 samples other periods of the same models)."""
-    config: BurstyConfig = PRESETS[name]
     have = len(config.models)
     if count > have:
         names = tuple(f"model-{i}" for i in range(count))
@@ -99,8 +121,12 @@ def _preset(name: str, count: int, seconds: float, seed: int, lengths: LengthSou
             rate_rps=config.rate_rps * more,
             groups=round(config.groups * more),
         )
-    trace = generate_bursty(replace(config, seconds=seconds, seed=seed, lengths=lengths))
-    return transforms.sample_models(trace, count, seed) if count < have else trace
+    # The generator gives each model a request; a shorter trace is cut from one with room for them.
+    whole_s = max(seconds, 2 * len(config.models) / config.rate_rps)
+    trace: Trace = generate_bursty(replace(config, seconds=whole_s, seed=seed))
+    if count < have:
+        trace = transforms.sample_models(trace, count, seed)
+    return transforms.window(trace, 0, seconds) if whole_s > seconds else trace
 
 
 def onto(trace: Trace, models: Sequence[str]) -> Trace:
