@@ -101,5 +101,5 @@ def test_the_benchmark_of_activation_runs() -> None:
     arguments = ("--model", qwen, "--neighbour", llama, "--pairs", "1", "--seconds", "1")
     said = run("activation", *arguments, "--capacity", "512MiB", "--page", "64KiB")
     assert said.count("ratio") == 4
-    assert "read from disk: 0" in said
+    assert "read from disk by one activation" in said
     assert all(f"  {stage} " in said for stage in ("reserve", "weights", "warm_up", "total"))
