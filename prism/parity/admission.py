@@ -99,7 +99,7 @@ def _difference(chosen: Wait, passed: Wait, twin: Wait, other: Wait) -> Differen
 
 def _class(chosen: Wait, passed: Wait, twin: Wait, other: Wait) -> str:
     verdict = chosen.blocked.get(passed.model) or other.blocked.get(twin.model)
-    if verdict is not None:
+    if verdict is not None and chosen.model != passed.model:
         return BLOCKED.get(verdict, verdict)
     if (chosen.queued < passed.queued) != (twin.queued < other.queued):
         return "arrival order"

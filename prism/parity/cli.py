@@ -23,7 +23,11 @@ TraceOption = Annotated[
 ]
 ResultsOption = Annotated[Path | None, typer.Option(help="JSON of a replay that has been.")]
 JournalOption = Annotated[
-    Path | None, typer.Option(help="Logs of the cluster that served it, with their journals.")
+    list[Path] | None,
+    typer.Option(
+        help="Logs of the cluster that served it, with their journals. More of them: of the same"
+        " cluster at other times, for what is measured."
+    ),
 ]
 CostsOption = Annotated[
     Path | None, typer.Option(help="Tables of `prism-sim calibrate engine` on that cluster.")
@@ -54,14 +58,14 @@ def parity(
     """
     from prism.parity.compare import compare
     from prism.parity.console import print_parity
-    from prism.parity.gather import from_files, from_live
+    from prism.parity.gather import Files, from_files, from_live
     from prism.parity.live import Wanted
     from prism.parity.report import write_report
     from prism.parity.results import write_json
 
     scales = parse_scales(slo_scale)
-    recorded = [path for path in (results, journal, costs) if path is not None]
-    if len(recorded) != (0 if trace else len(FILES)):
+    given_files = [path for path in (results, journal, costs) if path]
+    if len(given_files) != (0 if trace else len(FILES)):
         raise ConfigError(f"parity: give either --trace, or all of {', '.join(FILES)}")
     make_folder(out)
     console = Console()
@@ -70,7 +74,10 @@ def parity(
         wanted = Wanted(config, trace.name, found, out, scales, token_ids, seed, repeats)
         given = from_live(wanted, console)
     else:
-        given = from_files(config, recorded, scales)
+        assert results is not None
+        assert journal is not None
+        assert costs is not None
+        given = from_files(config, Files(results, journal, costs), scales)
     outcome = compare(replace(given, cores=cores))
     write_json(out / "parity.json", outcome.results)
     write_report(out / "parity.html", outcome)

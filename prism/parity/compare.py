@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 
 from prism.config import ClusterConfig
@@ -17,7 +18,7 @@ from prism.parity.results import ParityResults
 from prism.parity.runs import Run, live_run, simulated_run
 from prism.parity.setup import (
     cluster_setup,
-    cores_here,
+    cores_of,
     cost_tables,
     initial_end_s,
     measured,
@@ -58,7 +59,7 @@ def compare(given: Inputs) -> Outcome:
     records = _checked(given.results)
     start_s = given.results.config.started_unix_s
     tables = cost_tables(given.costs, sorted({record.model for record in records}))
-    cores = given.cores or float(cores_here())
+    cores = given.cores or cores_of(given.config)
     found = measured((*given.earlier, given.journals))
     setup = cluster_setup(given.config, found, tables, cores)
     live = live_run(given.journals, given.results)
@@ -75,7 +76,7 @@ def compare(given: Inputs) -> Outcome:
         failed_live=sum(not record.ok for record in records),
         failed_simulated=len(world.records.errors),
         lead_s=lead_s,
-        cores=cores,
+        cores=cores if isfinite(cores) else None,
         costs={name: table.source for name, table in sorted(tables.items())},
         checks=check_all(given.journals, given.config.policy),
         compared={

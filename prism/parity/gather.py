@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,11 +15,21 @@ from prism.parity.live import Wanted, record
 from prism.replay.results import read_results
 
 
-def from_files(config: Path, files: Sequence[Path], scales: Sequence[float]) -> Inputs:
-    """files: results, journal, costs. Raises ConfigError."""
-    results, journal, costs = files
+@dataclass(frozen=True, slots=True)
+class Files:
+    """journals: folders; the first is of the replay, the others of the same cluster before."""
+
+    results: Path
+    journals: Sequence[Path]
+    costs: Path
+
+
+def from_files(config: Path, files: Files, scales: Sequence[float]) -> Inputs:
+    """Raises ConfigError."""
     resolved = load(config)
-    return Inputs(resolved, read_results(results), read_journals(journal, resolved), costs, scales)
+    journal, *earlier = (read_journals(folder, resolved) for folder in files.journals)
+    results = read_results(files.results)
+    return Inputs(resolved, results, journal, files.costs, scales, tuple(earlier))
 
 
 def from_live(wanted: Wanted, console: Console) -> Inputs:

@@ -100,7 +100,8 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class ParityResults(msgspec.Struct, frozen=True, kw_only=True):
-    """lead_s: from the end of the initial placement to the first second of the trace."""
+    """lead_s: from the end of the initial placement to the first second of the trace. cores: that
+    engines of host devices share, None where their steps need none."""
 
     trace: str
     policy: str
@@ -108,7 +109,7 @@ class ParityResults(msgspec.Struct, frozen=True, kw_only=True):
     failed_live: int
     failed_simulated: int
     lead_s: float
-    cores: float
+    cores: float | None
     costs: dict[str, str]
     checks: list[Check]
     compared: dict[str, Compared]

@@ -3,6 +3,7 @@ each model's memory as its engine reserved it, and times measured on it."""
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from array import array
@@ -17,7 +18,7 @@ from prism.costs.model import Chunk, CostModel, Usage
 from prism.costs.shapes import short_name
 from prism.costs.table import StepTable, TableCost
 from prism.errors import ConfigError
-from prism.journal import Ended, Served, Started
+from prism.journal import Ended, Queued, Served, Started, Stepped
 from prism.messages import ModelSpec
 from prism.model_memory import BLOCK_TOKENS, layout_of, memory_need
 from prism.parity.journals import Dated, Journals
@@ -35,32 +36,49 @@ from prism.sim.setup import (
 )
 from prism.sim.workload import NO_SLO, Workload
 
-MIXED = ("fake",)
-"""Adapters whose engines compute prompts and decodes in one step."""
+MIXED = SLEEPING = ("fake",)
+"""Adapters whose engines compute prompts and decodes in one step; whose steps keep no core busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """From journals. served: model -> the last report of its engine; activation_s: model -> median
-    seconds, the lower of two (its first time reads files); unload_s: of an eviction."""
+    seconds, the lower of two (its first time reads files); unload_s: of an eviction; reach_s: from
+    a request's arrival at the frontend to its device's queue; speeds: model -> prefill speed that
+    admission reckoned with, tokens/s, where inputs were kept."""
 
     served: Mapping[str, Served] = field(default_factory=dict)
     activation_s: Mapping[str, float] = field(default_factory=dict)
     unload_s: float = 0.0
+    reach_s: float = 0.0
+    speeds: Mapping[str, float] = field(default_factory=dict)
 
 
 def measured(journals: Iterable[Journals]) -> Measured:
     served: dict[str, Served] = {}
     seconds: dict[str, list[float]] = defaultdict(list)
+    speeds: dict[str, list[float]] = defaultdict(list)
     unloads_s: list[float] = []
+    reach_s: list[float] = []
     for found in journals:
         unloads_s += _evictions_s(found.cluster)
-        for _, dated in found.all_agents():
-            if isinstance(dated.record, Served):
-                served[dated.record.model] = dated.record
-                seconds[dated.record.model].append(dated.record.seconds)
+        for _, (_, _, record) in found.all_agents():
+            if isinstance(record, Served):
+                served[record.model] = record
+                seconds[record.model].append(record.seconds)
+            elif isinstance(record, Queued):
+                reach_s.append(record.time_s - record.arrival_s)
+            elif isinstance(record, Stepped):
+                for view in record.views or ():
+                    speeds[view.model].append(view.prefill_tokens_per_s)
     medians_s = {model: statistics.median_low(values) for model, values in seconds.items()}
-    return Measured(served, medians_s, statistics.median(unloads_s) if unloads_s else 0.0)
+    return Measured(
+        served,
+        medians_s,
+        _median(unloads_s),
+        _median(reach_s),
+        {model: _median(values) for model, values in speeds.items()},
+    )
 
 
 def initial_end_s(journals: Journals, start_unix_s: float) -> float:
@@ -89,8 +107,11 @@ class HostCost:
         return self._share if chunks or batch else Usage(0.0, 0.0)
 
 
-def cores_here() -> int:
-    return len(os.sched_getaffinity(0))
+def cores_of(config: ClusterConfig) -> float:
+    """On which the engines of its host devices compute: all of this process."""
+    if config.engine.adapter in SLEEPING:
+        return math.inf
+    return float(len(os.sched_getaffinity(0)))
 
 
 def cost_tables(path: Path, models: Iterable[str]) -> dict[str, StepTable]:
@@ -215,7 +236,9 @@ def _model(
         pinned_device=spec.pinned_device,
         static_share=spec.static_share,
         activation_s=found.activation_s.get(spec.name),
-        request_s=cost.request_s,
+        request_s=min(found.reach_s, cost.request_s),
+        submit_s=max(0.0, cost.request_s - found.reach_s),
+        speed_tokens_per_s=found.speeds.get(spec.name),
     )
 
 
@@ -260,6 +283,10 @@ def _evictions_s(records: Iterable[Dated]) -> list[float]:
             seconds = dated.unix_s - started.pop(record.model)
             found += [] if record.problem else [seconds]
     return found
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
 
 
 def _seconds(slo_ms: float | None) -> float:

@@ -47,7 +47,8 @@ class Engine:
     """One active model on one GPU or tensor-parallel group.
 
     `prefills`: admitted requests without their next token, oldest first; `retracted`: those that
-    wait for memory to come back. slower: factor on the time of every step.
+    wait for memory to come back. slower: factor on the time of every step. submit_s: from an
+    admission until the engine knows of it.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Engine:
         self._usage: Callable[[], Usage] | None = None
         self._usage_batch = 0
         self.slower = 1.0
+        self.submit_s = 0.0
         self.prompt_tokens_total = 0
         self.output_tokens_total = 0
         self.prefill_tokens_per_s = settings.prefill_chunk_tokens / cost.prefill_s(
@@ -128,21 +130,30 @@ class Engine:
         self.sync()  # what the run in flight has begun is taken before others take its claim
         for request in requests:
             request.started_s = self._kernel.time_s
+            request.ready_s = request.started_s + self.submit_s
             self.prompt_tokens_total += request.prompt_tokens
             if self.kv.take(self.kv.blocks(request.kv_tokens)):
                 self.prefills.append(request)
             else:
                 self.retracted.append(request)
-        self.end_run()
+        if self.submit_s > 0:
+            self._kernel.after(self.submit_s, self._came)
+        else:
+            self.end_run()
 
     def turn(self) -> None:
         """Start what is to run next, if nothing runs. Called after every change."""
         if self._prefill is not None or self._decode is not None:
             return
-        if self.prefills:
+        if self.prefills and self.prefills[0].ready_s <= self._kernel.time_s:
             self.start_prefill()
         elif self.batch.members:
             self.start_decode()
+
+    def _came(self) -> None:
+        """What was admitted may start."""
+        self.end_run()
+        self.turn()
 
     def end_run(self) -> None:
         """The decode run in flight ends with its present step; its claim on memory lapses."""
@@ -177,10 +188,12 @@ class Engine:
     # --- prefill ----------------------------------------------------------------------------
 
     def start_prefill(self) -> None:
-        """One step of the oldest prompts. REQUIRES: there are some, and nothing in flight."""
+        """One step of the oldest prompts. REQUIRES: the first may start, and nothing in flight."""
         left = self._settings.prefill_chunk_tokens
         chunks: list[tuple[Request, int]] = []
         for request in self.prefills:
+            if request.ready_s > self._kernel.time_s:
+                break
             tokens = min(left, request.todo_tokens)
             chunks.append((request, tokens))
             left -= tokens

@@ -51,6 +51,9 @@ def make_engine(resident: Resident, compute: Compute, terms: Terms, listener: Li
         listener=listener,
     )
     engine.slower = slower
+    engine.submit_s = model.submit_s
+    if model.speed_tokens_per_s is not None:
+        engine.prefill_tokens_per_s = model.speed_tokens_per_s
     if isinstance(engine, ControlledEngine):
         engine.begin(terms.load, _sm_share(resident, terms.target))
     return engine

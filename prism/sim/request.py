@@ -10,6 +10,7 @@ class Request:
     prefill; todo_tokens: of these still to be prefilled. join_step, end_step: in its engine's
     batch, where counts are brought up to date only when it leaves. The KV of the last output token
     is never needed, so the first token comes with the prefill and kv_tokens grows with each later.
+    ready_s: from when on its engine may start it.
     executed_s, last_s: time spent in its steps and end of the last one, for step control only.
     """
 
@@ -28,6 +29,7 @@ class Request:
         "model",
         "output_tokens",
         "prompt_tokens",
+        "ready_s",
         "retractions",
         "started_s",
         "todo_tokens",
@@ -53,6 +55,7 @@ class Request:
         self.kv_tokens = prompt_tokens
         self.todo_tokens = prompt_tokens
         self.started_s = -1.0
+        self.ready_s = -1.0
         self.first_s = -1.0
         self.join_step = 0
         self.end_step = -1

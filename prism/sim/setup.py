@@ -57,7 +57,9 @@ class ModelSetup:
     and kv_floor_bytes, of the whole model, one part in `tp` on each of its devices; load_bytes: its
     weights alone. tp: the degree it runs at unless a placement says otherwise. parts: degree ->
     what depends on it; `tp` is in it. activation_s: as measured, in place of what
-    `ActivationSettings` would give. request_s: from a request's arrival to its device's queue."""
+    `ActivationSettings` would give. request_s: from a request's arrival to its device's queue;
+    submit_s: from its dispatch until its engine may start it. speed_tokens_per_s: of prefills, as
+    admission reckons with it at first; default that of whole chunks."""
 
     index: int
     name: str
@@ -76,6 +78,8 @@ class ModelSetup:
     static_share: float | None = None
     activation_s: float | None = None
     request_s: float = 0.0
+    submit_s: float = 0.0
+    speed_tokens_per_s: float | None = None
 
     def static_bytes(self, tp: int) -> int:
         """Weights and non-elastic share on one of `tp` devices."""

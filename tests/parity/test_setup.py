@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prism.config import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
@@ -22,7 +23,8 @@ from prism.parity.setup import (
     measured,
     replayed,
 )
-from tests.parity.worlds import journals
+from prism.ports import EngineView
+from tests.parity.worlds import journals, queued, stepped
 from tests.parity.worlds import replayed as results_of
 
 BATCHES, CONTEXTS, DECODE_S = linear_decode(1e-6)
@@ -91,7 +93,7 @@ def served(model: str, seconds: float) -> Served:
 
 
 def test_settings_and_devices_are_the_live_ones() -> None:
-    setup = cluster_setup(config(spec("a")), Measured(), {"a": table("a")}, 2.0)
+    setup = cluster_setup(config(spec("a")), Measured(reach_s=0.002), {"a": table("a")}, 2.0)
     assert [(d.name, d.capacity_bytes, d.engines) for d in setup.devices] == [
         ("host:0", 16 * MIB, 2),
         ("host:1", 16 * MIB, 2),
@@ -100,7 +102,8 @@ def test_settings_and_devices_are_the_live_ones() -> None:
     assert (setup.settings.idle_threshold_s, setup.interval_s, setup.rate_window_s) == (7, 2, 9)
     assert (setup.engine.max_running, setup.limits.prefill_chunk_tokens) == (3, 101)
     assert setup.engine.mixed_chunk
-    assert setup.models[0].request_s == 0.005
+    assert setup.models[0].request_s == 0.002
+    assert setup.models[0].submit_s == pytest.approx(0.003)
 
 
 def test_memory_is_what_the_engine_reserved_or_what_the_start_up_check_reckons() -> None:
@@ -126,6 +129,19 @@ def test_evictions_are_timed_and_failed_ones_left_out() -> None:
     assert initial_end_s(made, 1002.0) == pytest.approx(1002.0 - 1000.0)
     with pytest.raises(ConfigError, match="begins after the replay"):
         initial_end_s(made, 10.0)
+
+
+def test_ways_and_speeds_are_those_of_the_queues() -> None:
+    """From the frontend's stamp to the queue; prefill speeds as the local scheduler saw them."""
+    way = [queued(number, 60.0 + 0.01 * number) for number in (1, 2, 3)]
+    came = [msgspec.structs.replace(record, arrival_s=60.0) for record in way]
+    views = tuple(EngineView("a", 10, 0, 1, 16, speed) for speed in (100.0, 300.0, 400.0))
+    steps = [msgspec.structs.replace(stepped(61.0, 1, 2, 3), views=views)]
+    found = measured([journals([], [*came, *steps])])
+    assert found.reach_s == pytest.approx(0.02)
+    assert found.speeds == {"a": 300.0}
+    setup = cluster_setup(config(spec("a")), found, {"a": table("a")}, 2.0)
+    assert setup.models[0].speed_tokens_per_s == 300.0
 
 
 def test_engines_of_host_devices_share_cores() -> None:

@@ -30,6 +30,30 @@ def test_a_request_reaches_its_queue_later() -> None:
     assert first_s(0.25) - first_s(0.0) == pytest.approx(0.25)
 
 
+def test_a_dispatch_takes_its_slot_before_its_engine_starts_it() -> None:
+    """With one slot, the second request pays for both ways."""
+
+    def firsts_s(submit_s: float) -> list[float]:
+        setup = cluster([model(0, "a", submit_s=submit_s)])
+        engine = dataclasses.replace(setup.engine, max_running=1)
+        setup = dataclasses.replace(setup, engine=engine)
+        records = World(setup, work(setup, [request(0.0, "a"), request(0.0, "a")])).run()
+        return list(records.first_s)
+
+    plain, slower = firsts_s(0.0), firsts_s(0.25)
+    later_s = [b - a for a, b in zip(plain, slower, strict=True)]
+    assert later_s == pytest.approx([0.25, 0.5])
+
+
+def test_others_decode_while_a_dispatch_is_on_its_way() -> None:
+    setup = cluster([model(0, "a", submit_s=0.05)])
+    alone = World(setup, work(setup, [request(0.0, "a", output=50)])).run()
+    beside = [request(0.0, "a", output=50), request(0.1, "a", output=1)]
+    both = World(setup, work(setup, beside)).run()
+    prefill_s = 0.01
+    assert both.end_s[0] == pytest.approx(alone.end_s[0] + prefill_s, abs=0.011)
+
+
 def in_turns(**activation: float) -> ClusterSetup:
     """Two models on a device with one engine."""
     setup = cluster(
