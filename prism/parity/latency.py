@@ -17,19 +17,27 @@ Records_ = Sequence[RequestRecord]
 
 
 def simulated_records(records: Records, live: Records_) -> list[RequestRecord]:
-    """With the trace's own objectives and indices, so that both are judged alike."""
+    """With the trace's own objectives and indices, so that both are judged alike; times count from
+    the trace's arrival as the replay's do, the client's lag included."""
     found = request_records(records, len(live))
     return [
         msgspec.structs.replace(
             ours,
             index=theirs.index,
             arrival_s=theirs.arrival_s,
+            send_lag_ms=theirs.send_lag_ms,
+            ttft_ms=_later(ours.ttft_ms, theirs),
+            e2e_ms=_later(ours.e2e_ms, theirs),
             slo_ttft_ms=theirs.slo_ttft_ms,
             slo_tpot_ms=theirs.slo_tpot_ms,
             slo_e2e_ms=theirs.slo_e2e_ms,
         )
         for ours, theirs in zip(found, live, strict=True)
     ]
+
+
+def _later(value_ms: float | None, live: RequestRecord) -> float | None:
+    return None if value_ms is None else value_ms + max(0.0, live.send_lag_ms)
 
 
 def figures(

@@ -10,6 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from prism.config import ClusterConfig, DeviceConfig
@@ -166,7 +167,8 @@ def cluster_setup(
 
 
 def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: float) -> Workload:
-    """What was replayed, `lead_s` later. Raises ConfigError for a model that `setup` lacks."""
+    """What was replayed, `lead_s` later, when the client really sent it: its lag is neither
+    system's. Raises ConfigError for a model that `setup` lacks."""
     number = {model.name: model.index for model in setup.models}
     unknown = sorted({record.model for record in records} - number.keys())
     if unknown:
@@ -176,7 +178,7 @@ def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: floa
         )
     return Workload(
         models=tuple(model.name for model in setup.models),
-        arrival_s=array("d", (record.arrival_s + lead_s for record in records)),
+        arrival_s=array("d", accumulate((_sent_s(r) + lead_s for r in records), max)),
         model=array("i", (number[record.model] for record in records)),
         prompt_tokens=array("i", (record.input_tokens for record in records)),
         output_tokens=array("i", (record.expected_tokens for record in records)),
@@ -184,6 +186,10 @@ def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: floa
         slo_tpot_s=array("d", (_seconds(record.slo_tpot_ms) for record in records)),
         slo_e2e_s=array("d", (_seconds(record.slo_e2e_ms) for record in records)),
     )
+
+
+def _sent_s(record: RequestRecord) -> float:
+    return record.arrival_s + max(0.0, record.send_lag_ms) / 1000
 
 
 def _device(device: DeviceConfig) -> DeviceSetup:

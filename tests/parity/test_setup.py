@@ -165,6 +165,9 @@ def test_the_workload_is_what_was_replayed() -> None:
     setup = cluster_setup(config(spec("a"), spec("b")), Measured(), {"a": table("a")}, 2.0)
     work = replayed(results_of("b", "a").records, setup, 2.5)
     assert list(work.arrival_s) == [2.5, 3.5]
+    first, second = results_of("b", "a").records
+    late = [msgspec.structs.replace(first, send_lag_ms=1200.0), second]
+    assert list(replayed(late, setup, 2.5).arrival_s) == [3.7, 3.7]
     assert list(work.model) == [1, 0]
     assert work.slo_ttft_s[0] == 0.1
     with pytest.raises(ConfigError, match="--results: other is not under models"):
