@@ -45,20 +45,22 @@ def search(problem: Problem) -> Placement:
 
 def _search(problem: Problem, settings: SeallmSettings) -> Placement:
     """For each parallel size, all groups of that size, services allocated by unserved index; of the
-    results the one with the best attainment, then the least normalised latency."""
+    results the one with a home for most services (equation 3: they must all have one), then the
+    best attainment, then the least normalised latency."""
     assert problem.simulate is not None, "SeaLLM's search needs a simulator"
-    best: tuple[tuple[float, float], Placement] | None = None
+    best: tuple[tuple[int, float, float], Placement] | None = None
     partitions = [group_partition(problem, size) for size in groups.degrees(problem)]
     most = max((len(made) for made in partitions), default=1)
     services_max = max(settings.services_max, -(-len(problem.models) // max(1, most)))
     for made in partitions:
         placement, outcome = _allocated(problem, made, settings.alpha, services_max)
-        rank = (outcome.attainment, -outcome.mean_normalized_latency)
+        homeless = len(placement.refused)
+        rank = (-homeless, outcome.attainment, -outcome.mean_normalized_latency)
         if best is None or rank > best[0]:
             best = (rank, placement)
     if best is None:
         return groups.as_placement((), problem.models)
-    return Placement(best[1].units, best[1].refused, best[0][0])
+    return Placement(best[1].units, best[1].refused, best[0][1])
 
 
 def _allocated(

@@ -138,3 +138,22 @@ def test_the_interval_follows_the_error() -> None:
     assert seallm.next_interval(100.0, real=1.5, estimated=1.0, beta=0.5) == 100.0
     assert seallm.next_interval(100.0, real=0.5, estimated=0.0) == pytest.approx(90.0)
     assert seallm.next_interval(100.0, real=0.0, estimated=0.0) == pytest.approx(110.0)
+
+
+def test_a_home_for_every_service_comes_before_attainment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equation 3: few simulated requests of a service must not leave it without a home."""
+    problem = toy_problem([spec("often"), spec("rarely")], 2)
+    without = Placement((), {"rarely": "no room"})
+    placements = {1: without, 2: Placement(())}
+
+    def allocated(
+        problem: Problem, made: Sequence[groups.Group], alpha: float, services_max: int
+    ) -> tuple[Placement, Outcome]:
+        unserved = {"often": made[0].mesh.size - 1}
+        return placements[made[0].mesh.size], Outcome({"often": 10}, unserved, {})
+
+    monkeypatch.setattr(seallm, "_allocated", allocated)
+    assert len(groups.degrees(problem)) > 1
+    found = seallm.search(problem)
+    assert not found.refused
+    assert found.score == 0.9
