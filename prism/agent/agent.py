@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -142,7 +143,7 @@ class Agent:
         """The model's way."""
         config = self._config
         self._reporter = Reporter(self._orders, self._report, config.scheduler.report_interval_s)
-        weight_key = load_adapter(config.engine.adapter).weight_key
+        weight_key = partial(load_adapter(config.engine.adapter).weight_key, device=self._name)
         self._prefetcher = Prefetcher(open_store(config), weight_key, self._reporter.answer)
         effects = AgentEffects(
             device=self._device,

@@ -5,7 +5,8 @@ An adapter is a package `prism.engines.<name>` with four functions:
                                              imports nothing heavy
   preload(device: str) -> None               heavy imports, once, in the nursery before any fork
   create(context: EngineContext) -> EngineCore   in the forked engine process
-  weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1) -> WeightKey
+  weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0")
+      -> WeightKey
       in any process: under what a rank of its engines keeps a model's weights in the machine's
       store; imports nothing heavy
 

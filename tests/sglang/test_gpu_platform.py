@@ -91,6 +91,15 @@ def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
     assert not common.keys() & (on_gpu.keys() | server_args.on_host().keys())
 
 
+def test_weights_for_other_kernels_are_other_weights() -> None:
+    """A store that host devices and GPUs share never gives one the other's."""
+    from prism.engines.sglang import weight_key
+
+    spec = spec_of(LLAMA, 512)
+    keys = {weight_key("content", spec, device=name) for name in (DEVICE, "cuda:1", "host:0")}
+    assert len(keys) == 2
+
+
 def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
     """Reservation, KV blocks and release through the driver's calls."""
     from prism.engines.sglang.memory import EngineMemory, plan

@@ -27,6 +27,8 @@ def create(context: EngineContext) -> EngineCore:
     return FakeCore(context, FakeOptions.from_environment())
 
 
-def weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1) -> WeightKey:
+def weight_key(
+    content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
+) -> WeightKey:
     """It loads no weights, so nothing is ever stored under this key."""
     return WeightKey(content, "fake", spec.dtype, rank, ranks)

@@ -46,6 +46,9 @@ def create(context: EngineContext) -> EngineCore:
     return SglangCore(context)
 
 
-def weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1) -> WeightKey:
-    """Parameters as SGLang's loaders fuse and shard them for its native CPU kernels."""
-    return WeightKey(content, f"sglang {version('sglang')} native", spec.dtype, rank, ranks)
+def weight_key(
+    content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
+) -> WeightKey:
+    """Parameters as SGLang's loaders fuse and shard them for its kernels: native ones on a CPU."""
+    kernels = "cuda" if gpu.is_gpu(device) else "native"
+    return WeightKey(content, f"sglang {version('sglang')} {kernels}", spec.dtype, rank, ranks)

@@ -12,9 +12,7 @@ import msgspec
 
 import kvcached
 from kvcached import LoadOptions
-from prism.config import ClusterConfig
 from prism.engines.core import EngineContext, ShrinkCall, StepOutput
-from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.sglang import gpu, host, moving, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.radix_pages import RadixPages
@@ -66,7 +64,7 @@ class SglangCore:
         place = context.config.device(context.device)
         # KV space and weights of one model after another are laid out in these addresses.
         self._client.reserve_addresses(2 * _whole(place.capacity_bytes, place.page_bytes))
-        self._access = store_access(context.config, self._client, context.ranks)
+        self._access = store_access(context, self._client)
         self._active: _Active | None = None
         self._by_rid: dict[str, _Running] = {}
         self._rids = itertools.count()
@@ -328,15 +326,14 @@ class SglangCore:
         return self._active
 
 
-def store_access(
-    config: ClusterConfig, client: kvcached.Client, ranks: RankGroup = ALONE
-) -> StoreAccess:
+def store_access(context: EngineContext, client: kvcached.Client) -> StoreAccess:
     """The machine's weight store as `engine.weight_store` says, and the way from it to the client's
     memory."""
+    config, ranks = context.config, context.ranks
     store = open_store(config)
     options = LoadOptions(bytes_per_s=config.engine.load_bytes_per_s)
     links = client.open_weight_links(threads=options.threads) if store is not None else None
-    return StoreAccess(store, options, ranks.rank, ranks.size, links)
+    return StoreAccess(store, options, ranks.rank, ranks.size, links, context.device)
 
 
 def _whole(size_bytes: int, page_bytes: int) -> int:

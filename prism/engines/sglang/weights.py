@@ -47,13 +47,14 @@ class StoreAccess:
     rank: int = 0
     ranks: int = 1
     links: WeightLinks | None = None
+    device: str = "host:0"
 
     def key_of(self, spec: ModelSpec) -> WeightKey | None:
         """Reads the whole checkpoint once, to hash it. Raises WeightFileError."""
         if self.store is None:
             return None
         content = self.store.content_of(Checkpoint.open(spec.path))
-        return weight_key(content, spec, self.rank, self.ranks)
+        return weight_key(content, spec, self.rank, self.ranks, self.device)
 
 
 class ModelWeights:
