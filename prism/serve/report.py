@@ -50,12 +50,12 @@ def _models_table(config: ClusterConfig) -> Table:
     for model in config.models:
         need = _need(config, model)
         table.add_row(
-            model.name,
+            f"{model.name}, tp {model.tp}" if model.tp > 1 else model.name,
             f"{model.architecture} {model.dtype}",
             str(model.context_length),
             format_size(model.weight_bytes),
             format_size(model.token_bytes),
-            format_size(need.kv_bytes),
+            format_size(need.kv_bytes * model.tp),
             f"{model.slo_ttft_s * 1000:g} / {model.slo_tpot_s * 1000:g} ms",
         )
     return table
@@ -139,7 +139,7 @@ def _active_table(status: ClusterStatus) -> Table:
         for model in agent.models:
             table.add_row(
                 model.model,
-                agent.device,
+                ", ".join((agent.device, *model.peers)),
                 model.state,
                 str(model.waiting),
                 str(model.running),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,8 +21,10 @@ from tests.agent.harness import DEVICE, World, make_config, until, world
 PEER = "host:1"
 
 
-@pytest.fixture
-async def pair(redis_server: BundledRedis, short_dir: Path, namespace: str) -> AsyncIterator[World]:
+@asynccontextmanager
+async def pair_of(
+    redis_server: BundledRedis, short_dir: Path, namespace: str
+) -> AsyncIterator[World]:
     """Model a is spread over this device and one that no agent is on."""
     config = make_config(short_dir, namespace, redis_server.url)
     [device], [a, *rest] = config.devices, config.models
@@ -34,6 +37,12 @@ async def pair(redis_server: BundledRedis, short_dir: Path, namespace: str) -> A
     async with world(config, FAST) as this:
         this.start_agent()
         await this.scheduler.ready()
+        yield this
+
+
+@pytest.fixture
+async def pair(redis_server: BundledRedis, short_dir: Path, namespace: str) -> AsyncIterator[World]:
+    async with pair_of(redis_server, short_dir, namespace) as this:
         yield this
 
 
@@ -140,3 +149,29 @@ async def test_a_full_peer_holds_requests_back_until_it_has_room(
         await until(lambda: report_of(pair, "a").waiting > 0)
         thief.free_virtual_tensor(loot)
         await pair.frontend.finish(requests)
+
+
+@pytest.mark.parametrize("stage", ["shrink", "reserve", "weights", "build"])
+async def test_one_rank_killed_in_a_stage_it_comes_up_on_both(
+    monkeypatch: pytest.MonkeyPatch,
+    redis_server: BundledRedis,
+    short_dir: Path,
+    namespace: str,
+    stage: str,
+) -> None:
+    """Whichever rank is first dies; the other ends with it, and nothing of either stays."""
+    once = short_dir / "died"
+    monkeypatch.setenv("PRISM_FAULT_STAGE", stage)
+    monkeypatch.setenv("PRISM_FAULT_ONCE", str(once))
+    async with pair_of(redis_server, short_dir, namespace) as this:
+        result = await activate_pair(this)
+        assert result.ok, result.message
+        assert once.exists()
+        engine = report_of(this, "a").engine_id
+        holders = [
+            [c.name for c in device.usage().clients if c.reserved_bytes]
+            for device in (this.device, kvcached.Device.open(PEER, namespace=namespace))
+        ]
+        assert holders == [[engine], [f"{engine}.1"]]
+        await this.frontend.finish(await this.frontend.send(2, "a"))
+    kvcached.Device.unlink(namespace, PEER, force=True)

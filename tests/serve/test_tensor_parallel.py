@@ -59,6 +59,8 @@ def test_it_is_served_beside_another(cluster: Cluster) -> None:
     device, report = wide(cluster)
     assert {device, *report.peers} == {"host:0", "host:1"}
     assert answers(cluster)
+    shown = cluster.operate("status").stdout
+    assert ", ".join((device, *report.peers)) in shown
 
 
 def test_a_dead_rank_is_replaced(cluster: Cluster) -> None:
