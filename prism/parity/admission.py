@@ -7,8 +7,9 @@ before all of them. What waits together in one world only is no common choice an
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from prism.parity.results import Compared, Difference
 from prism.parity.runs import Run, Wait
@@ -62,6 +63,60 @@ def compare_pairs(live: Run, simulated: Run) -> Compared:
             else:
                 found.append(_difference(chosen, wait, twin, other))
     return Compared(equal, found)
+
+
+def compare_turns(live: Run, simulated: Run) -> Compared:
+    """Each request that waited beside the same other one in both worlds: equal where it has the
+    same turn among them, the differences being the fewest that would have to move. One request
+    that overtakes five others is one difference here, and up to five choices."""
+    equal, found = 0, list[Difference]()
+    for waits in _common_queues(live, simulated):
+        twins = [simulated.waits[wait.request] for wait in waits]
+        kept = _longest_rising([twin.rank for twin in twins])
+        equal += len(kept)
+        for place in sorted(set(range(len(waits))) - kept):
+            found.append(_moved(place, waits, twins, kept))
+    found.sort(key=lambda difference: difference.time_s)
+    return Compared(equal, found)
+
+
+def _common_queues(live: Run, simulated: Run) -> Iterator[list[Wait]]:
+    """Per device the requests that had a common choice, in their live order."""
+    chosen: dict[str, dict[int, Wait]] = defaultdict(dict)
+    for wait, left in _choices(live):
+        for other in left:
+            twins = simulated.waits.get(wait.request), simulated.waits.get(other.request)
+            if twins[0] is not None and twins[1] is not None and twins[0].beside(twins[1]):
+                chosen[wait.device] |= {wait.request: wait, other.request: other}
+    for waits in chosen.values():
+        yield sorted(waits.values(), key=lambda wait: wait.rank)
+
+
+def _longest_rising(ranks: Sequence[int]) -> set[int]:
+    """Places of a longest rising subsequence."""
+    tails: list[int] = []
+    before: list[int | None] = []
+    for place, rank in enumerate(ranks):
+        length = bisect_left(tails, rank, key=lambda tail: ranks[tail])
+        before.append(tails[length - 1] if length else None)
+        tails[length : length + 1] = [place]
+    kept: set[int] = set()
+    last = tails[-1] if tails else None
+    while last is not None:
+        kept.add(last)
+        last = before[last]
+    return kept
+
+
+def _moved(
+    place: int, waits: Sequence[Wait], twins: Sequence[Wait], kept: Collection[int]
+) -> Difference:
+    """Against the first of those that keep their turn that it changed sides with."""
+    for other in sorted(kept):
+        if (place < other) != (twins[place].rank < twins[other].rank):
+            first, second = min(place, other), max(place, other)
+            return _difference(waits[first], waits[second], twins[first], twins[second])
+    raise AssertionError("a request that changed sides with nobody is part of the sequence")
 
 
 def compare_devices(live: Run, simulated: Run) -> Compared:

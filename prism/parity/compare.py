@@ -9,7 +9,12 @@ from pathlib import Path
 
 from prism.config import ClusterConfig
 from prism.errors import ConfigError
-from prism.parity.admission import compare_devices, compare_order, compare_pairs
+from prism.parity.admission import (
+    compare_devices,
+    compare_order,
+    compare_pairs,
+    compare_turns,
+)
 from prism.parity.checks import check_all
 from prism.parity.journals import Journals
 from prism.parity.latency import figures, samples, simulated_records
@@ -83,6 +88,7 @@ def compare(given: Inputs) -> Outcome:
             "placement": compare_placement(live, simulated),
             "device of a request": compare_devices(live, simulated),
             "admission order": compare_order(live, simulated),
+            "turns": compare_turns(live, simulated),
             "pairs that waited together": compare_pairs(live, simulated),
         },
         figures=figures(records, ours, given.scales, _execution_s(world, work)),

@@ -159,6 +159,7 @@ def cluster_setup(
             max_running=engine.max_running,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
             mixed_chunk=engine.adapter in MIXED,
+            small_prefills=True,
         ),
         activation=ActivationSettings(unload_s=found.unload_s),
         interval_s=scheduler.interval_s,

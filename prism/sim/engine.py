@@ -232,8 +232,9 @@ class Engine:
     def _measure(self, tokens: int) -> None:
         """The prefill speed that admission reckons with: an average over the latest steps, as
         the live engines report it, so it includes what neighbours on the GPU cost."""
-        seconds = self._kernel.time_s - self._prefill_since_s
-        if tokens * 4 >= self._settings.prefill_chunk_tokens and seconds > 0:
+        seconds, settings = self._kernel.time_s - self._prefill_since_s, self._settings
+        counts = settings.small_prefills or tokens * 4 >= settings.prefill_chunk_tokens
+        if counts and seconds > 0:
             speed = tokens / seconds
             self.prefill_tokens_per_s += 0.2 * (speed - self.prefill_tokens_per_s)
 

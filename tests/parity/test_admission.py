@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import combinations
 
-from prism.parity.admission import compare_devices, compare_order, compare_pairs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism.parity.admission import (
+    compare_devices,
+    compare_order,
+    compare_pairs,
+    compare_turns,
+)
 from prism.parity.results import CLASSES
 from prism.parity.runs import Run
 from tests.parity.worlds import left, queued, run, stepped
@@ -47,6 +56,38 @@ def test_a_dispatch_is_one_decision_and_every_pair_one_comparison() -> None:
     order, pairs = compare_order(live, simulated), compare_pairs(live, simulated)
     assert (order.equal, order.total) == (0, 2)
     assert (pairs.equal, pairs.total) == (1, 3)
+
+
+def test_one_that_overtakes_many_is_one_turn() -> None:
+    four = (*BOTH, queued(2, 0.2), queued(3, 0.3))
+    live = run(*four, *(stepped(float(1 + n), n) for n in range(4)))
+    simulated = run(*four, *(stepped(float(1 + n), who) for n, who in enumerate((3, 0, 1, 2))))
+    assert (compare_order(live, simulated).equal, compare_order(live, simulated).total) == (0, 3)
+    turns = compare_turns(live, simulated)
+    assert (turns.equal, turns.total) == (3, 4)
+    assert "3 of a" in turns.differences[0].text
+    assert compare_turns(live, live).share == 1.0
+
+
+def test_turns_are_of_those_who_had_a_common_choice() -> None:
+    alone = (queued(9, 5.0), stepped(5.0, 9))
+    live = run(*BOTH, stepped(1.0, 0), stepped(2.0, 1), *alone)
+    assert compare_turns(live, live).total == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(7)))
+def test_the_fewest_turns_by_brute_force(order: list[int]) -> None:
+    all_wait = tuple(queued(n, n / 10) for n in range(7))
+    live = run(*all_wait, *(stepped(1.0 + n, n) for n in range(7)))
+    simulated = run(*all_wait, *(stepped(1.0 + n, who) for n, who in enumerate(order)))
+    longest = max(
+        len(kept)
+        for size in range(8)
+        for kept in combinations(order, size)
+        if list(kept) == sorted(kept)
+    )
+    assert compare_turns(live, simulated).equal == longest
 
 
 def blocked_live(verdict: str) -> tuple[Run, Run]:
