@@ -67,6 +67,17 @@ def together(search: Search) -> Search:
     return found
 
 
+def blind(search: Search) -> Search:
+    """The same search without knowledge of who will ask: every model at the mean rate."""
+
+    def found(problem: Problem) -> Placement:
+        mean = sum(m.rate_rps for m in problem.models) / max(1, len(problem.models))
+        models = tuple(replace(model, rate_rps=mean) for model in problem.models)
+        return search(replace(problem, models=models))
+
+    return found
+
+
 ONE_UNIT: dict[str, Any] = {"search": together(mux_placement.search)}
 OWN_KV: dict[str, Any] = {"search": partitioned(mux_placement.search), "kv_blocks": KvBlocks.OWN}
 Change = Callable[[Policy], Policy]
@@ -75,6 +86,7 @@ VARIANTS: dict[tuple[str, str], Change] = {
     # Prism §7.4, Figures 10 and 11
     ("prism", "no-global"): lambda p: replace(p, plan=unbalanced),
     ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
+    ("muxserve++", "blind"): lambda p: replace(p, search=blind(mux_placement.search)),
     # MuxServe §4.4, Figures 8, 9 and 10
     ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),
     ("muxserve", "fcfs"): lambda p: replace(p, steps=temporal.FCFS),

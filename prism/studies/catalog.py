@@ -9,12 +9,22 @@ from prism.studies import (
     prism_overall,
     prism_pair,
     prism_parts,
+    prism_table1,
     seallm,
     seallm_parts,
 )
 from prism.studies.study import Study
 
-PAPERS = (prism_overall, prism_pair, prism_parts, muxserve, muxserve_parts, seallm, seallm_parts)
+PAPERS = (
+    prism_table1,
+    prism_overall,
+    prism_pair,
+    prism_parts,
+    muxserve,
+    muxserve_parts,
+    seallm,
+    seallm_parts,
+)
 STUDIES: dict[str, Study] = {study.name: study for part in PAPERS for study in part.STUDIES}
 
 

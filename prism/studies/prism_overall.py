@@ -106,67 +106,6 @@ def figure(title: str, xlabel: str, found: Lines, metric: str) -> Plot:
     return Plot(title, xlabel, f"{metric.upper()} attainment (%)", found)
 
 
-# --- Table 1 -------------------------------------------------------------------------------
-
-SHARES = {"prism": 99.0, "muxserve++": 51.0, "qlm": 45.0, "static": 39.0}
-NEEDED = {"prism": 2, "muxserve++": 5, "static": 7, "qlm": 8}
-
-
-def table1(lab: Lab) -> Findings:
-    cluster = eight(lab, "hyperbolic")
-    rates = lab.pick((16.0, 32.0, 48.0, 64.0, 96.0), (4.0, 8.0))
-    first = [Trial(cluster.config, _at("prism", rate)) for rate in rates]
-    tried = lab.run(first, "the load that Prism holds")
-    held = [r for r, o in zip(rates, tried, strict=True) if (attainment(o, "ttft") or 0) >= TARGET]
-    load = max(held, default=rates[0])
-    counts = lab.pick((2, 3, 4, 5, 7, 8), (2, 3))
-    by_policy, remarks = sweep(lab, cluster, "gpus.count", counts, {"rate_scale": load})
-    found = lines(by_policy, "ttft")
-    with_two = {policy: points[0][1] for policy, points in found.items()}
-    tight, more = sweep(
-        lab, cluster, "gpus.count", counts[:1], {"rate_scale": load / 2, "gpus.memory": "40GiB"}
-    )
-    short = {policy: points[0][1] for policy, points in lines(tight, "ttft").items()}
-    compared = [
-        findings.order("TTFT attainment on 2 GPUs", with_two, BEST_FIRST, "Table 1"),
-        *_values(with_two),
-        *_gpus(found),
-        findings.order(
-            "ablation: the same at half the load on 2 GPUs of 40 GiB", short, BEST_FIRST, "Table 1"
-        ),
-    ]
-    remarks += [m for m in more if m not in remarks]
-    remarks.append(
-        f"The load is rate scale {load:g}, the highest tried at which Prism holds 99 % TTFT on 2 "
-        "GPUs, so that its own row is what the load was chosen by"
-    )
-    plots = {"gpus": figure("TTFT attainment by GPUs", "GPUs", found, "ttft")}
-    table = rows("hyperbolic", "gpus", by_policy) + rows("hyperbolic 40 GiB", "gpus", tight)
-    return Findings(compared, table, plots, [FAIR, cluster.described()], remarks)
-
-
-def _at(policy: str, rate: float) -> dict[str, Any]:
-    return {"policy": policy, "rate_scale": rate, "slo_scale": SLO_SCALE, "gpus.count": 2}
-
-
-def _values(with_two: Mapping[str, float | None]) -> list[Comparison]:
-    return [
-        findings.value(
-            f"TTFT attainment on 2 GPUs, {policy}", with_two.get(policy), said, "Table 1", unit="%"
-        )
-        for policy, said in SHARES.items()
-    ]
-
-
-def _gpus(found: Lines) -> list[Comparison]:
-    compared = []
-    for policy, said in NEEDED.items():
-        needed = since(found.get(policy, []))
-        what = f"GPUs for 99 % TTFT, {policy}"
-        compared.append(findings.value(what, needed, said, "Table 1", unit="GPUs"))
-    return compared
-
-
 # --- Figure 7 ------------------------------------------------------------------------------
 
 
@@ -341,18 +280,6 @@ DATA = (
 )
 EIGHT = "8 models of 1B to 8B on 2 H100-80G, SLO scale 10 over P95 latencies on dedicated GPUs"
 STUDIES = (
-    Study(
-        "prism-table1",
-        "SLO attainment with 2 GPUs, and GPUs needed, for 8 models",
-        "Prism, Table 1 and §7.3",
-        EIGHT,
-        "120 s of trace; the paper does not state its length",
-        DATA
-        + " Eight such models leave over half of two 80 GB GPUs to KV cache, so that what sets "
-        "policies apart in the paper, memory, runs out only at high load; the ablation on 40 GiB "
-        "shows the order where it does.",
-        table1,
-    ),
     Study(
         "prism-fig7-rate",
         "SLO attainment by request rate",

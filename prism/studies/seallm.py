@@ -28,6 +28,7 @@ from prism.studies.trial import Measured
 Lines = dict[str, list[tuple[Any, float | None]]]
 Measure = Callable[[Measured], float | None]
 Points = Mapping[Any, Mapping[str, Measured]]
+FAST = {name: policy for name, policy in SYSTEMS.items() if name != "alpaserve"}
 BASELINES = ("vllm", "alpaserve", "muxserve")
 RATES = (0.5, 3.0, 8.0, 12.5)
 """A quarter of the paper's 2 to 50 req/s, for a quarter of its GPUs."""
@@ -40,10 +41,13 @@ def seconds_for(lab: Lab, rate_rps: float) -> float:
 
 
 def compared_systems(
-    lab: Lab, loads: Mapping[Any, Load], gpus: Mapping[Any, int] | None = None
+    lab: Lab,
+    loads: Mapping[Any, Load],
+    gpus: Mapping[Any, int] | None = None,
+    systems_of: Mapping[str, str] = SYSTEMS,
 ) -> tuple[Points, list[dict[str, Any]], list[str]]:
     """All systems under each load: (x -> system -> outcome, rows, what was not simulated)."""
-    chosen = lab.pick(SYSTEMS, {n: p for n, p in SYSTEMS.items() if n != "alpaserve"})
+    chosen = lab.pick(systems_of, FAST)
     trials = []
     for x, load in loads.items():
         setup = cluster(gpus[x]) if gpus else cluster()
@@ -174,7 +178,7 @@ def _always_best(
     gpus: Mapping[Any, int] | None = None,
 ) -> Findings:
     """What Figures 10 to 13 say: SeaLLM is best at every x."""
-    points, table, remarks = compared_systems(lab, loads, gpus)
+    points, table, remarks = compared_systems(lab, loads, gpus, FAST)
     compared: list[Comparison] = []
     plots = {}
     for what, measure, smaller in (("SLO attainment", slo, False), ("latency", latency, True)):
@@ -189,6 +193,7 @@ def _always_best(
                 f"{name}, over {other}, up to", most(found, other, smaller=smaller), None, source
             )
             for other in BASELINES
+            if other in FAST
         ]
         plots[what.replace(" ", "-")] = Plot(name, xlabel, name, found, log=smaller)
     return Findings(compared, table, plots, [FAIR], remarks)
@@ -232,6 +237,10 @@ SETUP = (
     "5 services (Llama-2 7B, 13B, 70B at TP 4, OPT-6.7B; ShareGPT's and LongBench's mean lengths) "
     "on 8 A100-80G, SLO of 5 execution times"
 )
+WITHOUT = (
+    "; without AlpaServe, whose search simulates hundreds of placements for each point (it is in "
+    "Figures 6 and 7)"
+)
 SMALLER = "a quarter of the paper's GPUs and rates, about 300 requests a point, 30 to 60 s"
 DIFFERS = (
     "Azure Functions' arrivals are Gamma gaps with a CV of 4 unless --traces holds the file. A "
@@ -243,7 +252,8 @@ DIFFERS = (
 
 
 def _study(name: str, title: str, figure: str, setup: str, run: Callable[[Lab], Findings]) -> Study:
-    return Study(name, title, f"SeaLLM, {figure}", setup, SMALLER, DIFFERS, run)
+    shortened = SMALLER if run in (fig6, fig7) else SMALLER + WITHOUT
+    return Study(name, title, f"SeaLLM, {figure}", setup, shortened, DIFFERS, run)
 
 
 STUDIES = (

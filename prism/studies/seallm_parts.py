@@ -108,9 +108,9 @@ STUDIES = (
         "Running time of the placement search",
         "SeaLLM, Figure 14, §6.4",
         SETUP.replace("on 8", "on 4 to 16") + ", 8 req/s",
-        "5 services, up to 16 GPUs, one process, 150 simulated requests",
+        "5 services, up to 16 GPUs, one process, 100 simulated requests",
         "A search is as many simulations as the cluster has homes for services; these are in "
-        "Python and are given 150 requests, which the paper does not state.",
+        "Python and are given 100 requests, which the paper does not state.",
         fig14,
     ),
 )

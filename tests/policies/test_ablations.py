@@ -11,6 +11,7 @@ from prism.policies import ablations, mlfq, mux_greedy, mux_placement, registry
 from prism.policies.placement import (
     DeviceSpecView,
     ModelSpecView,
+    Placement,
     Problem,
     StepTimes,
 )
@@ -20,6 +21,7 @@ GIB = 1 << 30
 CHANGED = {
     ("prism", "no-global"): {"plan"},
     ("prism", "no-local"): {"order"},
+    ("muxserve++", "blind"): {"search"},
     ("muxserve", "greedy"): {"search"},
     ("muxserve", "fcfs"): {"steps"},
     ("muxserve", "unit"): {"search"},
@@ -77,6 +79,18 @@ def test_partitions_are_equal_and_fit() -> None:
         weights = sum(-(-sizes[host.model] // unit.tp) for host in unit.models)
         assert len(set(limits)) <= 1
         assert not unit.models or sum(limits) + weights <= 70 * GIB
+
+
+def test_a_blind_search_sees_the_mean_rate() -> None:
+    seen: list[ModelSpecView] = []
+
+    def search(given: Problem) -> Placement:
+        seen.extend(given.models)
+        return Placement(())
+
+    ablations.blind(search)(problem())
+    assert [m.rate_rps for m in seen] == [5.05, 5.05]
+    assert [m.name for m in seen] == ["large", "small"]
 
 
 def test_one_unit_holds_all() -> None:
