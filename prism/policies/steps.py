@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Phase(Enum):
@@ -19,8 +19,7 @@ class Phase(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class StepRequest:
+class StepRequest(NamedTuple):
     """A request that an engine could step. executed_s: the time that its steps have taken so far;
     waiting_s: since its last step ended, or since its arrival. kv_tokens: KV tokens that it will
     hold after its next step."""

@@ -147,47 +147,64 @@ class ControlledEngine(Engine):
     # --- view -------------------------------------------------------------------------------
 
     def step_view(self, model: str) -> EngineStepView:
-        now_s, busy, kv = self._kernel.time_s, self.busy, self.kv
+        busy, kv, load = self.busy, self.kv, self.load
         self.kv_peak_bytes = max(self.kv_peak_bytes, kv.kv_bytes)
-        decode: list[StepRequest] = []
-        if Phase.DECODE not in busy:
-            step, clock_s = self.batch.step, self._clock_s
-            for r in self.batch.members.values():
-                tokens = r.kv_tokens + step - r.join_step + 1
-                decode.append(_step_request(r, tokens, r.executed_s + clock_s, now_s))
-        decode += [
-            _step_request(r, r.kv_tokens + 1, r.executed_s, now_s) for r in self.parked.values()
-        ]
-        decode.sort(key=lambda r: (r.arrival_s, r.id))
-        load = self.load
-        shown = () if self.short else self.waiting.values()
         token_bytes = max(1, kv.quantum_bytes // kv.quantum_tokens)
-        mean_tokens = load.prompt_tokens + load.output_tokens
         return EngineStepView(
             model,
-            tuple(_step_request(r, r.kv_tokens, r.executed_s, now_s) for r in shown),
-            tuple(decode),
+            () if self.short else self._shown(self.waiting.values()),
+            self._decodes(Phase.DECODE in busy),
             busy,
-            token_bytes=token_bytes,
-            kv_bytes=kv.kv_bytes,
-            kv_peak_bytes=self.kv_peak_bytes,
-            weight=load.rate_rps * mean_tokens * token_bytes,
-            decode_sm_share=self.decode_sm_share,
-            batch_max=self.max_running,
-            execution_s=load.execution_s,
-            execution_std_s=load.execution_std_s,
+            token_bytes,
+            kv.kv_bytes,
+            self.kv_peak_bytes,
+            load.rate_rps * (load.prompt_tokens + load.output_tokens) * token_bytes,
+            self.decode_sm_share,
+            self.max_running,
+            load.execution_s,
+            load.execution_std_s,
         )
 
+    def _shown(self, requests: Iterable[Request], tokens: int = 0) -> tuple[StepRequest, ...]:
+        now_s = self._kernel.time_s
+        return tuple(
+            [
+                StepRequest(
+                    str(r.index),
+                    r.arrival_s,
+                    r.prompt_tokens,
+                    r.kv_tokens + tokens,
+                    r.executed_s,
+                    now_s - r.last_s,
+                )
+                for r in requests
+            ]
+        )
 
-def _step_request(request: Request, kv_tokens: int, executed_s: float, now_s: float) -> StepRequest:
-    return StepRequest(
-        str(request.index),
-        request.arrival_s,
-        request.prompt_tokens,
-        kv_tokens,
-        executed_s,
-        max(0.0, now_s - request.last_s),
-    )
+    def _decodes(self, stepping: bool) -> tuple[StepRequest, ...]:
+        """Oldest first. In the batch, tokens and times are less by what its clocks show."""
+        parked = self._shown(self.parked.values(), 1)
+        if stepping:
+            return parked
+        now_s, step, clock_s = self._kernel.time_s, self.batch.step + 1, self._clock_s
+        shown = [
+            StepRequest(
+                str(r.index),
+                r.arrival_s,
+                r.prompt_tokens,
+                r.kv_tokens + step - r.join_step,
+                r.executed_s + clock_s,
+                now_s - r.last_s,
+            )
+            for r in self.batch.members.values()
+        ]
+        shown += parked
+        shown.sort(key=_by_arrival)
+        return tuple(shown)
+
+
+def _by_arrival(request: StepRequest) -> tuple[float, str]:
+    return (request.arrival_s, request.id)
 
 
 class Controller:

@@ -87,6 +87,7 @@ class World:
         self._rates = TokenRates(setup.rate_window_s)
         self._totals: dict[str, int] = {}
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
+        self._left_out: set[int] = set()
         self._next = 0
         self._wake_due = False
         self.progress: Callable[[int, int], None] | None = None
@@ -98,8 +99,8 @@ class World:
     def run(self) -> Records:
         """All requests end: with their tokens, or with an error when nothing can serve them."""
         self.place()
-        if self._bindings is not None and self._target is not None:
-            self._bindings.begin(self._target)
+        if self._target is not None:
+            self._begin(self._target)
         self._plan()
         self._moves.instant = False
         if self._replacement is not None:
@@ -119,6 +120,18 @@ class World:
             self._target = search(
                 self.policy.search, self.setup, self._loads, self._play, self.work
             )
+
+    def _begin(self, target: Placement) -> None:
+        """Models that a placement for good leaves out can never be served."""
+        if self._bindings is not None:
+            self._bindings.begin(target)
+        if self._replacement is None and self.policy.search is not None:
+            housed = {hosted.model for unit in target.units for hosted in unit.models}
+            for model in self.models:
+                if model.setup.name not in housed:
+                    self._left_out.add(model.setup.index)
+                    why = target.refused.get(model.setup.name, "the placement leaves it out")
+                    self._refuse(model, Refuse(model.setup.name, why))
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -147,6 +160,9 @@ class World:
 
     def _reach(self, model: Model, request: Request) -> None:
         """The request comes to the cluster's queues."""
+        if request.model in self._left_out:
+            self.records.finish(request, self.kernel.time_s, "unserved")
+            return
         model.last_use_s = self.kernel.time_s
         target = None if self._bindings is not None else model.least_loaded()
         if target is None:

@@ -233,7 +233,7 @@ def test_the_starved_go_first_the_longest_waiting_before_all() -> None:
     fresh = one(SHORT, "prefill", StepRequest("s", 99.0, 1, 1))
     a, b = StepRequest("a", 0.0, 1, 1, waiting_s=20.0), StepRequest("b", 0.0, 1, 1, waiting_s=30.0)
     assert names(chosen(fresh, replace(LONG, prefill=(a,), decode=(b,)))) == ("b",)
-    patient = replace(a, waiting_s=19.9)
+    patient = a._replace(waiting_s=19.9)
     assert names(chosen(fresh, one(LONG, "prefill", patient))) == ("s",)
 
 
