@@ -25,13 +25,11 @@ SAID = {
 }
 PUBLISHED = {"F": (4.17, 1.37), "M": (4.17, 1.37), "P": (None, None), "A": (2.44, 1.33)}
 """Normalised latency and SLO attainment, up to; F and M have one figure for both."""
-REPLACED = False
-"""Whether the simulator replaces services while a trace runs."""
 
 
 def fig8(lab: Lab) -> Findings:
     rates = lab.pick((2.0, 5.0, 12.5), (1.0, 3.0))
-    chosen = [name for name in VARIANTS if name != "A" or REPLACED]
+    chosen = list(VARIANTS)
     trials: list[Trial] = []
     for rate in rates:
         work = trace(lab, Load(rate, seconds_for(lab, rate)))
@@ -51,15 +49,12 @@ def fig8(lab: Lab) -> Findings:
             findings.factor(f"{what}: normalised latency, up to", slower, longer, source),
             findings.factor(f"{what}: SLO attainment, up to", fewer, lower, source),
         ]
-    remarks = problems(trials, outcomes)
-    if not REPLACED:
-        remarks.append("A is not run: services are placed once, so that it would be SeaLLM itself")
     plots = {
         "latency": Plot("Normalised latency", "req/s", "normalised latency", times, log=True),
         "slo": Plot("SLO attainment", "req/s", "%", shares),
     }
     table = [row(o, x=x, system=n) for x, by_name in points.items() for n, o in by_name.items()]
-    return Findings(compared, table, plots, [FAIR], remarks)
+    return Findings(compared, table, plots, [FAIR], problems(trials, outcomes))
 
 
 def fig14(lab: Lab) -> Findings:

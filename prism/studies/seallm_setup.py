@@ -24,6 +24,7 @@ SLO_SCALE = 5.0
 BURSTS_CV = 4.0
 CHUNK_TOKENS = 8192
 SEARCH_REQUESTS = 100
+REPLACEMENT = "15s"
 OUTPUT_MAX = 2048
 
 CHAT = Lengths(
@@ -149,6 +150,7 @@ def cluster(gpus: int = GPUS) -> dict[str, Any]:
         "models": [{"name": s.name, "shape": s.shape, "tp": s.tp} for s in SERVICES],
         "slo": {"ttft": "60s", "tpot": "1s"},
         "search_requests": SEARCH_REQUESTS,
+        "replacement_interval": REPLACEMENT,
         "patience": "120s",
     }
 
