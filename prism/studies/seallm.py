@@ -246,8 +246,8 @@ DIFFERS = (
     "Azure Functions' arrivals are Gamma gaps with a CV of 4 unless --traces holds the file. A "
     "step's cost is that of an engine with continuous batching on a roofline A100, and MuxServe "
     "runs on the same engine as SeaLLM rather than on its own code of 2024, so that only what is "
-    "scheduled and placed differs. SeaLLM looks for a new placement after 15 s at first; the paper's "
-    "first interval is not stated."
+    "scheduled and placed differs. SeaLLM looks for a new placement after 15 s at first; the "
+    "paper's first interval is not stated."
 )
 
 
