@@ -27,6 +27,10 @@ class Gpu:
         self.busy_s = 0.0
         self.since_s = 0.0
 
+    def busy_by(self, now_s: float) -> float:
+        """Seconds for which some job ran, up to now; busy_s knows only stretches that ended."""
+        return self.busy_s + (now_s - self.since_s if self.jobs else 0.0)
+
     def sm_held(self) -> float:
         return sum(job.sm_share for job in self.jobs)
 

@@ -59,7 +59,7 @@ def results_of(config: SimYaml, world: World, scales: Sequence[float]) -> SimRes
                 d.setup.node,
                 d.setup.capacity_bytes,
                 d.ledger.peak_bytes,
-                d.gpu.busy_s / seconds,
+                d.gpu.busy_by(records.end_time_s) / seconds,
             )
             for d in world.devices
         ],

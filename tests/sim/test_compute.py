@@ -39,6 +39,15 @@ def test_a_job_alone_takes_its_time() -> None:
     assert gpu.jobs == []
 
 
+def test_a_gpu_is_busy_with_what_has_not_ended() -> None:
+    bench, gpu = Bench(), Gpu("gpu:0")
+    bench.start("a", [gpu], 2.0, PREFILL)
+    bench.kernel.run(1.5)
+    assert gpu.busy_by(1.5) == 1.5
+    bench.kernel.run()
+    assert gpu.busy_by(5.0) == 2.0
+
+
 def test_a_prefill_beside_a_decode_costs_little() -> None:
     bench, gpu = Bench(), Gpu("gpu:0")
     bench.start("prefill", [gpu], 1.0, PREFILL)
