@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from prism.engines.core import EngineContext, EngineCore, StepOutput, activation_failed
-from prism.errors import ActivationError
+from prism.errors import ActivationError, RankLostError
 from prism.messages import (
     Activate,
     ActivationFailed,
@@ -285,7 +285,8 @@ class Worker:
         text = f"{type(error).__name__}: {error}"
         log.error("engine failed: %s", text)
         self._fail(self._open, "engine_error", text)
-        if self._activating is not None:
+        # A lost rank says nothing about the model: the agent sees the end and takes another one.
+        if self._activating is not None and not isinstance(error, RankLostError):
             self._link.send(ActivationFailed(model=self._activating, message=text))
 
 

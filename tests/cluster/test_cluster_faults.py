@@ -59,7 +59,7 @@ async def test_requests_of_a_failed_activation_go_back_to_unplaced(cluster: Clus
     cluster.configure(spec("a"), rooms=(1.0,))
     cluster.start_scheduler()
     agent = await cluster.start_agent("host:0", failing={"a": "broken"}, stuck={"a"})
-    await eventually(lambda: agent.orders)
+    await eventually(cluster.queue.placement)
     assert await cluster.send("a") == "host:0"
     agent.stuck.clear()
 

@@ -20,7 +20,7 @@ from prism.engines.sglang.scheduler import Emission, InProcessScheduler
 from prism.engines.sglang.speed import Speed
 from prism.engines.sglang.weights import ModelWeights, StoreAccess
 from prism.engines.timeline import Timeline
-from prism.errors import ActivationError, RequestError, SelfCheckError
+from prism.errors import ActivationError, RankLostError, RequestError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
 from prism.model_memory import BLOCK_TOKENS
 from prism.weight_store import open_store
@@ -127,6 +127,8 @@ class SglangCore:
             memory.timeline.enter("keep")
             memory.weights.save_copy(fingerprint)
             return scheduler, fingerprint
+        except RankLostError:
+            raise  # not the model's fault: this process ends
         except Exception as error:  # noqa: BLE001
             if isinstance(error, SelfCheckError):
                 memory.weights.discard_copy(str(error))
