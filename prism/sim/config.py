@@ -102,7 +102,9 @@ class ActivationYaml(Strict, frozen=True):
 
 class SimYaml(Strict, frozen=True):
     """The whole file. trace: a file, relative to this one, read as `source` says; or generate: one.
-    rate_scale multiplies the requests, slo_scale every SLO. cost_files: step costs that
+    rate_scale multiplies the requests, slo_scale every SLO. base_slos: SLOs are P95 latencies of
+    each model on GPUs of its own at rate scale 1 (Prism §7.2), times slo_scale, whatever `slo` and
+    the trace say. cost_files: step costs that
     `prism-sim calibrate engine` measured, relative to the file, for the (GPU, model, TP) in them.
     search_requests: of the trace, on which placement searches with a simulator try placements.
     replacement_interval: the first one of seallm, whose placement is searched anew.
@@ -117,6 +119,7 @@ class SimYaml(Strict, frozen=True):
     slo: SloYaml = SloYaml()
     rate_scale: float = 1.0
     slo_scale: float = 1.0
+    base_slos: bool = False
     seed: int = 0
     cost_files: tuple[str, ...] = ()
     scheduler: SchedulerYaml = SchedulerYaml()

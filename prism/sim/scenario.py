@@ -19,6 +19,7 @@ from prism.replay import transforms
 from prism.replay.generate import GeneratorConfig, Lengths, generate
 from prism.replay.trace import TraceRequest
 from prism.scheduler.local import Limits
+from prism.sim.base_slos import with_base_slos
 from prism.sim.config import GenerateYaml, SimModelYaml, SimYaml
 from prism.sim.models import Around, model_setup
 from prism.sim.setup import (
@@ -68,13 +69,23 @@ def resolve(config: SimYaml, path: Path) -> Scenario:
     try:
         _check(config)
         models = expand(config.models)
-        trace = load_trace(config, models, path.parent)
-        where = config.trace or "generate"
-        work = workload(trace, {m.name: i for i, m in enumerate(models)}, config.slo_scale, where)
-        _fill_slos(work, config, models)
-        return Scenario(config, cluster_setup(config, models, work, path.parent), work)
+        work = _workload(config, models, path.parent)
+        setup = cluster_setup(config, models, work, path.parent)
+        if config.base_slos:
+            plain = msgspec.structs.replace(config, rate_scale=1.0)
+            base = work if config.rate_scale == 1.0 else _workload(plain, models, path.parent)
+            setup = with_base_slos(setup, work, base, config.slo_scale)
+        return Scenario(config, setup, work)
     except ConfigError as error:
         raise type(error)(f"{path}: {error}") from error
+
+
+def _workload(config: SimYaml, models: list[SimModelYaml], folder: Path) -> Workload:
+    names = {model.name: i for i, model in enumerate(models)}
+    trace = load_trace(config, models, folder)
+    work = workload(trace, names, config.slo_scale, config.trace or "generate")
+    _fill_slos(work, config, models)
+    return work
 
 
 def expand(models: list[SimModelYaml]) -> list[SimModelYaml]:
