@@ -67,6 +67,22 @@ def together(search: Search) -> Search:
     return found
 
 
+def narrow(search: Search) -> Search:
+    """The same search with every model on the fewest devices that hold it: none is spread over more
+    for the sake of their memory and compute."""
+
+    def found(problem: Problem) -> Placement:
+        capacity = min((d.capacity_bytes for d in problem.devices), default=0)
+        least = {m.name: dedicated.least_degree(m, capacity) for m in problem.models}
+        models = tuple(
+            replace(m, tp_degrees=(tp,)) if (tp := least[m.name]) is not None else m
+            for m in problem.models
+        )
+        return search(replace(problem, models=models))
+
+    return found
+
+
 def blind(search: Search) -> Search:
     """The same search without knowledge of who will ask: every model at the mean rate."""
 
@@ -86,6 +102,7 @@ VARIANTS: dict[tuple[str, str], Change] = {
     # Prism §7.4, Figures 10 and 11
     ("prism", "no-global"): lambda p: replace(p, plan=unbalanced),
     ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
+    ("muxserve++", "narrow"): lambda p: replace(p, search=narrow(mux_placement.search)),
     ("muxserve++", "blind"): lambda p: replace(p, search=blind(mux_placement.search)),
     # MuxServe §4.4, Figures 8, 9 and 10
     ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),

@@ -21,6 +21,7 @@ GIB = 1 << 30
 CHANGED = {
     ("prism", "no-global"): {"plan"},
     ("prism", "no-local"): {"order"},
+    ("muxserve++", "narrow"): {"search"},
     ("muxserve++", "blind"): {"search"},
     ("muxserve", "greedy"): {"search"},
     ("muxserve", "fcfs"): {"steps"},
@@ -91,6 +92,19 @@ def test_a_blind_search_sees_the_mean_rate() -> None:
     ablations.blind(search)(problem())
     assert [m.rate_rps for m in seen] == [5.05, 5.05]
     assert [m.name for m in seen] == ["large", "small"]
+
+
+def test_a_narrow_search_spreads_no_model_further_than_it_must() -> None:
+    given = problem()
+    huge = replace(given.models[0], name="huge", weight_bytes=100 * GIB)
+    seen: list[ModelSpecView] = []
+
+    def search(asked: Problem) -> Placement:
+        seen.extend(asked.models)
+        return Placement(())
+
+    ablations.narrow(search)(replace(given, models=(*given.models, huge)))
+    assert [m.tp_degrees for m in seen] == [(1,), (1,), (2,)]
 
 
 def test_one_unit_holds_all() -> None:
