@@ -48,7 +48,7 @@ def test_every_model_is_replicated_while_there_is_room() -> None:
 
 def test_a_large_model_has_groups_of_its_own_where_that_is_better() -> None:
     models = [spec("large", "65b", rate=0.5), *(spec(f"s{i}", rate=2.0) for i in range(4))]
-    placement = alpaserve.search(toy_problem(models, 8))
+    placement = alpaserve.search(toy_problem(models, 8, length_s=15.0))
     assert not placement.refused
     by_size = {u.tp for u in placement.units if u in placement.homes("large")}
     assert min(by_size) >= 2
@@ -102,7 +102,7 @@ def test_close_to_the_best_selection() -> None:
     assert min(ratios) >= 0.95
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_fast_variant_is_nearly_as_good(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(seed)
     models = [
