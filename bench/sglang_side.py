@@ -148,8 +148,8 @@ def set_arguments(side: Side) -> None:
 
     build = server_args.build
 
-    def changed(order: Activate, plan: Any, *others: Any) -> Any:
-        made = build(order, plan, *others)
+    def changed(order: Activate, plan: Any, *others: Any, **named: Any) -> Any:
+        made = build(order, plan, *others, **named)
         made.disable_radix_cache = not side.prefix_cache
         if side.pool == "stock":
             slabs = side.kv_bytes // plan.quantum_bytes

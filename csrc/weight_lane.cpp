@@ -1,6 +1,7 @@
 #include "weight_lane.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -23,15 +24,22 @@ Status read_failure(const std::string& path, const char* call, int error) {
   return failure(Code::weight_file, path + ": " + call + ": " + std::strerror(error));
 }
 
+// Of a file that has nothing at `wanted_end`. Several lanes meet the end at different offsets.
+Status ended(int fd, const std::string& path, uint64_t wanted_end) {
+  struct stat file = {};
+  if (fstat(fd, &file) != 0) return read_failure(path, "fstat", errno);
+  const auto size = static_cast<uint64_t>(file.st_size);
+  return failure(Code::weight_file, path + " ends at byte " + std::to_string(size) + "; " +
+                                        std::to_string(wanted_end) +
+                                        " were expected: replace the file");
+}
+
 Status read_open(int fd, const std::string& path, uint64_t offset, std::span<char> target) {
   while (!target.empty()) {
     const ssize_t got = pread(fd, target.data(), target.size(), static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return read_failure(path, "pread", errno);
-    if (got == 0) {
-      return failure(Code::weight_file, path + " ends at byte " + std::to_string(offset) + ", " +
-                                            std::to_string(target.size()) + " bytes too early");
-    }
+    if (got == 0) return ended(fd, path, offset + target.size());
     offset += static_cast<uint64_t>(got);
     target = target.subspan(static_cast<size_t>(got));
   }
