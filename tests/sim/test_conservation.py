@@ -22,8 +22,8 @@ from prism.sim.setup import UNBOUNDED_STEPS, ClusterSetup, EngineSettings
 from prism.sim.world import World
 from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, work
 
-POLICIES = ("prism", "static", "serverlessllm", "dedicated", "muxserve++", "qlm")
-CONTROLLED = ("muxserve", "alpaserve")
+POLICIES = ("prism", "static", "serverlessllm", "dedicated", "muxserve++", "qlm", "qlm-aware")
+CONTROLLED = ("muxserve", "alpaserve", "seallm")
 NAMES = ("a", "b", "c", "d")
 
 
