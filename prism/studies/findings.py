@@ -92,6 +92,25 @@ def value(
     return Comparison(what, f"{ours:.4g} {unit}".strip(), said, verdict, source, near)
 
 
+def reached(
+    what: str,
+    ours: float | None,
+    published: float,
+    source: str,
+    *,
+    unit: str,
+    most: float,
+    within: float = 0.25,
+) -> Comparison:
+    """Where a target is met first; ours None: not up to `most`, the last that was tried."""
+    if ours is None:
+        said = f"{published:.4g} {unit}".strip()
+        return Comparison(
+            what, f"not up to {most:.4g}", said, "not reached here", source, agrees=False
+        )
+    return value(what, ours, published, source, unit=unit, within=within)
+
+
 def claim(what: str, holds: bool | None, ours: str, published: str, source: str) -> Comparison:
     """A statement in words."""
     verdict = {True: "holds", False: "does not hold here", None: "cannot be said here"}[holds]

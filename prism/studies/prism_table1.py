@@ -109,9 +109,13 @@ def _values(with_two: Mapping[str, float | None]) -> list[Comparison]:
 def _gpus(found: Lines) -> list[Comparison]:
     compared = []
     for policy, said in NEEDED.items():
-        needed = since(found.get(policy, []))
-        what = f"GPUs for 99 % TTFT, {policy}"
-        compared.append(findings.value(what, needed, said, "Table 1", unit="GPUs"))
+        points = found.get(policy)
+        if points is None:
+            continue
+        what, most = f"GPUs for 99 % TTFT, {policy}", points[-1][0]
+        compared.append(
+            findings.reached(what, since(points), said, "Table 1", unit="GPUs", most=most)
+        )
     return compared
 
 

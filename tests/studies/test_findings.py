@@ -35,6 +35,12 @@ def test_value(ours: float, agrees: bool, verdict: str) -> None:
     assert (found.agrees, found.verdict, found.published) == (agrees, verdict, "100 %")
 
 
+def test_a_target_that_is_never_met_disagrees() -> None:
+    found = findings.reached("x", None, 4, "Figure 7", unit="GPUs", most=8)
+    assert (found.ours, found.published, found.agrees) == ("not up to 8", "4 GPUs", False)
+    assert findings.reached("x", 4, 4, "Figure 7", unit="GPUs", most=8).agrees is True
+
+
 def test_order_names_the_pairs_that_differ() -> None:
     ours = {"a": 90.0, "b": 91.0, "c": 95.0, "d": None}
     found = findings.order("x", ours, ("a", "b", "c", "d"), "Figure 7")
