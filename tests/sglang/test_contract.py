@@ -47,6 +47,7 @@ SEAMS: dict[str, str | None] = {
     "configs.load_config:LoadFormat.SAFETENSORS": None,
     # KV pool and allocator
     "mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal": "self",
+    "mem_cache.memory_pool:MLATokenToKVPool._create_buffers": "self",
     "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.clear": "self",
     "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc": "self, need_size",
     "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc_extend": (
@@ -191,7 +192,7 @@ def test_seam(name: str) -> None:
 def test_our_overrides_keep_their_signatures() -> None:
     from prism.engines.sglang.allocator import KvcachedAllocator
     from prism.engines.sglang.budget import KvcachedBudget
-    from prism.engines.sglang.kv_pool import KvcachedPool
+    from prism.engines.sglang.kv_pool import KvcachedLatentPool, KvcachedPool
     from prism.engines.sglang.loader import KvcachedLoader
     from prism.engines.sglang.noise import random_bits
     from prism.engines.sglang.platform import PrismCpuPlatform
@@ -200,6 +201,7 @@ def test_our_overrides_keep_their_signatures() -> None:
     classes = (
         KvcachedAllocator,
         KvcachedBudget,
+        KvcachedLatentPool,
         KvcachedLoader,
         KvcachedPool,
         PrismCpuPlatform,

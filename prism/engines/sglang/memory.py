@@ -27,7 +27,7 @@ _PADDING_BLOCKS = 1
 class MemoryPlan:
     """What a model needs on a device with this page size; all in bytes unless named otherwise."""
 
-    layout: kvcached.Layout
+    layout: kvcached.Layout | kvcached.MLALayout
     quantum_bytes: int
     slab_tokens: int
     slab_pages: int

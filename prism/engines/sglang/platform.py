@@ -27,11 +27,9 @@ class KvcachedPlatform:
 
     def get_kv_pool_cls(self, *, kind: str) -> type[Any] | None:
         """None is SGLang's own pool; `host.build` refuses a model that got one."""
-        if kind != "mha":
-            return None
-        from prism.engines.sglang.kv_pool import KvcachedPool
+        from prism.engines.sglang.kv_pool import KvcachedLatentPool, KvcachedPool
 
-        return KvcachedPool
+        return {"mha": KvcachedPool, "mla": KvcachedLatentPool}.get(kind)
 
     def get_paged_allocator_cls(self) -> type[Any]:
         from prism.engines.sglang.allocator import KvcachedAllocator
