@@ -207,7 +207,7 @@ async def drive(
 
 @pytest.mark.timeout(600)
 def test_contention_for_a_while(tiny_models: tuple[str, str], tmp_path: Path) -> None:
-    contend(20, tiny_models, tmp_path)
+    contend(10, tiny_models, tmp_path)
 
 
 @pytest.mark.long
