@@ -48,24 +48,25 @@ class Opened(Record, frozen=True, tag="opened"):
     format: int = FORMAT
 
 
-class Started(Record, frozen=True, tag="started"):
-    """The cluster scheduler began an action. kind: activate, evict, migrate (from device to
+class Moved(Record, frozen=True):
+    """About an action of the cluster scheduler. kind: activate, evict, migrate (from device to
     target), drop_copy."""
 
     kind: str
     model: str
     device: str
     target: str = ""
+
+
+class Started(Moved, frozen=True, tag="started"):
+    """The action began."""
+
     reason: str = ""
 
 
-class Ended(Record, frozen=True, tag="ended"):
-    """An action is over; problem: empty, or why it failed."""
+class Ended(Moved, frozen=True, tag="ended"):
+    """The action is over; problem: empty, or why it failed."""
 
-    kind: str
-    model: str
-    device: str
-    target: str = ""
     problem: str = ""
 
 

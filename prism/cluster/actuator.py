@@ -68,7 +68,7 @@ class Actuator:
 
     def _begin(self, move: Move, reason: str, work: Awaitable[None]) -> asyncio.Task[str]:
         log.info("%s %s on %s: %s", move.kind, move.model, move.device, reason)
-        self._note_start(move, reason)
+        self._note(Started, move, reason=reason)
         self._state.moves[move.model] = move
         task = asyncio.create_task(self._finish(move, work))
         self._tasks[move.model] = task
@@ -84,40 +84,18 @@ class Actuator:
             problem = str(error)
             self._failed(move, problem)
         finally:
-            self._note_end(move, problem)
+            self._note(Ended, move, problem=problem)
             del self._state.moves[move.model]
             del self._tasks[move.model]
             self._state.changes.notify()
         return problem
 
-    def _note_start(self, move: Move, reason: str) -> None:
+    def _note(self, record: type[Started] | type[Ended], move: Move, **said: str) -> None:
         if (journal := self._state.journal) is not None:
             device, target = move.ends
-            now_s = self._state.now_s()
+            now_s, kind, model = self._state.now_s(), move.kind, move.model
             journal.add(
-                Started(
-                    time_s=now_s,
-                    kind=move.kind,
-                    model=move.model,
-                    device=device,
-                    target=target,
-                    reason=reason,
-                )
-            )
-
-    def _note_end(self, move: Move, problem: str) -> None:
-        if (journal := self._state.journal) is not None:
-            device, target = move.ends
-            now_s = self._state.now_s()
-            journal.add(
-                Ended(
-                    time_s=now_s,
-                    kind=move.kind,
-                    model=move.model,
-                    device=device,
-                    target=target,
-                    problem=problem,
-                )
+                record(time_s=now_s, kind=kind, model=model, device=device, target=target, **said)
             )
 
     def _succeeded(self, move: Move) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -19,6 +20,16 @@ PAGE_BYTES = 64 << 10
 STATIC_BYTES = 1 << 20
 
 MakeDevice = Callable[..., DeviceUnderTest]
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> None:
+    """SGLang in this process, for tests that look into the adapter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's own, of its imports
+        from prism.engines.sglang import preload
+
+        preload()
 
 
 def config_of(run_dir: Path, capacity_bytes: int, chunk_tokens: int = 64) -> ClusterConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -18,20 +17,11 @@ from tests.kvcached.conftest import libcuda  # noqa: F401 (a fixture)
 from tests.kvcached.libcuda import LibCuda
 from tests.sglang.models import LLAMA, spec_of
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
 
 DEVICE = "cuda:0"
 PAGE = 64 << 10
 CAPACITY = 64 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _preloaded() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGLang's own, of its imports
-        from prism.engines.sglang import preload
-
-        preload()
 
 
 @pytest.fixture

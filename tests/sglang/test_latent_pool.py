@@ -4,7 +4,6 @@ their KV memory takes its turns in an engine process like that of others."""
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,22 +17,13 @@ from prism.messages import Activate
 from tests.sglang.models import LLAMA, spec_of
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
 
 PAGE, CAPACITY = 64 << 10, 64 << 20
 LATENT = kvcached.MLALayout(
     num_layers=3, kv_lora_rank=512, rope_dim=64, dtype="float32", block_tokens=16
 )
 TOKENS = 200
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _preloaded() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGLang's own, of its imports
-        from prism.engines.sglang import preload
-
-        preload()
 
 
 class Seat(NamedTuple):

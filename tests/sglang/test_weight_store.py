@@ -25,17 +25,8 @@ from prism.messages import Activate, ModelSpec
 from tests.sglang.conftest import DEVICE, config_of
 from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
 CAPACITY_BYTES = 256 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _preloaded() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGLang's own, of its imports
-        from prism.engines.sglang import preload
-
-        preload()
 
 
 @pytest.fixture
