@@ -12,9 +12,26 @@ from hypothesis import settings
 
 from prism.queueing.server import BundledRedis
 
+HERE = Path(__file__).parent
+CLUSTERS = {
+    "acceptance", "agent", "bench", "cluster", "engines", "frontend", "models", "queueing", "replay",
+    "scheduler", "serve", "sglang",
+}  # fmt: skip
+"""Folders whose tests start processes that wait for each other; one worker runs them all, in order,
+so that two clusters never share the cores."""
+
 # a busy machine fails no test
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers (`-n 2 --dist loadgroup`): one for clusters, the others for the rest."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if item.path.relative_to(HERE).parts[0] in CLUSTERS:
+            item.add_marker(pytest.mark.xdist_group("clusters"))
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ def build(name: str, sources: list[Path], flags: list[str], suffix: str = "") ->
     if product.exists():
         return product
     BUILD.mkdir(parents=True, exist_ok=True)
-    for old in BUILD.glob(f"{name}-*"):
+    for old in BUILD.glob(f"{name}-{'?' * 16}{suffix}"):
         old.unlink(missing_ok=True)
     with ThreadPoolExecutor(2) as workers:
         objects = list(workers.map(lambda source: compiled(source, flags), sources))
@@ -59,7 +59,7 @@ def compiled(source: Path, flags: list[str]) -> str:
     target = folder / f"{source.stem}-{digest([source], flags)}.o"
     if not target.exists():
         folder.mkdir(exist_ok=True)
-        for old in folder.glob(f"{source.stem}-????????????????.o"):
+        for old in folder.glob(f"{source.stem}-{'?' * 16}.o"):
             old.unlink(missing_ok=True)
         partial = folder / f"{source.stem}.{uuid4().hex[:8]}.part"
         includes = (ROOT / "csrc", ROOT / "tests" / "cpp", LIBCUDA)
