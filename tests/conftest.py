@@ -14,8 +14,8 @@ from prism.queueing.server import BundledRedis
 
 HERE = Path(__file__).parent
 CLUSTERS = {
-    "acceptance", "agent", "bench", "cluster", "engines", "frontend", "models", "queueing", "replay",
-    "scheduler", "serve", "sglang",
+    "acceptance", "agent", "bench", "cluster", "engines", "frontend", "models", "queueing",
+    "replay", "scheduler", "serve", "sglang",
 }  # fmt: skip
 """Folders whose tests start processes that wait for each other; one worker runs them all, in order,
 so that two clusters never share the cores."""
