@@ -66,6 +66,7 @@ class FrontendYaml(Strict, frozen=True):
 
 class SchedulerYaml(Strict, frozen=True):
     """idle_threshold: Prism §6.2 evicts models idle longer than this when memory is short.
+    min_idle: a model idle for less is not evicted even for a request that nothing else can serve.
     migration_threshold: tau of Algorithm 1, relative gain in KVPR that justifies a move.
     contended_requests: no model leaves a device whose models, but for the busiest, run fewer
     requests at a time than this at their SLO's pace (token rate x TPOT SLO).
@@ -74,6 +75,7 @@ class SchedulerYaml(Strict, frozen=True):
 
     interval: str = "5s"
     idle_threshold: str = "45s"
+    min_idle: str = "1s"
     migration_threshold: float = 0.2
     contended_requests: float = 4.0
     rate_window: str = "60s"
@@ -147,6 +149,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
 class SchedulerConfig(msgspec.Struct, frozen=True):
     interval_s: float = 5.0
     idle_threshold_s: float = 45.0
+    min_idle_s: float = 1.0
     migration_threshold: float = 0.2
     contended_requests: float = 4.0
     rate_window_s: float = 60.0

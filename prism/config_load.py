@@ -196,6 +196,7 @@ def _scheduler(data: SchedulerYaml) -> SchedulerConfig:
     return SchedulerConfig(
         interval_s=parse_time(data.interval, "scheduler.interval"),
         idle_threshold_s=parse_time(data.idle_threshold, "scheduler.idle_threshold"),
+        min_idle_s=parse_time(data.min_idle, "scheduler.min_idle"),
         migration_threshold=data.migration_threshold,
         contended_requests=data.contended_requests,
         rate_window_s=parse_time(data.rate_window, "scheduler.rate_window"),

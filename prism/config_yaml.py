@@ -24,6 +24,7 @@ _EXAMPLES = {
     "tpot": '"50ms"',
     "interval": '"5s"',
     "idle_threshold": '"45s"',
+    "min_idle": '"1s"',
     "rate_window": '"60s"',
     "drain_timeout": '"30s"',
 }

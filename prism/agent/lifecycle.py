@@ -72,6 +72,7 @@ class Lifecycle:
         self._max_running = max_running
         self._drain_timeout_s = drain_timeout_s
         self._fingerprints = Fingerprints()
+        self._ticked_s = self._now_s()
 
     # --- the scheduler's orders -------------------------------------------------------------
 
@@ -225,11 +226,20 @@ class Lifecycle:
 
     def tick(self) -> None:
         """Looks at time limits; call it every `tick_s`."""
+        self._forgive_own_absence()
         self._kill_silent_engines()
         for served in list(self._models.served.values()):
             if served.state is ModelState.DRAINING:
                 self._deactivate_when_idle(served)
         self._place_those_waiting()
+
+    def _forgive_own_absence(self) -> None:
+        """An agent that was stopped itself (a suspended machine, SIGSTOP) has heard nobody."""
+        away_s = self._now_s() - self._ticked_s
+        self._ticked_s = self._now_s()
+        if away_s > self._timing.away_s:
+            for engine in self._pool:
+                engine.seen_s += away_s
 
     def _kill_silent_engines(self) -> None:
         limits_s = {

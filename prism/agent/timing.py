@@ -11,7 +11,8 @@ class Timing:
     lease_wait_s: how long a fresh agent waits for an earlier one's lease to run out.
     tick_s: how often time limits are looked at. retry_s: pause after Redis did not answer.
     silent_s: an engine without a message for so long is killed; hello_s, activation_s: the same
-    while it starts and while it loads a model, when it cannot send.
+    while it starts and while it loads a model, when it cannot send. away_s: an agent that looks at
+    time limits so late was stopped itself, and counts no engine's silence of that time.
     absent_grace_s: how long requests wait for a model that is not here, since the queue is often
     faster than the scheduler's order to activate; failed_grace_s: the same where it failed.
     frontend_missing_s: a frontend whose heartbeat is gone for so long is dead.
@@ -29,6 +30,7 @@ class Timing:
     tick_s: float = 0.1
     retry_s: float = 0.2
     silent_s: float = 20.0
+    away_s: float = 2.0
     hello_s: float = 60.0
     activation_s: float = 150.0
     absent_grace_s: float = 3.0

@@ -249,6 +249,7 @@ def settings_of(config: ClusterConfig) -> Settings:
     scheduler = config.scheduler
     return Settings(
         idle_threshold_s=scheduler.idle_threshold_s,
+        min_idle_s=scheduler.min_idle_s,
         migration_threshold=scheduler.migration_threshold,
         contended_requests=scheduler.contended_requests,
         move_running=scheduler.move_running,

@@ -158,6 +158,7 @@ def cluster_setup(
         policy=config.policy,
         settings=Settings(
             idle_threshold_s=parse_time(scheduler.idle_threshold, "scheduler.idle_threshold"),
+            min_idle_s=parse_time(scheduler.min_idle, "scheduler.min_idle"),
             migration_threshold=scheduler.migration_threshold,
             contended_requests=scheduler.contended_requests,
         ),

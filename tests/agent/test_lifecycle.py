@@ -102,6 +102,14 @@ class Bench:
         self.effects.answers.clear()
         return self.engine(model)
 
+    def tick_until(self, time_s: float, heard: Engine | None = None) -> None:
+        """Each second; `heard` sends messages all the while."""
+        while self.time_s < time_s:
+            self.time_s += 1.0
+            if heard is not None:
+                heard.seen_s = self.time_s
+            self.lifecycle.tick()
+
     def stage(self, model: str) -> str:
         served = self.state.models.served.get(model)
         return served.state.value if served else "absent"
@@ -280,15 +288,22 @@ def test_silent_engines_are_killed_each_state_with_its_own_patience() -> None:
     active = bench.serve("a")
     bench.order("b")
     loading = bench.engine("b")
-    bench.time_s = TIMING.silent_s + 1
-    active.seen_s = bench.time_s
-    bench.lifecycle.tick()
+    bench.tick_until(TIMING.silent_s + 1, heard=active)
     assert len(bench.effects.killed) == 1  # the free one
     assert {active.id, loading.id}.isdisjoint(bench.effects.killed)
-    active.seen_s = bench.time_s = TIMING.activation_s + 1
-    bench.lifecycle.tick()
+    bench.tick_until(TIMING.activation_s + 1, heard=active)
     assert loading.id in bench.effects.killed
     assert active.id not in bench.effects.killed
+
+
+def test_an_agent_that_was_stopped_itself_counts_no_silence_of_that_time() -> None:
+    bench = Bench()
+    engine = bench.serve("a")
+    bench.time_s = 1000.0
+    bench.lifecycle.tick()
+    assert bench.effects.killed == []
+    bench.tick_until(1000.0 + TIMING.silent_s + 1)
+    assert engine.id in bench.effects.killed
 
 
 def test_a_model_that_nobody_ordered_is_taken_down() -> None:

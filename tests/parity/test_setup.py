@@ -74,7 +74,9 @@ def config(*models: ModelSpec) -> ClusterConfig:
         policy="prism",
         devices=[DeviceConfig(f"host:{i}", 16 * MIB, 65536, 2) for i in (0, 1)],
         models=list(models),
-        scheduler=SchedulerConfig(idle_threshold_s=7.0, interval_s=2.0, rate_window_s=9.0),
+        scheduler=SchedulerConfig(
+            idle_threshold_s=7.0, min_idle_s=3.0, interval_s=2.0, rate_window_s=9.0
+        ),
         engine=EngineConfig(adapter="fake", max_running=3, prefill_chunk_tokens=101),
     )
 
@@ -99,6 +101,7 @@ def test_settings_and_devices_are_the_live_ones() -> None:
         ("host:1", 16 * MIB, 2),
     ]
     assert {d.processor for d in setup.devices} == {"host"}
+    assert setup.settings.min_idle_s == 3
     assert (setup.settings.idle_threshold_s, setup.interval_s, setup.rate_window_s) == (7, 2, 9)
     assert (setup.engine.max_running, setup.limits.prefill_chunk_tokens) == (3, 101)
     assert setup.engine.mixed_chunk
