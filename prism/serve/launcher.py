@@ -25,7 +25,7 @@ from prism.process import LOG_LEVEL_VARIABLE
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
-from prism.serve.mps import MpsDaemon, wants_mps
+from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
 from prism.serve.progress import Probe, make_display
 from prism.serve.run_dir import RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
@@ -193,7 +193,7 @@ def _mps(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> dict[str, 
     """What makes children clients of MPS, which runs from now on; empty where it is not wanted."""
     if not wants_mps(config):
         return {}
-    return stack.enter_context(MpsDaemon(run_dir.path / "mps")).variables
+    return stack.enter_context(MpsDaemon(run_dir.path / FOLDER)).variables
 
 
 def _redis(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> BundledRedis | None:

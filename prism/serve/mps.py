@@ -17,11 +17,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from prism.config import ClusterConfig
 from prism.errors import ConfigError
 from prism.process import child_environment, private_log, wrapped_command
 
 PROGRAM = "nvidia-cuda-mps-control"
+FOLDER = "mps"
+"""Of the run directory."""
 _START_S = 10.0
 _STOP_S = 10.0
 _LOOK_S = 0.05
@@ -43,6 +47,24 @@ def wants_mps(config: ClusterConfig) -> bool:
     return True
 
 
+def end_left_behind(folder: Path) -> None:
+    """Kill what a killed launcher's daemon left: it dies with the launcher, but its servers, which
+    hold the GPU, do not. They are known by their environment."""
+    pipe = _variables(folder)["CUDA_MPS_PIPE_DIRECTORY"]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("CUDA_MPS_PIPE_DIRECTORY") == pipe:
+                log.info("ending process %d, left by a killed cluster's MPS", process.pid)
+                process.kill()
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    return {
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+    }
+
+
 class MpsDaemon:
     """The control daemon, from `with` to the end of the block. `variables` make a process its
     client. Thread rule: the launcher's main thread."""
@@ -54,10 +76,7 @@ class MpsDaemon:
 
     @property
     def variables(self) -> dict[str, str]:
-        return {
-            "CUDA_MPS_PIPE_DIRECTORY": str(self._folder / "pipe"),
-            "CUDA_MPS_LOG_DIRECTORY": str(self._folder / "log"),
-        }
+        return _variables(self._folder)
 
     def __enter__(self) -> MpsDaemon:
         """Raises ConfigError when it does not start, with what it said."""

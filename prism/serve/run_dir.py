@@ -20,6 +20,7 @@ import kvcached
 from kvcached.weights.store import default_store
 from prism.config import AUTO_STORE, ClusterConfig, read_resolved
 from prism.errors import ConfigError
+from prism.serve import mps
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def sweep() -> None:
         if lock_fd is None:
             continue
         log.info("removing %s, left by a prism-serve that was killed", path)
-        _sweep_ledgers(path)
+        _end_cluster(path)
         RunDir(path, lock_fd).remove()
 
 
@@ -115,7 +116,7 @@ def _prepared(wanted: Path) -> Path:
     path = wanted.absolute()
     try:
         if _is_left_behind(path):
-            _sweep_ledgers(path)
+            _end_cluster(path)
             shutil.rmtree(path)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = sorted(entry.name for entry in path.iterdir())
@@ -199,7 +200,9 @@ def _candidates() -> Iterator[Path]:
             continue
 
 
-def _sweep_ledgers(path: Path) -> None:
+def _end_cluster(path: Path) -> None:
+    """What a killed prism-serve of this directory left outside of it."""
+    mps.end_left_behind(path / mps.FOLDER)
     try:
         remove_ledgers(read_resolved(path / CONFIG_FILE))
     except (OSError, msgspec.MsgspecError) as error:

@@ -15,7 +15,7 @@ import pytest
 from prism.agent.pool import Pool
 from prism.config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.errors import ConfigError
-from prism.serve.mps import MpsDaemon, wants_mps
+from prism.serve.mps import MpsDaemon, end_left_behind, wants_mps
 from tests.serve.conftest import alive, until
 
 # -f: the daemon, until its pid file goes; else: commands on stdin, noted in commands.log.
@@ -97,7 +97,7 @@ def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         MpsDaemon(tmp_path / "mps").__enter__()
 
 
-def test_it_dies_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_it_dies_with_a_killed_launcher_and_its_server_at_the_next_start(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from prism.serve.mps import MpsDaemon\n"
         "with MpsDaemon(Path(sys.argv[1])): print('up', flush=True); time.sleep(600)"
@@ -111,7 +111,12 @@ def test_it_dies_with_a_killed_launcher(tmp_path: Path) -> None:
     launcher.wait()
     launcher.stdout.close()
     until(lambda: not alive(control), "the end of the daemon")
-    os.kill(pid_in(tmp_path / "mps" / "log" / "server"), signal.SIGKILL)
+    server = pid_in(tmp_path / "mps" / "log" / "server")
+    assert alive(server)
+    end_left_behind(tmp_path / "other")
+    assert alive(server)
+    end_left_behind(tmp_path / "mps")
+    until(lambda: not alive(server), "the end of the server")
 
 
 def test_who_gets_it(program: Path) -> None:
