@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <string_view>
 
 #include "bindings.h"
 #include "dlpack.h"
@@ -79,8 +80,39 @@ std::vector<int64_t> dense_copy(const Ids& ids) {
   return dense;
 }
 
-void free_ids(KvCache& cache, const Ids& ids) {
-  if (ids.stride(0) == 1 || ids.size() <= 1) return free_dense(cache, {ids.data(), ids.size()});
+// A dense int64 array by Python's own buffers, at half the cost of nanobind's way to any array.
+class DenseIds {
+ public:
+  explicit DenseIds(nb::handle array) {
+    held_ = PyObject_GetBuffer(array.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) == 0;
+    if (!held_) PyErr_Clear();
+  }
+  ~DenseIds() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  DenseIds(const DenseIds&) = delete;
+  DenseIds& operator=(const DenseIds&) = delete;
+
+  // Whether it is one; other arrays may hold ids all the same.
+  bool is_one() const {
+    if (!held_ || view_.ndim != 1 || view_.itemsize != sizeof(int64_t)) return false;
+    const std::string_view format = view_.format;
+    return format == "l" || format == "q";
+  }
+  std::span<const int64_t> ids() const {
+    return {static_cast<const int64_t*>(view_.buf), static_cast<size_t>(view_.shape[0])};
+  }
+
+ private:
+  Py_buffer view_;
+  bool held_;
+};
+
+void free_ids(KvCache& cache, nb::handle array) {
+  const DenseIds dense(array);
+  if (dense.is_one()) return free_dense(cache, dense.ids());
+  Ids ids;
+  if (!nb::try_cast(array, ids, false)) throw nb::next_overload();
   free_dense(cache, dense_copy(ids));
 }
 

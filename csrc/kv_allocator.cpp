@@ -8,17 +8,16 @@ namespace kvcached {
 
 namespace {
 
-constexpr uint32_t kWordBits = 64;
 // Up to here the few blocks of a slab are cheaper one by one than as a run; they lie in one word.
 constexpr uint32_t kNarrow = 16;
 // And below this also one by one where they are consecutive.
 constexpr size_t kShort = 8;
 
-uint64_t bit(uint64_t position) { return uint64_t{1} << (position % kWordBits); }
+uint64_t bit(uint64_t position) { return uint64_t{1} << (position % KvAllocator::kWordBits); }
 
 // `count` ones from `position` on, which stay in the word.
 uint64_t bits(uint32_t position, uint32_t count) {
-  return (~uint64_t{0} >> (kWordBits - count)) << position;
+  return (~uint64_t{0} >> (KvAllocator::kWordBits - count)) << position;
 }
 
 // Without a way out before the end, so that the compiler makes vectors of it.
@@ -29,8 +28,25 @@ bool is_run(std::span<const int64_t> ids) {
   return different == 0;
 }
 
-Status broken(const std::string& what) {
-  return failure(Code::internal, "KV allocator integrity: " + what + " does not add up");
+// How many of the first ids are consecutive.
+size_t run_of(std::span<const int64_t> ids) {
+  if (ids.size() >= kShort && is_run(ids)) return ids.size();
+  size_t length = ids.empty() ? 0 : 1;
+  while (length < ids.size() && ids[length] == ids[length - 1] + 1) ++length;
+  return length;
+}
+
+// The blocks that `unowned` has ones for, ascending; `first` is that of its lowest bit.
+void write_ids(int64_t first, uint64_t unowned, std::span<int64_t> ids) {
+  const int64_t lowest = first + std::countr_zero(unowned);
+  const uint64_t run = unowned >> std::countr_zero(unowned);
+  if ((run & (run + 1)) == 0) {
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = lowest + static_cast<int64_t>(i);
+    return;
+  }
+  for (size_t i = 0; unowned != 0; ++i, unowned &= unowned - 1) {
+    ids[i] = first + std::countr_zero(unowned);
+  }
 }
 
 }  // namespace
@@ -205,34 +221,37 @@ void KvAllocator::take_from(Slab slab, std::span<int64_t> ids) {
   set_free(slab, nodes_[slab].free - static_cast<uint32_t>(ids.size()));
 }
 
-void KvAllocator::take_rest_of(Slab slab, std::span<int64_t> ids) {
-  uint64_t& word = owned_[slab];
-  const int64_t first = first_block(slab);
-  uint64_t unowned = ~word & bits(0, blocks_per_slab_);
-  word |= unowned;
-  const auto lowest = static_cast<uint32_t>(std::countr_zero(unowned));
-  if (ids.size() >= kShort && unowned == bits(lowest, static_cast<uint32_t>(ids.size()))) {
-    std::iota(ids.begin(), ids.end(), first + lowest);
-    unowned = 0;
+size_t KvAllocator::take_whole(uint32_t free, std::span<int64_t> ids) {
+  Slab slab = heads_[free];
+  size_t filled = 0;
+  for (; slab != kNone && ids.size() - filled >= free; slab = nodes_[slab].next) {
+    const uint64_t unowned = ~owned_[slab] & bits(0, blocks_per_slab_);
+    owned_[slab] |= unowned;
+    nodes_[slab].free = 0;
+    write_ids(first_block(slab), unowned, ids.subspan(filled, free));
+    filled += free;
   }
-  for (size_t i = 0; unowned != 0; ++i, unowned &= unowned - 1) {
-    ids[i] = first + std::countr_zero(unowned);
+  heads_[free] = slab;
+  if (slab != kNone) {
+    nodes_[slab].previous = kNone;
+  } else {
+    nonempty_[free / kWordBits] &= ~bit(free);
   }
-  unlink(slab);
-  nodes_[slab].free = 0;
+  if (free == blocks_per_slab_) empty_slabs_ -= static_cast<Slab>(filled / free);
+  return filled;
 }
 
 void KvAllocator::take(std::span<int64_t> ids) {
   live_blocks_ += static_cast<int64_t>(ids.size());
   free_mapped_blocks_ -= static_cast<int64_t>(ids.size());
   while (!ids.empty()) {
-    const Slab slab = heads_[fullest()];
-    const size_t count = std::min<size_t>(ids.size(), nodes_[slab].free);
-    if (blocks_per_slab_ <= kNarrow && count == nodes_[slab].free) {
-      take_rest_of(slab, ids.first(count));
-    } else {
-      take_from(slab, ids.first(count));
+    const uint32_t free = fullest();
+    if (blocks_per_slab_ <= kNarrow && free <= ids.size()) {
+      ids = ids.subspan(take_whole(free, ids));
+      continue;
     }
+    const size_t count = std::min<size_t>(ids.size(), free);
+    take_from(heads_[free], ids.first(count));
     ids = ids.subspan(count);
   }
 }
@@ -274,15 +293,19 @@ uint32_t KvAllocator::disown_run(Slab slab, uint32_t position, uint32_t count) {
 }
 
 size_t KvAllocator::disown_narrow(Slab slab, std::span<const int64_t> ids) {
+  uint64_t& word = owned_[slab];
+  const auto lowest = static_cast<uint32_t>(ids[0] - first_block(slab));
+  const auto owned = static_cast<size_t>(std::countr_one(word >> lowest));
+  const size_t longest = std::min(owned, ids.size());
+  const size_t count = run_of(ids.first(longest));
+  if (count < longest) return disown_scattered(slab, ids);
+  if (count > 0) word &= ~bits(lowest, static_cast<uint32_t>(count));
+  return count;
+}
+
+size_t KvAllocator::disown_scattered(Slab slab, std::span<const int64_t> ids) {
   const int64_t first = first_block(slab);
   uint64_t word = owned_[slab];
-  const auto lowest = static_cast<uint32_t>(ids[0] - first);
-  const auto rest = std::min<size_t>(ids.size(), blocks_per_slab_ - lowest);
-  const uint64_t mask = bits(lowest, static_cast<uint32_t>(rest));
-  if (rest >= kShort && (word & mask) == mask && is_run(ids.first(rest))) {
-    owned_[slab] = word & ~mask;
-    return rest;
-  }
   size_t gone = 0;
   for (; gone < ids.size(); ++gone) {
     const auto position = static_cast<uint64_t>(ids[gone] - first);
@@ -301,85 +324,66 @@ size_t KvAllocator::disown_in(Slab slab, std::span<const int64_t> ids) {
   return disown_run(slab, static_cast<uint32_t>(ids[0] - first), count);
 }
 
-Status KvAllocator::disown(std::span<const int64_t> ids) {
-  freed_.clear();
+size_t KvAllocator::release_alike(std::span<const int64_t> ids, uint32_t count) {
   const int64_t end = total_blocks();
-  for (size_t i = 0; i < ids.size();) {
-    const int64_t block = ids[i];
-    if (block < reserved_blocks_ || block >= end) return undo_disown(ids.first(i), block);
+  Slab head = heads_[count];
+  size_t gone = 0;
+  while (head != kNone && ids.size() - gone >= count) {
+    const int64_t block = ids[gone];
+    if (block < reserved_blocks_ || block >= end) break;
     const Slab slab = slab_of(block);
-    const size_t gone = disown_in(slab, ids.subspan(i));
-    if (gone == 0) return undo_disown(ids.first(i), block);
-    freed_.push_back({slab, static_cast<uint32_t>(gone)});
-    i += gone;
+    const uint64_t mask = bits(static_cast<uint32_t>(block - first_block(slab)), count);
+    const bool alike = nodes_[slab].free == 0 && (owned_[slab] & mask) == mask;
+    if (!alike || run_of(ids.subspan(gone, count)) < count) break;
+    owned_[slab] &= ~mask;
+    nodes_[slab] = {head, kNone, count, State::mapped};
+    nodes_[head].previous = slab;
+    head = slab;
+    gone += count;
   }
-  return {};
+  heads_[count] = head;
+  if (count == blocks_per_slab_) empty_slabs_ += static_cast<Slab>(gone / count);
+  return gone;
 }
 
-Status KvAllocator::undo_disown(std::span<const int64_t> ids, int64_t refused) {
-  for (const int64_t block : ids) set_owned(block, true);
-  return refuse(refused);
+size_t KvAllocator::release(std::span<const int64_t> ids) {
+  const int64_t end = total_blocks();
+  size_t gone = 0;
+  while (gone < ids.size() && ids[gone] >= reserved_blocks_ && ids[gone] < end) {
+    const Slab slab = slab_of(ids[gone]);
+    const auto count = static_cast<uint32_t>(disown_in(slab, ids.subspan(gone)));
+    if (count == 0) break;
+    set_free(slab, nodes_[slab].free + count);
+    gone += count;
+    if (blocks_per_slab_ <= kNarrow) gone += release_alike(ids.subspan(gone), count);
+  }
+  return gone;
+}
+
+void KvAllocator::take_back(std::span<const int64_t> ids) {
+  for (size_t i = 0; i < ids.size();) {
+    const Slab slab = slab_of(ids[i]);
+    uint32_t count = 0;
+    for (; i < ids.size() && slab_of(ids[i]) == slab; ++i, ++count) set_owned(ids[i], true);
+    set_free(slab, nodes_[slab].free - count);
+  }
 }
 
 Status KvAllocator::give(std::span<const int64_t> ids) {
-  KV_TRY(disown(ids));
+  const size_t gone = release(ids);
+  if (gone < ids.size()) {
+    take_back(ids.first(gone));
+    return refuse(ids[gone]);
+  }
   live_blocks_ -= static_cast<int64_t>(ids.size());
   free_mapped_blocks_ += static_cast<int64_t>(ids.size());
-  for (const Freed& run : freed_) set_free(run.slab, nodes_[run.slab].free + run.blocks);
   return {};
 }
 
 Status KvAllocator::check_give(std::span<const int64_t> ids) {
-  KV_TRY(disown(ids));
-  for (const int64_t block : ids) set_owned(block, true);
-  return {};
-}
-
-Status KvAllocator::check_lists() const {
-  Slab linked = 0;
-  for (uint32_t free = 0; free < heads_.size(); ++free) {
-    if (((nonempty_[free / kWordBits] & bit(free)) != 0) != (heads_[free] != kNone)) {
-      return broken("the map of the lists of slabs");
-    }
-    Slab previous = kNone;
-    for (Slab slab = heads_[free]; slab != kNone; slab = nodes_[slab].next) {
-      const Node& node = nodes_[slab];
-      const bool right = node.free == free && node.previous == previous &&
-                         node.state == State::mapped && ++linked <= slabs_;
-      if (!right) return broken("a list of slabs with room");
-      previous = slab;
-    }
-  }
-  const auto has_room = [](const Node& node) { return node.free != 0; };
-  const auto with_room = std::count_if(nodes_.begin(), nodes_.end(), has_room);
-  return with_room == linked ? Status{} : broken("the number of slabs with room");
-}
-
-Status KvAllocator::check() const {
-  int64_t live = -reserved_blocks_;
-  int64_t free_mapped = 0;
-  Slab unmapped = 0;
-  Slab mapped = 0;
-  Slab empty = 0;
-  for (Slab slab = 0; slab < slabs_; ++slab) {
-    const uint32_t owned = count_owned(slab);
-    live += owned;
-    unmapped += nodes_[slab].state == State::unmapped ? 1 : 0;
-    if (nodes_[slab].state == State::mapped) {
-      free_mapped += blocks_per_slab_ - owned;
-      ++mapped;
-      empty += owned == 0 ? 1 : 0;
-      if (nodes_[slab].free != blocks_per_slab_ - owned) return broken("free blocks of a slab");
-    } else if (owned != 0) {
-      return broken("a block on an unmapped slab");
-    }
-  }
-  if (live != live_blocks_) return broken("the number of live blocks");
-  if (free_mapped != free_mapped_blocks_) return broken("the number of free mapped blocks");
-  if (unmapped != unmapped_slabs_) return broken("the number of unmapped slabs");
-  if (mapped != mapped_slabs_) return broken("the number of mapped slabs");
-  if (empty != empty_slabs_) return broken("the number of empty slabs");
-  return check_lists();
+  const size_t gone = release(ids);
+  take_back(ids.first(gone));
+  return gone < ids.size() ? refuse(ids[gone]) : Status{};
 }
 
 }  // namespace kvcached

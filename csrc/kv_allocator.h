@@ -24,6 +24,8 @@ using Slab = uint32_t;
 
 class KvAllocator {
  public:
+  static constexpr uint32_t kWordBits = 64;  // of the ownership bitmap
+
   // REQUIRES: slabs > 0, blocks_per_slab > 0, reserved_blocks < slabs * blocks_per_slab
   KvAllocator(Slab slabs, uint32_t blocks_per_slab, int64_t reserved_blocks);
 
@@ -74,10 +76,6 @@ class KvAllocator {
   Status check() const;
 
  private:
-  struct Freed {
-    Slab slab;
-    uint32_t blocks;
-  };
   enum class State : uint8_t { unmapped, mapped, aside, retired };
   // What a step needs to know of a slab, in a quarter of a cache line.
   struct Node {
@@ -93,15 +91,20 @@ class KvAllocator {
   uint32_t count_owned(Slab slab) const;
   // How many of the first ids are consecutive and of one slab, whose first block is `first`.
   size_t run_length(std::span<const int64_t> ids, int64_t first) const;
-  // Clears the ownership bits of all ids, leaving in freed_ how many went from which slab, or
-  // changes nothing.
-  Status disown(std::span<const int64_t> ids);
-  // The same for ids of one slab, the first of which lies in it: at least that one, unless it has
-  // no owner. Answers how many went.
+  // Clears the ownership bits of the first ids, those of one slab: at least of one id, unless it
+  // has no owner. Answers how many went.
   size_t disown_in(Slab slab, std::span<const int64_t> ids);
   size_t disown_narrow(Slab slab, std::span<const int64_t> ids);
+  size_t disown_scattered(Slab slab, std::span<const int64_t> ids);
   uint32_t disown_run(Slab slab, uint32_t position, uint32_t count);
-  Status undo_disown(std::span<const int64_t> ids, int64_t refused);
+  // Gives the first ids back, up to one that cannot be. Answers how many went; live_blocks_ and
+  // free_mapped_blocks_ are the caller's to change.
+  size_t release(std::span<const int64_t> ids);
+  // The same for the slabs at the beginning that were full and get `count` consecutive blocks back
+  // each: batches are mostly made of such, and their list's head stays in a register.
+  size_t release_alike(std::span<const int64_t> ids, uint32_t count);
+  // Undoes release.
+  void take_back(std::span<const int64_t> ids);
 
   // Mapped slabs with room, in doubly linked lists by their number of free blocks.
   void link(Slab slab);
@@ -109,7 +112,8 @@ class KvAllocator {
   void set_free(Slab slab, uint32_t free);
   uint32_t fullest() const;
   Status check_lists() const;
-  void take_rest_of(Slab slab, std::span<int64_t> ids);
+  // All room of slabs with `free` blocks each, as many as the ids need whole.
+  size_t take_whole(uint32_t free, std::span<int64_t> ids);
   void take_from(Slab slab, std::span<int64_t> ids);
 
   const Slab slabs_;
@@ -126,7 +130,6 @@ class KvAllocator {
   mutable Slab lowest_unmapped_hint_ = 0;  // no slab below it is unmapped
   std::vector<uint64_t> owned_;            // words_per_slab_ words for each slab
   std::vector<Node> nodes_;                // by slab
-  std::vector<Freed> freed_;               // scratch of give, kept for its storage
   std::vector<Slab> heads_;                // by number of free blocks
   std::vector<uint64_t> nonempty_;         // bitmap of heads_
 };

@@ -107,19 +107,16 @@ class KVCache:
         room, whoever made it, or the time is over. What comes free meanwhile is kept for those who
         wait, in the order in which they came. An int64 array.
         """
-        ids = self._alloc(num_blocks)
-        if ids is not None or patience("wait_s", wait_s) == 0:
-            return ids
-        want = Want(self._asker, lambda: self._missing_bytes(num_blocks))
-        return wait_for(want, lambda: self._alloc(num_blocks), wait_s)
-
-    def _alloc(self, num_blocks: int) -> NDArray[np.int64] | None:
         try:
-            return self._core.alloc(num_blocks)
+            ids = self._core.alloc(num_blocks)
         except TypeError as error:
             raise InvalidArgumentError(
                 f"num_blocks must be an integer below 2^63, not {num_blocks!r}"
             ) from error
+        if ids is not None or patience("wait_s", wait_s) == 0:
+            return ids
+        want = Want(self._asker, lambda: self._missing_bytes(num_blocks))
+        return wait_for(want, lambda: self._core.alloc(num_blocks), wait_s)
 
     def free_kv(self, ids: NDArray[np.int64]) -> None:
         """Frees blocks; pages without a live block go back, but for what the watermarks keep.
