@@ -1,14 +1,17 @@
 """Weight bytes per second onto a GPU: the naive copy, one pinned buffer, our pipeline, and the bus.
 
     python bench/gpu_weights.py [--device cuda:0] [--gigabytes 1,3,8] [--tensor-mb 64] [--threads 8]
-        [--pairs 5]
+        [--pairs 5] [--links 1]
 
 For each size, from the machine's weight store (files in /dev/shm), in turn:
 
 - naive: each tensor read into ordinary memory, then one synchronous copy of it;
 - pinned: each tensor read into one pinned buffer, in pieces, each copied and waited for;
 - pipeline: `WeightArena.load` over `WeightLinks` that stay open, which makes the pages as well;
+- node (with --links N above 1): the same over the links of N GPUs, this one's and those after it;
 - bus: one full pinned buffer copied again and again, nothing read: the peak of the link.
+
+With --links it says as well what that takes on another GPU: what `engine.link_memory` is for.
 
 Wall-clock time, medians. Targets: 0.9 of the bus, 4.8 times naive (Prism §5.2). It needs an idle
 GPU with twice the largest size free. On the test libcuda (KVCACHED_LIBCUDA) it runs as well; its
@@ -20,9 +23,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from uuid import uuid4
@@ -33,6 +39,18 @@ import kvcached
 
 STAGING_BYTES = 32 << 20
 GB = 10**9
+FREE_BYTES = """
+import ctypes, sys
+cuda = ctypes.CDLL({library!r})
+device, context = ctypes.c_int(), ctypes.c_void_p()
+free, total = ctypes.c_size_t(), ctypes.c_size_t()
+codes = [cuda.cuInit(0), cuda.cuDeviceGet(ctypes.byref(device), int(sys.argv[1])),
+         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+         cuda.cuCtxPushCurrent_v2(context),
+         cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))]
+assert not any(codes), codes
+print(free.value)
+"""
 
 
 class Driver:
@@ -86,7 +104,12 @@ class Ways:
     """The same stored weights by every way, into memory of the same GPU."""
 
     def __init__(
-        self, client: kvcached.Client, weights: kvcached.StoredWeights, index: int, threads: int
+        self,
+        client: kvcached.Client,
+        helpers: list[kvcached.Client],
+        weights: kvcached.StoredWeights,
+        index: int,
+        threads: int,
     ) -> None:
         self.driver = Driver(index)
         self._client, self._weights = client, weights
@@ -96,7 +119,8 @@ class Ways:
         self._buffer = self.driver.pinned(STAGING_BYTES)
         self._staging = (ctypes.c_char * STAGING_BYTES).from_address(self._buffer)
         self._links = client.open_weight_links(threads=threads)
-        self._options = kvcached.LoadOptions(threads=threads)
+        self.has_helpers = bool(helpers)
+        self._node = client.open_weight_links(helpers, threads=threads) if helpers else self._links
 
     def naive(self) -> None:
         for path in self._files:
@@ -112,8 +136,14 @@ class Ways:
                     self.driver.wait()
 
     def pipeline(self) -> None:
+        self._load(self._links)
+
+    def node(self) -> None:
+        self._load(self._node)
+
+    def _load(self, links: kvcached.WeightLinks) -> None:
         with self._client.alloc_weights(self._weights.layout(), "bench") as arena:
-            arena.load(self._weights, self._options, self._links)
+            arena.load(self._weights, links=links)
 
     def bus(self) -> None:
         """As many bytes, without reading any."""
@@ -126,6 +156,7 @@ class Ways:
 
     def close(self) -> None:
         self._links.close()
+        self._node.close()
         self.driver.free(self._target)
         self.driver.call("cuMemFreeHost", ctypes.c_void_p(self._buffer))
 
@@ -141,6 +172,7 @@ def report(ways: Ways, size_bytes: int, pairs: int) -> None:
         "naive": ways.naive,
         "pinned": ways.pinned,
         "pipeline": ways.pipeline,
+        **({"node": ways.node} if ways.has_helpers else {}),
         "bus": ways.bus,
     }
     taken_s: dict[str, list[float]] = {name: [] for name in calls}
@@ -154,6 +186,8 @@ def report(ways: Ways, size_bytes: int, pairs: int) -> None:
         f" {rates['pipeline'] / rates['bus']:.2f} (target 0.9), pipeline / naive: ratio"
         f" {rates['pipeline'] / rates['naive']:.2f} (target 4.8)"
     )
+    if "node" in rates:
+        print(f"    node / pipeline: ratio {rates['node'] / rates['pipeline']:.2f}")
 
 
 def fill(builder: kvcached.WeightBuilder, size_bytes: int, tensor_bytes: int) -> None:
@@ -161,6 +195,43 @@ def fill(builder: kvcached.WeightBuilder, size_bytes: int, tensor_bytes: int) ->
     for number, start in enumerate(range(0, size_bytes, tensor_bytes)):
         count = min(tensor_bytes, size_bytes - start)
         builder.put(f"t{number}", rng.integers(0, 256, count, np.uint8))
+
+
+class Node:
+    """GPUs of this machine, with ledgers that go with the stack."""
+
+    def __init__(self, stack: ExitStack, page_bytes: int) -> None:
+        self._stack = stack
+        self._page_bytes = page_bytes
+        self._namespace = f"bench{uuid4().hex[:8]}"
+
+    def device(self, index: int, capacity_bytes: int) -> kvcached.Device:
+        device = kvcached.Device.open(
+            f"cuda:{index}",
+            capacity_bytes=capacity_bytes,
+            page_bytes=self._page_bytes,
+            namespace=self._namespace,
+        )
+        self._stack.callback(device.destroy, force=True)
+        return device
+
+    def helper(self, index: int) -> kvcached.Client:
+        """A client on another GPU; prints what its context takes there, as the driver counts it."""
+        device = self.device(index, 8 * STAGING_BYTES)
+        before_bytes = free_bytes(index)
+        client = self._stack.enter_context(device.client("bench"))
+        context_mib = (before_bytes - free_bytes(index)) >> 20
+        print(f"cuda:{index}: {context_mib} MiB for a context, {STAGING_BYTES >> 20} of staging")
+        return client
+
+
+def free_bytes(index: int) -> int:
+    """Of a GPU, as another process sees it: asking takes a context."""
+    program = FREE_BYTES.format(library=os.environ.get("KVCACHED_LIBCUDA", "libcuda.so.1"))
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(index)], check=True, capture_output=True, text=True
+    )
+    return int(done.stdout)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -172,33 +243,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page-bytes", type=int, default=2 << 20)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--links", type=int, default=1)
     options = parser.parse_args(arguments)
     sizes = [int(float(text) * GB) for text in options.gigabytes.split(",")]
     tensor_bytes = int(options.tensor_mb * (1 << 20))
-    device = kvcached.Device.open(
-        options.device,
-        capacity_bytes=(2 * max(sizes) // options.page_bytes + 64) * options.page_bytes,
-        page_bytes=options.page_bytes,
-        namespace=f"bench{uuid4().hex[:8]}",
-    )
-    index = int(options.device.partition(":")[2])
-    try:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-            for size_bytes in sizes:
-                path = f"{directory}/{size_bytes}"
-                store = kvcached.WeightStore.open(path, max_bytes=2 * size_bytes + (64 << 20))
-                key = kvcached.WeightKey(f"bench{size_bytes}", "bench", "uint8")
-                size = size_bytes
-                with (
-                    store.get(key, lambda b, size=size: fill(b, size, tensor_bytes)) as weights,
-                    device.client("bench") as client,
-                ):
-                    ways = Ways(client, weights, index, options.threads)
-                    report(ways, size_bytes, options.pairs)
-                    ways.close()
-                store.discard(key)
-    finally:
-        device.destroy(force=True)
+    with ExitStack() as stack:
+        node = Node(stack, options.page_bytes)
+        index = int(options.device.partition(":")[2])
+        helpers = [node.helper(index + n) for n in range(1, options.links)]
+        pages = 2 * max(sizes) // options.page_bytes + 64
+        device = node.device(index, pages * options.page_bytes)
+        directory = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        for size_bytes in sizes:
+            path = f"{directory}/{size_bytes}"
+            store = kvcached.WeightStore.open(path, max_bytes=2 * size_bytes + (64 << 20))
+            key = kvcached.WeightKey(f"bench{size_bytes}", "bench", "uint8")
+            size = size_bytes
+            with (
+                store.get(key, lambda b, size=size: fill(b, size, tensor_bytes)) as weights,
+                device.client("bench") as client,
+            ):
+                ways = Ways(client, helpers, weights, index, options.threads)
+                report(ways, size_bytes, options.pairs)
+                ways.close()
+            store.discard(key)
 
 
 if __name__ == "__main__":

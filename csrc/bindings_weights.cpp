@@ -1,5 +1,6 @@
 // The weight arena and its loads for Python.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -59,12 +60,20 @@ void bind_arena(nb::module_& module) {
 
 void bind_links(nb::module_& module) {
   nb::class_<WeightLinks>(module, "WeightLinks")
-      .def_static("open", [](std::shared_ptr<Client> target,
-                             const std::vector<std::shared_ptr<Client>>& others, size_t threads,
-                             uint64_t staging_bytes) {
-        const LinkOptions options{threads, staging_bytes};
-        return take(without_gil([&] { return WeightLinks::open(target, others, options); }));
-      });
+      .def_static("open",
+                  [](std::shared_ptr<Client> target, size_t threads, uint64_t staging_bytes) {
+                    const LinkOptions options{threads, staging_bytes};
+                    return take(without_gil([&] { return WeightLinks::open(target, options); }));
+                  })
+      .def("add",
+           [](WeightLinks& self, std::shared_ptr<Client> other, uint64_t share_bytes) {
+             check(without_gil([&] { return self.add(other, share_bytes); }));
+           })
+      .def("drop",
+           [](WeightLinks& self, const Client& other) {
+             check(without_gil([&] { return self.drop(other); }));
+           })
+      .def("close", [](WeightLinks& self) { without_gil([&] { self.close(); }); });
 }
 
 void bind_load(nb::module_& module) {
@@ -83,6 +92,13 @@ void bind_load(nb::module_& module) {
       .def("wait",
            [](WeightLoad& self, int64_t timeout_ms) {
              return without_gil([&] { return self.wait(std::chrono::milliseconds(timeout_ms)); });
+           })
+      .def("carried", &WeightLoad::carried)
+      .def("lost",
+           [](const WeightLoad& self) {
+             std::map<std::string, std::string> reasons;
+             for (const auto& [link, why] : self.lost()) reasons[link] = why.message;
+             return reasons;
            })
       .def("check", [](const WeightLoad& self) { check(self.outcome()); });
 }

@@ -82,6 +82,9 @@ Status Client::close() {
   if (loads_ > 0) {
     return failure(Code::in_use, "weights are being copied into an arena; cancel the load first");
   }
+  if (links_ > 0) {
+    return failure(Code::in_use, "weight links to another GPU use this one; drop or close them");
+  }
   KV_TRY(streams_.wait());
   spares_.stop();
   KV_TRY(vmm_->close());
@@ -213,6 +216,13 @@ Status Client::begin_load() {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
   ++loads_;
+  return {};
+}
+
+Status Client::begin_link() {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  ++links_;
   return {};
 }
 

@@ -49,6 +49,9 @@ class Client final : private ForkGuarded {
   // From here until end_load something copies into memory of this client, and close is refused.
   Status begin_load();
   void end_load() { --loads_; }
+  // From here until end_link its GPU helps to load another one's weights, and close is refused.
+  Status begin_link();
+  void end_link() { --links_; }
 
   // Reserves the addresses that regions are carved from from then on. Once; Code::invalid_argument
   // for a second call.
@@ -108,6 +111,7 @@ class Client final : private ForkGuarded {
   std::shared_ptr<AddressSpace> addresses_;
   std::atomic<bool> guards_ = false;
   std::atomic<int> loads_ = 0;
+  std::atomic<int> links_ = 0;
   std::atomic<Streams::Clock::duration> create_wait_{std::chrono::milliseconds(500)};
   std::unique_ptr<WakeThread> wake_;
   std::mutex mutex_;  // of closing, addresses_ and wake_; before those of spares_

@@ -107,4 +107,6 @@ Status CudaLane::drain() {
   return fed.ok() ? arrived : fed;
 }
 
+bool CudaLane::is_quiet() { return wait_for(*target_, arriving_).ok(); }
+
 }  // namespace kvcached

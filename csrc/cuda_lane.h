@@ -25,6 +25,7 @@ class CudaLane final : public WeightLane {
   // REQUIRES: at most buffer_bytes
   Status copy(const WeightChunk& chunk) override;
   Status drain() override;
+  bool is_quiet() override;
 
  private:
   struct Buffer {

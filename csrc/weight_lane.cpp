@@ -18,6 +18,7 @@ class HostLane final : public WeightLane {
     return read_exactly(*chunk.path, chunk.file_offset, {target, chunk.bytes});
   }
   Status drain() override { return {}; }
+  bool is_quiet() override { return true; }
 };
 
 Status read_failure(const std::string& path, const char* call, int error) {

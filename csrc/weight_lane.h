@@ -24,6 +24,8 @@ class WeightLane {
   virtual Status copy(const WeightChunk& chunk) = 0;
   // Waits until everything has arrived, or will never touch the device again.
   virtual Status drain() = 0;
+  // After a failure: whether nothing of this lane will touch the target's memory any more.
+  virtual bool is_quiet() = 0;
 };
 
 // `count` lanes onto a host device.

@@ -1,7 +1,6 @@
 #include "weight_links.h"
 
 #include <algorithm>
-#include <set>
 
 #include "cuda_lane.h"
 
@@ -12,83 +11,131 @@ namespace {
 constexpr size_t kBuffersPerLane = 2;  // one is filled while the GPU fetches the other
 constexpr uint64_t kSmallestBuffer = 4096;
 
-Status check_links(const std::vector<std::shared_ptr<Client>>& clients) {
-  std::set<int> ordinals;
-  for (const auto& client : clients) {
-    KV_TRY(client->check_open());
-    const Location place = client->vmm()->location();
-    if (!place.on_gpu && clients.size() > 1) {
-      return failure(Code::invalid_argument, "a host device has no link that could help");
-    }
-    if (!ordinals.insert(place.ordinal).second) {
-      return failure(Code::invalid_argument,
-                     "cuda:" + std::to_string(place.ordinal) + " is named twice");
-    }
-  }
-  return {};
+// Leases pages as if they were mapped. Only what nobody else waits for or is guaranteed.
+Status lease(Client* client, uint64_t bytes) {
+  KV_TRY(client->reserve(bytes));
+  Status status = client->commit(bytes);
+  if (!status.ok()) (void)client->cancel(bytes);
+  return status;
 }
 
 }  // namespace
 
 Result<std::shared_ptr<WeightLinks>> WeightLinks::open(const std::shared_ptr<Client>& target,
-                                                       std::vector<std::shared_ptr<Client>> others,
                                                        const LinkOptions& options) {
   if (options.threads == 0) return failure(Code::invalid_argument, "0 threads load nothing");
-  others.insert(others.begin(), target);
-  if (Status status = check_links(others); !status.ok()) return status;
-  std::shared_ptr<WeightLinks> links(new WeightLinks);
-  links->target_ = target->vmm()->location();
-  if (!links->target_.on_gpu) {
-    links->lanes_ = host_lanes(options.threads);
-    return links;
-  }
-  if (Status status = links->open_cuda(others, options); !status.ok()) return status;
+  if (Status status = target->check_open(); !status.ok()) return status;
+  std::shared_ptr<WeightLinks> links(new WeightLinks(target->vmm()->location(), options));
+  if (Status status = links->open_own(); !status.ok()) return status;
   return links;
 }
 
-Status WeightLinks::open_cuda(const std::vector<std::shared_ptr<Client>>& clients,
-                              const LinkOptions& options) {
-  const size_t lanes = (options.threads + clients.size() - 1) / clients.size();
-  const uint64_t buffer_bytes =
-      std::max(kSmallestBuffer, options.staging_bytes / lanes / kBuffersPerLane);
-  chunk_bytes_max_ = buffer_bytes;
-  std::shared_ptr<CudaDevice> target;
-  for (const auto& client : clients) {
-    Result<std::unique_ptr<CudaDevice>> opened =
-        CudaDevice::open(client->vmm()->location().ordinal);
-    if (!opened.ok()) return opened.status();
-    std::shared_ptr<CudaDevice> link = std::move(opened.value());
-    if (target == nullptr) {
-      target = link;
-    } else {
-      KV_TRY(lease(client, lanes * kBuffersPerLane * buffer_bytes));
-    }
-    for (size_t i = 0; i < lanes; ++i) {
-      auto lane = CudaLane::make(target, link, kBuffersPerLane, buffer_bytes);
-      if (!lane.ok()) return lane.status();
-      lanes_.push_back(std::move(lane.value()));
-    }
+Status WeightLinks::open_own() {
+  if (!place_.on_gpu) {
+    for (auto& lane : host_lanes(options_.threads))
+      lanes_.push_back({place_.ordinal, std::move(lane)});
+    return {};
+  }
+  Result<std::unique_ptr<CudaDevice>> opened = CudaDevice::open(place_.ordinal);
+  if (!opened.ok()) return opened.status();
+  target_ = std::move(opened.value());
+  chunk_bytes_max_ =
+      std::max(kSmallestBuffer, options_.staging_bytes / options_.threads / kBuffersPerLane);
+  return make_lanes(target_);
+}
+
+Status WeightLinks::make_lanes(const std::shared_ptr<CudaDevice>& link) {
+  for (size_t i = 0; i < options_.threads; ++i) {
+    auto lane = CudaLane::make(target_, link, kBuffersPerLane, chunk_bytes_max_);
+    if (!lane.ok()) return lane.status();
+    lanes_.push_back({link->ordinal(), std::move(lane.value())});
   }
   return {};
 }
 
-Status WeightLinks::lease(const std::shared_ptr<Client>& client, uint64_t bytes) {
-  KV_TRY(client->reserve_static(bytes));
-  leases_.push_back({client, bytes});
+Status WeightLinks::add(const std::shared_ptr<Client>& other, uint64_t share_bytes) {
+  if (!acquire()) return failure(Code::busy, "a load uses these links; wait for it");
+  Status status = check_helper(*other);
+  if (status.ok()) status = begin(other, share_bytes);
+  if (status.ok()) {
+    status = open_helper(*other);
+    if (!status.ok()) end(other->vmm()->location().ordinal);
+  }
+  release();
+  return status;
+}
+
+Status WeightLinks::check_helper(const Client& other) const {
+  const Location place = other.vmm()->location();
+  if (!place_.on_gpu || !place.on_gpu) {
+    return failure(Code::invalid_argument, "a host device has no link that could help");
+  }
+  for (const Lane& lane : lanes_) {
+    if (lane.ordinal != place.ordinal) continue;
+    return failure(Code::invalid_argument,
+                   "cuda:" + std::to_string(place.ordinal) + " is named twice");
+  }
   return {};
 }
 
-WeightLinks::~WeightLinks() {
-  lanes_.clear();  // memory first, ledger second
-  for (const Lease& lease : leases_) {
-    // A client that was closed has given everything back.
-    if (lease.client->check_open().ok()) (void)lease.client->release_static(lease.bytes);
+Status WeightLinks::begin(const std::shared_ptr<Client>& other, uint64_t share_bytes) {
+  KV_TRY(other->begin_link());
+  const uint64_t page = other->page_bytes();
+  const uint64_t staging = options_.threads * kBuffersPerLane * chunk_bytes_max_;
+  const uint64_t bytes = (staging + share_bytes + page - 1) / page * page;
+  Status status = lease(other.get(), bytes);
+  if (status.ok()) {
+    helpers_.push_back({other, bytes});
+  } else {
+    other->end_link();
   }
+  return status;
+}
+
+Status WeightLinks::open_helper(const Client& other) {
+  Result<std::unique_ptr<CudaDevice>> opened = CudaDevice::open(other.vmm()->location().ordinal);
+  if (!opened.ok()) return opened.status();
+  return make_lanes(std::shared_ptr<CudaDevice>(std::move(opened.value())));
+}
+
+Status WeightLinks::drop(const Client& other) {
+  if (!acquire()) return failure(Code::busy, "a load uses these links; wait for it");
+  end(other.vmm()->location().ordinal);
+  release();
+  return {};
+}
+
+void WeightLinks::end(int ordinal) {
+  const auto is_of = [ordinal](const Helper& helper) {
+    return helper.client->vmm()->location().ordinal == ordinal;
+  };
+  const auto helper = std::find_if(helpers_.begin(), helpers_.end(), is_of);
+  if (helper == helpers_.end()) return;
+  std::erase_if(lanes_, [ordinal](const Lane& lane) { return lane.ordinal == ordinal; });
+  (void)helper->client->release(helper->leased_bytes);
+  helper->client->end_link();
+  helpers_.erase(helper);
+}
+
+void WeightLinks::end_all() {
+  while (!helpers_.empty()) end(helpers_.back().client->vmm()->location().ordinal);
+  lanes_.clear();
+}
+
+// They stay acquired: no load begins without lanes.
+void WeightLinks::close() {
+  if (acquire()) end_all();
+}
+
+WeightLinks::~WeightLinks() { end_all(); }
+
+std::string WeightLinks::link_of(size_t index) const {
+  return place_.on_gpu ? "cuda:" + std::to_string(lanes_[index].ordinal) : "host";
 }
 
 bool WeightLinks::lead_to(const Client& client) const {
   const Location place = client.vmm()->location();
-  return place.on_gpu == target_.on_gpu && place.ordinal == target_.ordinal;
+  return place.on_gpu == place_.on_gpu && place.ordinal == place_.ordinal;
 }
 
 }  // namespace kvcached

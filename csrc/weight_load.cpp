@@ -70,7 +70,7 @@ Result<std::shared_ptr<WeightLoad>> WeightLoad::start(std::shared_ptr<WeightAren
 
 Status WeightLoad::start_threads() {
   const SignalsBlocked blocked;
-  const size_t lanes = links_->lanes().size();
+  const size_t lanes = links_->lanes();
   try {
     while (threads_.size() < lanes) threads_.emplace_back(&WeightLoad::run, this, threads_.size());
   } catch (const std::system_error& error) {
@@ -87,9 +87,10 @@ WeightLoad::WeightLoad(std::shared_ptr<WeightArena> arena, std::vector<WeightPie
       rate_(options.bytes_per_s),
       is_limited_(options.bytes_per_s != 0),
       links_(std::move(links)),
-      next_chunk_(links_->lanes().size()),
+      next_chunk_(links_->lanes()),
       owner_pid_(getpid()),
-      running_(links_->lanes().size()) {
+      running_(links_->lanes()) {
+  for (size_t lane = 0; lane < running_; ++lane) helping_ += links_->is_relayed(lane) ? 1 : 0;
   cut_into_chunks(std::min(bounded_chunk(options), links_->chunk_bytes_max()));
 }
 
@@ -138,12 +139,52 @@ Status WeightLoad::outcome() const {
   return outcome_;
 }
 
+std::map<std::string, uint64_t> WeightLoad::carried() const {
+  const std::lock_guard lock(mutex_);
+  return carried_;
+}
+
+std::map<std::string, Status> WeightLoad::lost() const {
+  const std::lock_guard lock(mutex_);
+  return lost_;
+}
+
 void WeightLoad::run(size_t lane) {
-  Status status = copy_all(lane);
-  const Status drained = links_->lanes()[lane]->drain();
+  std::vector<size_t> taken;
+  Status status = copy_all(lane, &taken);
+  const Status drained = links_->lane(lane)->drain();
   if (status.ok()) status = drained;
-  if (!status.ok()) stop(std::move(status));
+  if (status.ok()) {
+    count_carried(lane, taken);
+  } else if (!hand_over(lane, taken, status)) {
+    stop(std::move(status));
+  }
+  if (links_->is_relayed(lane)) end_help();
   leave(1);
+}
+
+void WeightLoad::count_carried(size_t lane, const std::vector<size_t>& taken) {
+  uint64_t bytes = 0;
+  for (const size_t i : taken) bytes += chunks_[i].bytes;
+  const std::lock_guard lock(mutex_);
+  carried_[links_->link_of(lane)] += bytes;
+}
+
+// A refusal of the driver is the link's; anything else (the file, the arena, a cancellation) is the
+// whole load's.
+bool WeightLoad::hand_over(size_t lane, const std::vector<size_t>& taken, const Status& why) {
+  if (!links_->is_relayed(lane) || why.code != Code::system_call) return false;
+  if (!links_->lane(lane)->is_quiet()) return false;
+  const std::lock_guard lock(mutex_);
+  left_over_.insert(left_over_.end(), taken.begin(), taken.end());
+  lost_.emplace(links_->link_of(lane), why);
+  return true;
+}
+
+void WeightLoad::end_help() {
+  const std::lock_guard lock(mutex_);
+  --helping_;
+  changed_.notify_all();
 }
 
 void WeightLoad::leave(size_t lanes) {
@@ -156,12 +197,25 @@ void WeightLoad::leave(size_t lanes) {
   changed_.notify_all();
 }
 
-Status WeightLoad::copy_all(size_t lane) {
-  for (size_t i = lane; i < chunks_.size(); i = next_chunk_++) {
-    KV_TRY(wait_for_turn(chunks_[i].bytes));
-    KV_TRY(copy(links_->lanes()[lane].get(), chunks_[i]));
+Status WeightLoad::copy_all(size_t lane, std::vector<size_t>* taken) {
+  while (const std::optional<size_t> i = take(lane, taken->empty())) {
+    taken->push_back(*i);
+    KV_TRY(wait_for_turn(chunks_[*i].bytes));
+    KV_TRY(copy(links_->lane(lane), chunks_[*i]));
   }
   return {};
+}
+
+std::optional<size_t> WeightLoad::take(size_t lane, bool is_first) {
+  const size_t next = is_first ? lane : next_chunk_++;
+  if (next < chunks_.size()) return next;
+  if (links_->is_relayed(lane)) return {};
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return stopped_ || helping_ == 0 || !left_over_.empty(); });
+  if (stopped_ || left_over_.empty()) return {};
+  const size_t found = left_over_.back();
+  left_over_.pop_back();
+  return found;
 }
 
 Status WeightLoad::wait_for_turn(uint64_t bytes) {

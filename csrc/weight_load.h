@@ -7,6 +7,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <map>
+#include <optional>
 #include <thread>
 
 #include "weight_arena.h"
@@ -61,8 +63,13 @@ class WeightLoad {
   void cancel();
   // Whether all threads are through, after at most `timeout`.
   bool wait(std::chrono::milliseconds timeout);
-  // The first failure, Code::cancelled, or ok: every byte is in the arena. REQUIRES: wait() = true
+  // The first failure, Code::cancelled, or ok: every byte is in the arena. A link of another GPU
+  // that fails is none: those that work bring its part again. REQUIRES: wait() = true
   Status outcome() const;
+  // Bytes that each GPU's link brought and that stay, by its name (WeightLinks::link_of), and what
+  // became of links that failed. REQUIRES: wait() = true
+  std::map<std::string, uint64_t> carried() const;
+  std::map<std::string, Status> lost() const;
 
  private:
   // REQUIRES: the links are acquired, and begin_load of the client
@@ -72,7 +79,14 @@ class WeightLoad {
   Status start_threads();
   void run(size_t lane);
   void leave(size_t lanes);
-  Status copy_all(size_t lane);
+  Status copy_all(size_t lane, std::vector<size_t>* taken);
+  // The next chunk for this lane; nothing when all is done, or the load has been stopped. The
+  // target's own lanes wait here for what the others may leave to them.
+  std::optional<size_t> take(size_t lane, bool is_first);
+  // Whether others bring these chunks now, since only this lane's link failed.
+  bool hand_over(size_t lane, const std::vector<size_t>& taken, const Status& why);
+  void end_help();
+  void count_carried(size_t lane, const std::vector<size_t>& taken);
   Status copy(WeightLane* lane, const WeightChunk& chunk);
   Status wait_for_turn(uint64_t bytes);
   void stop(Status why);
@@ -88,9 +102,13 @@ class WeightLoad {
   std::atomic<uint64_t> started_bytes_ = 0;
   const int owner_pid_;
   size_t running_ = 0;
+  size_t helping_ = 0;  // of these, lanes of other GPUs
   bool stopped_ = false;
   Status outcome_;
-  mutable std::mutex mutex_;  // of the three above
+  std::vector<size_t> left_over_;  // chunks of lanes whose link failed
+  std::map<std::string, uint64_t> carried_;
+  std::map<std::string, Status> lost_;
+  mutable std::mutex mutex_;  // of the seven above
   std::condition_variable changed_;
   std::vector<std::thread> threads_;
 };

@@ -234,18 +234,18 @@ class Client:
     ) -> WeightLinks:
         """The ways over which `WeightArena.load` fills this client's arenas.
 
-        On a GPU `threads` fill buffers of pinned memory, `staging_bytes` for each link, while the
-        GPU fetches the others. `others` are clients on GPUs whose links to the host help, each
-        leasing as much memory there; their bytes go on to this GPU over the link between the two
-        (Prism §5.2). Raises NoRoomError, BackendUnavailableError for GPUs that are not connected,
-        InvalidArgumentError.
+        On a GPU each link's `threads` fill buffers of pinned memory, `staging_bytes` in all, while
+        the GPU fetches the others. `others` are clients on GPUs whose links to the host help from
+        the start (`WeightLinks.add`), all or none. Raises as `add` does.
         """
-        return WeightLinks(
-            self._core,
-            [other._core for other in others],
-            threads=threads,
-            staging_bytes=staging_bytes,
-        )
+        links = WeightLinks(self._core, threads=threads, staging_bytes=staging_bytes)
+        try:
+            for other in others:
+                links.add(other)
+        except BaseException:
+            links.close()
+            raise
+        return links
 
     def free_weights(self, arena: WeightArena) -> None:
         """Gives its pages and its lease back; its address range is free with its last view."""
@@ -289,9 +289,9 @@ class Client:
     def close(self) -> None:
         """Gives everything back to the device. A second call does nothing.
 
-        Raises PagesInUseError, and changes nothing, if the streams do not end in time or weights
-        are being loaded. Memory that is in use when the last reference goes is left to the end of
-        the process.
+        Raises PagesInUseError, and changes nothing, if the streams do not end in time, weights are
+        being loaded or links to another GPU use this one's. Memory that is in use when the last
+        reference goes is left to the end of the process.
         """
         self._core.close()
 

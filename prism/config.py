@@ -91,8 +91,11 @@ class EngineYaml(Strict, frozen=True):
     weight_store: where the machine keeps weights ready to be copied: "auto" (a folder in /dev/shm
     that ends with the cluster), "off", or a folder, which clusters may share. weight_store_max: its
     size; default 80 % of its file system. load_rate: most bytes per second that an activation
-    copies, for the sake of models that decode beside it; default: no bound. mps: start NVIDIA's
-    Multi-Process Service, so that the engines of a GPU compute at the same time.
+    copies, for the sake of models that decode beside it, over all links together; default: no
+    bound. weight_links: over whose links to the host an engine on a GPU loads weights: those of all
+    GPUs here ("node") or its "own" alone. link_memory: what that may take on each other GPU while
+    nobody there is short of it: staging of 32MiB, and the engine's CUDA context. mps: start
+    NVIDIA's Multi-Process Service, so that the engines of a GPU compute at the same time.
     """
 
     adapter: str = "sglang"
@@ -104,6 +107,8 @@ class EngineYaml(Strict, frozen=True):
     weight_store: str = AUTO_STORE
     weight_store_max: str | None = None
     load_rate: str | None = None
+    weight_links: str = "node"
+    link_memory: str = "512MiB"
     mps: bool = False
 
 
@@ -166,6 +171,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     weight_store: str = ""
     weight_store_bytes: int | None = None
     load_bytes_per_s: int | None = None
+    weight_links: str = "node"
+    link_bytes: int = 512 << 20
     mps: bool = False
 
 

@@ -206,6 +206,7 @@ def _scheduler(data: SchedulerYaml) -> SchedulerConfig:
 
 def _engine(data: EngineYaml, base_dir: Path) -> EngineConfig:
     _one_of(data.adapter, ADAPTERS, "engine.adapter")
+    _one_of(data.weight_links, ("node", "own"), "engine.weight_links")
     _at_least(data.max_running, 1, "engine.max_running")
     _at_least(data.prefill_chunk_tokens, 1, "engine.prefill_chunk_tokens")
     return EngineConfig(
@@ -217,6 +218,8 @@ def _engine(data: EngineYaml, base_dir: Path) -> EngineConfig:
         weight_store=_weight_store(data.weight_store, base_dir),
         weight_store_bytes=_optional_size(data.weight_store_max, "engine.weight_store_max"),
         load_bytes_per_s=_optional_size(data.load_rate, "engine.load_rate"),
+        weight_links=data.weight_links,
+        link_bytes=parse_size(data.link_memory, "engine.link_memory"),
         mps=data.mps,
     )
 

@@ -82,11 +82,8 @@ class Request(Wire, frozen=True):
 
 
 class Chunk(Wire, frozen=True):
-    """Tokens of one request from one engine step.
-
-    `first_index` is the position of token_ids[0] in the request's output. The chunk with a
-    `finish_reason` is the request's last.
-    """
+    """Tokens of one request from one engine step; `first_index`: the position of the first in its
+    output. The chunk with a `finish_reason` is the request's last."""
 
     request_id: str
     attempt: int
@@ -187,7 +184,8 @@ class Activated(Wire, frozen=True):
     """The model answers. `quantum_bytes`: its smallest growth of KV memory; `floor_bytes`: KV
     that stays resident while it is active (padding block); `reserve_bytes`: guaranteed KV of
     this engine so that one request of full context can always run to its end. `stages_s`: seconds
-    of each stage in order, and "total"; `fingerprint`: what it answered in its warm-up."""
+    of each stage in order, and "total"; `fingerprint`: what it answered in its warm-up;
+    `link_bytes`: what came out of the store over each GPU's link to the host ("host": no GPU)."""
 
     model: str
     quantum_bytes: int
@@ -199,6 +197,7 @@ class Activated(Wire, frozen=True):
     max_running: int
     stages_s: dict[str, float] = {}
     fingerprint: tuple[int, ...] = ()
+    link_bytes: dict[str, int] = {}
 
 
 class ActivationFailed(Wire, frozen=True):
@@ -270,8 +269,8 @@ class ModelReport(Wire, frozen=True):
     """One model on one device. Totals only grow while the agent lives.
 
     state: "activating" | "active" | "draining" | "failed". stages_s: those of the last activation,
-    in order, and "total"; "engine" and "shrink" are the waits for an engine and for memory.
-    Bytes are those of one rank."""
+    in order, and "total"; "engine" and "shrink" are the waits for an engine and for memory;
+    link_bytes: what it brought over each link, all ranks together. Other bytes: of one rank."""
 
     model: str
     state: str
@@ -295,13 +294,12 @@ class ModelReport(Wire, frozen=True):
     stages_s: dict[str, float] = {}
     activations_total: int = 0
     peers: tuple[str, ...] = ()
+    link_bytes: dict[str, int] = {}
 
 
 class AgentReport(Wire, frozen=True):
     """A device's state, every `report_interval_s` and on each change of a model's state.
-
-    waiting_unplaced: requests in the mirror whose model is not on this device.
-    """
+    waiting_unplaced: requests in the mirror whose model is not on this device."""
 
     device: str
     epoch: int
@@ -361,13 +359,14 @@ class Drain(Wire, frozen=True):
 
 class ActionResult(Wire, frozen=True):
     """The outcome of an action or an operator's command; failures are the next observation.
-    stages_s: for an operator's "activate", those of the model's last activation."""
+    stages_s, link_bytes: for an operator's "activate", of the model's last activation."""
 
     action_id: int
     ok: bool
     message: str = ""
     seconds: float = 0.0
     stages_s: dict[str, float] = {}
+    link_bytes: dict[str, int] = {}
 
 
 class OperatorCommand(Wire, frozen=True):

@@ -58,12 +58,24 @@ class WeightLoad:
         """Whether the threads are through, well or not."""
         return self._core.wait(0)
 
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that each GPU's link to the host brought ("cuda:1"; "host" for a host device's
+        memory). Read it once it is done."""
+        return self._core.carried()
+
+    @property
+    def lost_links(self) -> dict[str, str]:
+        """Links of other GPUs that failed, and why; those that work brought their part again. Read
+        it once it is done."""
+        return self._core.lost()
+
     def result(self) -> None:
         """Waits until every byte is there.
 
         Otherwise frees the arena, so that nothing stays leased, and raises: WeightFileError if a
         file of the store is missing or short, NoRoomError if memory outside of the ledger fills
-        the device, LoadCancelledError.
+        the device, LoadCancelledError. Another GPU's link that fails is no error (`lost_links`).
         """
         try:
             while not self._core.wait(_WAIT_MS):  # in slices: the interpreter hears Ctrl-C

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvcached import _core
-from kvcached.checks import positive
+from kvcached.checks import not_negative, positive
 from kvcached.errors import ClosedError
+
+if TYPE_CHECKING:
+    from kvcached.client import Client
 
 STAGING_BYTES = 32 << 20  # of each link, as in Prism §5.2
 
@@ -20,14 +23,12 @@ class WeightLinks:
     def __init__(
         self,
         client: _core.Client,
-        others: Sequence[_core.Client] = (),
         *,
         threads: int = 4,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._core: _core.WeightLinks | None = _core.WeightLinks.open(
             client,
-            list(others),
             positive("threads", threads),
             positive("staging_bytes", staging_bytes),
         )
@@ -39,6 +40,25 @@ class WeightLinks:
             raise ClosedError("the links are closed; open others")
         return self._core
 
+    def add(self, other: Client, *, share_bytes: int = 0) -> None:
+        """From now on the link of `other`'s GPU to the host helps; its bytes go on to this GPU over
+        the link between the two (Prism §5.2).
+
+        Leases staging there as pages, and `share_bytes` for what this process has on that GPU
+        besides (a CUDA context), which `other`'s usage shows. It can be given back between loads
+        (`drop`), and `other` cannot close before. Raises NoRoomError, BackendUnavailableError for
+        GPUs that are not connected, DeviceBusyError while a load runs, InvalidArgumentError for a
+        host device or a GPU that helps already.
+        """
+        self.core.add(other._core, not_negative("share_bytes", share_bytes))
+
+    def drop(self, other: Client) -> None:
+        """Gives back what `add` took. Nothing happens if it does not help; DeviceBusyError while a
+        load runs."""
+        self.core.drop(other._core)
+
     def close(self) -> None:
         """Gives buffers and leases back, once the load that uses them is done."""
+        if self._core is not None:
+            self._core.close()
         self._core = None

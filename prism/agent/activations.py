@@ -105,6 +105,11 @@ def _events(record: ActivationRecord, device: str, end_us: float) -> Iterator[di
             "dur": round(seconds * 1e6),
             "pid": device,
             "tid": record.engine_id,
-            "args": {"model": record.model},
+            "args": _arguments(record, name),
         }
         at_us += seconds * 1e6
+
+
+def _arguments(record: ActivationRecord, stage: str) -> dict[str, object]:
+    links = record.activated.link_bytes if record.activated and stage == "weights" else {}
+    return {"model": record.model} | ({"link_bytes": links} if links else {})

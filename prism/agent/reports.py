@@ -80,4 +80,5 @@ def _model_report(
         stages_s=served.stages_s,
         activations_total=totals.activations,
         peers=served.peers,
+        link_bytes=activated.link_bytes if activated else {},
     )

@@ -27,6 +27,7 @@ class Outcome:
     ok: bool
     message: str
     stages_s: dict[str, float] = field(default_factory=dict)
+    link_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class Operator:
@@ -55,7 +56,9 @@ class Operator:
         outcome = await self.carry_out(command)
         log.info("operator: %s %s: %s", command.kind, command.model or "", outcome.message[:200])
         seconds = self._state.now_s() - begun_s
-        result = ActionResult(0, outcome.ok, outcome.message, seconds, outcome.stages_s)
+        result = ActionResult(
+            0, outcome.ok, outcome.message, seconds, outcome.stages_s, outcome.link_bytes
+        )
         await self._link.answer(identity, result)
 
     async def carry_out(self, command: OperatorCommand) -> Outcome:
@@ -181,7 +184,8 @@ class Operator:
 
     def _active(self, model: str, device: str, verb: str) -> Outcome:
         report = self._state.book.model(device, model)
-        return Outcome(True, f"{model} {verb} {device}", report.stages_s if report else {})
+        stages_s, link_bytes = (report.stages_s, report.link_bytes) if report else ({}, {})
+        return Outcome(True, f"{model} {verb} {device}", stages_s, link_bytes)
 
     def _settled(self, model: str) -> bool:
         """Active, refused or failed, with nothing under way any more."""

@@ -40,12 +40,13 @@ ShrinkCall = Callable[[int | None], kvcached.Shrunk]
 @dataclass(frozen=True, slots=True)
 class EngineContext:
     """`ranks`: what this process agrees through with the other ranks of a tensor-parallel engine;
-    `device` and `engine_id` are this rank's own."""
+    `device` and `engine_id` are this rank's own, `rank_devices` those of all ranks."""
 
     engine_id: str
     device: str
     config: ClusterConfig
     ranks: RankGroup = ALONE
+    rank_devices: tuple[str, ...] = ()
 
     def open_device(self) -> kvcached.Device:
         """Attach to the device's ledger. Raises what `kvcached.Device.open` raises."""

@@ -68,6 +68,7 @@ class ClusterCollector(Collector):
         yield from _counters(_MODEL_COUNTERS, ["device", "model"], models)
         yield _states(status)
         yield _stages(status)
+        yield _links(status)
 
 
 def _cluster(status: ClusterStatus) -> Iterator[Metric]:
@@ -138,4 +139,17 @@ def _stages(status: ClusterStatus) -> Metric:
             for stage, seconds in report.stages_s.items():
                 if stage != "total":
                     family.add_metric([agent.device, report.model, stage], seconds)
+    return family
+
+
+def _links(status: ClusterStatus) -> Metric:
+    family = GaugeMetricFamily(
+        "prism_model_activation_link_bytes",
+        "What the last activation brought over each GPU's link to the host",
+        labels=["device", "model", "link"],
+    )
+    for agent in status.agents:
+        for report in agent.models:
+            for link, size_bytes in report.link_bytes.items():
+                family.add_metric([agent.device, report.model, link], size_bytes)
     return family

@@ -213,7 +213,8 @@ def _operate(command: OperatorCommand, as_json: bool, run_dir: Path | None) -> A
     result = operator.ask(find(run_dir), command, _ACTION_TIMEOUT_S)
     if as_json:
         shown = {"ok": result.ok, "message": result.message, "seconds": result.seconds}
-        print(json.dumps({**shown, "stages_s": result.stages_s} if result.stages_s else shown))
+        known = {"stages_s": result.stages_s, "link_bytes": result.link_bytes}
+        print(json.dumps(shown | {name: what for name, what in known.items() if what}))
     else:
         print(result.message or ("done" if result.ok else "failed"))
     if not result.ok:

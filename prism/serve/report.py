@@ -107,7 +107,8 @@ def activation(result: ActionResult) -> RenderableType:
     for stage, seconds in result.stages_s.items():
         share = f"{seconds / total_s:.0%}" if total_s else ""
         table.add_row(stage, f"{seconds * 1000:.1f}", share, _STAGES.get(stage, ""))
-    return table
+    links = ", ".join(f"{format_size(n)} over {link}" for link, n in result.link_bytes.items())
+    return Group(table, Text(f"weights: {links}")) if links else table
 
 
 def _agents_table(status: ClusterStatus) -> Table:

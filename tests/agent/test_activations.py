@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from prism.agent import activations
 from prism.agent.activations import ActivationRecord, Fingerprints, TraceFile
+from prism.messages import Activated
 
 RECORD = ActivationRecord("m", "host0-e1", {"reserve": 0.25, "weights": 0.5, "total": 0.75})
 
@@ -34,6 +36,16 @@ def test_a_trace_has_the_stages_one_after_another(tmp_path: Path) -> None:
     assert int(str(first["ts"])) + 250_000 == pytest.approx(int(str(second["ts"])), abs=1)
     assert abs(int(str(second["ts"])) + 500_000 - before_us) < 60e6
     assert first["args"] == {"model": "m"}
+
+
+def test_a_trace_says_what_each_link_brought(tmp_path: Path) -> None:
+    links = {"cuda:0": 5, "cuda:1": 3}
+    activated = Activated("m", 4096, 16, 0, 0, 0, 16, 4, link_bytes=links)
+    path = tmp_path / "a.trace.json"
+    TraceFile(path, "cuda:0").add(dataclasses.replace(RECORD, activated=activated))
+    reserve, weights = events(path)
+    assert reserve["args"] == {"model": "m"}
+    assert weights["args"] == {"model": "m", "link_bytes": links}
 
 
 def test_a_trace_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

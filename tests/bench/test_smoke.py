@@ -20,7 +20,9 @@ sys.path.insert(0, str(BENCH))
 
 SMALL = {
     "gpu_map": ["--page-bytes", "65536", "--buffers", "4", "--slabs", "2", "--pairs", "2"],
-    "gpu_weights": ["--gigabytes", "0.002,0.003", "--tensor-mb", "0.5", "--pairs", "1"],
+    "gpu_weights": [
+        *("--gigabytes", "0.002,0.003", "--tensor-mb", "0.5", "--pairs", "1", "--links", "2"),
+    ],
     "import_time": ["--pairs", "2"],
     "kv_alloc": ["--rounds", "20", "--pairs", "2"],
     "kv_fit": ["--requests", "80", "--live", "8", "--slab-blocks", "16"],

@@ -224,6 +224,10 @@ MISTAKES: list[tuple[Edit, str]] = [
         "engine.adapter: unknown value 'vllm'; choose one of sglang, fake",
     ),
     (
+        put("engine", "weight_links", value="all"),
+        "engine.weight_links: unknown value 'all'; choose one of node, own",
+    ),
+    (
         put("engine", "max_running", value=0),
         "engine.max_running: 0 is too small; give at least 1",
     ),

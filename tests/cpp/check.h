@@ -57,5 +57,6 @@ void test_region(const std::string& device);
 void test_kv_cache(const std::string& device);
 void test_spare_keeper(const std::string& device);
 void test_weights(const std::string& device);
+void test_weight_links();
 
 }  // namespace kvcached::testing

@@ -18,6 +18,7 @@ int main() {
     test_kv_cache("cuda:0");
     test_spare_keeper("cuda:0");
     test_weights("cuda:0");
+    test_weight_links();
     CHECK(nothing_leaked());
   } else {
     std::puts("skipped on cuda: what needs the test libcuda (KVCACHED_LIBCUDA)");

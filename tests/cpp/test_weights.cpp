@@ -11,8 +11,7 @@
 #include "check.h"
 #include "control.h"
 #include "kv_cache.h"
-#include "vmm_fault.h"
-#include "weight_load.h"
+#include "weight_fixture.h"
 
 namespace kvcached::testing {
 
@@ -22,35 +21,10 @@ using std::chrono::milliseconds;
 
 std::string device_under_test;
 
-constexpr uint64_t kCapacity = 64 * kPage;
-constexpr milliseconds kLong{60'000};
+constexpr uint64_t kCapacity = kWeightCapacity;
 
-struct Fixture {
-  std::string path = fresh_ledger_path();
-  std::shared_ptr<Ledger> ledger = value_of(Ledger::open({path, kCapacity, kPage}));
-  std::shared_ptr<FaultVmm> vmm =
-      std::make_shared<FaultVmm>(value_of(make_vmm(device_under_test, kPage)));
-  std::shared_ptr<Client> client = value_of(Client::open(ledger, vmm, {.name = "test"}));
-
-  ~Fixture() {
-    CHECK(static_bytes() == 0);
-    CHECK_OK(client->close());
-    CHECK_OK(ledger->destroy(false));
-  }
-  uint64_t static_bytes() { return value_of(client->record()).static_bytes; }
-};
-
-// A file of random bytes, and what is in it.
-struct SourceFile {
-  std::string path = "/dev/shm/prism-cpp-weights-" + std::to_string(getpid());
-  std::string content;
-
-  explicit SourceFile(size_t bytes) {
-    std::mt19937 random(1);
-    for (size_t i = 0; i < bytes; ++i) content.push_back(static_cast<char>(random()));
-    std::ofstream(path, std::ios::binary) << content;
-  }
-  ~SourceFile() { (void)unlink(path.c_str()); }
+struct Fixture : WeightFixture {
+  Fixture() : WeightFixture(device_under_test) {}
 };
 
 void an_arena_is_leased_before_its_first_page() {
@@ -151,7 +125,7 @@ void random_ranges_agree_with_a_map() {
 }
 
 std::shared_ptr<WeightLinks> links_of(const std::shared_ptr<Client>& client) {
-  return value_of(WeightLinks::open(client, {}, {.threads = 3, .staging_bytes = 2 * kPage}));
+  return value_of(WeightLinks::open(client, {.threads = 3, .staging_bytes = 2 * kPage}));
 }
 
 std::shared_ptr<WeightLoad> start(const std::shared_ptr<WeightArena>& arena,
@@ -231,7 +205,7 @@ void a_load_is_cancelled_at_once() {
 void a_client_does_not_close_under_its_load() {
   const SourceFile file(16 * kPage);
   Fixture f;
-  const auto links = value_of(WeightLinks::open(f.client, {}, {.threads = 2}));
+  const auto links = value_of(WeightLinks::open(f.client, {.threads = 2}));
   const auto arena = value_of(WeightArena::create(f.client, 16 * kPage));
   {
     const auto load = value_of(WeightLoad::start(arena, {{file.path, 0, 16 * kPage, 0}}, links,
@@ -263,7 +237,7 @@ class NoThreads {
 void threads_that_cannot_start_are_named() {
   const SourceFile file(kPage);
   Fixture f;
-  const auto links = value_of(WeightLinks::open(f.client, {}, {.threads = 2}));
+  const auto links = value_of(WeightLinks::open(f.client, {.threads = 2}));
   const auto arena = value_of(WeightArena::create(f.client, kPage));
   const auto start = [&] {
     return WeightLoad::start(arena, {{file.path, 0, kPage, 0}}, links, {});
@@ -287,82 +261,6 @@ void a_rate_spreads_transfers_over_time() {
   CHECK(rate.book(1) - second >= milliseconds(250));
 }
 
-// The fixture's GPU and another one, with a client on each.
-struct TwoDevices : Fixture {
-  std::string other_path = fresh_ledger_path();
-  std::shared_ptr<Ledger> other_ledger = value_of(Ledger::open({other_path, kCapacity, kPage}));
-  std::shared_ptr<Client> other =
-      value_of(Client::open(other_ledger, "cuda:1", {.name = "helper"}));
-
-  ~TwoDevices() {
-    CHECK(value_of(other->record()).static_bytes == 0);
-    CHECK_OK(other->close());
-    CHECK_OK(other_ledger->destroy(false));
-  }
-};
-
-void several_links_fill_one_arena() {
-  TwoDevices f;
-  const SourceFile file(20 * kPage + 5);
-  const auto from_host =
-      cuda_function<decltype(test_cuda_from_host_bytes)>("test_cuda_from_host_bytes");
-  const auto from_peer =
-      cuda_function<decltype(test_cuda_from_peer_bytes)>("test_cuda_from_peer_bytes");
-  const uint64_t before[] = {from_host(0), from_host(1), from_peer(0)};
-  auto links =
-      value_of(WeightLinks::open(f.client, {f.other}, {.threads = 4, .staging_bytes = 8 * kPage}));
-  CHECK(value_of(f.other->record()).static_bytes == 8 * kPage);
-  CHECK(f.static_bytes() == 0 && links->lanes().size() == 4 &&
-        links->chunk_bytes_max() == 2 * kPage);
-  for (int turn = 0; turn < 3; ++turn) {
-    const auto arena = value_of(WeightArena::create(f.client, 21 * kPage));
-    const auto load = value_of(WeightLoad::start(arena, {{file.path, 0, file.content.size(), 0}},
-                                                 links, {.chunk_bytes = kPage / 4}));
-    CHECK(load->wait(kLong));
-    CHECK_OK(load->outcome());
-    CHECK(std::memcmp(reinterpret_cast<const void*>(arena->region()->address()),
-                      file.content.data(), file.content.size()) == 0);
-    CHECK_OK(arena->close());
-  }
-  const uint64_t direct = from_host(0) - before[0];
-  const uint64_t relayed = from_host(1) - before[1];
-  CHECK(direct + relayed == 3 * file.content.size() && relayed == from_peer(0) - before[2]);
-  CHECK(direct > 0 && relayed > 0);
-  CHECK_CODE(WeightLinks::open(f.client, {f.client}, {}).status(), Code::invalid_argument);
-  CHECK_CODE(WeightLinks::open(f.client, {f.other}, {.staging_bytes = 2 * kCapacity}).status(),
-             Code::no_room);
-  const auto elsewhere = value_of(WeightArena::create(f.other, kPage));
-  CHECK_CODE(WeightLoad::start(elsewhere, {}, links, {}).status(), Code::invalid_argument);
-  CHECK_OK(elsewhere->close());
-}
-
-// Each of the driver's calls in turn, while links are opened and used: an error, and all goes back.
-void a_failing_call_of_a_link_leaves_nothing() {
-  const auto fail_at = cuda_function<decltype(test_cuda_fail_at)>("test_cuda_fail_at");
-  const SourceFile file(6 * kPage);
-  TwoDevices f;
-  bool passed = false;
-  for (uint64_t call = 1; !passed; ++call) {
-    const auto arena = value_of(WeightArena::create(f.client, 6 * kPage));
-    CHECK_OK(arena->back(6 * kPage));
-    fail_at(call, 1, 1);
-    auto links = WeightLinks::open(f.client, {f.other}, {.threads = 2, .staging_bytes = 4 * kPage});
-    if (links.ok()) {
-      const auto load =
-          value_of(WeightLoad::start(arena, {{file.path, 0, 6 * kPage, 0}}, links.value(), {}));
-      CHECK(load->wait(kLong));
-      passed = load->outcome().ok();
-      CHECK(passed || load->outcome().code == Code::system_call);
-    } else {
-      CHECK(links.status().code == Code::system_call);
-      CHECK(value_of(f.other->record()).static_bytes == 0);
-    }
-    fail_at(0, 0, 0);
-    CHECK_OK(arena->close());
-    CHECK(call < 200);
-  }
-}
-
 }  // namespace
 
 void test_weights(const std::string& device) {
@@ -378,9 +276,6 @@ void test_weights(const std::string& device) {
   a_client_does_not_close_under_its_load();
   threads_that_cannot_start_are_named();
   a_rate_spreads_transfers_over_time();
-  if (!device.starts_with("cuda")) return;
-  several_links_fill_one_arena();
-  a_failing_call_of_a_link_leaves_nothing();
 }
 
 }  // namespace kvcached::testing

@@ -86,12 +86,14 @@ class Stream:
 class NurseryProcess:
     """The nursery as the agent runs it: JSON lines in and out, stderr in a file."""
 
-    def __init__(self, adapter: str, config: ClusterConfig, environment: dict[str, str]) -> None:
+    def __init__(
+        self, adapter: str, config: ClusterConfig, environment: dict[str, str], device: str = DEVICE
+    ) -> None:
         run_dir = Path(config.run_dir)
         write_resolved(config, run_dir / "cluster.json")
         self.log_path = run_dir / "nursery.log"
         command = [sys.executable, "-m", "prism.engines.nursery", "--adapter", adapter]
-        command += ["--config", str(run_dir / "cluster.json"), "--device", DEVICE]
+        command += ["--config", str(run_dir / "cluster.json"), "--device", device]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -154,11 +156,13 @@ class NurseryProcess:
 class DeviceUnderTest:
     """Talks to engines as the agent does, and owns the device's ledger as the agent does."""
 
-    def __init__(self, adapter: str, config: ClusterConfig, environment: dict[str, str]) -> None:
+    def __init__(
+        self, adapter: str, config: ClusterConfig, environment: dict[str, str], device: str = DEVICE
+    ) -> None:
         self.config = config
-        place = config.device(DEVICE)
+        place = config.device(device)
         self.memory = kvcached.Device.open(
-            DEVICE,
+            device,
             capacity_bytes=place.capacity_bytes,
             page_bytes=place.page_bytes,
             namespace=config.namespace,
@@ -167,8 +171,8 @@ class DeviceUnderTest:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._router.bind(config.agent_engines_endpoint(DEVICE))
-        self.nursery = NurseryProcess(adapter, config, environment)
+        self._router.bind(config.agent_engines_endpoint(device))
+        self.nursery = NurseryProcess(adapter, config, environment, device)
         self.ready = self.nursery.expect(NurseryReady, 180.0)
         self.pids: dict[str, int] = {}
         self.streams: dict[str, Stream] = {}

@@ -19,6 +19,7 @@ enum Error {
   kNotFound = 500,
   kNotReady = 600,
   kPeerAlreadyEnabled = 704,
+  kLaunchFailed = 719,
   kPeerUnsupported = 217,
 };
 

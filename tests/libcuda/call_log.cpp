@@ -1,5 +1,6 @@
 #include "call_log.h"
 
+#include <cstdio>
 #include <cstdlib>
 
 #include "abi.h"
@@ -14,11 +15,24 @@ CallLog& CallLog::instance() {
 CallLog::CallLog() {
   const char* at = std::getenv("KVCACHED_TEST_CUDA_FAIL_AT");
   if (at != nullptr) fail_at(std::strtoull(at, nullptr, 0), 1, kInvalidValue);
+  const char* lost = std::getenv("KVCACHED_TEST_CUDA_LOSE");
+  int device = 0;
+  unsigned long long calls = 0;
+  if (lost != nullptr && std::sscanf(lost, "%d:%llu", &device, &calls) == 2) lose(device, calls);
 }
 
-int CallLog::record(const char* function) {
+bool CallLog::is_lost(int device) {
+  const auto found = until_lost_.find(device);
+  if (found == until_lost_.end()) return false;
+  if (found->second == 0) return true;
+  --found->second;
+  return false;
+}
+
+int CallLog::record(const char* function, int device) {
   ++counts_[function];
   ++total_;
+  if (is_lost(device)) return kLaunchFailed;
   if (until_failure_ == 0 || failures_ == 0) return 0;
   if (until_failure_ > 1) {
     --until_failure_;

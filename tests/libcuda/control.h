@@ -15,6 +15,9 @@ void test_cuda_reset_calls();
 // N = 0: none. The environment's KVCACHED_TEST_CUDA_FAIL_AT does the same from the start, with
 // CUDA_ERROR_INVALID_VALUE once.
 void test_cuda_fail_at(uint64_t call, uint64_t times, int error);
+// After `calls` more counted calls in contexts of the device all of them fail, as on a GPU that has
+// fallen off its bus. KVCACHED_TEST_CUDA_LOSE=DEVICE:CALLS does the same from the start.
+void test_cuda_lose(int device, uint64_t calls);
 uint64_t test_cuda_used_bytes(int device);
 // The rule that the last refusal was about, in words.
 const char* test_cuda_refusal();

@@ -50,6 +50,7 @@ constexpr NamedError kErrors[] = {
     {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {600, "CUDA_ERROR_NOT_READY", "device not ready"},
+    {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
 };
 
@@ -258,6 +259,11 @@ EXPORT void test_cuda_reset_calls() {
 EXPORT void test_cuda_fail_at(uint64_t call, uint64_t times, int error) {
   const std::lock_guard lock(mutex());
   CallLog::instance().fail_at(call, times, error);
+}
+
+EXPORT void test_cuda_lose(int device, uint64_t calls) {
+  const std::lock_guard lock(mutex());
+  CallLog::instance().lose(device, calls);
 }
 
 EXPORT uint64_t test_cuda_used_bytes(int device) {

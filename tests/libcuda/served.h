@@ -36,7 +36,7 @@ int served_in_context(Body body) {
 template <class Body>
 int counted(const char* function, Body body) {
   return served_in_context([&](Simulator& cuda) {
-    const int injected = CallLog::instance().record(function);
+    const int injected = CallLog::instance().record(function, current_device());
     return injected != 0 ? static_cast<Error>(injected) : body(cuda);
   });
 }

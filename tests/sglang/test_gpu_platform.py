@@ -3,18 +3,23 @@ is refused, and its memory on the test libcuda."""
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
 
 import kvcached
+from prism.engines.core import EngineContext
 from prism.engines.sglang import gpu
 from prism.engines.timeline import Timeline
 from prism.messages import Activate
 from tests.kvcached.conftest import libcuda  # noqa: F401 (a fixture)
 from tests.kvcached.libcuda import LibCuda
+from tests.sglang.conftest import config_of
 from tests.sglang.models import LLAMA, spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
@@ -108,3 +113,50 @@ def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
         memory.kv.free_kv(ids)
         memory.release()
         assert device.usage().reserved_bytes == 0
+
+
+def test_weights_come_over_the_links_of_all_gpus(
+    device: kvcached.Device, namespace: str, tmp_path: Path
+) -> None:
+    """At tensor level: a copy in SGLang's layout, parameters on the meta device, arenas on cuda:0,
+    every byte compared."""
+    import torch
+
+    from prism.engines.links import LoadLinks
+    from prism.engines.sglang import weight_key
+    from prism.engines.sglang.weights import ModelWeights, StoreAccess
+
+    spec = spec_of(LLAMA, 512)
+    wanted = {f"layer.{n}": torch.randn(700, 300 + n) for n in range(4)}
+    other = kvcached.Device.open(
+        "cuda:1", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace
+    )
+    config = config_of(tmp_path, CAPACITY)
+    places = [msgspec.structs.replace(config.devices[0], name=f"cuda:{n}") for n in range(2)]
+    engine = msgspec.structs.replace(config.engine, link_bytes=1 << 20)
+    config = msgspec.structs.replace(config, namespace=namespace, devices=places, engine=engine)
+    store = kvcached.WeightStore.open(tmp_path / "store")
+    key = weight_key(store.content_of(kvcached.Checkpoint.open(spec.path)), spec, device=DEVICE)
+
+    def put_all(builder: kvcached.WeightBuilder) -> None:
+        for name, tensor in wanted.items():
+            builder.put(name, tensor)
+        builder.put("prism.fingerprint", torch.tensor([5, 6]))
+
+    store.get(key, put_all).close()
+    with device.client("e0") as client:
+        links = LoadLinks(EngineContext("e0", DEVICE, config), client)
+        weights = ModelWeights(client, StoreAccess(store, links, device=DEVICE), spec)
+        assert weights.find_copy()
+        weights.lay_out({name: tensor.to("meta") for name, tensor in wanted.items()})
+        weights.load(lambda: None)
+        for name, tensor in wanted.items():
+            address = weights._required()[name].address
+            arrived = ctypes.string_at(address, tensor.numel() * 4)
+            assert arrived == tensor.numpy().tobytes()
+        assert sorted(weights.link_bytes) == ["cuda:0", "cuda:1"]
+        assert sum(weights.link_bytes.values()) == 16 + sum(t.numel() * 4 for t in wanted.values())
+        weights.release()
+        links.close()
+    assert device.usage().reserved_bytes == other.usage().reserved_bytes == 0
+    other.destroy()

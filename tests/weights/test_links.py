@@ -100,25 +100,27 @@ def test_four_links_fill_one_gpu_at_once(tmp_path: Path, namespace: str) -> None
     code = """
 opened = devices(4)
 clients = [device.client("a") for device in opened]
-links = clients[0].open_weight_links(clients[1:], threads=8, staging_bytes=MB)
-static = [device.usage().static_bytes for device in opened]
+links = clients[0].open_weight_links(clients[1:], threads=2, staging_bytes=MB)
+leased = [device.usage().committed_bytes for device in opened]
 arena = clients[0].alloc_weights(weights.layout(), "m")
-arena.load(weights, LoadOptions(bytes_per_s=10 * MB), links=links)
+load = arena.start_load(weights, LoadOptions(bytes_per_s=40 * MB), links=links)
+load.result()
 right = content(arena) == wanted
 arena.free()
 hosts = [cuda.test_cuda_from_host_bytes(n) for n in range(4)]
 peer = cuda.test_cuda_from_peer_bytes(0)
 links.close()
-print(json.dumps([right, static, hosts, peer, cuda.test_cuda_busy_devices_max(),
-                  cuda.test_cuda_violations(), [d.usage().static_bytes for d in opened],
-                  len(wanted)]))
+print(json.dumps([right, leased, hosts, peer, cuda.test_cuda_busy_devices_max(),
+                  cuda.test_cuda_violations(), [d.usage().reserved_bytes for d in opened],
+                  len(wanted), list(load.link_bytes.values()) == hosts]))
 """
     env = {"KVCACHED_TEST_CUDA_DEVICES": "4"}
-    right, static, hosts, peer, busy, violations, after, total = run(
+    right, leased, hosts, peer, busy, violations, after, total, told = run(
         tmp_path, namespace, code, **env
     )
     assert right
-    assert static == [0, 1 << 20, 1 << 20, 1 << 20]  # a small buffer on each helper, leased
+    assert told
+    assert leased == [0, 1 << 20, 1 << 20, 1 << 20]  # a small buffer on each helper, leased
     assert sum(hosts) == total
     assert peer == sum(hosts[1:])
     assert all(0 < part < total for part in hosts)
@@ -195,6 +197,71 @@ print(json.dumps([said, [d.usage().static_bytes for d in opened], arena.size_byt
     assert static == [0, arena_bytes]
 
 
+def test_a_link_that_fails_leaves_its_part_to_the_others(tmp_path: Path, namespace: str) -> None:
+    """The driver refuses every call for one of three GPUs from the nth on, in mid-load."""
+    code = """
+opened = devices(3)
+clients = [device.client("a") for device in opened]
+seen = []
+for nth in (0, 2, 5):  # two lanes make three calls each at least
+    links = clients[0].open_weight_links(clients[1:], threads=2, staging_bytes=MB)
+    arena = clients[0].alloc_weights(weights.layout(), "m")
+    cuda.test_cuda_lose(1, ctypes.c_uint64(nth))
+    load = arena.start_load(weights, links=links)
+    load.result()
+    cuda.test_cuda_lose(1, ctypes.c_uint64(1 << 60))
+    seen.append([content(arena) == wanted, sum(load.link_bytes.values()) == len(wanted),
+                 load.lost_links])
+    arena.free()
+    links.close()
+print(json.dumps([seen, cuda.test_cuda_violations(), [d.usage().reserved_bytes for d in opened]]))
+"""
+    seen, violations, left = run(tmp_path, namespace, code, KVCACHED_TEST_CUDA_DEVICES="3")
+    for right, whole, lost in seen:
+        assert (right, whole) == (True, True)
+        assert list(lost) == ["cuda:1"]
+        assert "CUDA_ERROR_LAUNCH_FAILED" in lost["cuda:1"]
+    assert (violations, left) == (0, [0, 0, 0])
+
+
+def test_helpers_come_and_go_between_loads(tmp_path: Path, namespace: str) -> None:
+    code = """
+opened = devices(2)
+a, b = (device.client("a") for device in opened)
+links = a.open_weight_links(threads=2, staging_bytes=MB)
+leased, said, right = [], [], []
+for share in (0, 3 * MB):
+    links.add(b, share_bytes=share)
+    leased.append(opened[1].usage().committed_bytes)
+    arena = a.alloc_weights(weights.layout(), "m")
+    load = arena.start_load(weights, LoadOptions(bytes_per_s=40 * MB), links=links)
+    for refused in (lambda: links.drop(b), lambda: b.close()):
+        try:
+            refused()
+        except kvcached.KvcachedError as error:
+            said.append(type(error).__name__)
+    load.result()
+    right.append(content(arena) == wanted and set(load.link_bytes) == {"cuda:0", "cuda:1"})
+    arena.free()
+    links.drop(b)
+    leased.append(opened[1].usage().reserved_bytes)
+try:
+    links.add(b, share_bytes=64 * MB)
+except kvcached.NoRoomError:
+    leased.append(opened[1].usage().reserved_bytes)
+links.add(b)
+links.close()
+b.close()
+print(json.dumps([leased, said, right, cuda.test_cuda_violations()]))
+"""
+    leased, said, right, violations = run(tmp_path, namespace, code)
+    mib = 1 << 20
+    assert leased == [mib, 0, 4 * mib, 0, 0]
+    assert said == ["DeviceBusyError", "PagesInUseError"] * 2
+    assert right == [True, True]
+    assert violations == 0
+
+
 @pytest.mark.parametrize("nth", range(1, 60, 7))
 def test_a_driver_that_fails_leaves_nothing_leased(
     tmp_path: Path, namespace: str, nth: int
@@ -206,8 +273,11 @@ links = clients[0].open_weight_links(clients[1:], threads=2, staging_bytes=MB)
 arena = clients[0].alloc_weights(weights.layout(), "m")
 cuda.test_cuda_fail_at(ctypes.c_uint64({nth}), ctypes.c_uint64(1), 1)
 said = ""
+load = arena.start_load(weights, links=links)
 try:
-    arena.load(weights, links=links)
+    load.result()
+    said = load.lost_links.get("cuda:1", "") if content(arena) == wanted else "wrong bytes"
+    arena.free()
 except kvcached.KvcachedError as error:
     said = str(error)
 cuda.test_cuda_fail_at(ctypes.c_uint64(0), ctypes.c_uint64(0), 0)

@@ -11,7 +11,9 @@ from prism.messages import ModelSpec
 
 
 def lacks(device: str) -> str:
-    return "" if device.startswith("host:") else f"the fake engine cannot serve on {device}"
+    if device.startswith("host:") or FakeOptions.from_environment().cpu_reads_gpu:
+        return ""
+    return f"the fake engine cannot serve on {device}"
 
 
 def preload(device: str = "host:0") -> None:
@@ -30,5 +32,5 @@ def create(context: EngineContext) -> EngineCore:
 def weight_key(
     content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
 ) -> WeightKey:
-    """It loads no weights, so nothing is ever stored under this key."""
+    """It loads files as they are, so nothing is ever stored under this key."""
     return WeightKey(content, "fake", spec.dtype, rank, ranks)

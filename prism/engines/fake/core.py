@@ -21,6 +21,7 @@ from prism.engines.core import EngineContext, ShrinkCall, StepOutput
 from prism.engines.fake.memory import BLOCK_TOKENS, Memory
 from prism.engines.fake.options import FakeOptions
 from prism.engines.fake.tokens import seed_of, token_at
+from prism.engines.fake.weights import FakeWeights
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Resume
@@ -79,6 +80,7 @@ class FakeCore:
         self._options = options
         self._device = context.open_device()
         self._client = self._device.client(context.engine_id)
+        self._weights = FakeWeights(self._client, context) if options.load_weights else None
         self._memory: Memory | None = None
         self._model: str | None = None
         self._served = False
@@ -105,6 +107,7 @@ class FakeCore:
         self._memory = Memory(self._client, self._device, self._context, order, timeline)
         timeline.enter("weights")
         time.sleep(self._options.activation_s)
+        link_bytes = self._load_weights(self._memory, order)
         timeline.enter("build")
         self._served = True
         self._model = name
@@ -112,11 +115,24 @@ class FakeCore:
         self._max_running = min(order.max_running, self._context.config.engine.max_running)
         activated = self._memory.describe(order, self._max_running)
         activated.stages_s.update(timeline.finish())
-        return activated
+        return msgspec.structs.replace(activated, link_bytes=link_bytes)
+
+    def _load_weights(self, memory: Memory, order: Activate) -> dict[str, int]:
+        if self._weights is None:
+            return {}
+        memory.hand_over_weights()
+        try:
+            return self._weights.load(order.model)
+        except ActivationError:
+            self._memory = None
+            memory.free()
+            raise
 
     def deactivate(self) -> None:
         if self._memory is None:
             return
+        if self._weights is not None:
+            self._weights.free()
         self._memory.free()
         self._memory = None
         self._model = None
@@ -125,13 +141,16 @@ class FakeCore:
 
     def close(self) -> None:
         self.deactivate()
+        if self._weights is not None:
+            self._weights.close()
         self._client.close()
 
     def fileno(self) -> int:
-        return self._client.fileno()
+        return (self._weights.links if self._weights else self._client).fileno()
 
     def answer_requests(self, shrink: ShrinkCall | None = None) -> bool:
-        return self._client.answer_requests(shrink or self.shrink) is not None
+        lent = self._weights.links.answer_requests() if self._weights else False
+        return self._client.answer_requests(shrink or self.shrink) is not None or lent
 
     def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
         return self._memory.shrink(size_bytes) if self._memory else kvcached.Shrunk()

@@ -6,6 +6,7 @@ number than was written means that the page went to somebody else while it was i
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ BLOCK_TOKENS = 16
 RESERVED_BLOCKS = 1
 STORED_AS = {"float32": "float32", "float16": "float16", "bfloat16": "float16"}
 EVICT_BATCH_BLOCKS = 64
+_DLPACK_CPU = 1
 
 
 class CorruptKVError(EngineError):
@@ -99,6 +101,10 @@ class Memory:
         self._client.set_min(self.reserve_bytes)
         self._client.set_limit(order.kv_limit_bytes)
 
+    def hand_over_weights(self) -> None:
+        """What was held for weights is theirs to lease, now that their real size is known."""
+        self._leases.pop(0).release()
+
     def _check_limit(self, order: Activate) -> None:
         limit_bytes = order.kv_limit_bytes
         if limit_bytes is not None and limit_bytes < self.reserve_bytes:
@@ -122,7 +128,7 @@ class Memory:
     def _open_buffers(self, num_layers: int) -> list[NDArray[Any]]:
         layers = range(num_layers)
         buffers = [b for i in layers for b in (self.kv.k_buffer(i), self.kv.v_buffer(i))]
-        return [np.from_dlpack(b) for b in buffers]
+        return [as_array(b) for b in buffers]
 
     def describe(self, order: Activate, max_running: int) -> Activated:
         return Activated(
@@ -249,6 +255,17 @@ class Memory:
         index = np.arange(start, end, dtype=np.int64)
         table = np.asarray(blocks, dtype=np.int64)
         return table[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
+
+
+def as_array(view: Any) -> NDArray[Any]:
+    """A numpy array on a view's memory. numpy takes no tensor of a GPU: there the CPU must be able
+    to read it at the same address (`FakeOptions.cpu_reads_gpu`)."""
+    if view.__dlpack_device__()[0] == _DLPACK_CPU:
+        return np.from_dlpack(view)
+    item = np.dtype(view.dtype).itemsize
+    last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
+    raw = (ctypes.c_uint8 * ((last + 1) * item)).from_address(view.address)
+    return np.ndarray(view.shape, view.dtype, raw, strides=[step * item for step in view.strides])
 
 
 def _values(token_ids: Sequence[int]) -> NDArray[np.int64]:

@@ -15,7 +15,9 @@ VARIABLE = "PRISM_FAKE"
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Speeds: prefill_tokens_per_s (0: no delay), decode_step_ms per step, activation_s.
 
-    vocabulary: output tokens lie in [first, second).
+    vocabulary: output tokens lie in [first, second). load_weights: load the model's files through
+    the weight store, as a real engine does. cpu_reads_gpu: serve on cuda devices too, whose memory
+    the CPU can read and write, as that of the test libcuda.
     Faults: die_at_token (SIGKILL to itself when it has produced that many tokens), raise_at_token
     (an exception in step), fail_activation (names of models, or ["*"]), fail_reuse (names of
     models that fail their self-check on an engine that has served another one). once_file: the
@@ -26,6 +28,8 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_step_ms: float = 0.0
     activation_s: float = 0.0
     vocabulary: tuple[int, int] = (32, 96)
+    load_weights: bool = False
+    cpu_reads_gpu: bool = False
     die_at_token: int | None = None
     raise_at_token: int | None = None
     fail_activation: tuple[str, ...] = ()

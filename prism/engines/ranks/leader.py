@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -25,6 +26,7 @@ from prism.messages import (
     SetLimit,
     Shutdown,
     Submit,
+    Wire,
 )
 from prism.model_memory import shard_of
 
@@ -53,7 +55,7 @@ class LeaderCore:
         failures = [(r, f) for r, f in enumerate(everyone) if isinstance(f, ActivationFailed)]
         self._group.tell(Verdict(not failures))
         if isinstance(own, Activated) and not failures:
-            return own
+            return msgspec.structs.replace(own, link_bytes=_total(everyone))
         if isinstance(own, Activated):
             self._core.deactivate()
         raise _error(failures)
@@ -135,6 +137,14 @@ def outcome(core: EngineCore, order: Activate) -> Activated | ActivationFailed:
         return core.activate(order)
     except ActivationError as error:
         return activation_failed(order.model.name, error)
+
+
+def _total(everyone: Sequence[Wire]) -> dict[str, int]:
+    """What all ranks brought over each link."""
+    total: Counter[str] = Counter()
+    for rank in everyone:
+        total.update(rank.link_bytes if isinstance(rank, Activated) else {})
+    return dict(total)
 
 
 def _error(failures: Sequence[tuple[int, ActivationFailed]]) -> ActivationError:

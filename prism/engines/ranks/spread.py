@@ -33,6 +33,7 @@ def spread(context: EngineContext, create: Create, peers: Sequence[str]) -> Crea
     if not peers:
         return create
     size, folder = 1 + len(peers), _folder(context)
+    context = dataclasses.replace(context, rank_devices=(context.device, *peers))
     links: list[socket.socket] = []
     pids: list[int] = []
     for rank, device in enumerate(peers, 1):
@@ -52,7 +53,8 @@ def spread(context: EngineContext, create: Create, peers: Sequence[str]) -> Crea
     group = RankGroup(0, size, links, str(folder))
 
     def create_leader(own: EngineContext) -> EngineCore:
-        return LeaderCore(create(dataclasses.replace(own, ranks=group)), group, pids)
+        leader = dataclasses.replace(own, ranks=group, rank_devices=context.rank_devices)
+        return LeaderCore(create(leader), group, pids)
 
     return create_leader
 

@@ -11,8 +11,8 @@ from functools import partial
 import msgspec
 
 import kvcached
-from kvcached import LoadOptions
 from prism.engines.core import EngineContext, ShrinkCall, StepOutput
+from prism.engines.links import LoadLinks
 from prism.engines.sglang import gpu, host, moving, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.radix_pages import RadixPages
@@ -65,6 +65,7 @@ class SglangCore:
         # KV space and weights of one model after another are laid out in these addresses.
         self._client.reserve_addresses(2 * _whole(place.capacity_bytes, place.page_bytes))
         self._access = store_access(context, self._client)
+        self._links = self._access.links
         self._active: _Active | None = None
         self._by_rid: dict[str, _Running] = {}
         self._rids = itertools.count()
@@ -111,6 +112,7 @@ class SglangCore:
             max_running=order.max_running,
             stages_s=timeline.finish(),
             fingerprint=fingerprint,
+            link_bytes=memory.weights.link_bytes,
         )
 
     def _build(
@@ -155,6 +157,8 @@ class SglangCore:
 
     def close(self) -> None:
         self.deactivate()
+        if self._links is not None:
+            self._links.close()
         self._client.close()
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
@@ -162,10 +166,11 @@ class SglangCore:
             self._active.memory.set_limit(kv_limit_bytes)
 
     def fileno(self) -> int:
-        return self._client.fileno()
+        return (self._links or self._client).fileno()
 
     def answer_requests(self, shrink: ShrinkCall | None = None) -> bool:
-        return self._client.answer_requests(shrink or self.shrink) is not None
+        lent = self._links.answer_requests() if self._links is not None else False
+        return self._client.answer_requests(shrink or self.shrink) is not None or lent
 
     def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
         """Give memory back: spare pages, then pages of the radix cache, chosen by page or, with
@@ -329,13 +334,12 @@ class SglangCore:
 
 
 def store_access(context: EngineContext, client: kvcached.Client) -> StoreAccess:
-    """The machine's weight store as `engine.weight_store` says, and the way from it to the client's
-    memory."""
+    """The machine's weight store as `engine.weight_store` says, and the ways from it to the
+    client's memory."""
     config, ranks = context.config, context.ranks
     store = open_store(config)
-    options = LoadOptions(bytes_per_s=config.engine.load_bytes_per_s)
-    links = client.open_weight_links(threads=options.threads) if store is not None else None
-    return StoreAccess(store, options, ranks.rank, ranks.size, links, context.device)
+    links = LoadLinks(context, client) if store is not None else None
+    return StoreAccess(store, links, ranks.rank, ranks.size, context.device)
 
 
 def _whole(size_bytes: int, page_bytes: int) -> int:

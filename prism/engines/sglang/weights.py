@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 import kvcached
 from kvcached import (
     Checkpoint,
-    LoadOptions,
     StoredWeights,
     TensorSpec,
     WeightArena,
     WeightBuilder,
     WeightKey,
     WeightLayout,
-    WeightLinks,
     WeightStore,
 )
 from kvcached.errors import StoreFullError, WeightFileError
+from prism.engines.links import LoadLinks
 from prism.engines.sglang.adapter import weight_key
 from prism.messages import ModelSpec
 
@@ -38,15 +37,13 @@ log = logging.getLogger("prism.engine")
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """The machine's store and how to copy out of it; `store` None: every load reads the files.
-    Each of the `ranks` of a tensor-parallel engine has copies of its own shards. `links` stay from
-    load to load: on a GPU their buffers are pinned."""
+    """The machine's store and the ways out of it; without both, every load reads the files. Each of
+    the `ranks` of a tensor-parallel engine has copies of its own shards."""
 
     store: WeightStore | None = None
-    options: LoadOptions = field(default_factory=LoadOptions)
+    links: LoadLinks | None = None
     rank: int = 0
     ranks: int = 1
-    links: WeightLinks | None = None
     device: str = "host:0"
 
     def key_of(self, spec: ModelSpec) -> WeightKey | None:
@@ -70,6 +67,7 @@ class ModelWeights:
         self._stored: StoredWeights | None = None
         self._checkpoint: StoredWeights | None = None
         self.may_store = False
+        self.link_bytes: dict[str, int] = {}  # what came out of the store over each link
 
     # --- memory ----------------------------------------------------------------------------
 
@@ -134,6 +132,8 @@ class ModelWeights:
             self._stored = self._access.store.find(self._key)
         except WeightFileError as error:
             self.discard_copy(str(error))
+        if self._stored is not None and self._access.links is not None:
+            self._access.links.prepare()
         return self._stored is not None
 
     def load(self, meanwhile: Callable[[], object]) -> None:
@@ -141,13 +141,11 @@ class ModelWeights:
 
         Raises WeightFileError, WeightMismatchError, NoRoomError; the memory is released then.
         """
-        if self._stored is None:
+        links = self._access.links
+        if self._stored is None or links is None:
             raise RuntimeError("there is no copy to load: call find_copy first")
         try:
-            access = self._access
-            loading = self._required().start_load(self._stored, access.options, access.links)
-            meanwhile()
-            loading.result()
+            self.link_bytes = links.load(self._required(), self._stored, meanwhile)
         except BaseException:
             self.release()
             raise

@@ -1,0 +1,68 @@
+"""The fake engine's weights: a checkpoint's own tensors, out of the machine's store into an arena,
+over the links that a real engine's take, and compared there byte by byte."""
+
+from __future__ import annotations
+
+import ctypes
+
+import kvcached
+from kvcached import StoredWeights, WeightArena
+from kvcached.errors import KvcachedError, NoRoomError
+from prism.engines.core import EngineContext
+from prism.engines.links import LoadLinks
+from prism.errors import ActivationError, ConfigError, EngineError
+from prism.messages import ModelSpec
+from prism.weight_store import open_store
+
+
+class CorruptWeightsError(EngineError):
+    """Other bytes arrived than the store has."""
+
+
+class FakeWeights:
+    """Of one model at a time. Thread rule: the engine's thread."""
+
+    def __init__(self, client: kvcached.Client, context: EngineContext) -> None:
+        store = open_store(context.config)
+        if store is None:
+            raise ConfigError("PRISM_FAKE: load_weights needs engine.weight_store")
+        self._store = store
+        self._client = client
+        self._arena: WeightArena | None = None
+        self.links = LoadLinks(context, client)
+
+    def load(self, model: ModelSpec) -> dict[str, int]:
+        """Bytes that each link brought. Raises ActivationError, and holds nothing then."""
+        try:
+            with self._store.get_checkpoint(model.path) as stored:
+                self.links.prepare()
+                self._arena = self._client.alloc_weights(stored.layout(), model.name)
+                link_bytes = self.links.load(self._arena, stored, lambda: None)
+                _compare(self._arena, stored)
+                return link_bytes
+        except NoRoomError as error:
+            self.free()
+            missing_bytes = max(1, error.need_bytes - error.free_bytes)
+            raise ActivationError(f"{model.name}: {error}", missing_bytes) from error
+        except KvcachedError as error:
+            self.free()
+            raise ActivationError(f"{model.name}: {error}") from error
+
+    def free(self) -> None:
+        if self._arena is not None:
+            self._arena.free()
+            self._arena = None
+
+    def close(self) -> None:
+        self.free()
+        self.links.close()
+
+
+def _compare(arena: WeightArena, stored: StoredWeights) -> None:
+    """REQUIRES: the CPU can read the arena's memory"""
+    for name, spec in stored.specs.items():
+        if spec.size_bytes == 0:
+            continue
+        arrived = ctypes.string_at(arena[name].address, spec.size_bytes)
+        if memoryview(arrived) != memoryview(stored.buffer(name)):
+            raise CorruptWeightsError(f"{name} of {arena.what} is not what the store has")
