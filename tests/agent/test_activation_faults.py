@@ -23,16 +23,19 @@ async def test_killed_in_a_stage_it_comes_up_on_the_next_engine(
     monkeypatch.setenv("PRISM_FAULT_ONCE", str(tmp_path / "died"))
     agent_world.start_agent()
     await agent_world.scheduler.ready()
+    await agent_world.queue.route("a", "host:0")
+    waiting = await agent_world.frontend.send(3, "a")
     result = await agent_world.scheduler.activate("a")
     assert result.ok, result.message
     assert (tmp_path / "died").exists()
+    await agent_world.frontend.finish(waiting)
     await until(lambda: agent_world.scheduler.report.engine_restarts_total == 1)
     await until(lambda: agent_world.scheduler.report.engines_free == 1)
     report = agent_world.scheduler.model("a")
     assert report is not None
     usage = agent_world.device.usage()
     assert usage.static_bytes == report.static_bytes
-    assert {c.name for c in usage.clients if c.reserved_bytes} == {report.engine_id}
+    assert {c.name for c in usage.clients if c.static_bytes} == {report.engine_id}
 
 
 async def test_killed_in_every_try_it_fails_and_nothing_stays(

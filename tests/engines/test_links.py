@@ -185,6 +185,36 @@ def test_killed_in_mid_load_leaves_nothing_on_any_gpu(
         assert [ledger.usage().clients for ledger in node.ledgers] == [()] * 4
 
 
+def test_killed_after_the_load_leaves_nothing_on_any_gpu(
+    make_node: MakeNode, model: ModelSpec
+) -> None:
+    with make_node(environment={"PRISM_FAULT_STAGE": "build"}) as node:
+        node.engine.fork()
+        node.engine.send(Activate(model))
+        assert node.engine.exited().status == -signal.SIGKILL
+        node.until(lambda: node.charged() == [0, 0, 0, 0])
+        assert [ledger.usage().clients for ledger in node.ledgers] == [()] * 4
+
+
+def test_store_files_that_are_cut_in_mid_load(
+    make_node: MakeNode, model: ModelSpec, tmp_path: Path
+) -> None:
+    """The activation fails by a file's name and gives everything back; the engine lives."""
+    with kvcached.WeightStore.open(tmp_path / "store").get_checkpoint(model.path) as stored:
+        paths = [Path(stored.path(name)) for name in stored.specs]
+    with make_node(load_bytes_per_s=1 << 20) as node:
+        node.engine.fork()
+        node.engine.send(Activate(model))
+        node.until(lambda: all(node.lent()[1:]) and node.charged()[0] > TENSORS * TENSOR_BYTES)
+        for path in paths:
+            os.truncate(path, 1000)
+        failed = node.engine.wait_for(ActivationFailed)
+        assert any(f"{path} ends at byte 1000" in failed.message for path in paths)
+        assert node.charged()[0] == 0
+        node.engine.end()
+        assert node.charged() == [0, 0, 0, 0]
+
+
 def test_gpus_that_cannot_help_are_left_out(make_node: MakeNode, model: ModelSpec) -> None:
     """One is too small for the staging, one has no ledger: nobody serves there."""
     with make_node((32 << 20, LINK_BYTES // 2, 32 << 20, 32 << 20)) as node:

@@ -20,6 +20,7 @@ MODELS = [
     {"name": "a", "path": "a", "device": "host:0", "never_evict": True},
     {"name": "large", "path": "b", "device": "host:0"},  # beside a
     {"name": "bad", "path": "b", "device": "host:1"},
+    {"name": "deadly", "path": "b", "device": "host:1"},  # kills every engine that takes it
 ]
 
 
@@ -30,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         serving(
             tmp_path_factory.mktemp("refusals"),
             Path(temporary),
-            json.dumps({"fail_activation": ["bad"]}),
+            json.dumps({"fail_activation": ["bad"], "die_in_activation": ["deadly"]}),
             devices=DEVICES,
             models=MODELS,
             engine={"adapter": "fake", "static": "10MiB", "drain_timeout": "10s"},
@@ -40,7 +41,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
-@pytest.mark.parametrize(("model", "why"), [("large", "missing on host:0"), ("bad", "PRISM_FAKE")])
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("large", "missing on host:0"), ("bad", "PRISM_FAKE"), ("deadly", "died")],
+)
 def test_a_request_for_it_is_answered(cluster: Cluster, model: str, why: str) -> None:
     response = cluster.post(model)
     assert response.status_code == 503, response.text

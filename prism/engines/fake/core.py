@@ -106,6 +106,8 @@ class FakeCore:
             raise SelfCheckError(f"PRISM_FAKE fails the self-check of {name}")
         self._memory = Memory(self._client, self._device, self._context, order, timeline)
         timeline.enter("weights")
+        if name in self._options.die_in_activation and self._options.claim_fault():
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self._options.activation_s)
         link_bytes = self._load_weights(self._memory, order)
         timeline.enter("build")

@@ -19,9 +19,10 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the weight store, as a real engine does. cpu_reads_gpu: serve on cuda devices too, whose memory
     the CPU can read and write, as that of the test libcuda.
     Faults: die_at_token (SIGKILL to itself when it has produced that many tokens), raise_at_token
-    (an exception in step), fail_activation (names of models, or ["*"]), fail_reuse (names of
-    models that fail their self-check on an engine that has served another one). once_file: the
-    first fault creates this file, and no fault happens while it exists.
+    (an exception in step), fail_activation (names of models, or ["*"]), die_in_activation (names
+    of models, with their memory reserved), fail_reuse (names of models that fail their self-check
+    on an engine that has served another one). once_file: the first fault creates this file, and no
+    fault happens while it exists.
     """
 
     prefill_tokens_per_s: float = 0.0
@@ -33,6 +34,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     die_at_token: int | None = None
     raise_at_token: int | None = None
     fail_activation: tuple[str, ...] = ()
+    die_in_activation: tuple[str, ...] = ()
     fail_reuse: tuple[str, ...] = ()
     once_file: str | None = None
 
