@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -112,77 +113,90 @@ def config_of(
     )
 
 
+@contextmanager
+def opened(
+    model: ModelSpec,
+    folder: Path,
+    capacities: tuple[int, ...] = (32 << 20,) * 4,
+    environment: dict[str, str] | None = None,
+    **engine: object,
+) -> Iterator[Node]:
+    node = Node(
+        config_of(model, folder, capacities, **engine),
+        {
+            "PRISM_FAKE": msgspec.json.encode(OPTIONS).decode(),
+            "KVCACHED_LIBCUDA": str(build_libcuda()),
+            "KVCACHED_TEST_CUDA_DEVICES": "4",
+            **(environment or {}),
+        },
+    )
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+@pytest.fixture(scope="module")
+def node(model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with opened(model, tmp_path_factory.mktemp("node")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def slow_node(model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A load takes six seconds."""
+    folder = tmp_path_factory.mktemp("slow")
+    with opened(model, folder, load_bytes_per_s=1 << 20) as made:
+        yield made
+
+
 @pytest.fixture
 def make_node(model: ModelSpec, tmp_path: Path) -> MakeNode:
-    @contextmanager
-    def make(
-        capacities: tuple[int, ...] = (32 << 20,) * 4,
-        environment: dict[str, str] | None = None,
-        **engine: object,
-    ) -> Iterator[Node]:
-        config = config_of(model, tmp_path, capacities, **engine)
-        node = Node(
-            config,
-            {
-                "PRISM_FAKE": msgspec.json.encode(OPTIONS).decode(),
-                "KVCACHED_LIBCUDA": str(build_libcuda()),
-                "KVCACHED_TEST_CUDA_DEVICES": "4",
-                **(environment or {}),
-            },
-        )
-        try:
-            yield node
-        finally:
-            node.close()
-
-    return make
+    return partial(opened, model, tmp_path)
 
 
-def test_an_activation_over_four_links(make_node: MakeNode, model: ModelSpec) -> None:
-    with make_node() as node:
-        node.engine.fork()
-        assert node.lent() == [0, 0, 0, 0]
-        for _ in range(2):
-            activated = node.engine.activate(model)
-            assert sorted(activated.link_bytes) == NAMES
-            assert all(size > 0 for size in activated.link_bytes.values())
-            assert sum(activated.link_bytes.values()) == TENSORS * TENSOR_BYTES
-            assert node.lent() == [0, LINK_BYTES, LINK_BYTES, LINK_BYTES]
-            node.engine.streams.clear()
-            node.engine.send(Submit([request("r", "m", [1, 2, 3], 8)]))
-            assert node.engine.finish("r")[0].token_ids == expected_tokens([1, 2, 3], 8)
-            node.deactivate()
-            assert node.charged()[0] == 0  # weights, KV and share; what was lent stays a while
-        node.engine.end()
-        assert node.charged() == [0, 0, 0, 0]
-
-
-def test_what_is_lent_goes_when_it_is_asked_for(make_node: MakeNode, model: ModelSpec) -> None:
-    with make_node() as node:
-        node.engine.fork()
-        node.engine.activate(model)
-        node.ledgers[2].request_room(PAGE, within_s=60.0)
-        node.until(lambda: node.lent() == [0, LINK_BYTES, 0, LINK_BYTES])
-        [answer] = node.ledgers[3].shrink("e0.links", wait_s=60.0)
-        assert answer.outcome in ("answered", "gone")
-        node.until(lambda: node.lent() == [0, LINK_BYTES, 0, 0])
+def test_an_activation_over_four_links(node: Node, model: ModelSpec) -> None:
+    node.engine.fork()
+    assert node.lent() == [0, 0, 0, 0]
+    for _ in range(2):
+        activated = node.engine.activate(model)
+        assert sorted(activated.link_bytes) == NAMES
+        assert all(size > 0 for size in activated.link_bytes.values())
+        assert sum(activated.link_bytes.values()) == TENSORS * TENSOR_BYTES
+        assert node.lent() == [0, LINK_BYTES, LINK_BYTES, LINK_BYTES]
+        node.engine.streams.clear()
+        node.engine.send(Submit([request("r", "m", [1, 2, 3], 8)]))
+        assert node.engine.finish("r")[0].token_ids == expected_tokens([1, 2, 3], 8)
         node.deactivate()
-        assert sorted(node.engine.activate(model).link_bytes) == NAMES
-        node.engine.end()
-        assert node.charged() == [0, 0, 0, 0]
+        assert node.charged()[0] == 0  # weights, KV and share; what was lent stays a while
+    node.engine.end()
+    assert node.charged() == [0, 0, 0, 0]
 
 
-def test_killed_in_mid_load_leaves_nothing_on_any_gpu(
-    make_node: MakeNode, model: ModelSpec
-) -> None:
-    with make_node(load_bytes_per_s=1 << 20) as node:
-        node.engine.fork()
-        node.engine.send(Activate(model))
-        node.until(lambda: all(node.lent()[1:]) and node.charged()[0] > TENSORS * TENSOR_BYTES)
-        os.kill(node.engine.pids["e0"], signal.SIGKILL)
-        assert node.engine.exited().status == -signal.SIGKILL
-        node.until(lambda: node.charged() == [0, 0, 0, 0])
-        assert [ledger.usage().clients for ledger in node.ledgers] == [()] * 4
+def test_what_is_lent_goes_when_it_is_asked_for(node: Node, model: ModelSpec) -> None:
+    node.engine.fork()
+    node.engine.activate(model)
+    node.ledgers[2].request_room(PAGE, within_s=60.0)
+    node.until(lambda: node.lent() == [0, LINK_BYTES, 0, LINK_BYTES])
+    [answer] = node.ledgers[3].shrink("e0.links", wait_s=60.0)
+    assert answer.outcome in ("answered", "gone")
+    node.until(lambda: node.lent() == [0, LINK_BYTES, 0, 0])
+    node.deactivate()
+    assert sorted(node.engine.activate(model).link_bytes) == NAMES
+    node.engine.end()
+    assert node.charged() == [0, 0, 0, 0]
+
+
+def test_killed_in_mid_load_leaves_nothing_on_any_gpu(slow_node: Node, model: ModelSpec) -> None:
+    slow_node.engine.fork()
+    slow_node.engine.send(Activate(model))
+    slow_node.until(
+        lambda: all(slow_node.lent()[1:]) and slow_node.charged()[0] > TENSORS * TENSOR_BYTES
+    )
+    os.kill(slow_node.engine.pids["e0"], signal.SIGKILL)
+    assert slow_node.engine.exited().status == -signal.SIGKILL
+    slow_node.until(lambda: slow_node.charged() == [0, 0, 0, 0])
+    assert [ledger.usage().clients for ledger in slow_node.ledgers] == [()] * 4
 
 
 def test_killed_after_the_load_leaves_nothing_on_any_gpu(
@@ -196,23 +210,23 @@ def test_killed_after_the_load_leaves_nothing_on_any_gpu(
         assert [ledger.usage().clients for ledger in node.ledgers] == [()] * 4
 
 
-def test_store_files_that_are_cut_in_mid_load(
-    make_node: MakeNode, model: ModelSpec, tmp_path: Path
-) -> None:
+def test_store_files_that_are_cut_in_mid_load(slow_node: Node, model: ModelSpec) -> None:
     """The activation fails by a file's name and gives everything back; the engine lives."""
-    with kvcached.WeightStore.open(tmp_path / "store").get_checkpoint(model.path) as stored:
+    store = kvcached.WeightStore.open(slow_node.engine.config.engine.weight_store)
+    with store.get_checkpoint(model.path) as stored:
         paths = [Path(stored.path(name)) for name in stored.specs]
-    with make_node(load_bytes_per_s=1 << 20) as node:
-        node.engine.fork()
-        node.engine.send(Activate(model))
-        node.until(lambda: all(node.lent()[1:]) and node.charged()[0] > TENSORS * TENSOR_BYTES)
-        for path in paths:
-            os.truncate(path, 1000)
-        failed = node.engine.wait_for(ActivationFailed)
-        assert any(f"{path} ends at byte 1000" in failed.message for path in paths)
-        assert node.charged()[0] == 0
-        node.engine.end()
-        assert node.charged() == [0, 0, 0, 0]
+    slow_node.engine.fork()
+    slow_node.engine.send(Activate(model))
+    slow_node.until(
+        lambda: all(slow_node.lent()[1:]) and slow_node.charged()[0] > TENSORS * TENSOR_BYTES
+    )
+    for path in paths:
+        os.truncate(path, 1000)
+    failed = slow_node.engine.wait_for(ActivationFailed)
+    assert any(f"{path} ends at byte 1000" in failed.message for path in paths)
+    assert slow_node.charged()[0] == 0
+    slow_node.engine.end()
+    assert slow_node.charged() == [0, 0, 0, 0]
 
 
 def test_gpus_that_cannot_help_are_left_out(make_node: MakeNode, model: ModelSpec) -> None:
@@ -255,20 +269,17 @@ def test_a_gpu_that_fails_in_mid_load(make_node: MakeNode, model: ModelSpec) -> 
         assert node.charged() == [0, 0, 0, 0]
 
 
-def test_ranks_load_at_once_and_share_what_no_rank_has(
-    make_node: MakeNode, model: ModelSpec
-) -> None:
+def test_ranks_load_at_once_and_share_what_no_rank_has(node: Node, model: ModelSpec) -> None:
     """Two ranks on cuda:0 and cuda:1: each has one of the two other GPUs beside its own link."""
-    with make_node() as node:
-        node.engine.fork(peers=("cuda:1",))
-        activated = node.engine.activate(model)
-        assert sorted(activated.link_bytes) == NAMES
-        both = 2 * TENSORS * TENSOR_BYTES  # the fake's ranks load all tensors
-        assert sum(activated.link_bytes.values()) == both
-        assert activated.link_bytes["cuda:0"] + activated.link_bytes["cuda:2"] == both // 2
-        assert node.lent() == [0, 0, LINK_BYTES, LINK_BYTES]
-        node.engine.end()
-        assert node.charged() == [0, 0, 0, 0]
+    node.engine.fork(peers=("cuda:1",))
+    activated = node.engine.activate(model)
+    assert sorted(activated.link_bytes) == NAMES
+    both = 2 * TENSORS * TENSOR_BYTES  # the fake's ranks load all tensors
+    assert sum(activated.link_bytes.values()) == both
+    assert activated.link_bytes["cuda:0"] + activated.link_bytes["cuda:2"] == both // 2
+    assert node.lent() == [0, 0, LINK_BYTES, LINK_BYTES]
+    node.engine.end()
+    assert node.charged() == [0, 0, 0, 0]
 
 
 def test_no_room_for_the_weights_gives_everything_back(
