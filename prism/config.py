@@ -94,8 +94,9 @@ class EngineYaml(Strict, frozen=True):
     copies, for the sake of models that decode beside it, over all links together; default: no
     bound. weight_links: over whose links to the host an engine on a GPU loads weights: those of all
     GPUs here ("node") or its "own" alone. link_memory: what that may take on each other GPU while
-    nobody there is short of it: staging of 32MiB, and the engine's CUDA context. mps: start
-    NVIDIA's Multi-Process Service, so that the engines of a GPU compute at the same time.
+    nobody there is short of it: staging of 32MiB, and the engine's CUDA context. links_from: loads
+    smaller than this open no other GPU's link. mps: start NVIDIA's Multi-Process Service, so that
+    the engines of a GPU compute at the same time.
     """
 
     adapter: str = "sglang"
@@ -109,6 +110,7 @@ class EngineYaml(Strict, frozen=True):
     load_rate: str | None = None
     weight_links: str = "node"
     link_memory: str = "512MiB"
+    links_from: str = "2GiB"
     mps: bool = False
 
 
@@ -173,6 +175,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     load_bytes_per_s: int | None = None
     weight_links: str = "node"
     link_bytes: int = 512 << 20
+    links_from_bytes: int = 2 << 30
     mps: bool = False
 
 

@@ -220,6 +220,7 @@ def _engine(data: EngineYaml, base_dir: Path) -> EngineConfig:
         load_bytes_per_s=_optional_size(data.load_rate, "engine.load_rate"),
         weight_links=data.weight_links,
         link_bytes=parse_size(data.link_memory, "engine.link_memory"),
+        links_from_bytes=parse_size(data.links_from, "engine.links_from"),
         mps=data.mps,
     )
 

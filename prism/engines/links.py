@@ -19,7 +19,9 @@ from kvcached import KvcachedError, LoadOptions, NoRoomError, Shrunk, StoredWeig
 from prism.engines.core import EngineContext
 
 IDLE_S = 60.0
+ROOM_S = 0.5  # for others to make room
 STAGING_BYTES = 32 << 20
+_LOOK_AGAIN_S = 0.005
 
 log = logging.getLogger("prism.engine")
 
@@ -63,14 +65,14 @@ class LoadLinks:
         """Readable while the engine or what it has on other GPUs may be asked for memory."""
         return self._poll.fileno()
 
-    def prepare(self) -> None:
-        """A load will come: begin to open what other GPUs can lend. A context there takes a
-        while."""
+    def prepare(self, size_bytes: int) -> None:
+        """A load of this size will come: begin to open what other GPUs can lend, if it is worth
+        their contexts, which take a while."""
         missing = {*self._names} - self._helpers.keys() - self._opening.keys()
-        if missing:
-            with_threads = ThreadPoolExecutor(len(missing), "links")
-            self._opening |= {name: with_threads.submit(self._open, name) for name in missing}
-            with_threads.shutdown(wait=False)
+        if missing and size_bytes >= self._context.config.engine.links_from_bytes:
+            threads = ThreadPoolExecutor(len(missing), "links")
+            self._opening |= {name: threads.submit(self._open, name) for name in missing}
+            threads.shutdown(wait=False)
 
     def load(
         self, arena: WeightArena, weights: StoredWeights, meanwhile: Callable[[], object]
@@ -81,7 +83,7 @@ class LoadLinks:
         out; one that fails leaves its part to the others, and is given up. Raises as
         `WeightArena.load` does.
         """
-        self.prepare()
+        self.prepare(weights.size_bytes)
         self._join()
         for client in self._helpers.values():
             client.publish_evictable(0)
@@ -123,12 +125,18 @@ class LoadLinks:
     # --- other GPUs ------------------------------------------------------------------------
 
     def _open(self, name: str) -> kvcached.Client:
-        """In a thread. The context comes before its lease, so nothing is begun without room."""
+        """In a thread. The context comes before its lease, so nothing is begun without room; spare
+        pages and prefix cache of others make some."""
         device = kvcached.Device.open(name, namespace=self._context.config.namespace)
-        free_bytes = device.usage().free_bytes
-        if free_bytes < self._link_bytes:
-            text = f"{free_bytes} bytes are free there, {self._link_bytes} are needed"
-            raise NoRoomError(text, self._link_bytes, free_bytes)
+        until_s = time.monotonic() + ROOM_S
+        missing_bytes = self._link_bytes - device.usage().free_bytes
+        if missing_bytes > 0:
+            device.request_room(missing_bytes, within_s=ROOM_S)
+        while (free_bytes := device.usage().free_bytes) < self._link_bytes:
+            if time.monotonic() >= until_s or not _can_come(device, self._link_bytes):
+                text = f"{free_bytes} bytes are free there, {self._link_bytes} are needed"
+                raise NoRoomError(text, self._link_bytes, free_bytes)
+            time.sleep(_LOOK_AGAIN_S)
         return device.client(f"{self._context.engine_id}.links")
 
     def _join(self) -> None:
@@ -167,3 +175,10 @@ class LoadLinks:
         except KvcachedError as error:  # a GPU that is lost: its memory ends with this process
             log.warning("%s is not left in order: %s", name, error)
         log.info("%d bytes for loads over %s are given back", size_bytes, name)
+
+
+def _can_come(device: kvcached.Device, need_bytes: int) -> bool:
+    """Whether others could do without so much."""
+    usage = device.usage()
+    offered = sum(client.spare_bytes + client.evictable_bytes for client in usage.clients)
+    return usage.free_bytes + offered >= need_bytes

@@ -4,7 +4,9 @@ test libcuda. The fake engine compares every byte of its weights before it says 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -101,6 +103,7 @@ def config_of(
         weight_store=str(folder / "store"),
         weight_store_bytes=32 << 20,
         link_bytes=LINK_BYTES,
+        links_from_bytes=TENSORS * TENSOR_BYTES,
     )
     return ClusterConfig(
         namespace=f"t{uuid4().hex[:10]}",
@@ -242,11 +245,11 @@ def test_gpus_that_cannot_help_are_left_out(make_node: MakeNode, model: ModelSpe
         assert node.charged() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("case", ["no peers", "own"])
+@pytest.mark.parametrize("case", ["no peers", "own", "small"])
 def test_the_own_link_is_enough(make_node: MakeNode, model: ModelSpec, case: str) -> None:
     environment = {"KVCACHED_TEST_CUDA_PEERS": "0"} if case == "no peers" else {}
-    links = "own" if case == "own" else "node"
-    with make_node(environment=environment, weight_links=links) as node:
+    settings = {"own": {"weight_links": "own"}, "small": {"links_from_bytes": 1 << 30}}
+    with make_node(environment=environment, **settings.get(case, {})) as node:
         node.engine.fork()
         activated = node.engine.activate(model)
         assert activated.link_bytes == {"cuda:0": TENSORS * TENSOR_BYTES}
@@ -295,15 +298,60 @@ def test_no_room_for_the_weights_gives_everything_back(
         assert node.charged() == [0, 0, 0, 0]
 
 
-def test_what_lies_idle_is_given_back(model: ModelSpec, tmp_path: Path) -> None:
-    config = config_of(model, tmp_path, (32 << 20, 32 << 20))
-    context = EngineContext("e0", NAMES[0], config)
-    opened = [
-        kvcached.Device.open(name, capacity_bytes=32 << 20, page_bytes=PAGE, namespace=namespace)
-        for name, namespace in zip(NAMES[:2], [config.namespace] * 2, strict=True)
-    ]
+@pytest.fixture
+def pair(model: ModelSpec, tmp_path: Path) -> Iterator[tuple[EngineContext, list[kvcached.Device]]]:
+    """Two GPUs of this process, the second one with room for 24 pages."""
+    config = config_of(model, tmp_path, (32 << 20, 24 * PAGE))
+    devices = [Node._ledger(config, place) for place in config.devices]
+    yield EngineContext("e0", NAMES[0], config), devices
+    for device in devices:
+        device.destroy()
+
+
+def test_a_neighbours_cache_makes_room(
+    model: ModelSpec, pair: tuple[EngineContext, list[kvcached.Device]]
+) -> None:
+    context, devices = pair
+    store = kvcached.WeightStore.open(context.config.engine.weight_store)
+    layout = kvcached.Layout(1, 1, 64, dtype="float32")
+    with (
+        store.get_checkpoint(model.path) as stored,
+        devices[0].client("e0") as client,
+        devices[1].client("neighbour") as neighbour,
+    ):
+        kv = neighbour.alloc_kvcache(layout, 1 << 14, reserved_blocks=0)
+        cached = kv.alloc_kv(kv.available_blocks())
+        assert cached is not None
+        assert devices[1].usage().free_bytes < LINK_BYTES
+        neighbour.publish_evictable(kv.mapped_bytes())
+
+        def evict(_size_bytes: int | None) -> kvcached.Shrunk:
+            before_bytes = kv.mapped_bytes()
+            kv.free_kv(cached)
+            neighbour.publish_evictable(0)
+            return kvcached.Shrunk(before_bytes - kv.mapped_bytes())
+
+        def answer() -> None:
+            select.select([neighbour], [], [], 60.0)
+            neighbour.answer_requests(evict)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        links = LoadLinks(context, client)
+        arena = client.alloc_weights(stored.layout(), "m")
+        assert sorted(links.load(arena, stored, lambda: None)) == NAMES[:2]
+        thread.join()
+        arena.free()
+        links.close()
+        assert devices[1].usage().reserved_bytes == 0
+
+
+def test_what_lies_idle_is_given_back(
+    model: ModelSpec, pair: tuple[EngineContext, list[kvcached.Device]]
+) -> None:
+    context, opened = pair
     now_s = 0.0
-    store = kvcached.WeightStore.open(tmp_path / "store")
+    store = kvcached.WeightStore.open(context.config.engine.weight_store)
     with store.get_checkpoint(model.path) as stored, opened[0].client("e0") as client:
         links = LoadLinks(context, client, clock=lambda: now_s)
         arena = client.alloc_weights(stored.layout(), "m")
@@ -317,5 +365,3 @@ def test_what_lies_idle_is_given_back(model: ModelSpec, tmp_path: Path) -> None:
         assert opened[1].usage().clients == ()
         arena.free()
         links.close()
-    for device in opened:
-        device.destroy()

@@ -24,7 +24,7 @@ def test_a_cluster_on_four_gpus(
     monkeypatch.setenv("PRISM_FAKE", SERVING)
     temporary = tmp_path_factory.mktemp("t")
     devices = [{"name": n, "capacity": "16MiB", "page": "64KiB", "engines": 1} for n in GPUS]
-    engine = {"adapter": "fake", "static": "1MiB", "link_memory": "1MiB"}
+    engine = {"adapter": "fake", "static": "1MiB", "link_memory": "1MiB", "links_from": "1KiB"}
     with serving(tmp_path, temporary, SERVING, devices=devices, engine=engine) as cluster:
         namespace = json.loads((cluster.run_dir / "cluster.json").read_text())["namespace"]
         assert cluster.operate("activate", "a", "--device", GPUS[0]).returncode == 0

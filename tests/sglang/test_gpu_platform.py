@@ -133,7 +133,7 @@ def test_weights_come_over_the_links_of_all_gpus(
     )
     config = config_of(tmp_path, CAPACITY)
     places = [msgspec.structs.replace(config.devices[0], name=f"cuda:{n}") for n in range(2)]
-    engine = msgspec.structs.replace(config.engine, link_bytes=1 << 20)
+    engine = msgspec.structs.replace(config.engine, link_bytes=1 << 20, links_from_bytes=1)
     config = msgspec.structs.replace(config, namespace=namespace, devices=places, engine=engine)
     store = kvcached.WeightStore.open(tmp_path / "store")
     key = weight_key(store.content_of(kvcached.Checkpoint.open(spec.path)), spec, device=DEVICE)

@@ -35,7 +35,7 @@ class FakeWeights:
         """Bytes that each link brought. Raises ActivationError, and holds nothing then."""
         try:
             with self._store.get_checkpoint(model.path) as stored:
-                self.links.prepare()
+                self.links.prepare(stored.size_bytes)
                 self._arena = self._client.alloc_weights(stored.layout(), model.name)
                 link_bytes = self.links.load(self._arena, stored, lambda: None)
                 _compare(self._arena, stored)

@@ -133,7 +133,7 @@ class ModelWeights:
         except WeightFileError as error:
             self.discard_copy(str(error))
         if self._stored is not None and self._access.links is not None:
-            self._access.links.prepare()
+            self._access.links.prepare(self._stored.size_bytes)
         return self._stored is not None
 
     def load(self, meanwhile: Callable[[], object]) -> None:
