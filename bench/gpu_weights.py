@@ -219,9 +219,14 @@ class Node:
         """A client on another GPU; prints what its context takes there, as the driver counts it."""
         device = self.device(index, 8 * STAGING_BYTES)
         before_bytes = free_bytes(index)
+        begin_s = time.perf_counter()
         client = self._stack.enter_context(device.client("bench"))
+        open_ms = (time.perf_counter() - begin_s) * 1000
         context_mib = (before_bytes - free_bytes(index)) >> 20
-        print(f"cuda:{index}: {context_mib} MiB for a context, {STAGING_BYTES >> 20} of staging")
+        print(
+            f"cuda:{index}: {context_mib} MiB for a context, which took {open_ms:.0f} ms, and"
+            f" {STAGING_BYTES >> 20} MiB of staging"
+        )
         return client
 
 
