@@ -69,6 +69,7 @@ NB_MODULE(_core, module) {
   kvcached::bind_device(module);
   kvcached::bind_memory(module);
   kvcached::bind_kv(module);
+  kvcached::bind_handover(module);
   kvcached::bind_weights(module);
   kvcached::bind_balloon(module);
 }

@@ -40,6 +40,7 @@ auto without_gil(Call call) {
 void bind_device(nanobind::module_& module);
 void bind_memory(nanobind::module_& module);
 void bind_kv(nanobind::module_& module);
+void bind_handover(nanobind::module_& module);
 void bind_weights(nanobind::module_& module);
 void bind_balloon(nanobind::module_& module);
 

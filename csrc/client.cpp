@@ -303,4 +303,12 @@ Result<ClientRecord> Client::record() {
   return ledger_->client(slot_);
 }
 
+Result<Descriptor> Client::share_liveness() {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  Descriptor shared(fcntl(lock_fd_, F_DUPFD_CLOEXEC, 0));
+  if (shared.get() < 0) return system_failure("fcntl(F_DUPFD_CLOEXEC)", errno);
+  return shared;
+}
+
 }  // namespace kvcached

@@ -77,6 +77,9 @@ class Client final : private ForkGuarded {
   Status set_min(uint64_t bytes);
   void count_maps(uint64_t maps, uint64_t unmaps);
   Result<ClientRecord> record();
+  // The lock that proves this client alive, once more: its record stays, whatever becomes of this
+  // process, until that is closed as well. For whoever reads its memory.
+  Result<Descriptor> share_liveness();
 
   // The balloon; see ledger.h. The descriptor is readable while a request may wait; it belongs to
   // this client and is closed with it. Nothing is freed here: that is the business of whoever

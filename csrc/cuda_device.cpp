@@ -8,6 +8,8 @@ constexpr int kDeviceLocation = 1;
 constexpr int kPinned = 1;
 constexpr int kMinimumGranularity = 0;
 constexpr int kHasVirtualMemory = 102;  // CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+constexpr int kHasFileHandles =
+    103;  // CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 
 }  // namespace
 
@@ -46,6 +48,9 @@ Status CudaDevice::find_device() {
   int supported = 0;
   KV_TRY(driver_.check(cuda.device_get_attribute(&supported, kHasVirtualMemory, device_),
                        "cuDeviceGetAttribute"));
+  int files = 0;
+  exports_ =
+      cuda.device_get_attribute(&files, kHasFileHandles, device_) == kCuSuccess && files != 0;
   if (supported != 0) return {};
   return failure(Code::unavailable, "device 'cuda:" + std::to_string(ordinal_) +
                                         "' has no virtual memory management; use another GPU or a "
@@ -65,6 +70,7 @@ Status CudaDevice::find_granularity() {
 CuAllocationProp CudaDevice::allocation() const {
   CuAllocationProp prop = {};
   prop.type = kPinned;
+  prop.requested_handle_types = exports_ ? kCuPosixFile : 0;
   prop.location = {kDeviceLocation, device_};
   return prop;
 }
@@ -101,6 +107,34 @@ Result<CuHandle> CudaDevice::create(uint64_t bytes) {
 
 Status CudaDevice::release(CuHandle handle) {
   return driver_.check(call(driver_.functions().mem_release, handle), "cuMemRelease");
+}
+
+bool CudaDevice::exports_to(int ordinal) const {
+  if (!exports_ || ordinal == ordinal_) return exports_;
+  const CuFunctions& cuda = driver_.functions();
+  CuOrdinal other = 0;
+  int can = 0;
+  return cuda.device_get(&other, ordinal) == kCuSuccess &&
+         cuda.device_can_access_peer(&can, other, device_) == kCuSuccess && can != 0;
+}
+
+Result<int> CudaDevice::export_file(CuHandle handle) {
+  int fd = -1;
+  Status status = driver_.check(call(driver_.functions().mem_export_to_shareable_handle,
+                                     static_cast<void*>(&fd), handle, kCuPosixFile, 0ULL),
+                                "cuMemExportToShareableHandle");
+  if (!status.ok()) return status;
+  return fd;
+}
+
+Result<CuHandle> CudaDevice::import_file(int fd) {
+  CuHandle handle = 0;
+  void* const shared = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
+  Status status = driver_.check(
+      call(driver_.functions().mem_import_from_shareable_handle, &handle, shared, kCuPosixFile),
+      "cuMemImportFromShareableHandle");
+  if (!status.ok()) return status;
+  return handle;
 }
 
 Status CudaDevice::map(uint64_t address, uint64_t bytes, CuHandle handle) {

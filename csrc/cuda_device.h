@@ -27,6 +27,14 @@ class CudaDevice {
   // Code::no_room if the GPU is full.
   Result<CuHandle> create(uint64_t bytes);
   Status release(CuHandle handle);
+  // Whether allocations of this GPU can be shared with other processes, and with those on
+  // `ordinal`.
+  bool exports() const { return exports_; }
+  bool exports_to(int ordinal) const;
+  // A new descriptor that keeps the memory alive. REQUIRES: exports()
+  Result<int> export_file(CuHandle handle);
+  // The memory behind one, to be released. The descriptor stays the caller's.
+  Result<CuHandle> import_file(int fd);
   Status map(uint64_t address, uint64_t bytes, CuHandle handle);
   // May cover many whole mappings, as may set_access.
   Status unmap(uint64_t address, uint64_t bytes);
@@ -82,6 +90,7 @@ class CudaDevice {
   CuContext context_ = nullptr;
   CuStream own_stream_ = nullptr;  // from the first zero on
   uint64_t granularity_bytes_ = 0;
+  bool exports_ = false;
   bool abandoned_ = false;
 };
 

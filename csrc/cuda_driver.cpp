@@ -77,6 +77,8 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   find(functions_.mem_address_free, "cuMemAddressFree");
   find(functions_.mem_create, "cuMemCreate");
   find(functions_.mem_release, "cuMemRelease");
+  find(functions_.mem_export_to_shareable_handle, "cuMemExportToShareableHandle");
+  find(functions_.mem_import_from_shareable_handle, "cuMemImportFromShareableHandle");
   find(functions_.mem_map, "cuMemMap");
   find(functions_.mem_unmap, "cuMemUnmap");
   find(functions_.mem_set_access, "cuMemSetAccess");
@@ -95,6 +97,7 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   find(functions_.mem_alloc, "cuMemAlloc_v2");
   find(functions_.mem_free, "cuMemFree_v2");
   find(functions_.memcpy_htod_async, "cuMemcpyHtoDAsync_v2");
+  find(functions_.memcpy_dtod_async, "cuMemcpyDtoDAsync_v2");
   find(functions_.memcpy_peer_async, "cuMemcpyPeerAsync");
   find(functions_.device_can_access_peer, "cuDeviceCanAccessPeer");
   find(functions_.ctx_enable_peer_access, "cuCtxEnablePeerAccess");

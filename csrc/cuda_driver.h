@@ -26,6 +26,7 @@ inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuDeinitialized = 4;
 inline constexpr CuResult kCuNotReady = 600;
 inline constexpr CuResult kCuPeerAlreadyEnabled = 704;
+inline constexpr int kCuPosixFile = 1;               // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 inline constexpr unsigned kCuStreamNonBlocking = 1;  // no order with the default stream
 inline constexpr unsigned kCuEventDisableTiming = 2;
 
@@ -36,7 +37,7 @@ struct CuLocation {
 
 struct CuAllocationProp {
   int type;                    // 1: pinned to its location
-  int requested_handle_types;  // 0: not to be exported
+  int requested_handle_types;  // 0: not to be exported; kCuPosixFile
   CuLocation location;
   void* win32_handle_metadata;
   unsigned char flags[8];  // compression, RDMA, usage: none
@@ -68,6 +69,9 @@ struct CuFunctions {
   CuResult (*mem_create)(CuHandle* handle, size_t bytes, const CuAllocationProp* prop,
                          unsigned long long flags);
   CuResult (*mem_release)(CuHandle handle);
+  CuResult (*mem_export_to_shareable_handle)(void* shared, CuHandle handle, int type,
+                                             unsigned long long flags);
+  CuResult (*mem_import_from_shareable_handle)(CuHandle* handle, void* shared, int type);
   CuResult (*mem_map)(uint64_t address, size_t bytes, size_t offset, CuHandle handle,
                       unsigned long long flags);
   CuResult (*mem_unmap)(uint64_t address, size_t bytes);
@@ -87,6 +91,7 @@ struct CuFunctions {
   CuResult (*mem_alloc)(uint64_t* address, size_t bytes);
   CuResult (*mem_free)(uint64_t address);
   CuResult (*memcpy_htod_async)(uint64_t target, const void* source, size_t bytes, CuStream stream);
+  CuResult (*memcpy_dtod_async)(uint64_t target, uint64_t source, size_t bytes, CuStream stream);
   CuResult (*memcpy_peer_async)(uint64_t target, CuContext target_context, uint64_t source,
                                 CuContext source_context, size_t bytes, CuStream stream);
   CuResult (*device_can_access_peer)(int* can, CuOrdinal device, CuOrdinal peer);

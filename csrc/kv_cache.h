@@ -94,6 +94,11 @@ class KvCache final : private SpareHolder {
   // twice.
   Result<Eviction> choose_evictions(std::span<const int64_t> ids,
                                     std::span<const int64_t> last_used, uint64_t bytes) const;
+  // Pages of the region, for others to read. They stay as they are while a block on them is live.
+  Result<SharedPages> export_pages(std::span<const uint64_t> pages);
+  // Copies out of a window; targets are offsets in the region, all on mapped pages. Waits for the
+  // streams first, so that the blocks there may be new ones.
+  Status copy_in(PageWindow& window, std::span<const CopyRun> runs);
   // Recounts the books and compares them with the pages that are mapped.
   Status check();
   MapCounters counters();

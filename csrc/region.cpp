@@ -117,6 +117,16 @@ Result<std::vector<Handle>> Region::unmap(std::span<const PageRun> runs) {
   return handles;
 }
 
+Result<std::vector<Handle>> Region::backing(std::span<const uint64_t> pages) const {
+  std::vector<Handle> handles;
+  for (const uint64_t page : pages) {
+    const PageRun run = {page, 1};
+    if (Status status = check_mapped(std::span(&run, 1)); !status.ok()) return status;
+    handles.push_back(handles_[page]);
+  }
+  return handles;
+}
+
 std::vector<PageRun> Region::mapped_runs() const {
   std::vector<PageRun> runs;
   for (uint64_t page = 0; page < handles_.size(); ++page) {

@@ -50,6 +50,8 @@ class Region {
   Status map(std::span<const PageRun> runs, std::span<const Handle> handles);
   // The handles that backed the runs.
   Result<std::vector<Handle>> unmap(std::span<const PageRun> runs);
+  // The handles that back these pages, in their order.
+  Result<std::vector<Handle>> backing(std::span<const uint64_t> pages) const;
   // Unmaps whatever is mapped. Returns those handles and the stranded ones.
   Result<std::vector<Handle>> unmap_all();
 

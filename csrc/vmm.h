@@ -27,6 +27,15 @@
 // the pages, so that no data leaves the tensor it was written to, be it to another one or to the
 // device; a process that is killed zeroes nothing.
 //
+// Other processes:
+//   export_pages files through which another process can map pages, for as long as it keeps them;
+//                only their contents are shared, who made them owns and pays for them
+//   open_window  such pages of somebody else, mapped read-only one behind the other, until the
+//   window
+//                goes. They are no handles here, and nobody's lease grows.
+// Memory that is released while a window shows it is zeros on a host device; on a GPU it stays
+// until the window goes. So an owner keeps pages until whoever has a window is done.
+//
 // Streams:
 //   record_event an event behind everything that the stream was given so far
 // After a fork the child's copy is dead: every call answers Code::forked.
@@ -39,6 +48,7 @@
 #include <string>
 #include <vector>
 
+#include "descriptor.h"
 #include "status.h"
 
 namespace kvcached {
@@ -66,6 +76,34 @@ struct Location {
   int ordinal = 0;
 };
 
+// Where another process finds pages: for each in which of the files, and how far from its start.
+struct SharedPages {
+  struct Place {
+    uint64_t file;
+    uint64_t offset;
+  };
+  std::vector<Descriptor> files;
+  std::vector<Place> places;
+};
+
+// Bytes from so far into a window to an address of the device that opened it.
+struct CopyRun {
+  uint64_t source_offset;
+  uint64_t target;
+  uint64_t bytes;
+};
+
+// Thread rule: one thread at a time. Goes before its Vmm closes; unmaps.
+class PageWindow {
+ public:
+  virtual ~PageWindow() = default;
+  virtual uint64_t address() const = 0;
+  virtual uint64_t bytes() const = 0;
+  // Returns once all bytes are there. After a failure the targets hold anything.
+  // REQUIRES: targets are mapped with access, and no pending work touches them
+  virtual Status copy(std::span<const CopyRun> runs) = 0;
+};
+
 class Vmm {
  public:
   virtual ~Vmm() = default;
@@ -85,6 +123,13 @@ class Vmm {
 
   // map and set_access in one step, for backends that can do both in one call to the OS.
   virtual Status map_accessible(uint64_t address, std::span<const Handle> handles);
+
+  // Whether a window over there can show pages of this device.
+  virtual bool can_share_with(const Location& other) const = 0;
+  // Code::unavailable if the driver cannot.
+  virtual Result<SharedPages> export_pages(std::span<const Handle> handles) = 0;
+  // Code::unavailable for memory that this device cannot read.
+  virtual Result<std::unique_ptr<PageWindow>> open_window(const SharedPages& pages) = 0;
 
   // For all unmaps from now on; see above. Idempotent. An unmap whose hole the driver does not
   // cover is done all the same, and the next call tries again; until then that hole faults.

@@ -106,6 +106,16 @@ void VmmBooks::forget(std::span<const Handle> handles) {
   for (const Handle handle : handles) uses_.erase(handle);
 }
 
+Status VmmBooks::check_known(std::span<const Handle> handles) const {
+  for (const Handle handle : handles) {
+    const auto use = uses_.find(handle);
+    if (use != uses_.end() && !use->second.released) continue;
+    return failure(Code::unknown_handle,
+                   "page handle " + std::to_string(handle) + " was released or never created");
+  }
+  return {};
+}
+
 Status VmmBooks::claim(std::span<const Handle> handles) {
   for (size_t i = 0; i < handles.size(); ++i) {
     auto use = uses_.find(handles[i]);

@@ -45,6 +45,8 @@ class VmmBooks {
   Result<std::vector<Handle>> mark_released(std::span<const Handle> handles);
   void unmark_released(std::span<const Handle> handles);
   void forget(std::span<const Handle> handles);
+  // Code::unknown_handle unless all exist.
+  Status check_known(std::span<const Handle> handles) const;
 
   // Checks a map and writes it down, over holes of any kind. unmap takes it back should the backend
   // fail.

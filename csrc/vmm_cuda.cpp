@@ -2,6 +2,8 @@
 
 #include <bit>
 
+#include "cuda_window.h"
+
 namespace kvcached {
 
 namespace {
@@ -277,6 +279,34 @@ Result<std::unique_ptr<StreamEvent>> CudaVmm::record_event(Stream stream) {
   Result<CuEvent> event = device_->record_event(stream);
   if (!event.ok()) return event.status();
   return std::unique_ptr<StreamEvent>(new CudaEvent(device_, event.value()));
+}
+
+bool CudaVmm::can_share_with(const Location& other) const {
+  return check_open().ok() && other.on_gpu && device_->exports_to(other.ordinal);
+}
+
+Result<SharedPages> CudaVmm::export_pages(std::span<const Handle> handles) {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  if (Status status = books_.check_known(handles); !status.ok()) return status;
+  if (!device_->exports()) {
+    return failure(Code::unavailable, "the driver shares no memory of this GPU between processes");
+  }
+  SharedPages shared;
+  for (const Handle handle : handles) {
+    Result<CuHandle> memory = memory_of(handle);
+    if (!memory.ok()) return memory.status();
+    Result<int> file = device_->export_file(memory.value());
+    if (!file.ok()) return file.status();
+    shared.places.push_back({shared.files.size(), 0});
+    shared.files.emplace_back(file.value());
+  }
+  return shared;
+}
+
+Result<std::unique_ptr<PageWindow>> CudaVmm::open_window(const SharedPages& pages) {
+  if (Status status = check_open(); !status.ok()) return status;
+  return CudaWindow::open(device_, pages, page_bytes());
 }
 
 Status CudaVmm::give_back_everything() {

@@ -59,6 +59,16 @@ Result<std::unique_ptr<StreamEvent>> FaultVmm::record_event(Stream stream) {
   return below_->record_event(stream);
 }
 
+Result<SharedPages> FaultVmm::export_pages(std::span<const Handle> handles) {
+  if (Status status = pass(VmmCall::export_pages); !status.ok()) return status;
+  return below_->export_pages(handles);
+}
+
+Result<std::unique_ptr<PageWindow>> FaultVmm::open_window(const SharedPages& pages) {
+  if (Status status = pass(VmmCall::open_window); !status.ok()) return status;
+  return below_->open_window(pages);
+}
+
 Status FaultVmm::guard_holes() {
   KV_TRY(pass(VmmCall::guard_holes));
   return below_->guard_holes();

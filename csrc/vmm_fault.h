@@ -18,6 +18,8 @@ enum class VmmCall {
   set_access,
   unmap,
   record_event,
+  export_pages,
+  open_window,
   guard_holes,
 };
 
@@ -40,6 +42,11 @@ class FaultVmm final : public Vmm {
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
   Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
+  bool can_share_with(const Location& other) const override {
+    return below_->can_share_with(other);
+  }
+  Result<SharedPages> export_pages(std::span<const Handle> handles) override;
+  Result<std::unique_ptr<PageWindow>> open_window(const SharedPages& pages) override;
   Status guard_holes() override;
   void scrub_pages() override { below_->scrub_pages(); }
   Status close() override { return below_->close(); }

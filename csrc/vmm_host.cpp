@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "host_stream.h"
+#include "page_window.h"
 #include "steps.h"
 
 namespace kvcached {
@@ -229,6 +230,23 @@ void HostVmm::scrub_pages() {
 Result<std::unique_ptr<StreamEvent>> HostVmm::record_event(Stream stream) {
   if (Status status = check_open(); !status.ok()) return status;
   return HostStream::record(stream);
+}
+
+Result<SharedPages> HostVmm::export_pages(std::span<const Handle> handles) {
+  const std::lock_guard lock(mutex_);
+  if (Status status = check_open(); !status.ok()) return status;
+  if (Status status = books_.check_known(handles); !status.ok()) return status;
+  const std::string self = "/proc/self/fd/" + std::to_string(fd_);
+  SharedPages shared;
+  shared.files.emplace_back(open(self.c_str(), O_RDONLY | O_CLOEXEC));  // nobody else writes here
+  if (shared.files[0].get() < 0) return system_failure("open of the device memory file", errno);
+  for (const Handle handle : handles) shared.places.push_back({0, handle * page_bytes()});
+  return shared;
+}
+
+Result<std::unique_ptr<PageWindow>> HostVmm::open_window(const SharedPages& pages) {
+  if (Status status = check_open(); !status.ok()) return status;
+  return open_host_window(pages, page_bytes());
 }
 
 Status HostVmm::close() {

@@ -38,6 +38,9 @@ class HostVmm final : public Vmm, private ForkGuarded {
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
   Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
+  bool can_share_with(const Location& other) const override { return !other.on_gpu; }
+  Result<SharedPages> export_pages(std::span<const Handle> handles) override;
+  Result<std::unique_ptr<PageWindow>> open_window(const SharedPages& pages) override;
   Status guard_holes() override;
   void scrub_pages() override;
   Status close() override;

@@ -26,6 +26,7 @@ KvcachedError
 ├── BlockError
 │   ├── UnknownBlockError                    an id of no allocatable block
 │   └── DoubleFreeError                      an id that is not allocated, or named twice
+├── HandoverError                            blocks of another process that cannot be fetched
 ├── WeightError
 │   ├── WeightFileError                      a file of weights is missing, short or damaged
 │   ├── WeightMismatchError                  the tensors are not the ones that were expected
@@ -157,6 +158,11 @@ class UnknownBlockError(BlockError):
 
 class DoubleFreeError(BlockError):
     """An id that is not allocated, or that one call names twice."""
+
+
+class HandoverError(KvcachedError):
+    """Blocks that another process offered cannot be fetched: the offer is over, its process is
+    gone, or its memory cannot be read here. What was to be filled holds anything."""
 
 
 class WeightError(KvcachedError):

@@ -8,7 +8,10 @@ from kvcached import _core
 from kvcached.asking import Asker, Want, wait_for
 from kvcached.balloon import PrefixCache, Shrunk
 from kvcached.checks import not_negative, patience, positive
-from kvcached.errors import InvalidArgumentError
+from kvcached.errors import DoubleFreeError, InvalidArgumentError
+from kvcached.handover.fetch import Target, fetch
+from kvcached.handover.offers import Offer, Offers, Source
+from kvcached.handover.plan import Shape
 from kvcached.usage import Fragmentation, KVCounters
 
 if TYPE_CHECKING:
@@ -57,6 +60,8 @@ class KVCache:
             blocks_per_slab,
             reserved_blocks,
         )
+        self._shape = Shape(page_bytes, tuple(slab_pages), blocks_per_slab, slabs)
+        self._offers = Offers(Source(asker.core, self._core, layout, self._shape), self._give)
 
     @property
     def num_blocks(self) -> int:
@@ -121,12 +126,68 @@ class KVCache:
     def free_kv(self, ids: NDArray[np.int64]) -> None:
         """Frees blocks; pages without a live block go back, but for what the watermarks keep.
 
-        Raises DoubleFreeError or UnknownBlockError before anything changes.
+        Raises DoubleFreeError or UnknownBlockError before anything changes. Blocks that are offered
+        to another process (`offer_kv`) count as live until that is over.
         """
+        if len(self._offers):
+            self.check_free(ids)
+            try:
+                ids = self._offers.keep(ids)
+            except KeyError as error:
+                raise DoubleFreeError(f"block {error} was freed before") from error
+        self._give(ids)
+
+    def _give(self, ids: NDArray[np.int64]) -> None:
         try:
             self._core.free(ids)
         except TypeError as error:
             raise InvalidArgumentError(_WRONG_IDS) from error
+
+    # --- blocks of one process in another's --------------------------------------------------
+
+    def offer_kv(self, ids: NDArray[np.int64], *, deadline_s: float = 10.0) -> Offer:
+        """Offers live blocks to another process of this user on the machine, which copies their
+        contents into blocks of its own (`fetch_kv`): from device to device, over no file.
+
+        The blocks stay as they are, and charged to this client, until they are fetched, withdrawn,
+        or `deadline_s` is over (a second later if somebody is reading them then), also if they are
+        freed in the meantime: free them at once, and they go when nobody waits for them any more.
+        Work on them that the streams were given is waited for (`Client.set_streams`). A thread
+        serves offers, the first of which starts it. Should this process die, its record in the
+        ledger stays until nobody reads its pages. Raises UnknownBlockError, DoubleFreeError,
+        PagesInUseError, BackendUnavailableError where the driver shares no memory.
+        """
+        self.check_free(ids)
+        if len(ids) == 0:
+            raise InvalidArgumentError("ids is empty; offer one block at least")
+        return self._offers.add(ids, patience("deadline_s", deadline_s))
+
+    def can_offer_to(self, device: str) -> bool:
+        """Whether a client on `device` ("host:1", "cuda:0") could fetch blocks from this one: both
+        on the host, or both on GPUs that read each other's memory."""
+        _core.check_device_name(device)
+        kind, _, ordinal = device.partition(":")
+        return _core.can_share_with(self._asker.core, kind == "cuda", int(ordinal))
+
+    def open_offers(self) -> int:
+        """Offers that are not over. They end by themselves."""
+        return len(self._offers)
+
+    def fetch_kv(
+        self, address: str, ids: NDArray[np.int64], *, skip: int = 0, timeout_s: float = 5.0
+    ) -> None:
+        """Fills live blocks with those that `Offer.address` names, in the order of both, from the
+        one after the first `skip` on.
+
+        The other process's pages are mapped here, read-only, a part of them at a time, copied page
+        to page, and unmapped; the offer is over then. The layouts must be equal; the devices, the
+        sizes of the caches and the ids need not be. Raises HandoverError when that cannot be, in
+        `timeout_s` at the latest; the blocks hold anything then. Raises UnknownBlockError,
+        DoubleFreeError.
+        """
+        self.check_free(ids)
+        target = Target(self._asker.core, self._core, self.layout, self._shape)
+        fetch(target, address, ids, not_negative("skip", skip), patience("timeout_s", timeout_s))
 
     def missing_pages(self, num_blocks: int) -> int | None:
         """Pages that alloc_kv would take from the ledger: 0 if what is mapped or spare will do.
@@ -301,4 +362,5 @@ class KVCache:
         return KVCounters(*self._core.counters())
 
     def _free(self) -> None:
+        self._offers.close()
         self._core.close()

@@ -30,6 +30,7 @@ PAGES = {
     "device": ("Devices and who holds what", ["device", "usage"]),
     "client": ("Clients", ["client"]),
     "kvcache": ("KV caches", ["kvcache", "group", "ranks"]),
+    "handover": ("Blocks of one process in another's", ["handover"]),
     "balloon": ("Giving memory back", ["balloon", "asking"]),
     "layouts": ("Layouts", ["layouts"]),
     "weights": ("Weights", ["weights"]),

@@ -23,6 +23,9 @@ struct Backend {
 // Host and, where a driver can be loaded, cuda:0; each bare and below the fault decorator.
 std::vector<Backend> backends();
 
+// What vmm.h says of windows (test_windows.cpp).
+void windows_conform(const Backend& backend);
+
 // The library behind "cuda:0" (see cuda_driver.h), or null. backends() makes its primary context
 // current in the main thread, nothing_leaked() drops it.
 void* cuda_library();

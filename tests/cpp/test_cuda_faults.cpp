@@ -228,6 +228,44 @@ void a_failed_scrub_keeps_the_pages() {
   CHECK(calls > 0);
 }
 
+// Neither descriptors nor handles stay behind; test_cuda_leaks() looks at the end.
+void a_failed_export_or_window_leaves_nothing() {
+  Fixture f;
+  const auto pages = value_of(f.vmm->create(3));
+  CHECK_OK(f.vmm->map_accessible(f.address, pages));
+  SharedPages shared;
+  const uint64_t exports = f.fail_everywhere(
+      1,
+      [&] {
+        auto made = f.vmm->export_pages(pages);
+        if (!made.ok()) return made.status();
+        shared = std::move(made.value());
+        return Status{};
+      },
+      [](const Status& status) { CHECK(status.code == Code::system_call); });
+  CHECK(exports == 3 && f.used_pages() == 3);
+  auto other = value_of(make_vmm("cuda:0", kPage));  // over the link between the two
+  std::unique_ptr<PageWindow> window;
+  for (const uint64_t times : {1, 2}) {
+    window = nullptr;
+    (void)f.fail_everywhere(
+        times,
+        [&] {
+          auto opened = other->open_window(shared);
+          if (!opened.ok()) return opened.status();
+          window = std::move(opened.value());
+          return Status{};
+        },
+        [](const Status&) {});
+  }
+  const uint64_t here = value_of(other->reserve(kPage));
+  CHECK_OK(other->map_accessible(here, value_of(other->create(1))));
+  const CopyRun runs[] = {{kPage, here, 8}, {0, here + 8, 8}};
+  CHECK(f.fail_everywhere(1, [&] { return window->copy(runs); }, [](const Status&) {}) == 3);
+  window = nullptr;
+  CHECK(f.driver.used_bytes(0) == kPage);
+}
+
 void names_and_page_sizes_are_checked() {
   CHECK_CODE(make_vmm("cuda:2", kPage).status(), Code::unknown_device);
   CHECK_CODE(make_vmm("cuda:9999", kPage).status(), Code::unknown_device);
@@ -258,6 +296,7 @@ void test_cuda_faults() {
   holes_that_are_not_covered_are_tried_again();
   a_failed_map_shows_the_guard_again();
   a_failed_scrub_keeps_the_pages();
+  a_failed_export_or_window_leaves_nothing();
   names_and_page_sizes_are_checked();
 }
 

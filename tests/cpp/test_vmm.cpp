@@ -174,6 +174,7 @@ void conforms(const Backend& b) {
   guarded_holes_read_as_zeros(b);
   scrubbed_pages_come_back_as_zeros(b);
   close_returns_everything(b);
+  windows_conform(b);
 }
 
 }  // namespace

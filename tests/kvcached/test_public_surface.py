@@ -50,6 +50,7 @@ def test_public_names_are_pinned() -> None:
         "MLALayout",
         "MixedLayout",
         "NoRoomError",
+        "Offer",
         "Prefetch",
         "PrefixCache",
         "RankKV",

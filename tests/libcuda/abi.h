@@ -21,6 +21,7 @@ enum Error {
   kPeerAlreadyEnabled = 704,
   kLaunchFailed = 719,
   kPeerUnsupported = 217,
+  kNotSupported = 801,
 };
 
 struct MemLocation {
@@ -49,5 +50,7 @@ inline constexpr int kAllocationPinned = 1;
 inline constexpr int kAccessRead = 1;
 inline constexpr int kAccessReadWrite = 3;
 inline constexpr int kAttributeVirtualMemory = 102;
+inline constexpr int kAttributePosixFile = 103;
+inline constexpr int kHandlePosixFile = 1;
 
 }  // namespace test_libcuda

@@ -110,6 +110,17 @@ EXPORT int cuMemcpyHtoD_v2(uint64_t target, const void* source, size_t bytes) {
   });
 }
 
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t bytes, void* stream) {
+  return test_libcuda::counted("cuMemcpyDtoDAsync", [=](Simulator& cuda) {
+    const int device = test_libcuda::current_device();
+    if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
+    Error error = cuda.check_target(device, target, bytes);
+    if (error == 0) error = cuda.check_source(device, source, bytes);
+    if (error == 0) submit(cuda, number(stream), target, source, bytes);
+    return error;
+  });
+}
+
 EXPORT int cuMemcpyPeerAsync(uint64_t target, void* target_context, uint64_t source,
                              void* source_context, size_t bytes, void* stream) {
   return test_libcuda::counted("cuMemcpyPeerAsync", [=](Simulator& cuda) {

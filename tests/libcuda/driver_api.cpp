@@ -52,6 +52,7 @@ constexpr NamedError kErrors[] = {
     {600, "CUDA_ERROR_NOT_READY", "device not ready"},
     {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
+    {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
 };
 
 const NamedError* find_error(int error) {
@@ -132,9 +133,12 @@ EXPORT int cuDeviceGet(int* device, int ordinal) {
 }
 
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
-  return served([=](Simulator&) {
-    if (attribute != test_libcuda::kAttributeVirtualMemory) return test_libcuda::kInvalidValue;
-    *value = 1;
+  return served([=](Simulator& cuda) {
+    const bool exports = attribute == test_libcuda::kAttributePosixFile;
+    if (!exports && attribute != test_libcuda::kAttributeVirtualMemory) {
+      return test_libcuda::kInvalidValue;
+    }
+    *value = !exports || cuda.settings().exports ? 1 : 0;
     return test_libcuda::kSuccess;
   });
 }
@@ -206,6 +210,21 @@ EXPORT int cuMemCreate(uint64_t* handle, size_t bytes, const MemAllocationProp* 
 
 EXPORT int cuMemRelease(uint64_t handle) {
   return counted("cuMemRelease", [=](Simulator& cuda) { return cuda.release(handle); });
+}
+
+EXPORT int cuMemExportToShareableHandle(void* shared, uint64_t handle, int type,
+                                        unsigned long long flags) {
+  return counted("cuMemExportToShareableHandle", [=](Simulator& cuda) {
+    if (type != test_libcuda::kHandlePosixFile || flags != 0) return test_libcuda::kInvalidValue;
+    return cuda.export_file(static_cast<int*>(shared), handle);
+  });
+}
+
+EXPORT int cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type) {
+  return counted("cuMemImportFromShareableHandle", [=](Simulator& cuda) {
+    if (type != test_libcuda::kHandlePosixFile) return test_libcuda::kInvalidValue;
+    return cuda.import_file(handle, static_cast<int>(reinterpret_cast<intptr_t>(shared)));
+  });
 }
 
 EXPORT int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle,

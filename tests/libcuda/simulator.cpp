@@ -12,7 +12,6 @@ namespace test_libcuda {
 namespace {
 
 constexpr uint64_t kFileBytes = uint64_t{1} << 60;
-
 uint64_t setting(const char* name, uint64_t otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 0);
@@ -27,6 +26,7 @@ Settings read_settings() {
       setting("KVCACHED_TEST_CUDA_GRANULARITY", settings.granularity_bytes);
   settings.read_only = setting("KVCACHED_TEST_CUDA_READ_ONLY", 1) != 0;
   settings.peers = setting("KVCACHED_TEST_CUDA_PEERS", 1) != 0;
+  settings.exports = setting("KVCACHED_TEST_CUDA_EXPORTS", 1) != 0;
   return settings;
 }
 
@@ -132,12 +132,16 @@ bool Simulator::has_context(int device) const {
 
 Error Simulator::check_prop(const MemAllocationProp& prop) {
   if (prop.type != kAllocationPinned || prop.location.type != kLocationDevice ||
-      prop.requested_handle_types != 0 || prop.win32_handle_metadata != nullptr ||
-      prop.compression_type != 0 || prop.gpu_direct_rdma_capable != 0 || prop.usage != 0) {
+      (prop.requested_handle_types & ~kHandlePosixFile) != 0 ||
+      prop.win32_handle_metadata != nullptr || prop.compression_type != 0 ||
+      prop.gpu_direct_rdma_capable != 0 || prop.usage != 0) {
     return refuse(kInvalidValue, "allocation properties that no device has");
   }
   if (prop.location.id < 0 || prop.location.id >= settings_.devices) {
     return refuse(kInvalidDevice, "allocation on a device that does not exist");
+  }
+  if (prop.requested_handle_types != 0 && !settings_.exports) {
+    return refuse(kNotSupported, "allocations of this device cannot be exported");
   }
   return kSuccess;
 }
@@ -218,7 +222,9 @@ Error Simulator::create(uint64_t* handle, uint64_t bytes, const MemAllocationPro
   }
   device.used_bytes += bytes;
   *handle = next_handle_++;
-  allocations_.emplace(*handle, Allocation{prop.location.id, bytes, device.next_offset});
+  Allocation made{prop.location.id, bytes, device.next_offset};
+  made.exportable = prop.requested_handle_types != 0;
+  allocations_.emplace(*handle, made);
   device.next_offset += bytes;
   return kSuccess;
 }
@@ -227,6 +233,11 @@ void Simulator::free_if_unused(uint64_t handle) {
   const auto found = allocations_.find(handle);
   const Allocation& allocation = found->second;
   if (!allocation.released || allocation.mappings > 0) return;
+  if (allocation.imported_fd >= 0) {
+    close(allocation.imported_fd);
+    allocations_.erase(found);
+    return;
+  }
   Device& device = devices_[static_cast<size_t>(allocation.device)];
   (void)fallocate(device.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                   static_cast<off_t>(allocation.offset), static_cast<off_t>(allocation.bytes));
@@ -242,6 +253,11 @@ Error Simulator::release(uint64_t handle) {
   found->second.released = true;
   free_if_unused(handle);
   return kSuccess;
+}
+
+int Simulator::file_of(const Allocation& allocation) const {
+  if (allocation.imported_fd >= 0) return allocation.imported_fd;
+  return devices_[static_cast<size_t>(allocation.device)].fd;
 }
 
 Error Simulator::map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t handle) {
@@ -261,8 +277,7 @@ Error Simulator::map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t
   if (allocation.mappings > 0 && is_touched(handle)) {
     return violate("cuMemMap: a kernel may still touch the handle's memory elsewhere");
   }
-  const int fd = devices_[static_cast<size_t>(allocation.device)].fd;
-  if (mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd,
+  if (mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file_of(allocation),
            static_cast<off_t>(allocation.offset)) == MAP_FAILED) {
     return refuse(kOutOfMemory, "cuMemMap: the OS refused");
   }
@@ -297,14 +312,20 @@ Error Simulator::set_access(uint64_t address, uint64_t bytes, const MemAccessDes
   const auto whole = whole_mappings(address, bytes);
   if (whole.empty()) return refuse(kInvalidValue, "cuMemSetAccess: not a range of whole mappings");
   for (const auto at : whole) {
-    if (allocations_.at(at->second.handle).device != access.location.id) {
+    const Allocation& memory = allocations_.at(at->second.handle);
+    const bool is_own = memory.device == access.location.id;
+    // Between devices, memory of this process is copied by peer access and never mapped.
+    if (!is_own && !(memory.imported_fd >= 0 && settings_.peers)) {
       return refuse(kInvalidDevice, "cuMemSetAccess: memory of another device");
     }
   }
   if (mprotect(pointer(address), bytes, read ? PROT_READ : PROT_READ | PROT_WRITE) != 0) {
     return refuse(kOutOfMemory, "cuMemSetAccess: the OS refused");
   }
-  for (const auto at : whole) at->second.access = access.flags;
+  for (const auto at : whole) {
+    at->second.access = access.flags;
+    at->second.reader = access.location.id;
+  }
   return kSuccess;
 }
 

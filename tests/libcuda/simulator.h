@@ -22,12 +22,15 @@ struct Allocation {
   uint64_t offset;  // in the device's memfd
   int mappings = 0;
   bool released = false;
+  bool exportable = false;
+  int imported_fd = -1;  // of another process's device file, or of the same process's
 };
 
 struct Mapping {
   uint64_t bytes;
   uint64_t handle;
   int access = 0;
+  int reader = -1;  // the device that has it
 };
 
 struct Device {
@@ -43,6 +46,7 @@ struct Settings {
   uint64_t granularity_bytes = 4096;   // KVCACHED_TEST_CUDA_GRANULARITY; GPUs have 2 MiB
   bool read_only = true;  // KVCACHED_TEST_CUDA_READ_ONLY=0: read access alone is refused
   bool peers = true;      // KVCACHED_TEST_CUDA_PEERS=0: no device reads another
+  bool exports = true;    // KVCACHED_TEST_CUDA_EXPORTS=0: no memory is shared between processes
 };
 
 class Simulator {
@@ -73,6 +77,11 @@ class Simulator {
   Error free_address(uint64_t address, uint64_t bytes);
   Error create(uint64_t* handle, uint64_t bytes, const MemAllocationProp& prop);
   Error release(uint64_t handle);
+  // A file stands for the allocation's memory: its position says where in the device's file that
+  // is, and a label behind all memory what it is. Stricter than CUDA, where an import keeps the
+  // memory: here it is gone with its owner's last use, so that whoever reads too late reads zeros.
+  Error export_file(int* fd, uint64_t handle);
+  Error import_file(uint64_t* handle, int fd);
   Error map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t handle);
   Error unmap(uint64_t address, uint64_t bytes);
   Error set_access(uint64_t address, uint64_t bytes, const MemAccessDesc& access);
@@ -80,6 +89,8 @@ class Simulator {
   Error get_access(uint64_t address, unsigned long long* flags);
   // Whether a copy may touch the range, with at least this access.
   Error check_accessible(uint64_t address, uint64_t bytes, int access = kAccessRead);
+  // Whether a copy on the device may read the range: through a mapping of the device's own.
+  Error check_source(int device, uint64_t address, uint64_t bytes);
   // The same for the driver's own write, which is in no stream's order.
   Error check_fillable(uint64_t address, uint64_t bytes);
   // Whether the range is memory of that device, mapped with access or plain.
@@ -97,6 +108,7 @@ class Simulator {
   Error check_size(const char* call, uint64_t address, uint64_t bytes);
   bool is_reserved(uint64_t address, uint64_t bytes) const;
   bool overlaps_mapping(uint64_t address, uint64_t bytes) const;
+  int file_of(const Allocation& allocation) const;
   // The mappings that make up the range exactly; empty if it cuts one or has a hole.
   std::vector<Mappings::iterator> whole_mappings(uint64_t address, uint64_t bytes);
   void free_if_unused(uint64_t handle);

@@ -1,0 +1,214 @@
+"""The source's end: blocks that are kept as they are until another process has fetched them."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcached import _core
+from kvcached.errors import ClosedError, HandoverError
+from kvcached.handover import wire
+from kvcached.handover.plan import Shape, pages_of
+from kvcached.handover.server import Server
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvcached.layouts import KVLayout
+
+    Ids = NDArray[np.int64]
+
+GRACE_S = 1.0
+"""How much longer than its deadline an offer waits for somebody who is reading its pages."""
+LOOK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is offered from: a KV cache and its client."""
+
+    client: _core.Client
+    cache: _core.KvCache
+    layout: KVLayout
+    shape: Shape
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An offer that stands. `link`: who fetches it; `reading`: pages of it are out there."""
+
+    ids: Ids
+    pages: Ids
+    until_s: float
+    link: socket.socket | None = None
+    reading: bool = False
+
+
+class Offer:
+    """Blocks that wait to be fetched, made by `KVCache.offer_kv`.
+
+    `address` is what the other process gives to `KVCache.fetch_kv`: any string transport will do.
+    Until the offer is over its blocks stay as they are, freed by their owner or not.
+    """
+
+    def __init__(self, address: str, is_open: Callable[[], bool], end: Callable[[], None]) -> None:
+        self.address = address
+        self._is_open = is_open
+        self._end = end
+
+    def is_open(self) -> bool:
+        """Whether it was neither fetched nor withdrawn, its fetcher lives, and it is in time."""
+        return self._is_open()
+
+    def withdraw(self) -> None:
+        """Ends it; who fetches it now fails. What is over already stays so."""
+        self._end()
+
+
+class Offers:
+    """All offers of one KV cache, and the thread that serves them while there are any.
+
+    free(ids) gives blocks back to the cache, from either thread. Thread rule: the cache's thread.
+    """
+
+    def __init__(self, source: Source, free: Callable[[Ids], None]) -> None:
+        self._source = source
+        self._free = free
+        self._lock = threading.Lock()
+        self._open: dict[str, _Open] = {}
+        self._freed: set[int] = set()
+        self._server: Server | None = None
+
+    def add(self, ids: Ids, deadline_s: float) -> Offer:
+        """REQUIRES: live blocks, each once"""
+        pages = pages_of(self._source.shape, ids)
+        _core.wait_for_streams(self._source.client)  # what they write there is there then
+        # Once for the error that it would be: a driver that shares nothing, a closed client.
+        wire.close_all(_core.export_pages(self._source.cache, pages[:1].tolist())[0])
+        key = secrets.token_hex(8)
+        with self._lock:
+            self._open[key] = _Open(ids.copy(), pages, time.monotonic() + deadline_s)
+            if self._server is None:
+                self._server = Server(self)
+            self._server.wake()
+            name = self._server.name
+        return Offer(f"{name}/{key}", lambda: key in self._open, lambda: self.end(key))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def keep(self, ids: Ids) -> Ids:
+        """Of blocks that their owner frees, those that nobody waits for; the others go later.
+        Raises KeyError with a block that was freed before."""
+        import numpy as np
+
+        with self._lock:
+            if not self._open:
+                return ids
+            offered = np.concatenate([offer.ids for offer in self._open.values()])
+            held = np.isin(ids, offered)
+            later = {int(i) for i in ids[held]}
+            if again := later & self._freed:
+                raise KeyError(min(again))
+            self._freed |= later
+            return ids[~held]
+
+    def end(self, key: str) -> None:
+        """The offer is over: its blocks go if their owner has freed them. Any thread."""
+        import numpy as np
+
+        with self._lock:
+            offer = self._open.pop(key, None)
+            if offer is None:
+                return
+            if offer.link is not None:
+                with contextlib.suppress(OSError):  # the other end was faster
+                    offer.link.shutdown(socket.SHUT_RDWR)
+            still = {int(i) for each in self._open.values() for i in each.ids}
+            gone = ({int(i) for i in offer.ids} & self._freed) - still
+            self._freed -= gone
+            if gone:
+                with contextlib.suppress(ClosedError):  # then they went with the cache
+                    self._free(np.array(sorted(gone), dtype=np.int64))
+            if self._server is not None:
+                self._server.wake()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        server = self._server
+        for key in list(self._open):
+            self.end(key)
+        if server is not None:
+            server.join()
+
+    # --- the serving thread ----------------------------------------------------------------
+
+    def leave(self) -> bool:
+        """Whether the serving thread may end, for want of offers; the next one starts another."""
+        with self._lock:
+            if not self._open:
+                self._server = None
+            return not self._open
+
+    def expire(self) -> float:
+        """Ends those whose time is over; how long until there are more, or a while."""
+        now_s = time.monotonic()
+        late = [key for key, offer in list(self._open.items()) if _due_s(offer) <= now_s]
+        for key in late:
+            self.end(key)
+        return min((_due_s(o) - now_s for o in list(self._open.values())), default=LOOK_S)
+
+    def terms(self, hello: wire.Hello, link: socket.socket) -> tuple[wire.Terms, Ids | None]:
+        """What somebody gets who asks for a key."""
+        source, shape = self._source, self._source.shape
+        if hello.version != wire.VERSION:
+            return wire.Terms(f"this end speaks version {wire.VERSION}"), None
+        if not _core.can_share_with(source.client, hello.on_gpu, hello.ordinal):
+            self.end(hello.key)  # nobody else was meant to come
+            return wire.Terms("the device there cannot read the memory of this one"), None
+        with self._lock:
+            offer = self._open.get(hello.key)
+            if offer is None or offer.link is not None:
+                return wire.Terms("the offer is over, or somebody fetches it"), None
+            offer.link = link
+        return wire.Terms(
+            "",
+            repr(source.layout),
+            shape.page_bytes,
+            shape.slab_pages,
+            shape.blocks_per_slab,
+            shape.slabs,
+        ), offer.ids
+
+    def fetched(self, key: str, link: socket.socket) -> bool:
+        """Its fetcher has everything; whether the offer stood until now. It is over then."""
+        with self._lock:
+            offer = self._open.get(key)
+            if offer is None or offer.link is not link:
+                return False
+            offer.link = None
+        self.end(key)
+        return True
+
+    def export(self, key: str, first: int, count: int) -> tuple[bytes, list[int]]:
+        """File and offset of pages, and their files with the lease's lock behind them."""
+        with self._lock:
+            offer = self._open.get(key)
+            if offer is None or not 0 < count <= wire.BATCH_PAGES:
+                raise HandoverError("the offer is over")
+            offer.reading = True
+            pages = offer.pages[first : first + count].tolist()
+            files, places = _core.export_pages(self._source.cache, pages)
+        files.append(_core.share_liveness(self._source.client))
+        return wire.pack_pairs(places), files
+
+
+def _due_s(offer: _Open) -> float:
+    return offer.until_s + (GRACE_S if offer.reading else 0.0)

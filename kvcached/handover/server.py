@@ -1,0 +1,133 @@
+"""The thread that serves a process's offers, one frame of one connection at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from kvcached.errors import KvcachedError
+from kvcached.handover import wire
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FRAME_S = 1.0
+"""How long another process may take over one frame."""
+
+
+class Shelf(Protocol):
+    """What is served; see `Offers`."""
+
+    def leave(self) -> bool: ...
+    def expire(self) -> float: ...
+    def end(self, key: str) -> None: ...
+    def terms(
+        self, hello: wire.Hello, link: socket.socket
+    ) -> tuple[wire.Terms, NDArray[np.int64] | None]: ...
+    def export(self, key: str, first: int, count: int) -> tuple[bytes, list[int]]: ...
+    def fetched(self, key: str, link: socket.socket) -> bool: ...
+
+
+class Server:
+    """Listens at an abstract address, which goes with the process and serves this user alone. Lives
+    as long as there are offers.
+
+    An offer whose fetcher hangs up is over: nobody else was meant to come for it.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.name = f"kvcached-{os.getpid()}-{secrets.token_hex(8)}"
+        self._shelf = shelf
+        self._keys: dict[socket.socket, str] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        for each in (self._listener, self._woken):
+            self._selector.register(each, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="kvcached-offers", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something changed. Any thread."""
+        with contextlib.suppress(OSError):  # it has not seen the last one yet, or has ended
+            self._waker.send(b"!")
+
+    def join(self) -> None:
+        """Returns once the thread has ended, which it does when there is nothing to serve."""
+        self.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._shelf.leave():
+            for key, _ in self._selector.select(self._shelf.expire()):
+                link = key.fileobj
+                assert isinstance(link, socket.socket)
+                if link is self._woken:
+                    link.recv(4096)
+                elif link is self._listener:
+                    self._accept()
+                else:
+                    self._serve(link)
+        for each in (*self._keys, self._listener, self._waker, self._woken):
+            each.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        link, _ = self._listener.accept()
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        if struct.unpack("3i", credentials)[1] != os.geteuid():
+            link.close()
+            return
+        link.settimeout(FRAME_S)
+        self._keys[link] = ""
+        self._selector.register(link, selectors.EVENT_READ)
+
+    def _serve(self, link: socket.socket) -> None:
+        try:
+            self._answer(link, wire.receive(link)[0])
+        except KvcachedError:
+            self._hang_up(link)
+
+    def _answer(self, link: socket.socket, payload: bytes) -> None:
+        key = self._keys[link]
+        if not key:
+            self._introduce(link, wire.decode_hello(payload))
+            return
+        (first, count), *_ = wire.unpack_pairs(payload) or [(0, 0)]
+        if count == 0:
+            if self._shelf.fetched(key, link):
+                wire.send(link, wire.pack_pairs([(0, 0)]))
+            self._hang_up(link)
+            return
+        places, files = self._shelf.export(key, first, count)
+        try:
+            wire.send(link, places, files)
+        finally:
+            wire.close_all(files)
+
+    def _introduce(self, link: socket.socket, hello: wire.Hello) -> None:
+        terms, ids = self._shelf.terms(hello, link)
+        if ids is not None:
+            self._keys[link] = hello.key
+        wire.send(link, wire.encode(terms))
+        if ids is None:
+            self._hang_up(link)
+        else:
+            wire.send(link, ids.tobytes())
+
+    def _hang_up(self, link: socket.socket) -> None:
+        key = self._keys.pop(link)
+        self._selector.unregister(link)
+        link.close()
+        if key:
+            self._shelf.end(key)

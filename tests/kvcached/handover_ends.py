@@ -1,0 +1,87 @@
+"""The two ends of a hand-over, for its tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvcached import Device, Layout, errors
+
+from .conftest import CAPACITY, PAGE, TINY
+
+PAIRS = [("host:0", "host:0"), ("host:0", "host:1"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
+COMMAND = [sys.executable, "-m", "tests.kvcached.handover_source"]
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+class Ends:
+    """A cache that offers and one that fetches, on devices of a namespace, in this process."""
+
+    def __init__(self, namespace: str, names: tuple[str, str], layout: Layout = TINY) -> None:
+        self.devices = {
+            name: Device.open(name, capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
+            for name in set(names)
+        }
+        self.names, self.namespace = names, namespace
+        self.clients = [
+            self.devices[name].client(role, background=False)
+            for name, role in zip(names, ("source", "target"), strict=True)
+        ]
+        tokens = (2000, 5000)  # of other sizes, so that buffers lie at other places
+        self.source, self.target = (
+            client.alloc_kvcache(layout, n) for client, n in zip(self.clients, tokens, strict=True)
+        )
+
+    def charged(self) -> list[int]:
+        return [client.usage().committed_bytes for client in self.clients]
+
+    def close(self) -> None:
+        for client, kv in zip(self.clients, (self.source, self.target), strict=True):
+            client.free_kvcache(kv)
+            client.close()
+        for name, device in self.devices.items():
+            assert device.usage().reserved_bytes == 0
+            device.close()
+            Device.unlink(self.namespace, name)
+
+
+class Source:
+    """A process that offers blocks and does what it is told by lines."""
+
+    def __init__(self, namespace: str, device: str, blocks: int, **env: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "serve", namespace, device, str(blocks)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+            cwd=Path(__file__).parent.parent.parent,
+        )
+        self.namespace, self.name = namespace, device
+
+    def line(self, command: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        with contextlib.suppress(errors.DeviceBusyError):  # the target's, too
+            Device.unlink(self.namespace, self.name)
