@@ -42,11 +42,13 @@ class Sampling(Wire, frozen=True):
 
 class Resume(Wire, frozen=True):
     """Where a request that moved here goes on: its output so far, and KV of its first `kv_tokens`
-    tokens (prompt, then output) in the file `kv_path`; empty: it is computed again."""
+    tokens (prompt, then output), offered by the engine it left, at an address for each rank, or in
+    the file `kv_path`. Neither: it is computed again."""
 
     output_ids: list[int]
     kv_path: str = ""
     kv_tokens: int = 0
+    kv_offers: tuple[str, ...] = ()
 
 
 class Request(Wire, frozen=True):
@@ -159,7 +161,10 @@ class Cancel(Wire, frozen=True):
 
 
 class Export(Wire, frozen=True):
-    """Stop all requests and hand them back as far as they are, with their KV in files."""
+    """Stop all requests and hand them back as far as they are, their KV kept for an engine whose
+    ranks lie on `targets`, or in files."""
+
+    targets: tuple[str, ...] = ()
 
 
 class SetLimit(Wire, frozen=True):
@@ -329,12 +334,14 @@ class ActivateModel(Wire, frozen=True):
 class EvictModel(Wire, frozen=True):
     """Stop admitting, wait for running requests (bounded), deactivate, return the engine. Requests
     still waiting here must already be routed elsewhere or stay queued as unplaced, and with
-    move_running those that run go there, too, with their KV."""
+    move_running those that run go there, too, with their KV. targets: the devices of the ranks
+    there; without them, KV goes through a file."""
 
     action_id: int
     model: str
     reason: str = ""
     move_running: bool = False
+    targets: tuple[str, ...] = ()
 
 
 class PrefetchModel(Wire, frozen=True):

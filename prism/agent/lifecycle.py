@@ -104,7 +104,7 @@ class Lifecycle:
         else:
             served.actions.append(order.action_id)
             if order.move_running and served.state is ModelState.ACTIVE:
-                self._effects.send(served.engine_id, Export())
+                self._effects.send(served.engine_id, Export(order.targets))
             self._drain(served)
 
     def _set_limit(self, served: Served, order: ActivateModel) -> None:

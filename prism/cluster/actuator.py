@@ -55,7 +55,7 @@ class Actuator:
         if model not in self._state.moves:
             why = f"a second copy, {home} serves it"
             move = Move("drop_copy", model, device, home)
-            self._begin(move, why, self._take_down(model, device, why))
+            self._begin(move, why, self._take_down(EvictModel(0, model, why), device))
 
     async def stop(self) -> None:
         """Cancel what is under way; the agents finish it, the next scheduler sees the result."""
@@ -138,14 +138,16 @@ class Actuator:
     async def _evict(self, action: Evict) -> None:
         # First the route: no request may arrive at a model that is being taken down.
         await self._queue.route(action.model, None)
-        await self._take_down(action.model, action.device, action.reason)
+        await self._take_down(EvictModel(0, action.model, action.reason), action.device)
 
     async def _migrate(self, action: Migrate) -> None:
         """Make-before-break: the source serves until the target is ready. What runs there then
         finishes there, or goes to the target with its KV."""
         await self._bring_up(action.model, action.target, action, route_at_once=False)
         await self._queue.route(action.model, action.target)
-        await self._take_down(action.model, action.source, action.reason, action.move_running)
+        targets = (action.target, *action.peers)
+        order = EvictModel(0, action.model, action.reason, action.move_running, targets)
+        await self._take_down(order, action.source)
 
     async def _bring_up(
         self, name: str, device: str, action: Activate | Migrate, route_at_once: bool
@@ -162,13 +164,11 @@ class Actuator:
             result.cancel()
         await self._reported(device, name, "active")
 
-    async def _take_down(
-        self, name: str, device: str, reason: str, move_running: bool = False
-    ) -> None:
+    async def _take_down(self, order: EvictModel, device: str) -> None:
         timing = self._state.timing
         timeout_s = self._state.config.engine.drain_timeout_s + timing.eviction_slack_s
-        await self._link.ask(device, EvictModel(0, name, reason, move_running), timeout_s)
-        await self._reported(device, name, "absent")
+        await self._link.ask(device, order, timeout_s)
+        await self._reported(device, order.model, "absent")
 
     async def _reported(self, device: str, name: str, stage: str) -> None:
         """Until the agent's report shows what its result said: plans are made on reports."""

@@ -89,9 +89,14 @@ class EngineCore(Protocol):
         """Stop these requests; each yields a last Chunk with finish_reason "cancelled".
         Unknown ids are ignored."""
 
-    def export(self) -> list[Request]:
+    def export(self, targets: Sequence[str] = ()) -> list[Request]:
         """Stop all requests that nobody cancelled, and return them with where they stand
-        (`Request.resume`), their KV in files of `moves_dir`. They are gone from this engine."""
+        (`Request.resume`), their KV offered to an engine whose ranks lie on `targets`, or in files
+        of `moves_dir`. They are gone from this engine."""
+
+    def handing_over(self) -> bool:
+        """Whether KV that was offered so is still kept for who fetches it; not for long. REQUIRES:
+        `deactivate` comes after that, or it is computed again."""
 
     def step(self) -> StepOutput:
         """Run one continuous-batching step if there is work."""

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -128,6 +128,7 @@ class Worker:
         self._clock = clock
         self._model: str | None = None
         self._activating: str | None = None
+        self._leaving: tuple[str, float] | None = None
         self._open: dict[str, int] = {}
         self._busy = False
         self._stalled = False
@@ -159,6 +160,7 @@ class Worker:
         for message in self._link.receive(self._patience_s()):
             self._obey(message)
         self._changed |= self._core.answer_requests()
+        self._deactivate()
         if self._open or self._busy:
             self._step()
 
@@ -169,7 +171,8 @@ class Worker:
         if self._busy and not self._stalled:
             return 0.0
         until_status_s = self._status_due_s() - self._clock()
-        return min(STALLED_RETRY_S, until_status_s) if self._open else until_status_s
+        soon = self._open or self._leaving
+        return min(STALLED_RETRY_S, until_status_s) if soon else until_status_s
 
     def _step(self) -> None:
         started_s = self._clock()
@@ -215,9 +218,9 @@ class Worker:
             case Activate():
                 self._activate(message)
             case Deactivate():
-                self._deactivate()
-            case Export():
-                self._export()
+                self._leave()
+            case Export(targets=targets):
+                self._export(targets)
             case SetLimit(kv_limit_bytes=limit_bytes):
                 self._core.set_limit(limit_bytes)
             case Shutdown():
@@ -233,8 +236,8 @@ class Worker:
         if mine:
             self._core.submit(mine)
 
-    def _export(self) -> None:
-        requests = self._core.export()
+    def _export(self, targets: Sequence[str]) -> None:
+        requests = self._core.export(targets)
         for request in requests:
             self._open.pop(request.id, None)
         self._link.send(Exported(requests))
@@ -256,13 +259,20 @@ class Worker:
             self._link.send(activation_failed(name, error))
         self._activating = None
 
-    def _deactivate(self) -> None:
+    def _leave(self) -> None:
         """Answers also when no model is active, so that an agent that lost count recovers."""
-        started_s = self._clock()
         model, self._model = self._model or "", None
         self._fail(self._open, "model_evicted", f"{model} left this engine while serving")
         self._open = {}
         self._busy = False
+        self._leaving = self._leaving or (model, self._clock())
+        self._deactivate()
+
+    def _deactivate(self) -> None:
+        """Once KV that requests left behind is where they are, or too late."""
+        if self._leaving is None or self._core.handing_over():
+            return
+        (model, started_s), self._leaving = self._leaving, None
         if model:
             self._core.deactivate()
             # The last counters of this model: what the deactivation itself unmapped included.

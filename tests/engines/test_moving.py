@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from prism.engines import kv_file
-from prism.messages import Export, Exported, Request, Submit
-from tests.engines.harness import DeviceUnderTest, request
+from prism.engines import kv_direct, kv_file
+from prism.messages import Deactivate, Deactivated, Export, Exported, Request, Submit
+from tests.engines.harness import DEVICE, DeviceUnderTest, request
 from tests.engines.subjects import Subject
+
+WAYS = {"direct": (1, False), "file": (0, True)}  # offers, and whether there is a file
 
 
 def start(
@@ -24,8 +28,8 @@ def start(
     return items
 
 
-def export(device: DeviceUnderTest, engine: str) -> list[Request]:
-    device.send(Export(), engine)
+def export(device: DeviceUnderTest, engine: str, targets: tuple[str, ...] = ()) -> list[Request]:
+    device.send(Export(targets), engine)
     return device.wait_for(Exported, engine).requests
 
 
@@ -37,26 +41,65 @@ def check(subject: Subject, device: DeviceUnderTest, engine: str, items: list[Re
     assert outputs == [subject.expected(item) for item in items]
 
 
+@pytest.mark.parametrize("way", ["direct", "file"])
 def test_requests_go_on_with_their_kv(
-    subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
+    subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str, way: str
 ) -> None:
+    """From device to device, without a file; or through one. With the same answers, and the first
+    engine's memory goes once it is fetched."""
     for name in (engine, second_engine):
         device.activate(subject.models[0], name)
     items = start(subject, device, engine, 3, 60)
-    moved = export(device, engine)
+    moved = export(device, engine, (DEVICE,) if way == "direct" else ())
     for item in moved:
         assert item.resume is not None
+        assert (len(item.resume.kv_offers), bool(item.resume.kv_path)) == WAYS[way]
         assert len(item.resume.output_ids) == len(device.stream(item.id).token_ids)
         assert item.resume.kv_tokens >= len(item.prompt_ids)
     assert {item.id for item in moved} <= {item.id for item in items}
+    if way == "direct":
+        assert not Path(device.config.moves_dir).exists() or not files(device)
+    device.send(Deactivate(), engine)
     device.send(Submit(moved), second_engine)
+    assert device.wait_for(Deactivated, engine).model == subject.models[0].name
     check(subject, device, second_engine, items)
+    assert (usage := device.client_usage(engine)) is None or usage.committed_bytes == 0
     status = device.settled_status(lambda s: s.imported_tokens_total, second_engine)
     came = sum(item.resume.kv_tokens for item in moved if item.resume)
     assert came - 16 * len(moved) <= status.imported_tokens_total <= came
     assert status.prompt_tokens_total >= 0
-    assert not any(Path(device.config.moves_dir).iterdir())
+    assert not files(device)
     assert device.settled_status(lambda s: s.running == 0, engine).waiting == 0
+
+
+def files(device: DeviceUnderTest) -> list[Path]:
+    folder = Path(device.config.moves_dir)
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.parametrize("fault", ["late", "killed"])
+def test_requests_go_on_after_their_first_engine_is_gone(
+    subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str, fault: str
+) -> None:
+    """Killed before its KV is fetched, or nobody came in time: it is computed again, the output is
+    the same, and the ledger is as before."""
+    if (subject.adapter, fault) == ("sglang", "late"):
+        pytest.skip("the same wait of the same worker, which takes seconds")
+    for name in (engine, second_engine):
+        device.activate(subject.models[0], name)
+    items = start(subject, device, engine, 2, 60)
+    moved = export(device, engine, (DEVICE,))
+    if fault == "killed":
+        os.kill(device.pids[engine], signal.SIGKILL)
+        device.exited(engine)
+    else:
+        device.send(Deactivate(), engine)
+        seconds = device.wait_for(Deactivated, engine).seconds
+        assert seconds > kv_direct.OFFER_S / 2
+    device.send(Submit(moved), second_engine)
+    check(subject, device, second_engine, items)
+    assert device.fresh_status(second_engine).imported_tokens_total == 0
+    assert (usage := device.client_usage(engine)) is None or usage.committed_bytes == 0
 
 
 def test_requests_go_on_without_their_kv(
@@ -85,7 +128,7 @@ def test_a_request_moves_twice_and_back(
     places = [engine, second_engine]
     for turn in range(3):
         seen = len(device.stream(items[0].id).token_ids)
-        moved = export(device, places[turn % 2])
+        moved = export(device, places[turn % 2], (DEVICE,))
         device.send(Submit(moved), places[(turn + 1) % 2])
         device.wait_until(
             lambda at=seen: len(s := device.stream(items[0].id).token_ids) > at + 3 or len(s) > 80

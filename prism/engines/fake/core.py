@@ -179,18 +179,20 @@ class FakeCore:
             self._drop(sequence)
         self._cancelled += gone
 
-    def export(self) -> list[Request]:
+    def export(self, targets: Many[str] = ()) -> list[Request]:
         sequences = (*self._running, *self._waiting)
-        return [self._take_out(sequence) for sequence in sequences]
+        return [self._take_out(sequence, targets) for sequence in sequences]
 
-    def _take_out(self, sequence: Sequence) -> Request:
-        request, tokens = sequence.request, sequence.computed
-        folder = self._context.config.moves_dir
-        path = self._memory.save(sequence.blocks, tokens, folder) if self._memory else ""
-        output = sequence.tokens[len(request.prompt_ids) :]
+    def _take_out(self, sequence: Sequence, targets: Many[str]) -> Request:
+        request = sequence.request
+        resume = Resume(sequence.tokens[len(request.prompt_ids) :])
+        if self._memory is not None and sequence.computed:
+            resume = self._memory.leave(sequence.blocks, sequence.computed, resume, targets)
         self._drop(sequence)
-        resume = Resume(output, path, tokens if path else 0)
         return msgspec.structs.replace(request, resume=resume)
+
+    def handing_over(self) -> bool:
+        return self._memory is not None and self._memory.kv.open_offers() > 0
 
     def step(self) -> StepOutput:
         output = StepOutput(failures=self._rejected)
@@ -239,10 +241,10 @@ class FakeCore:
     def _import(self, memory: Memory, sequence: Sequence) -> None:
         """KV that came with a request that moved here, beyond what the prefix cache has."""
         resume, sequence.resume = sequence.resume, None
-        if resume is None or not resume.kv_path:
+        if resume is None or not resume.kv_tokens:
             return
         start, end = sequence.computed, resume.kv_tokens
-        if memory.load(resume.kv_path, sequence.blocks, start, end) and end > start:
+        if memory.join(resume, sequence.blocks, start) and end > start:
             sequence.computed = end
             self._totals.imported_tokens += end - start
 

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcached
-from prism.engines import kv_file
+from prism.engines import kv_direct, kv_file
 from prism.engines.core import EngineContext
 from prism.engines.fake.prefix_cache import PrefixCache
 from prism.engines.room import make_room
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError
-from prism.messages import Activate, Activated, ModelSpec
+from prism.messages import Activate, Activated, ModelSpec, Resume
 from prism.model_memory import layout_of as arranged_layout_of
 
 BLOCK_TOKENS = 16
@@ -86,7 +86,8 @@ class Memory:
             self._release()
             raise self._no_room(device, order.model) from error
         self._ranks = kvcached.RankKV(self.kv, context.ranks.all_true)
-        self._has_peers = context.ranks.size > 1
+        self._group = context.ranks
+        self._folder = config.moves_dir
         self._layout = layout
         self._quantum = (
             layout.quantum_bytes(usage.page_bytes),
@@ -169,20 +170,33 @@ class Memory:
         for buffer in self._buffers:
             buffer[slots] = values
 
-    def save(self, blocks: Sequence[int], tokens: int, folder: str) -> str:
-        """The KV of a sequence's first tokens into a file; see `kv_file.save`."""
-        if not tokens or self._has_peers:
-            return ""
+    def leave(
+        self, blocks: Sequence[int], tokens: int, resume: Resume, targets: Sequence[str]
+    ) -> Resume:
+        """`resume` with the KV of a sequence's first tokens: offered to an engine on `targets`, or
+        in a file; see `kv_direct`, `kv_file`."""
+        if kv_direct.can_reach(self.kv, targets, self._group.rank):
+            held = np.asarray(blocks[: -(-tokens // BLOCK_TOKENS)], dtype=np.int64)
+            offers = kv_direct.offer(self.kv, held)
+            return Resume(resume.output_ids, "", tokens if offers else 0, offers)
+        if self._group.size > 1:
+            return resume
         slots = self._slots(blocks, 0, tokens)
         rows = (buffer[slots] for buffer in self._buffers)
-        return kv_file.save(folder, rows, len(self._buffers))
+        path = kv_file.save(self._folder, rows, len(self._buffers))
+        return Resume(resume.output_ids, path, tokens if path else 0)
 
-    def load(self, path: str, blocks: Sequence[int], start: int, end: int) -> bool:
-        """KV of the tokens from `start` on out of such a file of `end` tokens; False: it is no
-        good, or not for this engine."""
+    def join(self, resume: Resume, blocks: Sequence[int], start: int) -> bool:
+        """KV of the tokens from `start` on, a multiple of a block, into a sequence's blocks. False:
+        what came is no good, or not for this engine. A collective of the ranks."""
+        if not resume.kv_path:
+            first, end = start // BLOCK_TOKENS, -(-resume.kv_tokens // BLOCK_TOKENS)
+            fresh = np.asarray(blocks[first:end], dtype=np.int64)
+            return kv_direct.fetch(self.kv, resume, fresh, self._group, skip=first)
+        end = resume.kv_tokens
         shape = self._buffers[0].shape[1:]
         token_bytes = int(np.prod(shape)) * self._buffers[0].itemsize
-        rows = kv_file.take(path, len(self._buffers), end, token_bytes)
+        rows = kv_file.take(resume.kv_path, len(self._buffers), end, token_bytes)
         if rows is None:
             return False
         slots = self._slots(blocks, start, end)
@@ -200,7 +214,7 @@ class Memory:
 
     def shrink(self, size_bytes: int | None) -> kvcached.Shrunk:
         """Give memory back, cached pages by page, or with peers the blocks used least recently."""
-        if self._has_peers:
+        if self._group.size > 1:
             return self._ranks.shrink(size_bytes, self._evict_tokens)
         return self.kv.shrink(size_bytes, self)
 

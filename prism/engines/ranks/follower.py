@@ -16,6 +16,7 @@ from prism.messages import (
     Cancel,
     Deactivate,
     Export,
+    Exported,
     SetLimit,
     Shutdown,
     Submit,
@@ -57,8 +58,8 @@ class Follower:
                 self._core.submit(requests)
             case Cancel(request_ids=ids):
                 self._core.cancel(ids)
-            case Export():
-                self._core.export()
+            case Export(targets=targets):
+                self._group.answer(Exported(self._core.export(targets)))
             case Shrink(size_bytes=size_bytes):
                 self._core.shrink(size_bytes)
             case SetLimit(kv_limit_bytes=limit_bytes):
@@ -84,6 +85,7 @@ class Follower:
 
     def _tell_status(self) -> None:
         asked_bytes = None if None in self._asked else sum(s for s in self._asked if s)
-        status = RankStatus(self._core.status(), bool(self._asked), asked_bytes)
+        handing_over = self._core.handing_over()
+        status = RankStatus(self._core.status(), bool(self._asked), asked_bytes, handing_over)
         self._asked.clear()
         self._group.answer(status)

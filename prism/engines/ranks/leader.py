@@ -11,6 +11,7 @@ import msgspec
 
 import kvcached
 from prism.engines.core import EngineCore, ShrinkCall, StepOutput, activation_failed
+from prism.engines.kv_direct import of_all_ranks
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.orders import AskStatus, RankStatus, Shrink, Step, Verdict
 from prism.errors import ActivationError, RankLostError, SelfCheckError
@@ -22,6 +23,7 @@ from prism.messages import (
     Deactivate,
     EngineStatus,
     Export,
+    Exported,
     Request,
     SetLimit,
     Shutdown,
@@ -74,10 +76,15 @@ class LeaderCore:
         self._group.tell(Cancel(list(request_ids)))
         self._core.cancel(request_ids)
 
-    def export(self) -> list[Request]:
-        """Without KV, of which each rank has a part: it is computed again elsewhere."""
-        self._group.tell(Export())
-        return self._core.export()
+    def export(self, targets: Sequence[str] = ()) -> list[Request]:
+        """With KV if each rank offers its part; the ranks have the same requests in one order."""
+        self._group.tell(Export(tuple(targets)))
+        own = self._core.export(targets)
+        others = [exported.requests for exported in self._group.gather(Exported)]
+        return [of_all_ranks(parts) for parts in zip(own, *others, strict=True)]
+
+    def handing_over(self) -> bool:
+        return self._core.handing_over() or any(o.handing_over for o in self._ask_others())
 
     def step(self) -> StepOutput:
         self._group.tell(Step())
@@ -108,10 +115,8 @@ class LeaderCore:
     # --- status and end --------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        self._group.tell(AskStatus())
         own = self._core.status()
-        others = self._group.gather(RankStatus)
-        self._asked += [other.asked_bytes for other in others if other.asked]
+        others = self._ask_others()
         everyone = [own, *(other.status for other in others)]
         return msgspec.structs.replace(
             own,
@@ -119,6 +124,12 @@ class LeaderCore:
             free_mapped_tokens=min(s.free_mapped_tokens for s in everyone),
             evictable_tokens=min(s.evictable_tokens for s in everyone),
         )
+
+    def _ask_others(self) -> list[RankStatus]:
+        self._group.tell(AskStatus())
+        others = self._group.gather(RankStatus)
+        self._asked += [other.asked_bytes for other in others if other.asked]
+        return others
 
     def close(self) -> None:
         """Ranks that are gone already do not keep the others from closing."""

@@ -10,6 +10,7 @@ from prism.messages import (
     Deactivate,
     EngineStatus,
     Export,
+    Exported,
     SetLimit,
     Shutdown,
     Submit,
@@ -45,11 +46,12 @@ class AskStatus(Wire, frozen=True):
 
 class RankStatus(Wire, frozen=True):
     """`asked`: the ledger asked this rank for memory since the last answer, for `asked_bytes`
-    (None: for all that can go)."""
+    (None: for all that can go). `handing_over`: see `EngineCore`."""
 
     status: EngineStatus
     asked: bool = False
     asked_bytes: int | None = None
+    handing_over: bool = False
 
 
 FromLeader = (
@@ -66,4 +68,4 @@ FromLeader = (
     | Shrink
     | AskStatus
 )
-FromFollower = Vote | Activated | ActivationFailed | RankStatus
+FromFollower = Vote | Exported | Activated | ActivationFailed | RankStatus

@@ -206,7 +206,7 @@ class SglangCore:
             active.scheduler.process_input_requests([converted])
             req = active.scheduler.find(rid) if resume else None
             if resume is not None and req is not None:
-                self._totals.imported_tokens += moving.join(active.scheduler, req, resume)
+                self._totals.imported_tokens += moving.join(active, req, resume)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
@@ -215,21 +215,27 @@ class SglangCore:
                 running.cancelled = True
                 self._required().scheduler.cancel(rid)
 
-    def export(self) -> list[Request]:
-        """Other ranks have the rest of the KV: with them it is computed again elsewhere."""
+    def export(self, targets: Sequence[str] = ()) -> list[Request]:
+        """Other ranks have the rest of the KV: it goes from rank to rank, or is computed again."""
         if self._active is None:
             return []
-        alone = self._active.memory.ranks.size == 1
-        folder = self._context.config.moves_dir if alone else ""
         running = [(rid, r) for rid, r in self._by_rid.items() if not r.cancelled]
-        return [self._take_out(self._active, rid, r.request, folder) for rid, r in running]
+        return [self._take_out(self._active, rid, r.request, targets) for rid, r in running]
 
-    def _take_out(self, active: _Active, rid: str, request: Request, folder: str) -> Request:
+    def _take_out(
+        self, active: _Active, rid: str, request: Request, targets: Sequence[str]
+    ) -> Request:
+        folder = self._context.config.moves_dir if active.memory.ranks.size == 1 else ""
         req = active.scheduler.find(rid)
-        resume = request.resume if req is None else moving.leave(active.scheduler, req, folder)
+        if req is not None:
+            resume = moving.leave(active, req, targets, folder)
+            request = msgspec.structs.replace(request, resume=resume)
         active.scheduler.cancel(rid)
         del self._by_rid[rid]
-        return msgspec.structs.replace(request, resume=resume)
+        return request
+
+    def handing_over(self) -> bool:
+        return self._active is not None and self._active.memory.kv.open_offers() > 0
 
     def step(self) -> StepOutput:
         output = StepOutput(failures=self._rejected)

@@ -3,55 +3,102 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from prism.engines import kv_file
+from prism.engines import kv_direct, kv_file
+from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.scheduler import InProcessScheduler
 from prism.messages import Resume
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-def leave(scheduler: InProcessScheduler, req: Req, folder: str) -> Resume:
-    """Where `req` stands, its computed KV in a file of `folder` ("" for no KV)."""
+
+class Moves(Protocol):
+    """The model being served."""
+
+    @property
+    def memory(self) -> EngineMemory: ...
+    @property
+    def scheduler(self) -> InProcessScheduler: ...
+
+
+def leave(active: Moves, req: Req, targets: Sequence[str], folder: str) -> Resume:
+    """Where `req` stands, its computed KV offered to an engine on `targets`, or else in a file of
+    `folder` ("" for no KV)."""
+    scheduler, memory = active.scheduler, active.memory
     output = [int(token) for token in req.output_ids]
     tokens = int(req.kv.kv_committed_len) if req.kv.holds_kv else 0
-    if not folder or not tokens:
+    if not tokens:
         return Resume(output)
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
+    if kv_direct.can_reach(memory.kv, targets, memory.ranks.rank):
+        offers = kv_direct.offer(memory.kv, _blocks_of(scheduler, slots))
+        return Resume(output, "", tokens if offers else 0, offers)
+    if not folder:
+        return Resume(output)
     buffers = list(_buffers(scheduler))
     rows = (_bytes_of(buffer[slots]).cpu().numpy() for buffer in buffers)
     path = kv_file.save(folder, rows, len(buffers))
     return Resume(output, path, tokens if path else 0)
 
 
-def join(scheduler: InProcessScheduler, req: Req, resume: Resume) -> int:
+def join(active: Moves, req: Req, resume: Resume) -> int:
     """Let `req`, which waits and has computed nothing, go on as `resume` says. Returns the tokens
-    whose KV came with it: they are prefix cache from now on, where its prefill finds them."""
+    whose KV came with it: they are prefix cache from now on, where its prefill finds them. A
+    collective of the ranks."""
+    scheduler = active.scheduler
     req.output_ids = array("q", resume.output_ids)
     req.send_token_offset = len(resume.output_ids)
-    if not resume.kv_path:
-        return 0
-    buffers = list(_buffers(scheduler))
-    token_bytes = _bytes_of(buffers[0][:1]).shape[1]
-    rows = kv_file.take(resume.kv_path, len(buffers), resume.kv_tokens, token_bytes)
     allocator = scheduler.token_to_kv_pool_allocator
     whole = resume.kv_tokens // allocator.page_size * allocator.page_size
-    slots = allocator.alloc(whole) if rows is not None and whole else None
-    if rows is None or slots is None:
+    rows = _take_file(scheduler, resume) if resume.kv_path else None
+    if not whole or (rows is None and not resume.kv_offers):
         return 0
-    for buffer, row in zip(buffers, rows, strict=True):
-        part = torch.from_numpy(row[:whole]).view(buffer.dtype)
-        buffer[slots] = part.view(whole, *buffer.shape[1:]).to(buffer.device)
+    slots = allocator.alloc(whole)
+    if slots is None:
+        return 0
+    if rows is not None:
+        _fill(scheduler, slots, rows)
+    elif not _fetch(active, slots, resume):
+        allocator.free(slots)
+        return 0
     known = array("q", [*req.origin_input_ids, *resume.output_ids])
     # Blocks that the cache has already are freed by the insertion.
     key = RadixKey(known[:whole], req.extra_key, cache_salt=req.cache_salt)
     scheduler.tree_cache.insert(InsertParams(key=key, value=slots.to(torch.int64)))
     return int(whole)
+
+
+def _fetch(active: Moves, slots: torch.Tensor, resume: Resume) -> bool:
+    memory = active.memory
+    return kv_direct.fetch(memory.kv, resume, _blocks_of(active.scheduler, slots), memory.ranks)
+
+
+def _take_file(scheduler: InProcessScheduler, resume: Resume) -> kv_file.Rows | None:
+    buffers = list(_buffers(scheduler))
+    token_bytes = _bytes_of(buffers[0][:1]).shape[1]
+    return kv_file.take(resume.kv_path, len(buffers), resume.kv_tokens, token_bytes)
+
+
+def _fill(scheduler: InProcessScheduler, slots: torch.Tensor, rows: kv_file.Rows) -> None:
+    for buffer, row in zip(_buffers(scheduler), rows, strict=True):
+        part = torch.from_numpy(row[: len(slots)]).view(buffer.dtype)
+        buffer[slots] = part.view(len(slots), *buffer.shape[1:]).to(buffer.device)
+
+
+def _blocks_of(scheduler: InProcessScheduler, slots: torch.Tensor) -> NDArray[np.int64]:
+    """kvcached's blocks of a request's slots, which fill them one after another."""
+    size = scheduler.token_to_kv_pool_allocator.page_size
+    blocks: NDArray[np.int64] = (slots[::size] // size).to(torch.int64).cpu().numpy()
+    return blocks
 
 
 def _buffers(scheduler: InProcessScheduler) -> Iterator[torch.Tensor]:

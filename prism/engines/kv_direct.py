@@ -1,0 +1,72 @@
+"""KV of a request on its way to another engine of the machine, from device to device.
+
+The engine that it leaves offers the blocks, the one that it comes to fetches them: one copy, page
+to page (`kvcached.KVCache.offer_kv`). Where the devices cannot, it goes through a file (`kv_file`).
+With several ranks each offers its part, and each fetches that of its rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import kvcached
+from kvcached.errors import KvcachedError
+from prism.engines.ranks.group import RankGroup
+from prism.messages import Request, Resume
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ids = NDArray[np.int64]
+
+OFFER_S = 3.0
+"""How long the source keeps the blocks, and its deactivation waits. The request has to be admitted
+at the target in that time; later it is computed again."""
+FETCH_S = 2.0
+
+log = logging.getLogger("prism.engine")
+
+
+def can_reach(kv: kvcached.KVCache, targets: Sequence[str], rank: int) -> bool:
+    """Whether the engine whose ranks lie on `targets` can fetch this rank's blocks."""
+    return len(targets) > rank and kv.can_offer_to(targets[rank])
+
+
+def offer(kv: kvcached.KVCache, blocks: Ids) -> tuple[str, ...]:
+    """The address of these blocks, for `Resume.kv_offers`; nothing if they cannot be offered."""
+    try:
+        return (kv.offer_kv(blocks, deadline_s=OFFER_S).address,)
+    except KvcachedError as error:
+        log.warning("KV of a request is not kept for its next engine: %s", error)
+        return ()
+
+
+def fetch(
+    kv: kvcached.KVCache, resume: Resume, blocks: Ids, ranks: RankGroup, skip: int = 0
+) -> bool:
+    """Fill `blocks` with those that came, but for the first `skip`. False, logged: they hold
+    anything, on all ranks. A collective of the ranks."""
+    ok = len(resume.kv_offers) == ranks.size
+    try:
+        if ok:
+            kv.fetch_kv(resume.kv_offers[ranks.rank], blocks, skip=skip, timeout_s=FETCH_S)
+    except KvcachedError as error:
+        log.warning("KV of a request is computed again: %s", error)
+        ok = False
+    return ranks.all_true(ok) if ranks.size > 1 else ok
+
+
+def of_all_ranks(parts: Sequence[Request]) -> Request:
+    """One request as each rank exported it: with its KV if every rank has offered its part."""
+    resume = parts[0].resume
+    if resume is None:
+        return parts[0]
+    offers = tuple(o for part in parts if part.resume for o in part.resume.kv_offers)
+    kv_tokens = resume.kv_tokens if len(offers) == len(parts) else 0
+    joined = Resume(resume.output_ids, "", kv_tokens, offers if kv_tokens else ())
+    return msgspec.structs.replace(parts[0], resume=joined)
