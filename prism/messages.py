@@ -41,9 +41,8 @@ class Sampling(Wire, frozen=True):
 
 
 class Resume(Wire, frozen=True):
-    """Where a request that moved here goes on: its output so far, and KV of its first `kv_tokens`
-    tokens (prompt, then output), offered by the engine it left, at an address for each rank, or in
-    the file `kv_path`. Neither: it is computed again."""
+    """Where a request that moved here goes on: its output so far; KV of its first `kv_tokens`
+    tokens (prompt, then output), offered at an address for each rank or in a file, or else none."""
 
     output_ids: list[int]
     kv_path: str = ""
@@ -161,8 +160,7 @@ class Cancel(Wire, frozen=True):
 
 
 class Export(Wire, frozen=True):
-    """Stop all requests and hand them back as far as they are, their KV kept for an engine whose
-    ranks lie on `targets`, or in files."""
+    """Stop all requests and hand them back as far as they are, KV offered to ranks on `targets`."""
 
     targets: tuple[str, ...] = ()
 
@@ -334,8 +332,7 @@ class ActivateModel(Wire, frozen=True):
 class EvictModel(Wire, frozen=True):
     """Stop admitting, wait for running requests (bounded), deactivate, return the engine. Requests
     still waiting here must already be routed elsewhere or stay queued as unplaced, and with
-    move_running those that run go there, too, with their KV. targets: the devices of the ranks
-    there; without them, KV goes through a file."""
+    move_running those that run go there, too, with their KV. targets: there, by rank."""
 
     action_id: int
     model: str

@@ -15,7 +15,15 @@ import pytest
 
 import kvcached
 from prism.engines.fake import expected_tokens
-from prism.messages import Activate, ActivationFailed, Deactivate, Submit
+from prism.messages import (
+    Activate,
+    ActivationFailed,
+    Deactivate,
+    Deactivated,
+    Export,
+    Exported,
+    Submit,
+)
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Shape, fake_subject, model_spec
 
@@ -190,3 +198,37 @@ def test_sampled_tokens_are_the_same_on_all_ranks() -> None:
     seeded = _seeded(item)
     assert seeded.sampling.seed is not None
     assert _seeded(seeded) is seeded
+
+
+@pytest.mark.parametrize("fault", ["", "a rank is killed"])
+def test_requests_move_with_each_ranks_part(
+    device: DeviceUnderTest, peer: kvcached.Device, engine: str, fault: str
+) -> None:
+    """To an engine on the same devices: rank by rank, with nothing computed again but the last
+    block; with a part missing on one rank, all of it on all."""
+    second = f"e{uuid4().hex[:6]}"
+    device.fork(second, (PEER,))
+    for name in (engine, second):
+        device.activate(MODEL, name)
+    items = [request(uuid4().hex, MODEL.name, [seed, *range(10, 60)], 80) for seed in range(3)]
+    device.send(Submit(items), engine)
+    device.wait_until(lambda: all(len(device.stream(i.id).token_ids) > 4 for i in items))
+    device.send(Export((device.memory.name, PEER)), engine)
+    moved = device.wait_for(Exported, engine).requests
+    came = [
+        item.resume.kv_tokens for item in moved if item.resume and len(item.resume.kv_offers) == 2
+    ]
+    assert len(came) == len(moved) > 0
+    if fault:
+        os.kill(rank_of(peer, engine).pid, signal.SIGKILL)
+        device.send(Submit(moved), second)
+        assert device.exited(engine).status != 0
+    else:
+        device.send(Submit(moved), second)
+        device.send(Deactivate(), engine)
+        device.wait_for(Deactivated, engine)
+        assert rank_of(peer, engine).committed_bytes == 0
+    streams = device.finish(*(item.id for item in items))
+    assert [s.token_ids for s in streams] == [expected_tokens(i.prompt_ids, 80) for i in items]
+    assert device.fresh_status(second).imported_tokens_total == (0 if fault else sum(came))
+    device.end(second)

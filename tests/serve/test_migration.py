@@ -66,6 +66,8 @@ def test_answers_go_on_at_the_target(tmp_path: Path) -> None:
         ask(cluster, OperatorCommand("activate", "a", target))
         assert not any(answer.done() for answer in answers)
         assert set(places(cluster)) == {target}
+        resolved = msgspec.json.decode((cluster.run_dir / "cluster.json").read_bytes())
+        assert not Path(f"/dev/shm/{resolved['namespace']}-moves").exists()  # nor was there a file
         for i, answer in enumerate(answers):
             assert tokens_of(answer.result()) == expected_tokens([5, 6, i], TOKENS)
         until(lambda: places(cluster)[target].finished_total == ANSWERS, "the target reports")
