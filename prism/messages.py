@@ -224,10 +224,10 @@ class Exported(Wire, frozen=True):
 
 
 class EngineStatus(Wire, frozen=True):
-    """Sent after each step batch (at most every 20 ms) and at least once a second. available_tokens:
-    KV tokens the engine could take now: free ones in mapped pages, the ledger's room for it, and
-    evictable prefix cache. evictable_tokens: cached, unused. pending_prefill_tokens: of prompts, not
-    yet computed. imported_tokens_total: KV that moved here."""
+    """Sent after each step batch (at most every 20 ms) and at least once a second.
+    available_tokens: KV tokens that it could take now: free in mapped pages, the ledger's room,
+    evictable prefix cache. evictable_tokens: cached, unused. pending_prefill_tokens: of prompts,
+    not yet computed. imported_tokens_total: KV that moved here."""
 
     engine_id: str
     model: str | None
@@ -299,7 +299,7 @@ class ModelReport(Wire, frozen=True):
 
 
 class AgentReport(Wire, frozen=True):
-    """Every `report_interval_s` and on each change. waiting_unplaced: of models not on this device."""
+    """Every `report_interval_s` and on each change. waiting_unplaced: of models not placed here."""
 
     device: str
     epoch: int
