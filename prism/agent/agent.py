@@ -55,6 +55,8 @@ from prism.weight_store import open_store
 
 log = logging.getLogger(__name__)
 
+_RETURN_S = 1.0  # for engines of other devices to end what they borrowed here
+
 
 class Agent:
     """`run` serves the device until it is drained; make a new object for a new run.
@@ -292,6 +294,7 @@ class Agent:
             self._device.close()
             return
         try:
+            self._device.shrink(wait_s=_RETURN_S)
             self._device.destroy()
         except KvcachedError as error:
             log.error("the ledger of %s stays: %s", self._name, error)

@@ -105,11 +105,7 @@ class LoadLinks:
             self._join()
             self._rest()
         is_idle = self._clock() - self._used_s > IDLE_S
-        asked = [
-            name
-            for name, client in self._helpers.items()
-            if is_idle or client.shrink_request() is not None
-        ]
+        asked = [n for n, client in self._helpers.items() if is_idle or _is_asked(client)]
         for name in asked:
             self._give_back(name)
         return bool(asked)
@@ -161,20 +157,21 @@ class LoadLinks:
         """Between loads all of it can be had by others."""
         self._used_s = self._clock()
         for client in self._helpers.values():
-            client.publish_evictable(client.usage().committed_bytes)
+            client.publish_evictable(self._link_bytes)
 
     def _give_back(self, name: str) -> None:
+        """What a GPU that is lost, or whose ledger is gone, does not take back ends with this
+        process."""
         client = self._helpers.pop(name)
-        size_bytes = client.usage().committed_bytes
-        self._links.drop(client)
-        if (request := client.shrink_request()) is not None:
-            client.answer(request, Shrunk(returned_bytes=size_bytes))
         self._poll.unregister(client.fileno())
         try:
+            self._links.drop(client)
+            if (request := client.shrink_request()) is not None:
+                client.answer(request, Shrunk(returned_bytes=self._link_bytes))
             client.close()
-        except KvcachedError as error:  # a GPU that is lost: its memory ends with this process
+        except KvcachedError as error:
             log.warning("%s is not left in order: %s", name, error)
-        log.info("%d bytes for loads over %s are given back", size_bytes, name)
+        log.info("what loads over %s took there is given back", name)
 
 
 def _can_come(device: kvcached.Device, need_bytes: int) -> bool:
@@ -182,3 +179,11 @@ def _can_come(device: kvcached.Device, need_bytes: int) -> bool:
     usage = device.usage()
     offered = sum(client.spare_bytes + client.evictable_bytes for client in usage.clients)
     return usage.free_bytes + offered >= need_bytes
+
+
+def _is_asked(client: kvcached.Client) -> bool:
+    """Also when nobody can ask any more: the ledger is gone."""
+    try:
+        return client.shrink_request() is not None
+    except KvcachedError:
+        return True

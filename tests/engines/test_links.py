@@ -304,8 +304,8 @@ def pair(model: ModelSpec, tmp_path: Path) -> Iterator[tuple[EngineContext, list
     config = config_of(model, tmp_path, (32 << 20, 24 * PAGE))
     devices = [Node._ledger(config, place) for place in config.devices]
     yield EngineContext("e0", NAMES[0], config), devices
-    for device in devices:
-        device.destroy()
+    for name in NAMES[:2]:
+        kvcached.Device.unlink(config.namespace, name)
 
 
 def test_a_neighbours_cache_makes_room(
@@ -364,4 +364,27 @@ def test_what_lies_idle_is_given_back(
         assert links.answer_requests()
         assert opened[1].usage().clients == ()
         arena.free()
+        links.close()
+
+
+def test_a_ledger_that_goes_ends_no_engine(
+    model: ModelSpec, pair: tuple[EngineContext, list[kvcached.Device]]
+) -> None:
+    context, devices = pair
+    store = kvcached.WeightStore.open(context.config.engine.weight_store)
+    now_s = 0.0
+    with store.get_checkpoint(model.path) as stored, devices[0].client("e0") as client:
+        links = LoadLinks(context, client, clock=lambda: now_s)
+
+        def loaded() -> list[str]:
+            with client.alloc_weights(stored.layout(), "m") as arena:
+                return sorted(links.load(arena, stored, lambda: None))
+
+        assert loaded() == NAMES[:2]
+        kvcached.Device.unlink(context.config.namespace, NAMES[1], force=True)
+        links.answer_requests()
+        assert loaded() == NAMES[:2]
+        now_s += IDLE_S + 1
+        assert links.answer_requests()
+        assert loaded() == NAMES[:1]
         links.close()

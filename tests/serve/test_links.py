@@ -39,4 +39,7 @@ def test_a_cluster_on_four_gpus(
             )
             assert f"{line} {float(size_bytes)}" in metrics
         assert cluster.stop() == 0
+        logs = "".join(path.read_text() for path in (tmp_path / "logs").rglob("*.log"))
+        assert "serves a after" in logs
+        assert "stays" not in logs  # a ledger, for what engines of other GPUs had borrowed
         assert not list(Path("/dev/shm").glob(f"*{namespace}*"))
