@@ -27,9 +27,10 @@ def test_a_cluster_on_four_gpus(
     engine = {"adapter": "fake", "static": "1MiB", "link_memory": "1MiB", "links_from": "1KiB"}
     with serving(tmp_path, temporary, SERVING, devices=devices, engine=engine) as cluster:
         namespace = json.loads((cluster.run_dir / "cluster.json").read_text())["namespace"]
-        assert cluster.operate("activate", "a", "--device", GPUS[0]).returncode == 0
+        done = cluster.operate("activate", "a", "--device", GPUS[0], "--json")
+        assert done.returncode == 0, done.stderr
+        known = json.loads(done.stdout)["link_bytes"]
         assert cluster.post("a").status_code == 200
-        known = json.loads(cluster.operate("activate", "a", "--json").stdout)["link_bytes"]
         assert sorted(known) == GPUS
         assert f"over {GPUS[3]}" in cluster.operate("activate", "a", "--profile").stdout
         metrics = httpx.get(f"{cluster.url}/metrics").text
