@@ -67,17 +67,12 @@ def together(search: Search) -> Search:
     return found
 
 
-def narrow(search: Search) -> Search:
-    """The same search with every model on the fewest devices that hold it: none is spread over more
-    for the sake of their memory and compute."""
+def as_given(search: Search) -> Search:
+    """The same search with every model at the degree its operator gave it: none is spread over more
+    devices for the sake of their memory and compute."""
 
     def found(problem: Problem) -> Placement:
-        capacity = min((d.capacity_bytes for d in problem.devices), default=0)
-        least = {m.name: dedicated.least_degree(m, capacity) for m in problem.models}
-        models = tuple(
-            replace(m, tp_degrees=(tp,)) if (tp := least[m.name]) is not None else m
-            for m in problem.models
-        )
+        models = tuple(replace(model, tp_degrees=(model.tp,)) for model in problem.models)
         return search(replace(problem, models=models))
 
     return found
@@ -102,7 +97,7 @@ VARIANTS: dict[tuple[str, str], Change] = {
     # Prism §7.4, Figures 10 and 11
     ("prism", "no-global"): lambda p: replace(p, plan=unbalanced),
     ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
-    ("muxserve++", "narrow"): lambda p: replace(p, search=narrow(mux_placement.search)),
+    ("muxserve++", "given"): lambda p: replace(p, search=as_given(mux_placement.search)),
     ("muxserve++", "blind"): lambda p: replace(p, search=blind(mux_placement.search)),
     # MuxServe §4.4, Figures 8, 9 and 10
     ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),

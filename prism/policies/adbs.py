@@ -37,12 +37,14 @@ class AdbsSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdbsState:
-    """Whose turn it is (the model served last), quotas in bytes per device, and when they move."""
+    """Whose turn it is (the model served last), quotas in bytes per device, and when they move.
+    prefill_sm: what the last prefill took of the compute."""
 
     quotas: Mapping[str, int]
     adapt_at_s: float
     last_prefill: str = ""
     last_decode: str = ""
+    prefill_sm: float = 0.0
 
 
 def control(settings: AdbsSettings | None = None) -> StepControl:
@@ -78,9 +80,10 @@ def choose(
         if prefill.sm_share > sm_free + 1e-9:
             return StepChoice(()), state
         jobs.append(prefill)
-        state = replace(state, last_prefill=prefill.model)
+        state = replace(state, last_prefill=prefill.model, prefill_sm=prefill.sm_share)
         sm_free -= prefill.sm_share
-    decodes = _decodes(view, state.last_decode, sm_free)
+    held = state.prefill_sm if prefilling or jobs else 0.0
+    decodes = _decodes(view, state.last_decode, sm_free, held)
     if decodes:
         state = replace(state, last_decode=decodes[-1].model)
     holds_s = 0.0 if prefilling or jobs else _holds_s(view, state)
@@ -127,15 +130,19 @@ def _admitted(
     return requests
 
 
-def _decodes(view: DeviceStepView, last: str, sm_free: float) -> list[StepJob]:
-    """Decodes in turn while the compute lasts; alone on the device, a model takes what there is."""
+def _decodes(view: DeviceStepView, last: str, sm_free: float, prefill_sm: float) -> list[StepJob]:
+    """Decodes in turn while the compute lasts. What prefills and their own shares leave of the
+    device is theirs too, in proportion: shares are assigned step by step, and a job that is alone
+    has all of it (§3.4, Figure 4)."""
     jobs: list[StepJob] = []
+    own = sum(e.decode_sm_share for e in view.engines if e.decode or Phase.DECODE in e.busy)
+    wider = max(1.0, (1.0 - prefill_sm) / own) if own > 0 else 1.0
     for engine in _in_turn(view.engines, last):
         if not engine.decode or Phase.DECODE in engine.busy:
             continue
-        share = min(engine.decode_sm_share, 1.0)
-        if share > sm_free + 1e-9:
+        if min(engine.decode_sm_share, 1.0) > sm_free + 1e-9:
             break
+        share = min(engine.decode_sm_share * wider, sm_free, 1.0)
         ids = tuple(r.id for r in engine.decode[: engine.batch_max])
         jobs.append(StepJob(engine.model, Phase.DECODE, ids, share))
         sm_free -= share

@@ -28,7 +28,8 @@ class DeviceSpecView:
 class ModelSpecView:
     """A model and its expected load. weight_bytes (with its non-elastic share), token_bytes and
     kv_floor_bytes are of the whole model; with tensor parallelism each device holds one part in
-    `tp`. prompt_tokens and output_tokens are means; tp_degrees: those it can run at.
+    `tp`. prompt_tokens and output_tokens are means; tp_degrees: those it can run at; tp: the one
+    that its operator gave it, which a search may overrule.
     max_context_tokens: the longest sequence that may be asked of it."""
 
     name: str
@@ -41,6 +42,7 @@ class ModelSpecView:
     slo_s: float = float("inf")
     tp_degrees: tuple[int, ...] = (1,)
     max_context_tokens: int = 0
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,10 +278,13 @@ def _swap(
 
 
 def _homeless(view: ClusterView) -> list[Action]:
-    """Models with requests in no queue."""
-    queued = {g.model for q in view.queues for g in q.groups}
+    """Models with requests that no instance serves. One whose requests are in no queue yet is not
+    among them: queues are a moment old."""
+    units = view.target.units if view.target else ()
+    served = {hosted.model for unit in units for hosted in unit.models}
+    served |= {g.model for q in view.queues for g in q.groups}
     absent = (m for m in view.models if m.state == "absent" and m.waiting)
-    lost = sorted((m for m in absent if m.name not in queued), key=lambda m: m.name)
+    lost = sorted((m for m in absent if m.name not in served), key=lambda m: m.name)
     return [Refuse(m.name, "no serving instance can hold it") for m in lost]
 
 

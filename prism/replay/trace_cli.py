@@ -43,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-INPUT_TOKENS, OUTPUT_TOKENS = "40:1024", "210:1024"
+INPUT_TOKENS, OUTPUT_TOKENS = "40:1024", "211:1024"
 
 Models = Annotated[
     str | None,

@@ -48,7 +48,7 @@ class GenerateYaml(Strict, frozen=True):
     gap_cv: float = 2.5
     input_median: float = 40.0
     input_max: int = 1024
-    output_median: float = 210.0
+    output_median: float = 211.0
     output_max: int = 1024
 
 
@@ -73,7 +73,8 @@ class SourceYaml(Strict, frozen=True):
 
 class SimEngineYaml(Strict, frozen=True):
     """static: non-elastic memory of an active engine on each of its GPUs. host: time per step not
-    hidden behind the GPU, default that of the cost table. kv_layout: as in prism-serve.
+    hidden behind the GPU, default that of the cost table. request: from a request's arrival to its
+    device's queue (HTTP, tokenizer, queues). kv_layout: as in prism-serve.
     memory_reserve: false lets an engine start without KV of its own."""
 
     max_running: int = 256
@@ -83,6 +84,7 @@ class SimEngineYaml(Strict, frozen=True):
     block_tokens: int = 16
     kv_layout: str = "per_layer"
     host: str | None = None
+    request: str | None = None
     memory_reserve: bool = True
     headroom_tokens: int = 64
 

@@ -78,6 +78,7 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
         never_evict=model.never_evict,
         pinned_device=model.device,
         static_share=model.static_share,
+        request_s=parse_time(engine.request, "engine.request") if engine.request else 0.0,
     )
 
 

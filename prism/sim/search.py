@@ -58,6 +58,7 @@ def problem(
             slo_s=load.slo_s,
             tp_degrees=tuple(model.parts),
             max_context_tokens=load.longest_tokens,
+            tp=model.tp,
         )
         for model, load in zip(setup.models, loads, strict=True)
     )

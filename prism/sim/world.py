@@ -114,12 +114,13 @@ class World:
         self.records.events = self.kernel.events
         return self.records
 
-    def place(self) -> None:
+    def place(self) -> Placement | None:
         """Search the placement, if the policy has a search and none was given; `run` does it."""
         if self._target is None and self.policy.search is not None and self._loads is not None:
             self._target = search(
                 self.policy.search, self.setup, self._loads, self._play, self.work
             )
+        return self._target
 
     def _begin(self, target: Placement) -> None:
         """Models that a placement for good leaves out can never be served."""

@@ -6,6 +6,7 @@ from prism.errors import ConfigError
 from prism.studies import (
     muxserve,
     muxserve_parts,
+    prism_dedicated,
     prism_overall,
     prism_pair,
     prism_parts,
@@ -16,6 +17,7 @@ from prism.studies import (
 from prism.studies.study import Study
 
 PAPERS = (
+    prism_dedicated,
     prism_table1,
     prism_overall,
     prism_pair,

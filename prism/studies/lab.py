@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -41,12 +42,28 @@ class Lab:
 
     def setup(self, name: str, config: Mapping[str, Any], trace: Trace) -> str:
         """Write a YAML of `prism-sim` and its trace; returns the YAML's path."""
+        write_trace(self._setups() / f"{name}.jsonl", trace)
+        return self.write(name, {**config, "trace": f"{name}.jsonl"})
+
+    def write(self, name: str, config: Mapping[str, Any]) -> str:
+        """Write a YAML of `prism-sim` alone; returns its path."""
+        path = self._setups() / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+        return str(path)
+
+    def _setups(self) -> Path:
         folder = self.folder / "setups"
         folder.mkdir(parents=True, exist_ok=True)
-        write_trace(folder / f"{name}.jsonl", trace)
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({**config, "trace": f"{name}.jsonl"}, sort_keys=False))
-        return str(path)
+        return folder
+
+    def history(self, name: str, trace: Trace) -> str:
+        """Write the trace of the time before; returns what `Trial.history` takes. Its name tells
+        its content, by which outcomes are kept."""
+        folder = self._setups()
+        path = folder / f"{name}-before.jsonl"
+        write_trace(path, trace)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        return path.rename(folder / f"{name}-before-{digest}.jsonl").name
 
     def read(self, config: str) -> dict[str, Any]:
         """A setup that was written, without its trace."""

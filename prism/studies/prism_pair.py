@@ -13,13 +13,14 @@ from prism.replay.trace import Trace, TraceRequest
 from prism.studies import findings
 from prism.studies.findings import Findings, Plot
 from prism.studies.lab import Lab
-from prism.studies.prism_overall import SLO_SCALE
 from prism.studies.prism_setup import FAIR, prepared, problems, row
+from prism.studies.prism_sweeps import SLO_SCALES
 from prism.studies.sources import without_slo
 from prism.studies.study import Study
 from prism.studies.trial import Measured, Series, Trial
 
 GB = 1e9
+SLO_SCALE = SLO_SCALES["arena-chat"]
 PAIR = [("Llama-3.1-8B", 1), ("Llama-3.1-8B", 1)]
 ONE_GPU: dict[str, Any] = {"gpus": {"type": "h100", "count": 1, "memory": "48GiB"}}
 """Two 8B models leave 11 GiB to KV, so that memory is what they compete for."""

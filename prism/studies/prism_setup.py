@@ -11,9 +11,6 @@ from prism.replay.trace import Trace
 from prism.studies.lab import Lab
 from prism.studies.trial import Measured, Trial
 
-POLICIES = ("prism", "muxserve++", "static", "qlm", "serverlessllm")
-"""Of the paper's Figure 7 and 12, and ServerlessLLM, which its published version adds."""
-
 E2E_MODELS = (
     "Llama-3.1-8B",
     "Llama-3.2-3B",
@@ -26,6 +23,11 @@ E2E_MODELS = (
 )
 """The eight models of the prototype's end-to-end experiment, the most popular first."""
 
+ENGINE: dict[str, Any] = {"host": "4.5ms", "request": "12ms", "max_running": 2048}
+"""What the real stack adds to the GPU's time, fitted to measured rows (`prism_dedicated`): host
+time of each step, and the way of a request to its queue. max_running: SGLang bounds the requests
+that run by memory alone, not below 2048, unless it is told otherwise."""
+
 SMALL = ("Llama-3.2-1B", "Llama-3.2-3B", "Qwen2.5-1.5B", "Qwen3-1.7B")
 MEDIUM = ("Llama-3.1-8B", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-4B")
 LARGE = ("Qwen2.5-14B", "Qwen3-14B", "Qwen2.5-14B")
@@ -33,8 +35,8 @@ WIDE = (("Qwen2.5-32B", 4), ("Qwen2.5-32B", 4), ("Llama-3.1-70B", 4), ("Llama-3.
 
 FAIR = (
     "Every policy runs with the shipped settings, the same at every point, and none is tuned by "
-    "hand. Placement searches are given the whole trace's rates and lengths, and up to 600 of its "
-    "requests to simulate on; Prism is given nothing in advance."
+    "hand. Placement searches are given the whole trace's rates and lengths, which no live system "
+    "has, and up to 600 of its requests to simulate on; Prism is given nothing in advance."
 )
 
 
@@ -57,9 +59,11 @@ def fifty_eight() -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A prepared experiment: `config` is the YAML's path, SLO scale 1 is what dedicated GPUs do."""
+    """A prepared experiment: `config` is the YAML's path, SLO scale 1 is what dedicated GPUs do.
+    history: what `Trial.history` takes, empty without one."""
 
     config: str
+    history: str
     requests: int
     slo_ttft_ms: tuple[float, float]
     slo_tpot_ms: tuple[float, float]
@@ -79,12 +83,15 @@ def prepared(
     models: Sequence[tuple[str, int]],
     trace: Trace,
     extra: dict[str, Any] | None = None,
+    *,
+    history: Trace = (),
 ) -> Cluster:
     """Run the trace on dedicated GPUs for its P95 latencies (§7.2) and write the setup with these
     as SLOs. Models without requests get the others' largest."""
     base = {
         "gpus": {"type": "h100", "count": 2},
         "models": [_model(i, shape, tp) for i, (shape, tp) in enumerate(models)],
+        "engine": ENGINE,
         "patience": "60s",
         **(extra or {}),
     }
@@ -105,7 +112,8 @@ def prepared(
             "tpot": f"{tpot or tpots[-1]:.3f}ms",
         }
     config = lab.setup(name, base, trace)
-    return Cluster(config, len(trace), (ttfts[0], ttfts[-1]), (tpots[0], tpots[-1]))
+    before = lab.history(name, history) if history else ""
+    return Cluster(config, before, len(trace), (ttfts[0], ttfts[-1]), (tpots[0], tpots[-1]))
 
 
 def model_names(count: int) -> list[str]:

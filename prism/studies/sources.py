@@ -20,17 +20,8 @@ from prism.replay.servegen import read_servegen
 from prism.replay.steady import SHAREGPT
 from prism.replay.trace import Trace, TraceRequest, models_of
 
-ARENA_LENGTHS = Lengths(
-    input_median=40,
-    input_sigma=1.56,
-    input_max=1024,
-    output_median=211,
-    output_sigma=0.62,
-    output_max=1024,
-)
-"""Log-normals with the medians and means of the Chatbot Arena sample: 136 tokens in, 256 out."""
 ARENA_LIKE = replace(
-    PRESETS["arena-chat"], models=numbered(27), rate_rps=2.5, groups=9, lengths=ARENA_LENGTHS
+    PRESETS["arena-chat"], models=numbered(27), rate_rps=2.5, groups=9, lengths=Lengths()
 )
 """Stands in for the sample: as many models and requests per second."""
 STYLES = ("hyperbolic", "arena-chat")

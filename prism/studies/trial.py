@@ -9,6 +9,8 @@ import numpy as np
 
 from prism.errors import ConfigError
 from prism.policies import ablations
+from prism.policies.placement import Placement
+from prism.policies.registry import Policy
 from prism.sim.points import Outcome, Point
 from prism.sim.profile import loads
 from prism.sim.records import NEVER, Records
@@ -21,10 +23,13 @@ SERIES_POINTS = 120
 
 
 class Trial(Point, frozen=True):
-    """variant: of the policy, see `prism.policies.ablations`. series: keep samples over time."""
+    """variant: of the policy, see `prism.policies.ablations`. series: keep samples over time.
+    history: a trace beside the setup's, of the time before: placement searches are given its rates
+    and lengths in place of those to come."""
 
     variant: str = ""
     series: bool = False
+    history: str = ""
 
 
 class ModelMeasure(msgspec.Struct, frozen=True):
@@ -81,9 +86,10 @@ def simulate(trial: Trial) -> Measured:
     try:
         scenario = load(Path(trial.config), trial.changes)
         policy = ablations.get(scenario.config.policy, trial.variant)
+        target = _placed_before(trial, policy) if trial.history else None
     except ConfigError as error:
         return Measured(trial.changes, problem=str(error))
-    world = World(scenario.setup, scenario.work, policy)
+    world = World(scenario.setup, scenario.work, policy, target)
     records = world.run()
     found = results_of(scenario.config, world, trial.judge)
     table, models = columns(records), _models(scenario, records)
@@ -99,6 +105,11 @@ def simulate(trial: Trial) -> Measured:
         gpu_bytes=sum(gpu.capacity_bytes for gpu in found.gpus),
         series=_series(records) if trial.series else None,
     )
+
+
+def _placed_before(trial: Trial, policy: Policy) -> Placement | None:
+    past = load(Path(trial.config), {**trial.changes, "trace": trial.history})
+    return World(past.setup, past.work, policy).place()
 
 
 def _models(scenario: Scenario, records: Records) -> dict[str, ModelMeasure]:

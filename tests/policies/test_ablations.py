@@ -21,7 +21,7 @@ GIB = 1 << 30
 CHANGED = {
     ("prism", "no-global"): {"plan"},
     ("prism", "no-local"): {"order"},
-    ("muxserve++", "narrow"): {"search"},
+    ("muxserve++", "given"): {"search"},
     ("muxserve++", "blind"): {"search"},
     ("muxserve", "greedy"): {"search"},
     ("muxserve", "fcfs"): {"steps"},
@@ -94,16 +94,16 @@ def test_a_blind_search_sees_the_mean_rate() -> None:
     assert [m.name for m in seen] == ["large", "small"]
 
 
-def test_a_narrow_search_spreads_no_model_further_than_it_must() -> None:
+def test_a_search_as_given_spreads_no_model_further_than_its_operator_said() -> None:
     given = problem()
-    huge = replace(given.models[0], name="huge", weight_bytes=100 * GIB)
+    huge = replace(given.models[0], name="huge", tp=2)
     seen: list[ModelSpecView] = []
 
     def search(asked: Problem) -> Placement:
         seen.extend(asked.models)
         return Placement(())
 
-    ablations.narrow(search)(replace(given, models=(*given.models, huge)))
+    ablations.as_given(search)(replace(given, models=(*given.models, huge)))
     assert [m.tp_degrees for m in seen] == [(1,), (1,), (2,)]
 
 

@@ -86,7 +86,26 @@ def test_a_prefill_without_memory_stops_nobody() -> None:
     full = engine("a", prefill=1, decode=1, kv_bytes=500)
     other = engine("b", prefill=1)
     assert jobs(device(full, other)) == [("b", PREFILL, 0.7), ("a", DECODE, 0.3)]
-    assert jobs(device(full, engine("b"))) == [("a", DECODE, 0.3)]
+    assert jobs(device(full, engine("b"))) == [("a", DECODE, 1.0)]
+
+
+def test_decodes_share_what_nobody_else_takes() -> None:
+    """MuxServe §3.4: SMs are assigned at run time, all of them to a job that is alone."""
+    assert jobs(device(engine("a", decode=1), engine("b"))) == [("a", DECODE, 1.0)]
+    both = device(engine("a", decode=1), engine("b", decode=1, decode_sm_share=0.1))
+    assert jobs(both) == [("a", DECODE, 0.75), ("b", DECODE, 0.25)]
+    beside = replace(both, sm_free=0.3)
+    assert jobs(beside) == [("a", DECODE, 0.3)]
+    running = engine("b", busy=frozenset({DECODE}))
+    assert jobs(device(engine("a", decode=1), running, sm_free=0.4)) == [("a", DECODE, 0.4)]
+
+
+def test_decodes_beside_a_running_prefill_take_what_it_leaves() -> None:
+    view = device(engine("a", decode=1, decode_sm_share=0.1), engine("b", prefill=1))
+    choice, state = adbs.choose(view, adbs.start(view, SETTINGS), SETTINGS)
+    assert [(j.model, round(j.sm_share, 6)) for j in choice.jobs] == [("b", 0.9), ("a", 0.1)]
+    later = device(view.engines[0], engine("b", busy=frozenset({PREFILL})), sm_free=0.1)
+    assert jobs(later, state) == [("a", DECODE, 0.1)]
 
 
 def test_decodes_go_in_turn_while_compute_lasts() -> None:

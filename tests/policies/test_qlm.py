@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prism.policies import qlm
 from prism.policies.data import Activate, Evict, Refuse, Settings
-from prism.policies.placement import Placement, Unit
+from prism.policies.placement import Hosted, Placement, Unit
 from prism.policies.qlm import QlmSettings
 from prism.policies.queues import (
     QueueDevice,
@@ -222,6 +222,12 @@ def test_a_model_without_instance_is_refused() -> None:
     assert planned([model("a", waiting=1)], 1, queues=(VirtualQueue("g0"),)) == [
         ("refuse", "a", "")
     ]
+
+
+def test_who_is_in_no_queue_yet_is_not_refused() -> None:
+    """Queues are made anew only so often: requests that came since are in none."""
+    target = Placement((Unit(("g0",), (Hosted("a"),)),))
+    assert planned([model("a", waiting=1)], 1, queues=(VirtualQueue("g0"),), target=target) == []
 
 
 # --- instances -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from prism.studies import findings
 from prism.studies.findings import Comparison
-from prism.studies.prism_overall import since, up_to
+from prism.studies.prism_sweeps import since, up_to
 
 
 @pytest.mark.parametrize(

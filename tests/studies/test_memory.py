@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from prism.studies.lab import Lab
-from prism.studies.prism_overall import SLO_SCALE
 from prism.studies.prism_setup import E2E_MODELS, model_names, prepared
 from prism.studies.trial import Trial
 
@@ -17,7 +16,7 @@ def test_a_run_and_those_who_come_back_do_not_take_the_same_pages(tmp_path: Path
     lab = Lab(tmp_path, lambda what: nullcontext(lambda done, total: None))
     trace = lab.sources.styled("hyperbolic", model_names(len(E2E_MODELS)), 120.0, 0)
     cluster = prepared(lab, "eight", [(name, 1) for name in E2E_MODELS], trace)
-    changes = {"policy": "prism", "rate_scale": 8.0, "slo_scale": SLO_SCALE, "gpus.count": 2}
+    changes = {"policy": "prism", "rate_scale": 8.0, "slo_scale": 10.0, "gpus.count": 2}
     found = lab.run([Trial(cluster.config, {**changes, "gpus.memory": "40GiB"})])[0]
     assert found.summary is not None
     assert found.counts["retractions"] > 0

@@ -1,0 +1,149 @@
+"""How the studies of Prism's evaluation sweep rates, SLO scales and GPUs, and read the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prism.replay import transforms
+from prism.studies import findings
+from prism.studies.findings import Comparison, Plot
+from prism.studies.lab import Lab
+from prism.studies.prism_setup import (
+    E2E_MODELS,
+    Cluster,
+    attainment,
+    model_names,
+    prepared,
+    problems,
+    row,
+)
+from prism.studies.trial import Measured, Trial
+
+GIVEN = "muxserve++ at given TP"
+SYSTEMS = {
+    "prism": ("prism", ""),
+    "muxserve++": ("muxserve++", ""),
+    GIVEN: ("muxserve++", "given"),
+    "static": ("static", ""),
+    "qlm": ("qlm", ""),
+    "serverlessllm": ("serverlessllm", ""),
+}
+"""name -> (policy, variant): those of the paper's Figures 7 and 12, and ServerlessLLM, which its
+published version adds. MuxServe++ twice: as its own search places models, free to spread each over
+several GPUs, and at the TP degrees that the paper's setup gives models (one GPU for all that fit on
+one, §7.3; "following common TP practices" for larger ones, §7.5)."""
+BASELINES = tuple(name for name in SYSTEMS if name != "prism")
+BEST_FIRST = ("prism", "muxserve++", "static", "qlm")
+
+TARGET = 99.0
+METRICS = ("ttft", "tpot")
+SLO_SCALES = {"hyperbolic": 20.0, "arena-chat": 10.0}
+"""At which Prism has 99 % TTFT on its two GPUs (§7.3, Figure 7, middle row)."""
+RATES = (12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0, 40.0, 48.0, 56.0)
+SECONDS = 1200.0
+Lines = dict[str, list[tuple[Any, float | None]]]
+Swept = dict[str, list[tuple[Any, Measured]]]
+
+
+def eight(lab: Lab, style: str) -> Cluster:
+    """Eight models of 1B to 8B (§7.3); the trace is the second half of a longer one, the first is
+    kept as its history."""
+    models = [(name, 1) for name in E2E_MODELS]
+    return with_history(lab, f"eight-{style}", style, models, lab.pick(SECONDS, 20.0))
+
+
+def with_history(
+    lab: Lab, name: str, style: str, models: Sequence[tuple[str, int]], seconds: float
+) -> Cluster:
+    whole = lab.sources.styled(style, model_names(len(models)), 2 * seconds, lab.seed)
+    before = transforms.window(whole, 0, seconds)
+    trace = transforms.window(whole, seconds, 2 * seconds)
+    return prepared(lab, name, models, trace, history=before)
+
+
+def held_rate(
+    lab: Lab, cluster: Cluster, fixed: Mapping[str, Any], rates: Sequence[float] = RATES
+) -> float:
+    """The highest rate scale tried at which Prism holds 99 % TTFT, the load at which the paper's
+    own statement about Prism is tight; the lowest where it holds it at none."""
+    rates = lab.pick(rates, (4.0, 8.0))
+    trials = [at(cluster, "prism", **fixed, rate_scale=rate) for rate in rates]
+    found = lab.run(trials, "the load that Prism holds")
+    held = [r for r, o in zip(rates, found, strict=True) if (attainment(o, "ttft") or 0) >= TARGET]
+    return max(held, default=rates[0])
+
+
+def sweep(
+    lab: Lab, cluster: Cluster, key: str, values: Sequence[Any], fixed: Mapping[str, Any]
+) -> tuple[Swept, list[str]]:
+    """system -> (value, outcome) over one key; and why points were not simulated."""
+    chosen = lab.pick(tuple(SYSTEMS), ("prism", "muxserve++", "static"))
+    named = [(system, value) for system in chosen for value in values]
+    trials = [at(cluster, system, **{**fixed, key: value}) for system, value in named]
+    outcomes = lab.run(trials, key)
+    found: Swept = {}
+    for (system, value), outcome in zip(named, outcomes, strict=True):
+        found.setdefault(system, []).append((value, outcome))
+    return found, problems(trials, outcomes)
+
+
+def at(cluster: Cluster, system: str, **changes: Any) -> Trial:
+    policy, variant = SYSTEMS[system]
+    return Trial(cluster.config, {**changes, "policy": policy}, variant=variant)
+
+
+def lines(found: Mapping[str, Sequence[tuple[Any, Measured]]], metric: str) -> Lines:
+    """Attainment in percent; systems that were not simulated are left out."""
+    return {
+        policy: [(value, attainment(outcome, metric)) for value, outcome in points]
+        for policy, points in found.items()
+        if any(outcome.summary for _, outcome in points)
+    }
+
+
+def rows(style: str, key: str, found: Mapping[str, Sequence[tuple[Any, Measured]]]) -> list[Any]:
+    return [
+        row(outcome, style=style, policy=policy, **{key: value})
+        for policy, points in found.items()
+        for value, outcome in points
+    ]
+
+
+def orders(what: str, values: Mapping[str, float | None], source: str) -> list[Comparison]:
+    """The paper's order, with MuxServe++ as its search places and at the given TP degrees."""
+    found = [findings.order(what, values, BEST_FIRST, source)]
+    if GIVEN in values:
+        given = tuple(GIVEN if name == "muxserve++" else name for name in BEST_FIRST)
+        found.append(findings.order(what, values, given, source))
+    return found
+
+
+def up_to(points: Sequence[tuple[Any, float | None]], target: float = TARGET) -> float | None:
+    """The largest x to which a falling line stays at the target, between points by interpolation;
+    the last x where it never falls below, None where it starts below."""
+    held: tuple[float, float] | None = None
+    for x, y in points:
+        if y is None:
+            return None
+        if y < target:
+            if held is None:
+                return None
+            x0, y0 = held
+            return float(x0 + (x - x0) * (y0 - target) / (y0 - y)) if y0 > y else x0
+        held = (float(x), y)
+    return held[0] if held else None
+
+
+def since(points: Sequence[tuple[Any, float | None]], target: float = TARGET) -> float | None:
+    """The smallest x at which a rising line is at the target; None where it never is."""
+    return next((float(x) for x, y in points if y is not None and y >= target), None)
+
+
+def mean(points: Sequence[tuple[Any, float | None]]) -> float | None:
+    values = [y for _, y in points if y is not None]
+    return sum(values) / len(values) if values else None
+
+
+def figure(title: str, xlabel: str, found: Lines, metric: str) -> Plot:
+    return Plot(title, xlabel, f"{metric.upper()} attainment (%)", found)
