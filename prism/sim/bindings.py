@@ -38,6 +38,7 @@ class Bindings:
         self._instances: tuple[Unit, ...] = ()
         self._tokens_per_s: dict[str, float] = {}
         self._swap_s: dict[str, float] = {}
+        self._shown: dict[int, QueuedRequest] = {}
         self.queues: tuple[VirtualQueue, ...] = ()
         self._again_s = 0.0
 
@@ -54,10 +55,11 @@ class Bindings:
         """The queues with all that waits now; as they were if that was a moment ago."""
         if now_s < self._again_s:
             return self.queues
+        shown = self._shown
         waiting = tuple(
-            self._queued(model, request)
+            shown.get(index) or self._queued(model, request)
             for model in self._models.values()
-            for request in model.unplaced.values()
+            for index, request in model.unplaced.items()
             if model.setup.name in self._tokens_per_s
         )
         devices = tuple(self._instance(unit) for unit in self._instances)
@@ -78,10 +80,13 @@ class Bindings:
                 waiting = self._models[group.model].unplaced
                 ids = [int(key) for key in group.requests]
                 found += [(resident, waiting.pop(index)) for index in ids if index in waiting]
+        for _, request in found:
+            self._shown.pop(request.index, None)
         return found
 
     def _queued(self, model: Model, request: Request) -> QueuedRequest:
-        return QueuedRequest(
+        """Kept until the request starts: it is the same at each assignment."""
+        found = self._shown[request.index] = QueuedRequest(
             str(request.index),
             model.setup.name,
             request.arrival_s,
@@ -89,6 +94,7 @@ class Bindings:
             request.prompt_tokens,
             self._loads[model.setup.index].output_tokens,
         )
+        return found
 
     def _instance(self, unit: Unit) -> QueueDevice:
         residents = self._devices[unit.devices[0]].residents.values()
