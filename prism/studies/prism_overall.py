@@ -34,7 +34,7 @@ from prism.studies.trial import Measured
 
 
 def by_rate(lab: Lab) -> Findings:
-    rates = lab.pick((16.0, 24.0, 32.0, 48.0, 64.0), (4.0, 16.0))
+    rates = lab.pick((16.0, 32.0, 48.0), (4.0, 16.0))
     published = {"hyperbolic": {"muxserve++": 2.3, "static": 3.5}, "arena-chat": {}}
     compared, table, plots, remarks, budget = [], [], {}, [], [FAIR]
     for style in STYLES:
@@ -79,7 +79,7 @@ BEST_BASELINE = {"hyperbolic": 84.79, "arena-chat": 67.22}
 
 
 def by_slo(lab: Lab) -> Findings:
-    scales = lab.pick((3.0, 5.0, 10.0, 20.0, 30.0), (5.0, 20.0))
+    scales = lab.pick((5.0, 10.0, 20.0), (5.0, 20.0))
     compared, table, plots, remarks, budget = [], [], {}, [], [FAIR]
     for style in STYLES:
         cluster = eight(lab, style)
@@ -123,10 +123,10 @@ PRISM_GPUS = {"hyperbolic": 4, "arena-chat": 5}
 
 
 def by_gpus(lab: Lab) -> Findings:
-    counts = lab.pick((2, 3, 4, 5, 8), (4, 5))
+    counts = lab.pick((2, 4, 5, 8), (4, 5))
     compared, table, plots, remarks, budget = [], [], {}, [], [FAIR]
     for style in STYLES:
-        trace = lab.sources.styled(style, model_names(18), lab.pick(900.0, 20.0), lab.seed)
+        trace = lab.sources.styled(style, model_names(18), lab.pick(600.0, 20.0), lab.seed)
         cluster = prepared(lab, f"eighteen-{style}", eighteen(), trace)
         fixed = {"slo_scale": SLO_SCALES[style]}
         enough = {**fixed, "gpus.count": lab.pick(PRISM_GPUS[style], 4)}
@@ -172,13 +172,13 @@ def _fewest(
 # --- Figure 12 -----------------------------------------------------------------------------
 
 
-LARGE_RATES = (4.0, 8.0, 12.0, 16.0, 24.0)
+LARGE_RATES = (4.0, 8.0, 16.0, 24.0)
 
 
 def large(lab: Lab) -> Findings:
     style = "arena-chat"
-    counts = lab.pick((12, 16, 20, 32), (24, 32))
-    trace = lab.sources.styled(style, model_names(58), lab.pick(600.0, 100.0), lab.seed)
+    counts = lab.pick((12, 16, 32), (24, 32))
+    trace = lab.sources.styled(style, model_names(58), lab.pick(300.0, 100.0), lab.seed)
     nodes = {"gpus": {"type": "h100", "count": 32, "nodes": 1}}
     cluster = prepared(lab, "fifty-eight", fifty_eight(), trace, nodes)
     fixed = {"slo_scale": 5.0}
@@ -229,8 +229,8 @@ STUDIES = (
         "prism-fig7-rate",
         "SLO attainment by request rate",
         "Prism, Figure 7 (first row), §7.3",
-        EIGHT + ", rate scales 16 to 64, both trace styles",
-        "20 minutes of trace, five rates",
+        EIGHT + ", rate scales 16 to 48, both trace styles",
+        "15 minutes of trace, three rates",
         DATA,
         by_rate,
     ),
@@ -239,7 +239,7 @@ STUDIES = (
         "SLO attainment by SLO scale",
         "Prism, Figure 7 (middle row), §7.3",
         "8 models of 1B to 8B on 2 H100-80G, both trace styles",
-        "20 minutes of trace, five scales; TTFT and TPOT are scaled together",
+        "15 minutes of trace, three scales; TTFT and TPOT are scaled together",
         DATA,
         by_slo,
     ),
@@ -248,7 +248,7 @@ STUDIES = (
         "SLO attainment by available GPUs",
         "Prism, Figure 7 (last row), §7.3",
         "18 models of 1B to 8B on 2 to 8 H100-80G, both trace styles",
-        "15 minutes of trace, five cluster sizes",
+        "10 minutes of trace, four cluster sizes",
         DATA,
         by_gpus,
     ),
@@ -257,7 +257,7 @@ STUDIES = (
         "58 models of 1B to 70B on up to 32 GPUs",
         "Prism, Figure 12, §7.5",
         "58 models (Table 4; 32B at TP 4, 70B at TP 4 and 8) on 12 to 32 H100-80G, SLO scale 5",
-        "10 minutes of trace, one trace style, one SLO scale; GPUs count as one node, so that "
+        "5 minutes of trace, one trace style, one SLO scale; GPUs count as one node, so that "
         "every number of them can hold a group of 8",
         DATA,
         large,

@@ -111,7 +111,7 @@ STUDIES = (
         "With and without the global scheduler",
         "Prism, Figure 10, §7.4",
         EIGHT + ", both trace styles, at the load that Prism holds and half as much again",
-        "20 minutes of trace, as long as the figure's",
+        "15 minutes of trace, as long as the figure's",
         DATA + " Without the global scheduler, models go where most memory is free and are never "
         "moved, which the paper does not spell out.",
         fig10,
@@ -121,7 +121,7 @@ STUDIES = (
         "Idle threshold and rate window",
         "Prism, idle threshold (§6.2) and its published version",
         EIGHT + ", half as much load again as Prism holds, so that memory is short at times",
-        "20 minutes of trace",
+        "15 minutes of trace",
         DATA,
         sensitivity,
     ),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from prism.errors import ConfigError
 from prism.policies import ablations
@@ -46,13 +47,13 @@ class ModelMeasure(msgspec.Struct, frozen=True):
 
 
 class Series(msgspec.Struct, frozen=True):
-    """Samples by model, in bytes and requests; ended_tokens: output tokens of the requests that
-    ended since the last sample, per second."""
+    """Samples by model, in bytes and requests; tokens: of all outputs since the last sample, per
+    second, each output's taken as evenly spread from its first token to its last."""
 
     time_s: list[float]
     kv_bytes: dict[str, list[int]]
     waiting: dict[str, list[int]]
-    ended_tokens: list[float]
+    tokens: list[float]
 
 
 class Measured(Outcome, frozen=True):
@@ -161,9 +162,6 @@ def _series(records: Records) -> Series:
         ]
         for index, name in enumerate(work.models)
     }
-    edges = np.concatenate([times, [np.inf]])
-    tokens, _ = np.histogram(end, edges[:-1], weights=np.array(records.output_tokens))
-    rates = np.concatenate([[0.0], tokens / np.maximum(np.diff(times), 1e-9)])
     return Series(
         time_s=[round(t, 3) for t in times.tolist()],
         kv_bytes={
@@ -171,5 +169,15 @@ def _series(records: Records) -> Series:
             for index, name in enumerate(work.models)
         },
         waiting=waiting,
-        ended_tokens=[round(rate, 3) for rate in rates.tolist()],
+        tokens=[round(rate, 3) for rate in _token_rates(records, times)],
     )
+
+
+def _token_rates(records: Records, times: NDArray[np.float64]) -> list[float]:
+    first, end = np.array(records.first_s), np.array(records.end_s)
+    served = first != NEVER
+    first, length = first[served], np.maximum(end[served] - first[served], 1e-9)
+    tokens = np.array(records.output_tokens)[served]
+    until = [float((tokens * np.clip((t - first) / length, 0.0, 1.0)).sum()) for t in times]
+    rates = np.diff(until) / np.maximum(np.diff(times), 1e-9)
+    return [0.0, *rates.tolist()]

@@ -35,7 +35,7 @@ def test_names_are_listed(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("prism-fig99", "--out", "x"), "study 'prism-fig99': known are all, prism-table1"),
+        (("prism-fig99", "--out", "x"), "study 'prism-fig99': known are all, prism-dedicated"),
         ((), "study: name one of all"),
         ((OTHER,), "study: give --out FOLDER"),
         ((OTHER, "--out", "x", "--traces", "nowhere"), "--traces nowhere: is no folder"),
