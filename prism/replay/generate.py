@@ -36,8 +36,8 @@ class LengthSource(Protocol):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal token counts, clipped to [1, max]. The defaults have, clipped, the medians and means of
-    the public Chatbot Arena sample: 40 and 136 tokens in, 211 and 256 out."""
+    """Log-normal token counts, clipped to [1, max]. The defaults have, clipped, the medians and
+    means of the public Chatbot Arena sample: 40 and 136 tokens in, 211 and 256 out."""
 
     input_median: float = 40.0
     input_sigma: float = 1.78
