@@ -177,12 +177,13 @@ LARGE_RATES = (4.0, 8.0, 16.0, 24.0)
 
 def large(lab: Lab) -> Findings:
     style = "arena-chat"
-    counts = lab.pick((12, 16, 32), (24, 32))
+    counts = lab.pick((12, 16, 32), (32,))
     trace = lab.sources.styled(style, model_names(58), lab.pick(300.0, 100.0), lab.seed)
     nodes = {"gpus": {"type": "h100", "count": 32, "nodes": 1}}
     cluster = prepared(lab, "fifty-eight", fifty_eight(), trace, nodes)
     fixed = {"slo_scale": 5.0}
-    load = held_rate(lab, cluster, {**fixed, "gpus.count": lab.pick(16, 32)}, LARGE_RATES)
+    enough = {**fixed, "gpus.count": lab.pick(16, 32)}
+    load = held_rate(lab, cluster, enough, lab.pick(LARGE_RATES, (0.4,)))
     fixed["rate_scale"] = load
     by_policy, remarks = sweep(lab, cluster, "gpus.count", counts, fixed)
     table = rows(style, "gpus", by_policy)

@@ -63,11 +63,12 @@ def with_history(
 
 
 def held_rate(
-    lab: Lab, cluster: Cluster, fixed: Mapping[str, Any], rates: Sequence[float] = RATES
+    lab: Lab, cluster: Cluster, fixed: Mapping[str, Any], rates: Sequence[float] = ()
 ) -> float:
     """The highest rate scale tried at which Prism holds 99 % TTFT, the load at which the paper's
-    own statement about Prism is tight; the lowest where it holds it at none."""
-    rates = lab.pick(rates, (4.0, 8.0))
+    own statement about Prism is tight; the lowest where it holds it at none. rates: default
+    RATES."""
+    rates = rates or lab.pick(RATES, (4.0, 8.0))
     trials = [at(cluster, "prism", **fixed, rate_scale=rate) for rate in rates]
     found = lab.run(trials, "the load that Prism holds")
     held = [r for r, o in zip(rates, found, strict=True) if (attainment(o, "ttft") or 0) >= TARGET]
