@@ -7,8 +7,9 @@ test with them too). No port blocks: a call records an intent or reads a snapsho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from prism.policies.data import Action, ClusterView
 
@@ -18,9 +19,9 @@ class Clock(Protocol):
         """Seconds on a monotonic clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """One active model on this device, for admission.
+class EngineView(msgspec.Struct, frozen=True):
+    """One active model on this device, for admission. A Struct, since schedulers ask for them at
+    every step.
 
     available_tokens counts mapped free tokens plus what the ledger would grant this engine now;
     pending_prefill_s is prefill work already submitted; ready_in_s is the remaining activation

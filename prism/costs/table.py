@@ -173,6 +173,7 @@ class _Line:
         self._knots = knots
         self._seconds = seconds
         self._slopes = _slopes(knots, seconds)
+        self._last = len(self._slopes) - 1
 
     def at(self, context: float) -> float:
         piece = self._piece(context)
@@ -193,7 +194,7 @@ class _Line:
 
     def _stays(self, piece: int, context: int, steps: int) -> bool:
         """Whether all of the steps lie on `piece`."""
-        if piece == len(self._slopes) - 1:
+        if piece == self._last:
             return True
         return context + (steps - 1) * self._batch < self._knots[piece + 1]
 
@@ -201,24 +202,27 @@ class _Line:
         done = 0
         while done < limit:
             piece = self._piece(context)
-            taken = min(limit - done, self._steps_on(piece, context))
-            piece_s = self._sum_s(piece, context, taken)
-            if piece_s > seconds:
-                return done + self._most_steps(piece, context, seconds, taken)
-            seconds -= piece_s
-            context += taken * self._batch
+            on_piece = limit - done
+            if not self._stays(piece, context, on_piece):
+                on_piece = min(on_piece, self._steps_on(piece, context))
+            taken = self._most_steps(piece, context, seconds, on_piece)
             done += taken
+            if taken < on_piece:
+                break
+            seconds -= self._sum_s(piece, context, taken)
+            context += taken * self._batch
         return done
 
     def _piece(self, context: float) -> int:
-        return min(bisect_right(self._knots, context) - 1, len(self._slopes) - 1)
+        piece = bisect_right(self._knots, context) - 1
+        return piece if piece < self._last else self._last
 
     def _value(self, piece: int, context: float) -> float:
         return self._seconds[piece] + self._slopes[piece] * (context - self._knots[piece])
 
     def _steps_on(self, piece: int, context: int) -> int:
         """Steps until the context has left `piece`; without an end on the last one."""
-        if piece == len(self._slopes) - 1:
+        if piece == self._last:
             return 1 << 62
         return max(1, math.ceil((self._knots[piece + 1] - context) / self._batch))
 
@@ -228,7 +232,7 @@ class _Line:
         return steps * first_s + slope * self._batch * (steps * (steps - 1) / 2)
 
     def _most_steps(self, piece: int, context: int, seconds: float, most: int) -> int:
-        """Largest n < most whose sum fits: the root of the quadratic, put right where it rounds."""
+        """Largest n <= most whose sum fits: the root of the quadratic, put right where it rounds."""
         slope = self._slopes[piece]
         half_s = slope * self._batch / 2
         linear_s = self._seconds[piece] + slope * (context - self._knots[piece]) - half_s
@@ -237,10 +241,10 @@ class _Line:
             steps = int(root / (2 * half_s))
         else:
             steps = int(seconds / linear_s)
-        steps = max(0, min(steps, most - 1))
+        steps = max(0, min(steps, most))
         while steps > 0 and self._sum_s(piece, context, steps) > seconds:
             steps -= 1
-        while steps + 1 < most and self._sum_s(piece, context, steps + 1) <= seconds:
+        while steps < most and self._sum_s(piece, context, steps + 1) <= seconds:
             steps += 1
         return steps
 

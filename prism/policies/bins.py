@@ -163,9 +163,10 @@ def current_bins(models: Sequence[ModelView], gpus: Iterable[GpuView]) -> Bins:
     bins = empty_bins(models, gpus)
     for model in models:
         if model.state != "draining":
+            piece = part(model)
             for device in devices_of(model):
                 if device in bins:
-                    bins[device].put(part(model))
+                    bins[device].put(piece)
     return bins
 
 

@@ -146,7 +146,7 @@ class DeviceLoad(NamedTuple):
 def beside(running: Collection[float]) -> float:
     """running: per model of a device, token rate x TPOT SLO (Little's law). All but the busiest: it
     takes two to contend, and a model that is alone is nowhere better off."""
-    return sum(running) - max(running) if running else 0.0
+    return sum(running) - max(running) if len(running) > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,8 +318,9 @@ def _rebalance(draft: Draft) -> None:
         if model.tp == 1 and model.token_rate > 0:
             free.append(model)
             continue
+        piece = kvpr.part(model)
         for device in kvpr.devices_of(model):
-            start[device].put(kvpr.part(model))
+            start[device].put(piece)
     tau = draft.settings.migration_threshold
     placement = kvpr.place(free, gpus, tau, start)
     for model in sorted(free, key=kvpr.by_pressure):

@@ -31,6 +31,11 @@ class Lineup:
         self._count += 1
         self._added.setdefault(model, deque()).append((self._count, request_id))
 
+    def clear(self) -> None:
+        """Nobody waits."""
+        for lanes in (self._on_time, self._added, self._late):
+            lanes.clear()
+
     def late_heads(self) -> list[str]:
         """The oldest late request of each model, oldest first."""
         if not self._late:

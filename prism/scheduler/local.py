@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from prism.policies import moore_hodgson
 from prism.policies.data import Job, Order
 from prism.ports import EnginePort, EngineView
@@ -20,8 +22,7 @@ CHEAP_ORDER = 256
 ORDER_S_PER_REQUEST = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True):
     """A request in the mirror. Times are on the clock of `step`'s now_s."""
 
     id: str
@@ -141,13 +142,14 @@ class LocalScheduler:
         (request,) = self._waiting.values()
         if request.model not in room or self._held_since_s:
             return []
-        verdict, _, _ = self._try(room, request, False)
-        if verdict is not Verdict.STARTS:
+        headroom = self._headroom_tokens(room, request)
+        need_tokens = room.need_tokens(request.model, request.prompt_tokens, headroom)
+        if room.verdict(request.model, need_tokens) is not Verdict.STARTS:
             return []
         ids = [request.id]
         self._engines.dispatch(request.model, ids)
         self.remove(ids)
-        self._lineup = Lineup(Order((), ()), self._waiting)
+        self._lineup.clear()
         return ids
 
     # --- order ------------------------------------------------------------------------------
@@ -208,13 +210,8 @@ class LocalScheduler:
 
     def _try(self, room: Room, request: Waiting, kept: bool) -> tuple[Verdict, int, bool]:
         """Take the request if it starts: (verdict, KV tokens it lacks, whether it takes only what
-        no other model could have). `kept`: all other memory is kept for somebody.
-
-        An idle engine's first request needs no headroom: the engine's own reserve lets one
-        request run to its end.
-        """
-        idle = room.idle(request.model)
-        headroom = 1 if idle else min(request.max_tokens, self._limits.headroom_tokens)
+        no other model could have). `kept`: all other memory is kept for somebody."""
+        headroom = self._headroom_tokens(room, request)
         need_tokens = room.need_tokens(request.model, request.prompt_tokens, headroom)
         verdict = room.verdict(request.model, need_tokens)
         harmless = room.harms_nobody(request.model, need_tokens)
@@ -223,6 +220,13 @@ class LocalScheduler:
         if verdict is Verdict.STARTS:
             room.take(request.model, request.prompt_tokens, headroom)
         return verdict, need_tokens - room.free_tokens(request.model), harmless
+
+    def _headroom_tokens(self, room: Room, request: Waiting) -> int:
+        """An idle engine's first request needs none: the engine's own reserve lets one request run
+        to its end."""
+        if room.idle(request.model):
+            return 1
+        return min(request.max_tokens, self._limits.headroom_tokens)
 
     def _count_passes(self, heads: list[str], now_s: float) -> bool:
         """One more request went past `heads`, which lack memory. True: from now on it is kept."""

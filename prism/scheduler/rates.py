@@ -6,7 +6,7 @@ Not thread-safe; owns no clock.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,6 +31,7 @@ class TokenRates:
         self._window_s = window_s
         self._sources: dict[str, _Source] = {}
         self._events: dict[str, deque[tuple[float, int]]] = defaultdict(deque)
+        self._sums: Counter[str] = Counter()
         self._since_s: float | None = None
 
     def observe(self, device: str, epoch: int, totals: Mapping[str, int], now_s: float) -> None:
@@ -50,6 +51,7 @@ class TokenRates:
             source.totals[model] = total
             if grown > 0:
                 self._events[model].append((now_s, grown))
+                self._sums[model] += grown
 
     def rates(self, now_s: float) -> dict[str, float]:
         """Model -> tokens/s; models without a token in the window are left out.
@@ -58,10 +60,7 @@ class TokenRates:
         """
         since_s = now_s if self._since_s is None else self._since_s
         length_s = max(min(self._window_s, now_s - since_s), 1.0)
-        sums = {model: self._sum(events, now_s) for model, events in self._events.items()}
-        return {model: tokens / length_s for model, tokens in sums.items() if tokens > 0}
-
-    def _sum(self, events: deque[tuple[float, int]], now_s: float) -> int:
-        while events and events[0][0] <= now_s - self._window_s:
-            events.popleft()
-        return sum(tokens for _, tokens in events)
+        for model, events in self._events.items():
+            while events and events[0][0] <= now_s - self._window_s:
+                self._sums[model] -= events.popleft()[1]
+        return {model: tokens / length_s for model, tokens in self._sums.items() if tokens > 0}

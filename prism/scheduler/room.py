@@ -31,8 +31,8 @@ class _Engine:
     own_tokens: int
     guaranteed_tokens: int
     limit_tokens: int | None
+    pending_prefill_s: float
     taken: int = 0
-    pending_prefill_s: float = 0.0
 
 
 class Room:
@@ -52,10 +52,10 @@ class Room:
         self._engines = {
             view.model: _Engine(
                 view,
-                own_tokens=view.own_tokens,
-                guaranteed_tokens=view.guaranteed_tokens,
-                limit_tokens=view.limit_tokens,
-                pending_prefill_s=view.pending_prefill_s,
+                view.own_tokens,
+                view.guaranteed_tokens,
+                view.limit_tokens,
+                view.pending_prefill_s,
             )
             for view in views
         }

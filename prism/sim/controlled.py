@@ -48,15 +48,12 @@ class ControlledEngine(Engine):
         self._decode_since_s = 0.0
         self._seen: set[int] = set()
 
-    @property
-    def running(self) -> int:
-        return super().running + len(self.parked) + len(self.waiting)
-
     def requests(self) -> list[Request]:
         return [*super().requests(), *self.parked.values(), *self.waiting.values()]
 
     def admit(self, requests: Iterable[Request]) -> None:
         for request in requests:
+            self.running += 1
             request.last_s = request.arrival_s
             self.waiting[request.index] = request
         self.end_run()

@@ -158,7 +158,14 @@ class Device:
     # --- EnginePort -------------------------------------------------------------------------
 
     def views(self) -> Sequence[EngineView]:
-        for resident in self.residents.values():
+        found = [
+            resident
+            for resident in self.residents.values()
+            if resident.waiting or (resident.engine is not None and resident.engine.prefills)
+        ]
+        for resident in found:
+            if resident.engine is not None:
+                resident.engine.catch_up()
             for device in resident.devices:
                 if device.gpu.jobs:
                     device.site.sync()
@@ -166,8 +173,7 @@ class Device:
             self._active_view(resident, resident.engine)
             if resident.engine is not None
             else self._coming_view(resident)
-            for resident in self.residents.values()
-            if resident.waiting or (resident.engine is not None and resident.engine.prefills)
+            for resident in found
         ]
 
     def dispatch(self, model: str, request_ids: Sequence[str]) -> None:
@@ -182,7 +188,7 @@ class Device:
 
     def _active_view(self, resident: Resident, engine: Engine) -> EngineView:
         kv, account = engine.kv, engine.kv.accounts[0]
-        free_bytes = min(d.ledger.free_bytes - d.pending_bytes for d in resident.devices)
+        free_bytes = min([d.ledger.free_bytes - d.pending_bytes for d in resident.devices])
         quantum_bytes, quantum_tokens = kv.quantum_bytes, kv.quantum_tokens
         shared = max(0, free_bytes) // quantum_bytes * quantum_tokens
         guaranteed = max(0, account.min_bytes - kv.kv_bytes) // quantum_bytes * quantum_tokens

@@ -33,22 +33,26 @@ class Listener:
 
 @dataclass(slots=True)
 class _Step:
-    """What a job in flight does: a prefill step, or `steps` decode steps."""
+    """What a job in flight does: a prefill step, or `steps` decode steps, which take `blocks` of KV
+    in all. begun: of the steps, at seen_s."""
 
     job: Job
     chunks: list[tuple[Request, int]]
     steps: int = 0
     context_tokens: int = 0
+    blocks: int = 0
     allocated: int = 0
     allocated_blocks: int = 0
+    begun: int = 0
+    seen_s: float = -1.0
 
 
 class Engine:
     """One active model on one GPU or tensor-parallel group.
 
     `prefills`: admitted requests without their next token, oldest first; `retracted`: those that
-    wait for memory to come back. slower: factor on the time of every step. submit_s: from an
-    admission until the engine knows of it.
+    wait for memory to come back; running: all that it holds. slower: factor on the time of every
+    step. submit_s: from an admission until the engine knows of it.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Engine:
         self._decode: _Step | None = None
         self._usage: Callable[[], Usage] | None = None
         self._usage_batch = 0
+        self.running = 0
         self.slower = 1.0
         self.submit_s = 0.0
         self.prompt_tokens_total = 0
@@ -90,26 +95,27 @@ class Engine:
     # --- what others see --------------------------------------------------------------------
 
     @property
-    def running(self) -> int:
-        """Requests that it holds."""
-        joined = len(self.batch.members) + len(self._joining)
-        return joined + len(self.prefills) + len(self.retracted)
-
-    @property
     def busy(self) -> frozenset[Phase]:
         """Phases with a job in flight."""
         found = ((Phase.PREFILL, self._prefill), (Phase.DECODE, self._decode))
         return frozenset(phase for phase, step in found if step is not None)
 
     def pending_prefill_tokens(self) -> int:
-        return sum(request.todo_tokens for request in self.prefills)
+        return sum([request.todo_tokens for request in self.prefills]) if self.prefills else 0
 
     def sync(self) -> None:
-        """Bring KV memory up to the steps that have begun by now."""
+        """Bring the ledgers up to the steps that have begun by now. A run that ends within the
+        quanta that it holds changes nothing there."""
+        step = self._decode
+        if step is not None and not self.kv.holds(step.blocks - step.allocated_blocks):
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Bring KV memory up to the steps that have begun by now, block by block."""
         step = self._decode
         if step is None or step.allocated >= step.steps:
             return
-        begun = min(step.steps, self._steps_done(step) + 1)
+        begun = self._begun(step)
         if begun > step.allocated:
             self._allocate(step, begun)
 
@@ -127,8 +133,9 @@ class Engine:
     def admit(self, requests: Iterable[Request]) -> None:
         """Take requests whose KV fits; `turn` starts them. One that does not fit after all waits
         for memory like a retracted one."""
-        self.sync()  # what the run in flight has begun is taken before others take its claim
+        self.catch_up()  # what the run in flight has begun is taken before others take its claim
         for request in requests:
+            self.running += 1
             request.started_s = self._kernel.time_s
             request.ready_s = request.started_s + self.submit_s
             self.prompt_tokens_total += request.prompt_tokens
@@ -160,7 +167,7 @@ class Engine:
         step = self._decode
         if step is None or step.steps == 1:
             return
-        begun = min(step.steps, self._steps_done(step) + 1)
+        begun = self._begun(step)
         if begun < step.steps:
             if begun > step.allocated:
                 self._allocate(step, begun)
@@ -171,7 +178,7 @@ class Engine:
 
     def readmit(self) -> None:
         """Retracted requests come back while there is room, oldest first."""
-        self.sync()
+        self.catch_up()
         came = False
         while self.retracted:
             request = self.retracted[0]
@@ -262,12 +269,12 @@ class Engine:
             return False
         batch = self.batch
         steps = min(batch.steps_to_end(), self._settings.run_steps, steps_max)
-        steps = self.kv.steps_that_fit(batch, steps)
+        steps, blocks = self.kv.steps_that_fit(batch, steps)
         work_s = self.cost.decode_run_s(len(batch.members), batch.context_tokens, steps)
         usage, work_s = self._batch_usage(), work_s * self.slower
         job = Job(self._gpus, work_s, usage, self._decode_ended, sm_share)
-        step = self._decode = _Step(job, [], steps, batch.context_tokens)
-        self.kv.claim(batch.new_blocks(steps))
+        step = self._decode = _Step(job, [], steps, batch.context_tokens, blocks)
+        self.kv.claim(blocks)
         self._allocate(step, 1)
         self._compute.start(job)
         return True
@@ -323,6 +330,13 @@ class Engine:
             self._usage_batch = len(self.batch.members)
         return self._usage
 
+    def _begun(self, step: _Step) -> int:
+        """Decode steps that have begun by now, the present one included."""
+        if step.seen_s != self._kernel.time_s:
+            step.seen_s = self._kernel.time_s
+            step.begun = min(step.steps, self._steps_done(step) + 1)
+        return step.begun
+
     def _steps_done(self, step: _Step) -> int:
         done_s = step.job.done_at(self._kernel.time_s) / self.slower
         return self.cost.decode_steps(
@@ -337,6 +351,7 @@ class Engine:
         step.allocated, step.allocated_blocks = begun, blocks
 
     def _end(self, request: Request) -> None:
+        self.running -= 1
         self._usage = None
         self.kv.give(self.kv.blocks(request.kv_tokens))
         self._listener.ended(request)

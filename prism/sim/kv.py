@@ -22,7 +22,7 @@ class Runner(Protocol):
     """The engine whose KV it is."""
 
     def sync(self) -> None:
-        """Take the KV of all steps that have begun."""
+        """Take the quanta of all steps that have begun."""
 
     def end_run(self) -> None:
         """End the run in flight with its present step and drop its claim."""
@@ -37,7 +37,7 @@ class MemorySite:
         self.spaces: list[KvSpace] = []
 
     def sync(self) -> None:
-        """Every engine's KV as of now."""
+        """Every engine's quanta as of now."""
         for space in self.spaces:
             space.runner.sync()
 
@@ -83,6 +83,10 @@ class KvSpace:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
+    def holds(self, blocks: int) -> bool:
+        """Whether `blocks` more lie in the quanta that it has."""
+        return self.live_blocks + blocks <= self.quanta * self.quantum_blocks
+
     def fits(self, blocks: int) -> bool:
         """Whether `blocks` more could be taken now."""
         need_bytes = self._growth_bytes(blocks)
@@ -112,12 +116,12 @@ class KvSpace:
         self.live_blocks -= blocks
         self._resize()
 
-    def steps_that_fit(self, batch: Batch, steps: int) -> int:
-        """The most of `steps` decode steps that no other run's claim stands against, at least 1.
-        REQUIRES: one step `fits`."""
-        most = self._unclaimed_blocks()
-        if batch.new_blocks(steps) <= most:
-            return steps
+    def steps_that_fit(self, batch: Batch, steps: int) -> tuple[int, int]:
+        """The most of `steps` decode steps that no other run's claim stands against, at least 1,
+        and the blocks that they take. REQUIRES: one step `fits`."""
+        most, blocks = self._unclaimed_blocks(), batch.new_blocks(steps)
+        if blocks <= most:
+            return steps, blocks
         if batch.new_blocks(1) > most:
             for site in self.sites:
                 site.end_runs()
@@ -129,7 +133,7 @@ class KvSpace:
                 low = middle
             else:
                 high = middle - 1
-        return low
+        return low, batch.new_blocks(low)
 
     def claim(self, blocks: int) -> None:
         """The run that starts now will take `blocks`."""

@@ -25,7 +25,8 @@ from prism.sim.setup import ClusterSetup, ModelSetup
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """A model's copies and what waits for one. barred: device -> until when."""
+    """A model's copies and what waits for one. barred: device -> until when. tokens_total: of
+    copies that are gone; tokens_seen: of all, when rates were last looked at."""
 
     setup: ModelSetup
     residents: list[Resident] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Model:
     wanted: bool = True
     refusal: str = ""
     tokens_total: int = 0
+    tokens_seen: int = 0
 
     @property
     def asked(self) -> bool:

@@ -45,21 +45,22 @@ class Viewer:
 
     def loads(self, rates: Mapping[str, float]) -> list[DeviceLoad]:
         """Of all devices, for `Policy.calm`."""
-        running: dict[str, list[float]] = {device.name: [] for device in self._devices}
+        running: dict[str, list[float]] = {}
         for model in self._models:
-            rate = rates.get(model.setup.name, 0.0)
-            shown = [r for r in model.residents if r.replaces is None] if rate else ()
+            if not (rate := rates.get(model.setup.name, 0.0)):
+                continue
+            shown = [r for r in model.residents if r.replaces is None]
             for resident in shown:
                 part = rate * model.setup.slo_tpot_s / len(shown) / resident.tp
                 for device in resident.devices:
-                    running[device.name].append(part)
+                    running.setdefault(device.name, []).append(part)
         found: list[DeviceLoad] = []
         for device in self._devices:
             if device.gpu.jobs:
                 device.site.sync()
             free_bytes = device.ledger.free_bytes - device.pending_bytes
             free_part = free_bytes / device.ledger.capacity_bytes
-            found.append(DeviceLoad(beside(running[device.name]), free_part))
+            found.append(DeviceLoad(beside(running.get(device.name, ())), free_part))
         return found
 
     def gpus(self) -> tuple[GpuView, ...]:

@@ -85,7 +85,6 @@ class World:
             self.models, self.devices, setup if self.policy.asks_startup else None
         )
         self._rates = TokenRates(setup.rate_window_s)
-        self._totals: dict[str, int] = {}
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
         self._left_out: set[int] = set()
         self._next = 0
@@ -261,8 +260,11 @@ class World:
         for model in self.models:
             waiting += len(model.unplaced)
             for resident in model.residents:
-                waiting, running = waiting + resident.waiting, running + resident.running
-                if (engine := resident.engine) is not None and engine.kv.quanta:
+                waiting += resident.waiting
+                if (engine := resident.engine) is None:
+                    continue
+                running += engine.running
+                if engine.kv.quanta:
                     held_bytes = engine.kv.kv_bytes * len(resident.devices)
                     index = model.setup.index
                     kv_bytes[index] = kv_bytes.get(index, 0) + held_bytes
@@ -328,13 +330,15 @@ class World:
 
     def _observe(self, now_s: float) -> None:
         """Tokens per model so far: prompts of admitted requests and decoded ones."""
+        grown: dict[str, int] = {}
         for model in self.models:
             total = model.tokens_total
             for resident in model.residents:
                 if (engine := resident.engine) is not None:
                     total += engine.prompt_tokens_total + engine.output_tokens()
-            self._totals[model.setup.name] = total
-        self._rates.observe("cluster", 1, self._totals, now_s)
+            if total != model.tokens_seen:
+                grown[model.setup.name] = model.tokens_seen = total
+        self._rates.observe("cluster", 1, grown, now_s)
 
     def _wake(self) -> None:
         """The scheduler looks as soon as everything of this moment has happened."""
