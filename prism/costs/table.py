@@ -87,7 +87,7 @@ class TableCost:
         self._chunks_s: dict[Chunk, float] = {}
 
     def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
-        tokens = batch + sum(chunk.tokens for chunk in chunks)
+        tokens = batch + sum([chunk.tokens for chunk in chunks])
         if not tokens:
             return 0.0
         prefill_s = self._chunks_attention_s(chunks)
@@ -180,17 +180,14 @@ class _Line:
         return self._value(piece, context)
 
     def run_s(self, context: int, steps: int) -> float:
-        piece = self._piece(context)
-        if self._stays(piece, context, steps):
-            return self._sum_s(piece, context, steps)
-        total_s = 0.0
-        while steps > 0:
-            piece = self._piece(context)
-            taken = min(steps, self._steps_on(piece, context))
+        piece, total_s = self._piece(context), 0.0
+        while not self._stays(piece, context, steps):
+            taken = self._steps_on(piece, context)
             total_s += self._sum_s(piece, context, taken)
             context += taken * self._batch
             steps -= taken
-        return total_s
+            piece = self._piece(context)
+        return total_s + self._sum_s(piece, context, steps)
 
     def _stays(self, piece: int, context: int, steps: int) -> bool:
         """Whether all of the steps lie on `piece`."""
@@ -199,19 +196,17 @@ class _Line:
         return context + (steps - 1) * self._batch < self._knots[piece + 1]
 
     def steps_in(self, context: int, seconds: float, limit: int) -> int:
-        done = 0
-        while done < limit:
+        piece, done = self._piece(context), 0
+        while not self._stays(piece, context, limit - done):
+            on_piece = self._steps_on(piece, context)
+            piece_s = self._sum_s(piece, context, on_piece)
+            if piece_s > seconds:
+                return done + self._most_steps(piece, context, seconds, on_piece)
+            seconds -= piece_s
+            context += on_piece * self._batch
+            done += on_piece
             piece = self._piece(context)
-            on_piece = limit - done
-            if not self._stays(piece, context, on_piece):
-                on_piece = min(on_piece, self._steps_on(piece, context))
-            taken = self._most_steps(piece, context, seconds, on_piece)
-            done += taken
-            if taken < on_piece:
-                break
-            seconds -= self._sum_s(piece, context, taken)
-            context += taken * self._batch
-        return done
+        return done + self._most_steps(piece, context, seconds, limit - done)
 
     def _piece(self, context: float) -> int:
         piece = bisect_right(self._knots, context) - 1
@@ -221,9 +216,7 @@ class _Line:
         return self._seconds[piece] + self._slopes[piece] * (context - self._knots[piece])
 
     def _steps_on(self, piece: int, context: int) -> int:
-        """Steps until the context has left `piece`; without an end on the last one."""
-        if piece == self._last:
-            return 1 << 62
+        """Steps until the context has left `piece`. REQUIRES: not the last one."""
         return max(1, math.ceil((self._knots[piece + 1] - context) / self._batch))
 
     def _sum_s(self, piece: int, context: int, steps: int) -> float:

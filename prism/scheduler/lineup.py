@@ -33,8 +33,8 @@ class Lineup:
 
     def clear(self) -> None:
         """Nobody waits."""
-        for lanes in (self._on_time, self._added, self._late):
-            lanes.clear()
+        if self._on_time or self._added or self._late:
+            self._on_time, self._added, self._late = {}, {}, {}
 
     def late_heads(self) -> list[str]:
         """The oldest late request of each model, oldest first."""

@@ -82,7 +82,8 @@ class LocalScheduler:
         self._limits = limits or Limits()
         self._policy_order = order
         self._waiting: dict[str, Waiting] = {}
-        self._lineup = Lineup(Order((), ()), {})
+        self._lineup = Lineup(Order((), ()), self._waiting)
+        self._unlisted: list[Waiting] = []
         self._ordered_at_s = float("-inf")
         self._ordered_for: frozenset[str] = frozenset()
         self._changed = False
@@ -94,7 +95,7 @@ class LocalScheduler:
     def add(self, request: Waiting) -> None:
         """A second add of the same id replaces the first."""
         if request.id not in self._waiting:
-            self._lineup.add(request.id, request.model)
+            self._unlisted.append(request)
         self._waiting[request.id] = request
         self._changed = True
 
@@ -150,11 +151,15 @@ class LocalScheduler:
         self._engines.dispatch(request.model, ids)
         self.remove(ids)
         self._lineup.clear()
+        self._unlisted.clear()
         return ids
 
     # --- order ------------------------------------------------------------------------------
 
     def _refresh_order(self, now_s: float, views: Collection[EngineView]) -> None:
+        for request in self._unlisted:
+            self._lineup.add(request.id, request.model)
+        self._unlisted.clear()
         present = frozenset(view.model for view in views)
         gap_s = max(0, len(self._waiting) - CHEAP_ORDER) * ORDER_S_PER_REQUEST
         age_s = now_s - self._ordered_at_s

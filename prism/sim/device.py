@@ -123,7 +123,8 @@ class Device:
                 self._touched.append(engine)
         if self._requests:
             self.scheduler.step(self._kernel.time_s)
-            self._expect_tick()
+            if self._requests:
+                self._expect_tick()
         if self._touched:
             touched, self._touched = self._touched, []
             for engine in touched:
@@ -146,7 +147,7 @@ class Device:
 
     def _expect_tick(self) -> None:
         """Deadlines pass and holds end without an event."""
-        if self._requests and not self._tick_due:
+        if not self._tick_due:
             self._tick_due = True
             self._kernel.after(self._age_s, self._tick)
 

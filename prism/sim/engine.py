@@ -33,13 +33,14 @@ class Listener:
 
 @dataclass(slots=True)
 class _Step:
-    """What a job in flight does: a prefill step, or `steps` decode steps, which take `blocks` of KV
-    in all. begun: of the steps, at seen_s."""
+    """What a job in flight does: a prefill step, or `steps` decode steps. It began as run_steps of
+    them, which take `blocks` of KV in all. begun: of the steps, at seen_s."""
 
     job: Job
     chunks: list[tuple[Request, int]]
     steps: int = 0
     context_tokens: int = 0
+    run_steps: int = 0
     blocks: int = 0
     allocated: int = 0
     allocated_blocks: int = 0
@@ -224,7 +225,7 @@ class Engine:
     def _prefill_ended(self) -> None:
         step, self._prefill = self._prefill, None
         assert step is not None
-        self._measure(sum(tokens for _, tokens in step.chunks))
+        self._measure(sum([tokens for _, tokens in step.chunks]))
         if step.steps:
             self._advance(1)
         for request, tokens in step.chunks:
@@ -273,7 +274,7 @@ class Engine:
         work_s = self.cost.decode_run_s(len(batch.members), batch.context_tokens, steps)
         usage, work_s = self._batch_usage(), work_s * self.slower
         job = Job(self._gpus, work_s, usage, self._decode_ended, sm_share)
-        step = self._decode = _Step(job, [], steps, batch.context_tokens, blocks)
+        step = self._decode = _Step(job, [], steps, batch.context_tokens, steps, blocks)
         self.kv.claim(blocks)
         self._allocate(step, 1)
         self._compute.start(job)
@@ -345,7 +346,7 @@ class Engine:
 
     def _allocate(self, step: _Step, begun: int) -> None:
         """KV for the steps up to `begun`; they were claimed."""
-        blocks = self.batch.new_blocks(begun)
+        blocks = step.blocks if begun == step.run_steps else self.batch.new_blocks(begun)
         if blocks > step.allocated_blocks:
             self.kv.take_claimed(blocks - step.allocated_blocks)
         step.allocated, step.allocated_blocks = begun, blocks

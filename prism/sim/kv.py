@@ -65,15 +65,12 @@ class KvSpace:
         self.block_tokens = block_tokens
         self.quantum_blocks = quantum_blocks
         self.quantum_bytes = quantum_bytes
+        self.quantum_tokens = quantum_blocks * block_tokens
         self.live_blocks = 0
         self.quanta = 0
         self.target_quanta = 0
         self.runner: Runner
         self._ranks = [(s.ledger, a) for s, a in zip(sites, accounts, strict=True)]
-
-    @property
-    def quantum_tokens(self) -> int:
-        return self.quantum_blocks * self.block_tokens
 
     @property
     def kv_bytes(self) -> int:

@@ -25,7 +25,7 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """devices: rank 0 first, whose queue holds its requests. ready_s: when it will be active, as
+    """devices: rank 0 first; `home`, whose queue holds its requests. ready_s: when it will be active, as
     far as known. pooled: its KV lies in a pool that models of its devices share. replaces: the copy
     that it takes over from, when it is the target of a migration. waiting: its requests in the
     queue. leaves_s: when its memory will be free, once it is empty. after: copies that leave its
@@ -46,10 +46,10 @@ class Resident:
     last_use_s: float = field(default=float("-inf"))
     leaves_s: float | None = None
     after: list[Resident] = field(default_factory=list)
+    home: Device = field(init=False)
 
-    @property
-    def home(self) -> Device:
-        return self.devices[0]
+    def __post_init__(self) -> None:
+        self.home = self.devices[0]
 
     @property
     def tp(self) -> int:

@@ -87,7 +87,7 @@ class World:
         self._rates = TokenRates(setup.rate_window_s)
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
         self._left_out: set[int] = set()
-        self._next = 0
+        self._next, self._requests = 0, len(work)
         self._wake_due = False
         self.progress: Callable[[int, int], None] | None = None
 
@@ -138,10 +138,10 @@ class World:
     def _arrive(self) -> None:
         work, index = self.work, self._next
         self._next = index + 1
-        if self._next < len(work):
+        if self._next < self._requests:
             self.kernel.at(work.arrival_s[self._next], self._arrive)
         if self.progress is not None and index % 4096 == 0:
-            self.progress(self.records.ended, len(work))
+            self.progress(self.records.ended, self._requests)
         model = self.models[work.model[index]]
         arrival_s, slo_s = work.arrival_s[index], work.slo_ttft_s[index]
         deadline_s = arrival_s + (model.setup.slo_ttft_s if slo_s == NO_SLO else slo_s)
@@ -271,7 +271,7 @@ class World:
         reserved_bytes = sum(device.ledger.reserved_bytes for device in self.devices)
         now_s = self.kernel.time_s
         self.records.samples.append(Sample(now_s, kv_bytes, reserved_bytes, waiting, running))
-        if self._next < len(self.work) or self.open_requests:
+        if self._next < self._requests or self.open_requests:
             self.kernel.after(max(SAMPLE_S, self.work.end_s / SAMPLES), self._sample)
 
     # --- cluster scheduler ------------------------------------------------------------------
@@ -361,13 +361,13 @@ class World:
             self.records.count("replacements")
         self._target = target
         self._plan()
-        if self._next < len(self.work):
+        if self._next < self._requests:
             self.kernel.after(replacement.interval_s, self._replace, replacement)
 
     def _tick(self) -> None:
         if not self._calm():
             self._plan()
-        if self._next < len(self.work) or self.open_requests:
+        if self._next < self._requests or self.open_requests:
             self.kernel.after(self._pause_s(), self._tick)
 
     def _calm(self) -> bool:
