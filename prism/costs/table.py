@@ -225,7 +225,7 @@ class _Line:
         return steps * first_s + slope * self._batch * (steps * (steps - 1) / 2)
 
     def _most_steps(self, piece: int, context: int, seconds: float, most: int) -> int:
-        """Largest n <= most whose sum fits: the root of the quadratic, put right where it rounds."""
+        """Largest n <= most whose sum fits: the quadratic's root, put right where it rounds."""
         slope = self._slopes[piece]
         half_s = slope * self._batch / 2
         linear_s = self._seconds[piece] + slope * (context - self._knots[piece]) - half_s

@@ -75,7 +75,8 @@ class SimEngineYaml(Strict, frozen=True):
     """static: non-elastic memory of an active engine on each of its GPUs. host: time per step not
     hidden behind the GPU, default that of the cost table. request: from a request's arrival to its
     device's queue (HTTP, tokenizer, queues). kv_layout: as in prism-serve.
-    memory_reserve: false lets an engine start without KV of its own."""
+    memory_reserve: false lets an engine start without KV of its own. prefix_reuse: prompts whose
+    beginning (by the trace's hash_ids) an engine still has are computed from there on."""
 
     max_running: int = 256
     static: str = "1GiB"
@@ -87,6 +88,7 @@ class SimEngineYaml(Strict, frozen=True):
     request: str | None = None
     memory_reserve: bool = True
     headroom_tokens: int = 64
+    prefix_reuse: bool = False
 
 
 class ActivationYaml(Strict, frozen=True):

@@ -56,6 +56,8 @@ def print_run(console: Console, found: SimResults, replay: Results, since_s: flo
     console.print(overview(found))
     wall_s = time.perf_counter() - since_s
     total = found.summary.total
+    if found.prefix_hits:
+        console.print(f"{percent(found.prefix_hits['total'])} of prompt tokens were cached")
     for code, count in total.errors.items():
         console.print(f"{count} requests ended with {code!r}")
     console.print(

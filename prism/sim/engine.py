@@ -18,6 +18,7 @@ from prism.policies.steps import Phase
 from prism.sim.batch import Batch
 from prism.sim.compute import Compute, Gpu, Job
 from prism.sim.kv import KvSpace
+from prism.sim.prefix import HASH_TOKENS
 from prism.sim.request import Request
 from prism.sim.setup import UNBOUNDED_STEPS, EngineSettings
 
@@ -140,7 +141,7 @@ class Engine:
             request.started_s = self._kernel.time_s
             request.ready_s = request.started_s + self.submit_s
             self.prompt_tokens_total += request.prompt_tokens
-            if self.kv.take(self.kv.blocks(request.kv_tokens)):
+            if self._take(request):
                 self.prefills.append(request)
             else:
                 self.retracted.append(request)
@@ -185,13 +186,46 @@ class Engine:
             request = self.retracted[0]
             left = request.output_tokens - request.generated
             headroom = min(left, self._settings.headroom_tokens) if self.running > 1 else 1
-            need = self.kv.blocks(request.kv_tokens + headroom) + len(self.batch.members)
-            if not self.kv.fits(need) or not self.kv.take(self.kv.blocks(request.kv_tokens)):
+            spare = self.kv.blocks(request.kv_tokens + headroom) + len(self.batch.members)
+            if not self._take(request, spare - self.kv.blocks(request.kv_tokens)):
                 break
             self.prefills.append(self.retracted.popleft())
             came = True
         if came:
             self.end_run()
+
+    # --- KV of a request --------------------------------------------------------------------
+
+    def _take(self, request: Request, spare_blocks: int = 0) -> bool:
+        """KV for all of it that is not cached, if `spare_blocks` fit as well."""
+        cache, need = self.kv.cache, self.kv.blocks(request.kv_tokens)
+        if cache is not None and request.hashes:
+            # at least its last token is computed
+            request.prefix = cache.use(request.hashes, (request.kv_tokens - 1) // HASH_TOKENS)
+            need -= len(request.prefix) * cache.kv_blocks
+        if (spare_blocks and not self.kv.fits(need + spare_blocks)) or not self.kv.take(need):
+            if cache is not None:
+                cache.leave(request.prefix, self._kernel.time_s)
+            return False
+        cached_tokens = len(request.prefix) * HASH_TOKENS
+        request.todo_tokens = request.kv_tokens - cached_tokens
+        if not request.retractions:
+            request.cached_tokens = cached_tokens
+        return True
+
+    def _keep_prompt(self, request: Request) -> None:
+        """Its blocks are the cache's now; what others computed at the same time is given back."""
+        cache = self.kv.cache
+        if cache is not None and (twice := cache.extend(request.prefix, request.hashes)):
+            self.kv.give(twice * cache.kv_blocks)
+
+    def _give(self, request: Request) -> None:
+        """What is its own; the cache keeps the rest."""
+        blocks, cache = self.kv.blocks(request.kv_tokens), self.kv.cache
+        if cache is not None:
+            blocks -= len(request.prefix) * cache.kv_blocks
+            cache.leave(request.prefix, self._kernel.time_s)
+        self.kv.give(blocks)
 
     # --- prefill ----------------------------------------------------------------------------
 
@@ -232,6 +266,7 @@ class Engine:
             request.todo_tokens -= tokens
             if request.todo_tokens == 0:
                 self.prefills.remove(request)
+                self._keep_prompt(request)
                 self._token_came(request)
         self._usage = None
         self._listener.freed()
@@ -314,7 +349,7 @@ class Engine:
         return False
 
     def _retract(self, victim: Request) -> None:
-        self.kv.give(self.kv.blocks(victim.kv_tokens))
+        self._give(victim)
         victim.kv_tokens = victim.todo_tokens = victim.prompt_tokens + victim.generated
         victim.retractions += 1
         self.retracted.append(victim)
@@ -354,5 +389,5 @@ class Engine:
     def _end(self, request: Request) -> None:
         self.running -= 1
         self._usage = None
-        self.kv.give(self.kv.blocks(request.kv_tokens))
+        self._give(request)
         self._listener.ended(request)

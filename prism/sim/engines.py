@@ -12,6 +12,7 @@ from prism.sim.compute import Compute
 from prism.sim.controlled import ControlledEngine
 from prism.sim.engine import Engine, Listener
 from prism.sim.kv import KvSpace
+from prism.sim.prefix import HASH_TOKENS, PrefixCache
 from prism.sim.profile import Load
 from prism.sim.resident import Resident
 from prism.sim.setup import ClusterSetup
@@ -41,6 +42,10 @@ def make_engine(resident: Resident, compute: Compute, terms: Terms, listener: Li
         quantum_bytes, slower = shared.grain_bytes, 1.0 + shared.step_overhead
     sites = [device.site for device in resident.devices]
     space = KvSpace(sites, resident.accounts, block_tokens, quantum_blocks, quantum_bytes)
+    if terms.setup.engine.prefix_reuse and terms.policy.steps is None:
+        space.cache = PrefixCache(HASH_TOKENS // block_tokens)
+        for site in sites:
+            site.reuses = True
     kind = ControlledEngine if terms.policy.steps is not None else Engine
     engine = kind(
         compute,

@@ -11,11 +11,14 @@ and who really needs the memory ends the run with its present step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 from prism.sim.batch import Batch
 from prism.sim.memory import Account, Ledger
+from prism.sim.prefix import PrefixCache
+from prism.sim.reclaim import make_room
 
 
 class Runner(Protocol):
@@ -24,17 +27,21 @@ class Runner(Protocol):
     def sync(self) -> None:
         """Take the quanta of all steps that have begun."""
 
+    def catch_up(self) -> None:
+        """Take the blocks of all steps that have begun."""
+
     def end_run(self) -> None:
         """End the run in flight with its present step and drop its claim."""
 
 
 class MemorySite:
-    """A device's ledger and the KV spaces on it."""
+    """A device's ledger and the KV spaces on it. reuses: some of them have a prefix cache."""
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name = name
         self.ledger = ledger
         self.spaces: list[KvSpace] = []
+        self.reuses = False
 
     def sync(self) -> None:
         """Every engine's quanta as of now."""
@@ -50,7 +57,8 @@ class MemorySite:
 
 class KvSpace:
     """quantum_bytes: of one quantum on one device; quantum_blocks: the KV blocks in it.
-    target_quanta: what the run in flight will hold at its end, 0 without a claim."""
+    target_quanta: what the run in flight will hold at its end, 0 without a claim. cache: prefixes
+    that are among the live blocks."""
 
     def __init__(
         self,
@@ -69,6 +77,8 @@ class KvSpace:
         self.live_blocks = 0
         self.quanta = 0
         self.target_quanta = 0
+        self._target_blocks = 0
+        self.cache: PrefixCache | None = None
         self.runner: Runner
         self._ranks = [(s.ledger, a) for s, a in zip(sites, accounts, strict=True)]
 
@@ -85,14 +95,22 @@ class KvSpace:
         return self.live_blocks + blocks <= self.quanta * self.quantum_blocks
 
     def fits(self, blocks: int) -> bool:
-        """Whether `blocks` more could be taken now."""
+        """Whether `blocks` more could be taken now; cached prefixes give way for them."""
         need_bytes = self._growth_bytes(blocks)
         if need_bytes == 0 or need_bytes <= self._unclaimed_bytes():
             return True
         for site in self.sites:
             site.sync()
+        return self.has_room(blocks) or (self.cache is not None and make_room(self, blocks))
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether `blocks` more fit as the ledgers stand."""
         need_bytes = self._growth_bytes(blocks)
         return all(need_bytes <= ledger.room_bytes(account) for ledger, account in self._ranks)
+
+    def has_room_on(self, site: MemorySite, blocks: int) -> bool:
+        ledger, account = self._ranks[self.sites.index(site)]
+        return self._growth_bytes(blocks) <= ledger.room_bytes(account)
 
     def take(self, blocks: int) -> bool:
         """All of `blocks`, or False."""
@@ -111,6 +129,24 @@ class KvSpace:
 
     def give(self, blocks: int) -> None:
         self.live_blocks -= blocks
+        self._resize()
+
+    @property
+    def idle_blocks(self) -> int:
+        """Of cached prefixes that nobody uses."""
+        return 0 if self.cache is None else self.cache.idle_blocks
+
+    @property
+    def idle_since_s(self) -> float:
+        return math.inf if self.cache is None else self.cache.oldest_s
+
+    def drop_idle(self) -> None:
+        """The oldest cached block is gone. REQUIRES: one is idle, and the runner has caught up."""
+        assert self.cache is not None
+        self.cache.drop()
+        self.live_blocks -= self.cache.kv_blocks
+        if self.target_quanta:
+            self._aim(self._target_blocks - self.cache.kv_blocks)
         self._resize()
 
     def steps_that_fit(self, batch: Batch, steps: int) -> tuple[int, int]:
@@ -134,7 +170,11 @@ class KvSpace:
 
     def claim(self, blocks: int) -> None:
         """The run that starts now will take `blocks`."""
-        self.target_quanta = -(-(self.live_blocks + blocks) // self.quantum_blocks)
+        self._aim(self.live_blocks + blocks)
+
+    def _aim(self, target_blocks: int) -> None:
+        self._target_blocks = target_blocks
+        self.target_quanta = -(-target_blocks // self.quantum_blocks)
         self._note_claims()
 
     def unclaim(self) -> None:

@@ -17,6 +17,7 @@ from prism.sim.device import Device
 from prism.sim.engine import Engine
 from prism.sim.kernel import Kernel
 from prism.sim.memory import Account
+from prism.sim.reclaim import clear, idle_bytes
 from prism.sim.records import Decision, Records
 from prism.sim.request import Request
 from prism.sim.resident import Resident, Stage
@@ -159,6 +160,8 @@ class Moves:
             return
         self._queued.remove((model, resident))
         now_s = self._kernel.time_s
+        for device in devices:
+            clear(device.site, resident.need_bytes(device))
         load_s = resident.ready_s - resident.since_s
         resident.stage, resident.ready_s = Stage.LOADING, now_s + load_s
         for device in devices:
@@ -277,4 +280,6 @@ def _has_room(resident: Resident) -> bool:
     before those are gone that were leaving when it was ordered."""
     if any(each in each.home.guests for each in resident.after):
         return False
-    return all(d.ledger.free_bytes >= resident.need_bytes(d) for d in resident.devices)
+    return all(
+        d.ledger.free_bytes + idle_bytes(d.site) >= resident.need_bytes(d) for d in resident.devices
+    )

@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 class Records:
     """first_s, end_s, started_s: NEVER where that did not happen; a request without an error and
     with an end_s has given all its tokens. errors: request index -> code. device: index of the
-    device where it started last, -1 before."""
+    device where it started last, -1 before. cached_tokens: of its prompt, as a cache had them."""
 
     work: Workload
     started_s: array[float] = field(init=False)
@@ -47,6 +47,7 @@ class Records:
     end_s: array[float] = field(init=False)
     device: array[int] = field(init=False)
     output_tokens: array[int] = field(init=False)
+    cached_tokens: array[int] = field(init=False)
     errors: dict[int, str] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Records:
         self.end_s = array("d", [NEVER]) * size
         self.device = array("i", [-1]) * size
         self.output_tokens = array("i", [0]) * size
+        self.cached_tokens = array("i", [0]) * size
 
     def finish(self, request: Request, time_s: float, error: str | None = None) -> None:
         """The request ends now. REQUIRES: it has not ended before."""
@@ -72,6 +74,7 @@ class Records:
         self.end_s[index] = time_s
         self.device[index] = request.device
         self.output_tokens[index] = request.generated
+        self.cached_tokens[index] = request.cached_tokens
         self.ended += 1
         if error is not None:
             self.errors[index] = error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prism.sim.prefix import Block
+
 
 class Request:
     """Created at its arrival, dropped when it ends. Times are seconds of simulated time.
@@ -11,23 +13,28 @@ class Request:
     batch, where counts are brought up to date only when it leaves. The KV of the last output token
     is never needed, so the first token comes with the prefill and kv_tokens grows with each later.
     ready_s: from when on its engine may start it.
+    hashes: ids of its prompt's whole blocks; prefix: blocks of its engine's cache that it uses;
+    cached_tokens: of its prompt, not computed when it first started.
     executed_s, last_s: time spent in its steps and end of the last one, for step control only.
     """
 
     __slots__ = (
         "arrival_s",
+        "cached_tokens",
         "deadline_s",
         "device",
         "end_step",
         "executed_s",
         "first_s",
         "generated",
+        "hashes",
         "index",
         "join_step",
         "kv_tokens",
         "last_s",
         "model",
         "output_tokens",
+        "prefix",
         "prompt_tokens",
         "ready_s",
         "retractions",
@@ -44,6 +51,7 @@ class Request:
         prompt_tokens: int,
         output_tokens: int,
         deadline_s: float,
+        hashes: tuple[int, ...] = (),
     ) -> None:
         self.index = index
         self.model = model
@@ -61,6 +69,9 @@ class Request:
         self.end_step = -1
         self.retractions = 0
         self.device = -1
+        self.hashes = hashes
+        self.prefix: list[Block] = []
+        self.cached_tokens = 0
         self.executed_s = 0.0
         self.last_s = arrival_s
 

@@ -25,11 +25,12 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """devices: rank 0 first; `home`, whose queue holds its requests. ready_s: when it will be active, as
-    far as known. pooled: its KV lies in a pool that models of its devices share. replaces: the copy
-    that it takes over from, when it is the target of a migration. waiting: its requests in the
-    queue. leaves_s: when its memory will be free, once it is empty. after: copies that leave its
-    home and have to be gone before it loads, as the live actuator waits for them."""
+    """devices: rank 0 first; `home`, whose queue holds its requests. ready_s: when it will be
+    active, as far as known. pooled: its KV lies in a pool that models of its devices share.
+    replaces: the copy that it takes over from, when it is the target of a migration. waiting:
+    its requests in the queue. leaves_s: when its memory will be free, once it is empty. after:
+    copies that leave its home and have to be gone before it loads, as the live actuator waits
+    for them."""
 
     model: ModelSetup
     devices: list[Device]

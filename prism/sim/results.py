@@ -15,7 +15,7 @@ from prism.replay.results import Counters, GroupSummary, Results, RunConfig, Sum
 from prism.replay.results import Sample as ReplaySample
 from prism.sim.config import SimYaml
 from prism.sim.records import Decision, Records, Sample
-from prism.sim.summary import request_records, summarize
+from prism.sim.summary import prefix_hits, request_records, summarize
 from prism.sim.world import World
 
 SCHEMA = "prism-sim/1"
@@ -33,7 +33,8 @@ class GpuUse(msgspec.Struct, frozen=True):
 
 
 class SimResults(msgspec.Struct, frozen=True, kw_only=True):
-    """`counts`: decisions and retractions; `events`: of the kernel, for speed."""
+    """`counts`: decisions and retractions; `events`: of the kernel, for speed. prefix_hits: with
+    `engine.prefix_reuse`, model -> part of its prompt tokens that were cached, and "total"."""
 
     config: SimYaml
     summary: Summary
@@ -42,6 +43,7 @@ class SimResults(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[Decision]
     samples: list[Sample]
     events: int
+    prefix_hits: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
     schema: str = SCHEMA
 
 
@@ -66,6 +68,7 @@ def results_of(config: SimYaml, world: World, scales: Sequence[float]) -> SimRes
         decisions=records.decisions,
         samples=records.samples,
         events=records.events,
+        prefix_hits=prefix_hits(records) if config.engine.prefix_reuse else msgspec.UNSET,
     )
 
 
@@ -98,7 +101,8 @@ def write_decisions_csv(path: Path, decisions: Sequence[Decision]) -> None:
 
 
 def write_requests_csv(path: Path, records: Records) -> None:
-    """A row per request; times in seconds of simulated time, empty where there is none."""
+    """A row per request; times in seconds of simulated time, empty where there is none. Of a trace
+    with hash_ids, cached_tokens as well."""
     work = records.work
     heads = (
         "index,model,arrival_s,started_s,first_token_s,end_s,prompt_tokens,output_tokens,"
@@ -115,10 +119,11 @@ def write_requests_csv(path: Path, records: Records) -> None:
             work.slo_ttft_s[i],
             work.slo_tpot_s[i],
             records.errors.get(i, ""),
+            *((records.cached_tokens[i],) if work.hashes else ()),
         )
         for i in range(len(work))
     )
-    _write_csv(path, heads.split(","), rows)
+    _write_csv(path, (heads + ",cached_tokens" * bool(work.hashes)).split(","), rows)
 
 
 def as_replay(results: SimResults, records: Records, scales: Sequence[float]) -> Results:

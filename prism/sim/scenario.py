@@ -22,6 +22,7 @@ from prism.scheduler.local import Limits
 from prism.sim.base_slos import with_base_slos
 from prism.sim.config import GenerateYaml, SimModelYaml, SimYaml
 from prism.sim.models import Around, model_setup
+from prism.sim.prefix import HASH_TOKENS
 from prism.sim.setup import (
     UNBOUNDED_STEPS,
     ActivationSettings,
@@ -172,6 +173,7 @@ def cluster_setup(
             mixed_chunk=engine.mixed_chunk,
             headroom_tokens=engine.headroom_tokens,
             run_steps=1 if config.steps == "single" else UNBOUNDED_STEPS,
+            prefix_reuse=engine.prefix_reuse,
         ),
         activation=_activation(config),
         interval_s=parse_time(scheduler.interval, "scheduler.interval"),
@@ -230,6 +232,8 @@ def _check(config: SimYaml) -> None:
         raise ConfigError(
             "engine.max_running, prefill_chunk_tokens and block_tokens: must be at least 1"
         )
+    if engine.prefix_reuse:
+        _check_prefix_reuse(config)
     if engine.kv_layout not in KV_LAYOUTS:
         known = ", ".join(KV_LAYOUTS)
         raise ConfigError(f"engine.kv_layout: {engine.kv_layout!r} is none of {known}")
@@ -237,6 +241,19 @@ def _check(config: SimYaml) -> None:
         raise ConfigError("search_requests: must be at least 1")
     if config.steps not in STEPS:
         raise ConfigError(f"steps: {config.steps!r} is none of {', '.join(STEPS)}")
+
+
+def _check_prefix_reuse(config: SimYaml) -> None:
+    if HASH_TOKENS % config.engine.block_tokens:
+        raise ConfigError(
+            f"engine.block_tokens: {config.engine.block_tokens} does not divide the"
+            f" {HASH_TOKENS} tokens of a hash_ids block, as engine.prefix_reuse needs"
+        )
+    if registry.get(config.policy).steps is not None:
+        raise ConfigError(
+            f"engine.prefix_reuse: {config.policy} controls steps and reckons each prompt in whole;"
+            " take another policy or leave it off"
+        )
 
 
 def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> None:

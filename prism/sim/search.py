@@ -110,7 +110,7 @@ def sample_of(work: Workload, size: int) -> Workload:
     each = size // WINDOWS
     starts = [round(i * (len(work) - each) / (WINDOWS - 1)) for i in range(WINDOWS)]
     indices = [start + i for start in starts for i in range(each)]
-    columns = {name: getattr(work, name) for name in Workload.__slots__[1:]}
+    columns = {name: getattr(work, name) for name in Workload.__slots__[1:-1]}
     cut = {name: array(c.typecode, (c[i] for i in indices)) for name, c in columns.items()}
     shift_s = 0.0
     pause_s = work.end_s / len(work)
@@ -119,4 +119,5 @@ def sample_of(work: Workload, size: int) -> Workload:
         for i in range(n * each, (n + 1) * each):
             cut["arrival_s"][i] += shift_s
         shift_s = cut["arrival_s"][(n + 1) * each - 1] + pause_s
-    return Workload(work.models, **cut)
+    hashes = [work.hashes[i] for i in indices] if work.hashes else ()
+    return Workload(work.models, **cut, hashes=hashes)

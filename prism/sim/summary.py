@@ -116,6 +116,18 @@ def summarize(records: Records, scales: Sequence[float]) -> Summary:
     )
 
 
+def prefix_hits(records: Records) -> dict[str, float]:
+    """Model -> part of its prompt tokens that were found in a cache; "total" of all. Models
+    without requests are left out."""
+    work = records.work
+    model, prompt = np.array(work.model), np.array(work.prompt_tokens, dtype=np.float64)
+    cached = np.array(records.cached_tokens, dtype=np.float64)
+    asked = np.bincount(model, prompt, len(work.models))
+    found = np.bincount(model, cached, len(work.models))
+    hits = {name: float(found[i] / asked[i]) for i, name in enumerate(work.models) if asked[i] > 0}
+    return {**hits, "total": float(cached.sum() / prompt.sum())}
+
+
 def request_records(records: Records, at_most: int) -> list[RequestRecord]:
     """As prism-replay has them; of more than `at_most` an evenly spaced sample."""
     found, work = columns(records), records.work

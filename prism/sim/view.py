@@ -58,8 +58,7 @@ class Viewer:
         for device in self._devices:
             if device.gpu.jobs:
                 device.site.sync()
-            free_bytes = device.ledger.free_bytes - device.pending_bytes
-            free_part = free_bytes / device.ledger.capacity_bytes
+            free_part = device.room_bytes() / device.ledger.capacity_bytes
             found.append(DeviceLoad(beside(running.get(device.name, ())), free_part))
         return found
 
@@ -137,7 +136,7 @@ def _gpu(device: Device) -> GpuView:
         setup_.name,
         setup_.capacity_bytes,
         fixed_bytes,
-        max(0, device.ledger.free_bytes - device.pending_bytes),
+        max(0, device.room_bytes()),
         setup_.engines - len(device.guests),
         setup_.engines,
         node=setup_.node,

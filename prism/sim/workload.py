@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prism.errors import TraceError
-from prism.replay.trace import Trace
+from prism.replay.trace import Trace, TraceRequest
+from prism.sim.prefix import HASH_TOKENS
 
 NO_SLO = float("inf")
 
@@ -15,7 +16,9 @@ NO_SLO = float("inf")
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in order of arrival; `model` indexes `models`. SLOs in seconds, NO_SLO where the
-    request has none; scheduling uses ttft_s, or the model's own where it is NO_SLO."""
+    request has none; scheduling uses ttft_s, or the model's own where it is NO_SLO. hashes: per
+    request the ids of its prompt's whole blocks (`prefix.HASH_TOKENS`); empty where the trace has
+    none."""
 
     models: tuple[str, ...]
     arrival_s: array[float]
@@ -25,6 +28,7 @@ class Workload:
     slo_ttft_s: array[float]
     slo_tpot_s: array[float]
     slo_e2e_s: array[float]
+    hashes: Sequence[tuple[int, ...]] = ()
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -66,6 +70,7 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
         array("d"),
         array("d"),
         array("d"),
+        [_whole_blocks(r) for r in trace] if any(r.hash_ids for r in trace) else (),
     )
     last_s = 0.0
     for number, request in enumerate(trace, 1):
@@ -88,6 +93,10 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
         found.slo_tpot_s.append(_seconds(request.slo_tpot_ms, slo_scale))
         found.slo_e2e_s.append(_seconds(request.slo_e2e_ms, slo_scale))
     return found
+
+
+def _whole_blocks(request: TraceRequest) -> tuple[int, ...]:
+    return request.hash_ids[: request.input_length // HASH_TOKENS]
 
 
 def _seconds(slo_ms: float | None, scale: float) -> float:

@@ -152,6 +152,7 @@ class World:
             prompt_tokens=work.prompt_tokens[index],
             output_tokens=work.output_tokens[index],
             deadline_s=deadline_s,
+            hashes=work.hashes[index] if work.hashes else (),
         )
         if model.setup.request_s:
             self.kernel.after(model.setup.request_s, self._reach, model, request)
