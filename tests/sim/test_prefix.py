@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,8 +30,8 @@ POOL = 6
 
 
 def reusing(setup: ClusterSetup, **changes: object) -> ClusterSetup:
-    engine = dataclasses.replace(setup.engine, prefix_reuse=True, **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(setup, engine=engine)
+    chosen: dict[str, Any] = {"prefix_reuse": True, **changes}
+    return dataclasses.replace(setup, engine=dataclasses.replace(setup.engine, **chosen))
 
 
 def prompt(
