@@ -4,6 +4,7 @@
 // Thread rule: any thread.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -58,7 +59,7 @@ class WeightLoad {
 
   uint64_t total_bytes() const { return total_bytes_; }
   // Handed to the lanes so far; not below what has arrived.
-  uint64_t started_bytes() const { return started_bytes_; }
+  uint64_t started_bytes() const { return std::min(started_bytes_.load(), total_bytes_); }
   // Ends the load after the chunks that are under way.
   void cancel();
   // Whether all threads are through, after at most `timeout`.

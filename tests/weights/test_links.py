@@ -18,7 +18,7 @@ import pytest
 from tests.kvcached.compiling import build_libcuda
 
 PROGRAM = """
-import ctypes, json, os, sys
+import ctypes, json, os, sys, time
 import numpy as np
 import kvcached
 from kvcached import LoadOptions, WeightKey
@@ -103,8 +103,10 @@ clients = [device.client("a") for device in opened]
 links = clients[0].open_weight_links(clients[1:], threads=2, staging_bytes=MB)
 leased = [device.usage().committed_bytes for device in opened]
 arena = clients[0].alloc_weights(weights.layout(), "m")
+begin_s = time.monotonic()
 load = arena.start_load(weights, LoadOptions(bytes_per_s=40 * MB), links=links)
 load.result()
+seconds = time.monotonic() - begin_s
 right = content(arena) == wanted
 arena.free()
 hosts = [cuda.test_cuda_from_host_bytes(n) for n in range(4)]
@@ -112,14 +114,15 @@ peer = cuda.test_cuda_from_peer_bytes(0)
 links.close()
 print(json.dumps([right, leased, hosts, peer, cuda.test_cuda_busy_devices_max(),
                   cuda.test_cuda_violations(), [d.usage().reserved_bytes for d in opened],
-                  len(wanted), list(load.link_bytes.values()) == hosts]))
+                  len(wanted), list(load.link_bytes.values()) == hosts, seconds]))
 """
     env = {"KVCACHED_TEST_CUDA_DEVICES": "4"}
-    right, leased, hosts, peer, busy, violations, after, total, told = run(
+    right, leased, hosts, peer, busy, violations, after, total, told, seconds = run(
         tmp_path, namespace, code, **env
     )
     assert right
     assert told
+    assert seconds > 0.9 * total / (40 << 20)  # the rate holds over all of them together
     assert leased == [0, 1 << 20, 1 << 20, 1 << 20]  # a small buffer on each helper, leased
     assert sum(hosts) == total
     assert peer == sum(hosts[1:])
