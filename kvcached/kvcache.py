@@ -61,7 +61,7 @@ class KVCache:
             reserved_blocks,
         )
         self._shape = Shape(page_bytes, tuple(slab_pages), blocks_per_slab, slabs)
-        self._offers = Offers(Source(asker.core, self._core, layout, self._shape), self._give)
+        self._offers = Offers(Source(asker.core, self._core, layout, self._shape), self._core.free)
 
     @property
     def num_blocks(self) -> int:
