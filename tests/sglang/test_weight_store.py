@@ -22,7 +22,7 @@ from prism.config import ClusterConfig
 from prism.engines.core import EngineContext
 from prism.errors import SelfCheckError
 from prism.messages import Activate, ModelSpec
-from tests.sglang.conftest import DEVICE, config_of
+from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
 from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
@@ -82,6 +82,17 @@ def test_the_second_activation_is_a_copy_of_the_first(core: Any, name: str) -> N
     assert second == first
     assert copied.keys() == loaded.keys()
     assert all(torch.equal(copied[n], loaded[n]) for n in loaded)
+
+
+def test_an_activation_says_what_came_out_of_the_store(core: Any) -> None:
+    order = Activate(spec_of(LLAMA))
+    assert core.activate(order).link_bytes == {}  # from its files
+    core.deactivate()
+    activated = core.activate(order)
+    assert list(activated.link_bytes) == ["host"]
+    weights_bytes = activated.static_bytes - STATIC_BYTES  # in whole pages
+    assert 0 <= weights_bytes - activated.link_bytes["host"] < 2 * PAGE_BYTES
+    core.deactivate()
 
 
 def test_a_new_process_finds_what_another_one_stored(config: ClusterConfig) -> None:
