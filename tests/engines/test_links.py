@@ -4,139 +4,38 @@ test libcuda. The fake engine compares every byte of its weights before it says 
 from __future__ import annotations
 
 import os
-import select
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
-import msgspec
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import kvcached
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig
-from prism.engines.core import EngineContext
 from prism.engines.fake import expected_tokens
-from prism.engines.links import IDLE_S, LoadLinks
-from prism.messages import Activate, ActivationFailed, Deactivate, Deactivated, ModelSpec, Submit
-from tests.engines.harness import DeviceUnderTest, request
-from tests.engines.subjects import Shape, model_spec
-from tests.kvcached.compiling import build_libcuda
+from prism.messages import Activate, Activated, ActivationFailed, ModelSpec, Submit
+from tests.engines.gpus import (
+    LINK_BYTES,
+    NAMES,
+    PAGE,
+    TENSOR_BYTES,
+    TENSORS,
+    Node,
+    make_model,
+    opened,
+)
+from tests.engines.harness import request
 from tests.kvcached.conftest import libcuda  # noqa: F401 (a fixture: ledgers are opened here too)
 
 pytestmark = pytest.mark.usefixtures("libcuda")
-
-NAMES = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-PAGE = 64 << 10
-LINK_BYTES = 1 << 20
-TENSORS, TENSOR_BYTES = 6, 1 << 20
-OPTIONS = {"load_weights": True, "cpu_reads_gpu": True}
-
-
-class Node:
-    """Four GPUs, an engine's nursery on the first."""
-
-    def __init__(self, config: ClusterConfig, environment: dict[str, str]) -> None:
-        self.engine = DeviceUnderTest("fake", config, environment, NAMES[0])
-        self.ledgers = [self._ledger(config, place) for place in config.devices]
-
-    @staticmethod
-    def _ledger(config: ClusterConfig, place: DeviceConfig) -> kvcached.Device:
-        return kvcached.Device.open(
-            place.name,
-            capacity_bytes=place.capacity_bytes,
-            page_bytes=place.page_bytes,
-            namespace=config.namespace,
-        )
-
-    def charged(self) -> list[int]:
-        return [ledger.usage().reserved_bytes for ledger in self.ledgers]
-
-    def lent(self) -> list[int]:
-        """What engines hold for loads on each GPU."""
-        return [
-            sum(c.committed_bytes for c in ledger.usage().clients if c.name.endswith(".links"))
-            for ledger in self.ledgers
-        ]
-
-    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline_s, (self.charged(), self.engine._logs())
-            time.sleep(0.005)
-
-    def deactivate(self) -> None:
-        self.engine.send(Deactivate())
-        self.engine.wait_for(Deactivated)
-
-    def close(self) -> None:
-        for ledger in self.ledgers[1:]:
-            ledger.destroy(force=True)
-        self.engine.close()
-
 
 MakeNode = Callable[..., AbstractContextManager[Node]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    folder = tmp_path_factory.mktemp("model")
-    rng = np.random.default_rng(0)
-    tensors = {f"t{n}": rng.integers(0, 256, TENSOR_BYTES, np.uint8) for n in range(TENSORS)}
-    save_file(tensors, folder / "model.safetensors")
-    shape = Shape("Plain", 2, 2, 32, TENSORS * TENSOR_BYTES, str(folder))
-    return model_spec("m", shape, context_length=128)
-
-
-def config_of(
-    model: ModelSpec, folder: Path, capacities: tuple[int, ...], **engine: object
-) -> ClusterConfig:
-    settings = EngineConfig(
-        adapter="fake",
-        static_bytes=PAGE,
-        weight_store=str(folder / "store"),
-        weight_store_bytes=32 << 20,
-        link_bytes=LINK_BYTES,
-        links_from_bytes=TENSORS * TENSOR_BYTES,
-    )
-    return ClusterConfig(
-        namespace=f"t{uuid4().hex[:10]}",
-        run_dir=str(folder),
-        redis_url="",
-        policy="prism",
-        devices=[DeviceConfig(n, c, PAGE, 2) for n, c in zip(NAMES, capacities, strict=False)],
-        models=[model],
-        engine=msgspec.structs.replace(settings, **engine),
-    )
-
-
-@contextmanager
-def opened(
-    model: ModelSpec,
-    folder: Path,
-    capacities: tuple[int, ...] = (32 << 20,) * 4,
-    environment: dict[str, str] | None = None,
-    **engine: object,
-) -> Iterator[Node]:
-    node = Node(
-        config_of(model, folder, capacities, **engine),
-        {
-            "PRISM_FAKE": msgspec.json.encode(OPTIONS).decode(),
-            "KVCACHED_LIBCUDA": str(build_libcuda()),
-            "KVCACHED_TEST_CUDA_DEVICES": "4",
-            **(environment or {}),
-        },
-    )
-    try:
-        yield node
-    finally:
-        node.close()
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +72,22 @@ def test_an_activation_over_four_links(node: Node, model: ModelSpec) -> None:
         node.deactivate()
         assert node.charged()[0] == 0  # weights, KV and share; what was lent stays a while
     node.engine.end()
+    assert node.charged() == [0, 0, 0, 0]
+
+
+def test_two_engines_load_at_once_over_the_same_links(node: Node, model: ModelSpec) -> None:
+    engines = ("e0", "e1")
+    for engine in engines:
+        node.engine.fork(engine)
+    for engine in engines:
+        node.engine.send(Activate(model), engine)
+    for engine in engines:
+        activated = node.engine.wait_for(Activated, engine)
+        assert sorted(activated.link_bytes) == NAMES
+        assert sum(activated.link_bytes.values()) == TENSORS * TENSOR_BYTES
+    assert node.lent() == [0, *[2 * LINK_BYTES] * 3]
+    for engine in engines:
+        node.engine.end(engine)
     assert node.charged() == [0, 0, 0, 0]
 
 
@@ -296,95 +211,3 @@ def test_no_room_for_the_weights_gives_everything_back(
         assert node.charged()[0] == 0
         node.engine.end()
         assert node.charged() == [0, 0, 0, 0]
-
-
-@pytest.fixture
-def pair(model: ModelSpec, tmp_path: Path) -> Iterator[tuple[EngineContext, list[kvcached.Device]]]:
-    """Two GPUs of this process, the second one with room for 24 pages."""
-    config = config_of(model, tmp_path, (32 << 20, 24 * PAGE))
-    devices = [Node._ledger(config, place) for place in config.devices]
-    yield EngineContext("e0", NAMES[0], config), devices
-    for name in NAMES[:2]:
-        kvcached.Device.unlink(config.namespace, name)
-
-
-def test_a_neighbours_cache_makes_room(
-    model: ModelSpec, pair: tuple[EngineContext, list[kvcached.Device]]
-) -> None:
-    context, devices = pair
-    store = kvcached.WeightStore.open(context.config.engine.weight_store)
-    layout = kvcached.Layout(1, 1, 64, dtype="float32")
-    with (
-        store.get_checkpoint(model.path) as stored,
-        devices[0].client("e0") as client,
-        devices[1].client("neighbour") as neighbour,
-    ):
-        kv = neighbour.alloc_kvcache(layout, 1 << 14, reserved_blocks=0)
-        cached = kv.alloc_kv(kv.available_blocks())
-        assert cached is not None
-        assert devices[1].usage().free_bytes < LINK_BYTES
-        neighbour.publish_evictable(kv.mapped_bytes())
-
-        def evict(_size_bytes: int | None) -> kvcached.Shrunk:
-            before_bytes = kv.mapped_bytes()
-            kv.free_kv(cached)
-            neighbour.publish_evictable(0)
-            return kvcached.Shrunk(before_bytes - kv.mapped_bytes())
-
-        def answer() -> None:
-            select.select([neighbour], [], [], 60.0)
-            neighbour.answer_requests(evict)
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        links = LoadLinks(context, client)
-        arena = client.alloc_weights(stored.layout(), "m")
-        assert sorted(links.load(arena, stored, lambda: None)) == NAMES[:2]
-        thread.join()
-        arena.free()
-        links.close()
-        assert devices[1].usage().reserved_bytes == 0
-
-
-def test_what_lies_idle_is_given_back(
-    model: ModelSpec, pair: tuple[EngineContext, list[kvcached.Device]]
-) -> None:
-    context, opened = pair
-    now_s = 0.0
-    store = kvcached.WeightStore.open(context.config.engine.weight_store)
-    with store.get_checkpoint(model.path) as stored, opened[0].client("e0") as client:
-        links = LoadLinks(context, client, clock=lambda: now_s)
-        arena = client.alloc_weights(stored.layout(), "m")
-        carried = links.load(arena, stored, lambda: None)
-        assert sorted(carried) == NAMES[:2]
-        now_s = IDLE_S
-        assert not links.answer_requests()
-        assert opened[1].usage().reserved_bytes == LINK_BYTES
-        now_s += 1
-        assert links.answer_requests()
-        assert opened[1].usage().clients == ()
-        arena.free()
-        links.close()
-
-
-def test_a_ledger_that_goes_ends_no_engine(
-    model: ModelSpec, pair: tuple[EngineContext, list[kvcached.Device]]
-) -> None:
-    context, devices = pair
-    store = kvcached.WeightStore.open(context.config.engine.weight_store)
-    now_s = 0.0
-    with store.get_checkpoint(model.path) as stored, devices[0].client("e0") as client:
-        links = LoadLinks(context, client, clock=lambda: now_s)
-
-        def loaded() -> list[str]:
-            with client.alloc_weights(stored.layout(), "m") as arena:
-                return sorted(links.load(arena, stored, lambda: None))
-
-        assert loaded() == NAMES[:2]
-        kvcached.Device.unlink(context.config.namespace, NAMES[1], force=True)
-        links.answer_requests()
-        assert loaded() == NAMES[:2]
-        now_s += IDLE_S + 1
-        assert links.answer_requests()
-        assert loaded() == NAMES[:1]
-        links.close()
