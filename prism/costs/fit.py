@@ -81,10 +81,16 @@ def predict(cost: TableCost, step: Measured) -> float:
 
 
 def dense_knots(steps: Sequence[Measured]) -> list[float]:
-    """Measured token counts, each at least twice the one before, where the dense part may bend."""
+    """Measured token counts, each at least twice the one before, where the dense part may bend. Not
+    at the shortest prompt, unless as many decoded together: a rise just up to there could not be
+    told from what every request costs, and all of it would be taken for that."""
     end = max(max(step.tokens for step in steps if step.prompt) / STRAIGHT_FROM, 2.0)
+    shortest = min(step.tokens for step in steps if step.prompt)
+    decoded = max((step.tokens for step in steps if not step.prompt), default=0)
     knots = [1.0]
     for tokens in sorted({step.tokens for step in steps}):
+        if tokens == shortest > decoded:
+            continue
         if knots[-1] * KNOT_RATIO <= tokens <= end:
             knots.append(float(tokens))
     return knots if len(knots) > 1 else [1.0, end]

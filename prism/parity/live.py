@@ -107,10 +107,13 @@ def _check_models(wanted: Wanted, config: ClusterConfig) -> None:
 
 
 def _plan(wanted: Wanted, config: ClusterConfig, model: str) -> Plan:
-    """Prompts up to the trace's longest, batches up to what an engine runs."""
+    """Prompts up to the trace's longest, batches up to what an engine runs. One prompt is as short
+    as a batch of decodes: what it takes longer than their step is what a request costs outside of
+    steps, which longer ones alone cannot tell from the first rise of the step."""
     longest = max(r.input_length for r in wanted.trace if r.model == model)
     parts = (longest * part // 8 for part in (1, 2, 4, 8))
-    prompts = {max(SHORTEST_PROMPT * 2**n, part) for n, part in enumerate(parts)}
+    longer = (max(SHORTEST_PROMPT * 2**n, part) for n, part in enumerate(parts))
+    prompts = {SHORTEST_PROMPT, *longer}
     most = config.engine.max_running
     batches = {2**n for n in range(most.bit_length()) if 2**n <= most} | {most}
     return Plan(

@@ -109,3 +109,27 @@ def test_knots_are_measured_counts_that_leave_the_long_prompts_straight() -> Non
 def test_too_little_to_go_by_is_said(steps: list[Measured], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         fit(steps, "host", "m", 1, "")
+
+
+def test_what_a_request_costs_is_told_from_the_first_rise() -> None:
+    """Prompts that are all longer than any batch: the step rises between the two."""
+    truth = StepTable(
+        gpu="host",
+        model="m",
+        tp=1,
+        source="truth",
+        dense_tokens=(1, 4, 44),
+        dense_s=(0.25, 0.25, 0.35),
+        pair_s=0.0,
+        request_s=0.015,
+        decode_batch=(1, 2),
+        decode_context=(0, 1000),
+        decode_s=((0, 1e-4), (0, 2e-4)),
+    )
+    cost = TableCost(truth)
+    steps = [Measured(True, n, 0, 0.015 + cost.prefill_s(n)) for n in (24, 48, 96, 192)]
+    pairs = [(batch, batch * context) for batch in (1, 2, 4) for context in (24, 96)]
+    steps += [Measured(False, b, context, cost.decode_s(b, context)) for b, context in pairs]
+    fitted = fit(steps, "host", "m", 1, "again").table
+    assert fitted.request_s == pytest.approx(0.015, rel=1e-3)
+    assert TableCost(fitted).prefill_s(24) == pytest.approx(cost.prefill_s(24), rel=1e-3)
