@@ -272,9 +272,16 @@ def _in_transition(view: ClusterView) -> bool:
 
 
 def _movable(b: Bin) -> list[ModelView]:
-    """Tensor-parallel models stay: a new group of ranks would have to be formed for each move."""
-    here = (m for m in b.models.values() if m.state == "active" and m.tp == 1)
+    here = (m for m in b.models.values() if m.state == "active")
     return [m for m in here if m.pinned_device is None]
+
+
+def _elsewhere(draft: Draft, model: ModelView) -> tuple[Bin, ...] | None:
+    """The least pressed devices for all its parts among those that hold none of it: old and new
+    ranks are there at the same time, and no device has two."""
+    now = kvpr.devices_of(model)
+    rest = {name: b for name, b in draft.bins.items() if name not in now}
+    return kvpr.homes(model, rest, kvpr.by_rank, 0.0)
 
 
 def _move_for(draft: Draft, model: ModelView) -> bool:
@@ -287,26 +294,33 @@ def _move_for(draft: Draft, model: ModelView) -> bool:
         for mover in sorted(_movable(b), key=lambda m: (m.running > 0, kvpr.need_bytes(m), m.name)):
             if _victims(b, model, [mover]) is None:
                 continue
-            rest = {name: other for name, other in draft.bins.items() if name != b.name}
-            target = kvpr.least_pressed(mover, rest)
-            if target is not None:
-                _migrate(draft, mover, b, target, f"makes room for {model.name}")
+            if (home := _elsewhere(draft, mover)) is not None:
+                _migrate(draft, mover, home, f"makes room for {model.name}")
                 return True
     return False
 
 
-def _migrate(draft: Draft, model: ModelView, source: Bin, target: Bin, reason: str) -> None:
-    move = draft.settings.move_running
-    action = Migrate(model.name, source.name, target.name, reason, move_running=move)
-    draft.actions.append(action)
+def _migrate(draft: Draft, model: ModelView, home: Sequence[Bin], reason: str) -> None:
+    """`model` is active, so that it has a device."""
+    assert model.device is not None
+    first, *peers = home
+    ranks, move = tuple(b.name for b in peers), draft.settings.move_running
+    draft.actions.append(
+        Migrate(model.name, model.device, first.name, reason, peers=ranks, move_running=move)
+    )
     # The source keeps the model until the target serves it: no other model gets its room yet.
-    target.put(replace(model, state="migrating"))
-    source.put(replace(model, state="migrating"))
+    for b in (*home, *_held_by(draft, model)):
+        b.put(replace(model, state="migrating"))
+
+
+def _held_by(draft: Draft, model: ModelView) -> list[Bin]:
+    return [draft.bins[device] for device in kvpr.devices_of(model) if device in draft.bins]
 
 
 def _rebalance(draft: Draft) -> None:
-    """The first move of Algorithm 1's placement off a contended device that alone lowers the worse
-    of the two devices' KVPR by more than tau. One at a time: the next interval sees its effect."""
+    """The first move of Algorithm 1's placement off a contended device that alone lowers the worst
+    KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
+    the least pressed devices. One at a time: the next interval sees its effect."""
     if draft.actions:
         return
     models, gpus = _settled(draft.view)
@@ -325,14 +339,27 @@ def _rebalance(draft: Draft) -> None:
     placement = kvpr.place(free, gpus, tau, start)
     for model in sorted(free, key=kvpr.by_pressure):
         target = draft.bins.get(placement.devices.get(model.name, ""))
-        if target and model.device and target.name != model.device and model.state == "active":
-            source = draft.bins[model.device]
-            if _contention(source) < draft.settings.contended_requests:
-                continue
-            relief = _relief_of(model, source, target)
-            if target.fits(model) and relief > tau:
-                reason = f"lowers the KVPR of {source.name} by {relief:.0%}, tau is {tau:.0%}"
-                return _migrate(draft, model, source, target, reason)
+        if target is None or target.name == model.device or not target.fits(model):
+            continue
+        if _relieved(draft, model, [target]):
+            return
+    for model in sorted((m for m in residents if m.tp > 1), key=kvpr.by_pressure):
+        home = _elsewhere(draft, kvpr.part(model)) if model.token_rate > 0 else None
+        if home is not None and _relieved(draft, kvpr.part(model), home):
+            return
+
+
+def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
+    """Plans the move if `model` is contended where it is, and relief is above tau."""
+    sources, tau = _held_by(draft, model), draft.settings.migration_threshold
+    contended = max(map(_contention, sources), default=0.0) >= draft.settings.contended_requests
+    relief = _relief_of(model, sources, home)
+    if model.state != "active" or not contended or relief <= tau:
+        return False
+    names = ", ".join(b.name for b in sources)
+    reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"
+    _migrate(draft, model, home, reason)
+    return True
 
 
 def _contention(b: Bin) -> float:
@@ -340,6 +367,7 @@ def _contention(b: Bin) -> float:
     return beside([m.token_rate * m.slo_tpot_s for m in b.models.values()])
 
 
-def _relief_of(model: ModelView, source: Bin, target: Bin) -> float:
-    before = max(source.kvpr, target.kvpr)
-    return kvpr.gain(before, max(source.kvpr_without([model.name]), target.kvpr_with(model)))
+def _relief_of(model: ModelView, sources: Sequence[Bin], home: Sequence[Bin]) -> float:
+    before = max(b.kvpr for b in (*sources, *home))
+    left = max(b.kvpr_without([model.name]) for b in sources) if sources else before
+    return kvpr.gain(before, max(left, *(b.kvpr_with(model) for b in home)))

@@ -34,7 +34,8 @@ def view(models: Sequence[ModelView], gpus: Sequence[GpuView], **more: Any) -> C
 def clusters(draw: st.DrawFn, wide: bool = False) -> ClusterView:
     """Any consistent cluster: residents fit where they are, within capacity and engines. `wide`:
     with tensor-parallel models and nodes of two devices."""
-    capacities = draw(st.lists(st.integers(0, 60), min_size=1, max_size=3))
+    most = 4 if wide else 3
+    capacities = draw(st.lists(st.integers(0, 60), min_size=1, max_size=most))
     devices = [f"host:{i}" for i in range(len(capacities))]
     room, engines = list(capacities), [draw(st.integers(0, 4)) for _ in capacities]
     models = []
@@ -131,6 +132,8 @@ def check_capacity(view: ClusterView, actions: Sequence[Any]) -> None:
             first = action.device if isinstance(action, Activate) else action.target
             devices = (first, *action.peers)
             assert len(set(devices)) == len(devices) == model.tp, "parts go to distinct devices"
+            if isinstance(action, Migrate):
+                assert set(devices).isdisjoint(kvpr.devices_of(model)), "two parts on a device"
             nodes = {g.node for g in view.gpus if g.name in devices}
             assert len(nodes) == 1, "parts stay within a node"
             for device in devices:

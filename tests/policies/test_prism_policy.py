@@ -281,6 +281,33 @@ def test_idle_models_make_room_on_the_cheapest_node() -> None:
     assert actions[1].peers == ("g3",)
 
 
+def test_a_wide_model_moves_to_devices_that_hold_no_part_of_it() -> None:
+    """To make room, on one node."""
+    gpus = [gpu(f"g{i}", engines_free=0 if i < 2 else 1) for i in range(4)]
+    models = [wide("a", "g0", "g1", weight=100, running=1), model("b", 80, waiting=1)]
+    models[1] = replace(models[1], pinned_device="g0")
+    (moved,) = plan(view(models, gpus), SETTINGS)
+    assert isinstance(moved, Migrate)
+    assert (moved.source, moved.target, moved.peers) == ("g0", "g2", ("g3",))
+    split = [replace(g, node=f"n{i // 3}") for i, g in enumerate(gpus)]
+    assert not actions_of(Migrate, plan(view(models, split), SETTINGS)), "its node has one free"
+
+
+def test_a_contended_wide_model_moves_for_balance() -> None:
+    models = [
+        wide("hot", "g0", "g1", token_rate=20.0, running=1),
+        active("x", "g0", token_rate=9.0, pinned_device="g0"),
+        active("y", "g1", token_rate=9.0, pinned_device="g1"),
+    ]
+    gpus = [gpu(f"g{i}") for i in range(4)]
+    (moved,) = plan(view(models, gpus), SETTINGS)
+    assert isinstance(moved, Migrate)
+    assert (moved.model, moved.source, moved.target, moved.peers) == ("hot", "g0", "g2", ("g3",))
+    assert plan(view(models, gpus[:3]), SETTINGS) == ()
+    calm = [replace(m, slo_tpot_s=m.slo_tpot_s / 100) for m in models]
+    assert plan(view(calm, gpus), SETTINGS) == ()
+
+
 def test_wide_models_stay_and_the_others_move_around_them() -> None:
     models = [
         wide("hot", "g0", "g1", token_rate=20.0, running=1),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
 import msgspec
+import pytest
 
 from prism.engines.fake import expected_tokens
 from prism.messages import ActionResult, ClusterStatus, ModelReport, OperatorCommand
@@ -16,10 +18,35 @@ from prism.serve.run_dir import find
 from tests.serve.conftest import Cluster, serving, until
 
 DEVICES = [
-    {"name": name, "capacity": "16MiB", "page": "64KiB", "engines": 1}
-    for name in ("host:0", "host:1")
+    {"name": f"host:{i}", "capacity": "16MiB", "page": "64KiB", "engines": 1} for i in range(4)
 ]
-ANSWERS, TOKENS, FAKE = 3, 200, '{"decode_step_ms": 40}'
+ANSWERS, TOKENS, FAKE = 3, 150, '{"decode_step_ms": 40}'
+
+
+MODELS = [
+    {"name": "a", "path": "a", "tp": 2},
+    {"name": "b", "path": "b", "device": "host:0"},
+    {"name": "c", "path": "a"},
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    settings = {"migrate_running": "move", "interval": "60s"}
+    folder = tmp_path_factory.mktemp("moves")
+    with (
+        TemporaryDirectory(prefix="prism-") as temporary,
+        serving(
+            folder, Path(temporary), FAKE, devices=DEVICES, models=MODELS, scheduler=settings
+        ) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as made:
+        yield made
 
 
 def ask(cluster: Cluster, command: OperatorCommand) -> ActionResult:
@@ -28,11 +55,20 @@ def ask(cluster: Cluster, command: OperatorCommand) -> ActionResult:
     return result
 
 
-def places(cluster: Cluster) -> dict[str, ModelReport]:
-    """Device -> what it says of model a."""
+def empty(cluster: Cluster) -> None:
+    for model in MODELS:
+        ask(cluster, OperatorCommand("evict", str(model["name"])))
+
+
+def places(cluster: Cluster, model: str) -> dict[str, ModelReport]:
+    """Device -> what it says of the model."""
     text = ask(cluster, OperatorCommand("status")).message
     agents = msgspec.json.decode(text, type=ClusterStatus).agents
-    return {a.device: m for a in agents for m in a.models if m.model == "a"}
+    return {a.device: m for a in agents for m in a.models if m.model == model}
+
+
+def output_tokens(cluster: Cluster, model: str) -> int:
+    return sum(report.output_tokens_total for report in places(cluster, model).values())
 
 
 def tokens_of(answer: httpx.Response) -> list[int]:
@@ -43,32 +79,45 @@ def tokens_of(answer: httpx.Response) -> list[int]:
     return tokens
 
 
-def test_answers_go_on_at_the_target(tmp_path: Path) -> None:
+def post(cluster: Cluster, pool: ThreadPoolExecutor, model: str) -> list[Future[httpx.Response]]:
+    """Long answers that have begun."""
+    options = {"max_tokens": TOKENS, "return_token_ids": True, "ignore_eos": True}
+    prompts = [[5, 6, i] for i in range(ANSWERS)]
+    answers = [pool.submit(cluster.post, model, prompt=p, **options) for p in prompts]
+    until(lambda: output_tokens(cluster, model) > ANSWERS, "answers begin")
+    return answers
+
+
+def check(cluster: Cluster, answers: list[Future[httpx.Response]], model: str, at: str) -> None:
+    """All are right, none was computed at one place alone, and no file was written."""
+    for i, answer in enumerate(answers):
+        assert tokens_of(answer.result()) == expected_tokens([5, 6, i], TOKENS)
+    until(lambda: places(cluster, model)[at].finished_total == ANSWERS, "the target reports")
+    assert output_tokens(cluster, model) < ANSWERS * TOKENS
+    assert not Path(f"/dev/shm/{find(cluster.run_dir).namespace}-moves").exists()
+
+
+def test_answers_go_on_at_the_target(cluster: Cluster, pool: ThreadPoolExecutor) -> None:
     """The source is left long before they would have ended there, and no token is lost."""
-    settings = {"migrate_running": "move", "interval": "60s"}
-    [a] = [{"name": "a", "path": "a"}]
-    with (
-        TemporaryDirectory(prefix="prism-") as temporary,
-        serving(
-            tmp_path, Path(temporary), FAKE, devices=DEVICES, models=[a], scheduler=settings
-        ) as cluster,
-        ThreadPoolExecutor() as pool,
-    ):
-        [source] = places(cluster)
-        [target] = {"host:0", "host:1"} - {source}
+    empty(cluster)
+    answers = post(cluster, pool, "c")
+    [source] = places(cluster, "c")
+    target = "host:3" if source != "host:3" else "host:2"
+    ask(cluster, OperatorCommand("activate", "c", target))
+    assert not any(answer.done() for answer in answers)
+    assert set(places(cluster, "c")) == {target}
+    check(cluster, answers, "c", target)
 
-        def post(i: int) -> Future[httpx.Response]:
-            options = {"max_tokens": TOKENS, "return_token_ids": True, "ignore_eos": True}
-            return pool.submit(cluster.post, "a", prompt=[5, 6, i], **options)
 
-        answers = [post(i) for i in range(ANSWERS)]
-        until(lambda: places(cluster)[source].output_tokens_total > ANSWERS, "answers begin")
-        ask(cluster, OperatorCommand("activate", "a", target))
-        assert not any(answer.done() for answer in answers)
-        assert set(places(cluster)) == {target}
-        resolved = msgspec.json.decode((cluster.run_dir / "cluster.json").read_bytes())
-        assert not Path(f"/dev/shm/{resolved['namespace']}-moves").exists()  # nor was there a file
-        for i, answer in enumerate(answers):
-            assert tokens_of(answer.result()) == expected_tokens([5, 6, i], TOKENS)
-        until(lambda: places(cluster)[target].finished_total == ANSWERS, "the target reports")
-        assert places(cluster)[target].output_tokens_total < ANSWERS * TOKENS
+def test_all_ranks_of_a_model_go_elsewhere(cluster: Cluster, pool: ThreadPoolExecutor) -> None:
+    """Another model must be where one of its ranks is, so it moves: each rank's part of the KV to
+    the same rank, and the answers go on."""
+    empty(cluster)
+    answers = post(cluster, pool, "a")
+    [(source, before)] = places(cluster, "a").items()
+    assert {source, *before.peers} == {"host:0", "host:1"}
+    assert cluster.post("b").status_code == 200
+    assert not any(answer.done() for answer in answers)
+    [(target, after)] = places(cluster, "a").items()
+    assert {target, *after.peers} == {"host:2", "host:3"}
+    check(cluster, answers, "a", target)
