@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.messages import Activated, Deactivate, Deactivated, Submit
+from prism.messages import Activated, Deactivate, Deactivated, Export, Exported, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, config_of
 from tests.sglang.models import LLAMA, greedy, largest_gap, prompts, spec_of
@@ -112,3 +112,26 @@ def test_one_full_device_queues_the_requests_of_both(
         assert stream.finish_reason == "length"
         assert largest_gap(LLAMA, prompt, stream.token_ids) < TIE
     assert device.client_usage().committed_bytes == peer_usage(device).committed_bytes
+
+
+def test_requests_move_rank_by_rank(pair: tuple[DeviceUnderTest, Activated]) -> None:
+    """To another engine over the same devices, with the KV of both ranks: the model's own answers,
+    and the memory that they leave goes."""
+    device, _ = pair
+    device.fork("e1", (PEER,))
+    device.activate(spec_of(LLAMA, CONTEXT), "e1")
+    asked = {f"move{i}": prompt for i, prompt in enumerate(prompts(LLAMA, 2, (40, 90), seed=5))}
+    device.send(Submit([request(i, LLAMA, prompt, 60) for i, prompt in asked.items()]))
+    device.wait_until(lambda: all(len(device.stream(i).token_ids) > 4 for i in asked))
+    device.send(Export((device.memory.name, PEER)))
+    moved = device.wait_for(Exported).requests
+    assert {len(r.resume.kv_offers) for r in moved if r.resume} == {2}
+    device.send(Deactivate())
+    device.send(Submit(moved), "e1")
+    device.wait_for(Deactivated)
+    outputs = [stream.token_ids for stream in device.finish(*asked)]
+    assert outputs == [greedy(LLAMA, prompt, 60) for prompt in asked.values()]
+    came = device.settled_status(lambda s: s.running == 0, "e1").imported_tokens_total
+    assert came >= sum(len(r.prompt_ids) // 16 * 16 for r in moved) > 0
+    assert device.client_usage().committed_bytes == peer_usage(device).committed_bytes == 0
+    device.end("e1")
