@@ -129,19 +129,18 @@ class KVCache:
         Raises DoubleFreeError or UnknownBlockError before anything changes. Blocks that are offered
         to another process (`offer_kv`) count as live until that is over.
         """
-        if len(self._offers):
-            self.check_free(ids)
-            try:
-                ids = self._offers.keep(ids)
-            except KeyError as error:
-                raise DoubleFreeError(f"block {error} was freed before") from error
-        self._give(ids)
-
-    def _give(self, ids: NDArray[np.int64]) -> None:
         try:
-            self._core.free(ids)
+            self._core.free(self._not_offered(ids) if self._offers.standing else ids)
         except TypeError as error:
             raise InvalidArgumentError(_WRONG_IDS) from error
+
+    def _not_offered(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of `ids` that nobody waits for: the others go later."""
+        self._core.check_free(ids)
+        try:
+            return self._offers.keep(ids)
+        except KeyError as error:
+            raise DoubleFreeError(f"block {error} was freed before") from error
 
     # --- blocks of one process in another's --------------------------------------------------
 

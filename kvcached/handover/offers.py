@@ -75,14 +75,15 @@ class Offer:
 class Offers:
     """All offers of one KV cache, and the thread that serves them while there are any.
 
-    free(ids) gives blocks back to the cache, from either thread. Thread rule: the cache's thread.
+    `standing`: by key; looked at without the lock where a free must cost nothing. free(ids) gives
+    blocks back to the cache, from either thread. Thread rule: the cache's thread.
     """
 
     def __init__(self, source: Source, free: Callable[[Ids], None]) -> None:
         self._source = source
         self._free = free
         self._lock = threading.Lock()
-        self._open: dict[str, _Open] = {}
+        self.standing: dict[str, _Open] = {}
         self._freed: set[int] = set()
         self._server: Server | None = None
 
@@ -94,15 +95,17 @@ class Offers:
         wire.close_all(_core.export_pages(self._source.cache, pages[:1].tolist())[0])
         key = secrets.token_hex(8)
         with self._lock:
-            self._open[key] = _Open(ids.copy(), pages, time.monotonic() + deadline_s)
+            self.standing[key] = _Open(ids.copy(), pages, time.monotonic() + deadline_s)
             if self._server is None:
                 self._server = Server(self)
             self._server.wake()
             name = self._server.name
-        return Offer(f"{name}/{key}", lambda: key in self._open, lambda: self.end(key))
+        return Offer(f"{name}/{key}", lambda: key in self.standing, lambda: self.end(key))
 
     def __len__(self) -> int:
-        return len(self._open)
+        """Of an offer that is not counted any more the blocks have gone as well."""
+        with self._lock:
+            return len(self.standing)
 
     def keep(self, ids: Ids) -> Ids:
         """Of blocks that their owner frees, those that nobody waits for; the others go later.
@@ -110,9 +113,9 @@ class Offers:
         import numpy as np
 
         with self._lock:
-            if not self._open:
+            if not self.standing:
                 return ids
-            offered = np.concatenate([offer.ids for offer in self._open.values()])
+            offered = np.concatenate([offer.ids for offer in self.standing.values()])
             held = np.isin(ids, offered)
             later = {int(i) for i in ids[held]}
             if again := later & self._freed:
@@ -125,13 +128,13 @@ class Offers:
         import numpy as np
 
         with self._lock:
-            offer = self._open.pop(key, None)
+            offer = self.standing.pop(key, None)
             if offer is None:
                 return
             if offer.link is not None:
                 with contextlib.suppress(OSError):  # the other end was faster
                     offer.link.shutdown(socket.SHUT_RDWR)
-            still = {int(i) for each in self._open.values() for i in each.ids}
+            still = {int(i) for each in self.standing.values() for i in each.ids}
             gone = ({int(i) for i in offer.ids} & self._freed) - still
             self._freed -= gone
             if gone:
@@ -143,7 +146,7 @@ class Offers:
     def close(self) -> None:
         """Ends all of them."""
         server = self._server
-        for key in list(self._open):
+        for key in list(self.standing):
             self.end(key)
         if server is not None:
             server.join()
@@ -153,17 +156,17 @@ class Offers:
     def leave(self) -> bool:
         """Whether the serving thread may end, for want of offers; the next one starts another."""
         with self._lock:
-            if not self._open:
+            if not self.standing:
                 self._server = None
-            return not self._open
+            return not self.standing
 
     def expire(self) -> float:
         """Ends those whose time is over; how long until there are more, or a while."""
         now_s = time.monotonic()
-        late = [key for key, offer in list(self._open.items()) if _due_s(offer) <= now_s]
+        late = [key for key, offer in list(self.standing.items()) if _due_s(offer) <= now_s]
         for key in late:
             self.end(key)
-        return min((_due_s(o) - now_s for o in list(self._open.values())), default=LOOK_S)
+        return min((_due_s(o) - now_s for o in list(self.standing.values())), default=LOOK_S)
 
     def terms(self, hello: wire.Hello, link: socket.socket) -> tuple[wire.Terms, Ids | None]:
         """What somebody gets who asks for a key."""
@@ -174,7 +177,7 @@ class Offers:
             self.end(hello.key)  # nobody else was meant to come
             return wire.Terms("the device there cannot read the memory of this one"), None
         with self._lock:
-            offer = self._open.get(hello.key)
+            offer = self.standing.get(hello.key)
             if offer is None or offer.link is not None:
                 return wire.Terms("the offer is over, or somebody fetches it"), None
             offer.link = link
@@ -190,7 +193,7 @@ class Offers:
     def fetched(self, key: str, link: socket.socket) -> bool:
         """Its fetcher has everything; whether the offer stood until now. It is over then."""
         with self._lock:
-            offer = self._open.get(key)
+            offer = self.standing.get(key)
             if offer is None or offer.link is not link:
                 return False
             offer.link = None
@@ -200,7 +203,7 @@ class Offers:
     def export(self, key: str, first: int, count: int) -> tuple[bytes, list[int]]:
         """File and offset of pages, and their files with the lease's lock behind them."""
         with self._lock:
-            offer = self._open.get(key)
+            offer = self.standing.get(key)
             if offer is None or not 0 < count <= wire.BATCH_PAGES:
                 raise HandoverError("the offer is over")
             offer.reading = True

@@ -8,6 +8,7 @@ With several ranks each offers its part, and each fetches that of its rank.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     Ids = NDArray[np.int64]
 
-OFFER_S = 3.0
+OFFER_S = 5.0
 """How long the source keeps the blocks, and its deactivation waits. The request has to be admitted
 at the target in that time; later it is computed again."""
 FETCH_S = 2.0
@@ -32,33 +33,48 @@ FETCH_S = 2.0
 log = logging.getLogger("prism.engine")
 
 
-def can_reach(kv: kvcached.KVCache, targets: Sequence[str], rank: int) -> bool:
-    """Whether the engine whose ranks lie on `targets` can fetch this rank's blocks."""
-    return len(targets) > rank and kv.can_offer_to(targets[rank])
+class DirectMoves:
+    """One rank's end of it, for the model that it serves. Thread rule: the engine's thread."""
 
+    def __init__(self, kv: kvcached.KVCache, ranks: RankGroup) -> None:
+        self._kv = kv
+        self._ranks = ranks
+        self._silent: set[str] = set()
 
-def offer(kv: kvcached.KVCache, blocks: Ids) -> tuple[str, ...]:
-    """The address of these blocks, for `Resume.kv_offers`; nothing if they cannot be offered."""
-    try:
-        return (kv.offer_kv(blocks, deadline_s=OFFER_S).address,)
-    except KvcachedError as error:
-        log.warning("KV of a request is not kept for its next engine: %s", error)
-        return ()
+    def reaches(self, targets: Sequence[str]) -> bool:
+        """Whether the engine whose ranks lie on `targets` can fetch this rank's blocks."""
+        rank = self._ranks.rank
+        return len(targets) > rank and self._kv.can_offer_to(targets[rank])
 
+    def offer(self, blocks: Ids) -> tuple[str, ...]:
+        """The address of these blocks, for `Resume.kv_offers`; none if they cannot be offered."""
+        try:
+            return (self._kv.offer_kv(blocks, deadline_s=OFFER_S).address,)
+        except KvcachedError as error:
+            log.warning("KV of a request is not kept for its next engine: %s", error)
+            return ()
 
-def fetch(
-    kv: kvcached.KVCache, resume: Resume, blocks: Ids, ranks: RankGroup, skip: int = 0
-) -> bool:
-    """Fill `blocks` with those that came, but for the first `skip`. False, logged: they hold
-    anything, on all ranks. A collective of the ranks."""
-    ok = len(resume.kv_offers) == ranks.size
-    try:
-        if ok:
-            kv.fetch_kv(resume.kv_offers[ranks.rank], blocks, skip=skip, timeout_s=FETCH_S)
-    except KvcachedError as error:
-        log.warning("KV of a request is computed again: %s", error)
-        ok = False
-    return ranks.all_true(ok) if ranks.size > 1 else ok
+    def fetch(self, resume: Resume, blocks: Ids, skip: int = 0) -> bool:
+        """Fill `blocks` with those that came, but for the first `skip`. False, logged: they hold
+        anything, on all ranks. A collective of the ranks."""
+        came = len(resume.kv_offers) == self._ranks.size
+        ok = came and self._fetch(resume.kv_offers[self._ranks.rank], blocks, skip)
+        return self._ranks.all_true(ok) if self._ranks.size > 1 else ok
+
+    def _fetch(self, address: str, blocks: Ids, skip: int) -> bool:
+        """A source that stands still is waited for once, not for each of its requests."""
+        source = address.rpartition("/")[0]
+        if source in self._silent:
+            return False
+        started_s = time.monotonic()
+        try:
+            self._kv.fetch_kv(address, blocks, skip=skip, timeout_s=FETCH_S)
+        except KvcachedError as error:
+            log.warning("KV of a request is computed again: %s", error)
+            if time.monotonic() - started_s >= FETCH_S:
+                self._silent.add(source)
+            return False
+        return True
 
 
 def of_all_ranks(parts: Sequence[Request]) -> Request:

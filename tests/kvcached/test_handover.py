@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -255,15 +256,21 @@ def test_a_target_that_stands_still_is_waited_for_a_moment(
 ) -> None:
     monkeypatch.setattr(offers, "GRACE_S", 0.2)
     ids = offered(ends)
-    offer = ends.source.offer_kv(ids, deadline_s=0.2)
+    name, key = ends.source.offer_kv(ids).address.split("/")
     ends.source.free_kv(ids)
-    name, key = offer.address.split("/")
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(f"\0{name}")
         link.settimeout(20)
         wire.send(link, wire.encode(wire.Hello(key, False, 0)))
-        wire.receive(link)
-        wire.receive(link)
+        for _ in ("terms", "ids"):
+            wire.receive(link)
+        wire.send(link, wire.pack_pairs([(0, 1)]))
+        wire.close_all(wire.receive(link, 5)[1])
+        assert ends.source.live_blocks() == 40
+        shelf = ends.source._offers
+        shelf.standing[key].until_s = time.monotonic()  # its deadline
+        assert shelf._server is not None
+        shelf._server.wake()
         soon(lambda: ends.source.open_offers() == 0)
         assert ends.source.live_blocks() == 0
         with pytest.raises(errors.HandoverError):

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcached
-from prism.engines import kv_direct, kv_file
+from prism.engines import kv_file
 from prism.engines.core import EngineContext
 from prism.engines.fake.prefix_cache import PrefixCache
+from prism.engines.kv_direct import DirectMoves
 from prism.engines.room import make_room
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError
@@ -87,6 +88,7 @@ class Memory:
             raise self._no_room(device, order.model) from error
         self._ranks = kvcached.RankKV(self.kv, context.ranks.all_true)
         self._group = context.ranks
+        self._direct = DirectMoves(self.kv, context.ranks)
         self._folder = config.moves_dir
         self._layout = layout
         self._quantum = (
@@ -175,9 +177,9 @@ class Memory:
     ) -> Resume:
         """`resume` with the KV of a sequence's first tokens: offered to an engine on `targets`, or
         in a file; see `kv_direct`, `kv_file`."""
-        if kv_direct.can_reach(self.kv, targets, self._group.rank):
+        if self._direct.reaches(targets):
             held = np.asarray(blocks[: -(-tokens // BLOCK_TOKENS)], dtype=np.int64)
-            offers = kv_direct.offer(self.kv, held)
+            offers = self._direct.offer(held)
             return Resume(resume.output_ids, "", tokens if offers else 0, offers)
         if self._group.size > 1:
             return resume
@@ -192,7 +194,7 @@ class Memory:
         if not resume.kv_path:
             first, end = start // BLOCK_TOKENS, -(-resume.kv_tokens // BLOCK_TOKENS)
             fresh = np.asarray(blocks[first:end], dtype=np.int64)
-            return kv_direct.fetch(self.kv, resume, fresh, self._group, skip=first)
+            return self._direct.fetch(resume, fresh, skip=first)
         end = resume.kv_tokens
         shape = self._buffers[0].shape[1:]
         token_bytes = int(np.prod(shape)) * self._buffers[0].itemsize

@@ -12,6 +12,7 @@ import msgspec
 
 import kvcached
 from prism.engines.core import EngineContext, ShrinkCall, StepOutput
+from prism.engines.kv_direct import DirectMoves
 from prism.engines.links import LoadLinks
 from prism.engines.sglang import gpu, host, moving, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
@@ -48,6 +49,7 @@ class _Active:
     order: Activate
     memory: EngineMemory
     scheduler: InProcessScheduler
+    direct: DirectMoves
 
 
 class SglangCore:
@@ -100,7 +102,8 @@ class SglangCore:
         )
         timeline.enter("store")
         scheduler, fingerprint = self._build(order, memory)
-        self._active = _Active(order, memory, scheduler)
+        direct = DirectMoves(memory.kv, self._context.ranks)
+        self._active = _Active(order, memory, scheduler, direct)
         return Activated(
             model=order.model.name,
             quantum_bytes=layout.quantum_bytes,

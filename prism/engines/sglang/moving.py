@@ -11,8 +11,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from prism.engines import kv_direct, kv_file
-from prism.engines.sglang.memory import EngineMemory
+from prism.engines import kv_file
+from prism.engines.kv_direct import DirectMoves
 from prism.engines.sglang.scheduler import InProcessScheduler
 from prism.messages import Resume
 
@@ -25,7 +25,7 @@ class Moves(Protocol):
     """The model being served."""
 
     @property
-    def memory(self) -> EngineMemory: ...
+    def direct(self) -> DirectMoves: ...
     @property
     def scheduler(self) -> InProcessScheduler: ...
 
@@ -33,14 +33,14 @@ class Moves(Protocol):
 def leave(active: Moves, req: Req, targets: Sequence[str], folder: str) -> Resume:
     """Where `req` stands, its computed KV offered to an engine on `targets`, or else in a file of
     `folder` ("" for no KV)."""
-    scheduler, memory = active.scheduler, active.memory
+    scheduler = active.scheduler
     output = [int(token) for token in req.output_ids]
     tokens = int(req.kv.kv_committed_len) if req.kv.holds_kv else 0
     if not tokens:
         return Resume(output)
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
-    if kv_direct.can_reach(memory.kv, targets, memory.ranks.rank):
-        offers = kv_direct.offer(memory.kv, _blocks_of(scheduler, slots))
+    if active.direct.reaches(targets):
+        offers = active.direct.offer(_blocks_of(scheduler, slots))
         return Resume(output, "", tokens if offers else 0, offers)
     if not folder:
         return Resume(output)
@@ -67,7 +67,7 @@ def join(active: Moves, req: Req, resume: Resume) -> int:
         return 0
     if rows is not None:
         _fill(scheduler, slots, rows)
-    elif not _fetch(active, slots, resume):
+    elif not active.direct.fetch(resume, _blocks_of(scheduler, slots)):
         allocator.free(slots)
         return 0
     known = array("q", [*req.origin_input_ids, *resume.output_ids])
@@ -75,11 +75,6 @@ def join(active: Moves, req: Req, resume: Resume) -> int:
     key = RadixKey(known[:whole], req.extra_key, cache_salt=req.cache_salt)
     scheduler.tree_cache.insert(InsertParams(key=key, value=slots.to(torch.int64)))
     return int(whole)
-
-
-def _fetch(active: Moves, slots: torch.Tensor, resume: Resume) -> bool:
-    memory = active.memory
-    return kv_direct.fetch(memory.kv, resume, _blocks_of(active.scheduler, slots), memory.ranks)
 
 
 def _take_file(scheduler: InProcessScheduler, resume: Resume) -> kv_file.Rows | None:
