@@ -34,7 +34,7 @@ from prism.studies.trial import Measured
 
 
 def by_rate(lab: Lab) -> Findings:
-    rates = lab.pick((16.0, 32.0, 48.0), (4.0, 16.0))
+    rates = lab.pick((8.0, 16.0, 32.0, 48.0), (4.0, 16.0))
     published = {"hyperbolic": {"muxserve++": 2.3, "static": 3.5}, "arena-chat": {}}
     compared, table, plots, remarks, budget = [], [], {}, [], [FAIR]
     for style in STYLES:
@@ -230,8 +230,8 @@ STUDIES = (
         "prism-fig7-rate",
         "SLO attainment by request rate",
         "Prism, Figure 7 (first row), §7.3",
-        EIGHT + ", rate scales 16 to 48, both trace styles",
-        "15 minutes of trace, three rates",
+        EIGHT + ", rate scales 8 to 48, both trace styles",
+        "15 minutes of trace, four rates",
         DATA,
         by_rate,
     ),
