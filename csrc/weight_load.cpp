@@ -227,7 +227,10 @@ Status WeightLoad::wait_for_turn(uint64_t bytes) {
 
 Status WeightLoad::copy(WeightLane* lane, const WeightChunk& chunk) {
   const uint64_t end = chunk.address + chunk.bytes - arena_->region()->address();
-  KV_TRY(arena_->back(end, kMapAheadBytes));
+  if (Status backed = arena_->back(end, kMapAheadBytes); !backed.ok()) {
+    stop(std::move(backed));  // whosever link found it: another one would find it again
+    return failure(Code::cancelled, "stopped");
+  }
   KV_TRY(lane->copy(chunk));
   started_bytes_ += chunk.bytes;
   return {};

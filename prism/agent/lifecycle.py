@@ -235,11 +235,11 @@ class Lifecycle:
 
     def _forgive_own_absence(self) -> None:
         """An agent that was stopped itself (a suspended machine, SIGSTOP) has heard nobody."""
-        away_s = self._now_s() - self._ticked_s
-        self._ticked_s = self._now_s()
+        now_s = self._now_s()
+        away_s, self._ticked_s = now_s - self._ticked_s, now_s
         if away_s > self._timing.away_s:
             for engine in self._pool:
-                engine.seen_s += away_s
+                engine.seen_s = min(now_s, engine.seen_s + away_s)
 
     def _kill_silent_engines(self) -> None:
         limits_s = {

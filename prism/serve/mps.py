@@ -26,6 +26,7 @@ from prism.process import child_environment, private_log, wrapped_command
 PROGRAM = "nvidia-cuda-mps-control"
 FOLDER = "mps"
 """Of the run directory."""
+_NAMES = "nvidia-cuda-mps"  # what the kernel keeps of the control's and the server's name
 _START_S = 10.0
 _STOP_S = 10.0
 _LOOK_S = 0.05
@@ -49,11 +50,12 @@ def wants_mps(config: ClusterConfig) -> bool:
 
 def end_left_behind(folder: Path) -> None:
     """Kill what a killed launcher's daemon left: it dies with the launcher, but its servers, which
-    hold the GPU, do not. They are known by their environment."""
+    hold the GPU, do not. They are known by their name and environment."""
     pipe = _variables(folder)["CUDA_MPS_PIPE_DIRECTORY"]
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("CUDA_MPS_PIPE_DIRECTORY") == pipe:
+            is_mps = process.name().startswith(_NAMES)
+            if is_mps and process.environ().get("CUDA_MPS_PIPE_DIRECTORY") == pipe:
                 log.info("ending process %d, left by a killed cluster's MPS", process.pid)
                 process.kill()
 

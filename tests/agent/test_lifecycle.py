@@ -297,9 +297,10 @@ def test_silent_engines_are_killed_each_state_with_its_own_patience() -> None:
 
 
 def test_an_agent_that_was_stopped_itself_counts_no_silence_of_that_time() -> None:
-    bench = Bench()
+    bench = Bench(2)
     engine = bench.serve("a")
     bench.time_s = 1000.0
+    engine.seen_s = bench.time_s  # its messages of that time are read before the first tick
     bench.lifecycle.tick()
     assert bench.effects.killed == []
     bench.tick_until(1000.0 + TIMING.silent_s + 1)

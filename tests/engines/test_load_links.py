@@ -36,8 +36,11 @@ def pair(model: ModelSpec, tmp_path: Path) -> Iterator[tuple[EngineContext, list
 
 
 def test_a_neighbours_cache_makes_room(
-    model: ModelSpec, pair: tuple[EngineContext, list[kvcached.Device]]
+    model: ModelSpec,
+    pair: tuple[EngineContext, list[kvcached.Device]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("prism.engines.links.ROOM_S", 60.0)
     context, devices = pair
     store = kvcached.WeightStore.open(context.config.engine.weight_store)
     layout = kvcached.Layout(1, 1, 64, dtype="float32")

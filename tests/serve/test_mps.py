@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ PROGRAM = """#!/bin/sh
 pid="$CUDA_MPS_PIPE_DIRECTORY/pid"
 if [ "$1" = "-f" ]; then
   [ -z "$FAKE_MPS_BROKEN" ] || { echo "no GPU for you"; exit 1; }
-  sleep 600 & echo $! > "$CUDA_MPS_LOG_DIRECTORY/server"
+  nvidia-cuda-mps-server 600 & echo $! > "$CUDA_MPS_LOG_DIRECTORY/server"
   echo $$ > "$pid"
   while [ -f "$pid" ]; do sleep 0.02; done
   [ -n "$FAKE_MPS_STUBBORN" ] && sleep 600
@@ -45,6 +46,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.parent.mkdir()
     path.write_text(PROGRAM)
     path.chmod(0o755)
+    (path.parent / "nvidia-cuda-mps-server").symlink_to(shutil.which("sleep") or "")
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
     return path
 
@@ -113,10 +115,15 @@ def test_it_dies_with_a_killed_launcher_and_its_server_at_the_next_start(tmp_pat
     until(lambda: not alive(control), "the end of the daemon")
     server = pid_in(tmp_path / "mps" / "log" / "server")
     assert alive(server)
+    variables = MpsDaemon(tmp_path / "mps").variables
+    bystander = subprocess.Popen(["sleep", "600"], env={**os.environ, **variables})
     end_left_behind(tmp_path / "other")
     assert alive(server)
     end_left_behind(tmp_path / "mps")
     until(lambda: not alive(server), "the end of the server")
+    assert bystander.poll() is None  # a shell from which somebody talked to the daemon
+    bystander.kill()
+    bystander.wait()
 
 
 def test_who_gets_it(program: Path) -> None:
