@@ -1,6 +1,7 @@
 #include "page_window.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -39,12 +40,24 @@ size_t run_length(std::span<const Place> places, size_t first, uint64_t page_byt
   return end - first;
 }
 
+// What lies beyond the end of its file can be mapped, but not read.
+Status check_length(int file, uint64_t offset, uint64_t bytes) {
+  struct stat about{};
+  if (fstat(file, &about) != 0) return system_failure("fstat of another process's pages", errno);
+  const auto size = static_cast<uint64_t>(about.st_size);
+  if (offset <= size && bytes <= size - offset) return {};
+  return failure(Code::invalid_argument, "another process's pages lie beyond the end of its file");
+}
+
 Status HostWindow::show(const SharedPages& pages, uint64_t page_bytes) {
   for (size_t first = 0; first < pages.places.size();) {
     const size_t count = run_length(pages.places, first, page_bytes);
     const Place& place = pages.places[first];
-    if (mmap(start_ + first * page_bytes, count * page_bytes, PROT_READ, MAP_SHARED | MAP_FIXED,
-             pages.files[place.file].get(), static_cast<off_t>(place.offset)) == MAP_FAILED) {
+    const int file = pages.files[place.file].get();
+    const uint64_t bytes = count * page_bytes;
+    KV_TRY(check_length(file, place.offset, bytes));
+    if (mmap(start_ + first * page_bytes, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, file,
+             static_cast<off_t>(place.offset)) == MAP_FAILED) {
       return system_failure("mmap of another process's pages", errno);
     }
     first += count;

@@ -31,8 +31,8 @@
 //   export_pages files through which another process can map pages, for as long as it keeps them;
 //                only their contents are shared, who made them owns and pays for them
 //   open_window  such pages of somebody else, mapped read-only one behind the other, until the
-//   window
-//                goes. They are no handles here, and nobody's lease grows.
+//                window goes. They are no handles here, and nobody's lease grows. A host device
+//                refuses files that end before their pages: to read there would be a signal.
 // Memory that is released while a window shows it is zeros on a host device; on a GPU it stays
 // until the window goes. So an owner keeps pages until whoever has a window is done.
 //

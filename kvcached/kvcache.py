@@ -152,9 +152,11 @@ class KVCache:
         or `deadline_s` is over (a second later if somebody is reading them then), also if they are
         freed in the meantime: free them at once, and they go when nobody waits for them any more.
         Work on them that the streams were given is waited for (`Client.set_streams`). A thread
-        serves offers, the first of which starts it. Should this process die, its record in the
+        serves offers, the first of which starts it, and frees what its owner has freed when an
+        offer is over: not during the capture of a graph. Should this process die, its record in the
         ledger stays until nobody reads its pages. Raises UnknownBlockError, DoubleFreeError,
-        PagesInUseError, BackendUnavailableError where the driver shares no memory.
+        PagesInUseError, BackendUnavailableError where the driver shares no memory, HandoverError
+        where the process has no descriptor or thread left to serve them.
         """
         self.check_free(ids)
         if len(ids) == 0:
@@ -264,7 +266,8 @@ class KVCache:
         above 0, never calls Python, and takes pages only while a sixteenth of the device stays free
         (its own minimum aside); below a thirty-second, or when anybody waits for memory, it gives
         all spare pages back. With streams (`Client.set_streams`), whose fences are the engine's to
-        make, mapped ones go in the engine's own calls alone: when it frees, trims or answers.
+        make, it leaves mapped ones alone: they go when the engine frees, trims or answers, or when
+        an offer ends whose blocks it has freed (`offer_kv`), which another thread may do.
 
         They count as reserved, like spare pages, and go back at once in `trim`, when the client's
         limit falls below what it holds (within 0.1 s if another process lowers it, by the thread),

@@ -177,6 +177,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
     link_bytes: int = 512 << 20
     links_from_bytes: int = 2 << 30
     mps: bool = False
+    # Not in the YAML: only tests need others, see DirectMoves.
+    kv_offer_s: float = 5.0
+    kv_fetch_s: float = 2.0
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):

@@ -38,55 +38,72 @@ def fetch(target: Target, address: str, ids: Ids, skip: int, timeout_s: float) -
     """Raises HandoverError; the blocks hold anything then."""
     until_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        link.settimeout(timeout_s)
-        try:
-            name, key = address.rsplit("/", 1)
-            link.connect(f"\0{name}")
-        except (OSError, ValueError) as error:
-            raise HandoverError(f"nobody offers {address}: {error}") from error
-        source, source_ids = _agree(link, target, key, skip + len(ids))
+        key = _connect(link, address, until_s)
+        source, source_ids = _agree(link, target, key, skip + len(ids), until_s)
         pages = len(pages_of(source, source_ids))
         pieces = pieces_of(source, source_ids, target.shape, ids, skip)
         for first in range(0, pages, wire.BATCH_PAGES):
             count = min(wire.BATCH_PAGES, pages - first)
             if runs := runs_in(pieces, first, first + count, source.page_bytes):
-                _be_quick(link, until_s)
-                _fetch_pages(link, target, runs, first, count)
-        _be_quick(link, until_s)
-        wire.send(link, wire.pack_pairs([(0, 0)]))
-        if wire.unpack_pairs(wire.receive(link)[0]) != [(0, 0)]:
+                _fetch_pages(link, target, runs, (first, count), until_s)
+        wire.send(link, wire.pack_pairs([(0, 0)]), until_s)
+        if wire.unpack_pairs(wire.receive(link, until_s)[0]) != [(0, 0)]:
             raise HandoverError("the other end does not stand by what it offered")
 
 
-def _be_quick(link: socket.socket, until_s: float) -> None:
-    left_s = until_s - time.monotonic()
-    if left_s <= 0:
-        raise HandoverError("the time for it is over")
-    link.settimeout(left_s)
+def _connect(link: socket.socket, address: str, until_s: float) -> str:
+    """The key of the offer. Anybody can listen at a name that is not taken."""
+    wire.hurry(link, until_s)
+    try:
+        name, key = address.rsplit("/", 1)
+        link.connect(f"\0{name}")
+    except (OSError, ValueError) as error:
+        raise HandoverError(f"nobody offers {address}: {error}") from error
+    if not wire.is_same_user(link):
+        raise HandoverError(f"another user offers {address}")
+    return key
 
 
-def _agree(link: socket.socket, target: Target, key: str, count: int) -> tuple[Shape, Ids]:
-    import numpy as np
-
-    wire.send(link, wire.encode(wire.Hello(key, *_core.location(target.client))))
-    terms = wire.decode_terms(wire.receive(link)[0])
+def _agree(
+    link: socket.socket, target: Target, key: str, count: int, until_s: float
+) -> tuple[Shape, Ids]:
+    hello = wire.Hello(key, *_core.location(target.client))
+    wire.send(link, wire.encode(hello), until_s)
+    terms = wire.decode_terms(wire.receive(link, until_s)[0])
     if terms.refusal:
         raise HandoverError(terms.refusal)
-    ids = np.frombuffer(wire.receive(link)[0], dtype=np.int64)
+    payload, _ = wire.receive(link, until_s)
     if terms.layout != repr(target.layout) or not target.shape.matches(terms.shape):
         raise HandoverError(f"the blocks are of another layout: {terms.layout}")
+    ids = _ids_of(payload, terms.shape)
     if len(ids) < count:
         raise HandoverError(f"{len(ids)} blocks are offered, {count} are wanted")
     return terms.shape, ids
 
 
-def _fetch_pages(link: socket.socket, target: Target, runs: Runs, first: int, count: int) -> None:
-    wire.send(link, wire.pack_pairs([(first, count)]))
-    payload, files = wire.receive(link, wire.BATCH_PAGES + 1)
-    places = wire.unpack_pairs(payload)
-    if len(places) != count or not files:
+def _ids_of(payload: bytes, shape: Shape) -> Ids:
+    import numpy as np
+
+    if len(payload) % 8 or shape.size_bytes >= 1 << 63:
+        raise HandoverError("the other end sent no ids of blocks")
+    ids = np.frombuffer(payload, dtype=np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < shape.blocks_per_slab * shape.slabs:
+        raise HandoverError("the other end sent ids of blocks that it cannot have")
+    return ids
+
+
+def _fetch_pages(
+    link: socket.socket, target: Target, runs: Runs, pages: tuple[int, int], until_s: float
+) -> None:
+    wire.send(link, wire.pack_pairs([pages]), until_s)
+    payload, files = wire.receive(link, until_s, wire.BATCH_PAGES + 1)
+    try:
+        places = wire.unpack_pairs(payload)
+        if len(places) != pages[1] or not files:
+            raise HandoverError(f"{pages[1]} pages were asked for, {len(places)} came")
+    except HandoverError:
         wire.close_all(files)
-        raise HandoverError(f"{count} pages were asked for, {len(places)} came")
+        raise
     # The owner's lease stays until the window over its memory is gone, even if it dies now.
     *files, lease = files
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcached import _core
-from kvcached.errors import ClosedError, HandoverError
+from kvcached.errors import ClosedError, HandoverError, KvcachedError
 from kvcached.handover import wire
 from kvcached.handover.plan import Shape, pages_of
 from kvcached.handover.server import Server
@@ -88,22 +88,30 @@ class Offers:
         self._server: Server | None = None
 
     def add(self, ids: Ids, deadline_s: float) -> Offer:
-        """REQUIRES: live blocks, each once"""
+        """REQUIRES: live blocks, each once. Raises HandoverError if nothing could serve them."""
         pages = pages_of(self._source.shape, ids)
         _core.wait_for_streams(self._source.client)  # what they write there is there then
         # Once for the error that it would be: a driver that shares nothing, a closed client.
         wire.close_all(_core.export_pages(self._source.cache, pages[:1].tolist())[0])
         key = secrets.token_hex(8)
         with self._lock:
-            self.standing[key] = _Open(ids.copy(), pages, time.monotonic() + deadline_s)
             if self._server is None:
-                self._server = Server(self)
+                self._server = self._serve()
+            self.standing[key] = _Open(ids.copy(), pages, time.monotonic() + deadline_s)
             self._server.wake()
             name = self._server.name
         return Offer(f"{name}/{key}", lambda: key in self.standing, lambda: self.end(key))
 
+    def _serve(self) -> Server:
+        """Its thread waits for the lock, which the caller has, before it looks for offers."""
+        try:
+            return Server(self)
+        except (OSError, RuntimeError) as error:
+            raise HandoverError(f"blocks cannot be offered: {error}") from error
+
     def __len__(self) -> int:
         """Of an offer that is not counted any more the blocks have gone as well."""
+        self.expire()
         with self._lock:
             return len(self.standing)
 
@@ -112,6 +120,7 @@ class Offers:
         Raises KeyError with a block that was freed before."""
         import numpy as np
 
+        self.expire()
         with self._lock:
             if not self.standing:
                 return ids
@@ -128,18 +137,20 @@ class Offers:
         import numpy as np
 
         with self._lock:
-            offer = self.standing.pop(key, None)
+            offer = self.standing.get(key)
             if offer is None:
                 return
             if offer.link is not None:
                 with contextlib.suppress(OSError):  # the other end was faster
                     offer.link.shutdown(socket.SHUT_RDWR)
-            still = {int(i) for each in self.standing.values() for i in each.ids}
+            others = [each for each in self.standing.values() if each is not offer]
+            still = {int(i) for each in others for i in each.ids}
             gone = ({int(i) for i in offer.ids} & self._freed) - still
             self._freed -= gone
             if gone:
                 with contextlib.suppress(ClosedError):  # then they went with the cache
                     self._free(np.array(sorted(gone), dtype=np.int64))
+            del self.standing[key]  # last: who sees no offer takes the cache's word on its blocks
             if self._server is not None:
                 self._server.wake()
 
@@ -160,8 +171,16 @@ class Offers:
                 self._server = None
             return not self.standing
 
+    def give_up(self) -> None:
+        """The serving thread ends although there are offers, so they are over."""
+        with self._lock:
+            self._server = None
+            keys = list(self.standing)
+        for key in keys:
+            self.end(key)
+
     def expire(self) -> float:
-        """Ends those whose time is over; how long until there are more, or a while."""
+        """Ends those whose time is over; how long until there are more, or a while. Any thread."""
         now_s = time.monotonic()
         late = [key for key, offer in list(self.standing.items()) if _due_s(offer) <= now_s]
         for key in late:
@@ -209,7 +228,11 @@ class Offers:
             offer.reading = True
             pages = offer.pages[first : first + count].tolist()
             files, places = _core.export_pages(self._source.cache, pages)
-        files.append(_core.share_liveness(self._source.client))
+        try:
+            files.append(_core.share_liveness(self._source.client))
+        except KvcachedError:
+            wire.close_all(files)
+            raise
         return wire.pack_pairs(places), files
 
 

@@ -34,6 +34,10 @@ class Shape:
         return sum(self.slab_pages[:buffer]) * self.slabs
 
     @property
+    def size_bytes(self) -> int:
+        return self.first_page(len(self.slab_pages)) * self.page_bytes
+
+    @property
     def buffers(self) -> range:
         return range(len(self.slab_pages))
 

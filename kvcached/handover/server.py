@@ -7,8 +7,8 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
+import time
 from typing import TYPE_CHECKING, Protocol
 
 from kvcached.errors import KvcachedError
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FRAME_S = 1.0
-"""How long another process may take over one frame."""
+"""How long another process may take to send a question, and to take the answer."""
+PAUSE_S = 0.05
+"""Before somebody who could not be accepted, for want of descriptors here, is looked at again."""
 
 
 class Shelf(Protocol):
     """What is served; see `Offers`."""
 
     def leave(self) -> bool: ...
+    def give_up(self) -> None: ...
     def expire(self) -> float: ...
     def end(self, key: str) -> None: ...
     def terms(
@@ -46,16 +49,22 @@ class Server:
         self.name = f"kvcached-{os.getpid()}-{secrets.token_hex(8)}"
         self._shelf = shelf
         self._keys: dict[socket.socket, str] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen()
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        for each in (self._listener, self._woken):
-            self._selector.register(each, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="kvcached-offers", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as opened:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            opened.callback(self._listener.close)
+            self._listener.bind(f"\0{self.name}")
+            self._listener.listen()
+            self._waker, self._woken = socket.socketpair()
+            opened.callback(self._waker.close)
+            opened.callback(self._woken.close)
+            self._waker.setblocking(False)
+            self._selector = selectors.DefaultSelector()
+            opened.callback(self._selector.close)
+            for each in (self._listener, self._woken):
+                self._selector.register(each, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._run, name="kvcached-offers", daemon=True)
+            self._thread.start()
+            self._opened = opened.pop_all()  # the thread's from here on
 
     def wake(self) -> None:
         """Something changed. Any thread."""
@@ -68,62 +77,74 @@ class Server:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._shelf.leave():
-            for key, _ in self._selector.select(self._shelf.expire()):
-                link = key.fileobj
-                assert isinstance(link, socket.socket)
-                if link is self._woken:
-                    link.recv(4096)
-                elif link is self._listener:
-                    self._accept()
-                else:
-                    self._serve(link)
-        for each in (*self._keys, self._listener, self._waker, self._woken):
-            each.close()
-        self._selector.close()
+        try:
+            while not self._shelf.leave():
+                for key, _ in self._selector.select(self._shelf.expire()):
+                    link = key.fileobj
+                    assert isinstance(link, socket.socket)
+                    self._look_at(link)
+        except BaseException:  # what nobody serves must not wait for ever
+            self._shelf.give_up()
+            raise
+        finally:
+            for link in self._keys:
+                link.close()
+            self._opened.close()
+
+    def _look_at(self, link: socket.socket) -> None:
+        if link is self._woken:
+            link.recv(4096)
+        elif link is self._listener:
+            self._accept()
+        else:
+            self._serve(link)
 
     def _accept(self) -> None:
-        link, _ = self._listener.accept()
-        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        if struct.unpack("3i", credentials)[1] != os.geteuid():
+        try:
+            link, _ = self._listener.accept()
+        except OSError:
+            time.sleep(PAUSE_S)
+            return
+        if not wire.is_same_user(link):
             link.close()
             return
-        link.settimeout(FRAME_S)
         self._keys[link] = ""
         self._selector.register(link, selectors.EVENT_READ)
 
     def _serve(self, link: socket.socket) -> None:
         try:
-            self._answer(link, wire.receive(link)[0])
+            until_s = time.monotonic() + FRAME_S
+            payload, _ = wire.receive(link, until_s, bytes_max=wire.ASK_BYTES_MAX)
+            self._answer(link, payload, time.monotonic() + FRAME_S)
         except KvcachedError:
             self._hang_up(link)
 
-    def _answer(self, link: socket.socket, payload: bytes) -> None:
+    def _answer(self, link: socket.socket, payload: bytes, until_s: float) -> None:
         key = self._keys[link]
         if not key:
-            self._introduce(link, wire.decode_hello(payload))
+            self._introduce(link, wire.decode_hello(payload), until_s)
             return
         (first, count), *_ = wire.unpack_pairs(payload) or [(0, 0)]
         if count == 0:
             if self._shelf.fetched(key, link):
-                wire.send(link, wire.pack_pairs([(0, 0)]))
+                wire.send(link, wire.pack_pairs([(0, 0)]), until_s)
             self._hang_up(link)
             return
         places, files = self._shelf.export(key, first, count)
         try:
-            wire.send(link, places, files)
+            wire.send(link, places, until_s, files)
         finally:
             wire.close_all(files)
 
-    def _introduce(self, link: socket.socket, hello: wire.Hello) -> None:
+    def _introduce(self, link: socket.socket, hello: wire.Hello, until_s: float) -> None:
         terms, ids = self._shelf.terms(hello, link)
         if ids is not None:
             self._keys[link] = hello.key
-        wire.send(link, wire.encode(terms))
+        wire.send(link, wire.encode(terms), until_s)
         if ids is None:
             self._hang_up(link)
         else:
-            wire.send(link, ids.tobytes())
+            wire.send(link, ids.tobytes(), until_s)
 
     def _hang_up(self, link: socket.socket) -> None:
         key = self._keys.pop(link)

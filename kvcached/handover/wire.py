@@ -15,6 +15,8 @@ import json
 import os
 import socket
 import struct
+import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -25,7 +27,10 @@ VERSION = 1
 # Descriptors of one message: the kernel's bound is 253, a process's often 1024.
 BATCH_PAGES = 128
 _LENGTH = struct.Struct("<Q")
+ASK_BYTES_MAX = 1 << 10
+"""A Hello or a pair: all that the end that offers is ever sent."""
 _FRAME_BYTES_MAX = 1 << 28
+_ORDINALS = 1 << 16
 _PAIR_BYTES = 16
 
 
@@ -61,8 +66,9 @@ def encode(message: Hello | Terms) -> bytes:
 
 def decode_hello(payload: bytes) -> Hello:
     found = _object(payload)
-    numbers = [_number(found, name) for name in ("on_gpu", "ordinal", "version")]
-    return Hello(_text(found, "key"), bool(numbers[0]), numbers[1], numbers[2])
+    ordinal = _number(found, "ordinal", _ORDINALS)
+    on_gpu, version = _number(found, "on_gpu"), _number(found, "version")
+    return Hello(_text(found, "key"), bool(on_gpu), ordinal, version)
 
 
 def decode_terms(payload: bytes) -> Terms:
@@ -83,7 +89,7 @@ def decode_terms(payload: bytes) -> Terms:
 def _object(payload: bytes) -> dict[str, object]:
     try:
         found = json.loads(payload)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HandoverError(f"the other end sent no JSON: {error}") from error
     if not isinstance(found, dict):
         raise HandoverError("the other end sent something else than an object")
@@ -96,35 +102,55 @@ def _text(found: dict[str, object], name: str) -> str:
     return value
 
 
-def _number(found: dict[str, object], name: str) -> int:
-    if not isinstance(value := found.get(name), int) or not 0 <= value < 1 << 40:
+def _number(found: dict[str, object], name: str, end: int = 1 << 40) -> int:
+    if not isinstance(value := found.get(name), int) or not 0 <= value < end:
         raise HandoverError(f"the other end sent no {name}")
     return int(value)
 
 
-def send(link: socket.socket, payload: bytes, files: Sequence[int] = ()) -> None:
-    """Raises HandoverError when the other end is gone, or does not read in the link's time."""
+def is_same_user(link: socket.socket) -> bool:
+    """Whether the other end runs as this user, who then could have had the memory anyway."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
+
+
+def hurry(link: socket.socket, until_s: float) -> None:
+    """Let the link's next call end by then, on the monotonic clock. Raises HandoverError if that
+    has been."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise HandoverError("the time for it is over")
+    link.settimeout(left_s)
+
+
+def send(link: socket.socket, payload: bytes, until_s: float, files: Sequence[int] = ()) -> None:
+    """Raises HandoverError when the other end is gone, or has not taken it all by `until_s`."""
     frame = _LENGTH.pack(len(payload)) + payload
+    hurry(link, until_s)
     try:
         sent = socket.send_fds(link, [frame], files) if files else 0
         if sent < len(frame):
-            link.sendall(frame[sent:])
+            hurry(link, until_s)
+            link.sendall(frame[sent:])  # its time is that of the whole
     except OSError as error:
         raise HandoverError(f"the other end is gone: {error}") from error
 
 
-def receive(link: socket.socket, files_max: int = 0) -> tuple[bytes, list[int]]:
-    """The next frame and its descriptors, which are the caller's to close."""
+def receive(
+    link: socket.socket, until_s: float, files_max: int = 0, bytes_max: int = _FRAME_BYTES_MAX
+) -> tuple[bytes, list[int]]:
+    """The next frame and its descriptors, which are the caller's to close. Raises HandoverError
+    when the other end is gone, or has not sent it all by `until_s`, or sends more than that."""
     files: list[int] = []
     try:
-        start, files, _, _ = socket.recv_fds(link, _LENGTH.size, files_max)
-        start += _read(link, _LENGTH.size - len(start)) if start else b""
+        start = _read_start(link, until_s, files_max, files)
+        start += _read(link, _LENGTH.size - len(start), until_s) if start else b""
         if not start:
             raise HandoverError("the other end closed the connection")
         (length,) = _LENGTH.unpack(start)
-        if length > _FRAME_BYTES_MAX:
+        if length > bytes_max:
             raise HandoverError(f"the other end announces {length} bytes")
-        return _read(link, length), files
+        return _read(link, length, until_s), files
     except OSError as error:
         close_all(files)
         raise HandoverError(f"the other end is gone: {error}") from error
@@ -133,9 +159,25 @@ def receive(link: socket.socket, files_max: int = 0) -> tuple[bytes, list[int]]:
         raise
 
 
-def _read(link: socket.socket, size: int) -> bytes:
+def _read_start(link: socket.socket, until_s: float, files_max: int, files: list[int]) -> bytes:
+    """Not `socket.recv_fds`, whose descriptors every program that is started would inherit."""
+    numbers = array("i")
+    space = socket.CMSG_LEN(files_max * numbers.itemsize) if files_max else 0
+    hurry(link, until_s)
+    start, messages, flags, _ = link.recvmsg(_LENGTH.size, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    files += numbers
+    if files_max and flags & socket.MSG_CTRUNC:
+        raise HandoverError("descriptors were lost on the way: too many are open here")
+    return start
+
+
+def _read(link: socket.socket, size: int, until_s: float) -> bytes:
     data = bytearray()
     while len(data) < size:
+        hurry(link, until_s)
         part = link.recv(min(size - len(data), 1 << 20))
         if not part:
             raise HandoverError("the other end closed the connection")
@@ -155,4 +197,7 @@ def pack_pairs(pairs: Sequence[tuple[int, int]]) -> bytes:
 def unpack_pairs(payload: bytes) -> list[tuple[int, int]]:
     if len(payload) % _PAIR_BYTES:
         raise HandoverError(f"the other end sent {len(payload)} bytes for pairs of numbers")
-    return list(struct.iter_unpack("<qq", payload))
+    pairs: list[tuple[int, int]] = list(struct.iter_unpack("<qq", payload))
+    if any(min(pair) < 0 for pair in pairs):
+        raise HandoverError("the other end sent a negative number")
+    return pairs

@@ -16,6 +16,7 @@ import msgspec
 
 import kvcached
 from kvcached.errors import KvcachedError
+from prism.config import EngineConfig
 from prism.engines.ranks.group import RankGroup
 from prism.messages import Request, Resume
 
@@ -25,20 +26,21 @@ if TYPE_CHECKING:
 
     Ids = NDArray[np.int64]
 
-OFFER_S = 5.0
-"""How long the source keeps the blocks, and its deactivation waits. The request has to be admitted
-at the target in that time; later it is computed again."""
-FETCH_S = 2.0
-
 log = logging.getLogger("prism.engine")
 
 
 class DirectMoves:
-    """One rank's end of it, for the model that it serves. Thread rule: the engine's thread."""
+    """One rank's end of it, for the model that it serves. Thread rule: the engine's thread.
 
-    def __init__(self, kv: kvcached.KVCache, ranks: RankGroup) -> None:
+    `kv_offer_s`: how long the source keeps the blocks, and its deactivation waits. The request has
+    to be admitted at the target in that time, and fetched in `kv_fetch_s`; or it is computed again.
+    """
+
+    def __init__(self, kv: kvcached.KVCache, ranks: RankGroup, times: EngineConfig) -> None:
         self._kv = kv
         self._ranks = ranks
+        self._offer_s = times.kv_offer_s
+        self._fetch_s = times.kv_fetch_s
         self._silent: set[str] = set()
 
     def reaches(self, targets: Sequence[str]) -> bool:
@@ -49,7 +51,7 @@ class DirectMoves:
     def offer(self, blocks: Ids) -> tuple[str, ...]:
         """The address of these blocks, for `Resume.kv_offers`; none if they cannot be offered."""
         try:
-            return (self._kv.offer_kv(blocks, deadline_s=OFFER_S).address,)
+            return (self._kv.offer_kv(blocks, deadline_s=self._offer_s).address,)
         except KvcachedError as error:
             log.warning("KV of a request is not kept for its next engine: %s", error)
             return ()
@@ -68,10 +70,10 @@ class DirectMoves:
             return False
         started_s = time.monotonic()
         try:
-            self._kv.fetch_kv(address, blocks, skip=skip, timeout_s=FETCH_S)
+            self._kv.fetch_kv(address, blocks, skip=skip, timeout_s=self._fetch_s)
         except KvcachedError as error:
             log.warning("KV of a request is computed again: %s", error)
-            if time.monotonic() - started_s >= FETCH_S:
+            if time.monotonic() - started_s >= self._fetch_s:
                 self._silent.add(source)
             return False
         return True

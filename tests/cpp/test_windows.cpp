@@ -73,6 +73,8 @@ void only_shared_pages_are_shown(const Backend& b) {
   CHECK_CODE(p.other->open_window(shared).status(), Code::invalid_argument);
   shared.places[0] = {first.file, first.offset + 1};
   CHECK_CODE(p.other->open_window(shared).status(), Code::invalid_argument);
+  shared.places[0] = {first.file, uint64_t{1} << 62};
+  CHECK_CODE(p.other->open_window(shared).status(), Code::invalid_argument);
   shared.places[0] = first;
   shared.files[first.file] = Descriptor(-1);
   CHECK_CODE(p.other->open_window(shared).status(), Code::system_call);

@@ -69,7 +69,13 @@ class Subject:
             policy="prism",
             devices=[DeviceConfig(DEVICE, self.capacity_bytes, self.page_bytes, 2)],
             models=list(self.models),
-            engine=EngineConfig(adapter=self.adapter, static_bytes=1 << 20, max_running=8),
+            engine=EngineConfig(
+                adapter=self.adapter,
+                static_bytes=1 << 20,
+                max_running=8,
+                kv_offer_s=60.0,  # a move that has to succeed does so on a busy machine
+                kv_fetch_s=60.0,
+            ),
         )
 
     def prompts(self, count: int, seed: int, length: tuple[int, int] = (3, 60)) -> list[list[int]]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcached import Device, Layout, errors
+from kvcached.handover import wire
 
 from .conftest import CAPACITY, PAGE, TINY
+from .handover_source import fill
 
 PAIRS = [("host:0", "host:0"), ("host:0", "host:1"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
 COMMAND = [sys.executable, "-m", "tests.kvcached.handover_source"]
@@ -54,6 +60,48 @@ class Ends:
             assert device.usage().reserved_bytes == 0
             device.close()
             Device.unlink(self.namespace, name)
+
+
+def open_files() -> int:
+    """Those that a hand-over may leave behind: sockets, selectors, and memory of others."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            count += target.startswith(("socket:", "anon_inode:", "/memfd:"))
+    return count
+
+
+def offered(ends: Ends, count: int = 40) -> NDArray[np.int64]:
+    """Blocks of the source, in no order, with contents."""
+    ids = ends.source.alloc_kv(count)
+    assert ids is not None
+    ids = np.random.default_rng(5).permutation(ids)
+    fill(ends.source, ids)
+    return ids
+
+
+def taken(ends: Ends, count: int = 40) -> NDArray[np.int64]:
+    """Blocks of the target, not where the source has them."""
+    ids = ends.target.alloc_kv(count + 13)
+    assert ids is not None
+    ends.target.free_kv(ids[3:16])
+    return np.random.default_rng(6).permutation(np.concatenate((ids[:3], ids[16:])))
+
+
+def connect(name: str) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX)
+    link.settimeout(20)
+    link.connect(f"\0{name}")
+    return link
+
+
+def say(link: socket.socket, payload: bytes, files: Sequence[int] = ()) -> None:
+    wire.send(link, payload, time.monotonic() + 20, files)
+
+
+def hear(link: socket.socket, files_max: int = 0) -> tuple[bytes, list[int]]:
+    return wire.receive(link, time.monotonic() + 20, files_max)
 
 
 class Source:

@@ -33,6 +33,11 @@ def fill(kv: KVCache, ids: NDArray[np.int64]) -> None:
         view[ids] = numbers[:, index, :, None, None]
 
 
+def wipe(kv: KVCache, ids: NDArray[np.int64]) -> None:
+    for view in _views(kv):
+        view[ids] = -1
+
+
 def read(kv: KVCache, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """(blocks, parts, tokens); every number of a token's part is the same."""
     columns = []

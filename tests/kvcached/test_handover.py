@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import struct
 import time
 from collections.abc import Iterator
@@ -18,8 +16,8 @@ from kvcached import Layout, errors
 from kvcached.handover import offers, plan, wire
 
 from .conftest import SMOL, TINY
-from .handover_ends import PAIRS, Ends, soon
-from .handover_source import content, fill, read
+from .handover_ends import PAIRS, Ends, connect, hear, offered, open_files, say, soon, taken
+from .handover_source import content, fill, read, wipe
 from .libcuda import LibCuda
 
 LAYOUTS = [
@@ -46,33 +44,6 @@ def ends(namespace: str, names: tuple[str, str], libcuda: LibCuda) -> Iterator[E
     made.close()
     soon(lambda: open_files() <= before)
     assert libcuda.violations() == violations
-
-
-def open_files() -> int:
-    """Those that a hand-over may leave behind: sockets, selectors, and memory of others."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            count += target.startswith(("socket:", "anon_inode:", "/memfd:"))
-    return count
-
-
-def offered(ends: Ends, count: int = 40) -> NDArray[np.int64]:
-    """Blocks of the source, in no order, with contents."""
-    ids = ends.source.alloc_kv(count)
-    assert ids is not None
-    ids = np.random.default_rng(5).permutation(ids)
-    fill(ends.source, ids)
-    return ids
-
-
-def taken(ends: Ends, count: int = 40) -> NDArray[np.int64]:
-    """Blocks of the target, not where the source has them."""
-    ids = ends.target.alloc_kv(count + 13)
-    assert ids is not None
-    ends.target.free_kv(ids[3:16])
-    return np.random.default_rng(6).permutation(np.concatenate((ids[:3], ids[16:])))
 
 
 def test_blocks_come_whole_and_in_order(ends: Ends) -> None:
@@ -149,7 +120,7 @@ def test_after_the_deadline_the_blocks_go(ends: Ends) -> None:
     ends.source.free_kv(ids)
     soon(lambda: ends.source.open_offers() == 0)
     assert ends.charged()[0] == ends.source.floor_bytes()
-    with pytest.raises(errors.HandoverError, match=r"over|nobody"):
+    with pytest.raises(errors.HandoverError, match=r"over|nobody|gone"):
         ends.target.fetch_kv(offer.address, into)
 
 
@@ -162,11 +133,16 @@ def test_a_driver_that_fails_fetches_nothing(ends: Ends, libcuda: LibCuda) -> No
     passed = 0
     for nth in range(1, calls + 1):
         offer = ends.source.offer_kv(ids)
+        wipe(ends.target, into)
         libcuda.fail_at(nth)
+        said = True
         with contextlib.suppress(errors.HandoverError):
             ends.target.fetch_kv(offer.address, into)
-            passed += 1
+            said = False
         libcuda.pass_all()
+        if not said:
+            assert (read(ends.target, into) == content(ends.target, len(ids))).all()
+            passed += 1
         soon(lambda: ends.source.open_offers() == 0)
         assert ends.charged() == held
         assert [libcuda.used_bytes(device) for device in (0, 1)] == used
@@ -216,14 +192,14 @@ def test_nonsense_on_the_socket_ends_that_connection_alone(ends: Ends) -> None:
         [b"junk"],
         [b"{}"],
         [b"[1]"],
+        [b"[" * 1000],
+        [wire.encode(wire.Hello("another", False, 1 << 35))],
         [hello, b"abc"],
         [hello, wire.pack_pairs([(0, 9999)])],
     ):
-        with socket.socket(socket.AF_UNIX) as link:
-            link.connect(f"\0{name}")
-            link.settimeout(20)
+        with connect(name) as link:
             for frame in frames:
-                wire.send(link, frame)
+                say(link, frame)
             with contextlib.suppress(ConnectionResetError):
                 while link.recv(1 << 16):
                     pass
@@ -232,9 +208,8 @@ def test_nonsense_on_the_socket_ends_that_connection_alone(ends: Ends) -> None:
             offer = ends.source.offer_kv(ids)
             name, key = offer.address.split("/")
             hello = wire.encode(wire.Hello(key, False, 0))
-    with socket.socket(socket.AF_UNIX) as link:
-        link.connect(f"\0{name}")
-        link.send(struct.pack("<Q", 1 << 60))
+    with connect(name) as link:
+        link.send(struct.pack("<Q", wire.ASK_BYTES_MAX + 1))
         assert link.recv(1) == b""
     ends.target.fetch_kv(ends.source.offer_kv(ids).address, into)
 
@@ -258,14 +233,12 @@ def test_a_target_that_stands_still_is_waited_for_a_moment(
     ids = offered(ends)
     name, key = ends.source.offer_kv(ids).address.split("/")
     ends.source.free_kv(ids)
-    with socket.socket(socket.AF_UNIX) as link:
-        link.connect(f"\0{name}")
-        link.settimeout(20)
-        wire.send(link, wire.encode(wire.Hello(key, False, 0)))
+    with connect(name) as link:
+        say(link, wire.encode(wire.Hello(key, False, 0)))
         for _ in ("terms", "ids"):
-            wire.receive(link)
-        wire.send(link, wire.pack_pairs([(0, 1)]))
-        wire.close_all(wire.receive(link, 5)[1])
+            hear(link)
+        say(link, wire.pack_pairs([(0, 1)]))
+        wire.close_all(hear(link, 5)[1])
         assert ends.source.live_blocks() == 40
         shelf = ends.source._offers
         shelf.standing[key].until_s = time.monotonic()  # its deadline
@@ -274,7 +247,7 @@ def test_a_target_that_stands_still_is_waited_for_a_moment(
         soon(lambda: ends.source.open_offers() == 0)
         assert ends.source.live_blocks() == 0
         with pytest.raises(errors.HandoverError):
-            wire.receive(link, 5)
+            hear(link, 5)
 
 
 # --- arithmetic ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from kvcached import Device, KVCache, _core, errors
 from kvcached.handover import fetch, wire
 
 from .conftest import CAPACITY, PAGE, TINY
-from .handover_ends import COMMAND, PAIRS, Source, soon
+from .handover_ends import COMMAND, PAIRS, Source, connect, hear, say, soon
 from .handover_source import content, read
 from .libcuda import LibCuda
 
@@ -76,20 +75,18 @@ def test_a_source_that_dies_is_charged_until_its_pages_are_not_read(
 
 @pytest.mark.parametrize("names", [("host:0", "host:0")], ids="-".join)
 def test_a_target_that_dies_ends_the_offer(namespace: str, names: tuple[str, str]) -> None:
-    """While it reads, before it reads, and stopped for good: the source's blocks go."""
+    """Before it reads, and while it does: the source's blocks go."""
     with Source(namespace, names[0], 40) as source:
         for moment in ("introduced", "reading"):
             address = source.line("offer 60")
             name, key = address.split("/")
-            with socket.socket(socket.AF_UNIX) as link:
-                link.connect(f"\0{name}")
-                link.settimeout(20)
-                wire.send(link, wire.encode(wire.Hello(key, False, 0)))
-                assert not wire.decode_terms(wire.receive(link)[0]).refusal
-                wire.receive(link)
+            with connect(name) as link:
+                say(link, wire.encode(wire.Hello(key, False, 0)))
+                assert not wire.decode_terms(hear(link)[0]).refusal
+                hear(link)
                 if moment == "reading":
-                    wire.send(link, wire.pack_pairs([(0, 1)]))
-                    wire.close_all(wire.receive(link, 5)[1])
+                    say(link, wire.pack_pairs([(0, 1)]))
+                    wire.close_all(hear(link, 5)[1])
                 assert source.line("open") == "1"
             soon(lambda: source.line("open") == "0")
         source.line("free")

@@ -88,7 +88,7 @@ class Memory:
             raise self._no_room(device, order.model) from error
         self._ranks = kvcached.RankKV(self.kv, context.ranks.all_true)
         self._group = context.ranks
-        self._direct = DirectMoves(self.kv, context.ranks)
+        self._direct = DirectMoves(self.kv, context.ranks, config.engine)
         self._folder = config.moves_dir
         self._layout = layout
         self._quantum = (

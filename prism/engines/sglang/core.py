@@ -102,7 +102,7 @@ class SglangCore:
         )
         timeline.enter("store")
         scheduler, fingerprint = self._build(order, memory)
-        direct = DirectMoves(memory.kv, self._context.ranks)
+        direct = DirectMoves(memory.kv, self._context.ranks, self._context.config.engine)
         self._active = _Active(order, memory, scheduler, direct)
         return Activated(
             model=order.model.name,
