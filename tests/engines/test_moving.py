@@ -21,7 +21,7 @@ def start(
 ) -> list[Request]:
     """Requests of model a that have put out a few tokens of many."""
     name = subject.models[0].name
-    prompts = subject.prompts(count, seed=hash(engine) % 1000, length=(20, 60))
+    prompts = subject.prompts(count, seed=11, length=(20, 60))
     items = [request(f"{engine}/{i}", name, p, tokens) for i, p in enumerate(prompts)]
     device.send(Submit(items), engine)
     device.wait_until(lambda: all(len(device.stream(i.id).token_ids) > 4 for i in items))

@@ -31,7 +31,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeviceUnder
         config = config_of(Path(directory), CAPACITY)
         [first] = config.devices
         devices = [first, msgspec.structs.replace(first, name=PEER)]
-        engine = msgspec.structs.replace(config.engine, weight_store=str(store))
+        engine = msgspec.structs.replace(
+            config.engine, weight_store=str(store), kv_offer_s=60.0, kv_fetch_s=60.0
+        )
         config = msgspec.structs.replace(config, devices=devices, engine=engine)
         device = DeviceUnderTest("sglang", config, {"OMP_NUM_THREADS": "1"})
         try:
