@@ -113,17 +113,19 @@ def test_who_speaks_slowly_is_hung_up_on(ends: Ends, monkeypatch: pytest.MonkeyP
     """However often a byte comes: the time is that of the whole frame."""
     monkeypatch.setattr(server, "FRAME_S", 0.1)
     ids, into = offered(ends), taken(ends)
-    offer = ends.source.offer_kv(ids)
+    offer, sent = ends.source.offer_kv(ids), list[bytes]()
     with connect(offer.address.split("/")[0]) as link:
         link.sendall(struct.pack("<Q", wire.ASK_BYTES_MAX))
 
         def is_hung_up_on() -> bool:
             with contextlib.suppress(OSError):
                 link.sendall(b"x")
+                sent.append(b"x")
                 return False
             return True
 
         soon(is_hung_up_on)
+    assert len(sent) < wire.ASK_BYTES_MAX  # not the end of the frame
     monkeypatch.setattr(server, "FRAME_S", 20.0)
     ends.target.fetch_kv(offer.address, into)
 
