@@ -170,12 +170,6 @@ def current_bins(models: Sequence[ModelView], gpus: Iterable[GpuView]) -> Bins:
     return bins
 
 
-def least_pressed(model: ModelView, bins: Bins) -> Bin | None:
-    """The candidate with the least KVPR. REQUIRES: no part of the model is in any of them."""
-    fitting = (b for b in bins.values() if b.fits(model))
-    return min(fitting, key=lambda b: b.rank, default=None)
-
-
 # --- why not -------------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from prism.policies.bins import (
     current_bins,
     devices_of,
     empty_bins,
-    least_pressed,
     need_bytes,
     part,
     shortfall,
@@ -42,7 +41,6 @@ __all__ = [
     "empty_bins",
     "gain",
     "homes",
-    "least_pressed",
     "need_bytes",
     "part",
     "place",
@@ -169,7 +167,7 @@ class _Trial:
         return 0
 
     def least_pressed(self, model: ModelView) -> Bin | None:
-        """As `bins.least_pressed`, without looking at all of them."""
+        """The candidate with the least KVPR, without looking at all of them."""
         if model.pinned_device is not None:
             pinned = self.bins.get(model.pinned_device)
             return pinned if pinned is not None and pinned.fits(model) else None

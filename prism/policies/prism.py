@@ -352,7 +352,7 @@ def _rebalance(draft: Draft) -> None:
 def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
     """Plans the move if `model` is contended where it is, and relief is above tau."""
     sources, tau = _held_by(draft, model), draft.settings.migration_threshold
-    contended = max(map(_contention, sources), default=0.0) >= draft.settings.contended_requests
+    contended = max(map(_contention, sources)) >= draft.settings.contended_requests
     relief = _relief_of(model, sources, home)
     if model.state != "active" or not contended or relief <= tau:
         return False
@@ -369,5 +369,5 @@ def _contention(b: Bin) -> float:
 
 def _relief_of(model: ModelView, sources: Sequence[Bin], home: Sequence[Bin]) -> float:
     before = max(b.kvpr for b in (*sources, *home))
-    left = max(b.kvpr_without([model.name]) for b in sources) if sources else before
+    left = max(b.kvpr_without([model.name]) for b in sources)
     return kvpr.gain(before, max(left, *(b.kvpr_with(model) for b in home)))

@@ -280,7 +280,7 @@ class Controller:
     def _view(self, engines: Mapping[str, ControlledEngine]) -> DeviceStepView:
         static_bytes = sum(account.static_bytes for account in self._ledger.accounts.values())
         for engine in engines.values():
-            engine.sync()
+            engine.catch_up()
         return DeviceStepView(
             self._kernel.time_s,
             tuple(engine.step_view(name) for name, engine in engines.items()),

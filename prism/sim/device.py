@@ -13,9 +13,9 @@ from prism.sim.compute import Gpu
 from prism.sim.controlled import ControlledEngine, Controller
 from prism.sim.engine import Engine
 from prism.sim.kernel import Kernel
-from prism.sim.kv import KvSpace, MemorySite
+from prism.sim.kv import MemorySite
 from prism.sim.memory import Ledger
-from prism.sim.reclaim import idle_bytes
+from prism.sim.reclaim import idle_bytes, returnable_bytes
 from prism.sim.request import Request
 from prism.sim.resident import Resident, Stage
 from prism.sim.setup import DeviceSetup
@@ -74,10 +74,10 @@ class Device:
             self._homes = tuple(dict.fromkeys((self, *(guest.home for guest in self.guests))))
         return self._homes
 
-    def room_bytes(self, but: KvSpace | None = None) -> int:
-        """Free for requests: what no activation waits for, and what cached prefixes (of all spaces
-        but one) would give back."""
-        return self.ledger.free_bytes - self.pending_bytes + idle_bytes(self.site, but)
+    def room_bytes(self) -> int:
+        """Free for requests: what no activation waits for, and what cached prefixes would give
+        back."""
+        return self.ledger.free_bytes - self.pending_bytes + idle_bytes(self.site)
 
     def host(self, guest: Resident) -> None:
         self.guests.append(guest)
@@ -195,11 +195,15 @@ class Device:
 
     def _active_view(self, resident: Resident, engine: Engine) -> EngineView:
         kv, account = engine.kv, engine.kv.accounts[0]
-        free_bytes = min([d.room_bytes(kv) for d in resident.devices])
+        free_bytes = min([d.room_bytes() for d in resident.devices])
         quantum_bytes, quantum_tokens = kv.quantum_bytes, kv.quantum_tokens
         shared = max(0, free_bytes) // quantum_bytes * quantum_tokens
         guaranteed = max(0, account.min_bytes - kv.kv_bytes) // quantum_bytes * quantum_tokens
         held_blocks = kv.live_blocks - kv.idle_blocks
+        if kv.idle_blocks:
+            # what cached prefixes give back is shared, theirs too; else one step hands it out twice
+            given_bytes = max([returnable_bytes(kv, d.site) for d in resident.devices])
+            held_blocks += given_bytes // quantum_bytes * kv.quantum_blocks
         own = kv.quanta * quantum_tokens - held_blocks * kv.block_tokens + guaranteed
         limit: int | None = None
         if account.limit_bytes is not None:

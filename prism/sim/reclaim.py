@@ -16,7 +16,7 @@ def idle_bytes(site: MemorySite, but: KvSpace | None = None) -> int:
     """What the device's ledger would get back of all prefixes that nobody uses."""
     if not site.reuses:
         return 0
-    return sum(_of(space, site) for space in site.spaces if space is not but)
+    return sum(returnable_bytes(space, site) for space in site.spaces if space is not but)
 
 
 def make_room(space: KvSpace, blocks: int) -> bool:
@@ -46,11 +46,12 @@ def clear(site: MemorySite, need_bytes: int) -> None:
 
 
 def _drop_oldest(site: MemorySite) -> None:
-    giving = [space for space in site.spaces if _of(space, site)]
+    giving = [space for space in site.spaces if returnable_bytes(space, site)]
     min(giving, key=lambda space: space.idle_since_s).drop_idle()
 
 
-def _of(space: KvSpace, site: MemorySite) -> int:
+def returnable_bytes(space: KvSpace, site: MemorySite) -> int:
+    """What the device's ledger would get back of one engine's."""
     if not space.idle_blocks:
         return 0
     space.runner.catch_up()

@@ -194,7 +194,7 @@ def fig11(lab: Lab) -> Findings:
     paper says of it."""
     seconds = lab.pick(60.0, 8.0)
     scales = lab.pick((2.0, 4.0, 8.0, 16.0), (4.0,))
-    for rate in lab.pick((32.0, 30.0, 28.0, 26.0, 24.0, 20.0), (4.0,)):
+    for rate in lab.pick((32.0, 28.0, 24.0, 20.0, 18.0, 16.0, 14.0, 13.0, 12.0, 10.0), (4.0,)):
         trace = phased(lab, [(seconds, rate, 1.5 * rate)], [LONG, SHORT], wave=0.8)
         cluster = prepared(lab, "pair", PAIR, trace, ONE_GPU)
         config = _rescaled(lab, cluster.config, trace, {"m0": 8.0, "m1": scales[0]})

@@ -19,6 +19,12 @@ def place(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> k
     return kvpr.Placement(devices, refused, {b.name: b.kvpr for b in bins.values()})
 
 
+def least_pressed(model: ModelView, bins: kvpr.Bins) -> kvpr.Bin | None:
+    """REQUIRES: no part of the model is in any of them"""
+    fitting = (b for b in bins.values() if b.fits(model))
+    return min(fitting, key=lambda b: b.rank, default=None)
+
+
 def _placed(bins: kvpr.Bins) -> int:
     return sum(len(b.models) for b in bins.values())
 
@@ -26,7 +32,7 @@ def _placed(bins: kvpr.Bins) -> int:
 def _greedy(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> kvpr.Bins:
     bins = kvpr.empty_bins(models, gpus)
     for model in sorted(models, key=kvpr.by_pressure):
-        best = kvpr.least_pressed(model, bins)
+        best = least_pressed(model, bins)
         current = bins.get(model.device) if model.device else None
         if best is not None and current is not None and current.fits(model):
             best = best if best.kvpr < current.kvpr * (1 - tau) else current
