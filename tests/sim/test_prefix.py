@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -17,8 +18,10 @@ from prism.errors import ConfigError
 from prism.replay.formats import read_window
 from prism.replay.rows import ReadOptions
 from prism.replay.trace import TraceRequest, read_trace, write_trace
+from prism.sim.engine import Engine
 from prism.sim.prefix import HASH_TOKENS, PrefixCache
 from prism.sim.records import Records
+from prism.sim.request import Request
 from prism.sim.results import results_of
 from prism.sim.scenario import load
 from prism.sim.setup import ClusterSetup
@@ -116,6 +119,34 @@ def test_without_hashes_or_without_the_option_nothing_changes(
         assert found.end_s.tobytes() == plain.end_s.tobytes()
         assert found.samples == plain.samples
         assert found.decisions == plain.decisions
+
+
+def test_a_step_never_hands_out_idle_prefixes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine's idle blocks would give back is its neighbour's too, but only once."""
+    admit, homeless = Engine.admit, []
+
+    def noting(engine: Engine, requests: Iterable[Request]) -> None:
+        taken = list(requests)
+        admit(engine, taken)
+        homeless.extend(r for r in taken if r in engine.retracted)
+
+    monkeypatch.setattr(Engine, "admit", noting)
+    sizes = {"weight_bytes": 26 << 20, "kv_floor_bytes": 0}
+    setup = reusing(cluster([model(0, "a", **sizes), model(1, "b", **sizes)], policy="prism"))
+    for seed in range(8):
+        dice = Random(seed)
+        trace = [
+            prompt(
+                dice.uniform(0, 10),
+                [dice.randint(1, POOL) for _ in range(dice.randint(0, 4))],
+                dice.randint(1, 300),
+                dice.randint(1, 200),
+                dice.choice("ab"),
+            )
+            for _ in range(60)
+        ]
+        simulate(setup, trace)
+    assert homeless == []
 
 
 def test_only_what_is_not_cached_is_computed() -> None:
