@@ -159,6 +159,7 @@ std::optional<Ledger::Refusal> Ledger::try_reserve(const Lock&, int slot, uint64
     return Refusal{free, free == above(client.limit_bytes, client.elastic_bytes())};
   }
   update(client, [=](ClientRecord& c) { c.pending_bytes += bytes; });
+  wait_for_less(client, bytes);
   return {};
 }
 
@@ -242,6 +243,7 @@ Status Ledger::reserve_static_locked(int slot, uint64_t bytes) {
     return no_room(bytes, free, "the device is full");
   }
   update(record(slot), [=](ClientRecord& c) { c.static_bytes += bytes; });
+  wait_for_less(record(slot), bytes);
   return {};
 }
 

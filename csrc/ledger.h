@@ -188,6 +188,9 @@ class Ledger {
   uint64_t wanted_before(const ClientRecord& client);
   uint32_t sleep_on_locked();
   uint64_t shared_part(const ClientRecord& client, uint64_t bytes, bool is_static) const;
+  // The client has got so much: with the same hold of the mutex it wants that no more. Else whoever
+  // plans before its end_wait has others asked for it again.
+  static void wait_for_less(ClientRecord& client, uint64_t bytes);
   // What of a reservation that is refused its caller is told.
   struct Refusal {
     uint64_t free_bytes;

@@ -48,6 +48,10 @@ uint64_t Ledger::shared_part(const ClientRecord& client, uint64_t bytes, bool is
   return is_static ? bytes : above(bytes, above(client.min_bytes, elastic));
 }
 
+void Ledger::wait_for_less(ClientRecord& client, uint64_t bytes) {
+  if (client.wanted_bytes > 0) client.wanted_bytes = above(client.wanted_bytes, bytes);
+}
+
 uint32_t Ledger::sleep_on_locked() {
   std::atomic_ref(segment_->room).store(segment_->room | kSleepers);
   return segment_->room;

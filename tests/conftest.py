@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,12 @@ so that two clusters never share the cores."""
 # a busy machine fails no test
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+def pytest_configure() -> None:
+    """A shell has what it runs in the background ignore SIGINT, and children inherit that; tests
+    send it to theirs."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

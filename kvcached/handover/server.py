@@ -61,7 +61,7 @@ class Server:
             self._selector = selectors.DefaultSelector()
             opened.callback(self._selector.close)
             for each in (self._listener, self._woken):
-                self._selector.register(each, selectors.EVENT_READ)
+                self._selector.register(each, selectors.EVENT_READ, each)
             self._thread = threading.Thread(target=self._run, name="kvcached-offers", daemon=True)
             self._thread.start()
             self._opened = opened.pop_all()  # the thread's from here on
@@ -80,9 +80,7 @@ class Server:
         try:
             while not self._shelf.leave():
                 for key, _ in self._selector.select(self._shelf.expire()):
-                    link = key.fileobj
-                    assert isinstance(link, socket.socket)
-                    self._look_at(link)
+                    self._look_at(key.data)
         except BaseException:  # what nobody serves must not wait for ever
             self._shelf.give_up()
             raise
@@ -109,7 +107,7 @@ class Server:
             link.close()
             return
         self._keys[link] = ""
-        self._selector.register(link, selectors.EVENT_READ)
+        self._selector.register(link, selectors.EVENT_READ, link)
 
     def _serve(self, link: socket.socket) -> None:
         try:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import mmap
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -136,7 +137,8 @@ class StoredWeights:
         self._lock.release()
 
     def _touch(self) -> None:
-        os.utime(self._lock.fd)  # the order of eviction
+        now_ns = time.time_ns()  # the kernel's own stamp is the last tick's, the same for many
+        os.utime(self._lock.fd, ns=(now_ns, now_ns))  # the order of eviction
 
     def __enter__(self) -> StoredWeights:
         return self

@@ -65,6 +65,23 @@ void a_waiter_gets_what_another_releases() {
   CHECK(f.charged() == 97 * kPage);
 }
 
+void what_was_reserved_is_wanted_no_more() {
+  Fixture f;
+  Member holder(f.ledger);
+  Member waiter(f.ledger);
+  hold(*f.ledger, holder, 95);
+  CHECK(!finds_room(*f.ledger, waiter, 10));
+  CHECK(record_of(*f.ledger, waiter).wanted_bytes == 10 * kPage);
+  CHECK_OK(f.ledger->reserve(waiter.slot, 4 * kPage));
+  CHECK(record_of(*f.ledger, waiter).wanted_bytes == 6 * kPage);
+  CHECK_OK(f.ledger->release(holder.slot, 10 * kPage));
+  CHECK_OK(f.ledger->reserve_static(waiter.slot, 6 * kPage));
+  CHECK(record_of(*f.ledger, waiter).wanted_bytes == 0);
+  CHECK(finds_room(*f.ledger, holder, 5));  // nothing is kept from others
+  f.ledger->end_wait(waiter.slot);
+  f.ledger->end_wait(holder.slot);
+}
+
 void what_comes_free_is_kept_for_the_first_who_waits() {
   Fixture f;
   Member holder(f.ledger);
@@ -294,6 +311,7 @@ void a_forked_child_has_no_descriptor() {
 
 void test_balloon() {
   a_waiter_gets_what_another_releases();
+  what_was_reserved_is_wanted_no_more();
   what_comes_free_is_kept_for_the_first_who_waits();
   nothing_is_kept_for_what_can_never_be_had();
   a_wait_ends_in_time_and_keeps_nothing_after_it();
