@@ -26,7 +26,7 @@ from kvcached.client import Client, StaticLease  # noqa: E402
 from kvcached.device import Device, segment_path  # noqa: E402
 from kvcached.errors import KvcachedError, NoRoomError  # noqa: E402
 from kvcached.group import KVCacheGroup  # noqa: E402
-from kvcached.handover.offers import Offer  # noqa: E402
+from kvcached.handover.offer import Offer  # noqa: E402
 from kvcached.kvcache import KVCache  # noqa: E402
 from kvcached.layouts import (  # noqa: E402
     Heads,

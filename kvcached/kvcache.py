@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from kvcached import _core
@@ -9,8 +10,6 @@ from kvcached.asking import Asker, Want, wait_for
 from kvcached.balloon import PrefixCache, Shrunk
 from kvcached.checks import not_negative, patience, positive
 from kvcached.errors import DoubleFreeError, InvalidArgumentError
-from kvcached.handover.fetch import Target, fetch
-from kvcached.handover.offers import Offer, Offers, Source
 from kvcached.handover.plan import Shape
 from kvcached.usage import Fragmentation, KVCounters
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvcached.handover.offer import Offer
+    from kvcached.handover.offers import Offers
     from kvcached.layouts import KVLayout, Placement
 
 _WRONG_IDS = "ids must be a 1-D int64 array on the CPU"
@@ -61,7 +62,8 @@ class KVCache:
             reserved_blocks,
         )
         self._shape = Shape(page_bytes, tuple(slab_pages), blocks_per_slab, slabs)
-        self._offers = Offers(Source(asker.core, self._core, layout, self._shape), self._core.free)
+        self._offers: Offers | None = None  # from the first one on
+        self._first_offer = threading.Lock()
 
     @property
     def num_blocks(self) -> int:
@@ -130,15 +132,17 @@ class KVCache:
         to another process (`offer_kv`) count as live until that is over.
         """
         try:
-            self._core.free(self._not_offered(ids) if self._offers.standing else ids)
+            if self._offers is not None and self._offers.standing:
+                ids = self._not_offered(self._offers, ids)
+            self._core.free(ids)
         except TypeError as error:
             raise InvalidArgumentError(_WRONG_IDS) from error
 
-    def _not_offered(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _not_offered(self, offers: Offers, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those of `ids` that nobody waits for: the others go later."""
         self._core.check_free(ids)
         try:
-            return self._offers.keep(ids)
+            return offers.keep(ids)
         except KeyError as error:
             raise DoubleFreeError(f"block {error} was freed before") from error
 
@@ -161,7 +165,17 @@ class KVCache:
         self.check_free(ids)
         if len(ids) == 0:
             raise InvalidArgumentError("ids is empty; offer one block at least")
-        return self._offers.add(ids, patience("deadline_s", deadline_s))
+        return self._all_offers().add(ids, patience("deadline_s", deadline_s))
+
+    def _all_offers(self) -> Offers:
+        # With sockets and threads, which most who import kvcached never need.
+        from kvcached.handover.offers import Offers, Source
+
+        with self._first_offer:
+            if self._offers is None:
+                source = Source(self._asker.core, self._core, self.layout, self._shape)
+                self._offers = Offers(source, self._core.free)
+            return self._offers
 
     def can_offer_to(self, device: str) -> bool:
         """Whether a client on `device` ("host:1", "cuda:0") could fetch blocks from this one: both
@@ -172,7 +186,7 @@ class KVCache:
 
     def open_offers(self) -> int:
         """Offers that are not over. They end by themselves."""
-        return len(self._offers)
+        return 0 if self._offers is None else len(self._offers)
 
     def fetch_kv(
         self, address: str, ids: NDArray[np.int64], *, skip: int = 0, timeout_s: float = 5.0
@@ -186,6 +200,8 @@ class KVCache:
         `timeout_s` at the latest; the blocks hold anything then. Raises UnknownBlockError,
         DoubleFreeError.
         """
+        from kvcached.handover.fetch import Target, fetch
+
         self.check_free(ids)
         target = Target(self._asker.core, self._core, self.layout, self._shape)
         fetch(target, address, ids, not_negative("skip", skip), patience("timeout_s", timeout_s))
@@ -364,5 +380,6 @@ class KVCache:
         return KVCounters(*self._core.counters())
 
     def _free(self) -> None:
-        self._offers.close()
+        if self._offers is not None:
+            self._offers.close()
         self._core.close()

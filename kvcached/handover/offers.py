@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
 import socket
 import threading
 import time
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvcached import _core
 from kvcached.errors import ClosedError, HandoverError, KvcachedError
 from kvcached.handover import wire
+from kvcached.handover.offer import Offer
 from kvcached.handover.plan import Shape, pages_of
 from kvcached.handover.server import Server
 
@@ -51,27 +52,6 @@ class _Open:
     reading: bool = False
 
 
-class Offer:
-    """Blocks that wait to be fetched, made by `KVCache.offer_kv`.
-
-    `address` is what the other process gives to `KVCache.fetch_kv`: any string transport will do.
-    Until the offer is over its blocks stay as they are, freed by their owner or not.
-    """
-
-    def __init__(self, address: str, is_open: Callable[[], bool], end: Callable[[], None]) -> None:
-        self.address = address
-        self._is_open = is_open
-        self._end = end
-
-    def is_open(self) -> bool:
-        """Whether it was neither fetched nor withdrawn, its fetcher lives, and it is in time."""
-        return self._is_open()
-
-    def withdraw(self) -> None:
-        """Ends it; who fetches it now fails. What is over already stays so."""
-        self._end()
-
-
 class Offers:
     """All offers of one KV cache, and the thread that serves them while there are any.
 
@@ -93,7 +73,7 @@ class Offers:
         _core.wait_for_streams(self._source.client)  # what they write there is there then
         # Once for the error that it would be: a driver that shares nothing, a closed client.
         wire.close_all(_core.export_pages(self._source.cache, pages[:1].tolist())[0])
-        key = secrets.token_hex(8)
+        key = os.urandom(8).hex()
         with self._lock:
             if self._server is None:
                 self._server = self._serve()

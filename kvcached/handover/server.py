@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -46,7 +45,7 @@ class Server:
     """
 
     def __init__(self, shelf: Shelf) -> None:
-        self.name = f"kvcached-{os.getpid()}-{secrets.token_hex(8)}"
+        self.name = f"kvcached-{os.getpid()}-{os.urandom(8).hex()}"
         self._shelf = shelf
         self._keys: dict[socket.socket, str] = {}
         with contextlib.ExitStack() as opened:

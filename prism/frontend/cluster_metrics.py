@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -119,37 +119,41 @@ def _counters(
 
 
 def _states(status: ClusterStatus) -> Metric:
-    family = GaugeMetricFamily(
-        "prism_model_state", "1 for the model's state", labels=["device", "model", "state"]
+    return _per_model(
+        status,
+        "prism_model_state",
+        "1 for the model's state",
+        "state",
+        lambda report: {report.state: 1},
     )
-    for agent in status.agents:
-        for report in agent.models:
-            family.add_metric([agent.device, report.model, report.state], 1)
-    return family
 
 
 def _stages(status: ClusterStatus) -> Metric:
-    family = GaugeMetricFamily(
-        "prism_model_activation_stage_seconds",
-        "Stages of the last activation",
-        labels=["device", "model", "stage"],
-    )
-    for agent in status.agents:
-        for report in agent.models:
-            for stage, seconds in report.stages_s.items():
-                if stage != "total":
-                    family.add_metric([agent.device, report.model, stage], seconds)
-    return family
+    def stages(report: ModelReport) -> dict[str, float]:
+        return {stage: s for stage, s in report.stages_s.items() if stage != "total"}
+
+    what = "Stages of the last activation"
+    return _per_model(status, "prism_model_activation_stage_seconds", what, "stage", stages)
 
 
 def _links(status: ClusterStatus) -> Metric:
-    family = GaugeMetricFamily(
-        "prism_model_activation_link_bytes",
-        "What the last activation brought over each GPU's link to the host",
-        labels=["device", "model", "link"],
+    what = "What the last activation brought over each GPU's link to the host"
+    return _per_model(
+        status, "prism_model_activation_link_bytes", what, "link", lambda report: report.link_bytes
     )
+
+
+def _per_model(
+    status: ClusterStatus,
+    name: str,
+    what: str,
+    label: str,
+    values: Callable[[ModelReport], Mapping[str, float]],
+) -> Metric:
+    """Several values of each model on each device, told apart by `label`."""
+    family = GaugeMetricFamily(name, what, labels=["device", "model", label])
     for agent in status.agents:
         for report in agent.models:
-            for link, size_bytes in report.link_bytes.items():
-                family.add_metric([agent.device, report.model, link], size_bytes)
+            for key, value in values(report).items():
+                family.add_metric([agent.device, report.model, key], value)
     return family

@@ -23,8 +23,16 @@ TINY = Layout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_
 SMOL = Layout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="float32", block_tokens=16)
 
 
+# Two clients, on one device or on two that reach each other: a test that takes `names`.
+PAIRS = [("host:0", "host:0"), ("host:0", "host:1"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
 # For the tests that hold on every backend: pytestmark = EVERY_DEVICE
 EVERY_DEVICE = pytest.mark.parametrize("device_name", ["host:0", "cuda:0"])
+
+
+@pytest.fixture(params=PAIRS, ids="-".join)
+def names(request: pytest.FixtureRequest) -> tuple[str, str]:
+    pair: tuple[str, str] = request.param
+    return pair
 
 
 @pytest.fixture(scope="session")

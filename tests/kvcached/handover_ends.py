@@ -20,7 +20,6 @@ from kvcached.handover import wire
 from .conftest import CAPACITY, PAGE, TINY
 from .handover_source import fill
 
-PAIRS = [("host:0", "host:0"), ("host:0", "host:1"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
 COMMAND = [sys.executable, "-m", "tests.kvcached.handover_source"]
 
 

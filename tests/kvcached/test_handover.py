@@ -16,7 +16,7 @@ from kvcached import Layout, errors
 from kvcached.handover import offers, plan, wire
 
 from .conftest import SMOL, TINY
-from .handover_ends import PAIRS, Ends, connect, hear, offered, open_files, say, soon, taken
+from .handover_ends import Ends, connect, hear, offered, open_files, say, soon, taken
 from .handover_source import content, fill, read, wipe
 from .libcuda import LibCuda
 
@@ -26,12 +26,6 @@ LAYOUTS = [
     replace(SMOL, num_layers=3, arrangement="token_interleaved", padded_token_bytes=5120),
     replace(SMOL, num_layers=2),
 ]
-
-
-@pytest.fixture(params=PAIRS, ids="-".join)
-def names(request: pytest.FixtureRequest) -> tuple[str, str]:
-    pair: tuple[str, str] = request.param
-    return pair
 
 
 @pytest.fixture

@@ -141,6 +141,7 @@ def test_a_second_free_is_found_while_an_offer_ends(ends: Ends) -> None:
             found.append(error)
 
     other = threading.Thread(target=free_again)
+    offer = ends.source.offer_kv(ids)
     shelf = ends.source._offers
     free = shelf._free
 
@@ -150,7 +151,6 @@ def test_a_second_free_is_found_while_an_offer_ends(ends: Ends) -> None:
         free(gone)
 
     shelf._free = slowly
-    offer = ends.source.offer_kv(ids)
     ends.source.free_kv(ids)
     offer.withdraw()
     other.join()

@@ -13,15 +13,9 @@ from kvcached import Device, KVCache, _core, errors
 from kvcached.handover import fetch, wire
 
 from .conftest import CAPACITY, PAGE, TINY
-from .handover_ends import COMMAND, PAIRS, Source, connect, hear, say, soon
+from .handover_ends import COMMAND, Source, connect, hear, say, soon
 from .handover_source import content, read
 from .libcuda import LibCuda
-
-
-@pytest.fixture(params=PAIRS, ids="-".join)
-def names(request: pytest.FixtureRequest) -> tuple[str, str]:
-    pair: tuple[str, str] = request.param
-    return pair
 
 
 @pytest.fixture
