@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from prism.sim.points import Outcome
+from prism.sim.points import Outcome, Point, Store, in_processes, simulate
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -19,6 +21,53 @@ class Plan(msgspec.Struct, frozen=True):
     target: float
     metric: str
     tried: dict[int, float]
+
+
+class Search(msgspec.Struct, frozen=True):
+    """One policy's search, which any process can do. points: the folder of outcomes, if any."""
+
+    config: str
+    changes: dict[str, Any]
+    policy: str
+    target: float
+    metric: str
+    most: int
+    points: Path | None = None
+
+
+def plans(
+    searches: Sequence[Search], *, jobs: int, progress: Callable[[int, int], None]
+) -> list[Plan]:
+    """In the order of `searches`; jobs: processes, one search each at a time."""
+    found: dict[int, Plan] = {}
+    progress(0, len(searches))
+    for index, made in in_processes(list(enumerate(searches)), plan_one, jobs):
+        found[index] = made
+        progress(len(found), len(searches))
+    return [found[i] for i in range(len(searches))]
+
+
+def plan_one(search: Search) -> Plan:
+    store = Store(search.points, Outcome)
+
+    def simulated(gpus: int) -> Outcome:
+        changes = {**search.changes, "policy": search.policy, "gpus.count": gpus}
+        point = Point(search.config, changes)
+        return store.get(point) or _simulate(point, store)
+
+    return fewest_gpus(
+        search.policy,
+        target=search.target,
+        metric=search.metric,
+        most=search.most,
+        simulate=simulated,
+    )
+
+
+def _simulate(point: Point, store: Store[Outcome]) -> Outcome:
+    outcome = simulate(point)
+    store.put(point, outcome)
+    return outcome
 
 
 def fewest_gpus(

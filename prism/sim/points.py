@@ -71,6 +71,8 @@ def simulate(point: Point) -> Outcome:
 
 P = TypeVar("P", bound=Point)
 Found = TypeVar("Found", bound=Outcome)
+Task = TypeVar("Task")
+Done = TypeVar("Done")
 
 
 class Store(Generic[Found]):
@@ -116,17 +118,18 @@ def run_points(
     found = [store.get(point) for point in points]
     left = [i for i, outcome in enumerate(found) if outcome is None]
     progress(len(points) - len(left), len(points))
-    for index, outcome in _simulated([(i, points[i]) for i in left], simulate, jobs):
+    for index, outcome in in_processes([(i, points[i]) for i in left], simulate, jobs):
         found[index] = outcome
         store.put(points[index], outcome)
         progress(sum(o is not None for o in found), len(points))
     return [outcome for outcome in found if outcome is not None]
 
 
-def _simulated(
-    numbered: Sequence[tuple[int, P]], simulate: Callable[[P], Found], jobs: int
-) -> Iterator[tuple[int, Found]]:
-    one = partial(_numbered, simulate)
+def in_processes(
+    numbered: Sequence[tuple[int, Task]], do: Callable[[Task], Done], jobs: int
+) -> Iterator[tuple[int, Done]]:
+    """Each task done by one of `jobs` processes, as they come; by this one if `jobs` is 1."""
+    one = partial(_numbered, do)
     if jobs <= 1 or len(numbered) <= 1:
         yield from map(one, numbered)
         return
@@ -135,8 +138,8 @@ def _simulated(
         yield from pool.imap_unordered(one, numbered)
 
 
-def _numbered(simulate: Callable[[P], Found], item: tuple[int, P]) -> tuple[int, Found]:
-    return item[0], simulate(item[1])
+def _numbered(do: Callable[[Task], Done], item: tuple[int, Task]) -> tuple[int, Done]:
+    return item[0], do(item[1])
 
 
 def _key(point: Point) -> str:

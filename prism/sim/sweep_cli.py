@@ -16,8 +16,8 @@ from prism.policies import registry
 from prism.replay.cli import parse_scales
 from prism.replay.report import percent
 from prism.sim.console import Bar
-from prism.sim.options import Config, SetOption, make_folder, parse_sets
-from prism.sim.planning import Plan, fewest_gpus
+from prism.sim.options import EXAMPLE, Config, Out, SetOption, make_folder, parse_sets
+from prism.sim.planning import Plan, Search, plans
 from prism.sim.points import Outcome, Point, Store, grid, run_points, simulate
 from prism.sim.scenario import load
 
@@ -27,7 +27,7 @@ SHORT = {"gpus": "gpus.count"}
 
 
 def sweep(
-    config: Config,
+    config: Config = EXAMPLE,
     *,
     out: Folder,
     vary: Annotated[
@@ -62,19 +62,20 @@ def sweep(
 
 
 def plan(
-    config: Config,
+    config: Config = EXAMPLE,
     *,
     policies: Annotated[str, typer.Option(help="Names, or all.")] = "prism,static",
     target: Annotated[float, typer.Option(help="Part of the requests.", min=0, max=1)] = 0.99,
     metric: Annotated[str, typer.Option(help="ttft, tpot, e2e or all.")] = "ttft",
     max_gpus: Annotated[int, typer.Option(help="Search no further.", min=1)] = 32,
     set_: SetOption = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder.")] = None,
+    jobs: Jobs = 0,
+    out: Out = None,
 ) -> None:
     """Find the fewest GPUs at which each policy meets the target.
 
     Each policy gets the same budget: doubling, then bisection. --out gets plan.json, plan.csv and
-    report.html, with every point tried.
+    report.html, with every point tried; points that are there already are not simulated again.
     """
     names = list(registry.names()) if policies == "all" else policies.split(",")
     for name in names:
@@ -84,24 +85,18 @@ def plan(
     make_folder(out)
     fixed = parse_sets(set_ or [])
     load(config, {**fixed, "gpus.count": max_gpus})
-    store = Store(out / "points" if out else None, Outcome)
+    points = out / "points" if out else None
+    searches = [
+        Search(str(config), fixed, name, target, metric, max_gpus, points) for name in names
+    ]
+    with Bar(Console(stderr=True), "policies") as bar:
+        found = plans(searches, jobs=jobs or os.cpu_count() or 1, progress=bar)
     console = Console()
-    plans: list[Plan] = []
-    for name in names:
-        fixed_here = {**fixed, "policy": name}
-
-        def simulated(gpus: int, changes: dict[str, Any] = fixed_here) -> Outcome:
-            point = Point(str(config), {**changes, "gpus.count": gpus})
-            return _run([point], 1, store, f"{changes['policy']} on {gpus} GPUs")[0]
-
-        plans.append(
-            fewest_gpus(name, target=target, metric=metric, most=max_gpus, simulate=simulated)
-        )
-    console.print(plan_table(plans))
+    console.print(plan_table(found))
     if out is not None:
         from prism.sim.sweep_report import write_plans
 
-        write_plans(out, plans, f"{config.stem}: GPUs for {target:.0%} {metric}")
+        write_plans(out, found, f"{config.stem}: GPUs for {target:.0%} {metric}")
         console.print(f"results: {out}")
 
 
@@ -130,11 +125,11 @@ def sweep_table(outcomes: list[Outcome], keys: list[str]) -> Table:
     return table
 
 
-def plan_table(plans: list[Plan]) -> Table:
-    table = Table(title=f"GPUs for {plans[0].target:.0%} {plans[0].metric} attainment")
+def plan_table(made: list[Plan]) -> Table:
+    table = Table(title=f"GPUs for {made[0].target:.0%} {made[0].metric} attainment")
     for column in ("policy", "GPUs", "attainment", "points tried"):
         table.add_column(column, justify="right")
-    for found in plans:
+    for found in made:
         gpus = str(found.gpus) if found.gpus is not None else f"{max(found.tried)}+"
         table.add_row(found.policy, gpus, percent(found.attainment), str(len(found.tried)))
     return table

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prism.errors import ConfigError
 from prism.replay.results import Attainment, GroupSummary, Latency, Summary
-from prism.sim import cli, points
+from prism.sim import cli, planning, points
 from prism.sim.planning import fewest_gpus
 from prism.sim.points import Outcome, Point, Store, grid, run_points
 from prism.sim.sweep_cli import parse_vary
@@ -102,14 +102,35 @@ def test_the_fewest_gpus_are_found(needed: int, most: int) -> None:
     assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 2
 
 
-def test_plan_writes_what_it_tried(
+def test_plan_writes_what_it_tried_whatever_the_cores(
     monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    command = ("plan", str(config), "--policies", "prism", "--max-gpus", "2", "--out", str(out))
-    assert call(monkeypatch, *command) == 0
-    rows = (out / "plan.csv").read_text().splitlines()
+    for jobs in ("1", "2"):
+        given = ("--policies", "prism,static", "--max-gpus", "2", "--jobs", jobs)
+        assert call(monkeypatch, "plan", str(config), *given, "--out", str(tmp_path / jobs)) == 0
+    for name in ("plan.json", "plan.csv", "report.html"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    rows = (tmp_path / "1" / "plan.csv").read_text().splitlines()
     assert rows[1].startswith("prism,1,1.0,ttft,0.99,1,")
+
+
+def test_a_plan_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    search = planning.Search(str(config), {}, "prism", 0.99, "ttft", 2, tmp_path)
+    first = planning.plan_one(search)
+    monkeypatch.setattr(planning, "simulate", lambda point: pytest.fail("simulated again"))
+    assert planning.plan_one(search) == first
+
+
+def test_sweep_and_plan_have_the_bundled_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    short = ("--set", "generate.seconds=5", "--jobs", "1")
+    vary = ("--vary", "policy=static", "--out", str(tmp_path))
+    assert call(monkeypatch, "sweep", *vary, *short) == 0
+    assert call(monkeypatch, "plan", "--policies", "static", "--max-gpus", "2", *short) == 0
+    assert "static" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
