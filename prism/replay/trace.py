@@ -49,6 +49,8 @@ class TraceRequest(
 
 
 Trace = Sequence[TraceRequest]
+DAY_MS = 86_400_000.0
+LONGEST_GAP_MS = 30 * DAY_MS
 DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
 _DECODER = msgspec.json.Decoder(TraceRequest)
 
@@ -56,17 +58,29 @@ _DECODER = msgspec.json.Decoder(TraceRequest)
 def read_trace(path: Path) -> list[TraceRequest]:
     """All requests of a `.jsonl` or `.jsonl.gz` file. Raises TraceError: file:line and key."""
     requests: list[TraceRequest] = []
+    before_ms = 0.0
     for where, line in numbered_lines(path):
         request = _parse(line, where)
-        if requests and request.timestamp < requests[-1].timestamp:
-            raise TraceError(
-                f"{where}: timestamp: {request.timestamp:g} is before the line above "
-                f"({requests[-1].timestamp:g}); sort the trace by timestamp"
-            )
+        _check_time(where, request.timestamp, before_ms)
         requests.append(request)
+        before_ms = request.timestamp
     if not requests:
         raise TraceError(f"{path}: the trace is empty; give a file with one JSON object a line")
     return requests
+
+
+def _check_time(where: str, timestamp_ms: float, before_ms: float) -> None:
+    if timestamp_ms < before_ms:
+        raise TraceError(
+            f"{where}: timestamp: {timestamp_ms:g} is before the line above "
+            f"({before_ms:g}); sort the trace by timestamp"
+        )
+    if timestamp_ms - before_ms > LONGEST_GAP_MS:  # times since 1970, or in another unit
+        days = (timestamp_ms - before_ms) / DAY_MS
+        raise TraceError(
+            f"{where}: timestamp: {days:.0f} days without a request before this one; timestamps "
+            "are milliseconds since the trace's start: subtract the first one"
+        )
 
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:

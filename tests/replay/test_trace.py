@@ -84,6 +84,16 @@ def test_unsorted_times_name_the_later_line(tmp_path: Path) -> None:
     assert ":3: timestamp: 7 is before the line above (9)" in message
 
 
+@pytest.mark.parametrize("times", [(1.76e12, 1.76e12 + 5), (0, 1e15)])
+def test_times_since_1970_or_in_another_unit_are_found(
+    tmp_path: Path, times: tuple[float, float]
+) -> None:
+    rows = [GOOD | {"timestamp": t} for t in times]
+    message = error(lines(tmp_path / "t.jsonl", *rows))
+    assert "days without a request" in message
+    assert "subtract the first one" in message
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \n"])
 def test_an_empty_trace_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.jsonl").write_bytes(content)
