@@ -36,6 +36,10 @@ class Lineup:
         if self._on_time or self._added or self._late:
             self._on_time, self._added, self._late = {}, {}, {}
 
+    def models(self) -> set[str]:
+        """Those of whom somebody may wait."""
+        return {*self._on_time, *self._added, *self._late}
+
     def late_heads(self) -> list[str]:
         """The oldest late request of each model, oldest first."""
         if not self._late:

@@ -41,8 +41,9 @@ class Limits:
     late_every: how many others may go before a model's oldest late request until it is its turn.
     prefill_horizon_s: prefill work an engine may hold before it takes no more, but always one
     prefill step of prefill_chunk_tokens.
-    order_age_s: the order is computed anew after this, since deadlines pass; with more than
-    CHEAP_ORDER waiting it is left alone for ORDER_S_PER_REQUEST times their number.
+    order_age_s: the order is computed anew whenever a request may start, and after this while none
+    may; with more than CHEAP_ORDER waiting it is left alone for ORDER_S_PER_REQUEST times their
+    number.
     """
 
     headroom_tokens: int = 64
@@ -127,7 +128,7 @@ class LocalScheduler:
         room = Room(views, limits.prefill_horizon_s, limits.prefill_chunk_tokens)
         if len(self._waiting) == 1 and (alone := self._start_alone(room)):
             return alone
-        self._refresh_order(now_s, views)
+        self._refresh_order(now_s, views, room)
         choice = self._choose(now_s, room)
         self.blocked = choice.blocked
         for model, ids in self._by_model(choice.ids).items():
@@ -156,15 +157,12 @@ class LocalScheduler:
 
     # --- order ------------------------------------------------------------------------------
 
-    def _refresh_order(self, now_s: float, views: Collection[EngineView]) -> None:
+    def _refresh_order(self, now_s: float, views: Collection[EngineView], room: Room) -> None:
         for request in self._unlisted:
             self._lineup.add(request.id, request.model)
         self._unlisted.clear()
         present = frozenset(view.model for view in views)
-        gap_s = max(0, len(self._waiting) - CHEAP_ORDER) * ORDER_S_PER_REQUEST
-        age_s = now_s - self._ordered_at_s
-        changed = self._changed or present != self._ordered_for
-        if age_s < (gap_s if changed else max(gap_s, self._limits.order_age_s)):
+        if not self._is_order_due(now_s, present, room):
             return
         by_model = {view.model: view for view in views}
         jobs = [_job(r, by_model[r.model]) for r in self._waiting.values() if r.model in by_model]
@@ -174,6 +172,18 @@ class LocalScheduler:
             if request.model not in by_model:
                 self._lineup.add(request.id, request.model)
         self._ordered_at_s, self._ordered_for, self._changed = now_s, present, False
+
+    def _is_order_due(self, now_s: float, present: frozenset[str], room: Room) -> bool:
+        """A start goes by the order of its own moment: whether a request is given up must not hang
+        on when the scheduler last looked."""
+        age_s = now_s - self._ordered_at_s
+        if age_s < max(0, len(self._waiting) - CHEAP_ORDER) * ORDER_S_PER_REQUEST:
+            return False
+        if age_s >= self._limits.order_age_s:
+            return True
+        changed = age_s > 0 or self._changed or present != self._ordered_for
+        lined_up = self._lineup.models()
+        return changed and any(model in lined_up and room.is_open(model) for model in room)
 
     def _sequence(self, room: Room, blocked: Collection[str]) -> Iterator[Waiting]:
         """Held ones, late ones whose turn it is, on-time ones, the other late ones."""

@@ -91,6 +91,10 @@ class Room:
             return Verdict.STARTS
         return Verdict.LIMIT if self._exceeds_limit(engine, need_tokens) else Verdict.MEMORY
 
+    def is_open(self, model: str) -> bool:
+        """Whether one more request of `model` starts if there is KV memory for it."""
+        return self.verdict(model, 0) is Verdict.STARTS
+
     def take(self, model: str, prompt_tokens: int, headroom_tokens: int) -> None:
         """The request starts. REQUIRES: `verdict` said STARTS."""
         engine = self._engines[model]

@@ -8,7 +8,7 @@ from prism.fakes import FakeEngines
 from prism.policies import fcfs, moore_hodgson
 from prism.policies.data import Order
 from prism.ports import EngineView
-from prism.scheduler.local import Limits, LocalScheduler, Waiting
+from prism.scheduler.local import CHEAP_ORDER, Limits, LocalScheduler, Waiting
 from tests.scheduler.device import Device, Engine
 
 
@@ -90,13 +90,23 @@ def test_a_model_that_is_not_ready_blocks_only_itself() -> None:
 
 
 def test_activation_that_outlasts_the_deadline_makes_late() -> None:
+    """It takes no time from those that can be on time."""
+    engines = {"coming": Engine(ready_in_s=5.0), "a": Engine(max_running=1)}
+    world = World(1000, engines)
+    world.add("hopeless", "coming", prompt=100, deadline=3.9)
+    world.add("in time", "a", prompt=250, deadline=4)
+    world.add("later", "a", deadline=9)
+    assert world.step(now_s=1.0) == ["in time"]
+
+
+def test_an_activation_that_ends_early_gives_its_requests_their_chance() -> None:
     engines = {"a": Engine(ready_in_s=5.0, max_running=1)}
     world = World(1000, engines)
-    world.add("hopeless", deadline=4)
+    world.add("hopeless so far", deadline=4)
     world.add("in time", deadline=9)
     world.step(now_s=1.0)
     engines["a"].ready_in_s = 0.0
-    assert world.step(now_s=1.1) == ["in time"]
+    assert world.step(now_s=1.1) == ["hopeless so far"]
 
 
 def test_prefill_in_flight_counts_against_deadlines() -> None:
@@ -182,7 +192,8 @@ def test_the_order_is_the_policys() -> None:
     assert world.step() == ["first"]
 
 
-def test_the_order_is_computed_on_change_only() -> None:
+def test_the_order_is_computed_where_it_decides() -> None:
+    """Not while no slot is free; there only its age counts."""
     calls = 0
 
     def counted(*args):  # type: ignore[no-untyped-def]
@@ -190,17 +201,53 @@ def test_the_order_is_computed_on_change_only() -> None:
         calls += 1
         return moore_hodgson.order(*args)
 
-    world = World(1000, {"a": Engine(max_running=0)}, order=counted, order_age_s=10)
+    engine = Engine(max_running=0)
+    world = World(1000, {"a": engine}, order=counted, order_age_s=10)
     world.add("1")
+    world.add("2")
     for n in range(50):
         world.step(1.0 + n / 100)
     assert calls == 1
-    world.add("2")
-    world.step(2.0)
-    world.step(2.0)
+    engine.max_running = 1
+    assert world.step(2.0) == ["1"]
     assert calls == 2
-    world.step(13.0)  # deadlines have passed meanwhile
+    world.add("3")
+    for n in range(50):
+        world.step(2.0 + n / 100)
+    assert calls == 2
+    world.step(12.0)
     assert calls == 3
+
+
+def test_what_starts_is_chosen_by_an_order_of_that_moment() -> None:
+    """Whoever cannot be on time any more is given up, however lately the scheduler looked."""
+    for looked_s in (1.0, 1.9, 1.999, 2.0):
+        engine = Engine(max_running=0)
+        world = World(1000, {"a": engine}, order_age_s=10)
+        world.add("given up", prompt=50, deadline=2.49)
+        world.add("on time", prompt=50, deadline=3.0)
+        world.step(0.5)
+        world.step(looked_s)
+        engine.max_running = 1
+        assert world.step(2.0) == ["on time"]
+
+
+def test_a_huge_queue_is_ordered_only_so_often() -> None:
+    calls = 0
+
+    def counted(*args):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        return moore_hodgson.order(*args)
+
+    engine = Engine(max_running=1)
+    world = World(10_000, {"a": engine}, order=counted)
+    for n in range(CHEAP_ORDER + 1001):
+        world.add(f"{n}")
+    for n in range(100):
+        world.step(1.0 + n / 100)
+        engine.running.clear()
+    assert calls == 10
 
 
 def test_memory_kept_for_one_does_not_stop_others_within_their_guarantee() -> None:
