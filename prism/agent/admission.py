@@ -13,9 +13,9 @@ from prism.agent.pool import Engine
 from prism.agent.running import Load
 from prism.agent.state import State
 from prism.ports import EngineView
+from prism.scheduler.speed import PRIOR_TOKENS_PER_S
 
 # Until a model's prefill speed has been measured.
-PREFILL_PRIOR_TOKENS_PER_S = 1000.0
 ACTIVATION_PRIOR_S = 2.0
 # An activation that takes longer than expected is expected to end after this.
 READY_SOON_S = 0.05
@@ -147,7 +147,7 @@ class DevicePort:
         )
 
     def _speed(self, model: str) -> float:
-        return self._state.models.totals(model).prefill_tokens_per_s or PREFILL_PRIOR_TOKENS_PER_S
+        return self._state.models.totals(model).prefill_tokens_per_s or PRIOR_TOKENS_PER_S
 
 
 def _claim(

@@ -19,7 +19,7 @@ from prism.costs.model import Chunk, CostModel, Usage
 from prism.costs.shapes import short_name
 from prism.costs.table import StepTable, TableCost
 from prism.errors import ConfigError
-from prism.journal import Ended, Queued, Served, Started, Stepped
+from prism.journal import Ended, Queued, Served, Started
 from prism.messages import ModelSpec
 from prism.model_memory import BLOCK_TOKENS, layout_of, memory_need
 from prism.parity.journals import Dated, Journals
@@ -27,6 +27,7 @@ from prism.policies.data import Settings
 from prism.policies.kv_blocks import KvShape
 from prism.replay.results import RequestRecord
 from prism.scheduler.local import Limits
+from prism.scheduler.speed import PRIOR_TOKENS_PER_S
 from prism.sim.setup import (
     ActivationSettings,
     ClusterSetup,
@@ -45,20 +46,17 @@ MIXED = SLEEPING = ("fake",)
 class Measured:
     """From journals. served: model -> the last report of its engine; activation_s: model -> median
     seconds, the lower of two (its first time reads files); unload_s: of an eviction; reach_s: from
-    a request's arrival at the frontend to its device's queue; speeds: model -> prefill speed that
-    admission reckoned with, tokens/s, where inputs were kept."""
+    a request's arrival at the frontend to its device's queue."""
 
     served: Mapping[str, Served] = field(default_factory=dict)
     activation_s: Mapping[str, float] = field(default_factory=dict)
     unload_s: float = 0.0
     reach_s: float = 0.0
-    speeds: Mapping[str, float] = field(default_factory=dict)
 
 
 def measured(journals: Iterable[Journals]) -> Measured:
     served: dict[str, Served] = {}
     seconds: dict[str, list[float]] = defaultdict(list)
-    speeds: dict[str, list[float]] = defaultdict(list)
     unloads_s: list[float] = []
     reach_s: list[float] = []
     for found in journals:
@@ -69,17 +67,8 @@ def measured(journals: Iterable[Journals]) -> Measured:
                 seconds[record.model].append(record.seconds)
             elif isinstance(record, Queued):
                 reach_s.append(record.time_s - record.arrival_s)
-            elif isinstance(record, Stepped):
-                for view in record.views or ():
-                    speeds[view.model].append(view.prefill_tokens_per_s)
     medians_s = {model: statistics.median_low(values) for model, values in seconds.items()}
-    return Measured(
-        served,
-        medians_s,
-        _median(unloads_s),
-        _median(reach_s),
-        {model: _median(values) for model, values in speeds.items()},
-    )
+    return Measured(served, medians_s, _median(unloads_s), _median(reach_s))
 
 
 def initial_end_s(journals: Journals, start_unix_s: float) -> float:
@@ -246,7 +235,7 @@ def _model(
         activation_s=found.activation_s.get(spec.name),
         request_s=min(found.reach_s, cost.request_s),
         submit_s=max(0.0, cost.request_s - found.reach_s),
-        speed_tokens_per_s=found.speeds.get(spec.name),
+        speed_tokens_per_s=PRIOR_TOKENS_PER_S,
     )
 
 

@@ -9,6 +9,7 @@ from prism.policies.registry import Policy
 from prism.ports import EngineView
 from prism.scheduler.journaled import JournaledScheduler
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
+from prism.scheduler.speed import Speed
 from prism.sim.compute import Gpu
 from prism.sim.controlled import ControlledEngine, Controller
 from prism.sim.engine import Engine
@@ -18,7 +19,7 @@ from prism.sim.memory import Ledger
 from prism.sim.reclaim import idle_bytes, returnable_bytes
 from prism.sim.request import Request
 from prism.sim.resident import Resident, Stage
-from prism.sim.setup import DeviceSetup
+from prism.sim.setup import DeviceSetup, ModelSetup
 
 # An activation that takes longer than expected is expected to end after this (as the live agent).
 READY_SOON_S = 0.05
@@ -28,6 +29,7 @@ class Device:
     """The `prism.ports.EnginePort` of one simulated device.
 
     residents: model -> the copy whose rank 0 is here; guests: copies that have any rank here.
+    speeds: model -> of its prefills here, which outlives its copies.
     pending_bytes: what activations wait for; admission leaves it alone, so that those that run now
     do not starve the newcomer. gpu: one that it shares, default one of its own. journal: where its
     queue's records go.
@@ -51,6 +53,7 @@ class Device:
         self.site = MemorySite(setup.name, self.ledger)
         self.residents: dict[str, Resident] = {}
         self.guests: list[Resident] = []
+        self.speeds: dict[str, Speed] = {}
         self._homes: tuple[Device, ...] | None = None
         self.pending_bytes = 0
         self.scheduler = (
@@ -86,6 +89,12 @@ class Device:
     def unhost(self, guest: Resident) -> None:
         self.guests.remove(guest)
         self._homes = None
+
+    def speed_tokens_per_s(self, model: ModelSetup) -> float:
+        """Of its prefills, as its engines here have measured it."""
+        measured = self.speeds.get(model.name)
+        first = model.speed_tokens_per_s or model.prefill_tokens_per_s
+        return (measured.tokens_per_s if measured is not None else 0.0) or first
 
     # --- the queue --------------------------------------------------------------------------
 
@@ -229,7 +238,7 @@ class Device:
 
     def _coming_view(self, resident: Resident) -> EngineView:
         left_s = resident.ready_s - self._kernel.time_s
-        speed = resident.model.prefill_tokens_per_s
+        speed = self.speed_tokens_per_s(resident.model)
         return EngineView(
             resident.model.name, 0, 0, 0, 1, speed, ready_in_s=max(READY_SOON_S, left_s)
         )

@@ -15,6 +15,7 @@ from functools import partial
 
 from prism.costs.model import Chunk, CostModel, Usage
 from prism.policies.steps import Phase
+from prism.scheduler.speed import Speed
 from prism.sim.batch import Batch
 from prism.sim.compute import Compute, Gpu, Job
 from prism.sim.kv import KvSpace
@@ -87,6 +88,7 @@ class Engine:
         self.running = 0
         self.slower = 1.0
         self.submit_s = 0.0
+        self.speed = Speed()
         self.prompt_tokens_total = 0
         self.output_tokens_total = 0
         self.prefill_tokens_per_s = settings.prefill_chunk_tokens / cost.prefill_s(
@@ -273,13 +275,13 @@ class Engine:
         self.turn()
 
     def _measure(self, tokens: int) -> None:
-        """The prefill speed that admission reckons with: an average over the latest steps, as
-        the live engines report it, so it includes what neighbours on the GPU cost."""
+        """The prefill speed that admission reckons with, as the live engines report it: it includes
+        what neighbours on the GPU cost."""
         seconds, settings = self._kernel.time_s - self._prefill_since_s, self._settings
         counts = settings.small_prefills or tokens * 4 >= settings.prefill_chunk_tokens
         if counts and seconds > 0:
-            speed = tokens / seconds
-            self.prefill_tokens_per_s += 0.2 * (speed - self.prefill_tokens_per_s)
+            self.speed.add(tokens, seconds)
+            self.prefill_tokens_per_s = self.speed.tokens_per_s
 
     def _token_came(self, request: Request) -> None:
         request.generated += 1

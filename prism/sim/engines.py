@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prism.policies.kv_blocks import KvBlocks, Pool, pool
 from prism.policies.placement import Placement
 from prism.policies.registry import Policy
+from prism.scheduler.speed import Speed
 from prism.sim.compute import Compute
 from prism.sim.controlled import ControlledEngine
 from prism.sim.engine import Engine, Listener
@@ -57,8 +58,8 @@ def make_engine(resident: Resident, compute: Compute, terms: Terms, listener: Li
     )
     engine.slower = slower
     engine.submit_s = model.submit_s
-    if model.speed_tokens_per_s is not None:
-        engine.prefill_tokens_per_s = model.speed_tokens_per_s
+    engine.speed = resident.home.speeds.setdefault(model.name, Speed())
+    engine.prefill_tokens_per_s = resident.home.speed_tokens_per_s(model)
     if isinstance(engine, ControlledEngine):
         engine.begin(terms.load, _sm_share(resident, terms.target))
     return engine

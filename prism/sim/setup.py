@@ -63,7 +63,7 @@ class ModelSetup:
     what depends on it; `tp` is in it. activation_s: as measured, in place of what
     `ActivationSettings` would give. request_s: from a request's arrival to its device's queue;
     submit_s: from its dispatch until its engine may start it. speed_tokens_per_s: of prefills, as
-    admission reckons with it at first; default that of whole chunks."""
+    admission reckons with it until a device has measured it; default that of whole chunks."""
 
     index: int
     name: str

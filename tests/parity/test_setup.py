@@ -23,7 +23,7 @@ from prism.parity.setup import (
     measured,
     replayed,
 )
-from prism.ports import EngineView
+from prism.scheduler.speed import PRIOR_TOKENS_PER_S
 from tests.parity.worlds import journals, queued, stepped
 from tests.parity.worlds import replayed as results_of
 
@@ -134,17 +134,14 @@ def test_evictions_are_timed_and_failed_ones_left_out() -> None:
         initial_end_s(made, 10.0)
 
 
-def test_ways_and_speeds_are_those_of_the_queues() -> None:
-    """From the frontend's stamp to the queue; prefill speeds as the local scheduler saw them."""
+def test_ways_are_those_of_the_queues_and_speeds_begin_as_an_agents_do() -> None:
+    """From the frontend's stamp to the queue."""
     way = [queued(number, 60.0 + 0.01 * number) for number in (1, 2, 3)]
     came = [msgspec.structs.replace(record, arrival_s=60.0) for record in way]
-    views = tuple(EngineView("a", 10, 0, 1, 16, speed) for speed in (100.0, 300.0, 400.0))
-    steps = [msgspec.structs.replace(stepped(61.0, 1, 2, 3), views=views)]
-    found = measured([journals([], [*came, *steps])])
+    found = measured([journals([], [*came, stepped(61.0, 1, 2, 3)])])
     assert found.reach_s == pytest.approx(0.02)
-    assert found.speeds == {"a": 300.0}
     setup = cluster_setup(config(spec("a")), found, {"a": table("a")}, 2.0)
-    assert setup.models[0].speed_tokens_per_s == 300.0
+    assert setup.models[0].speed_tokens_per_s == PRIOR_TOKENS_PER_S
 
 
 def test_engines_of_host_devices_share_cores() -> None:

@@ -104,3 +104,17 @@ def test_small_prefills_count_for_the_speed_where_asked_for() -> None:
 
     assert speed(False) == 500.0
     assert speed(True) == pytest.approx(10_000.0, rel=0.01)
+
+
+def test_a_measured_speed_outlives_an_eviction() -> None:
+    """As in a live agent: a model that comes back is not taken for as fast as at first."""
+    setup = in_turns()
+    models = tuple(dataclasses.replace(m, speed_tokens_per_s=500.0) for m in setup.models)
+    setup = dataclasses.replace(setup, models=models)
+    asked = [request(0.0, "a", prompt=400), request(60.0, "b", prompt=400)]
+    world = World(setup, work(setup, [*asked, request(120.0, "a", prompt=1)]))
+    world.run()
+    assert [d.model for d in kinds(world, "active")][-2:] == ["b", "a"]
+    engine = world.models[0].residents[0].engine
+    assert engine is not None
+    assert engine.prefill_tokens_per_s == pytest.approx(10_000.0)

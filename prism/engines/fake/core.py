@@ -25,6 +25,7 @@ from prism.engines.fake.weights import FakeWeights
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Resume
+from prism.scheduler.speed import Speed
 
 
 class InjectedFault(EngineError):
@@ -91,7 +92,7 @@ class FakeCore:
         self._rejected: list[Failure] = []
         self._cancelled: list[Sequence] = []
         self._totals = Totals()
-        self._speed_tokens_per_s = options.prefill_tokens_per_s
+        self._speeds: dict[str | None, Speed] = {}
 
     # --- the model's life ------------------------------------------------------------------
 
@@ -289,9 +290,7 @@ class FakeCore:
 
     def _measure(self, prefilled: int, seconds: float) -> None:
         if prefilled and seconds > 0:
-            speed = prefilled / seconds
-            old = self._speed_tokens_per_s or speed
-            self._speed_tokens_per_s = 0.8 * old + 0.2 * speed
+            self._speeds.setdefault(self._model, Speed()).add(prefilled, seconds)
 
     def _emit(self, memory: Memory) -> list[Chunk]:
         ready = [s for s in self._running if s.to_compute == 0]
@@ -322,13 +321,14 @@ class FakeCore:
 
     def status(self) -> EngineStatus:
         totals, memory, usage = self._totals, self._memory, self._client.usage()
+        speed = self._speeds.get(self._model)
         return EngineStatus(
             engine_id=self._context.engine_id,
             model=self._model,
             running=len(self._running),
             waiting=len(self._waiting),
             pending_prefill_tokens=sum(s.prefill_left for s in (*self._waiting, *self._running)),
-            prefill_tokens_per_s=self._speed_tokens_per_s,
+            prefill_tokens_per_s=speed.tokens_per_s if speed else 0.0,
             prompt_tokens_total=totals.prompt_tokens,
             output_tokens_total=totals.output_tokens,
             retractions_total=totals.retractions,

@@ -18,12 +18,12 @@ from prism.engines.sglang import gpu, host, moving, requests, warm_up
 from prism.engines.sglang.memory import EngineMemory, plan
 from prism.engines.sglang.radix_pages import RadixPages
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
-from prism.engines.sglang.speed import Speed
 from prism.engines.sglang.weights import ModelWeights, StoreAccess
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, RankLostError, RequestError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
 from prism.model_memory import BLOCK_TOKENS
+from prism.scheduler.speed import Speed
 from prism.weight_store import open_store
 
 

@@ -1,20 +1,24 @@
-"""Prefill speed as measured while serving."""
+"""The prefill speed that admission reckons with, measured by engines while they serve."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+PRIOR_TOKENS_PER_S = 1000.0
+"""Of a model that has computed no prompt on its device yet."""
 _DECAY = 0.8
 
 
 @dataclass(slots=True)
 class Speed:
-    """Decayed sums of tokens and seconds, so that long prefills weigh more than short ones."""
+    """Of one model. Decayed sums of tokens and seconds, so that long prefills weigh more than short
+    ones."""
 
     _tokens: float = 0.0
     _seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
+        """A step that computed `tokens` of prompts, whatever else it did."""
         self._tokens = self._tokens * _DECAY + tokens
         self._seconds = self._seconds * _DECAY + seconds
 
