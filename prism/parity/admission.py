@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from prism.parity.causes import Causes
 from prism.parity.results import Compared, Difference
 from prism.parity.runs import Run, Wait
 
@@ -23,8 +24,8 @@ BLOCKED = {
 }
 
 
-def compare_order(live: Run, simulated: Run) -> Compared:
-    """One by one, in the order of the live dispatches."""
+def compare_order(live: Run, simulated: Run, causes: Causes | None = None) -> Compared:
+    """One by one, in the order of the live dispatches. causes: is told of each difference."""
     found: list[Difference] = []
     equal = alone = apart = 0
     for chosen, left in _choices(live):
@@ -45,11 +46,13 @@ def compare_order(live: Run, simulated: Run) -> Compared:
             equal += 1
             continue
         passed, other = min(earlier, key=lambda pair: pair[1].rank)
-        found.append(_difference(chosen, passed, twin, other))
+        found.append(_difference(chosen, passed, twin, other, causes))
+        if causes is not None:
+            causes.note(chosen)
     return Compared(equal, found, {"nobody else waited": alone, "no common choice": apart})
 
 
-def compare_pairs(live: Run, simulated: Run) -> Compared:
+def compare_pairs(live: Run, simulated: Run, causes: Causes | None = None) -> Compared:
     """Every two requests that waited together in both worlds, once."""
     equal, found = 0, list[Difference]()
     for chosen, left in _choices(live):
@@ -61,11 +64,11 @@ def compare_pairs(live: Run, simulated: Run) -> Compared:
             if twin.rank < other.rank:
                 equal += 1
             else:
-                found.append(_difference(chosen, wait, twin, other))
+                found.append(_difference(chosen, wait, twin, other, causes))
     return Compared(equal, found)
 
 
-def compare_turns(live: Run, simulated: Run) -> Compared:
+def compare_turns(live: Run, simulated: Run, causes: Causes | None = None) -> Compared:
     """Each request that waited beside the same other one in both worlds: equal where it has the
     same turn among them, the differences being the fewest that would have to move. One request
     that overtakes five others is one difference here, and up to five choices."""
@@ -75,7 +78,7 @@ def compare_turns(live: Run, simulated: Run) -> Compared:
         kept = _longest_rising([twin.rank for twin in twins])
         equal += len(kept)
         for place in sorted(set(range(len(waits))) - kept):
-            found.append(_moved(place, waits, twins, kept))
+            found.append(_moved(place, waits, twins, kept, causes))
     found.sort(key=lambda difference: difference.time_s)
     return Compared(equal, found)
 
@@ -109,13 +112,18 @@ def _longest_rising(ranks: Sequence[int]) -> set[int]:
 
 
 def _moved(
-    place: int, waits: Sequence[Wait], twins: Sequence[Wait], kept: Collection[int]
+    place: int,
+    waits: Sequence[Wait],
+    twins: Sequence[Wait],
+    kept: Collection[int],
+    causes: Causes | None,
 ) -> Difference:
     """Against the first of those that keep their turn that it changed sides with."""
     for other in sorted(kept):
         if (place < other) != (twins[place].rank < twins[other].rank):
             first, second = min(place, other), max(place, other)
-            return _difference(waits[first], waits[second], twins[first], twins[second])
+            ours, theirs = (waits[first], waits[second]), (twins[first], twins[second])
+            return _difference(*ours, *theirs, causes)
     raise AssertionError("a request that changed sides with nobody is part of the sequence")
 
 
@@ -143,21 +151,31 @@ def _choices(live: Run) -> Iterator[tuple[Wait, list[Wait]]]:
             yield chosen, [w for w in waits[number + 1 :] if w.queued < chosen.dispatched]
 
 
-def _difference(chosen: Wait, passed: Wait, twin: Wait, other: Wait) -> Difference:
+def _difference(
+    chosen: Wait, passed: Wait, twin: Wait, other: Wait, causes: Causes | None
+) -> Difference:
     """chosen went before passed live; simulated, as twin and other, it is the reverse."""
+    apart = _apart(other.dispatched_s - chosen.dispatched_s)
     text = (
         f"{chosen.device}: live {chosen.request} of {chosen.model} before {passed.request} of"
-        f" {passed.model}, simulated the reverse"
+        f" {passed.model}; simulated the reverse, {apart}"
     )
-    return Difference(_class(chosen, passed, twin, other), chosen.dispatched_s, text)
+    kind = _class(chosen, passed, twin, other, causes)
+    return Difference(kind, chosen.dispatched_s, text)
 
 
-def _class(chosen: Wait, passed: Wait, twin: Wait, other: Wait) -> str:
+def _apart(seconds: float) -> str:
+    return f"{abs(seconds) * 1000:.0f} ms {'later' if seconds > 0 else 'earlier'}"
+
+
+def _class(chosen: Wait, passed: Wait, twin: Wait, other: Wait, causes: Causes | None) -> str:
     verdict = chosen.blocked.get(passed.model) or other.blocked.get(twin.model)
     if verdict is not None and chosen.model != passed.model:
         return BLOCKED.get(verdict, verdict)
     if (chosen.queued < passed.queued) != (twin.queued < other.queued):
         return "arrival order"
+    if causes is not None and (cause := causes.of(chosen, passed, twin, other)):
+        return cause
     if (chosen.is_late, passed.is_late) != (twin.is_late, other.is_late):
         return "lateness"
     return "time estimates"

@@ -7,12 +7,13 @@ import msgspec
 
 from prism.fakes import FakeEngines
 from prism.journal import Left, Opened, Planned, Queued, Stepped, fields_of
+from prism.parity.causes import waiting_of
 from prism.parity.journals import Dated, Journals
 from prism.parity.results import Check
 from prism.policies import registry
 from prism.policies.data import Settings
 from prism.policies.registry import Policy
-from prism.scheduler.local import Limits, LocalScheduler, Waiting
+from prism.scheduler.local import Limits, LocalScheduler
 
 Records = tuple[Dated, ...]
 
@@ -79,13 +80,4 @@ class _Queue:
         elif isinstance(record, Left):
             self.scheduler.remove(record.ids)
         elif isinstance(record, Queued):
-            self.scheduler.add(
-                Waiting(
-                    id=record.id,
-                    model=record.model,
-                    prompt_tokens=record.prompt_tokens,
-                    max_tokens=record.max_tokens,
-                    arrival_s=record.arrival_s,
-                    deadline_s=record.deadline_s,
-                )
-            )
+            self.scheduler.add(waiting_of(record))

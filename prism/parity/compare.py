@@ -15,6 +15,7 @@ from prism.parity.admission import (
     compare_pairs,
     compare_turns,
 )
+from prism.parity.causes import Causes, moments
 from prism.parity.checks import check_all
 from prism.parity.journals import Journals
 from prism.parity.latency import figures, samples, simulated_records
@@ -74,6 +75,7 @@ def compare(given: Inputs) -> Outcome:
     world.run()
     simulated = simulated_run(world, lead_s)
     ours = simulated_records(world.records, records)
+    causes = _causes(given, live, world)
     results = ParityResults(
         trace=given.results.config.trace,
         policy=given.config.policy,
@@ -87,14 +89,23 @@ def compare(given: Inputs) -> Outcome:
         compared={
             "placement": compare_placement(live, simulated),
             "device of a request": compare_devices(live, simulated),
-            "admission order": compare_order(live, simulated),
-            "turns": compare_turns(live, simulated),
-            "pairs that waited together": compare_pairs(live, simulated),
+            "admission order": compare_order(live, simulated, causes),
+            "turns": compare_turns(live, simulated, causes),
+            "pairs that waited together": compare_pairs(live, simulated, causes),
         },
         figures=figures(records, ours, given.scales, _execution_s(world, work)),
         samples=samples(records, ours),
     )
     return Outcome(results, live, simulated, world)
+
+
+def _causes(given: Inputs, live: Run, world: World) -> Causes:
+    """What the live queues had before them, and the simulated ones."""
+    agents = given.journals.agents
+    ours = {device: [dated.record for dated in found] for device, found in agents.items()}
+    theirs = {device: memory.records for device, memory in world.queues.items()}
+    limits = world.setup.limits
+    return Causes(world.policy, limits, moments(ours), moments(theirs), live)
 
 
 def _checked(results: Results) -> list[RequestRecord]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -10,17 +10,23 @@ from rich.table import Table
 from prism.parity.results import CLASSES, Compared, Figure, ParityResults
 from prism.replay.report import percent
 
-TARGET = 0.95
+AIM = "the aim is 95 %"
 ALL = ("attainment", "all models")
+
+DECIDED = ("placement", "admission order")
 
 Row = tuple[str, ...]
 DECISION_HEADS = ("decisions", "compared", "equal", "classes of difference")
+CLASS_HEADS = ("class", "differences", "what it means")
+WORDS = ("classes of difference", "differences", "what it means")
 FIGURE_HEADS = ("of", "figure", "live", "simulated", "error")
 
 
 def print_parity(console: Console, results: ParityResults) -> None:
     console.print(_table("The same inputs again", ("decisions", "made", "equal"), checks(results)))
     console.print(_table("Decisions, live and simulated", DECISION_HEADS, decisions(results)))
+    if classes := explained(results):
+        console.print(_table("Classes of difference", CLASS_HEADS, classes))
     shown = [figure for figure in results.figures if figure.group in ALL]
     console.print(_table("Attainment and latency", FIGURE_HEADS, figures(shown)))
     for name, compared in results.compared.items():
@@ -40,6 +46,8 @@ def checks(results: ParityResults) -> Iterator[Row]:
 def decisions(results: ParityResults) -> Iterator[Row]:
     for name, compared in results.compared.items():
         yield name, str(compared.total), percent(compared.share), _classes(compared)
+    equal, total = together(results)
+    yield " and ".join(DECIDED), str(total), percent(equal / total if total else None), AIM
 
 
 def figures(shown: Sequence[Figure]) -> Iterator[Row]:
@@ -48,13 +56,19 @@ def figures(shown: Sequence[Figure]) -> Iterator[Row]:
         yield figure.group, figure.name, live, simulated, _error(figure)
 
 
-def explained(results: ParityResults) -> list[tuple[str, int, str]]:
-    """(class, how often, what it means) over all sorts of decisions."""
-    counts: dict[str, int] = {}
-    for compared in results.compared.values():
+def together(results: ParityResults) -> tuple[int, int]:
+    """(equal, compared) of what schedulers decide; the other rows are other views of the same."""
+    parts = [results.compared[name] for name in DECIDED if name in results.compared]
+    return sum(part.equal for part in parts), sum(part.total for part in parts)
+
+
+def explained(results: ParityResults) -> list[Row]:
+    """(class, where it occurs and how often, what it means)."""
+    found: dict[str, list[str]] = {}
+    for name, compared in results.compared.items():
         for kind, count in compared.classes.items():
-            counts[kind] = counts.get(kind, 0) + count
-    return [(kind, count, CLASSES.get(kind, "")) for kind, count in counts.items()]
+            found.setdefault(kind, []).append(f"{name} {count}")
+    return [(kind, ", ".join(counts), CLASSES.get(kind, "")) for kind, counts in found.items()]
 
 
 def _classes(compared: Compared) -> str:
@@ -76,10 +90,10 @@ def _error(figure: Figure) -> str:
     return f"{figure.error * 100:+.1f} {unit}"
 
 
-def _table(title: str, heads: Sequence[str], rows: Iterator[Row]) -> Table:
+def _table(title: str, heads: Sequence[str], rows: Iterable[Row]) -> Table:
     table = Table(title=title)
     for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number == 0 or "class" in head else "right")
+        table.add_column(head, justify="left" if number == 0 or head in WORDS else "right")
     for row in rows:
         table.add_row(*row)
     return table

@@ -32,6 +32,7 @@ def render(outcome: Outcome) -> str:
         results=results,
         checks=list(console.checks(results)),
         decisions=list(console.decisions(results)),
+        class_heads=console.CLASS_HEADS,
         decision_heads=console.DECISION_HEADS,
         figures=list(console.figures(results.figures)),
         figure_heads=console.FIGURE_HEADS,

@@ -16,15 +16,21 @@ CLASSES = {
     "KV limit": "a model's KV limit was reached, in one world",
     "free memory": "a request lacked KV memory, in one world",
     "arrival order": "requests that came together reached the queue the other way round",
+    "moment of the choice": "a slot came free a little earlier in one world: the live scheduler,"
+    " asked when the simulated one was, chooses as that did",
+    "prefill speeds": "engines had measured other speeds: the live scheduler, given the simulated"
+    " ones, chooses as the simulated one did",
+    "moment and speeds": "neither alone, but both together",
     "lateness": "a request was past its deadline in one world when it was dispatched",
-    "time estimates": "Moore-Hodgson weighed other estimates of prefill times",
+    "time estimates": "the same requests waited, but not the same others beside them",
     "model placed elsewhere": "the model was on another device: see placement",
     "another device": "pressures or free memory differed when the device was chosen",
     "a migration in one world only": "the gain was on the other side of the threshold",
     "an eviction in one world only": "an idle time or need of memory was on the other side",
     "an activation in one world only": "the model was up in the other world",
     "a live action failed": "the live system failed and tried again, the simulator never fails",
-    "follows another difference": "the model's state differed already",
+    "follows another difference": "the model's state differed already, or the queue's: somebody has"
+    " waited there ever since",
 }
 """What each class of difference means."""
 

@@ -41,7 +41,8 @@ class Wait:
     """A request's stay in a device's queue, up to its dispatch.
 
     queued, dispatched: positions among the queue's records; rank: of the dispatch among all of the
-    device. blocked: model -> why its first request could not start in the same step.
+    device. id: in the queue. blocked: model -> why its first request could not start in the same
+    step.
     """
 
     request: int
@@ -53,6 +54,7 @@ class Wait:
     queued_s: float
     dispatched_s: float
     deadline_s: float
+    id: str = ""
     blocked: Mapping[str, str] = field(default_factory=dict)
 
     def beside(self, other: Wait) -> bool:
@@ -149,6 +151,7 @@ def waits_of(
                         queued_s=since_s,
                         dispatched_s=time_s,
                         deadline_s=request.deadline_s + shift_s,
+                        id=request_id,
                         blocked=record.blocked,
                     )
 

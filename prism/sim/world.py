@@ -7,6 +7,7 @@ each device is the `EnginePort` of the same `LocalScheduler`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import inf
 
 from prism.journal import Memory
 from prism.policies import registry
@@ -39,7 +40,7 @@ SAMPLES = 200
 class World:
     """Runs one workload once. target: in place of what the policy's placement search finds.
     `progress`: called with (requests ended, requests) now and then. queues: device -> the records
-    of its queue, which are kept for `keep_queues`."""
+    of its queue with their inputs, which are kept for `keep_queues`."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class World:
         self.policy = policy or registry.get(setup.policy)
         self.kernel = Kernel()
         self.records = Records(work)
-        self.queues = {d.name: Memory() for d in setup.devices} if keep_queues else {}
+        self.queues = {d.name: Memory(inputs=True) for d in setup.devices} if keep_queues else {}
         shared = {d.processor: Gpu(d.processor) for d in setup.devices if d.processor}
         self.devices = [
             Device(
@@ -89,6 +90,7 @@ class World:
         self._left_out: set[int] = set()
         self._next, self._requests = 0, len(work)
         self._wake_due = False
+        self._tick_due_s = inf
         self.progress: Callable[[int, int], None] | None = None
 
     @property
@@ -105,7 +107,7 @@ class World:
         if self._replacement is not None:
             self.kernel.after(self._replacement.interval_s, self._replace, self._replacement)
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
-        self.kernel.after(self._pause_s(), self._tick)
+        self._expect_tick()
         self._sample()
         self.kernel.run(self.work.end_s + self.setup.patience_s)
         self._give_up_rest()
@@ -353,6 +355,8 @@ class World:
         due = policy.search is not None or self._scheduler.due(self.kernel.time_s)
         if asked or due or policy.calm is None:
             self._plan()
+        if asked:
+            self._expect_tick()
 
     def _replace(self, replacement: Replacement) -> None:
         """The placement is searched anew, as long as requests come."""
@@ -366,10 +370,20 @@ class World:
             self.kernel.after(replacement.interval_s, self._replace, replacement)
 
     def _tick(self) -> None:
+        if self.kernel.time_s != self._tick_due_s:
+            return  # an earlier one took its place
+        self._tick_due_s = inf
         if not self._calm():
             self._plan()
         if self._next < self._requests or self.open_requests:
-            self.kernel.after(self._pause_s(), self._tick)
+            self._expect_tick()
+
+    def _expect_tick(self) -> None:
+        """What changes without an event, as idle times do, is seen after a pause at the latest."""
+        due_s = self.kernel.time_s + self._pause_s()
+        if due_s < self._tick_due_s:
+            self._tick_due_s = due_s
+            self.kernel.at(due_s, self._tick)
 
     def _calm(self) -> bool:
         """The policy would do nothing: views of the whole cluster are not made for that."""

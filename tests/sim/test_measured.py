@@ -118,3 +118,15 @@ def test_a_measured_speed_outlives_an_eviction() -> None:
     engine = world.models[0].residents[0].engine
     assert engine is not None
     assert engine.prefill_tokens_per_s == pytest.approx(10_000.0)
+
+
+def test_a_model_to_make_room_is_looked_for_again_as_often_as_live() -> None:
+    """Not only at the next planning of moves, 30 s later: "a" may be evicted once it has been idle
+    for a while."""
+    setup = dataclasses.replace(in_turns(), interval_s=30.0)
+    world = World(setup, work(setup, [request(0.0, "b"), request(5.0, "a"), request(5.5, "b")]))
+    world.run()
+    ended_s = world.records.end_s[1]
+    (later_s,) = (d.time_s - ended_s for d in kinds(world, "evict") if d.time_s > ended_s)
+    idle_s = setup.settings.min_idle_s
+    assert idle_s <= later_s <= idle_s + setup.retry_s

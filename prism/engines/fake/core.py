@@ -271,20 +271,22 @@ class FakeCore:
         """Compute a chunk of every sequence, and take the time that it would take."""
         started_s = time.monotonic()
         budget = self._context.config.engine.prefill_chunk_tokens
-        prefilled = 0
+        prefilled = tokens = 0
         for sequence in self._running:
             count = min(sequence.to_compute, 1 if sequence.decodes else budget - prefilled)
             prefilled += 0 if sequence.decodes else count
+            tokens += count
             end = sequence.computed + count
             memory.write(sequence.tokens[:end], sequence.blocks, sequence.computed)
             sequence.computed = end
-        self._pass_time(prefilled)
+        self._pass_time(tokens)
         self._measure(prefilled, time.monotonic() - started_s)
 
-    def _pass_time(self, prefilled: int) -> None:
+    def _pass_time(self, tokens: int) -> None:
+        """Every token of a step is computed, a decode's as well as a prompt's."""
         seconds = self._options.decode_step_ms / 1000 if self._running else 0.0
-        if prefilled and self._options.prefill_tokens_per_s:
-            seconds += prefilled / self._options.prefill_tokens_per_s
+        if self._options.prefill_tokens_per_s:
+            seconds += tokens / self._options.prefill_tokens_per_s
         if seconds:
             time.sleep(seconds)
 

@@ -13,7 +13,8 @@ VARIABLE = "PRISM_FAKE"
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Speeds: prefill_tokens_per_s (0: no delay), decode_step_ms per step, activation_s.
+    """Speeds: decode_step_ms per step and prefill_tokens_per_s for every token that it computes (0:
+    no delay), activation_s.
 
     vocabulary: output tokens lie in [first, second). load_weights: load the model's files through
     the weight store, as a real engine does. cpu_reads_gpu: serve on cuda devices too, whose memory
