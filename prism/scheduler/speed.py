@@ -11,18 +11,15 @@ _DECAY = 0.8
 
 @dataclass(slots=True)
 class Speed:
-    """Of one model. Decayed sums of tokens and seconds, so that long prefills weigh more than short
-    ones."""
+    """Of one model; tokens_per_s is 0 before its first prefill. Decayed sums of tokens and seconds,
+    so that long prefills weigh more than short ones."""
 
+    tokens_per_s: float = 0.0
     _tokens: float = 0.0
     _seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step that computed `tokens` of prompts, whatever else it did."""
+        """A step that computed `tokens` of prompts, whatever else it did, in more than no time."""
         self._tokens = self._tokens * _DECAY + tokens
         self._seconds = self._seconds * _DECAY + seconds
-
-    @property
-    def tokens_per_s(self) -> float:
-        """0 before the first prefill."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+        self.tokens_per_s = self._tokens / self._seconds
