@@ -19,7 +19,8 @@ class Speed:
     _seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step that computed `tokens` of prompts, whatever else it did, in more than no time."""
+        """A step that computed `tokens` of prompts, whatever else it did."""
         self._tokens = self._tokens * _DECAY + tokens
         self._seconds = self._seconds * _DECAY + seconds
-        self.tokens_per_s = self._tokens / self._seconds
+        if self._seconds > 0:
+            self.tokens_per_s = self._tokens / self._seconds
