@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from prism.errors import ConfigError
 from prism.replay import transforms
 from prism.replay.bursty import PRESETS, BurstyConfig, generate_bursty, numbered
 from prism.replay.formats import read_arena
-from prism.replay.generate import Lengths, LengthSource
+from prism.replay.generate import Lengths, LengthSource, requests_at
 from prism.replay.rows import ReadOptions
 from prism.replay.sampled import lengths_of, read_maf, read_sharegpt
 from prism.replay.servegen import read_servegen
@@ -24,6 +25,8 @@ ARENA_LIKE = replace(
     PRESETS["arena-chat"], models=numbered(27), rate_rps=2.5, groups=9, lengths=Lengths()
 )
 """Stands in for the sample: as many models and requests per second."""
+SERVEGEN_PART = 0.1
+"""Of ServeGen's requests that is read: its clients send thousands a second."""
 STYLES = ("hyperbolic", "arena-chat")
 PATTERNS = {
     "arena": "arena_chat*.csv",
@@ -35,9 +38,10 @@ PATTERNS = {
 
 @dataclass(frozen=True)
 class Sources:
-    """folder: of the user's own files; arena_chat*.csv (the Chatbot Arena sample that the Prism
-    prototype replays) and servegen_client_rates*.csv in place of the generators of the two styles,
-    *maf*.csv for arrivals (SeaLLM), *sharegpt*.json for lengths."""
+    """folder: of the user's own files. In place of the generators of the two styles arena_chat*.csv
+    (the Chatbot Arena sample that the Prism prototype replays) and the arrivals of
+    servegen_client_rates*.csv, thinned to the generator's rate so that the studies' loads are
+    comparable; *maf*.csv for arrivals (SeaLLM), *sharegpt*.json for lengths."""
 
     folder: Path | None = None
 
@@ -61,12 +65,15 @@ class Sources:
         return onto(make(len(models), seconds, seed), models)
 
     def _hyperbolic(self, count: int, seconds: float, seed: int) -> Trace:
-        path = self.find("servegen")
-        if path is not None:
-            options = ReadOptions(seed=seed, seconds=seconds, lengths=self.sharegpt())
-            return transforms.sample_models(read_servegen(path, options), count, seed)
         config = replace(PRESETS["hyperbolic"], lengths=self.sharegpt())
-        return _generated(config, count, seconds, seed)
+        path = self.find("servegen")
+        if path is None:
+            return _generated(config, count, seconds, seed)
+        options = ReadOptions(seed=seed, seconds=seconds, thin=SERVEGEN_PART)
+        clients = transforms.sample_models(read_servegen(path, options), count, seed)
+        inside = transforms.window(clients, 0, seconds)  # its rates are those of ten minutes each
+        wanted = config.rate_rps * count / len(config.models) * seconds
+        return redrawn(transforms.scale_rate(inside, wanted / len(inside), seed), config, seed)
 
     def _arena(self, count: int, seconds: float, seed: int) -> Trace:
         """The sample that the prototype replays; without it, for more models than it has or more
@@ -77,7 +84,7 @@ class Sources:
         sample = read_arena(path, ReadOptions())
         if count <= len(models_of(sample)) and seconds <= sample[-1].arrival_s + 1:
             return transforms.window(transforms.sample_models(sample, count, seed), 0, seconds)
-        config = replace(PRESETS["arena-chat"], lengths=lengths_of(sample))
+        config = replace(ARENA_LIKE, lengths=lengths_of(sample))
         return _generated(config, count, seconds, seed)
 
     def functions(self, services: Sequence[str], seconds: float, seed: int) -> Trace | None:
@@ -95,8 +102,19 @@ class Sources:
         """Where the traces of this run come from."""
         used = [f"{what}: {path.name}" for what in PATTERNS if (path := self.find(what))]
         if used:
-            return "of the files given, " + ", ".join(used)
+            text = "of the files given, " + ", ".join(used)
+            return text + " (a sample shorter than a study gives its lengths alone)"
         return "generators with the published statistics"
+
+
+def redrawn(trace: Trace, config: BurstyConfig, seed: int) -> Trace:
+    """Lengths of `config`, model by model; arrivals stay."""
+    made: list[TraceRequest] = []
+    for number, model in enumerate(models_of(trace)):
+        rng = np.random.default_rng([seed, number])
+        moments_s = np.array([r.arrival_s for r in trace if r.model == model])
+        made += requests_at(model, moments_s, config.lengths, rng)
+    return sorted(made, key=lambda request: request.timestamp)
 
 
 def _generated(config: BurstyConfig, count: int, seconds: float, seed: int) -> Trace:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from prism.replay.bursty import PRESETS
 from prism.replay.trace import models_of
 from prism.studies.sources import STYLES, Sources
 
@@ -32,3 +33,34 @@ def test_the_arena_sample_is_used_where_it_is(tmp_path: Path) -> None:
     trace = sources.styled("arena-chat", ["most", "less"], 2.5, seed=0)
     assert [(r.model, r.output_length) for r in trace] == [("most", 21), ("most", 22), ("less", 23)]
     assert "arena_chat27.csv" in sources.described()
+
+
+def test_beyond_the_arena_sample_its_lengths_come_at_the_generators_rate(tmp_path: Path) -> None:
+    (tmp_path / "arena_chat27.csv").write_text(ARENA)
+    models = ["most", "less"]
+    trace = Sources(tmp_path).styled("arena-chat", models, 1800.0, seed=0)
+    assert {r.output_length for r in trace} == {21, 22, 23}
+    generated = Sources().styled("arena-chat", models, 1800.0, seed=0)
+    assert [r.arrival_s for r in trace] == [r.arrival_s for r in generated]
+
+
+RATES = "model,client,t_s,rate_rps,iat_cv,dist,p1,p2\n"
+
+
+def test_servegens_arrivals_come_at_the_generators_rate_with_its_lengths(tmp_path: Path) -> None:
+    rows = [
+        f"m,{client},{t},{40 / client},1.0,G,1,{client / 40}"
+        for client in (1, 2, 4)
+        for t in (0, 600)
+    ]
+    (tmp_path / "servegen_client_rates.csv").write_text(RATES + "\n".join(rows) + "\n")
+    sources = Sources(tmp_path)
+    trace = sources.styled("hyperbolic", ["a", "b", "c"], 900.0, seed=1)
+    assert trace == sources.styled("hyperbolic", ["a", "b", "c"], 900.0, seed=1)
+    assert models_of(trace) == ["a", "b", "c"]
+    assert trace[-1].arrival_s < 900
+    generated = PRESETS["hyperbolic"]
+    assert len(trace) == pytest.approx(generated.rate_rps * 3 / 24 * 900, rel=0.3)
+    mean = sum(r.output_length for r in trace) / len(trace)
+    drawn = Sources().styled("hyperbolic", ["a", "b", "c"], 900.0, seed=1)
+    assert mean == pytest.approx(sum(r.output_length for r in drawn) / len(drawn), rel=0.3)
