@@ -17,6 +17,7 @@ from prism.policies import (
     mux_greedy,
     mux_placement,
     prism,
+    qlm,
     registry,
     temporal,
 )
@@ -91,6 +92,8 @@ def blind(search: Search) -> Search:
 
 ONE_UNIT: dict[str, Any] = {"search": together(mux_placement.search)}
 OWN_KV: dict[str, Any] = {"search": partitioned(mux_placement.search), "kv_blocks": KvBlocks.OWN}
+GIVEN_BLIND = as_given(blind(mux_placement.search))
+BY_DEADLINE = qlm.QlmSettings(by_deadline=True)
 Change = Callable[[Policy], Policy]
 
 VARIANTS: dict[tuple[str, str], Change] = {
@@ -99,6 +102,10 @@ VARIANTS: dict[tuple[str, str], Change] = {
     ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
     ("muxserve++", "given"): lambda p: replace(p, search=as_given(mux_placement.search)),
     ("muxserve++", "blind"): lambda p: replace(p, search=blind(mux_placement.search)),
+    ("muxserve++", "given-blind"): lambda p: replace(
+        p, search=as_given(blind(mux_placement.search))
+    ),
+    ("qlm", "by-deadline"): lambda p: replace(p, assign=qlm.assigner(BY_DEADLINE)),
     # MuxServe §4.4, Figures 8, 9 and 10
     ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),
     ("muxserve", "fcfs"): lambda p: replace(p, steps=temporal.FCFS),

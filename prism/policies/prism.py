@@ -8,33 +8,29 @@ the `Activate` that needs its room.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 
 from prism.policies import kvpr
+from prism.policies.balance import (
+    elsewhere,
+    in_transition,
+    migrate,
+    movable,
+    rebalance,
+    relieve_backlog,
+)
 from prism.policies.data import (
     Action,
     Activate,
     ClusterView,
     DeviceLoad,
     Evict,
-    GpuView,
-    Migrate,
     ModelView,
     Refuse,
     Settings,
     beside,
 )
+from prism.policies.draft import Draft, settled, starved
 from prism.policies.kvpr import Bin
-
-
-@dataclass(slots=True)
-class Draft:
-    """A plan in the making; `bins` already show what `actions` will change."""
-
-    view: ClusterView
-    settings: Settings
-    bins: kvpr.Bins
-    actions: list[Action] = field(default_factory=list)
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
@@ -43,16 +39,17 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     absent = [m for m in view.models if m.device is None and m.state == "absent"]
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
-    relieve = view.rebalance and not _in_transition(view) and not calm(_loads(view), settings)
+    relieve = view.rebalance and not in_transition(view) and not calm(_loads(view), settings)
     if not (asked or wanted or relieve):
         return ()
-    models, gpus = _settled(view)
+    models, gpus = settled(view)
     draft = Draft(view, settings, kvpr.current_bins(models, gpus))
     _seat(draft, asked, _make_room)
     _seat(draft, wanted, _refuse)
     if relieve:
         _free_short_devices(draft)
-        _rebalance(draft)
+        rebalance(draft)
+        relieve_backlog(draft)
     return tuple(draft.actions)
 
 
@@ -75,20 +72,6 @@ def _loads(view: ClusterView) -> list[DeviceLoad]:
         DeviceLoad(beside(parts[gpu.name]), gpu.free_bytes / max(1, gpu.capacity_bytes))
         for gpu in view.gpus
     ]
-
-
-def _short(gpu: GpuView, settings: Settings) -> bool:
-    return gpu.free_bytes < settings.short_fraction * gpu.capacity_bytes
-
-
-def _settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
-    """The cluster as it will be once models on their way out are gone: their engine and memory
-    count as free, since an activation waits for evictions on its device."""
-    leaving = [d for m in view.models if m.state == "draining" for d in kvpr.devices_of(m)]
-    if not leaving:
-        return list(view.models), list(view.gpus)
-    gpus = [replace(g, engines_free=g.engines_free + leaving.count(g.name)) for g in view.gpus]
-    return [m for m in view.models if m.state != "draining"], gpus
 
 
 # --- absent models -------------------------------------------------------------------------
@@ -254,9 +237,7 @@ def _free_short_devices(draft: Draft) -> None:
     if draft.actions:
         return
     for b in draft.bins.values():
-        # A request that has only just arrived waits as well; a backlog is as long as what runs.
-        backlog = any(m.waiting >= m.running > 0 for m in b.models.values())
-        if not backlog or not _short(b.gpu, draft.settings):
+        if not starved(b, draft.settings):
             continue
         if idle := [m for m in _over_threshold(draft) if m.name in b.models]:
             free = kvpr.size_text(b.gpu.free_bytes)
@@ -267,23 +248,6 @@ def _free_short_devices(draft: Draft) -> None:
 # --- migration -----------------------------------------------------------------------------
 
 
-def _in_transition(view: ClusterView) -> bool:
-    return any(m.state not in ("absent", "active") for m in view.models)
-
-
-def _movable(b: Bin) -> list[ModelView]:
-    here = (m for m in b.models.values() if m.state == "active")
-    return [m for m in here if m.pinned_device is None]
-
-
-def _elsewhere(draft: Draft, model: ModelView) -> tuple[Bin, ...] | None:
-    """The least pressed devices for all its parts among those that hold none of it: old and new
-    ranks are there at the same time, and no device has two."""
-    now = kvpr.devices_of(model)
-    rest = {name: b for name, b in draft.bins.items() if name not in now}
-    return kvpr.homes(model, rest, kvpr.by_rank, 0.0)
-
-
 def _move_for(draft: Draft, model: ModelView) -> bool:
     """Repack: one resident moves to another device so that `model` fits where it was.
 
@@ -291,83 +255,10 @@ def _move_for(draft: Draft, model: ModelView) -> bool:
     be there already. `model` itself is activated by a later plan, when the room is there.
     """
     for b in draft.bins.values():
-        for mover in sorted(_movable(b), key=lambda m: (m.running > 0, kvpr.need_bytes(m), m.name)):
+        for mover in sorted(movable(b), key=lambda m: (m.running > 0, kvpr.need_bytes(m), m.name)):
             if _victims(b, model, [mover]) is None:
                 continue
-            if (home := _elsewhere(draft, mover)) is not None:
-                _migrate(draft, mover, home, f"makes room for {model.name}")
+            if (home := elsewhere(draft, mover)) is not None:
+                migrate(draft, mover, home, f"makes room for {model.name}")
                 return True
     return False
-
-
-def _migrate(draft: Draft, model: ModelView, home: Sequence[Bin], reason: str) -> None:
-    """`model` is active, so that it has a device."""
-    assert model.device is not None
-    first, *peers = home
-    ranks, move = tuple(b.name for b in peers), draft.settings.move_running
-    draft.actions.append(
-        Migrate(model.name, model.device, first.name, reason, peers=ranks, move_running=move)
-    )
-    # The source keeps the model until the target serves it: no other model gets its room yet.
-    for b in (*home, *_held_by(draft, model)):
-        b.put(replace(model, state="migrating"))
-
-
-def _held_by(draft: Draft, model: ModelView) -> list[Bin]:
-    return [draft.bins[device] for device in kvpr.devices_of(model) if device in draft.bins]
-
-
-def _rebalance(draft: Draft) -> None:
-    """The first move of Algorithm 1's placement off a contended device that alone lowers the worst
-    KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
-    the least pressed devices. One at a time: the next interval sees its effect."""
-    if draft.actions:
-        return
-    models, gpus = _settled(draft.view)
-    residents = [m for m in models if m.device in draft.bins]
-    start = kvpr.empty_bins(residents, gpus)
-    free: list[ModelView] = []
-    for model in residents:
-        # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
-        if model.tp == 1 and model.token_rate > 0:
-            free.append(model)
-            continue
-        piece = kvpr.part(model)
-        for device in kvpr.devices_of(model):
-            start[device].put(piece)
-    tau = draft.settings.migration_threshold
-    placement = kvpr.place(free, gpus, tau, start)
-    for model in sorted(free, key=kvpr.by_pressure):
-        target = draft.bins.get(placement.devices.get(model.name, ""))
-        if target is None or target.name == model.device or not target.fits(model):
-            continue
-        if _relieved(draft, model, [target]):
-            return
-    for model in sorted((m for m in residents if m.tp > 1), key=kvpr.by_pressure):
-        home = _elsewhere(draft, kvpr.part(model)) if model.token_rate > 0 else None
-        if home is not None and _relieved(draft, kvpr.part(model), home):
-            return
-
-
-def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
-    """Plans the move if `model` is contended where it is, and relief is above tau."""
-    sources, tau = _held_by(draft, model), draft.settings.migration_threshold
-    contended = max(map(_contention, sources)) >= draft.settings.contended_requests
-    relief = _relief_of(model, sources, home)
-    if model.state != "active" or not contended or relief <= tau:
-        return False
-    names = ", ".join(b.name for b in sources)
-    reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"
-    _migrate(draft, model, home, reason)
-    return True
-
-
-def _contention(b: Bin) -> float:
-    """Requests that run there at a time beside the busiest model's."""
-    return beside([m.token_rate * m.slo_tpot_s for m in b.models.values()])
-
-
-def _relief_of(model: ModelView, sources: Sequence[Bin], home: Sequence[Bin]) -> float:
-    before = max(b.kvpr for b in (*sources, *home))
-    left = max(b.kvpr_without([model.name]) for b in sources)
-    return kvpr.gain(before, max(left, *(b.kvpr_with(model) for b in home)))

@@ -148,6 +148,24 @@ def _worse(first: float, second: float, smaller: bool) -> bool:
     return (first - second if smaller else second - first) > least
 
 
+def cause(
+    what: str, here: float | None, changed: float | None, *, wanted: float = 1 + EQUAL
+) -> Comparison:
+    """An ablation beside a factor that is not as published: `here` as the study has it, `changed`
+    with one thing of the setup changed, which is the cause if the factor is then at `wanted`."""
+    shown = "-" if here is None or changed is None else f"{here:.2f}x, changed {changed:.2f}x"
+    verdict = "cannot be formed here"
+    if here is not None and changed is not None:
+        verdict = _explains(here, changed, wanted)
+    return Comparison(f"ablation: {what}", shown, "not published", verdict, "ours")
+
+
+def _explains(here: float, changed: float, wanted: float) -> str:
+    if changed >= wanted:
+        return "names the cause"
+    return "a part of the cause" if changed > here * (1 + EQUAL) else "is not the cause"
+
+
 def ratio(above: float | None, below: float | None) -> float | None:
     """None where either is missing or zero."""
     return above / below if above and below else None

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from prism.replay.generate import Lengths, LengthSource, requests_at
+from prism.replay.generate import LengthSource, requests_at
 from prism.replay.trace import Trace, TraceRequest
 from prism.studies import findings
-from prism.studies.findings import Findings, Plot
+from prism.studies.findings import Comparison, Findings, Plot
 from prism.studies.lab import Lab
 from prism.studies.prism_setup import FAIR, prepared, problems, row
 from prism.studies.prism_sweeps import SLO_SCALES
@@ -69,10 +69,13 @@ def tokens_rate(series: Series, start_s: float, end_s: float) -> float:
 
 
 def with_series(
-    lab: Lab, config: str, policies: Sequence[str], **changes: Any
+    lab: Lab, config: str, policies: Mapping[str, tuple[str, str]], **changes: Any
 ) -> tuple[dict[str, Measured], list[str]]:
-    """Policies that were simulated; and why others were not."""
-    trials = [Trial(config, {**changes, "policy": p}, series=True) for p in policies]
+    """name -> (policy, variant): those that were simulated; and why others were not."""
+    trials = [
+        Trial(config, {**changes, "policy": policy}, variant=variant, series=True)
+        for policy, variant in policies.values()
+    ]
     outcomes = lab.run(trials, "policies")
     found = {p: o for p, o in zip(policies, outcomes, strict=True) if o.series is not None}
     return found, problems(trials, outcomes)
@@ -80,22 +83,32 @@ def with_series(
 
 # --- Figure 3 ------------------------------------------------------------------------------
 
+BY_DEADLINE = "qlm, late queues by deadline"
+FIG3 = {
+    "muxserve++": ("muxserve++", ""),
+    "static": ("static", ""),
+    "qlm": ("qlm", ""),
+    BY_DEADLINE: ("qlm", "by-deadline"),
+    "prism": ("prism", ""),
+}
+"""name -> (policy, variant). QLM's published code orders a queue in which not all can be in time by
+deadline; ours, by fewest late requests, which serves more in time and swaps less."""
+
 
 def fig3(lab: Lab) -> Findings:
     """T1: both models fluctuate, the first has more; T2: the first is idle, the second spikes."""
-    half_s = lab.pick(120.0, 10.0)
-    fast = lab.pick(1.0, 0.1)
-    phases = [(half_s, 48.0 * fast, 16.0 * fast), (half_s, 0.0, 90.0 * fast)]
+    half_s, fast = lab.pick(120.0, 10.0), lab.pick(1.0, 0.1)
+    end_s = 3 * half_s
+    phases = [(half_s, 36.0 * fast, 12.0 * fast), (end_s - half_s, 0.0, 70.0 * fast)]
     lengths = lab.sources.sharegpt()
     trace = phased(lab, phases, [lengths, lengths], wave=0.6)
     cluster = prepared(lab, "pair", PAIR, trace, ONE_GPU)
-    policies = ("muxserve++", "static", "qlm", "prism")
-    found, remarks = with_series(lab, cluster.config, policies, slo_scale=SLO_SCALE)
+    found, remarks = with_series(lab, cluster.config, FIG3, slo_scale=SLO_SCALE)
     kv = {p: _series(o) for p, o in found.items()}
     first = {p: mean_kv(s, 0, half_s) for p, s in kv.items()}
-    then = {p: mean_kv(s, half_s, 2 * half_s) for p, s in kv.items()}
+    then = {p: mean_kv(s, half_s, end_s) for p, s in kv.items()}
     source = "§3.2, Figure 3"
-    drops = _drops(kv.get("qlm"), half_s)
+    drops, by_deadline = (_drops(kv.get(name), half_s) for name in ("qlm", BY_DEADLINE))
     compared = [
         findings.order("T1: mean KV memory (GB)", first, ("muxserve++", "static"), source),
         findings.order(
@@ -107,6 +120,13 @@ def fig3(lab: Lab) -> Findings:
             "-" if drops is None else f"{drops} times",
             "periodically",
             source,
+        ),
+        Comparison(
+            f"ablation: T1: drops of {BY_DEADLINE}",
+            "-" if by_deadline is None else f"{by_deadline} times",
+            "not published",
+            "names the cause" if by_deadline else "is not the cause",
+            "ours",
         ),
         findings.factor(
             "T2: KV memory, Prism over MuxServe++",
@@ -140,6 +160,9 @@ def _drops(series: Series | None, until_s: float) -> int | None:
 # --- Figure 8 ------------------------------------------------------------------------------
 
 
+FIG8 = {"prism": ("prism", ""), "static": ("static", "")}
+
+
 def fig8(lab: Lab) -> Findings:
     """After 20 s the first model's demand falls and the second one's surges."""
     fast = lab.pick(1.0, 0.1)
@@ -148,7 +171,7 @@ def fig8(lab: Lab) -> Findings:
     lengths = lab.sources.sharegpt()
     trace = phased(lab, phases, [lengths, lengths])
     cluster = prepared(lab, "pair", PAIR, trace, ONE_GPU)
-    found, remarks = with_series(lab, cluster.config, ("prism", "static"), slo_scale=SLO_SCALE)
+    found, remarks = with_series(lab, cluster.config, FIG8, slo_scale=SLO_SCALE)
     kv = {p: mean_kv(_series(o), 20.0, end_s) for p, o in found.items()}
     tokens = {p: tokens_rate(_series(o), 20.0, end_s) for p, o in found.items()}
     source = "§7.4, Figure 8"
@@ -180,93 +203,6 @@ def fig8(lab: Lab) -> Findings:
     return Findings(compared, table, plots, [FAIR, cluster.described()], remarks)
 
 
-# --- Figure 11 -----------------------------------------------------------------------------
-
-KEPT = 90.0
-LOCAL = {"with": "", "without": "no-local"}
-LONG = Lengths(input_median=900, input_sigma=0.6, input_max=4000, output_median=150)
-SHORT = Lengths(input_median=60, input_sigma=0.8, input_max=512, output_median=100)
-
-
-def fig11(lab: Lab) -> Findings:
-    """The first model's SLO scale is eight; the second's requests are shorter, its scale varies.
-    The load is the highest tried at which the first model has 90 % with the scheduler, as the
-    paper says of it."""
-    seconds = lab.pick(60.0, 8.0)
-    scales = lab.pick((2.0, 4.0, 8.0, 16.0), (4.0,))
-    for rate in lab.pick((32.0, 28.0, 24.0, 20.0, 18.0, 16.0, 14.0, 13.0, 12.0, 10.0), (4.0,)):
-        trace = phased(lab, [(seconds, rate, 1.5 * rate)], [LONG, SHORT], wave=0.8)
-        cluster = prepared(lab, "pair", PAIR, trace, ONE_GPU)
-        config = _rescaled(lab, cluster.config, trace, {"m0": 8.0, "m1": scales[0]})
-        first = lab.run([Trial(config, {"policy": "prism"}, series=True)], f"rate {rate:g}")[0]
-        if 100 * first.models["m0"].ttft > KEPT:
-            break
-    trials = [
-        Trial(_rescaled(lab, cluster.config, trace, {"m0": 8.0, "m1": scale}), {}, variant=variant)
-        for scale in scales
-        for variant in LOCAL.values()
-    ]
-    trials = [Trial(t.config, {"policy": "prism"}, variant=t.variant, series=True) for t in trials]
-    outcomes = iter(lab.run(trials, "with and without"))
-    shares: dict[str, dict[str, list[tuple[Any, float | None]]]] = {
-        model: {name: [] for name in LOCAL} for model in ("m0", "m1")
-    }
-    table: list[dict[str, Any]] = []
-    queues: dict[str, list[tuple[Any, float | None]]] = {}
-    for scale in scales:
-        for name in LOCAL:
-            found = next(outcomes)
-            for model, lines in shares.items():
-                lines[name].append((scale, 100 * found.models[model].ttft))
-            series = _series(found)
-            queues[name] = list(zip(series.time_s, series.waiting["m1"], strict=True))
-            table.append(row(found, scheduler=name, slo_scale=scale, **_each(found)))
-    gains = [
-        (a or 0.0) - (b or 0.0)
-        for (_, a), (_, b) in zip(shares["m1"]["with"], shares["m1"]["without"], strict=True)
-    ]
-    source = "§7.4, Figure 11"
-    lowest = min(v for _, v in shares["m0"]["with"] if v is not None)
-    compared = [
-        findings.value(
-            "second model's TTFT attainment gained, at most",
-            max(gains),
-            40.0,
-            source,
-            unit="points",
-            within=0.5,
-        ),
-        findings.claim(
-            "first model keeps a high attainment (above 90 %)",
-            lowest > KEPT,
-            f"{lowest:.1f} % at least",
-            "consistently",
-            source,
-        ),
-    ]
-    plots = {
-        "m1": Plot("Second model", "its SLO scale", "TTFT attainment (%)", shares["m1"]),
-        "m0": Plot("First model", "SLO scale of the second", "TTFT attainment (%)", shares["m0"]),
-        "queue": Plot("Second model's queue, last scale", "s", "requests", queues),
-    }
-    return Findings(compared, table, plots, [FAIR, cluster.described()])
-
-
-def _each(found: Measured) -> dict[str, float]:
-    return {f"ttft_{name}": 100 * model.ttft for name, model in found.models.items()}
-
-
-def _rescaled(lab: Lab, config: str, trace: Trace, scales: Mapping[str, float]) -> str:
-    """The setup with SLOs times a scale of each model's own."""
-    data = lab.read(config)
-    for model in data["models"]:
-        model["slo"] = {
-            key: f"{float(text.removesuffix('ms')) * scales[model['name']]:.3f}ms"
-            for key, text in model["slo"].items()
-        }
-    return lab.setup(f"pair-{scales['m1']:g}", data, trace)
-
-
 PRESSED = "2 models of 8B on one H100-80G, at rates at which KV memory is what they compete for"
 MADE = (
     "The workload is made after the figure's description: Poisson arrivals whose rates change as "
@@ -278,7 +214,7 @@ STUDIES = (
         "KV memory of existing ways to share, in two load patterns",
         "Prism, Figure 3, §3.2",
         PRESSED,
-        "2 minutes of each pattern instead of 30",
+        "2 minutes of T1 and 4 of T2 (an idle model is evicted after 45 s) instead of 30 each",
         MADE,
         fig3,
     ),
@@ -290,14 +226,5 @@ STUDIES = (
         "60 s, as in the figure",
         MADE,
         fig8,
-    ),
-    Study(
-        "prism-fig11",
-        "With and without the GPU-local scheduler",
-        "Prism, Figure 11, §7.4",
-        PRESSED + "; long prompts with SLO scale 8 beside short ones with a varied SLO scale",
-        "60 s of trace",
-        MADE + " Without it, requests start in the order of their arrival.",
-        fig11,
     ),
 )

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prism.studies import findings
 from prism.studies.findings import Comparison, Findings, Plot
 from prism.studies.lab import Lab
 from prism.studies.prism_overall import DATA, EIGHT
-from prism.studies.prism_setup import FAIR, attainment, problems, row
-from prism.studies.prism_sweeps import SLO_SCALES, eight, held_rate
+from prism.studies.prism_setup import FAIR, Cluster, row
+from prism.studies.prism_sweeps import SLO_SCALES, held_rate, several
 from prism.studies.sources import STYLES
 from prism.studies.study import Study
 from prism.studies.trial import Measured, Trial
 
 # --- Figure 10 -----------------------------------------------------------------------------
 
-GLOBAL = {"with": "", "without": "no-global"}
+GLOBAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "with": ("", {}),
+    "without": ("no-global", {}),
+    "with a window of 15 s": ("", {"scheduler.rate_window": "15s"}),
+}
+"""name -> (variant, changes)"""
+TPOT_SCALE = 2.0
+"""TTFT and TPOT have scales of their own; this is the one of §7.5."""
 
 
 def fig10(lab: Lab) -> Findings:
@@ -26,83 +33,114 @@ def fig10(lab: Lab) -> Findings:
     bars: dict[str, list[tuple[Any, float | None]]] = {name: [] for name in GLOBAL}
     table, budget = [], [FAIR]
     for style in STYLES:
-        cluster = eight(lab, style)
-        fixed = {"policy": "prism", "slo_scale": SLO_SCALES[style]}
-        load = held_rate(lab, cluster, {"slo_scale": SLO_SCALES[style]})
-        budget.append(f"{style}: {cluster.described()}")
+        clusters = several(lab, style)
+        scale = SLO_SCALES[style]
+        load = held_rate(lab, clusters[0], {"slo_scale": scale})
+        budget.append(f"{style}: {clusters[0].described()}")
         for rate in (load, 1.5 * load):
             where = f"{style}, rate scale {rate:g}"
-            changes = {**fixed, "rate_scale": rate}
-            trials = [Trial(cluster.config, changes, variant=v) for v in GLOBAL.values()]
-            pair = dict(zip(GLOBAL, lab.run(trials, where), strict=True))
-            compared += _gains(where, pair)
-            for name, found in pair.items():
-                bars[name].append((where, attainment(found, "ttft")))
-                table.append(row(found, scheduler=name, load=where))
+            fixed = {"policy": "prism", "slo_scale": scale, "rate_scale": rate}
+            found = {name: _on_all(lab, clusters, fixed, *part) for name, part in GLOBAL.items()}
+            compared += _gains(where, scale, found)
+            for name, outcomes in found.items():
+                bars[name].append((where, _mean(outcomes, "ttft", scale)))
+                table += [
+                    row(o, scheduler=name, load=where, trace=i) for i, o in enumerate(outcomes)
+                ]
     plots = {"ttft": Plot("TTFT attainment", "", "TTFT attainment (%)", bars, bars=True)}
     return Findings(compared, table, plots, budget)
 
 
-def _gains(where: str, pair: Mapping[str, Measured]) -> list[Comparison]:
-    found = []
+def _on_all(
+    lab: Lab,
+    clusters: Sequence[Cluster],
+    fixed: Mapping[str, Any],
+    variant: str,
+    changes: Mapping[str, Any],
+) -> list[Measured]:
+    judge = (1.0, TPOT_SCALE / fixed["slo_scale"])
+    trials = [Trial(c.config, {**fixed, **changes}, judge, variant) for c in clusters]
+    return lab.run(trials, f"rate scale {fixed['rate_scale']:g}")
+
+
+def _mean(outcomes: Sequence[Measured], metric: str, scale: float) -> float:
+    """Over the traces, in percent; TPOT at TPOT_SCALE."""
+    judged = f"{TPOT_SCALE / scale:g}" if metric == "tpot" else "1"
+    return sum(100 * o.attainment(metric, judged) for o in outcomes) / len(outcomes)
+
+
+def _gains(where: str, scale: float, found: Mapping[str, Sequence[Measured]]) -> list[Comparison]:
+    compared = []
     for metric in ("ttft", "tpot"):
-        shares = {name: attainment(o, metric) for name, o in pair.items()}
+        shares = {name: _mean(outcomes, metric, scale) for name, outcomes in found.items()}
         gain = findings.ratio(shares["with"], shares["without"])
         what = f"{where}: {metric.upper()} attainment with over without the global scheduler"
-        found.append(findings.factor(what, gain, None, "§7.4, Figure 10 (a)"))
-    return found
+        compared.append(findings.factor(what, gain, None, "§7.4, Figure 10 (a)"))
+        if not compared[-1].agrees:
+            shorter = findings.ratio(shares["with a window of 15 s"], shares["without"])
+            compared.append(findings.cause(f"{what}, rates of 15 s instead of 60 s", gain, shorter))
+    return compared
 
 
 # --- thresholds ----------------------------------------------------------------------------
 
 
 def sensitivity(lab: Lab) -> Findings:
-    cluster = eight(lab, "hyperbolic")
-    scale = {"slo_scale": SLO_SCALES["hyperbolic"]}
-    fixed = {"policy": "prism", **scale, "rate_scale": 1.5 * held_rate(lab, cluster, scale)}
-    idle_s = lab.pick((5, 20, 45, 90), (20, 45))
-    window_s = lab.pick((15, 60, 240), (60,))
-    trials = [Trial(cluster.config, {**fixed, "scheduler.idle_threshold": f"{s}s"}) for s in idle_s]
-    trials += [Trial(cluster.config, {**fixed, "scheduler.rate_window": f"{s}s"}) for s in window_s]
-    outcomes = lab.run(trials, "thresholds")
-    by_idle = dict(zip(idle_s, outcomes, strict=False))
-    by_window = dict(zip(window_s, outcomes[len(idle_s) :], strict=True))
-    shares = {s: attainment(o, "ttft") for s, o in by_idle.items()}
-    best = max(s for s in shares.values() if s is not None)
-    usual = by_idle[45]
-    minutes = usual.window_s / 600
-    source = "OSDI 2026 version"
-    compared = [
-        findings.claim(
-            "45 s of idle time is as good a threshold as any tried",
-            (shares[45] or 0.0) >= best * (1 - findings.EQUAL),
-            ", ".join(f"{s} s {share or 0:.1f} %" for s, share in shares.items()),
-            "best at about 45 s",
-            source,
-        ),
-        findings.value(
-            "activations in 10 minutes at 45 s, beyond the first of each model",
-            (usual.counts.get("active", 0) - len(usual.models)) / minutes,
-            2,
-            source,
-            within=1.0,
-        ),
-        findings.value(
-            "migrations in 10 minutes at 45 s",
-            usual.counts.get("migrated", 0) / minutes,
-            3,
-            source,
-            within=1.0,
-        ),
-    ]
-    windows = {s: attainment(o, "ttft") for s, o in by_window.items()}
+    clusters = several(lab, "hyperbolic")
+    scale = SLO_SCALES["hyperbolic"]
+    load = 1.5 * held_rate(lab, clusters[0], {"slo_scale": scale})
+    fixed = {"policy": "prism", "slo_scale": scale, "rate_scale": load}
+
+    def with_(key: str, seconds: float) -> list[Measured]:
+        return _on_all(lab, clusters, fixed, "", {f"scheduler.{key}": f"{seconds}s"})
+
+    by_idle = {s: with_("idle_threshold", s) for s in lab.pick((5, 20, 45, 90), (20, 45))}
+    by_window = {s: with_("rate_window", s) for s in lab.pick((15, 60, 240), (60,))}
+    shares = {s: _mean(outcomes, "ttft", scale) for s, outcomes in by_idle.items()}
+    windows = {s: _mean(outcomes, "ttft", scale) for s, outcomes in by_window.items()}
     plots = {
         "idle": Plot("Idle threshold", "s", "TTFT attainment (%)", {"prism": list(shares.items())}),
         "window": Plot("Rate window", "s", "TTFT attainment (%)", {"prism": list(windows.items())}),
     }
-    table = [row(o, threshold="idle", seconds=s) for s, o in by_idle.items()]
-    table += [row(o, threshold="window", seconds=s) for s, o in by_window.items()]
-    return Findings(compared, table, plots, [FAIR, cluster.described()], problems(trials, outcomes))
+    table = [
+        row(o, threshold=what, seconds=s, trace=i)
+        for what, found in (("idle", by_idle), ("window", by_window))
+        for s, outcomes in found.items()
+        for i, o in enumerate(outcomes)
+    ]
+    compared = _thresholds(shares, windows, by_idle[45])
+    return Findings(compared, table, plots, [FAIR, clusters[0].described()])
+
+
+def _thresholds(
+    shares: Mapping[int, float], windows: Mapping[int, float], usual: Sequence[Measured]
+) -> list[Comparison]:
+    """usual: at 45 s."""
+    minutes = sum(o.window_s for o in usual) / 600
+    activated = sum(o.counts.get("active", 0) - len(o.models) for o in usual)
+    migrated = sum(o.counts.get("migrated", 0) for o in usual)
+    moved = "activations in 10 minutes at 45 s, beyond the first of each model and for migrations"
+    source = "OSDI 2026 version"
+    return [
+        findings.claim(
+            "45 s of idle time is as good a threshold as any tried",
+            shares[45] >= max(shares.values()) * (1 - findings.EQUAL),
+            ", ".join(f"{s} s {share:.1f} %" for s, share in shares.items()),
+            "best at about 45 s",
+            source,
+        ),
+        findings.claim(
+            "60 s is as good a window for rates as any tried",
+            windows[60] >= max(windows.values()) * (1 - findings.EQUAL),
+            ", ".join(f"{s} s {share:.1f} %" for s, share in windows.items()),
+            "60 s",
+            source,
+        ),
+        findings.value(moved, (activated - migrated) / minutes, 2, source, within=1.0),
+        findings.value(
+            "migrations in 10 minutes at 45 s", migrated / minutes, 3, source, within=1.0
+        ),
+    ]
 
 
 STUDIES = (
@@ -111,9 +149,12 @@ STUDIES = (
         "With and without the global scheduler",
         "Prism, Figure 10, §7.4",
         EIGHT + ", both trace styles, at the load that Prism holds and half as much again",
-        "15 minutes of trace, as long as the figure's",
-        DATA + " Without the global scheduler, models go where most memory is free and are never "
-        "moved, which the paper does not spell out.",
+        "15 minutes of trace, as long as the figure's; the mean of four traces",
+        DATA
+        + " TPOT is judged at an SLO scale of 2 (§7.5), since all is met at 20 and 10. Without "
+        "the global scheduler, models go where most memory is free and are never moved, which the "
+        "paper does not spell out. At the load that Prism holds almost all TTFTs are met without "
+        "it as well, so that little is left to gain.",
         fig10,
     ),
     Study(
@@ -121,7 +162,7 @@ STUDIES = (
         "Idle threshold and rate window",
         "Prism, idle threshold (§6.2) and its published version",
         EIGHT + ", half as much load again as Prism holds, so that memory is short at times",
-        "15 minutes of trace",
+        "15 minutes of trace, the mean of four",
         DATA,
         sensitivity,
     ),

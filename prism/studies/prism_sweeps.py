@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prism.replay import transforms
@@ -42,6 +43,7 @@ SLO_SCALES = {"hyperbolic": 20.0, "arena-chat": 10.0}
 """At which Prism has 99 % TTFT on its two GPUs (§7.3, Figure 7, middle row)."""
 RATES = (16.0, 24.0, 28.0, 32.0, 40.0, 48.0)
 SECONDS = 900.0
+TRACES = 4
 Lines = dict[str, list[tuple[Any, float | None]]]
 Swept = dict[str, list[tuple[Any, Measured]]]
 
@@ -51,6 +53,18 @@ def eight(lab: Lab, style: str) -> Cluster:
     kept as its history."""
     models = [(name, 1) for name in E2E_MODELS]
     return with_history(lab, f"eight-{style}", style, models, lab.pick(SECONDS, 20.0))
+
+
+def several(lab: Lab, style: str) -> list[Cluster]:
+    """As `eight`, on TRACES traces: one after the other seed. What is true of one trace of 15
+    minutes, in which a few bursts decide, may be the other way round in the next."""
+    models = [(name, 1) for name in E2E_MODELS]
+    seconds, names = lab.pick(SECONDS, 20.0), [f"eight-{style}"]
+    names += [f"eight-{style}-{number}" for number in range(1, lab.pick(TRACES, 1))]
+    return [
+        with_history(replace(lab, seed=lab.seed + i), name, style, models, seconds)
+        for i, name in enumerate(names)
+    ]
 
 
 def with_history(

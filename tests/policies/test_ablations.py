@@ -21,8 +21,10 @@ GIB = 1 << 30
 CHANGED = {
     ("prism", "no-global"): {"plan"},
     ("prism", "no-local"): {"order"},
+    ("qlm", "by-deadline"): {"assign"},
     ("muxserve++", "given"): {"search"},
     ("muxserve++", "blind"): {"search"},
+    ("muxserve++", "given-blind"): {"search"},
     ("muxserve", "greedy"): {"search"},
     ("muxserve", "fcfs"): {"steps"},
     ("muxserve", "unit"): {"search"},

@@ -115,6 +115,29 @@ def test_an_urgent_group_goes_before_but_no_swap_is_made_for_nothing() -> None:
     assert after == [("1",), ("4",), ("2",)]
 
 
+def test_a_queue_with_a_late_group_may_go_by_deadline() -> None:
+    """As QLM's published code: what is late already is served, whoever else becomes late by it."""
+    by_deadline = qlm.assigner(QlmSettings(by_deadline=True))
+
+    def orders(slo_s: float) -> list[list[tuple[str, ...]]]:
+        here = [request("1", "b", slo=slo_s), request("2", "a", at=0.5, slo=slo_s)]
+        seen = queue_view(here, [device("g0", "a")])
+        return [ids(assign(seen))["g0"] for assign in (qlm.assign, by_deadline)]
+
+    # a swap takes five seconds: "b" cannot be there in four
+    assert orders(4.0) == [[("2",), ("1",)], [("1",), ("2",)]]
+    assert orders(9.0) == [[("2",), ("1",)], [("2",), ("1",)]]
+
+
+def test_a_group_that_starts_is_closed() -> None:
+    """All of it leaves the queue as it starts; who comes later is in another group."""
+    first = qlm.assign(queue_view([request("1"), request("2")], [device("g0", "a")]))
+    assert ids(first) == {"g0": [("1", "2")]}
+    running = device("g0", "a", running=2)
+    later = qlm.assign(queue_view([request("3", at=1.0)], [running], first))
+    assert ids(later) == {"g0": [("3",)]}
+
+
 groups_strategy = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.integers(1, 5)),
     min_size=1,

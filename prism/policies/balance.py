@@ -1,0 +1,134 @@
+"""Moves of the prism policy: Algorithm 1's for balance, and of a backlog to where memory is free
+(Prism §6.2). One at a time: the next interval sees its effect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prism.policies import kvpr
+from prism.policies.data import ClusterView, Migrate, ModelView, beside
+from prism.policies.draft import Draft, backlogged, settled, starved
+from prism.policies.kvpr import Bin
+
+
+def in_transition(view: ClusterView) -> bool:
+    return any(m.state not in ("absent", "active") for m in view.models)
+
+
+def movable(b: Bin) -> list[ModelView]:
+    here = (m for m in b.models.values() if m.state == "active")
+    return [m for m in here if m.pinned_device is None]
+
+
+def elsewhere(draft: Draft, model: ModelView) -> tuple[Bin, ...] | None:
+    """The least pressed devices for all its parts among those that hold none of it: old and new
+    ranks are there at the same time, and no device has two."""
+    now = kvpr.devices_of(model)
+    rest = {name: b for name, b in draft.bins.items() if name not in now}
+    return kvpr.homes(model, rest, kvpr.by_rank, 0.0)
+
+
+def migrate(draft: Draft, model: ModelView, home: Sequence[Bin], reason: str) -> None:
+    """`model` is active, so that it has a device."""
+    assert model.device is not None
+    first, *peers = home
+    ranks, move = tuple(b.name for b in peers), draft.settings.move_running
+    draft.actions.append(
+        Migrate(model.name, model.device, first.name, reason, peers=ranks, move_running=move)
+    )
+    # The source keeps the model until the target serves it: no other model gets its room yet.
+    for b in (*home, *_held_by(draft, model)):
+        b.put(replace(model, state="migrating"))
+
+
+def _held_by(draft: Draft, model: ModelView) -> list[Bin]:
+    return [draft.bins[device] for device in kvpr.devices_of(model) if device in draft.bins]
+
+
+def rebalance(draft: Draft) -> None:
+    """The first move of Algorithm 1's placement off a contended device that alone lowers the worst
+    KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
+    the least pressed devices. One at a time: the next interval sees its effect."""
+    if draft.actions:
+        return
+    models, gpus = settled(draft.view)
+    residents = [m for m in models if m.device in draft.bins]
+    start = kvpr.empty_bins(residents, gpus)
+    free: list[ModelView] = []
+    for model in residents:
+        # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
+        if model.tp == 1 and model.token_rate > 0:
+            free.append(model)
+            continue
+        piece = kvpr.part(model)
+        for device in kvpr.devices_of(model):
+            start[device].put(piece)
+    tau = draft.settings.migration_threshold
+    placement = kvpr.place(free, gpus, tau, start)
+    for model in sorted(free, key=kvpr.by_pressure):
+        target = draft.bins.get(placement.devices.get(model.name, ""))
+        if target is None or target.name == model.device or not target.fits(model):
+            continue
+        if _relieved(draft, model, [target]):
+            return
+    for model in sorted((m for m in residents if m.tp > 1), key=kvpr.by_pressure):
+        home = elsewhere(draft, kvpr.part(model)) if model.token_rate > 0 else None
+        if home is not None and _relieved(draft, kvpr.part(model), home):
+            return
+
+
+def relieve_backlog(draft: Draft) -> None:
+    """Requests wait for memory on one device while another has plenty: rates of the last minute may
+    rank them otherwise, but what is free now is what the waiting can have. The model with most of
+    them goes where most is free."""
+    if draft.actions:
+        return
+    least = draft.settings.ample_fraction
+    for b in draft.bins.values():
+        if len(b.models) < 2 or not starved(b, draft.settings):
+            continue
+        for model in sorted(filter(backlogged, movable(b)), key=lambda m: (-m.waiting, m.name)):
+            now = kvpr.devices_of(model)
+            ample = {d.name: d for d in draft.bins.values() if _spare_part(d, model) > least}
+            others = {name: d for name, d in ample.items() if name not in now}
+            home = kvpr.homes(kvpr.part(model), others, _by_free, 0.0)
+            if home is not None:
+                migrate(draft, model, home, f"{model.waiting} requests wait for memory there")
+                return
+
+
+def _spare_part(b: Bin, model: ModelView) -> float:
+    """The part of the device that is free once `model` is there."""
+    left_bytes = b.gpu.free_bytes - kvpr.need_bytes(kvpr.part(model))
+    return left_bytes / max(1, b.gpu.capacity_bytes)
+
+
+def _by_free(b: Bin) -> tuple[float, int, str]:
+    return (-b.gpu.free_bytes, 0, b.name)
+
+
+def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
+    """Plans the move if `model` is contended where it is, relief is above tau, and the room that it
+    needs is free now: it must not press on requests that run there."""
+    sources, tau = _held_by(draft, model), draft.settings.migration_threshold
+    contended = max(map(_contention, sources)) >= draft.settings.contended_requests
+    relief = _relief_of(model, sources, home)
+    free = all(b.gpu.free_bytes >= kvpr.need_bytes(model) for b in home)
+    if model.state != "active" or not contended or relief <= tau or not free:
+        return False
+    names = ", ".join(b.name for b in sources)
+    reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"
+    migrate(draft, model, home, reason)
+    return True
+
+
+def _contention(b: Bin) -> float:
+    """Requests that run there at a time beside the busiest model's."""
+    return beside([m.token_rate * m.slo_tpot_s for m in b.models.values()])
+
+
+def _relief_of(model: ModelView, sources: Sequence[Bin], home: Sequence[Bin]) -> float:
+    before = max(b.kvpr for b in (*sources, *home))
+    left = max(b.kvpr_without([model.name]) for b in sources)
+    return kvpr.gain(before, max(left, *(b.kvpr_with(model) for b in home)))

@@ -1,0 +1,43 @@
+"""A plan of the prism policy in the making, and what a device is short of (Prism §6.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from prism.policies import kvpr
+from prism.policies.data import Action, ClusterView, GpuView, ModelView, Settings
+from prism.policies.kvpr import Bin
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making; `bins` already show what `actions` will change."""
+
+    view: ClusterView
+    settings: Settings
+    bins: kvpr.Bins
+    actions: list[Action] = field(default_factory=list)
+
+
+def short(gpu: GpuView, settings: Settings) -> bool:
+    return gpu.free_bytes < settings.short_fraction * gpu.capacity_bytes
+
+
+def settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
+    """The cluster as it will be once models on their way out are gone: their engine and memory
+    count as free, since an activation waits for evictions on its device."""
+    leaving = [d for m in view.models if m.state == "draining" for d in kvpr.devices_of(m)]
+    if not leaving:
+        return list(view.models), list(view.gpus)
+    gpus = [replace(g, engines_free=g.engines_free + leaving.count(g.name)) for g in view.gpus]
+    return [m for m in view.models if m.state != "draining"], gpus
+
+
+def starved(b: Bin, settings: Settings) -> bool:
+    """Its memory is short, and a model there has a backlog. A request that has only just arrived
+    waits as well; a backlog is as long as what runs."""
+    return short(b.gpu, settings) and any(backlogged(m) for m in b.models.values())
+
+
+def backlogged(model: ModelView) -> bool:
+    return model.waiting >= model.running > 0
