@@ -69,10 +69,11 @@ def synthetic(lab: Lab) -> Findings:
     models = nineteen()
     alphas = lab.pick((0.9, 2.1), (0.9,))
     most_rps = lab.pick((5.0, 20.0, 60.0), (1.0,))
-    seconds = lab.pick(20.0, 8.0)
+    seconds = lab.pick(40.0, 8.0)
     gpus = 32
     table, plots, remarks = [], {}, []
     by_alpha: dict[float, tuple[Lines, Lines]] = {}
+    slower: dict[float, Lines] = {}
     for alpha in alphas:
         weight = sum((m.rank + 1) ** -alpha for m in models)
         trials, xs = [], []
@@ -81,6 +82,8 @@ def synthetic(lab: Lab) -> Findings:
             config = lab.setup(f"alpha{alpha:g}-rate{most:g}", cluster(models, gpus), trace)
             trials += systems(config, list(SYSTEMS))
             xs.append(round(most * weight / len(models), 3))
+        middle = len(most_rps) // 2
+        slower[alpha] = on_slower_hosts(lab, trials[middle * len(SYSTEMS) :], xs[middle])
         outcomes = lab.run(trials, f"alpha {alpha:g}")
         remarks += [p for p in problems(trials, outcomes) if p not in remarks]
         rates, shares = by_alpha[alpha] = gathered(xs, list(SYSTEMS), outcomes)
@@ -89,7 +92,27 @@ def synthetic(lab: Lab) -> Findings:
             title = f"alpha {alpha:g}"
             name = f"{what}-{alpha:g}".replace(".", "-")
             plots[name] = Plot(title, "average rate (req/s per model)", ylabel, found)
-    return Findings(_synthetic(by_alpha), table, plots, [FAIR], remarks)
+    return Findings(_synthetic(by_alpha, slower), table, plots, [FAIR], remarks)
+
+
+SLOWER_HOST = "20ms"
+"""An ablation: what a step of an engine of 2024 may have cost beside the GPU's time."""
+
+
+def on_slower_hosts(lab: Lab, trials: Sequence[Trial], x: Any) -> Lines:
+    """Throughput at one x with engines that spend SLOWER_HOST of host time in each step; `trials`
+    begins with those of this x, one for each of SYSTEMS."""
+    slow = [
+        Trial(t.config, {**t.changes, "engine.host": SLOWER_HOST}, variant=t.variant)
+        for t in trials[: len(SYSTEMS)]
+    ]
+    return gathered([x], list(SYSTEMS), lab.run(slow, "slower hosts"))[0]
+
+
+def host_cause(what: str, rates: Lines, slow: Lines, over: str) -> Comparison:
+    """Is it the host's time that decides MuxServe's factor over a baseline, at most."""
+    here, changed = (best_ratio(found, "muxserve", over) for found in (rates, slow))
+    return findings.cause(f"{what}, {SLOWER_HOST} of host time in each step", here, changed)
 
 
 def rows_of(
@@ -102,7 +125,9 @@ def rows_of(
     ]
 
 
-def _synthetic(by_alpha: Mapping[float, tuple[Lines, Lines]]) -> list[Comparison]:
+def _synthetic(
+    by_alpha: Mapping[float, tuple[Lines, Lines]], slower: Mapping[float, Lines]
+) -> list[Comparison]:
     source = "§4.2, Figure 5"
     compared, ratios = [], []
     for alpha, (rates, _) in by_alpha.items():
@@ -116,6 +141,7 @@ def _synthetic(by_alpha: Mapping[float, tuple[Lines, Lines]]) -> list[Comparison
             ratios.append(best)
             what = f"alpha {alpha:g}: throughput, MuxServe over {name}, at most"
             compared.append(findings.factor(what, best, None, source))
+            compared.append(host_cause(what, rates, slower[alpha], name))
     most = max((r for r in ratios if r is not None), default=None)
     compared.append(findings.factor("throughput over either baseline, at most", most, 1.8, source))
     return compared
@@ -147,7 +173,7 @@ CHAT_LMSYS = (
 def chat(lab: Lab) -> Findings:
     models = [Model(f"m{i}", s, i, float(n)) for i, (s, n) in enumerate(CHAT_LMSYS)]
     rates_rps = lab.pick((1.6, 3.2, 4.8), (0.1, 0.2))
-    seconds = lab.pick(20.0, 6.0)
+    seconds = lab.pick(60.0, 6.0)
     trials: list[Trial] = []
     for rate in rates_rps:
         trace = shared_out(lab, models, rate * len(models), seconds)
@@ -166,6 +192,8 @@ def chat(lab: Lab) -> Findings:
         )
         for name, said in zip(others, (1.38, 1.46), strict=True)
     ]
+    slow = on_slower_hosts(lab, trials[-len(SYSTEMS) :], rates_rps[-1])
+    compared += [host_cause(f"throughput over {name}", rates, slow, name) for name in others]
     what = "MuxServe's SLO attainment is the highest at every rate"
     shown = "it is" if holds else "not at every rate"
     compared.append(findings.claim(what, holds, shown, "always", source))
@@ -184,7 +212,8 @@ DATA = (
 )
 OVER = (
     " Engines here prefill and decode faster than those of the paper, so that the published rates "
-    "load the cluster less."
+    "load the cluster less: a GPU of its own is then enough for most models. With 20 ms of host "
+    "time in each step, which sharing hides and a model alone does not, MuxServe leads."
 )
 STUDIES = (
     Study(
@@ -193,7 +222,7 @@ STUDIES = (
         "MuxServe, Figure 5, §4.2",
         "19 LLaMA models of 7B to 65B (Table 1) on 32 A100-80G, rates by power law, up to 5, 20 "
         "and 60 req/s for the most popular model, SLO of 8 execution times",
-        "20 s of arrivals, two of five alphas, three rates",
+        "40 s of arrivals, two of five alphas, three rates",
         DATA + OVER,
         synthetic,
     ),
@@ -203,7 +232,7 @@ STUDIES = (
         "MuxServe, Figure 7, §4.3",
         "16 LLaMA models with the popularity of MuxServe's ChatLMSYS slice on 32 A100-80G, SLO of "
         "8 execution times",
-        "20 s of arrivals, three rates; Poisson in place of the trace's own times",
+        "60 s of arrivals, three rates; Poisson in place of the trace's own times",
         DATA + OVER,
         chat,
     ),
