@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 Callback = Callable[..., None]
@@ -48,3 +49,24 @@ class Kernel:
     def idle(self) -> bool:
         """No event is left."""
         return not self._heap
+
+
+class Alarm:
+    """Calls `ring` at the earliest of the moments that were asked for since it last did."""
+
+    def __init__(self, kernel: Kernel, ring: Callable[[], None]) -> None:
+        self._kernel = kernel
+        self._ring = ring
+        self._due_s = inf
+
+    def after(self, seconds: float) -> None:
+        """Ring in `seconds` >= 0 at the latest."""
+        due_s = self._kernel.time_s + seconds
+        if due_s < self._due_s:
+            self._due_s = due_s
+            self._kernel.at(due_s, self._came)
+
+    def _came(self) -> None:
+        if self._kernel.time_s == self._due_s:  # else an earlier one took its place
+            self._due_s = inf
+            self._ring()

@@ -7,7 +7,6 @@ each device is the `EnginePort` of the same `LocalScheduler`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import inf
 
 from prism.journal import Memory
 from prism.policies import registry
@@ -21,7 +20,7 @@ from prism.sim.compute import Compute, Gpu
 from prism.sim.device import Device
 from prism.sim.engine import Engine, Listener
 from prism.sim.engines import Terms, make_engine
-from prism.sim.kernel import Kernel
+from prism.sim.kernel import Alarm, Kernel
 from prism.sim.moves import Hooks, Model, Moves
 from prism.sim.profile import Load, loads
 from prism.sim.records import Decision, Records, Sample
@@ -90,7 +89,8 @@ class World:
         self._left_out: set[int] = set()
         self._next, self._requests = 0, len(work)
         self._wake_due = False
-        self._tick_due_s = inf
+        # what changes without an event, as idle times do
+        self._look = Alarm(self.kernel, self._tick)
         self.progress: Callable[[int, int], None] | None = None
 
     @property
@@ -107,7 +107,7 @@ class World:
         if self._replacement is not None:
             self.kernel.after(self._replacement.interval_s, self._replace, self._replacement)
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
-        self._expect_tick()
+        self._look.after(self._pause_s())
         self._sample()
         self.kernel.run(self.work.end_s + self.setup.patience_s)
         self._give_up_rest()
@@ -356,7 +356,7 @@ class World:
         if asked or due or policy.calm is None:
             self._plan()
         if asked:
-            self._expect_tick()
+            self._look.after(self._pause_s())
 
     def _replace(self, replacement: Replacement) -> None:
         """The placement is searched anew, as long as requests come."""
@@ -370,20 +370,10 @@ class World:
             self.kernel.after(replacement.interval_s, self._replace, replacement)
 
     def _tick(self) -> None:
-        if self.kernel.time_s != self._tick_due_s:
-            return  # an earlier one took its place
-        self._tick_due_s = inf
         if not self._calm():
             self._plan()
         if self._next < self._requests or self.open_requests:
-            self._expect_tick()
-
-    def _expect_tick(self) -> None:
-        """What changes without an event, as idle times do, is seen after a pause at the latest."""
-        due_s = self.kernel.time_s + self._pause_s()
-        if due_s < self._tick_due_s:
-            self._tick_due_s = due_s
-            self.kernel.at(due_s, self._tick)
+            self._look.after(self._pause_s())
 
     def _calm(self) -> bool:
         """The policy would do nothing: views of the whole cluster are not made for that."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.sim.kernel import Kernel
+from prism.sim.kernel import Alarm, Kernel
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))
@@ -40,3 +40,14 @@ def test_time_never_runs_backwards() -> None:
     kernel = Kernel(start_s=5.0)
     with pytest.raises(AssertionError, match="before now"):
         kernel.at(4.0, print)
+
+
+def test_an_alarm_rings_once_at_the_earliest_moment() -> None:
+    kernel, rung = Kernel(), list[float]()
+    alarm = Alarm(kernel, lambda: rung.append(kernel.time_s))
+    alarm.after(5.0)
+    alarm.after(2.0)
+    alarm.after(3.0)
+    kernel.at(4.0, alarm.after, 4.0)
+    kernel.run()
+    assert rung == [2.0, 8.0]
