@@ -16,8 +16,8 @@ import pytest
 from prism.engines.fake import expected_tokens
 from tests.serve.conftest import Cluster, descendants, serving, until
 
-COUNT = 40
-SLOW = json.dumps({"decode_step_ms": 15, "prefill_tokens_per_s": 60})
+COUNT = 20
+SLOW = json.dumps({"decode_step_ms": 2, "prefill_tokens_per_s": 80})
 
 
 def command_of(pid: int) -> str:
