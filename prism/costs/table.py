@@ -180,13 +180,24 @@ class _Line:
         return self._value(piece, context)
 
     def run_s(self, context: int, steps: int) -> float:
-        piece, total_s = self._piece(context), 0.0
-        while not self._stays(piece, context, steps):
-            taken = self._steps_on(piece, context)
-            total_s += self._sum_s(piece, context, taken)
-            context += taken * self._batch
+        piece = self._piece(context)
+        if self._stays(piece, context, steps):
+            return self._sum_s(piece, context, steps)
+        return self._long_run_s(piece, context, steps)
+
+    def _long_run_s(self, piece: int, context: int, steps: int) -> float:
+        """Over several pieces, each summed as by `_sum_s`."""
+        batch, knots, last, total_s = self._batch, self._knots, self._last, 0.0
+        while piece < last and context + (steps - 1) * batch >= knots[piece + 1]:
+            taken = max(1, math.ceil((knots[piece + 1] - context) / batch))
+            slope = self._slopes[piece]
+            first_s = self._seconds[piece] + slope * (context - knots[piece])
+            total_s += taken * first_s + slope * batch * (taken * (taken - 1) / 2)
+            context += taken * batch
             steps -= taken
-            piece = self._piece(context)
+            piece += 1
+            while piece < last and knots[piece + 1] <= context:
+                piece += 1
         return total_s + self._sum_s(piece, context, steps)
 
     def _stays(self, piece: int, context: int, steps: int) -> bool:

@@ -16,7 +16,7 @@ from prism.policies import moore_hodgson
 from prism.policies.data import Job, Order
 from prism.ports import EnginePort, EngineView
 from prism.scheduler.lineup import Lineup
-from prism.scheduler.room import Room, Verdict
+from prism.scheduler.room import Room, Verdict, starts_alone
 
 CHEAP_ORDER = 256
 ORDER_S_PER_REQUEST = 1e-4
@@ -124,10 +124,10 @@ class LocalScheduler:
         if not self._waiting:
             return []
         views = self._engines.views()
+        if len(self._waiting) == 1 and (alone := self._start_alone(views)):
+            return alone
         limits = self._limits
         room = Room(views, limits.prefill_horizon_s, limits.prefill_chunk_tokens)
-        if len(self._waiting) == 1 and (alone := self._start_alone(room)):
-            return alone
         self._refresh_order(now_s, views, room)
         choice = self._choose(now_s, room)
         self.blocked = choice.blocked
@@ -139,14 +139,21 @@ class LocalScheduler:
             self._engines.ask_memory(model, tokens)
         return choice.ids
 
-    def _start_alone(self, room: Room) -> list[str]:
+    def starts_alone(self, view: EngineView, prompt_tokens: int, max_tokens: int) -> bool:
+        """Whether a request that comes while nobody waits would start at the next step: it may then
+        go to its engine without an `add`. `view`: of its model, as it is now."""
+        limits = self._limits
+        headroom = 1 if view.running == 0 else min(max_tokens, limits.headroom_tokens)
+        horizon_s, chunk_tokens = limits.prefill_horizon_s, limits.prefill_chunk_tokens
+        return starts_alone(view, prompt_tokens, headroom, horizon_s, chunk_tokens)
+
+    def _start_alone(self, views: Collection[EngineView]) -> list[str]:
         """The only request that waits needs no order: it starts, or the list is empty."""
         (request,) = self._waiting.values()
-        if request.model not in room or self._held_since_s:
+        view = next((view for view in views if view.model == request.model), None)
+        if view is None or self._held_since_s:
             return []
-        headroom = self._headroom_tokens(room, request)
-        need_tokens = room.need_tokens(request.model, request.prompt_tokens, headroom)
-        if room.verdict(request.model, need_tokens) is not Verdict.STARTS:
+        if not self.starts_alone(view, request.prompt_tokens, request.max_tokens):
             return []
         ids = [request.id]
         self._engines.dispatch(request.model, ids)

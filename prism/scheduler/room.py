@@ -8,7 +8,6 @@ device's free room share it here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 
 from prism.ports import EngineView
@@ -25,14 +24,62 @@ class Verdict(Enum):
     MEMORY = "memory"
 
 
-@dataclass(slots=True)
 class _Engine:
-    view: EngineView
-    own_tokens: int
-    guaranteed_tokens: int
-    limit_tokens: int | None
-    pending_prefill_s: float
-    taken: int = 0
+    __slots__ = (
+        "guaranteed_tokens",
+        "limit_tokens",
+        "own_tokens",
+        "pending_prefill_s",
+        "taken",
+        "view",
+    )
+
+    def __init__(self, view: EngineView) -> None:
+        self.view = view
+        self.own_tokens = view.own_tokens
+        self.guaranteed_tokens = view.guaranteed_tokens
+        self.limit_tokens = view.limit_tokens
+        self.pending_prefill_s = view.pending_prefill_s
+        self.taken = 0
+
+    def need_tokens(self, prompt_tokens: int, headroom_tokens: int) -> int:
+        block = self.view.block_tokens
+        blocks = -(-(prompt_tokens + headroom_tokens) // block)
+        return (blocks + self.view.running + self.taken) * block
+
+    def verdict(
+        self, need_tokens: int, shared_tokens: int, horizon_s: float, chunk_tokens: int
+    ) -> Verdict:
+        """`shared_tokens`: what is left to it of the device's."""
+        view = self.view
+        if view.ready_in_s > 0:
+            return Verdict.NOT_READY
+        if view.running + self.taken >= view.max_running:
+            return Verdict.SLOTS
+        pending_s = self.pending_prefill_s
+        if pending_s > horizon_s and pending_s > chunk_tokens / view.prefill_tokens_per_s:
+            return Verdict.PREFILL
+        if need_tokens <= max(0, self.own_tokens) + shared_tokens:
+            return Verdict.STARTS
+        limit_tokens = self.limit_tokens
+        # no memory of others would help it
+        limited = limit_tokens is not None and need_tokens > max(0, self.own_tokens) + limit_tokens
+        return Verdict.LIMIT if limited else Verdict.MEMORY
+
+
+def starts_alone(
+    view: EngineView,
+    prompt_tokens: int,
+    headroom_tokens: int,
+    prefill_horizon_s: float,
+    prefill_chunk_tokens: int,
+) -> bool:
+    """Whether a request starts at once when it is the first of a `Room`, without making one."""
+    engine, limit = _Engine(view), view.limit_tokens
+    shared = view.shared_tokens if limit is None else min(view.shared_tokens, limit)
+    need_tokens = engine.need_tokens(prompt_tokens, headroom_tokens)
+    verdict = engine.verdict(need_tokens, shared, prefill_horizon_s, prefill_chunk_tokens)
+    return verdict is Verdict.STARTS
 
 
 class Room:
@@ -49,24 +96,12 @@ class Room:
         self._horizon_s = prefill_horizon_s
         self._chunk_tokens = prefill_chunk_tokens
         self._shared_taken_bytes = 0
-        self._engines = {
-            view.model: _Engine(
-                view,
-                view.own_tokens,
-                view.guaranteed_tokens,
-                view.limit_tokens,
-                view.pending_prefill_s,
-            )
-            for view in views
-        }
+        self._engines = {view.model: _Engine(view) for view in views}
 
     def need_tokens(self, model: str, prompt_tokens: int, headroom_tokens: int) -> int:
         """KV tokens that must be free for the request to start, in whole blocks; one more block
         for each running request, which may need its next one any moment."""
-        engine = self._engines[model]
-        block = engine.view.block_tokens
-        blocks = -(-(prompt_tokens + headroom_tokens) // block)
-        return (blocks + engine.view.running + engine.taken) * block
+        return self._engines[model].need_tokens(prompt_tokens, headroom_tokens)
 
     def free_tokens(self, model: str) -> int:
         """What `model` could take now, after what this step has taken."""
@@ -80,16 +115,8 @@ class Room:
     def verdict(self, model: str, need_tokens: int) -> Verdict:
         """Whether one more request of `model` that needs `need_tokens` starts at once."""
         engine = self._engines[model]
-        if engine.view.ready_in_s > 0:
-            return Verdict.NOT_READY
-        if engine.view.running + engine.taken >= engine.view.max_running:
-            return Verdict.SLOTS
-        chunk_s = self._chunk_tokens / engine.view.prefill_tokens_per_s
-        if engine.pending_prefill_s > max(self._horizon_s, chunk_s):
-            return Verdict.PREFILL
-        if need_tokens <= self.free_tokens(model):
-            return Verdict.STARTS
-        return Verdict.LIMIT if self._exceeds_limit(engine, need_tokens) else Verdict.MEMORY
+        shared_tokens = self._shared_left_tokens(engine)
+        return engine.verdict(need_tokens, shared_tokens, self._horizon_s, self._chunk_tokens)
 
     def is_open(self, model: str) -> bool:
         """Whether one more request of `model` starts if there is KV memory for it."""
@@ -115,12 +142,6 @@ class Room:
         if engine.limit_tokens is not None:
             engine.limit_tokens -= quanta_tokens
         self._shared_taken_bytes += quanta_tokens * engine.view.token_bytes
-
-    @staticmethod
-    def _exceeds_limit(engine: _Engine, need_tokens: int) -> bool:
-        """No memory of others would help it."""
-        limit_tokens = engine.limit_tokens
-        return limit_tokens is not None and need_tokens > max(0, engine.own_tokens) + limit_tokens
 
     def _shared_left_tokens(self, engine: _Engine) -> int:
         left_tokens = self._device_left_tokens(engine)

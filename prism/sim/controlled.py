@@ -62,6 +62,7 @@ class ControlledEngine(Engine):
         """Retracted requests wait for their turn before all others."""
         back = {request.index: request for request in self.retracted}
         self.retracted.clear()
+        self.kv.sites[0].starved.discard(self)
         for request in back.values():
             request.last_s = self._kernel.time_s
         self.waiting = {**back, **self.waiting}

@@ -65,6 +65,8 @@ class Device:
         self.controller = (
             Controller(kernel, policy.steps, self.gpu, self.ledger) if policy.steps else None
         )
+        # a journal tells of every request in the queue, and step control of every request
+        self._may_skip_queue = journal is None and self.controller is None
         self._changed = False
         self._requests: dict[str, Request] = {}
         self._touched: list[Engine] = []
@@ -80,7 +82,8 @@ class Device:
     def room_bytes(self) -> int:
         """Free for requests: what no activation waits for, and what cached prefixes would give
         back."""
-        return self.ledger.free_bytes - self.pending_bytes + idle_bytes(self.site)
+        room = self.ledger.free_bytes - self.pending_bytes
+        return room + idle_bytes(self.site) if self.site.reuses else room
 
     def host(self, guest: Resident) -> None:
         self.guests.append(guest)
@@ -97,6 +100,25 @@ class Device:
         return (measured.tokens_per_s if measured is not None else 0.0) or first
 
     # --- the queue --------------------------------------------------------------------------
+
+    def come(self, resident: Resident, request: Request) -> None:
+        """A request arrives: it starts at once if it can, else it waits."""
+        if not self._start_alone(resident, request):
+            self.enqueue(resident, request)
+            self.poke()
+
+    def _start_alone(self, resident: Resident, request: Request) -> bool:
+        """Nobody waits, and it can start: it needs no place in the queue."""
+        engine = resident.engine
+        if engine is None or self._requests or self.site.starved or not self._may_skip_queue:
+            return False
+        self._look(resident, engine)
+        view = self._active_view(resident, engine)
+        if not self.scheduler.starts_alone(view, request.prompt_tokens, request.output_tokens):
+            return False
+        engine.admit((request,))
+        engine.turn()
+        return True
 
     def enqueue(self, resident: Resident, request: Request) -> None:
         """`poke` lets it start."""
@@ -131,11 +153,8 @@ class Device:
         if self.controller is not None:
             self._consult(self.controller)
             return
-        for resident in self.residents.values():
-            engine = resident.engine
-            if engine is not None and engine.retracted:
-                engine.readmit()
-                self._touched.append(engine)
+        if self.site.starved:
+            self._readmit()
         if self._requests:
             self.scheduler.step(self._kernel.time_s)
             if self._requests:
@@ -144,6 +163,13 @@ class Device:
             touched, self._touched = self._touched, []
             for engine in touched:
                 engine.turn()
+
+    def _readmit(self) -> None:
+        for resident in self.residents.values():
+            engine = resident.engine
+            if engine is not None and engine.retracted:
+                engine.readmit()
+                self._touched.append(engine)
 
     def note_change(self) -> None:
         """A request ended or came to its first token: step control is to be asked anew."""
@@ -174,23 +200,25 @@ class Device:
     # --- EnginePort -------------------------------------------------------------------------
 
     def views(self) -> Sequence[EngineView]:
-        found = [
-            resident
-            for resident in self.residents.values()
-            if resident.waiting or (resident.engine is not None and resident.engine.prefills)
-        ]
-        for resident in found:
-            if resident.engine is not None:
-                resident.engine.catch_up()
-            for device in resident.devices:
-                if device.gpu.jobs:
-                    device.site.sync()
+        found: list[tuple[Resident, Engine | None]] = []
+        for resident in self.residents.values():
+            engine = resident.engine
+            if resident.waiting or (engine is not None and engine.prefills):
+                found.append((resident, engine))
+        for resident, engine in found:
+            self._look(resident, engine)
         return [
-            self._active_view(resident, resident.engine)
-            if resident.engine is not None
-            else self._coming_view(resident)
-            for resident in found
+            self._coming_view(resident) if engine is None else self._active_view(resident, engine)
+            for resident, engine in found
         ]
+
+    def _look(self, resident: Resident, engine: Engine | None) -> None:
+        """Memory that its devices' engines hold is as of now."""
+        if engine is not None:
+            engine.catch_up()
+        for device in resident.devices:
+            if device.gpu.jobs:
+                device.site.sync()
 
     def dispatch(self, model: str, request_ids: Sequence[str]) -> None:
         resident = self.residents[model]
@@ -204,30 +232,33 @@ class Device:
 
     def _active_view(self, resident: Resident, engine: Engine) -> EngineView:
         kv, account = engine.kv, engine.kv.accounts[0]
+        quantum_bytes, quantum_tokens, kv_bytes = kv.quantum_bytes, kv.quantum_tokens, kv.kv_bytes
         free_bytes = min([d.room_bytes() for d in resident.devices])
-        quantum_bytes, quantum_tokens = kv.quantum_bytes, kv.quantum_tokens
-        shared = max(0, free_bytes) // quantum_bytes * quantum_tokens
-        guaranteed = max(0, account.min_bytes - kv.kv_bytes) // quantum_bytes * quantum_tokens
-        held_blocks = kv.live_blocks - kv.idle_blocks
-        if kv.idle_blocks:
+        shared = free_bytes // quantum_bytes * quantum_tokens if free_bytes > 0 else 0
+        guaranteed = 0
+        if account.min_bytes > kv_bytes:
+            guaranteed = (account.min_bytes - kv_bytes) // quantum_bytes * quantum_tokens
+        held_blocks = kv.live_blocks
+        if idle_blocks := kv.idle_blocks:
             # what cached prefixes give back is shared, theirs too; else one step hands it out twice
             given_bytes = max([returnable_bytes(kv, d.site) for d in resident.devices])
-            held_blocks += given_bytes // quantum_bytes * kv.quantum_blocks
+            held_blocks += given_bytes // quantum_bytes * kv.quantum_blocks - idle_blocks
         own = kv.quanta * quantum_tokens - held_blocks * kv.block_tokens + guaranteed
         limit: int | None = None
         if account.limit_bytes is not None:
-            left_bytes = account.limit_bytes - max(account.min_bytes, kv.kv_bytes)
+            left_bytes = account.limit_bytes - max(account.min_bytes, kv_bytes)
             limit = max(0, left_bytes) // quantum_bytes * quantum_tokens
         if engine.retracted:
             own = shared = guaranteed = 0
+        speed = engine.prefill_tokens_per_s
         return EngineView(
             resident.model.name,
             own + (shared if limit is None else min(shared, limit)),
             engine.running,
             engine.max_running,
             kv.block_tokens,
-            engine.prefill_tokens_per_s,
-            engine.pending_prefill_tokens() / engine.prefill_tokens_per_s,
+            speed,
+            engine.pending_prefill_tokens() / speed,
             0.0 if resident.stage is Stage.ACTIVE else READY_SOON_S,
             shared,
             max(1, quantum_bytes // quantum_tokens),

@@ -146,7 +146,7 @@ class Engine:
             if self._take(request):
                 self.prefills.append(request)
             else:
-                self.retracted.append(request)
+                self._starve(request)
         if self.submit_s > 0:
             self._kernel.after(self.submit_s, self._came)
         else:
@@ -193,21 +193,30 @@ class Engine:
                 break
             self.prefills.append(self.retracted.popleft())
             came = True
+        if not self.retracted:
+            self.kv.sites[0].starved.discard(self)
         if came:
             self.end_run()
+
+    def _starve(self, request: Request) -> None:
+        """It waits for memory."""
+        self.retracted.append(request)
+        self.kv.sites[0].starved.add(self)
 
     # --- KV of a request --------------------------------------------------------------------
 
     def _take(self, request: Request, spare_blocks: int = 0) -> bool:
         """KV for all of it that is not cached, if `spare_blocks` fit as well."""
-        cache, need = self.kv.cache, self.kv.blocks(request.kv_tokens)
-        if cache is not None and request.hashes:
+        kv = self.kv
+        cache, need = kv.cache, kv.blocks(request.kv_tokens)
+        if cache is None:
+            return (not spare_blocks or kv.fits(need + spare_blocks)) and kv.take(need)
+        if request.hashes:
             # at least its last token is computed
             request.prefix = cache.use(request.hashes, (request.kv_tokens - 1) // HASH_TOKENS)
             need -= len(request.prefix) * cache.kv_blocks
-        if (spare_blocks and not self.kv.fits(need + spare_blocks)) or not self.kv.take(need):
-            if cache is not None:
-                cache.leave(request.prefix, self._kernel.time_s)
+        if (spare_blocks and not kv.fits(need + spare_blocks)) or not kv.take(need):
+            cache.leave(request.prefix, self._kernel.time_s)
             return False
         cached_tokens = len(request.prefix) * HASH_TOKENS
         request.todo_tokens = request.kv_tokens - cached_tokens
@@ -354,7 +363,7 @@ class Engine:
         self._give(victim)
         victim.kv_tokens = victim.todo_tokens = victim.prompt_tokens + victim.generated
         victim.retractions += 1
-        self.retracted.append(victim)
+        self._starve(victim)
         self._usage = None
         self._listener.retracted(victim)
 

@@ -35,13 +35,15 @@ class Runner(Protocol):
 
 
 class MemorySite:
-    """A device's ledger and the KV spaces on it. reuses: some of them have a prefix cache."""
+    """A device's ledger and the KV spaces on it. reuses: some of them have a prefix cache. starved:
+    engines with their rank 0 here that hold requests without memory."""
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name = name
         self.ledger = ledger
         self.spaces: list[KvSpace] = []
         self.reuses = False
+        self.starved: set[Runner] = set()
 
     def sync(self) -> None:
         """Every engine's quanta as of now."""

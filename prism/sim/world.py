@@ -174,13 +174,16 @@ class World:
             if len(model.unplaced) == 1 or self._bindings is not None:
                 self._wake()
         else:
-            self._enqueue(target, request)
-            target.home.poke()
+            self._note_use(target, request)
+            target.home.come(target, request)
 
     def _enqueue(self, resident: Resident, request: Request) -> None:
+        self._note_use(resident, request)
+        resident.home.enqueue(resident, request)
+
+    def _note_use(self, resident: Resident, request: Request) -> None:
         resident.last_use_s = self.kernel.time_s
         request.device = self._number[resident.home.name]
-        resident.home.enqueue(resident, request)
 
     def _route(self, model: Model) -> None:
         """Requests without a copy go to one that takes requests, if there is any now."""
