@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from prism.policies.data import (
     Action,
     Activate,
@@ -115,7 +117,7 @@ class FakeCluster:
 
     def view(self) -> ClusterView:
         models = tuple(
-            replace(m, idle_s=self.now_s - self._last_use_s.get(m.name, float("-inf")))
+            structs.replace(m, idle_s=self.now_s - self._last_use_s.get(m.name, float("-inf")))
             for m in self.models.values()
         )
         return ClusterView(self.now_s, models, tuple(self._gpu(g) for g in self.gpus.values()))
@@ -144,7 +146,7 @@ class FakeCluster:
     # --- below ------------------------------------------------------------------------------
 
     def _change(self, name: str, **changes: object) -> None:
-        self.models[name] = replace(self.models[name], **changes)  # type: ignore[arg-type]
+        self.models[name] = structs.replace(self.models[name], **changes)
 
     def _held(self, device: str) -> list[ModelView]:
         """Models that take memory and an engine there, on their way in or out as well."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from prism.errors import ConfigError
 from prism.policies import (
     dedicated,
@@ -30,7 +32,7 @@ from prism.policies.registry import Policy
 def unbalanced(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """Prism without its global scheduler (§7.4): placement sees no load, so that models go by free
     memory alone, and none is moved for balance. Eviction and activation stay."""
-    models = tuple(replace(model, token_rate=0.0) for model in view.models)
+    models = tuple(structs.replace(model, token_rate=0.0) for model in view.models)
     return prism.plan(replace(view, models=models, rebalance=False), settings)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.data import ClusterView, Migrate, ModelView, beside
@@ -39,7 +39,7 @@ def migrate(draft: Draft, model: ModelView, home: Sequence[Bin], reason: str) ->
     )
     # The source keeps the model until the target serves it: no other model gets its room yet.
     for b in (*home, *_held_by(draft, model)):
-        b.put(replace(model, state="migrating"))
+        b.put(structs.replace(model, state="migrating"))
 
 
 def _held_by(draft: Draft, model: ModelView) -> list[Bin]:

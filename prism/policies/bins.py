@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from prism.policies.data import GpuView, ModelView
 
@@ -31,7 +33,7 @@ def part(model: ModelView) -> ModelView:
     device are their own part."""
     if model.tp == 1:
         return model
-    return replace(
+    return structs.replace(
         model,
         pinned_device=None,
         weight_bytes=-(-model.weight_bytes // model.tp),

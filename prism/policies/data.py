@@ -6,8 +6,10 @@ All times are seconds on one clock chosen by the caller (`now_s`), all sizes byt
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from prism.policies.placement import Placement
 from prism.policies.queues import VirtualQueue
@@ -38,9 +40,8 @@ class Order:
     late: tuple[Job, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelView:
-    """A model as the cluster scheduler sees it.
+class ModelView(msgspec.Struct, frozen=True):
+    """A model as the cluster scheduler sees it. A Struct, since every plan takes one of each model.
 
     weight_bytes includes the engine's non-elastic share; kv_floor_bytes is the KV memory that
     must stay free beside the weights for the model to serve at all. token_rate: prompt tokens of
@@ -75,7 +76,7 @@ class ModelView:
     barred: tuple[str, ...] = ()
     tp: int = 1
     peers: tuple[str, ...] = ()
-    startup_s: Mapping[str, float] = field(default_factory=dict)
+    startup_s: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from prism.policies import kvpr
 from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
 
@@ -53,7 +55,7 @@ def partition(models: Sequence[ModelView], gpus: Sequence[GpuView]) -> Partition
     """Devices by size (largest model first, to the device with the most room; pinned ones at
     their device), then each device's KV memory by `static_share`, the rest in equal parts."""
     # Where a model happens to be, or failed, must not change the partition.
-    fresh = [replace(m, device=None, peers=(), barred=(), token_rate=0.0) for m in models]
+    fresh = [structs.replace(m, device=None, peers=(), barred=(), token_rate=0.0) for m in models]
     whole = [replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus]
     bins = kvpr.empty_bins(fresh, whole)
     division = Partition()

@@ -45,21 +45,22 @@ class Viewer:
 
     def loads(self, rates: Mapping[str, float]) -> list[DeviceLoad]:
         """Of all devices, for `Policy.calm`."""
-        running: dict[str, list[float]] = {}
+        running: dict[Device, list[float]] = {}
         for model in self._models:
-            if not (rate := rates.get(model.setup.name, 0.0)):
+            if not (rate := rates.get(model.setup.name)):
                 continue
             shown = [r for r in model.residents if r.replaces is None]
             for resident in shown:
                 part = rate * model.setup.slo_tpot_s / len(shown) / resident.tp
                 for device in resident.devices:
-                    running.setdefault(device.name, []).append(part)
+                    running.setdefault(device, []).append(part)
         found: list[DeviceLoad] = []
         for device in self._devices:
             if device.gpu.jobs:
                 device.site.sync()
             free_part = device.room_bytes() / device.ledger.capacity_bytes
-            found.append(DeviceLoad(beside(running.get(device.name, ())), free_part))
+            parts = running.get(device)
+            found.append(DeviceLoad(beside(parts) if parts else 0.0, free_part))
         return found
 
     def gpus(self) -> tuple[GpuView, ...]:

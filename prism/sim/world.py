@@ -264,7 +264,8 @@ class World:
         kv_bytes: dict[int, int] = {}
         running = waiting = 0
         for model in self.models:
-            waiting += len(model.unplaced)
+            if model.unplaced:
+                waiting += len(model.unplaced)
             for resident in model.residents:
                 waiting += resident.waiting
                 if (engine := resident.engine) is None:

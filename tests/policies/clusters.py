@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.data import Activate, ClusterView, Evict, GpuView, Migrate, ModelView
@@ -94,7 +94,7 @@ def _widened(
     draw: st.DrawFn, made: ModelView, home: int | None, room: list[int], engines: list[int]
 ) -> ModelView:
     """With tensor parallelism of two, if it is absent or the other device of its node has room."""
-    two = replace(made, tp=2, pinned_device=None)
+    two = structs.replace(made, tp=2, pinned_device=None)
     if home is None:
         return two
     other = home ^ 1
@@ -102,7 +102,7 @@ def _widened(
         return made
     if room[other] < kvpr.need_bytes(kvpr.part(two)):
         return made
-    return replace(two, peers=(f"host:{other}",))
+    return structs.replace(two, peers=(f"host:{other}",))
 
 
 def actions_of(kind: type[Any], actions: Sequence[Any]) -> list[Any]:

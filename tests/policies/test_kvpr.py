@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.data import GpuView, ModelView
@@ -182,7 +182,7 @@ def exact_kvpr_of(
     models: list[ModelView], homes: tuple[int, ...], gpus: list[GpuView], i: int
 ) -> Fraction:
     only = [
-        replace(m, token_rate=m.token_rate if h == i else 0.0)
+        structs.replace(m, token_rate=m.token_rate if h == i else 0.0)
         for m, h in zip(models, homes, strict=True)
     ]
     return exact_kvpr(only, homes, gpus)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prism.policies.data import Activate, Evict, Migrate, ModelView, Refuse, Settings
 from prism.policies.prism import plan
@@ -189,7 +190,7 @@ def test_a_resident_moves_when_that_makes_room() -> None:
 
 def test_one_move_at_a_time_and_no_eviction_meanwhile() -> None:
     models = fragmented()
-    models[0] = replace(models[0], state="migrating")
+    models[0] = structs.replace(models[0], state="migrating")
     models.append(active("young", "g0", weight=1, floor=0, idle_s=10))
     assert planned(models, [gpu("g0"), gpu("g1", fixed_bytes=50)]) == [("refuse", "large")]
 
@@ -207,7 +208,7 @@ def test_nothing_moves_off_a_device_without_contention() -> None:
     """Pressures are as uneven, but beside the busiest model fewer than two requests run."""
     gpus = [gpu("g0"), gpu("g1")]
     models = [active("hot", "g0", token_rate=5.0), active("warm", "g0", token_rate=3.0)]
-    calm = [replace(m, slo_tpot_s=0.6) for m in models]
+    calm = [structs.replace(m, slo_tpot_s=0.6) for m in models]
     assert planned(models, gpus) == [("migrate", "warm", "g0", "g1")]
     assert planned(calm, gpus) == []
     seen = view(calm, gpus, rebalance=True)
@@ -314,7 +315,7 @@ def test_a_wide_model_moves_to_devices_that_hold_no_part_of_it() -> None:
     """To make room, on one node."""
     gpus = [gpu(f"g{i}", engines_free=0 if i < 2 else 1) for i in range(4)]
     models = [wide("a", "g0", "g1", weight=100, running=1), model("b", 80, waiting=1)]
-    models[1] = replace(models[1], pinned_device="g0")
+    models[1] = structs.replace(models[1], pinned_device="g0")
     (moved,) = plan(view(models, gpus), SETTINGS)
     assert isinstance(moved, Migrate)
     assert (moved.source, moved.target, moved.peers) == ("g0", "g2", ("g3",))
@@ -333,7 +334,7 @@ def test_a_contended_wide_model_moves_for_balance() -> None:
     assert isinstance(moved, Migrate)
     assert (moved.model, moved.source, moved.target, moved.peers) == ("hot", "g0", "g2", ("g3",))
     assert plan(view(models, gpus[:3]), SETTINGS) == ()
-    calm = [replace(m, slo_tpot_s=m.slo_tpot_s / 100) for m in models]
+    calm = [structs.replace(m, slo_tpot_s=m.slo_tpot_s / 100) for m in models]
     assert plan(view(calm, gpus), SETTINGS) == ()
 
 

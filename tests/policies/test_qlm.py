@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prism.policies import qlm
 from prism.policies.data import Activate, Evict, Refuse, Settings
@@ -222,7 +222,7 @@ def test_the_first_groups_model_is_swapped_in() -> None:
 def test_a_swap_waits_until_nothing_runs() -> None:
     busy = active("a", "g0", running=1)
     assert planned([busy, model("b", waiting=1)], 1, queues=(head("g0", "b"),)) == []
-    leaving = replace(busy, running=0, state="draining")
+    leaving = structs.replace(busy, running=0, state="draining")
     assert planned([leaving, model("b", waiting=1)], 1, queues=(head("g0", "b"),)) == []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prism.policies import serverlessllm
 from prism.policies.bins import devices_of
@@ -63,9 +64,9 @@ def test_an_idle_instance_is_reclaimed_after_its_keep_alive() -> None:
     idle = active("old", "g0", idle_s=3.0, startup_s={"g0": 2.0})
     asked = model("a", waiting=1)
     assert planned([idle, asked], [gpu("g0")]) == [("evict", "old", "g0"), ("activate", "a", "g0")]
-    fresh = replace(idle, idle_s=1.5)
+    fresh = structs.replace(idle, idle_s=1.5)
     assert planned([fresh, asked], [gpu("g0")]) == [("refuse", "a")]
-    kept = replace(idle, never_evict=True)
+    kept = structs.replace(idle, never_evict=True)
     assert planned([kept, asked], [gpu("g0")]) == [("refuse", "a")]
 
 
@@ -74,7 +75,7 @@ def test_a_close_checkpoint_beats_a_free_device() -> None:
     idle = active("old", "g0", idle_s=99.0)
     asked = model("a", waiting=1, startup_s={"g0": 1.0, "g1": 8.0})
     assert planned([idle, asked], [gpu("g0"), gpu("g1")])[0] == ("evict", "old", "g0")
-    near = replace(asked, startup_s={"g0": 1.0, "g1": 1.0})
+    near = structs.replace(asked, startup_s={"g0": 1.0, "g1": 1.0})
     assert planned([idle, near], [gpu("g0"), gpu("g1")]) == [("activate", "a", "g1")]
 
 
@@ -83,7 +84,7 @@ def test_a_busy_instance_moves_away_where_that_is_sooner() -> None:
     asked = model("a", waiting=1, startup_s={"g0": 1.0, "g1": 8.0})
     gpus = [gpu("g0"), gpu("g1")]
     assert planned([busy, asked], gpus) == [("migrate", "b", "g0", "g1")]
-    far = replace(busy, startup_s={"g1": 7.5})
+    far = structs.replace(busy, startup_s={"g1": 7.5})
     assert planned([far, asked], gpus) == [("activate", "a", "g1")]
 
 
@@ -97,7 +98,7 @@ def test_a_backlog_gets_another_instance_if_engines_can() -> None:
     gpus = [gpu("g0"), gpu("g1")]
     assert planned([busy], gpus, replicas=True) == [("activate", "a", "g1")]
     assert planned([busy], gpus) == []
-    assert planned([replace(busy, waiting=2)], gpus, replicas=True) == []
+    assert planned([structs.replace(busy, waiting=2)], gpus, replicas=True) == []
     second = active("a", "g1", running=2, waiting=3)
     assert planned([busy, second], [*gpus, gpu("g2")], replicas=True) == []
 

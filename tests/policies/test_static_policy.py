@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.data import Activate, Refuse, Settings
@@ -100,7 +101,7 @@ def test_tensor_parallel_models_get_a_share_on_each_device() -> None:
 @settings(max_examples=100, deadline=None)
 def test_the_partition_ignores_everything_that_changes(view) -> None:
     calm = [
-        replace(
+        structs.replace(
             m,
             device=None,
             peers=(),

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prism.policies import target
 from prism.policies.bins import devices_of
@@ -82,7 +83,7 @@ def test_two_full_devices_swap_by_evicting_the_idler() -> None:
     units = [unit("g0", "b"), unit("g1", "a")]
     gpus = [gpu("g0"), gpu("g1")]
     assert summary(planned(models, gpus, units)) == [("evict", "b", "g1")]
-    leaving = [models[0], replace(models[1], state="draining")]
+    leaving = [models[0], structs.replace(models[1], state="draining")]
     assert planned(leaving, gpus, units) == ()
     gone = [models[0], model("b", weight=60)]
     assert summary(planned(gone, gpus, units)) == [("migrate", "a", "g0", "g1")]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from prism.fakes import FakeCluster
 from prism.policies import registry
@@ -57,7 +57,7 @@ def test_moves_are_planned_once_an_interval() -> None:
     moved = [a for step in range(9) for a in loop.step(step * 0.5) if isinstance(a, Migrate)]
     assert [a.model for a in moved] == ["b"]
     cluster.advance(4.5)
-    cluster.models["a"] = replace(cluster.models["a"], device="g1")
+    cluster.models["a"] = structs.replace(cluster.models["a"], device="g1")
     assert loop.step(4.5) == ()
     assert [type(a) for a in loop.step(5.0)] == [Migrate]
 
@@ -87,7 +87,7 @@ def random_cluster(dice: random.Random) -> FakeCluster:
         )
 
     models = [made(i) for i in range(dice.randint(3, 7))]
-    models[0] = replace(models[0], never_evict=True)
+    models[0] = structs.replace(models[0], never_evict=True)
     return FakeCluster(models, gpus(100, 80, engines=dice.randint(1, 3)), action_s=dice.random())
 
 
