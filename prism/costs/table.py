@@ -87,6 +87,8 @@ class TableCost:
         self._chunks_s: dict[Chunk, float] = {}
 
     def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+        if not batch and len(chunks) == 1:
+            return self.prefill_s(*chunks[0])
         tokens = batch + sum([chunk.tokens for chunk in chunks])
         if not tokens:
             return 0.0
@@ -94,7 +96,10 @@ class TableCost:
         return self._dense_s(tokens) + prefill_s + self._decode_attention_s(batch, context_tokens)
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        return self.step_s((Chunk(tokens, context_tokens),), 0, 0)
+        if not tokens:
+            return 0.0
+        attention_s = self._chunks_attention_s((Chunk(tokens, context_tokens),))
+        return self._dense_s(tokens) + attention_s
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         return self._line(batch).at(context_tokens) if batch else 0.0
@@ -139,8 +144,13 @@ class TableCost:
         pairs = chunk.tokens * (chunk.context_tokens + (chunk.tokens + 1) / 2)
         seconds = table.pair_s * pairs
         if table.prefill_s:
-            along = _blend(table.prefill_tokens, table.prefill_s, chunk.tokens)
-            seconds += _interpolate(table.prefill_context, along, chunk.context_tokens)
+            seconds += _at(
+                table.prefill_tokens,
+                table.prefill_context,
+                table.prefill_s,
+                chunk.tokens,
+                chunk.context_tokens,
+            )
         return max(0.0, seconds)
 
     def _decode_attention_s(self, batch: int, context_tokens: int) -> float:
@@ -299,6 +309,20 @@ def _blend(knots: Row, rows: tuple[Row, ...], x: float) -> Row:
         return rows[0]
     piece, part = _place(knots, x)
     return tuple(a + part * (b - a) for a, b in zip(rows[piece], rows[piece + 1], strict=True))
+
+
+def _at(knots: Row, columns: Row, rows: tuple[Row, ...], x: float, y: float) -> float:
+    """`_interpolate` at y of the `_blend` at x, without blending columns that it does not read."""
+    flat = y <= columns[0] or len(columns) == 1
+    column, part = (0, 0.0) if flat else _place(columns, y)
+    first = x <= knots[0] or len(knots) == 1
+    row, along = (0, 0.0) if first else _place(knots, x)
+    low, high = rows[row], rows[row if first else row + 1]
+    left = low[column] + along * (high[column] - low[column])
+    if flat:
+        return left
+    right = low[column + 1] + along * (high[column + 1] - low[column + 1])
+    return left + part * (right - left)
 
 
 def _check_axis(table: StepTable, key: str, axis: Row) -> None:

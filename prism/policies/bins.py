@@ -79,8 +79,8 @@ class Bin:
         self.room_bytes = self.shared_kv_bytes
         self.rank = (0.0, -self.room_bytes, self.gpu.name)
         parts, self.models = self.models, {}
-        for model in parts.values():
-            self.put(model)
+        if parts:
+            self.fill(parts.values())
 
     @property
     def name(self) -> str:
@@ -132,6 +132,16 @@ class Bin:
         self._pressures[model.name] = weight_of(model)
         self._moved(-model.weight_bytes, -model.kv_floor_bytes)
 
+    def fill(self, parts: Iterable[ModelView]) -> None:
+        """As `put` of each, with pressures summed once. REQUIRES: none of them is here."""
+        weight_bytes = floor_bytes = 0
+        for model in parts:
+            self.models[model.name] = model
+            self._pressures[model.name] = weight_of(model)
+            weight_bytes += model.weight_bytes
+            floor_bytes += model.kv_floor_bytes
+        self._moved(-weight_bytes, -floor_bytes)
+
     def take(self, name: str) -> ModelView:
         model = self.models.pop(name)
         del self._pressures[name]
@@ -163,12 +173,15 @@ def empty_bins(models: Iterable[ModelView], gpus: Iterable[GpuView]) -> Bins:
 def current_bins(models: Sequence[ModelView], gpus: Iterable[GpuView]) -> Bins:
     """Bins as the cluster is now, without the models that are on their way out."""
     bins = empty_bins(models, gpus)
+    held: dict[str, dict[str, ModelView]] = {}
     for model in models:
-        if model.state != "draining":
+        if model.device is not None and model.state != "draining":
             piece = part(model)
             for device in devices_of(model):
                 if device in bins:
-                    bins[device].put(piece)
+                    held.setdefault(device, {})[model.name] = piece
+    for device, parts in held.items():
+        bins[device].fill(parts.values())
     return bins
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
@@ -138,7 +137,7 @@ class Settings:
     ample_fraction: float = 0.2
 
 
-class DeviceLoad(NamedTuple):
+class DeviceLoad(msgspec.Struct, frozen=True):
     """beside: requests that run there at a time if each goes at its SLO's pace, but for the busiest
     model's (`beside`); free_part: of its memory."""
 

@@ -60,7 +60,8 @@ class TokenRates:
         """
         since_s = now_s if self._since_s is None else self._since_s
         length_s = max(min(self._window_s, now_s - since_s), 1.0)
+        until_s = now_s - self._window_s
         for model, events in self._events.items():
-            while events and events[0][0] <= now_s - self._window_s:
+            while events and events[0][0] <= until_s:
                 self._sums[model] -= events.popleft()[1]
         return {model: tokens / length_s for model, tokens in self._sums.items() if tokens > 0}

@@ -82,7 +82,8 @@ class Device:
     def room_bytes(self) -> int:
         """Free for requests: what no activation waits for, and what cached prefixes would give
         back."""
-        room = self.ledger.free_bytes - self.pending_bytes
+        ledger = self.ledger
+        room = ledger.capacity_bytes - ledger.reserved_bytes - self.pending_bytes
         return room + idle_bytes(self.site) if self.site.reuses else room
 
     def host(self, guest: Resident) -> None:

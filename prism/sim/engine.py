@@ -36,7 +36,7 @@ class Listener:
 @dataclass(slots=True)
 class _Step:
     """What a job in flight does: a prefill step, or `steps` decode steps. It began as run_steps of
-    them, which take `blocks` of KV in all. begun: of the steps, at seen_s."""
+    them, which take `blocks` of KV in all. done: of the steps, at seen_s."""
 
     job: Job
     chunks: list[tuple[Request, int]]
@@ -46,7 +46,7 @@ class _Step:
     blocks: int = 0
     allocated: int = 0
     allocated_blocks: int = 0
-    begun: int = 0
+    done: int = 0
     seen_s: float = -1.0
 
 
@@ -199,7 +199,6 @@ class Engine:
             self.end_run()
 
     def _starve(self, request: Request) -> None:
-        """It waits for memory."""
         self.retracted.append(request)
         self.kv.sites[0].starved.add(self)
 
@@ -379,16 +378,15 @@ class Engine:
 
     def _begun(self, step: _Step) -> int:
         """Decode steps that have begun by now, the present one included."""
-        if step.seen_s != self._kernel.time_s:
-            step.seen_s = self._kernel.time_s
-            step.begun = min(step.steps, self._steps_done(step) + 1)
-        return step.begun
+        return min(step.steps, self._steps_done(step) + 1)
 
     def _steps_done(self, step: _Step) -> int:
-        done_s = step.job.done_at(self._kernel.time_s) / self.slower
-        return self.cost.decode_steps(
-            len(self.batch.members), step.context_tokens, done_s, step.steps
-        )
+        if step.seen_s != self._kernel.time_s:
+            step.seen_s = self._kernel.time_s
+            done_s = step.job.done_at(step.seen_s) / self.slower
+            size = len(self.batch.members)
+            step.done = self.cost.decode_steps(size, step.context_tokens, done_s, step.steps)
+        return step.done
 
     def _allocate(self, step: _Step, begun: int) -> None:
         """KV for the steps up to `begun`; they were claimed."""

@@ -46,6 +46,11 @@ class Model:
             return True
         return not self.residents and (self.wanted or self.setup.never_evict)
 
+    @property
+    def busy(self) -> bool:
+        """It has requests that have not ended."""
+        return bool(self.unplaced) or any(r.open_requests for r in self.residents)
+
     def least_loaded(self) -> Resident | None:
         """The copy with the fewest requests; None where no copy takes any."""
         if len(self.residents) == 1:

@@ -71,6 +71,11 @@ class Resident:
         return self.engine.running if self.engine is not None else 0
 
     @property
+    def kv_bytes(self) -> int:
+        """On all its devices."""
+        return self.engine.kv.kv_bytes * len(self.devices) if self.engine is not None else 0
+
+    @property
     def open_requests(self) -> int:
         return self.waiting + self.running
 

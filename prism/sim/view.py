@@ -12,6 +12,7 @@ from prism.policies.data import DeviceLoad, GpuView, ModelView, beside
 from prism.sim.activation import startup_s
 from prism.sim.device import Device
 from prism.sim.moves import Model
+from prism.sim.records import Sample
 from prism.sim.resident import Resident, Stage
 from prism.sim.setup import ClusterSetup
 
@@ -59,9 +60,24 @@ class Viewer:
             if device.gpu.jobs:
                 device.site.sync()
             free_part = device.room_bytes() / device.ledger.capacity_bytes
-            parts = running.get(device)
-            found.append(DeviceLoad(beside(parts) if parts else 0.0, free_part))
+            parts = running.get(device, ())
+            found.append(DeviceLoad(beside(parts) if len(parts) > 1 else 0.0, free_part))
         return found
+
+    def sample(self, now_s: float, holding: Sequence[Model]) -> Sample:
+        """`holding`: all models that have requests or KV memory."""
+        kv_bytes: dict[int, int] = {}
+        running = waiting = reserved_bytes = 0
+        for device in self._devices:
+            if device.gpu.jobs:
+                device.site.sync()
+            reserved_bytes += device.ledger.reserved_bytes
+        for model in holding:
+            waiting += len(model.unplaced) + sum([r.waiting for r in model.residents])
+            running += sum([r.running for r in model.residents])
+            if held_bytes := sum([r.kv_bytes for r in model.residents]):
+                kv_bytes[model.setup.index] = held_bytes
+        return Sample(now_s, kv_bytes, reserved_bytes, waiting, running)
 
     def gpus(self) -> tuple[GpuView, ...]:
         for device in self._devices:

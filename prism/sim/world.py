@@ -23,7 +23,7 @@ from prism.sim.engines import Terms, make_engine
 from prism.sim.kernel import Alarm, Kernel
 from prism.sim.moves import Hooks, Model, Moves
 from prism.sim.profile import Load, loads
-from prism.sim.records import Decision, Records, Sample
+from prism.sim.records import Decision, Records
 from prism.sim.replacement import Replacement
 from prism.sim.request import Request
 from prism.sim.resident import Resident, Stage
@@ -87,6 +87,9 @@ class World:
         self._rates = TokenRates(setup.rate_window_s)
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
         self._left_out: set[int] = set()
+        # by index, models that had requests since tokens were counted last, since the last sample
+        self._growing: dict[int, Model] = {}
+        self._held: dict[int, Model] = {}
         self._next, self._requests = 0, len(work)
         self._wake_due = False
         # what changes without an event, as idle times do
@@ -167,6 +170,7 @@ class World:
             self.records.finish(request, self.kernel.time_s, "unserved")
             return
         model.last_use_s = self.kernel.time_s
+        self._growing[request.model] = self._held[request.model] = model
         target = None if self._bindings is not None else model.least_loaded()
         if target is None:
             model.unplaced[request.index] = request
@@ -235,7 +239,7 @@ class World:
             # Tensor-parallel neighbours share all their devices: each home is poked once.
             homes = resident.home.homes
             if len(resident.devices) > 1:
-                homes = tuple(dict.fromkeys(h for d in resident.devices for h in d.homes))
+                homes = tuple(dict.fromkeys([h for d in resident.devices for h in d.homes]))
             for device in homes:
                 device.poke()
 
@@ -258,26 +262,12 @@ class World:
 
     def _sample(self) -> None:
         """Note the state, a few hundred times in the run."""
-        for device in self.devices:
-            if device.gpu.jobs:
-                device.site.sync()
-        kv_bytes: dict[int, int] = {}
-        running = waiting = 0
-        for model in self.models:
-            if model.unplaced:
-                waiting += len(model.unplaced)
-            for resident in model.residents:
-                waiting += resident.waiting
-                if (engine := resident.engine) is None:
-                    continue
-                running += engine.running
-                if engine.kv.quanta:
-                    held_bytes = engine.kv.kv_bytes * len(resident.devices)
-                    index = model.setup.index
-                    kv_bytes[index] = kv_bytes.get(index, 0) + held_bytes
-        reserved_bytes = sum(device.ledger.reserved_bytes for device in self.devices)
-        now_s = self.kernel.time_s
-        self.records.samples.append(Sample(now_s, kv_bytes, reserved_bytes, waiting, running))
+        held = [self._held[index] for index in sorted(self._held)]
+        sample = self._viewer.sample(self.kernel.time_s, held)
+        self.records.samples.append(sample)
+        for model in held:
+            if not model.busy and model.setup.index not in sample.kv_bytes:
+                del self._held[model.setup.index]
         if self._next < self._requests or self.open_requests:
             self.kernel.after(max(SAMPLE_S, self.work.end_s / SAMPLES), self._sample)
 
@@ -336,15 +326,18 @@ class World:
         return None
 
     def _observe(self, now_s: float) -> None:
-        """Tokens per model so far: prompts of admitted requests and decoded ones."""
+        """Tokens per model so far: prompts of admitted requests and decoded ones. Looked at are
+        those that had a request since the last time."""
         grown: dict[str, int] = {}
-        for model in self.models:
+        for index, model in list(self._growing.items()):
             total = model.tokens_total
             for resident in model.residents:
                 if (engine := resident.engine) is not None:
                     total += engine.prompt_tokens_total + engine.output_tokens()
             if total != model.tokens_seen:
                 grown[model.setup.name] = model.tokens_seen = total
+            if not model.busy:
+                del self._growing[index]
         self._rates.observe("cluster", 1, grown, now_s)
 
     def _wake(self) -> None:
