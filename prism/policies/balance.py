@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from msgspec import structs
 
 from prism.policies import kvpr
@@ -113,9 +114,11 @@ def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
     needs is free now: it must not press on requests that run there."""
     sources, tau = _held_by(draft, model), draft.settings.migration_threshold
     contended = max(map(_contention, sources)) >= draft.settings.contended_requests
-    relief = _relief_of(model, sources, home)
     free = all(b.gpu.free_bytes >= kvpr.need_bytes(model) for b in home)
-    if model.state != "active" or not contended or relief <= tau or not free:
+    if model.state != "active" or not contended or not free:
+        return False
+    relief = _relief_of(model, sources, home)
+    if relief <= tau:
         return False
     names = ", ".join(b.name for b in sources)
     reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"

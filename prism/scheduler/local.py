@@ -139,9 +139,15 @@ class LocalScheduler:
             self._engines.ask_memory(model, tokens)
         return choice.ids
 
-    def starts_alone(self, view: EngineView, prompt_tokens: int, max_tokens: int) -> bool:
-        """Whether a request that comes while nobody waits would start at the next step: it may then
-        go to its engine without an `add`. `view`: of its model, as it is now."""
+    def passes(self, view: EngineView, prompt_tokens: int, max_tokens: int) -> bool:
+        """Whether a request that comes while nobody waits would start at the next step: it then
+        goes to its engine without an `add`. `view`: of its model, as it is now."""
+        passes = self._starts_alone(view, prompt_tokens, max_tokens)
+        if passes:
+            self._lineup.clear()
+        return passes
+
+    def _starts_alone(self, view: EngineView, prompt_tokens: int, max_tokens: int) -> bool:
         limits = self._limits
         headroom = 1 if view.running == 0 else min(max_tokens, limits.headroom_tokens)
         horizon_s, chunk_tokens = limits.prefill_horizon_s, limits.prefill_chunk_tokens
@@ -153,7 +159,7 @@ class LocalScheduler:
         view = next((view for view in views if view.model == request.model), None)
         if view is None or self._held_since_s:
             return []
-        if not self.starts_alone(view, request.prompt_tokens, request.max_tokens):
+        if not self._starts_alone(view, request.prompt_tokens, request.max_tokens):
             return []
         ids = [request.id]
         self._engines.dispatch(request.model, ids)

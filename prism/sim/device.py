@@ -115,7 +115,7 @@ class Device:
             return False
         self._look(resident, engine)
         view = self._active_view(resident, engine)
-        if not self.scheduler.starts_alone(view, request.prompt_tokens, request.output_tokens):
+        if not self.scheduler.passes(view, request.prompt_tokens, request.output_tokens):
             return False
         engine.admit((request,))
         engine.turn()

@@ -162,7 +162,6 @@ class Engine:
             self.start_decode()
 
     def _came(self) -> None:
-        """What was admitted may start."""
         self.end_run()
         self.turn()
 
@@ -383,8 +382,7 @@ class Engine:
     def _steps_done(self, step: _Step) -> int:
         if step.seen_s != self._kernel.time_s:
             step.seen_s = self._kernel.time_s
-            done_s = step.job.done_at(step.seen_s) / self.slower
-            size = len(self.batch.members)
+            size, done_s = len(self.batch.members), step.job.done_at(step.seen_s) / self.slower
             step.done = self.cost.decode_steps(size, step.context_tokens, done_s, step.steps)
         return step.done
 

@@ -88,8 +88,7 @@ class World:
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
         self._left_out: set[int] = set()
         # by index, models that had requests since tokens were counted last, since the last sample
-        self._growing: dict[int, Model] = {}
-        self._held: dict[int, Model] = {}
+        self._growing, self._held = dict[int, Model](), dict[int, Model]()
         self._next, self._requests = 0, len(work)
         self._wake_due = False
         # what changes without an event, as idle times do
@@ -178,16 +177,13 @@ class World:
             if len(model.unplaced) == 1 or self._bindings is not None:
                 self._wake()
         else:
-            self._note_use(target, request)
-            target.home.come(target, request)
+            self._home(target, request).come(target, request)
 
-    def _enqueue(self, resident: Resident, request: Request) -> None:
-        self._note_use(resident, request)
-        resident.home.enqueue(resident, request)
-
-    def _note_use(self, resident: Resident, request: Request) -> None:
+    def _home(self, resident: Resident, request: Request) -> Device:
+        """Whose queue the request comes to now."""
         resident.last_use_s = self.kernel.time_s
         request.device = self._number[resident.home.name]
+        return resident.home
 
     def _route(self, model: Model) -> None:
         """Requests without a copy go to one that takes requests, if there is any now."""
@@ -196,8 +192,8 @@ class World:
             and model.unplaced
             and (target := model.least_loaded()) is not None
         ):
-            index = next(iter(model.unplaced))
-            self._enqueue(target, model.unplaced.pop(index))
+            request = model.unplaced.pop(next(iter(model.unplaced)))
+            self._home(target, request).enqueue(target, request)
         if model.unplaced:
             self._wake()
 
@@ -210,7 +206,7 @@ class World:
         """Requests of virtual queues whose model is up start."""
         started = bindings.starting()
         for resident, request in started:
-            self._enqueue(resident, request)
+            self._home(resident, request).enqueue(resident, request)
         for home in dict.fromkeys(resident.home for resident, _ in started):
             home.poke()
 
@@ -265,9 +261,8 @@ class World:
         held = [self._held[index] for index in sorted(self._held)]
         sample = self._viewer.sample(self.kernel.time_s, held)
         self.records.samples.append(sample)
-        for model in held:
-            if not model.busy and model.setup.index not in sample.kv_bytes:
-                del self._held[model.setup.index]
+        left = (m for m in held if m.busy or m.setup.index in sample.kv_bytes)
+        self._held = {model.setup.index: model for model in left}
         if self._next < self._requests or self.open_requests:
             self.kernel.after(max(SAMPLE_S, self.work.end_s / SAMPLES), self._sample)
 
@@ -326,8 +321,7 @@ class World:
         return None
 
     def _observe(self, now_s: float) -> None:
-        """Tokens per model so far: prompts of admitted requests and decoded ones. Looked at are
-        those that had a request since the last time."""
+        """Tokens per model so far: prompts of admitted requests and decoded ones."""
         grown: dict[str, int] = {}
         for index, model in list(self._growing.items()):
             total = model.tokens_total

@@ -233,7 +233,7 @@ def test_a_backlog_moves_to_where_memory_is_free() -> None:
     assert planned(models, [full, plenty]) == [("migrate", "waits", "g0", "g1")]
     assert planned(models, [full, gpu("g1", free_bytes=30)]) == []
     assert planned(models, [gpu("g0", free_bytes=50), plenty]) == []
-    short_queue = replace(waits, waiting=2)
+    short_queue = structs.replace(waits, waiting=2)
     assert planned([short_queue, *models[1:]], [full, plenty]) == []
     assert planned(models, [full, plenty], rebalance=False) == []
 
