@@ -13,6 +13,7 @@ from msgspec import structs
 
 from prism.errors import ConfigError
 from prism.policies import (
+    adbs,
     dedicated,
     fcfs,
     mlfq,
@@ -95,6 +96,7 @@ def blind(search: Search) -> Search:
 ONE_UNIT: dict[str, Any] = {"search": together(mux_placement.search)}
 OWN_KV: dict[str, Any] = {"search": partitioned(mux_placement.search), "kv_blocks": KvBlocks.OWN}
 GIVEN_BLIND = as_given(blind(mux_placement.search))
+FIXED_SM = adbs.AdbsSettings(wider=False)
 BY_DEADLINE = qlm.QlmSettings(by_deadline=True)
 Change = Callable[[Policy], Policy]
 
@@ -116,6 +118,8 @@ VARIANTS: dict[tuple[str, str], Change] = {
     ("muxserve", "unit-rr"): lambda p: replace(p, steps=temporal.ROUND_ROBIN, **ONE_UNIT),
     ("muxserve", "own-kv"): lambda p: replace(p, **OWN_KV),
     ("muxserve", "temporal"): lambda p: replace(p, steps=temporal.FCFS, **OWN_KV),
+    # SeaLLM §6.2: "a fixed percentage of computational resources for each LLM service"
+    ("muxserve", "fixed-sm"): lambda p: replace(p, steps=adbs.control(FIXED_SM)),
     # SeaLLM §6.3, Figure 8
     ("seallm", "F"): lambda p: replace(p, steps=temporal.FCFS),
     ("seallm", "M"): lambda p: replace(p, steps=mlfq.control()),

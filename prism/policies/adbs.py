@@ -26,13 +26,16 @@ class AdbsSettings:
     """prefill_sm_min: a prefill waits until so much of the compute is free, and takes more if the
     models that decode leave it. adapt_every_s: how often quotas are moved. low, high: a model that
     used less than `low` of its quota gives, one that used more than `high` receives. given: the
-    part of what is unused that is given at a time. The paper states none of these."""
+    part of what is unused that is given at a time. The paper states none of these. wider: decodes
+    take what is left of the compute; False: each keeps the share of its candidate, as SeaLLM §6.2
+    says of MuxServe."""
 
     prefill_sm_min: float = 0.5
     adapt_every_s: float = 5.0
     low: float = 0.5
     high: float = 0.9
     given: float = 0.5
+    wider: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ def choose(
         state = replace(state, last_prefill=prefill.model, prefill_sm=prefill.sm_share)
         sm_free -= prefill.sm_share
     held = state.prefill_sm if prefilling or jobs else 0.0
-    decodes = _decodes(view, state.last_decode, sm_free, held)
+    decodes = _decodes(view, state.last_decode, sm_free, held if settings.wider else None)
     if decodes:
         state = replace(state, last_decode=decodes[-1].model)
     holds_s = 0.0 if prefilling or jobs else _holds_s(view, state)
@@ -130,13 +133,17 @@ def _admitted(
     return requests
 
 
-def _decodes(view: DeviceStepView, last: str, sm_free: float, prefill_sm: float) -> list[StepJob]:
+def _decodes(
+    view: DeviceStepView, last: str, sm_free: float, prefill_sm: float | None
+) -> list[StepJob]:
     """Decodes in turn while the compute lasts. What prefills and their own shares leave of the
     device is theirs too, in proportion: shares are assigned step by step, and a job that is alone
-    has all of it (§3.4, Figure 4)."""
+    has all of it (§3.4, Figure 4). prefill_sm None: they keep to their own shares."""
     jobs: list[StepJob] = []
     own = sum(e.decode_sm_share for e in view.engines if e.decode or Phase.DECODE in e.busy)
-    wider = max(1.0, (1.0 - prefill_sm) / own) if own > 0 else 1.0
+    wider = 1.0
+    if prefill_sm is not None and own > 0:
+        wider = max(1.0, (1.0 - prefill_sm) / own)
     for engine in _in_turn(view.engines, last):
         if not engine.decode or Phase.DECODE in engine.busy:
             continue

@@ -11,7 +11,8 @@ from prism.studies import findings
 from prism.studies.findings import Comparison, Findings, Plot
 from prism.studies.lab import Lab
 from prism.studies.prism_setup import problems, row
-from prism.studies.seallm import DIFFERS, RATE, SETUP, SMALLER, lines, most, seconds_for
+from prism.studies.seallm import DIFFERS, RATE, SETUP, SMALLER, seconds_for
+from prism.studies.seallm_lines import lines, most
 from prism.studies.seallm_setup import FAIR, Load, cluster, latency, slo, trace
 from prism.studies.study import Study
 from prism.studies.trial import Trial
@@ -94,7 +95,7 @@ STUDIES = (
         "SeaLLM without each of its parts",
         "SeaLLM, Figure 8, §6.3",
         SETUP + ", 2 to 12.5 req/s",
-        SMALLER.replace("about 300 requests a point, 30 to 60 s", "90 s"),
+        SMALLER.replace("60 s", "90 s"),
         DIFFERS + " Without the file, no service's rate changes in the long run, so that there is "
         "nothing for a later placement to adapt to.",
         fig8,
@@ -104,9 +105,9 @@ STUDIES = (
         "Running time of the placement search",
         "SeaLLM, Figure 14, §6.4",
         SETUP.replace("on 8", "on 4 to 16") + ", 8 req/s",
-        "5 services, up to 16 GPUs, one process, 100 simulated requests",
+        "5 services, up to 16 GPUs, one process, 300 simulated requests",
         "A search is as many simulations as the cluster has homes for services; these are in "
-        "Python and are given 100 requests, which the paper does not state.",
+        "Python and are given 300 requests, which the paper does not state.",
         fig14,
     ),
 )

@@ -23,8 +23,8 @@ GPUS = 8
 SLO_SCALE = 5.0
 BURSTS_CV = 4.0
 CHUNK_TOKENS = 8192
-SEARCH_REQUESTS = 100
-REPLACEMENT = "15s"
+SEARCH_REQUESTS = 300
+REPLACEMENT = "60s"
 OUTPUT_MAX = 2048
 
 CHAT = Lengths(
@@ -62,13 +62,17 @@ SERVICES = (
     Service("chat-opt", "opt-6.7b", 1, CHAT),
     Service("chat-70b", "Llama-2-70B", 4, CHAT),
 )
+FIXED = "muxserve, fixed shares"
 SYSTEMS = {
-    "seallm": "seallm",
-    "alpaserve": "alpaserve",
-    "muxserve": "muxserve",
-    "vllm": "dedicated",
+    "seallm": ("seallm", ""),
+    "alpaserve": ("alpaserve", ""),
+    "muxserve": ("muxserve", ""),
+    FIXED: ("muxserve", "fixed-sm"),
+    "vllm": ("dedicated", ""),
 }
-"""name -> policy; vLLM is each service alone on its GPUs (§6.1)."""
+"""name -> (policy, variant); vLLM is each service alone on its GPUs (§6.1). MuxServe once as its
+own paper has it, where decodes take what is left of the SMs (MuxServe §3.4), and as an ablation
+with the "fixed percentage of computational resources for each LLM service" of SeaLLM §6.2."""
 
 FAIR = (
     "All systems are given the whole trace's rates, lengths and execution times; the searches of "
@@ -155,8 +159,8 @@ def cluster(gpus: int = GPUS) -> dict[str, Any]:
     }
 
 
-def systems(config: str, chosen: Mapping[str, str] = SYSTEMS) -> list[Trial]:
-    return [Trial(config, {"policy": policy}) for policy in chosen.values()]
+def systems(config: str, chosen: Mapping[str, tuple[str, str]] = SYSTEMS) -> list[Trial]:
+    return [Trial(config, {"policy": policy}, variant=v) for policy, v in chosen.values()]
 
 
 def latency(found: Measured) -> float | None:

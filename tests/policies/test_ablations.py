@@ -32,6 +32,7 @@ CHANGED = {
     ("muxserve", "unit-rr"): {"search", "steps"},
     ("muxserve", "own-kv"): {"search", "kv_blocks"},
     ("muxserve", "temporal"): {"search", "kv_blocks", "steps"},
+    ("muxserve", "fixed-sm"): {"steps"},
     ("seallm", "F"): {"steps"},
     ("seallm", "M"): {"steps"},
     ("seallm", "P"): {"plan", "search", "steps"},

@@ -100,6 +100,14 @@ def test_decodes_share_what_nobody_else_takes() -> None:
     assert jobs(device(engine("a", decode=1), running, sm_free=0.4)) == [("a", DECODE, 0.4)]
 
 
+def test_shares_may_be_fixed() -> None:
+    """As SeaLLM §6.2 has MuxServe; the rest of the device stays idle."""
+    fixed = AdbsSettings(wider=False)
+    view = device(engine("a", decode=1), engine("b"))
+    choice, _ = adbs.choose(view, adbs.start(view, fixed), fixed)
+    assert [(j.model, j.sm_share) for j in choice.jobs] == [("a", 0.3)]
+
+
 def test_decodes_beside_a_running_prefill_take_what_it_leaves() -> None:
     view = device(engine("a", decode=1, decode_sm_share=0.1), engine("b", prefill=1))
     choice, state = adbs.choose(view, adbs.start(view, SETTINGS), SETTINGS)

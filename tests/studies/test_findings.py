@@ -66,3 +66,17 @@ def test_where_a_line_crosses_the_target() -> None:
     assert up_to([(1, None)]) is None
     assert since([(2, 90.0), (3, 99.0), (4, 98.0)]) == 3.0
     assert since([(2, 90.0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        (1.1, "names the cause"),
+        (0.95, "a part of the cause"),
+        (0.9, "is not the cause"),
+        (None, "cannot be formed here"),
+    ],
+)
+def test_a_cause_is_what_turns_a_factor(changed: float | None, verdict: str) -> None:
+    found = findings.cause("with slower hosts", 0.9, changed)
+    assert (found.verdict, found.agrees) == (verdict, None)
