@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec import structs
 
@@ -22,10 +22,12 @@ def movable(b: Bin) -> list[ModelView]:
     return [m for m in here if m.pinned_device is None]
 
 
-def elsewhere(draft: Draft, model: ModelView) -> tuple[Bin, ...] | None:
-    """The least pressed devices for all its parts among those that hold none of it: old and new
-    ranks are there at the same time, and no device has two."""
-    now = kvpr.devices_of(model)
+def elsewhere(
+    draft: Draft, model: ModelView, avoided: Collection[str] = ()
+) -> tuple[Bin, ...] | None:
+    """The least pressed devices for all its parts among those that hold none of it and are not
+    `avoided`: old and new ranks are there at the same time, and no device has two."""
+    now = (*kvpr.devices_of(model), *avoided)
     rest = {name: b for name, b in draft.bins.items() if name not in now}
     return kvpr.homes(model, rest, kvpr.by_rank, 0.0)
 
@@ -51,7 +53,7 @@ def rebalance(draft: Draft) -> None:
     """The first move of Algorithm 1's placement off a contended device that alone lowers the worst
     KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
     the least pressed devices. One at a time: the next interval sees its effect."""
-    if draft.actions:
+    if draft.changes():
         return
     models, gpus = settled(draft.view)
     residents = [m for m in models if m.device in draft.bins]
@@ -83,7 +85,7 @@ def relieve_backlog(draft: Draft) -> None:
     """Requests wait for memory on one device while another has plenty: rates of the last minute may
     rank them otherwise, but what is free now is what the waiting can have. The model with most of
     them goes where most is free."""
-    if draft.actions:
+    if draft.changes():
         return
     least = draft.settings.ample_fraction
     for b in draft.bins.values():

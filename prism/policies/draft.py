@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from prism.policies import kvpr
-from prism.policies.data import Action, ClusterView, GpuView, ModelView, Settings
+from prism.policies.data import Action, ClusterView, GpuView, ModelView, Refuse, Settings
 from prism.policies.kvpr import Bin
 
 
@@ -17,6 +17,10 @@ class Draft:
     settings: Settings
     bins: kvpr.Bins
     actions: list[Action] = field(default_factory=list)
+
+    def changes(self) -> bool:
+        """Whether it does anything: a refusal leaves the cluster as it is."""
+        return not all(isinstance(action, Refuse) for action in self.actions)
 
 
 def short(gpu: GpuView, settings: Settings) -> bool:

@@ -7,6 +7,7 @@ the `Activate` that needs its room.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from prism.policies import kvpr
@@ -234,7 +235,7 @@ def _evict(draft: Draft, victim: ModelView, reason: str) -> None:
 
 def _free_short_devices(draft: Draft) -> None:
     """Memory short on a device where a busy model has a backlog: the first idle model goes."""
-    if draft.actions:
+    if draft.changes():
         return
     for b in draft.bins.values():
         if not starved(b, draft.settings):
@@ -249,16 +250,43 @@ def _free_short_devices(draft: Draft) -> None:
 
 
 def _move_for(draft: Draft, model: ModelView) -> bool:
-    """Repack: one resident moves to another device so that `model` fits where it was.
+    """Repack: one resident moves to another device so that all parts of `model` have room.
 
     Idle residents first, then smaller ones. Make-before-break, so the room on the target must
-    be there already. `model` itself is activated by a later plan, when the room is there.
+    be there already. `model` itself is activated by a later plan, when the room is there. A move
+    that is not enough is not made: the next plan would see the same, and might take it back.
     """
+    fitting = Counter(b.gpu.node for b in draft.bins.values() if b.fits(model))
     for b in draft.bins.values():
         for mover in sorted(movable(b), key=lambda m: (m.running > 0, kvpr.need_bytes(m), m.name)):
-            if _victims(b, model, [mover]) is None:
+            enough = fitting[b.gpu.node] + len(kvpr.devices_of(mover)) >= model.tp
+            if not enough or _victims(b, model, [mover]) is None:
                 continue
-            if (home := elsewhere(draft, mover)) is not None:
+            if (home := _other_home(draft, model, mover, b.gpu.node)) is not None:
                 migrate(draft, mover, home, f"makes room for {model.name}")
                 return True
     return False
+
+
+def _other_home(
+    draft: Draft, model: ModelView, mover: ModelView, node: str
+) -> tuple[Bin, ...] | None:
+    """Where `mover` is not in the way of `model` on `node`: on none of the devices that have room
+    for a part of it already, if possible."""
+    roomy = [b.name for b in draft.bins.values() if b.gpu.node == node and b.fits(model)]
+    for avoided in (roomy, ()):
+        home = elsewhere(draft, mover, avoided)
+        if home is not None and _fits_after(draft, model, mover, home):
+            return home
+    return None
+
+
+def _fits_after(draft: Draft, model: ModelView, mover: ModelView, home: Sequence[Bin]) -> bool:
+    """Whether all parts of `model` have room once `mover` has moved to `home`."""
+    now = kvpr.devices_of(mover)
+    bins = {n: b.copy() if n in now or b in home else b for n, b in draft.bins.items()}
+    for device in now:
+        bins[device].take(mover.name)
+    for b in home:
+        bins[b.name].put(mover)
+    return kvpr.homes(model, bins, kvpr.by_rank, 0.0) is not None

@@ -323,6 +323,28 @@ def test_a_wide_model_moves_to_devices_that_hold_no_part_of_it() -> None:
     assert not actions_of(Migrate, plan(view(models, split), SETTINGS)), "its node has one free"
 
 
+def test_a_resident_moves_for_a_wide_model_only_if_that_is_enough() -> None:
+    """Else the next plan moves it back, for ever: nodes of two devices cannot hold four parts."""
+    busy = [active("p", "g0", weight=60, running=1), active("q", "g1", weight=60, running=1)]
+    gpus = [gpu(f"g{i}", node=f"n{i // 2}") for i in range(4)]
+    one = [busy[0], wide("a", weight=100, waiting=1)]
+    assert planned([*busy, *one[1:]], gpus[:2]) == [("refuse", "a")]
+    assert planned(one, gpus[:2]) == [("refuse", "a")], "the target would hold the other part"
+    assert planned(one, [*gpus[:2], gpus[2]]) == [("migrate", "p", "g0", "g2")]
+    assert planned([*busy, *one[1:]], [*gpus[:2], gpus[2]]) == [("refuse", "a")], "one of two"
+    four = [busy[0], model("a", weight=100, waiting=1, tp=4)]
+    assert planned(four, gpus) == [("refuse", "a")]
+
+
+def test_a_model_that_is_refused_stops_no_move_for_balance() -> None:
+    hot = active("hot", "g0", token_rate=5.0, running=1)
+    models = [hot, active("warm", "g0", token_rate=3.0), wide("a", weight=1000, waiting=1)]
+    assert planned(models, [gpu("g0"), gpu("g1")]) == [
+        ("refuse", "a"),
+        ("migrate", "warm", "g0", "g1"),
+    ]
+
+
 def test_a_contended_wide_model_moves_for_balance() -> None:
     models = [
         wide("hot", "g0", "g1", token_rate=20.0, running=1),
