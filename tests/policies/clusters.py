@@ -8,8 +8,33 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prism.policies import kvpr
-from prism.policies.data import Activate, ClusterView, Evict, GpuView, Migrate, ModelView
+from prism.policies import kvpr, prism
+from prism.policies.data import (
+    Activate,
+    ClusterView,
+    Evict,
+    GpuView,
+    Migrate,
+    ModelView,
+    Refuse,
+    Settings,
+)
+
+SETTINGS = Settings(
+    idle_threshold_s=45.0, migration_threshold=0.2, contended_requests=2.0, min_idle_s=1.0
+)
+
+
+def planned(models: list[ModelView], gpus: list[Any], **more: Any) -> list[tuple[str, ...]]:
+    return [summary(a) for a in prism.plan(view(models, gpus, **more), SETTINGS)]
+
+
+def summary(action: Any) -> tuple[str, ...]:
+    if isinstance(action, Migrate):
+        return ("migrate", action.model, action.source, action.target)
+    if isinstance(action, Refuse):
+        return ("refuse", action.model)
+    return (type(action).__name__.lower(), action.model, action.device)
 
 
 def model(name: str, weight: int = 10, floor: int = 1, **more: Any) -> ModelView:
