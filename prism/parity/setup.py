@@ -130,6 +130,8 @@ def cluster_setup(
     if parallel:
         raise ConfigError(f"--config: {parallel[0]} has a tp above 1; parity is for tp 1")
     scheduler, engine = config.scheduler, config.engine
+    if scheduler.move_running:
+        raise ConfigError("--config: parity is for scheduler.migrate_running: finish")
     return ClusterSetup(
         devices=tuple(_device(device) for device in config.devices),
         models=tuple(
@@ -142,14 +144,12 @@ def cluster_setup(
             min_idle_s=scheduler.min_idle_s,
             migration_threshold=scheduler.migration_threshold,
             contended_requests=scheduler.contended_requests,
-            move_running=scheduler.move_running,
         ),
         limits=Limits(prefill_chunk_tokens=engine.prefill_chunk_tokens),
         engine=EngineSettings(
             max_running=engine.max_running,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
             mixed_chunk=engine.adapter in MIXED,
-            small_prefills=True,
         ),
         activation=ActivationSettings(unload_s=found.unload_s),
         interval_s=scheduler.interval_s,

@@ -284,9 +284,8 @@ class Engine:
     def _measure(self, tokens: int) -> None:
         """The prefill speed that admission reckons with, as the live engines report it: it includes
         what neighbours on the GPU cost."""
-        seconds, settings = self._kernel.time_s - self._prefill_since_s, self._settings
-        counts = settings.small_prefills or tokens * 4 >= settings.prefill_chunk_tokens
-        if counts and seconds > 0:
+        seconds = self._kernel.time_s - self._prefill_since_s
+        if seconds > 0:
             self.speed.add(tokens, seconds)
             self.prefill_tokens_per_s = self.speed.tokens_per_s
 

@@ -237,6 +237,11 @@ def _check(config: SimYaml) -> None:
     if engine.kv_layout not in KV_LAYOUTS:
         known = ", ".join(KV_LAYOUTS)
         raise ConfigError(f"engine.kv_layout: {engine.kv_layout!r} is none of {known}")
+    if config.scheduler.migrate_running != "finish":
+        raise ConfigError(
+            f"scheduler.migrate_running: {config.scheduler.migrate_running!r} is not simulated;"
+            " requests end where they run: leave it at finish"
+        )
     if config.search_requests < 1:
         raise ConfigError("search_requests: must be at least 1")
     if config.steps not in STEPS:

@@ -18,15 +18,13 @@ class EngineSettings:
     """prefill_chunk_tokens: prompt tokens of one step. mixed_chunk: a step holds prompt chunks and
     decodes (Sarathi) instead of one of the two. headroom_tokens: output tokens that must fit
     besides for a retracted request to come back. run_steps: decode steps advanced at once.
-    small_prefills: they count for the prefill speed too, as live engines count them. prefix_reuse:
-    blocks of prompts are kept for later requests that begin with them."""
+    prefix_reuse: blocks of prompts are kept for later requests that begin with them."""
 
     max_running: int = 256
     prefill_chunk_tokens: int = 8192
     mixed_chunk: bool = False
     headroom_tokens: int = 64
     run_steps: int = UNBOUNDED_STEPS
-    small_prefills: bool = False
     prefix_reuse: bool = False
 
 

@@ -177,3 +177,12 @@ def test_the_workload_is_what_was_replayed() -> None:
 def test_tensor_parallel_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="a has a tp above 1"):
         cluster_setup(config(spec("a", tp=2)), Measured(), {"a": table("a")}, 2.0)
+
+
+def test_running_requests_that_move_are_refused() -> None:
+    moving = config(spec("a"))
+    scheduler = msgspec.structs.replace(moving.scheduler, move_running=True)
+    with pytest.raises(ConfigError, match="migrate_running: finish"):
+        cluster_setup(
+            msgspec.structs.replace(moving, scheduler=scheduler), Measured(), {"a": table("a")}, 2.0
+        )

@@ -91,19 +91,13 @@ def test_devices_of_one_processor_slow_each_other_down() -> None:
     assert last_s("host") == pytest.approx(2 * last_s(""))
 
 
-def test_small_prefills_count_for_the_speed_where_asked_for() -> None:
-    def speed(small_prefills: bool) -> float:
-        setup = cluster([model(0, "a", speed_tokens_per_s=500.0)])
-        engine = dataclasses.replace(setup.engine, small_prefills=small_prefills)
-        setup = dataclasses.replace(setup, engine=engine)
-        world = World(setup, work(setup, [request(float(i), "a", prompt=10) for i in range(40)]))
-        world.run()
-        engine_ = world.models[0].residents[0].engine
-        assert engine_ is not None
-        return engine_.prefill_tokens_per_s
-
-    assert speed(False) == 500.0
-    assert speed(True) == pytest.approx(10_000.0, rel=0.01)
+def test_short_prefills_count_for_the_speed_as_live() -> None:
+    setup = cluster([model(0, "a", speed_tokens_per_s=500.0)])
+    world = World(setup, work(setup, [request(float(i), "a", prompt=10) for i in range(40)]))
+    world.run()
+    engine = world.models[0].residents[0].engine
+    assert engine is not None
+    assert engine.prefill_tokens_per_s == pytest.approx(10_000.0, rel=0.01)
 
 
 def test_a_measured_speed_outlives_an_eviction() -> None:
