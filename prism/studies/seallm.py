@@ -287,11 +287,8 @@ DIFFERS = (
     "step's cost is that of an engine with continuous batching on a roofline A100, and MuxServe "
     "runs on the same engine as SeaLLM rather than on its own code of 2024, so that only what is "
     "scheduled and placed differs. SeaLLM would look for a new placement after 60 s, which is as "
-    "long as a trace; the paper's first interval is not stated. Looking every 15 s, at a hundred "
-    "requests of bursts, it moved services for what had passed by the time they were there. P99 "
-    "latencies "
-    "are those of the 70B model's longest answers, at the lowest rate as at the highest, and no "
-    "system makes them shorter but by more GPUs for it."
+    "long as a trace; the paper's first interval is not stated, and decision 169 has what shorter "
+    "ones did."
 )
 
 

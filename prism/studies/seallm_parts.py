@@ -97,9 +97,7 @@ STUDIES = (
         SETUP + ", 2 to 12.5 req/s",
         SMALLER.replace("60 s", "90 s"),
         DIFFERS + " Without the file, no service's rate changes in the long run, so that there is "
-        "nothing for a later placement to adapt to. Nor did it pay where demand changed once "
-        "within four minutes: 1 to 31 points of SLO attainment less than without, at 8 and 12.5 "
-        "req/s, and activations at no cost changed nothing. The cause is open.",
+        "nothing for a later placement to adapt to; decision 169 has a trial with drift.",
         fig8,
     ),
     Study(

@@ -87,8 +87,11 @@ class Sources:
         config = replace(ARENA_LIKE, lengths=lengths_of(sample))
         return _generated(config, count, seconds, seed)
 
-    def functions(self, services: Sequence[str], seconds: float, seed: int) -> Trace | None:
-        """Azure Functions, round robin over services (SeaLLM §6.1); None without a file."""
+    def functions(
+        self, services: Sequence[str], seconds: float, rate_rps: float, seed: int
+    ) -> Trace | None:
+        """Azure Functions, round robin over services (SeaLLM §6.1), at `rate_rps` of all; None
+        without a file."""
         path = self.find("maf")
         if path is None:
             return None
@@ -96,7 +99,8 @@ class Sources:
         trace = read_maf(path, options)
         names = models_of(trace)
         mapping = {name: services[i % len(services)] for i, name in enumerate(names)}
-        return transforms.map_models(trace, mapping)
+        factor = rate_rps * seconds / len(trace)
+        return transforms.scale_rate(transforms.map_models(trace, mapping), factor, seed)
 
     def described(self) -> str:
         """Where the traces of this run come from."""

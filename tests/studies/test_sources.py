@@ -64,3 +64,14 @@ def test_servegens_arrivals_come_at_the_generators_rate_with_its_lengths(tmp_pat
     mean = sum(r.output_length for r in trace) / len(trace)
     drawn = Sources().styled("hyperbolic", ["a", "b", "c"], 900.0, seed=1)
     assert mean == pytest.approx(sum(r.output_length for r in drawn) / len(drawn), rel=0.3)
+
+
+def test_azure_functions_come_at_the_rate_that_is_asked_for(tmp_path: Path) -> None:
+    rows = [f"a,f{i % 3},{i / 2},0.1" for i in range(240)]
+    (tmp_path / "maf.csv").write_text("app,func,end_timestamp,duration\n" + "\n".join(rows) + "\n")
+    for rate_rps in (0.5, 8.0):
+        trace = Sources(tmp_path).functions(["x", "y"], 100.0, rate_rps, seed=3)
+        assert trace is not None
+        assert len(trace) == pytest.approx(100 * rate_rps, rel=0.3)
+        assert {r.model for r in trace} == {"x", "y"}
+    assert Sources().functions(["x"], 100.0, 1.0, seed=3) is None
