@@ -152,7 +152,8 @@ def cause(
     what: str, here: float | None, changed: float | None, *, wanted: float = 1 + EQUAL
 ) -> Comparison:
     """An ablation beside a factor that is not as published: `here` as the study has it, `changed`
-    with one thing of the setup changed, which is the cause if the factor is then at `wanted`."""
+    with one thing of the setup changed, which is the cause if it lifts the factor to `wanted`. Both
+    at the same points of the study. Callers leave it out where the statement agrees."""
     shown = "-" if here is None or changed is None else f"{here:.2f}x, changed {changed:.2f}x"
     verdict = "cannot be formed here"
     if here is not None and changed is not None:
@@ -161,9 +162,9 @@ def cause(
 
 
 def _explains(here: float, changed: float, wanted: float) -> str:
-    if changed >= wanted:
-        return "names the cause"
-    return "a part of the cause" if changed > here * (1 + EQUAL) else "is not the cause"
+    if here >= wanted or changed <= here * (1 + EQUAL):
+        return "is not the cause"
+    return "names the cause" if changed >= wanted else "in its direction"
 
 
 def ratio(above: float | None, below: float | None) -> float | None:

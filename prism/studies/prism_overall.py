@@ -219,10 +219,12 @@ DATA = (
     "published statistics and ShareGPT's mean lengths, the Arena style the Chatbot Arena sample "
     "that the prototype replays, or the generator with that sample's lengths. The paper states "
     "no rates: where one is needed it is the highest tried at which Prism itself holds 99 % TTFT "
-    "where the paper says that it does. SLO scales are 20 and 10, at which its Figure 7 has Prism "
-    "at 99 % on the two traces, unless varied. MuxServe++ is shown twice: as its own search places "
-    "models, which may spread a small one over several GPUs by tensor parallelism and so pools "
-    "their memory and compute, and at the TP degrees that the paper's setup gives models."
+    "where the paper says that it does. A load is so chosen by Prism's own attainment: that it "
+    "holds it there says nothing, and other loads would show other distances. SLO scales are 20 and 10, "
+    "at which its Figure 7 has Prism at 99 % on the two traces, unless varied. MuxServe++ is shown "
+    "twice: as its own search places models, which may spread a small one over several GPUs by "
+    "tensor parallelism and so pools their memory and compute, and at the TP degrees that the "
+    "paper's setup gives models."
 )
 EIGHT = "8 models of 1B to 8B on 2 H100-80G, SLOs over P95 latencies on dedicated GPUs"
 STUDIES = (

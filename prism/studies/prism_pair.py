@@ -121,13 +121,7 @@ def fig3(lab: Lab) -> Findings:
             "periodically",
             source,
         ),
-        Comparison(
-            f"ablation: T1: drops of {BY_DEADLINE}",
-            "-" if by_deadline is None else f"{by_deadline} times",
-            "not published",
-            "names the cause" if by_deadline else "is not the cause",
-            "ours",
-        ),
+        *_by_deadline(drops, by_deadline),
         findings.factor(
             "T2: KV memory, Prism over MuxServe++",
             findings.ratio(then.get("prism"), then.get("muxserve++")),
@@ -146,6 +140,15 @@ def fig3(lab: Lab) -> Findings:
 def _series(found: Measured) -> Series:
     assert found.series is not None
     return found.series
+
+
+def _by_deadline(drops: int | None, changed: int | None) -> list[Comparison]:
+    """Only where QLM itself has no drops is there a cause to name."""
+    if drops is None or changed is None or drops > 0:
+        return []
+    verdict = "names the cause" if changed else "is not the cause"
+    what = f"ablation: T1: drops of {BY_DEADLINE}"
+    return [Comparison(what, f"{changed} times", "not published", verdict, "ours")]
 
 
 def _drops(series: Series | None, until_s: float) -> int | None:

@@ -136,10 +136,8 @@ def _thresholds(
             "60 s",
             source,
         ),
-        findings.value(moved, (activated - migrated) / minutes, 2, source, within=1.0),
-        findings.value(
-            "migrations in 10 minutes at 45 s", migrated / minutes, 3, source, within=1.0
-        ),
+        findings.value(moved, (activated - migrated) / minutes, 2, source),
+        findings.value("migrations in 10 minutes at 45 s", migrated / minutes, 3, source),
     ]
 
 

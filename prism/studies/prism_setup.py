@@ -36,7 +36,10 @@ WIDE = (("Qwen2.5-32B", 4), ("Qwen2.5-32B", 4), ("Llama-3.1-70B", 4), ("Llama-3.
 FAIR = (
     "Every policy runs with the shipped settings, the same at every point, and none is tuned by "
     "hand. Placement searches are given the whole trace's rates and lengths, which no live system "
-    "has, and up to 600 of its requests to simulate on; Prism is given nothing in advance."
+    "has, and up to 600 of its requests to simulate on; Prism is given nothing in advance. `prism` "
+    "is the paper's Algorithm 1 and two rules that the paper does not have: the model with most "
+    "waiting requests on a GPU short of memory moves to where memory is free, and a move for "
+    "balance needs the room that it takes to be free."
 )
 
 

@@ -7,6 +7,7 @@ import pytest
 from prism.studies import findings
 from prism.studies.findings import Comparison
 from prism.studies.prism_sweeps import since, up_to
+from prism.studies.prism_table1 import toward
 
 
 @pytest.mark.parametrize(
@@ -69,14 +70,36 @@ def test_where_a_line_crosses_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "verdict"),
+    ("here", "changed", "verdict"),
     [
-        (1.1, "names the cause"),
-        (0.95, "a part of the cause"),
-        (0.9, "is not the cause"),
-        (None, "cannot be formed here"),
+        (0.9, 1.1, "names the cause"),
+        (0.9, 0.95, "in its direction"),
+        (0.9, 0.9, "is not the cause"),
+        (0.9, None, "cannot be formed here"),
+        # nothing is missing, or nothing was moved
+        (1.5, 1.05, "is not the cause"),
+        (1.3, 1.3, "is not the cause"),
+        (1.019, 1.03, "is not the cause"),
+        (1.0, 1.02, "is not the cause"),
     ],
 )
-def test_a_cause_is_what_turns_a_factor(changed: float | None, verdict: str) -> None:
-    found = findings.cause("with slower hosts", 0.9, changed)
+def test_a_cause_is_what_turns_a_factor(here: float, changed: float | None, verdict: str) -> None:
+    found = findings.cause("with slower hosts", here, changed)
     assert (found.verdict, found.agrees) == (verdict, None)
+
+
+@pytest.mark.parametrize(
+    ("here", "changed", "verdict"),
+    [
+        (100.0, 60.0, "names a cause"),
+        (100.0, 99.0, "is not the cause"),
+        (80.0, 100.0, "is not the cause"),
+        (30.0, 45.0, "names a cause"),
+        (30.0, 20.0, "is not the cause"),
+        (30.0, None, "cannot be formed here"),
+    ],
+)
+def test_a_cause_moves_a_row_to_the_published_one(
+    here: float, changed: float | None, verdict: str
+) -> None:
+    assert toward("muxserve++ otherwise", here, changed, 51.0).verdict == verdict
