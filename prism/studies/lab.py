@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from prism.errors import ConfigError
 from prism.replay.trace import Trace, write_trace
 from prism.sim.points import Store, run_points
 from prism.studies.sources import Sources
@@ -36,20 +37,36 @@ class Lab:
     jobs: int = 1
     seed: int = 0
     sources: Sources = field(default_factory=Sources)
+    written: dict[Path, str] = field(default_factory=dict)
+    """Digests of the setups and traces of this run, by file."""
 
     def pick(self, full: T, quick: T) -> T:
         return quick if self.quick else full
 
     def setup(self, name: str, config: Mapping[str, Any], trace: Trace) -> str:
-        """Write a YAML of `prism-sim` and its trace; returns the YAML's path."""
-        write_trace(self._setups() / f"{name}.jsonl", trace)
+        """Write a YAML of `prism-sim` and its trace; returns the YAML's path. Raises ConfigError if
+        this run has written another under that name, whose points no longer could be opened."""
+        path = self._setups() / f"{name}.jsonl"
+        partial = path.with_suffix(".new")
+        write_trace(partial, trace)
+        self._claim(path, partial)
         return self.write(name, {**config, "trace": f"{name}.jsonl"})
 
     def write(self, name: str, config: Mapping[str, Any]) -> str:
-        """Write a YAML of `prism-sim` alone; returns its path."""
+        """Write a YAML of `prism-sim` alone; returns its path. Raises ConfigError as `setup`."""
         path = self._setups() / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+        partial = path.with_suffix(".new")
+        partial.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+        self._claim(path, partial)
         return str(path)
+
+    def _claim(self, path: Path, partial: Path) -> None:
+        """Rename `partial` to `path`, unless this run has written something else there."""
+        digest = hashlib.sha256(partial.read_bytes()).hexdigest()
+        if self.written.setdefault(path, digest) != digest:
+            partial.unlink()
+            raise ConfigError(f"{path.name} is another setup of this study: give it its own name")
+        partial.rename(path)
 
     def _setups(self) -> Path:
         folder = self.folder / "setups"

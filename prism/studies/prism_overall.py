@@ -220,7 +220,7 @@ DATA = (
     "that the prototype replays, or the generator with that sample's lengths. The paper states "
     "no rates: where one is needed it is the highest tried at which Prism itself holds 99 % TTFT "
     "where the paper says that it does. A load is so chosen by Prism's own attainment: that it "
-    "holds it there says nothing, and other loads would show other distances. SLO scales are 20 and 10, "
+    "holds it says nothing, and other loads would show other distances. SLO scales are 20 and 10, "
     "at which its Figure 7 has Prism at 99 % on the two traces, unless varied. MuxServe++ is shown "
     "twice: as its own search places models, which may spread a small one over several GPUs by "
     "tensor parallelism and so pools their memory and compute, and at the TP degrees that the "

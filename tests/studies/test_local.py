@@ -1,0 +1,32 @@
+"""What Figure 11 says of attainments with and without the scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from prism.studies.prism_local import Shares, causes, said
+
+
+def pair(first: float, second: float, before: tuple[float, float] = (95.0, 40.0)) -> Shares:
+    return {"with": (first, second), "without": before}
+
+
+@pytest.mark.parametrize(
+    ("gained", "agrees"), [(40.0, True), (39.9, False), (20.0, False), (55.0, True)]
+)
+def test_more_than_40_points(gained: float, agrees: bool) -> None:
+    assert said({11.0: [pair(95.0, 40.0 + gained)]})[0].agrees is agrees
+
+
+def test_a_gain_at_which_the_first_model_collapses_does_not_count() -> None:
+    found = said({11.0: [pair(95.0, 50.0)], 15.0: [pair(30.0, 95.0)]})
+    assert [c.agrees for c in found] == [False, False]
+    assert found[0].ours == "10.0 points at most"
+    assert said({15.0: [pair(30.0, 95.0)]})[0].agrees is None
+
+
+def test_the_load_is_no_cause_of_what_is_the_same_at_all() -> None:
+    same = {rate: [pair(95.0, 40.0)] for rate in (11.0, 15.0)}
+    assert {c.verdict for c in causes(same)} == {"is not the cause"}
+    other = {11.0: [pair(95.0, 40.0)], 15.0: [pair(95.0, 60.0)]}
+    assert [c.verdict for c in causes(other)] == ["names a cause", "is not the cause"]
