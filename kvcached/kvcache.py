@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from kvcached import _core
@@ -63,7 +62,6 @@ class KVCache:
         )
         self._shape = Shape(page_bytes, tuple(slab_pages), blocks_per_slab, slabs)
         self._offers: Offers | None = None  # from the first one on
-        self._first_offer = threading.Lock()
 
     @property
     def num_blocks(self) -> int:
@@ -171,11 +169,10 @@ class KVCache:
         # With sockets and threads, which most who import kvcached never need.
         from kvcached.handover.offers import Offers, Source
 
-        with self._first_offer:
-            if self._offers is None:
-                source = Source(self._asker.core, self._core, self.layout, self._shape)
-                self._offers = Offers(source, self._core.free)
-            return self._offers
+        if self._offers is None:
+            source = Source(self._asker.core, self._core, self.layout, self._shape)
+            self._offers = Offers(source, self._core.free)
+        return self._offers
 
     def can_offer_to(self, device: str) -> bool:
         """Whether a client on `device` ("host:1", "cuda:0") could fetch blocks from this one: both

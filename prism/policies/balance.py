@@ -1,5 +1,5 @@
-"""Moves of the prism policy: Algorithm 1's for balance, and of a backlog to where memory is free
-(Prism §6.2). One at a time: the next interval sees its effect."""
+"""Moves of the prism policy for balance: Algorithm 1's (Prism §6.2), where the room that they take
+is free now. One at a time: the next interval sees its effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.data import ClusterView, Migrate, ModelView, beside
-from prism.policies.draft import Draft, backlogged, settled, starved
+from prism.policies.draft import Draft, settled
 from prism.policies.kvpr import Bin
 
 
@@ -79,36 +79,6 @@ def rebalance(draft: Draft) -> None:
         home = elsewhere(draft, kvpr.part(model)) if model.token_rate > 0 else None
         if home is not None and _relieved(draft, kvpr.part(model), home):
             return
-
-
-def relieve_backlog(draft: Draft) -> None:
-    """Requests wait for memory on one device while another has plenty: rates of the last minute may
-    rank them otherwise, but what is free now is what the waiting can have. The model with most of
-    them goes where most is free."""
-    if draft.changes():
-        return
-    least = draft.settings.ample_fraction
-    for b in draft.bins.values():
-        if len(b.models) < 2 or not starved(b, draft.settings):
-            continue
-        for model in sorted(filter(backlogged, movable(b)), key=lambda m: (-m.waiting, m.name)):
-            now = kvpr.devices_of(model)
-            ample = {d.name: d for d in draft.bins.values() if _spare_part(d, model) > least}
-            others = {name: d for name, d in ample.items() if name not in now}
-            home = kvpr.homes(kvpr.part(model), others, _by_free, 0.0)
-            if home is not None:
-                migrate(draft, model, home, f"{model.waiting} requests wait for memory there")
-                return
-
-
-def _spare_part(b: Bin, model: ModelView) -> float:
-    """The part of the device that is free once `model` is there."""
-    left_bytes = b.gpu.free_bytes - kvpr.need_bytes(kvpr.part(model))
-    return left_bytes / max(1, b.gpu.capacity_bytes)
-
-
-def _by_free(b: Bin) -> tuple[float, int, str]:
-    return (-b.gpu.free_bytes, 0, b.name)
 
 
 def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:

@@ -124,8 +124,7 @@ class Settings:
     load a single request changes them by any factor.
     min_idle_s: the shortest idle time after which a model may be evicted for a waiting request
     that nothing else can serve. short_fraction: a device with less than this part of its capacity
-    free is short of memory; ample_fraction: one that has more than this part free, beside what
-    moves there, has plenty. move_running: see `Migrate`.
+    free is short of memory. move_running: see `Migrate`.
     """
 
     idle_threshold_s: float = 45.0
@@ -134,7 +133,6 @@ class Settings:
     min_idle_s: float = 1.0
     short_fraction: float = 0.05
     move_running: bool = False
-    ample_fraction: float = 0.2
 
 
 class DeviceLoad(msgspec.Struct, frozen=True):

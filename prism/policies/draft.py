@@ -40,8 +40,5 @@ def settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
 def starved(b: Bin, settings: Settings) -> bool:
     """Its memory is short, and a model there has a backlog. A request that has only just arrived
     waits as well; a backlog is as long as what runs."""
-    return short(b.gpu, settings) and any(backlogged(m) for m in b.models.values())
-
-
-def backlogged(model: ModelView) -> bool:
-    return model.waiting >= model.running > 0
+    backlog = any(m.waiting >= m.running > 0 for m in b.models.values())
+    return backlog and short(b.gpu, settings)

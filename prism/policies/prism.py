@@ -7,7 +7,6 @@ the `Activate` that needs its room.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from prism.policies import kvpr
@@ -17,7 +16,6 @@ from prism.policies.balance import (
     migrate,
     movable,
     rebalance,
-    relieve_backlog,
 )
 from prism.policies.data import (
     Action,
@@ -50,7 +48,6 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     if relieve:
         _free_short_devices(draft)
         rebalance(draft)
-        relieve_backlog(draft)
     return tuple(draft.actions)
 
 
@@ -252,29 +249,36 @@ def _free_short_devices(draft: Draft) -> None:
 def _move_for(draft: Draft, model: ModelView) -> bool:
     """Repack: one resident moves to another device so that all parts of `model` have room.
 
-    Idle residents first, then smaller ones. Make-before-break, so the room on the target must
-    be there already. `model` itself is activated by a later plan, when the room is there. A move
-    that is not enough is not made: the next plan would see the same, and might take it back.
+    On each device idle residents first, then smaller ones. Make-before-break, so the room on the
+    target must be there already. `model` itself is activated by a later plan, when the room is
+    there. A move that is not enough is not made: the next plan would see the same, and might take
+    it back.
     """
-    fitting = Counter(b.gpu.node for b in draft.bins.values() if b.fits(model))
+    roomy: dict[str, list[str]] = {}
     for b in draft.bins.values():
+        if b.fits(model):
+            roomy.setdefault(b.gpu.node, []).append(b.name)
+    most_bytes = max((b.room_bytes for b in draft.bins.values()), default=0)
+    for b in draft.bins.values():
+        beside = roomy.get(b.gpu.node, [])
         for mover in sorted(movable(b), key=lambda m: (m.running > 0, kvpr.need_bytes(m), m.name)):
-            enough = fitting[b.gpu.node] + len(kvpr.devices_of(mover)) >= model.tp
-            if not enough or _victims(b, model, [mover]) is None:
+            enough = len(beside) + len(kvpr.devices_of(mover)) >= model.tp
+            if not enough or kvpr.need_bytes(mover) > most_bytes:
                 continue
-            if (home := _other_home(draft, model, mover, b.gpu.node)) is not None:
+            if _victims(b, model, [mover]) is None:
+                continue
+            if (home := _other_home(draft, model, mover, beside)) is not None:
                 migrate(draft, mover, home, f"makes room for {model.name}")
                 return True
     return False
 
 
 def _other_home(
-    draft: Draft, model: ModelView, mover: ModelView, node: str
+    draft: Draft, model: ModelView, mover: ModelView, roomy: Sequence[str]
 ) -> tuple[Bin, ...] | None:
-    """Where `mover` is not in the way of `model` on `node`: on none of the devices that have room
-    for a part of it already, if possible."""
-    roomy = [b.name for b in draft.bins.values() if b.gpu.node == node and b.fits(model)]
-    for avoided in (roomy, ()):
+    """Where `mover` is not in the way of `model`: on none of `roomy`, which have room for a part of
+    it already, if possible."""
+    for avoided in (roomy, ()) if roomy else ((),):
         home = elsewhere(draft, mover, avoided)
         if home is not None and _fits_after(draft, model, mover, home):
             return home
@@ -283,9 +287,10 @@ def _other_home(
 
 def _fits_after(draft: Draft, model: ModelView, mover: ModelView, home: Sequence[Bin]) -> bool:
     """Whether all parts of `model` have room once `mover` has moved to `home`."""
-    now = kvpr.devices_of(mover)
-    bins = {n: b.copy() if n in now or b in home else b for n, b in draft.bins.items()}
-    for device in now:
+    held = [device for device in kvpr.devices_of(mover) if device in draft.bins]
+    changed = {*held, *(b.name for b in home)}
+    bins = draft.bins | {name: draft.bins[name].copy() for name in changed}
+    for device in held:
         bins[device].take(mover.name)
     for b in home:
         bins[b.name].put(mover)

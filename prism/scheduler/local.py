@@ -41,9 +41,9 @@ class Limits:
     late_every: how many others may go before a model's oldest late request until it is its turn.
     prefill_horizon_s: prefill work an engine may hold before it takes no more, but always one
     prefill step of prefill_chunk_tokens.
-    order_age_s: the order is computed anew whenever a request may start, and after this while none
-    may; with more than CHEAP_ORDER waiting it is left alone for ORDER_S_PER_REQUEST times their
-    number.
+    order_age_s: the order is computed anew whenever an engine could take a request if its memory
+    allows, and after this while none could; with more than CHEAP_ORDER waiting it is left alone for
+    ORDER_S_PER_REQUEST times those beyond.
     """
 
     headroom_tokens: int = 64
@@ -85,6 +85,7 @@ class LocalScheduler:
         self._waiting: dict[str, Waiting] = {}
         self._lineup = Lineup(Order((), ()), self._waiting)
         self._unlisted: list[Waiting] = []
+        self._left: set[str] = set()  # since the last order, which may still have them
         self._ordered_at_s = float("-inf")
         self._ordered_for: frozenset[str] = frozenset()
         self._changed = False
@@ -99,9 +100,12 @@ class LocalScheduler:
             self._unlisted.append(request)
         self._waiting[request.id] = request
         self._changed = True
+        if request.id in self._left:  # put back: the order must not have it twice
+            self._ordered_at_s = float("-inf")
 
     def remove(self, request_ids: Collection[str]) -> None:
         """Gone from the queue for another reason than a dispatch. Unknown ids are ignored."""
+        self._left.update(request_ids)
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
             self._passed.pop(request_id, None)
@@ -144,8 +148,14 @@ class LocalScheduler:
         goes to its engine without an `add`. `view`: of its model, as it is now."""
         passes = self._starts_alone(view, prompt_tokens, max_tokens)
         if passes:
-            self._lineup.clear()
+            self._forget_order()
         return passes
+
+    def _forget_order(self) -> None:
+        """Nobody waits."""
+        self._lineup.clear()
+        self._unlisted.clear()
+        self._left.clear()
 
     def _starts_alone(self, view: EngineView, prompt_tokens: int, max_tokens: int) -> bool:
         limits = self._limits
@@ -164,8 +174,7 @@ class LocalScheduler:
         ids = [request.id]
         self._engines.dispatch(request.model, ids)
         self.remove(ids)
-        self._lineup.clear()
-        self._unlisted.clear()
+        self._forget_order()
         return ids
 
     # --- order ------------------------------------------------------------------------------
@@ -184,6 +193,7 @@ class LocalScheduler:
         for request in self._waiting.values():
             if request.model not in by_model:
                 self._lineup.add(request.id, request.model)
+        self._left.clear()
         self._ordered_at_s, self._ordered_for, self._changed = now_s, present, False
 
     def _is_order_due(self, now_s: float, present: frozenset[str], room: Room) -> bool:

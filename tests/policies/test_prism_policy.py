@@ -210,26 +210,6 @@ def test_a_move_for_balance_needs_room_that_is_free_now() -> None:
     assert planned(models, [gpu("g0"), gpu("g1", free_bytes=10)]) == []
 
 
-def test_a_backlog_moves_to_where_memory_is_free() -> None:
-    """g1 had more tokens in the last minute, so that Algorithm 1 keeps all where it is."""
-    waits = active("waits", "g0", token_rate=1.0, waiting=9, running=3)
-    busy = active("busy", "g0", token_rate=1.0, running=1)
-    models = [waits, busy, active("was", "g1", token_rate=9.0, running=1)]
-    full, plenty = gpu("g0", free_bytes=1), gpu("g1", free_bytes=60)
-    assert planned(models, [full, plenty]) == [("migrate", "waits", "g0", "g1")]
-    assert planned(models, [full, gpu("g1", free_bytes=30)]) == []
-    assert planned(models, [gpu("g0", free_bytes=50), plenty]) == []
-    short_queue = structs.replace(waits, waiting=2)
-    assert planned([short_queue, *models[1:]], [full, plenty]) == []
-    assert planned(models, [full, plenty], rebalance=False) == []
-
-
-def test_a_backlog_that_has_its_device_to_itself_stays() -> None:
-    alone = active("alone", "g0", token_rate=1.0, waiting=9, running=3)
-    models = [alone, active("was", "g1", token_rate=9.0)]
-    assert planned(models, [gpu("g0", free_bytes=1), gpu("g1", free_bytes=60)]) == []
-
-
 @pytest.mark.parametrize("moves", [True, False])
 def test_the_settings_say_what_becomes_of_running_requests(moves: bool) -> None:
     models = [active("hot", "g0", token_rate=5.0, running=1), active("warm", "g0", token_rate=3.0)]

@@ -250,6 +250,23 @@ def test_a_huge_queue_is_ordered_only_so_often() -> None:
     assert calls == 10
 
 
+def test_who_is_put_back_into_a_huge_queue_starts_once() -> None:
+    """An order of so many is kept for a while, and has those that it let start before."""
+    engine = Engine(max_running=2, prefill_tokens_per_s=1e9)
+    world = World(1_000_000, {"a": engine})
+    for n in range(2 * CHEAP_ORDER):
+        world.add(f"{n}")
+    taken = world.step(1.0)
+    for id in taken:
+        world.scheduler.add(world.device.requests.setdefault(id, Waiting(id, "a", 2, 2, 0.0, 1e6)))
+    world.device.dispatched.clear()  # the engine did not take them
+    engine.running.clear()
+    engine.max_running = 4 * CHEAP_ORDER
+    started = world.step(1.001)
+    assert len(taken) == 2
+    assert sorted(started) == sorted(f"{n}" for n in range(2 * CHEAP_ORDER))
+
+
 def test_memory_kept_for_one_does_not_stop_others_within_their_guarantee() -> None:
     """What "small" is guaranteed could never help "big"; the rest of the device is kept."""
     views = [

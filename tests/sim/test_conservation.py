@@ -139,5 +139,19 @@ def test_the_same_input_gives_the_same_bytes(
     assert first.events == second.events
 
 
+@given(setups(), traces())
+@settings(max_examples=40, deadline=None)
+def test_who_finds_nobody_waiting_starts_as_from_the_queue(
+    setup: ClusterSetup, trace: list[TraceRequest]
+) -> None:
+    """A world whose queues are recorded sends everybody through them."""
+    _, records = simulate(setup, trace)
+    queued = World(setup, work(setup, known(setup, trace)), keep_queues=True).run()
+    assert records.started_s.tobytes() == queued.started_s.tobytes()
+    assert records.end_s.tobytes() == queued.end_s.tobytes()
+    assert records.decisions == queued.decisions
+    assert records.counts == queued.counts
+
+
 def test_these_are_policies() -> None:
     assert {*POLICIES, *CONTROLLED} <= set(registry.names())
