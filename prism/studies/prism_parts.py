@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from prism.studies import findings
 from prism.studies.findings import Comparison, Findings, Plot
 from prism.studies.lab import Lab
@@ -65,8 +67,20 @@ def _on_all(
 
 def _mean(outcomes: Sequence[Measured], metric: str, scale: float) -> float:
     """Over the traces, in percent; TPOT at TPOT_SCALE."""
+    return sum(_each(outcomes, metric, scale)) / len(outcomes)
+
+
+def _each(outcomes: Sequence[Measured], metric: str, scale: float) -> list[float]:
     judged = f"{TPOT_SCALE / scale:g}" if metric == "tpot" else "1"
-    return sum(100 * o.attainment(metric, judged) for o in outcomes) / len(outcomes)
+    return [100 * o.attainment(metric, judged) for o in outcomes]
+
+
+def spread(values: Sequence[float | None], unit: str) -> str:
+    """Over the traces."""
+    known = [v for v in values if v is not None]
+    if len(known) < 2:
+        return ""
+    return f" ({min(known):.2f}{unit} to {max(known):.2f}{unit} over {len(known)} traces)"
 
 
 def _gains(where: str, scale: float, found: Mapping[str, Sequence[Measured]]) -> list[Comparison]:
@@ -75,8 +89,11 @@ def _gains(where: str, scale: float, found: Mapping[str, Sequence[Measured]]) ->
         shares = {name: _mean(outcomes, metric, scale) for name, outcomes in found.items()}
         gain = findings.ratio(shares["with"], shares["without"])
         what = f"{where}: {metric.upper()} attainment with over without the global scheduler"
-        compared.append(findings.factor(what, gain, None, "§7.4, Figure 10 (a)"))
-        if not compared[-1].agrees:
+        whole = findings.factor(what, gain, None, "§7.4, Figure 10 (a)")
+        pairs = zip(*(_each(found[n], metric, scale) for n in ("with", "without")), strict=True)
+        each = spread([findings.ratio(a, b) for a, b in pairs], "x")
+        compared.append(msgspec.structs.replace(whole, ours=whole.ours + each))
+        if whole.agrees is False:
             shorter = findings.ratio(shares["with a window of 15 s"], shares["without"])
             compared.append(findings.cause(f"{what}, rates of 15 s instead of 60 s", gain, shorter))
     return compared
@@ -108,37 +125,43 @@ def sensitivity(lab: Lab) -> Findings:
         for s, outcomes in found.items()
         for i, o in enumerate(outcomes)
     ]
-    compared = _thresholds(shares, windows, by_idle[45])
+    compared = _thresholds(by_idle, by_window, scale)
     return Findings(compared, table, plots, [FAIR, clusters[0].described()])
 
 
 def _thresholds(
-    shares: Mapping[int, float], windows: Mapping[int, float], usual: Sequence[Measured]
+    by_idle: Mapping[int, Sequence[Measured]],
+    by_window: Mapping[int, Sequence[Measured]],
+    scale: float,
 ) -> list[Comparison]:
-    """usual: at 45 s."""
+    usual = by_idle[45]
     minutes = sum(o.window_s for o in usual) / 600
     activated = sum(o.counts.get("active", 0) - len(o.models) for o in usual)
     migrated = sum(o.counts.get("migrated", 0) for o in usual)
     moved = "activations in 10 minutes at 45 s, beyond the first of each model and for migrations"
     source = "OSDI 2026 version"
     return [
-        findings.claim(
-            "45 s of idle time is as good a threshold as any tried",
-            shares[45] >= max(shares.values()) * (1 - findings.EQUAL),
-            ", ".join(f"{s} s {share:.1f} %" for s, share in shares.items()),
+        _as_good(
+            "of idle time is as good a threshold as any tried",
+            45,
+            by_idle,
+            scale,
             "best at about 45 s",
-            source,
         ),
-        findings.claim(
-            "60 s is as good a window for rates as any tried",
-            windows[60] >= max(windows.values()) * (1 - findings.EQUAL),
-            ", ".join(f"{s} s {share:.1f} %" for s, share in windows.items()),
-            "60 s",
-            source,
-        ),
+        _as_good("is as good a window for rates as any tried", 60, by_window, scale, "60 s"),
         findings.value(moved, (activated - migrated) / minutes, 2, source),
         findings.value("migrations in 10 minutes at 45 s", migrated / minutes, 3, source),
     ]
+
+
+def _as_good(
+    what: str, usual_s: int, found: Mapping[int, Sequence[Measured]], scale: float, said: str
+) -> Comparison:
+    each = {s: _each(outcomes, "ttft", scale) for s, outcomes in found.items()}
+    means = {s: sum(shares) / len(shares) for s, shares in each.items()}
+    shown = ", ".join(f"{s} s {mean:.1f} %{spread(each[s], ' %')}" for s, mean in means.items())
+    holds = means[usual_s] >= max(means.values()) * (1 - findings.EQUAL)
+    return findings.claim(f"{usual_s} s {what}", holds, shown, said, "OSDI 2026 version")
 
 
 STUDIES = (
@@ -148,18 +171,17 @@ STUDIES = (
         "Prism, Figure 10, §7.4",
         EIGHT + ", both trace styles, at the load that Prism holds and half as much again",
         "15 minutes of trace, as long as the figure's; the mean of four traces",
-        DATA
-        + " TPOT is judged at an SLO scale of 2 (§7.5), since all is met at 20 and 10. Without "
-        "the global scheduler, models go where most memory is free and are never moved, which the "
-        "paper does not spell out. At the load that Prism holds almost all TTFTs are met without "
-        "it as well, so that little is left to gain.",
+        DATA + " TPOT is judged at an SLO scale of 2 (§7.5), tighter than the 20 and 10 of TTFT. "
+        "Without the global scheduler, models go where most memory is free and are never moved, "
+        "which the paper does not spell out. Beside each factor is its spread over the traces: one "
+        "that holds 1 says little.",
         fig10,
     ),
     Study(
         "prism-sensitivity",
         "Idle threshold and rate window",
         "Prism, idle threshold (§6.2) and its published version",
-        EIGHT + ", half as much load again as Prism holds, so that memory is short at times",
+        EIGHT + ", half as much load again as Prism holds, so that memory may be short at times",
         "15 minutes of trace, the mean of four",
         DATA,
         sensitivity,

@@ -6,6 +6,7 @@ import pytest
 
 from prism.studies import findings
 from prism.studies.findings import Comparison
+from prism.studies.prism_parts import spread
 from prism.studies.prism_sweeps import since, up_to
 from prism.studies.prism_table1 import toward
 
@@ -103,3 +104,8 @@ def test_a_cause_moves_a_row_to_the_published_one(
     here: float, changed: float | None, verdict: str
 ) -> None:
     assert toward("muxserve++ otherwise", here, changed, 51.0).verdict == verdict
+
+
+def test_the_spread_over_traces() -> None:
+    assert spread([1.1, 0.9, None, 1.0], "x") == " (0.90x to 1.10x over 3 traces)"
+    assert spread([1.1], "x") == ""
