@@ -121,7 +121,7 @@ def fig3(lab: Lab) -> Findings:
             "periodically",
             source,
         ),
-        *_by_deadline(drops, by_deadline),
+        *by_deadline_drops(drops, by_deadline),
         findings.factor(
             "T2: KV memory, Prism over MuxServe++",
             findings.ratio(then.get("prism"), then.get("muxserve++")),
@@ -142,7 +142,7 @@ def _series(found: Measured) -> Series:
     return found.series
 
 
-def _by_deadline(drops: int | None, changed: int | None) -> list[Comparison]:
+def by_deadline_drops(drops: int | None, changed: int | None) -> list[Comparison]:
     """Only where QLM itself has no drops is there a cause to name."""
     if drops is None or changed is None or drops > 0:
         return []

@@ -37,9 +37,8 @@ FAIR = (
     "Every policy runs with the shipped settings, the same at every point, and none is tuned by "
     "hand. Placement searches are given the whole trace's rates and lengths, which no live system "
     "has, and up to 600 of its requests to simulate on; Prism is given nothing in advance. `prism` "
-    "is the paper's Algorithm 1 and two rules that the paper does not have: the model with most "
-    "waiting requests on a GPU short of memory moves to where memory is free, and a move for "
-    "balance needs the room that it takes to be free."
+    "is the paper's Algorithm 1 and one rule that the paper does not have: a move for balance "
+    "needs the room that it takes to be free on its target now."
 )
 
 
