@@ -15,7 +15,7 @@ from prism.agent.state import State
 from prism.ports import EngineView
 from prism.scheduler.speed import PRIOR_TOKENS_PER_S
 
-# Until a model's prefill speed has been measured.
+# Until a model's activation has been measured.
 ACTIVATION_PRIOR_S = 2.0
 # An activation that takes longer than expected is expected to end after this.
 READY_SOON_S = 0.05

@@ -106,9 +106,7 @@ VARIANTS: dict[tuple[str, str], Change] = {
     ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
     ("muxserve++", "given"): lambda p: replace(p, search=as_given(mux_placement.search)),
     ("muxserve++", "blind"): lambda p: replace(p, search=blind(mux_placement.search)),
-    ("muxserve++", "given-blind"): lambda p: replace(
-        p, search=as_given(blind(mux_placement.search))
-    ),
+    ("muxserve++", "given-blind"): lambda p: replace(p, search=GIVEN_BLIND),
     ("qlm", "by-deadline"): lambda p: replace(p, assign=qlm.assigner(BY_DEADLINE)),
     # MuxServe §4.4, Figures 8, 9 and 10
     ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),

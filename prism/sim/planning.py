@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from prism.sim.points import Outcome, Point, Store, in_processes, simulate
+from prism.sim.points import Outcome, Point, Store, in_processes, run_points, simulate
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ def plan_one(search: Search) -> Plan:
     def simulated(gpus: int) -> Outcome:
         changes = {**search.changes, "policy": search.policy, "gpus.count": gpus}
         point = Point(search.config, changes)
-        return store.get(point) or _simulate(point, store)
+        return run_points([point], simulate, jobs=1, store=store, progress=_silent)[0]
 
     return fewest_gpus(
         search.policy,
@@ -64,10 +64,8 @@ def plan_one(search: Search) -> Plan:
     )
 
 
-def _simulate(point: Point, store: Store[Outcome]) -> Outcome:
-    outcome = simulate(point)
-    store.put(point, outcome)
-    return outcome
+def _silent(done: int, total: int) -> None:
+    """Searches are shown as a whole."""
 
 
 def fewest_gpus(

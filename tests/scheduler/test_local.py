@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prism.fakes import FakeEngines
 from prism.policies import fcfs, moore_hodgson
-from prism.policies.data import Order
+from prism.policies.data import Job, Order
 from prism.ports import EngineView
 from prism.scheduler.local import CHEAP_ORDER, Limits, LocalScheduler, Waiting
 from tests.scheduler.device import Device, Engine
@@ -45,6 +45,17 @@ class World:
 
     def step(self, now_s: float = 1.0) -> list[str]:
         return self.scheduler.step(now_s)
+
+
+class Counted:
+    """Moore-Hodgson's order, and how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, jobs: Iterable[Job], now_s: float, busy_s: float) -> Order:
+        self.calls += 1
+        return moore_hodgson.order(jobs, now_s, busy_s)
 
 
 def test_earliest_deadline_first_and_only_into_free_slots() -> None:
@@ -194,29 +205,23 @@ def test_the_order_is_the_policys() -> None:
 
 def test_the_order_is_computed_where_it_decides() -> None:
     """Not while no slot is free; there only its age counts."""
-    calls = 0
-
-    def counted(*args):  # type: ignore[no-untyped-def]
-        nonlocal calls
-        calls += 1
-        return moore_hodgson.order(*args)
-
+    order = Counted()
     engine = Engine(max_running=0)
-    world = World(1000, {"a": engine}, order=counted, order_age_s=10)
+    world = World(1000, {"a": engine}, order=order, order_age_s=10)
     world.add("1")
     world.add("2")
     for n in range(50):
         world.step(1.0 + n / 100)
-    assert calls == 1
+    assert order.calls == 1
     engine.max_running = 1
     assert world.step(2.0) == ["1"]
-    assert calls == 2
+    assert order.calls == 2
     world.add("3")
     for n in range(50):
         world.step(2.0 + n / 100)
-    assert calls == 2
+    assert order.calls == 2
     world.step(12.0)
-    assert calls == 3
+    assert order.calls == 3
 
 
 def test_what_starts_is_chosen_by_an_order_of_that_moment() -> None:
@@ -233,21 +238,15 @@ def test_what_starts_is_chosen_by_an_order_of_that_moment() -> None:
 
 
 def test_a_huge_queue_is_ordered_only_so_often() -> None:
-    calls = 0
-
-    def counted(*args):  # type: ignore[no-untyped-def]
-        nonlocal calls
-        calls += 1
-        return moore_hodgson.order(*args)
-
+    order = Counted()
     engine = Engine(max_running=1)
-    world = World(10_000, {"a": engine}, order=counted)
+    world = World(10_000, {"a": engine}, order=order)
     for n in range(CHEAP_ORDER + 1001):
         world.add(f"{n}")
     for n in range(100):
         world.step(1.0 + n / 100)
         engine.running.clear()
-    assert calls == 10
+    assert order.calls == 10
 
 
 def test_who_is_put_back_into_a_huge_queue_starts_once() -> None:
