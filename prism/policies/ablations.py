@@ -37,6 +37,15 @@ def unbalanced(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     return prism.plan(replace(view, models=models, rebalance=False), settings)
 
 
+def in_order(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """As `unbalanced`, with the models of one GPU where a list of them puts them: the first ones on
+    the first GPU and so on, however many ask for them."""
+    names, gpus = list(dict.fromkeys(m.name for m in view.models)), [g.name for g in view.gpus]
+    home = {name: gpus[i * len(gpus) // len(names)] for i, name in enumerate(names)}
+    models = tuple(structs.replace(m, pinned_device=home[m.name]) for m in view.models)
+    return unbalanced(replace(view, models=models), settings)
+
+
 def partitioned(search: Search) -> Search:
     """The same placement with the KV memory of each unit cut into equal fixed parts: MuxServe
     without its unified memory manager (MuxServe §4.4)."""
@@ -103,6 +112,7 @@ Change = Callable[[Policy], Policy]
 VARIANTS: dict[tuple[str, str], Change] = {
     # Prism §7.4, Figures 10 and 11
     ("prism", "no-global"): lambda p: replace(p, plan=unbalanced),
+    ("prism", "in-order"): lambda p: replace(p, plan=in_order),
     ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
     ("muxserve++", "given"): lambda p: replace(p, search=as_given(mux_placement.search)),
     ("muxserve++", "blind"): lambda p: replace(p, search=blind(mux_placement.search)),

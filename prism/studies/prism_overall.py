@@ -10,12 +10,14 @@ from prism.studies.findings import Comparison, Findings
 from prism.studies.lab import Lab
 from prism.studies.prism_setup import FAIR, eighteen, fifty_eight, model_names, prepared
 from prism.studies.prism_sweeps import (
+    AT_TP,
     BASELINES,
     GIVEN,
     METRICS,
     SLO_SCALES,
     Lines,
     eight,
+    elsewhere,
     figure,
     held_rate,
     lines,
@@ -51,22 +53,26 @@ def by_rate(lab: Lab) -> Findings:
             shares = {policy: mean(points) for policy, points in found.items()}
             what = f"{style}: mean {metric.upper()} attainment over the rates"
             compared += orders(what, shares, "Figure 7, first row")
+            points = [{**fixed, "rate_scale": rate} for rate in rates]
+            compared += elsewhere(lab, style, points, shares, metric)
         compared += _more_requests(style, lines(by_policy, "ttft"), published[style])
     return Findings(compared, table, plots, budget, remarks)
 
 
 def _more_requests(style: str, found: Lines, published: Mapping[str, float]) -> list[Comparison]:
     held = {policy: up_to(points) for policy, points in found.items()}
-    return [
-        findings.factor(
-            f"{style}: requests at 99 % TTFT, Prism over {system}",
-            findings.ratio(held.get("prism"), held.get(system)),
-            published.get(named),
-            "§7.3, Figure 7, first row (factors: OSDI 2026 version)",
-        )
+    over = {name: findings.ratio(held.get("prism"), most) for name, most in held.items()}
+    what = f"{style}: requests at 99 % TTFT, Prism over"
+    source = "§7.3, Figure 7, first row (factors: OSDI 2026 version)"
+    compared = [
+        findings.factor(f"{what} {system}", over[system], published.get(named), source)
         for system, named in (("muxserve++", "muxserve++"), (GIVEN, "muxserve++"), ("static",) * 2)
-        if system in held
+        if system in over
     ]
+    if GIVEN in over and compared[0].agrees is False:
+        caused = findings.cause(f"{what} {AT_TP}", over["muxserve++"], over[GIVEN])
+        compared.insert(1, caused)
+    return compared
 
 
 AT_99 = {
@@ -98,12 +104,14 @@ def by_slo(lab: Lab) -> Findings:
             compared.append(
                 findings.reached(what, first, said, source, unit="", most=scales[-1], within=0.5)
             )
-        compared += _largest_scale(style, lines(by_policy, "ttft"))
+        last = {policy: points[-1][1] for policy, points in lines(by_policy, "ttft").items()}
+        compared += _largest_scale(style, last)
+        point = {"slo_scale": scales[-1], "rate_scale": load}
+        compared += elsewhere(lab, style, [point], last)
     return Findings(compared, table, plots, budget, remarks)
 
 
-def _largest_scale(style: str, found: Lines) -> list[Comparison]:
-    last = {policy: points[-1][1] for policy, points in found.items()}
+def _largest_scale(style: str, last: Mapping[str, float | None]) -> list[Comparison]:
     source = "§7.3, Figure 7, middle row"
     compared = [
         findings.value(

@@ -22,6 +22,7 @@ from prism.studies.prism_setup import (
 from prism.studies.trial import Measured, Trial
 
 GIVEN = "muxserve++ at given TP"
+AT_TP = "muxserve++, at the TP degrees of the setup"
 SYSTEMS = {
     "prism": ("prism", ""),
     "muxserve++": ("muxserve++", ""),
@@ -136,12 +137,42 @@ def rows(style: str, key: str, found: Mapping[str, Sequence[tuple[Any, Measured]
 
 
 def orders(what: str, values: Mapping[str, float | None], source: str) -> list[Comparison]:
-    """The paper's order, with MuxServe++ as its search places and at the given TP degrees."""
+    """The paper's order, with MuxServe++ as its search places and at the given TP degrees; where it
+    is ahead of Prism, whether the TP degrees are why."""
     found = [findings.order(what, values, BEST_FIRST, source)]
     if GIVEN in values:
-        given = tuple(GIVEN if name == "muxserve++" else name for name in BEST_FIRST)
-        found.append(findings.order(what, values, given, source))
+        pair = findings.order(what, values, ("prism", "muxserve++"), source)
+        if pair.agrees is False:
+            prism, free, given = (values.get(n) for n in ("prism", "muxserve++", GIVEN))
+            ratios = findings.ratio(prism, free), findings.ratio(prism, given)
+            found.append(findings.cause(f"{what}, Prism over {AT_TP}", *ratios))
+        best = tuple(GIVEN if name == "muxserve++" else name for name in BEST_FIRST)
+        found.append(findings.order(what, values, best, source))
     return found
+
+
+def elsewhere(
+    lab: Lab,
+    style: str,
+    points: Sequence[Mapping[str, Any]],
+    values: Mapping[str, float | None],
+    metric: str = "ttft",
+) -> list[Comparison]:
+    """Where `values`, means over `points`, have static above MuxServe++ at the given TP, which is
+    not as published: whether this trace is why, by the means of the others of its kind."""
+    here = findings.ratio(values.get(GIVEN), values.get("static"))
+    if here is None or here >= 1 - findings.EQUAL:
+        return []
+    clusters = several(lab, style)[1:]
+    means = [
+        mean([(0, attainment(outcome, metric)) for outcome in lab.run(trials, "other traces")])
+        for trials in (
+            [at(c, name, **point) for c in clusters for point in points]
+            for name in (GIVEN, "static")
+        )
+    ]
+    what = f"{style}: {metric.upper()}, {GIVEN} over static, on {len(clusters)} other traces"
+    return [findings.cause(what, here, findings.ratio(*means), wanted=1.0)]
 
 
 def up_to(points: Sequence[tuple[Any, float | None]], target: float = TARGET) -> float | None:

@@ -16,10 +16,12 @@ from prism.policies.placement import (
     StepTimes,
 )
 from prism.policies.steps import DeviceStepView, EngineStepView, Phase, StepRequest
+from tests.policies.clusters import SETTINGS, active, gpu, model, summary, view
 
 GIB = 1 << 30
 CHANGED = {
     ("prism", "no-global"): {"plan"},
+    ("prism", "in-order"): {"plan"},
     ("prism", "no-local"): {"order"},
     ("qlm", "by-deadline"): {"assign"},
     ("muxserve++", "given"): {"search"},
@@ -49,7 +51,9 @@ def test_nothing_else_changes(policy: str, variant: str) -> None:
 
 def test_unknown_ones_are_named() -> None:
     assert ablations.get("prism") is registry.get("prism")
-    with pytest.raises(ConfigError, match="'x' of 'prism': known are no-global, no-local"):
+    with pytest.raises(
+        ConfigError, match="'x' of 'prism': known are no-global, in-order, no-local"
+    ):
         ablations.get("prism", "x")
     with pytest.raises(ConfigError, match="of 'static': known are none"):
         ablations.get("static", "x")
@@ -95,6 +99,18 @@ def test_a_blind_search_sees_the_mean_rate() -> None:
     ablations.blind(search)(problem())
     assert [m.rate_rps for m in seen] == [5.05, 5.05]
     assert [m.name for m in seen] == ["large", "small"]
+
+
+def test_models_in_order_stay_where_the_list_puts_them() -> None:
+    gpus = [gpu("g0"), gpu("g1")]
+    models = [model(name, wanted=True) for name in "abcd"]
+    placed = [summary(a) for a in ablations.in_order(view(models, gpus), SETTINGS)]
+    homes = {"a": "g0", "b": "g0", "c": "g1", "d": "g1"}
+    assert sorted(placed) == [("activate", name, home) for name, home in homes.items()]
+    busy = [active(name, "g0", token_rate=50.0, running=9) for name in "ab"]
+    crowded = view([*busy, model("c"), model("d")], gpus)
+    assert ablations.get("prism").plan(crowded, SETTINGS)
+    assert not ablations.in_order(crowded, SETTINGS)
 
 
 def test_a_search_as_given_spreads_no_model_further_than_its_operator_said() -> None:
