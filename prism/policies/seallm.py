@@ -49,10 +49,9 @@ def _search(problem: Problem, settings: SeallmSettings) -> Placement:
     best attainment, then the least normalised latency."""
     assert problem.simulate is not None, "SeaLLM's search needs a simulator"
     best: tuple[tuple[int, float, float], Placement] | None = None
-    partitions = [group_partition(problem, size) for size in groups.degrees(problem)]
-    most = max((len(made) for made in partitions), default=1)
-    services_max = max(settings.services_max, -(-len(problem.models) // max(1, most)))
-    for made in partitions:
+    for size in groups.degrees(problem):
+        made = group_partition(problem, size)
+        services_max = max(settings.services_max, -(-len(problem.models) // max(1, len(made))))
         placement, outcome = _allocated(problem, made, settings.alpha, services_max)
         homeless = len(placement.refused)
         rank = (-homeless, outcome.attainment, -outcome.mean_normalized_latency)
