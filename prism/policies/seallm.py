@@ -25,8 +25,8 @@ BATCH = 8
 @dataclass(frozen=True, slots=True)
 class SeallmSettings:
     """alpha: weight of the normalised latency in the unserved index (equation 6). services_max: per
-    sharing group; more where there are not enough groups for all services, since each must have
-    a home (equation 3): §6.1 shares at most two because of its GPUs' memory."""
+    sharing group; more where a partition has too few groups for all services, since each must
+    have a home (equation 3): §6.1 shares at most two because of its GPUs' memory."""
 
     alpha: float = 0.0001
     services_max: int = 2

@@ -31,7 +31,7 @@ def homes(placement: Placement) -> dict[str, list[int]]:
 
 
 def test_every_service_has_a_home_and_groups_hold_two() -> None:
-    models = [spec(f"m{i}", rate=0.5) for i in range(8)]
+    models = [spec(f"m{i}", rate=0.5, tp_degrees=(1,)) for i in range(8)]
     placement = seallm.search(toy_problem(models, 4))
     assert sorted(homes(placement)) == sorted(m.name for m in models)
     assert max(len(u.models) for u in placement.units) == 2
@@ -157,3 +157,19 @@ def test_a_home_for_every_service_comes_before_attainment(monkeypatch: pytest.Mo
     found = seallm.search(problem)
     assert not found.refused
     assert found.score == 0.9
+
+
+def test_larger_groups_hold_more_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each partition must be able to give every service a home: with the limit of the finest one,
+    no group of several GPUs could be chosen."""
+    limits: dict[int, int] = {}
+
+    def allocated(
+        problem: Problem, made: Sequence[groups.Group], alpha: float, services_max: int
+    ) -> tuple[Placement, Outcome]:
+        limits[len(made)] = services_max
+        return Placement(()), Outcome({"m0": 1}, {}, {})
+
+    monkeypatch.setattr(seallm, "_allocated", allocated)
+    seallm.search(toy_problem([spec(f"m{i}") for i in range(5)], 4))
+    assert limits == {4: 2, 2: 3, 1: 5}
