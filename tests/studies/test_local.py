@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prism.studies.prism_local import Shares, causes, said
+from prism.studies.prism_local import Shares, causes, patient, said
 
 
 def pair(first: float, second: float, before: tuple[float, float] = (95.0, 40.0)) -> Shares:
@@ -30,3 +30,16 @@ def test_the_load_is_no_cause_of_what_is_the_same_at_all() -> None:
     assert {c.verdict for c in causes(same)} == {"is not the cause"}
     other = {11.0: [pair(95.0, 40.0)], 15.0: [pair(95.0, 60.0)]}
     assert [c.verdict for c in causes(other)] == ["names a cause", "is not the cause"]
+
+
+def test_time_to_spare_is_the_cause_only_if_both_statements_hold() -> None:
+    here = {13.0: [pair(70.0, 60.0)]}
+    verdicts = {
+        (99.0, 85.0): "names the cause",
+        (99.0, 70.0): "in its direction",
+        (85.0, 85.0): "in its direction",
+        (71.0, 90.0): "is not the cause",
+    }
+    for shares, verdict in verdicts.items():
+        assert [c.verdict for c in patient(here, {13.0: [pair(*shares)]})] == [verdict]
+    assert patient(here, {}) == []
