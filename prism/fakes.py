@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -159,7 +159,7 @@ class FakeCluster:
     def _gpu(self, gpu: GpuView) -> GpuView:
         incoming = [m for m in self.models.values() if self._targets.get(m.name) == gpu.name]
         held = self._held(gpu.name)
-        return replace(
+        return structs.replace(
             gpu,
             fixed_bytes=gpu.fixed_bytes + sum(map(need_bytes, incoming)),
             free_bytes=gpu.capacity_bytes - gpu.fixed_bytes - sum(map(need_bytes, held)),

@@ -85,10 +85,11 @@ class TableCost:
         self._token_compute_s = table.dense_s[-1] / table.dense_tokens[-1]
         self._lines: dict[int, _Line] = {}
         self._chunks_s: dict[Chunk, float] = {}
+        self._alone_s: dict[Chunk, float] = {}
 
     def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
         if not batch and len(chunks) == 1:
-            return self.prefill_s(*chunks[0])
+            return self._chunk_s(chunks[0])
         tokens = batch + sum([chunk.tokens for chunk in chunks])
         if not tokens:
             return 0.0
@@ -96,10 +97,7 @@ class TableCost:
         return self._dense_s(tokens) + prefill_s + self._decode_attention_s(batch, context_tokens)
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        if not tokens:
-            return 0.0
-        attention_s = self._chunks_attention_s((Chunk(tokens, context_tokens),))
-        return self._dense_s(tokens) + attention_s
+        return self._chunk_s(Chunk(tokens, context_tokens))
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         return self._line(batch).at(context_tokens) if batch else 0.0
@@ -122,6 +120,18 @@ class TableCost:
 
     def _dense_s(self, tokens: int) -> float:
         return self.table.host_s + _interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
+
+    def _chunk_s(self, chunk: Chunk) -> float:
+        """A step of one chunk, kept like the chunks' attention."""
+        found = self._alone_s.get(chunk)
+        if found is None:
+            if len(self._alone_s) >= CHUNKS_KEPT:
+                self._alone_s.clear()
+            found = 0.0
+            if chunk.tokens:
+                found = self._dense_s(chunk.tokens) + self._chunks_attention_s((chunk,))
+            self._alone_s[chunk] = found
+        return found
 
     def _chunks_attention_s(self, chunks: Sequence[Chunk]) -> float:
         """The same chunks are asked for again and again: they are kept."""
@@ -198,10 +208,11 @@ class _Line:
     def _long_run_s(self, piece: int, context: int, steps: int) -> float:
         """Over several pieces, each summed as by `_sum_s`."""
         batch, knots, last, total_s = self._batch, self._knots, self._last, 0.0
+        slopes, seconds = self._slopes, self._seconds
         while piece < last and context + (steps - 1) * batch >= knots[piece + 1]:
-            taken = max(1, math.ceil((knots[piece + 1] - context) / batch))
-            slope = self._slopes[piece]
-            first_s = self._seconds[piece] + slope * (context - knots[piece])
+            taken = math.ceil((knots[piece + 1] - context) / batch) or 1
+            slope = slopes[piece]
+            first_s = seconds[piece] + slope * (context - knots[piece])
             total_s += taken * first_s + slope * batch * (taken * (taken - 1) / 2)
             context += taken * batch
             steps -= taken
@@ -248,17 +259,22 @@ class _Line:
     def _most_steps(self, piece: int, context: int, seconds: float, most: int) -> int:
         """Largest n <= most whose sum fits: the quadratic's root, put right where it rounds."""
         slope = self._slopes[piece]
-        half_s = slope * self._batch / 2
-        linear_s = self._seconds[piece] + slope * (context - self._knots[piece]) - half_s
+        first_s = self._seconds[piece] + slope * (context - self._knots[piece])
+        growth_s = slope * self._batch
+        half_s = growth_s / 2
+        linear_s = first_s - half_s
         if half_s * seconds > 1e-12 * linear_s * linear_s:
             root = math.sqrt(linear_s * linear_s + 4 * half_s * seconds) - linear_s
             steps = int(root / (2 * half_s))
         else:
             steps = int(seconds / linear_s)
         steps = max(0, min(steps, most))
-        while steps > 0 and self._sum_s(piece, context, steps) > seconds:
+        # as `_sum_s` has it, to the last bit
+        while steps > 0 and steps * first_s + growth_s * (steps * (steps - 1) / 2) > seconds:
             steps -= 1
-        while steps < most and self._sum_s(piece, context, steps + 1) <= seconds:
+        while steps < most and (
+            (steps + 1) * first_s + growth_s * ((steps + 1) * steps / 2) <= seconds
+        ):
             steps += 1
         return steps
 

@@ -4,6 +4,7 @@ is free now. One at a time: the next interval sees its effect."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from msgspec import structs
 
@@ -57,17 +58,11 @@ def rebalance(draft: Draft) -> None:
         return
     models, gpus = settled(draft.view)
     residents = [m for m in models if m.device in draft.bins]
-    start = kvpr.empty_bins(residents, gpus)
-    free: list[ModelView] = []
-    for model in residents:
-        # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
-        if model.tp == 1 and model.token_rate > 0:
-            free.append(model)
-            continue
-        piece = kvpr.part(model)
-        for device in kvpr.devices_of(model):
-            start[device].put(piece)
+    # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
+    free = [m for m in residents if m.tp == 1 and m.token_rate > 0]
+    staying = [m for m in residents if m.tp > 1 or m.token_rate == 0]
     tau = draft.settings.migration_threshold
+    start = partial(kvpr.current_bins, residents, gpus, staying)
     placement = kvpr.place(free, gpus, tau, start)
     for model in sorted(free, key=kvpr.by_pressure):
         target = draft.bins.get(placement.devices.get(model.name, ""))

@@ -166,15 +166,23 @@ def devices_of(model: ModelView) -> tuple[str, ...]:
 
 def empty_bins(models: Iterable[ModelView], gpus: Iterable[GpuView]) -> Bins:
     """Bins with nothing in them; an engine that serves a model now counts as one of the bin's."""
-    homes = Counter(device for model in models for device in devices_of(model))
-    return {gpu.name: Bin(gpu, gpu.engines_free + homes[gpu.name]) for gpu in gpus}
+    held: dict[str, int] = {}
+    for model in models:
+        for device in devices_of(model):
+            held[device] = held.get(device, 0) + 1
+    return {gpu.name: Bin(gpu, gpu.engines_free + held.get(gpu.name, 0)) for gpu in gpus}
 
 
-def current_bins(models: Sequence[ModelView], gpus: Iterable[GpuView]) -> Bins:
-    """Bins as the cluster is now, without the models that are on their way out."""
+def current_bins(
+    models: Sequence[ModelView],
+    gpus: Iterable[GpuView],
+    staying: Sequence[ModelView] | None = None,
+) -> Bins:
+    """Bins as the cluster is now, without the models that are on their way out; with those of
+    `staying` only, if it is given."""
     bins = empty_bins(models, gpus)
     held: dict[str, dict[str, ModelView]] = {}
-    for model in models:
+    for model in models if staying is None else staying:
         if model.device is not None and model.state != "draining":
             piece = part(model)
             for device in devices_of(model):

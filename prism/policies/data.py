@@ -78,8 +78,7 @@ class ModelView(msgspec.Struct, frozen=True):
     startup_s: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuView:
+class GpuView(msgspec.Struct, frozen=True):
     """A device. free_bytes: capacity minus everything reserved now (weights, floors, KV).
 
     fixed_bytes: held by nothing in `ClusterView.models`. engines_free: engines that could take a

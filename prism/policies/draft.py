@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.data import Action, ClusterView, GpuView, ModelView, Refuse, Settings
@@ -17,6 +19,9 @@ class Draft:
     settings: Settings
     bins: kvpr.Bins
     actions: list[Action] = field(default_factory=list)
+
+    def copied_bins(self) -> kvpr.Bins:
+        return {name: b.copy() for name, b in self.bins.items()}
 
     def changes(self) -> bool:
         """Whether it does anything: a refusal leaves the cluster as it is."""
@@ -33,12 +38,13 @@ def settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
     leaving = [d for m in view.models if m.state == "draining" for d in kvpr.devices_of(m)]
     if not leaving:
         return list(view.models), list(view.gpus)
-    gpus = [replace(g, engines_free=g.engines_free + leaving.count(g.name)) for g in view.gpus]
+    gpus = [
+        structs.replace(g, engines_free=g.engines_free + leaving.count(g.name)) for g in view.gpus
+    ]
     return [m for m in view.models if m.state != "draining"], gpus
 
 
 def starved(b: Bin, settings: Settings) -> bool:
     """Its memory is short, and a model there has a backlog. A request that has only just arrived
     waits as well; a backlog is as long as what runs."""
-    backlog = any(m.waiting >= m.running > 0 for m in b.models.values())
-    return backlog and short(b.gpu, settings)
+    return short(b.gpu, settings) and any(m.waiting >= m.running > 0 for m in b.models.values())

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 from prism.policies.bins import (
@@ -91,25 +92,21 @@ def place(
     models: Sequence[ModelView],
     gpus: Sequence[GpuView],
     tau: float,
-    start: Bins | None = None,
+    start: Callable[[], Bins] | None = None,
 ) -> Placement:
     """Algorithm 1: a device for every model, greedily by pressure.
 
-    start: what devices hold already and keep; `models` has none of that, and `gpus` is not read.
-    Models that no device has room for are tried again largest first, with those that are nowhere
-    yet packed by size; what then still does not fit is refused with the bytes missing. The parts of
-    a tensor-parallel model go to distinct devices of one node, all or none. Deterministic; no
-    device is ever filled beyond capacity. For tau = 0, without tensor parallelism, where all fits,
-    max KVPR <= optimum x (1 + C / (S - m)) (Appendix A.1). O((models + devices) log devices) where
-    most devices that are looked at fit; tensor-parallel models cost O(devices) each.
+    start: makes bins with what devices hold already and keep; `models` has none of that, and `gpus`
+    is not read. Models that no device has room for are tried again largest first, with those that
+    are nowhere yet packed by size; what then still does not fit is refused with the bytes missing.
+    The parts of a tensor-parallel model go to distinct devices of one node, all or none.
+    Deterministic; no device is ever filled beyond capacity. For tau = 0, without tensor
+    parallelism, where all fits, max KVPR <= optimum x (1 + C / (S - m)) (Appendix A.1).
+    O((models + devices) log devices) where most devices that are looked at fit; tensor-parallel
+    models cost O(devices) each.
     """
     parts = [part(model) for model in models]
-
-    def origin() -> Bins:
-        if start is None:
-            return empty_bins(models, gpus)
-        return {name: b.copy() for name, b in start.items()}
-
+    origin = start or partial(empty_bins, models, gpus)
     first = _greedy(parts, origin(), tau)
     bins = first
     if len(first.homes) < len(parts):

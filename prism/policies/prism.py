@@ -81,7 +81,7 @@ def _seat(draft: Draft, seekers: list[ModelView], otherwise: Callable[..., None]
     if not seekers:
         return
     tau = draft.settings.migration_threshold
-    placement = kvpr.place(seekers, draft.view.gpus, tau, draft.bins)
+    placement = kvpr.place(seekers, draft.view.gpus, tau, draft.copied_bins)
     parts = sorted(map(kvpr.part, seekers), key=kvpr.by_pressure)
     for model in parts:
         if model.name in placement.devices:

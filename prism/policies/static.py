@@ -8,7 +8,7 @@ which agents answer, so that it is the same at every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -56,7 +56,9 @@ def partition(models: Sequence[ModelView], gpus: Sequence[GpuView]) -> Partition
     their device), then each device's KV memory by `static_share`, the rest in equal parts."""
     # Where a model happens to be, or failed, must not change the partition.
     fresh = [structs.replace(m, device=None, peers=(), barred=(), token_rate=0.0) for m in models]
-    whole = [replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus]
+    whole = [
+        structs.replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus
+    ]
     bins = kvpr.empty_bins(fresh, whole)
     division = Partition()
     for model in sorted(map(kvpr.part, fresh), key=kvpr.by_size):

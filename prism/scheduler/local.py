@@ -112,6 +112,8 @@ class LocalScheduler:
             self._late_passed.pop(request_id, None)
             self._held_since_s.pop(request_id, None)
             self._changed = True
+        if not self._waiting:
+            self._forget_order()
 
     def waiting(self) -> Counter[str]:
         """Model -> waiting requests."""
@@ -146,10 +148,7 @@ class LocalScheduler:
     def passes(self, view: EngineView, prompt_tokens: int, max_tokens: int) -> bool:
         """Whether a request that comes while nobody waits would start at the next step: it then
         goes to its engine without an `add`. `view`: of its model, as it is now."""
-        passes = self._starts_alone(view, prompt_tokens, max_tokens)
-        if passes:
-            self._forget_order()
-        return passes
+        return self._starts_alone(view, prompt_tokens, max_tokens)
 
     def _forget_order(self) -> None:
         """Nobody waits."""
@@ -174,7 +173,6 @@ class LocalScheduler:
         ids = [request.id]
         self._engines.dispatch(request.model, ids)
         self.remove(ids)
-        self._forget_order()
         return ids
 
     # --- order ------------------------------------------------------------------------------

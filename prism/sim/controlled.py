@@ -131,12 +131,12 @@ class ControlledEngine(Engine):
     def _leave(self, request: Request) -> None:
         self.batch.leave(request)
         request.executed_s += self._clock_s
-        self._usage = None
+        self._usage_changed = True
 
     def _join(self, request: Request) -> None:
         self.batch.join(request)
         request.executed_s -= self._clock_s
-        self._usage = None
+        self._usage_changed = True
 
     def _retract(self, victim: Request) -> None:
         victim.executed_s += self._clock_s

@@ -61,7 +61,7 @@ class Device:
             if journal is None
             else JournaledScheduler(self, limits, policy.order, journal, kernel.now_s)
         )
-        self._age_s = limits.order_age_s
+        self._limits = limits
         self.controller = (
             Controller(kernel, policy.steps, self.gpu, self.ledger) if policy.steps else None
         )
@@ -113,12 +113,32 @@ class Device:
         engine = resident.engine
         if engine is None or self._requests or self.site.starved or not self._may_skip_queue:
             return False
-        self._look(resident, engine)
-        view = self._active_view(resident, engine)
-        if not self.scheduler.passes(view, request.prompt_tokens, request.output_tokens):
-            return False
+        if not self._surely_starts(resident, engine, request):
+            self._look(resident, engine)
+            view = self._active_view(resident, engine)
+            if not self.scheduler.passes(view, request.prompt_tokens, request.output_tokens):
+                return False
         engine.admit((request,))
         engine.turn()
+        return True
+
+    def _surely_starts(self, resident: Resident, engine: Engine, request: Request) -> bool:
+        """There is memory whatever the runs in flight still take, and nothing else to wait for: no
+        view is needed to see that it `passes`."""
+        if resident.stage is not Stage.ACTIVE or engine.running >= engine.max_running:
+            return False
+        if engine.prefills and engine.pending_prefill_s() > self._limits.prefill_horizon_s:
+            return False
+        kv = engine.kv
+        need_blocks = (
+            kv.blocks(request.prompt_tokens + self._limits.headroom_tokens) + engine.running
+        )
+        need_bytes = -(-need_blocks // kv.quantum_blocks) * kv.quantum_bytes
+        if need_bytes > kv.left_bytes():
+            return False
+        for device in resident.devices:
+            if need_bytes > device.ledger.spare_bytes - device.pending_bytes:
+                return False
         return True
 
     def enqueue(self, resident: Resident, request: Request) -> None:
@@ -191,7 +211,7 @@ class Device:
         """Deadlines pass and holds end without an event."""
         if not self._tick_due:
             self._tick_due = True
-            self._kernel.after(self._age_s, self._tick)
+            self._kernel.after(self._limits.order_age_s, self._tick)
 
     def _tick(self) -> None:
         self._tick_due = False
@@ -251,15 +271,14 @@ class Device:
             limit = max(0, left_bytes) // quantum_bytes * quantum_tokens
         if engine.retracted:
             own = shared = guaranteed = 0
-        speed = engine.prefill_tokens_per_s
         return EngineView(
             resident.model.name,
             own + (shared if limit is None else min(shared, limit)),
             engine.running,
             engine.max_running,
             kv.block_tokens,
-            speed,
-            engine.pending_prefill_tokens() / speed,
+            engine.prefill_tokens_per_s,
+            engine.pending_prefill_s(),
             0.0 if resident.stage is Stage.ACTIVE else READY_SOON_S,
             shared,
             max(1, quantum_bytes // quantum_tokens),

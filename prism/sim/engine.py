@@ -19,7 +19,7 @@ from prism.scheduler.speed import Speed
 from prism.sim.batch import Batch
 from prism.sim.compute import Compute, Gpu, Job
 from prism.sim.kv import KvSpace
-from prism.sim.prefix import HASH_TOKENS
+from prism.sim.prefix import HASH_TOKENS, PrefixCache
 from prism.sim.request import Request
 from prism.sim.setup import UNBOUNDED_STEPS, EngineSettings
 
@@ -83,8 +83,8 @@ class Engine:
         self._prefill_since_s = 0.0
         self._prefill: _Step | None = None
         self._decode: _Step | None = None
-        self._usage: Callable[[], Usage] | None = None
-        self._usage_batch = 0
+        self._usage_of = (0, 0)
+        self._usage_changed = True
         self.running = 0
         self.slower = 1.0
         self.submit_s = 0.0
@@ -104,8 +104,11 @@ class Engine:
         found = ((Phase.PREFILL, self._prefill), (Phase.DECODE, self._decode))
         return frozenset(phase for phase, step in found if step is not None)
 
-    def pending_prefill_tokens(self) -> int:
-        return sum([request.todo_tokens for request in self.prefills]) if self.prefills else 0
+    def pending_prefill_s(self) -> float:
+        """Of the prompts that it has admitted, by the speed measured so far."""
+        if not self.prefills:
+            return 0.0
+        return sum([request.todo_tokens for request in self.prefills]) / self.prefill_tokens_per_s
 
     def sync(self) -> None:
         """Bring the ledgers up to the steps that have begun by now. A run that ends within the
@@ -117,11 +120,8 @@ class Engine:
     def catch_up(self) -> None:
         """Bring KV memory up to the steps that have begun by now, block by block."""
         step = self._decode
-        if step is None or step.allocated >= step.steps:
-            return
-        begun = self._begun(step)
-        if begun > step.allocated:
-            self._allocate(step, begun)
+        if step is not None and step.allocated < step.steps:
+            self._allocate(step, self._begun(step))
 
     def output_tokens(self) -> int:
         """Tokens given out since the start."""
@@ -137,7 +137,11 @@ class Engine:
     def admit(self, requests: Iterable[Request]) -> None:
         """Take requests whose KV fits; `turn` starts them. One that does not fit after all waits
         for memory like a retracted one."""
-        self.catch_up()  # what the run in flight has begun is taken before others take its claim
+        # what the run in flight has begun is taken before others take its claim
+        if self.submit_s > 0:
+            self.catch_up()
+        else:
+            self.end_run()
         for request in requests:
             self.running += 1
             request.started_s = self._kernel.time_s
@@ -149,8 +153,6 @@ class Engine:
                 self._starve(request)
         if self.submit_s > 0:
             self._kernel.after(self.submit_s, self._came)
-        else:
-            self.end_run()
 
     def turn(self) -> None:
         """Start what is to run next, if nothing runs. Called after every change."""
@@ -171,9 +173,8 @@ class Engine:
         if step is None or step.steps == 1:
             return
         begun = self._begun(step)
+        self._allocate(step, begun)
         if begun < step.steps:
-            if begun > step.allocated:
-                self._allocate(step, begun)
             step.steps = begun
             work_s = self.cost.decode_run_s(len(self.batch.members), step.context_tokens, begun)
             self._compute.resize(step.job, work_s * self.slower)
@@ -222,10 +223,9 @@ class Engine:
             request.cached_tokens = cached_tokens
         return True
 
-    def _keep_prompt(self, request: Request) -> None:
+    def _keep_prompt(self, request: Request, cache: PrefixCache) -> None:
         """Its blocks are the cache's now; what others computed at the same time is given back."""
-        cache = self.kv.cache
-        if cache is not None and (twice := cache.extend(request.prefix, request.hashes)):
+        if twice := cache.extend(request.prefix, request.hashes):
             self.kv.give(twice * cache.kv_blocks)
 
     def _give(self, request: Request) -> None:
@@ -275,9 +275,10 @@ class Engine:
             request.todo_tokens -= tokens
             if request.todo_tokens == 0:
                 self.prefills.remove(request)
-                self._keep_prompt(request)
+                if self.kv.cache is not None:
+                    self._keep_prompt(request, self.kv.cache)
                 self._token_came(request)
-        self._usage = None
+        self._usage_changed = True
         self._listener.freed()
         self.turn()
 
@@ -315,8 +316,11 @@ class Engine:
         steps = min(batch.steps_to_end(), self._settings.run_steps, steps_max)
         steps, blocks = self.kv.steps_that_fit(batch, steps)
         work_s = self.cost.decode_run_s(len(batch.members), batch.context_tokens, steps)
-        usage, work_s = self._batch_usage(), work_s * self.slower
-        job = Job(self._gpus, work_s, usage, self._decode_ended, sm_share)
+        if self._usage_changed or self._usage_of[0] != len(batch.members):
+            self._usage_of = len(batch.members), batch.context_tokens
+            self._usage_changed = False
+        work_s *= self.slower
+        job = Job(self._gpus, work_s, self._batch_usage, self._decode_ended, sm_share)
         step = self._decode = _Step(job, [], steps, batch.context_tokens, steps, blocks)
         self.kv.claim(blocks)
         self._allocate(step, 1)
@@ -361,18 +365,13 @@ class Engine:
         victim.kv_tokens = victim.todo_tokens = victim.prompt_tokens + victim.generated
         victim.retractions += 1
         self._starve(victim)
-        self._usage = None
+        self._usage_changed = True
         self._listener.retracted(victim)
 
-    def _batch_usage(self) -> Callable[[], Usage]:
-        """Of the present batch, at the context it had when it last changed: the same whether its
+    def _batch_usage(self) -> Usage:
+        """Of the batch in flight, at the context it had when it last changed: the same whether its
         steps are taken one by one or in runs."""
-        if self._usage is None or self._usage_batch != len(self.batch.members):
-            self._usage = partial(
-                self.cost.usage, (), len(self.batch.members), self.batch.context_tokens
-            )
-            self._usage_batch = len(self.batch.members)
-        return self._usage
+        return self.cost.usage((), *self._usage_of)
 
     def _begun(self, step: _Step) -> int:
         """Decode steps that have begun by now, the present one included."""
@@ -386,7 +385,9 @@ class Engine:
         return step.done
 
     def _allocate(self, step: _Step, begun: int) -> None:
-        """KV for the steps up to `begun`; they were claimed."""
+        """KV for the steps up to `begun`, which were claimed, as far as it was not taken before."""
+        if begun <= step.allocated:
+            return
         blocks = step.blocks if begun == step.run_steps else self.batch.new_blocks(begun)
         if blocks > step.allocated_blocks:
             self.kv.take_claimed(blocks - step.allocated_blocks)
@@ -394,6 +395,6 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         self.running -= 1
-        self._usage = None
+        self._usage_changed = True
         self._give(request)
         self._listener.ended(request)

@@ -114,6 +114,14 @@ class KvSpace:
         ledger, account = self._ranks[self.sites.index(site)]
         return self._growth_bytes(blocks) <= ledger.room_bytes(account)
 
+    def left_bytes(self) -> float:
+        """Below its limit, beside all that its guarantee and the run in flight may take."""
+        account = self.accounts[0]
+        if account.limit_bytes is None:
+            return math.inf
+        quanta = max(self.quanta, self.target_quanta)
+        return account.limit_bytes - max(account.min_bytes, quanta * self.quantum_bytes)
+
     def take(self, blocks: int) -> bool:
         """All of `blocks`, or False."""
         if not self.fits(blocks):

@@ -41,6 +41,11 @@ class Ledger:
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.reserved_bytes
 
+    @property
+    def spare_bytes(self) -> int:
+        """Neither reserved nor claimed."""
+        return self.capacity_bytes - self.reserved_bytes - self.claimed_bytes
+
     def open(self, account: Account) -> None:
         """A new client. REQUIRES: `fits`."""
         assert account.name not in self.accounts, f"{account.name} is a client already"

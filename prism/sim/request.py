@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from prism.sim.prefix import Block
 
 
-class Request:
-    """Created at its arrival, dropped when it ends. Times are seconds of simulated time.
+class Request(msgspec.Struct, eq=False):
+    """Created at its arrival (many are: a Struct), dropped when it ends. Times are seconds of
+    simulated time.
 
     generated: output tokens so far; kv_tokens: tokens that its KV holds, or would after its
     prefill; todo_tokens: of these still to be prefilled. join_step, end_step: in its engine's
@@ -18,62 +21,31 @@ class Request:
     executed_s, last_s: time spent in its steps and end of the last one, for step control only.
     """
 
-    __slots__ = (
-        "arrival_s",
-        "cached_tokens",
-        "deadline_s",
-        "device",
-        "end_step",
-        "executed_s",
-        "first_s",
-        "generated",
-        "hashes",
-        "index",
-        "join_step",
-        "kv_tokens",
-        "last_s",
-        "model",
-        "output_tokens",
-        "prefix",
-        "prompt_tokens",
-        "ready_s",
-        "retractions",
-        "started_s",
-        "todo_tokens",
-    )
+    index: int
+    model: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    deadline_s: float
+    hashes: tuple[int, ...] = ()
+    generated: int = 0
+    kv_tokens: int = 0
+    todo_tokens: int = 0
+    started_s: float = -1.0
+    ready_s: float = -1.0
+    first_s: float = -1.0
+    join_step: int = 0
+    end_step: int = -1
+    retractions: int = 0
+    device: int = -1
+    prefix: list[Block] = []
+    cached_tokens: int = 0
+    executed_s: float = 0.0
+    last_s: float = 0.0
 
-    def __init__(
-        self,
-        index: int,
-        model: int,
-        arrival_s: float,
-        *,
-        prompt_tokens: int,
-        output_tokens: int,
-        deadline_s: float,
-        hashes: tuple[int, ...] = (),
-    ) -> None:
-        self.index = index
-        self.model = model
-        self.arrival_s = arrival_s
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.deadline_s = deadline_s
-        self.generated = 0
-        self.kv_tokens = prompt_tokens
-        self.todo_tokens = prompt_tokens
-        self.started_s = -1.0
-        self.ready_s = -1.0
-        self.first_s = -1.0
-        self.join_step = 0
-        self.end_step = -1
-        self.retractions = 0
-        self.device = -1
-        self.hashes = hashes
-        self.prefix: list[Block] = []
-        self.cached_tokens = 0
-        self.executed_s = 0.0
-        self.last_s = arrival_s
+    def __post_init__(self) -> None:
+        self.kv_tokens = self.todo_tokens = self.prompt_tokens
+        self.last_s = self.arrival_s
 
     @property
     def peak_tokens(self) -> int:

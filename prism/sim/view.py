@@ -6,7 +6,7 @@ keeps its view from the last time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prism.policies.data import DeviceLoad, GpuView, ModelView, beside
 from prism.sim.activation import startup_s
@@ -26,6 +26,7 @@ class Viewer:
     ) -> None:
         self._startup_s = {m.setup.name: startup_s(m.setup, startup) for m in models if startup}
         self._models = models
+        self._by_name = {model.setup.name: model for model in models}
         self._devices = devices
         self._absent: dict[int, ModelView] = {}
 
@@ -44,25 +45,26 @@ class Viewer:
                 views.append(self._absent_view(model, now_s, rate))
         return tuple(views)
 
-    def loads(self, rates: Mapping[str, float]) -> list[DeviceLoad]:
-        """Of all devices, for `Policy.calm`."""
+    def loads(self, rates: Mapping[str, float], low_part: float) -> Iterator[DeviceLoad]:
+        """For `Policy.calm`: of devices with several busy models or little free memory, which is
+        without what runs in flight may still take, unless that is less than `low_part`."""
         running: dict[Device, list[float]] = {}
-        for model in self._models:
-            if not (rate := rates.get(model.setup.name)):
-                continue
+        for name, rate in rates.items():
+            model = self._by_name[name]
             shown = [r for r in model.residents if r.replaces is None]
             for resident in shown:
-                part = rate * model.setup.slo_tpot_s / len(shown) / resident.tp
-                for device in resident.devices:
+                devices = resident.devices
+                part = rate * model.setup.slo_tpot_s / len(shown) / len(devices)
+                for device in devices:
                     running.setdefault(device, []).append(part)
-        found: list[DeviceLoad] = []
         for device in self._devices:
-            if device.gpu.jobs:
+            ledger, parts = device.ledger, running.get(device, ())
+            free_part = (ledger.spare_bytes - device.pending_bytes) / ledger.capacity_bytes
+            if free_part < low_part:
                 device.site.sync()
-            free_part = device.room_bytes() / device.ledger.capacity_bytes
-            parts = running.get(device, ())
-            found.append(DeviceLoad(beside(parts) if len(parts) > 1 else 0.0, free_part))
-        return found
+                free_part = device.room_bytes() / ledger.capacity_bytes
+            if len(parts) > 1 or free_part < low_part:
+                yield DeviceLoad(beside(parts), free_part)
 
     def sample(self, now_s: float, holding: Sequence[Model]) -> Sample:
         """`holding`: all models that have requests or KV memory."""

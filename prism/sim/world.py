@@ -342,7 +342,7 @@ class World:
 
     def _woken(self) -> None:
         self._wake_due = False
-        policy, asked = self.policy, any(model.asked for model in self.models)
+        policy, asked = self.policy, self._asked()
         due = policy.search is not None or self._scheduler.due(self.kernel.time_s)
         if asked or due or policy.calm is None:
             self._plan()
@@ -368,16 +368,20 @@ class World:
 
     def _calm(self) -> bool:
         """The policy would do nothing: views of the whole cluster are not made for that."""
-        calm = self.policy.calm
-        if calm is None or any(model.asked for model in self.models):
+        calm, settings = self.policy.calm, self.setup.settings
+        if calm is None or self._asked():
             return False
-        return calm(self._device_loads(), self.setup.settings)
+        return calm(self._device_loads(settings.short_fraction), settings)
 
-    def _device_loads(self) -> Iterator[DeviceLoad]:
+    def _asked(self) -> bool:
+        """Some model is to come up."""
+        return any(model.asked for model in self.models)
+
+    def _device_loads(self, low_part: float) -> Iterator[DeviceLoad]:
         """Looked at only by policies that ask for them."""
         now_s = self.kernel.time_s
         self._observe(now_s)
-        yield from self._viewer.loads(self._rates.rates(now_s))
+        yield from self._viewer.loads(self._rates.rates(now_s), low_part)
 
     def _pause_s(self) -> float:
         """Where a backlog starts another copy, it is looked for as often as requests nowhere."""

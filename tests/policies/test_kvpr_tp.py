@@ -3,6 +3,7 @@ algorithm."""
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 from hypothesis import given, settings
@@ -70,12 +71,19 @@ def test_a_tensor_parallel_model_stays_unless_the_gain_exceeds_tau() -> None:
     assert homes([here, warm], row(4), 1.0)["a"] == ["g2", "g1"]
 
 
-def test_a_start_is_kept_and_not_changed() -> None:
-    start = kvpr.current_bins([active("here", "g0", token_rate=5.0)], row(2))
+def test_what_devices_hold_is_kept() -> None:
+    start = partial(kvpr.current_bins, [active("here", "g0", token_rate=5.0)], row(2))
     placement = kvpr.place([model("a", token_rate=1.0)], (), 0.0, start)
     assert placement.devices == {"a": "g1"}
     assert placement.kvpr["g0"] > 0
-    assert list(start["g1"].models) == []
+
+
+def test_only_those_that_stay_are_in_the_bins_but_all_have_their_engines() -> None:
+    models = [active("stays", "g0"), active("goes", "g0"), active("goes too", "g1")]
+    bins = kvpr.current_bins(models, row(2), models[:1])
+    assert [list(b.models) for b in bins.values()] == [["stays"], []]
+    whole = kvpr.current_bins(models, row(2))
+    assert [b.engines for b in bins.values()] == [b.engines for b in whole.values()]
 
 
 @given(clusters(wide=True), st.floats(0, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -56,7 +55,7 @@ def test_a_wide_model_moves_to_devices_that_hold_no_part_of_it() -> None:
     (moved,) = plan(view(models, gpus), SETTINGS)
     assert isinstance(moved, Migrate)
     assert (moved.source, moved.target, moved.peers) == ("g0", "g2", ("g3",))
-    split = [replace(g, node=f"n{i // 3}") for i, g in enumerate(gpus)]
+    split = [structs.replace(g, node=f"n{i // 3}") for i, g in enumerate(gpus)]
     assert not actions_of(Migrate, plan(view(models, split), SETTINGS)), "its node has one free"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from msgspec import structs
@@ -75,7 +73,7 @@ def test_nothing_is_evicted_or_moved() -> None:
     [({"engines_free": 0}, "no engine"), ({"alive": False}, "no engine")],
 )
 def test_a_device_that_cannot_take_its_model_now_keeps_it(change, word) -> None:
-    gpus = [replace(gpu("g0", 200), **change), gpu("g1", 100)]
+    gpus = [structs.replace(gpu("g0", 200), **change), gpu("g1", 100)]
     (refusal,) = plan(view([model("a", waiting=1)], gpus), Settings())
     assert isinstance(refusal, Refuse)
     assert word in refusal.reason
@@ -113,7 +111,7 @@ def test_the_partition_ignores_everything_that_changes(view) -> None:
         )
         for m in view.models
     ]
-    gpus = [replace(g, engines_free=g.engines_total, alive=True) for g in view.gpus]
+    gpus = [structs.replace(g, engines_free=g.engines_total, alive=True) for g in view.gpus]
     division = partition(view.models, view.gpus)
     assert division == partition(calm, gpus)
     for g in view.gpus:
