@@ -111,8 +111,11 @@ class World:
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
         self._look.after(self._pause_s())
         self._sample()
-        self.kernel.run(self.work.end_s + self.setup.patience_s)
-        self._give_up_rest()
+        horizon_s = self.work.end_s + self.setup.patience_s
+        self.kernel.run(horizon_s)
+        if self.open_requests:  # not at the last event, which depends on how steps are taken
+            self.kernel.time_s = horizon_s
+            self._give_up_rest()
         self.records.end_time_s = self.kernel.time_s
         self.records.events = self.kernel.events
         return self.records

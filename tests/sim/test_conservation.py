@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prism.policies import registry
@@ -115,7 +115,47 @@ def test_memory_is_all_given_back(setup: ClusterSetup, trace: list[TraceRequest]
         assert device.gpu.jobs == []
 
 
+def out_of_patience() -> ClusterSetup:
+    """One GPU for four models, two requests at a time: not all are served in time."""
+    models = [
+        model(i, name, weight_bytes=8 * MIB, kv_floor_bytes=0) for i, name in enumerate("abc")
+    ]
+    models.append(model(3, "d", kv_floor_bytes=0))
+    engine = EngineSettings(max_running=2, prefill_chunk_tokens=64)
+    return cluster(models, engine=engine, policy="qlm-aware", warm=False)
+
+
+IN_VAIN = [
+    request(0.0, "a", 186, 250),
+    request(0.0, "a", 216, 161),
+    request(0.0, "a", 268, 297),
+    request(0.462, "a", 518, 140),
+    request(0.888, "a", 133, 106),
+    request(0.283, "a", 32, 271),
+    request(0.528, "b", 88, 188),
+    request(0.0, "d", 9, 220),
+    request(0.306, "b", 321, 151),
+    request(0.663, "a", 582, 26),
+    request(0.844, "b", 211, 337),
+    request(0.3, "a", 154, 223),
+    request(0.0, "d", 486, 32),
+]
+
+
+def test_requests_in_vain_end_with_the_patience() -> None:
+    """Not with the last event before that, which is a step's end or not."""
+    for run_steps in (1, UNBOUNDED_STEPS):
+        setup = out_of_patience()
+        engine = dataclasses.replace(setup.engine, run_steps=run_steps)
+        world, records = simulate(dataclasses.replace(setup, engine=engine), IN_VAIN)
+        horizon_s = world.work.end_s + setup.patience_s
+        assert records.errors
+        assert {records.end_s[i] for i in records.errors} == {horizon_s}
+        assert records.end_time_s == horizon_s
+
+
 @given(setups(POLICIES), traces())
+@example(out_of_patience(), IN_VAIN)
 @settings(max_examples=40, deadline=None)
 def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceRequest]) -> None:
     _, runs = simulate(setup, trace)
