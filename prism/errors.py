@@ -2,7 +2,8 @@
 
 PrismError
 ├── ConfigError          the user's YAML or arguments: names the key and the remedy (exit code 2)
-│   └── TraceError       a trace file cannot be replayed: names file, line and key
+│   ├── TraceError       a trace file cannot be replayed: names file, line and key
+│   └── TooLargeError    a model does not fit on the GPUs that it is given
 ├── RequestError         one request cannot be served; carries an OpenAI error code and HTTP status
 │   ├── UnknownModelError
 │   ├── ContextLengthError
@@ -29,6 +30,10 @@ class ConfigError(PrismError):
 
 class TraceError(ConfigError):
     """A trace cannot be read; the message names file, line and key."""
+
+
+class TooLargeError(ConfigError):
+    """A model does not fit on a cluster's GPUs; in a sweep that is the outcome of a point."""
 
 
 class RequestError(PrismError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from prism.config import SloYaml
 from prism.costs.catalog import HOST_S, cost_model
 from prism.costs.shapes import ModelShape, model_shape
-from prism.errors import ConfigError
+from prism.errors import ConfigError, TooLargeError
 from prism.policies.kv_blocks import KvShape
 from prism.sim.config import SimEngineYaml, SimModelYaml
 from prism.sim.setup import ModelSetup, Part
@@ -36,11 +36,13 @@ class Around:
 
 def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Around) -> ModelSetup:
     """longest_tokens: the most KV that one of its requests holds. Raises ConfigError: the model is
-    unknown, or larger than its GPUs."""
+    unknown; TooLargeError: it does not fit on its GPUs."""
     shape = _shape(model)
     tp, engine = model.tp, around.engine
-    if not 1 <= tp <= around.devices:
-        raise ConfigError(
+    if tp < 1:
+        raise ConfigError(f"{model.name}.tp: {tp} must be at least 1")
+    if tp > around.devices:
+        raise TooLargeError(
             f"{model.name}.tp: {tp} GPUs are needed, the cluster has {around.devices}"
         )
     weights_bytes = shape.weight_bytes()
@@ -55,7 +57,7 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
     floor_bytes = -(-blocks // part.quantum_blocks) * part.quantum_bytes
     rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
     if rank_bytes > around.capacity_bytes:
-        raise ConfigError(
+        raise TooLargeError(
             f"{model.name}: weights, engine and one request of {reserve} tokens need"
             f" {format_size(rank_bytes)} per GPU at tp {tp}, a GPU has"
             f" {format_size(around.capacity_bytes)}; raise its tp"

@@ -17,7 +17,7 @@ Config = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the results.")]
 PolicyOption = Annotated[str | None, typer.Option(help="In place of the file's policy.")]
-GpusOption = Annotated[int | None, typer.Option(help="In place of the file's gpus.count.", min=1)]
+GpusOption = Annotated[int | None, typer.Option(help="In place of the file's gpus.count.")]
 RateScale = Annotated[float | None, typer.Option(help="Multiplies the number of requests.")]
 SloScale = Annotated[float | None, typer.Option(help="Multiplies every SLO.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same bytes.")]

@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from prism.errors import ConfigError
+from prism.errors import ConfigError, TooLargeError
 from prism.replay.results import Summary
 from prism.sim.results import results_of
-from prism.sim.scenario import load, read_config
+from prism.sim.scenario import check, load, read_config, resolve
 from prism.sim.world import World
 
 SCHEMA = "prism-sim-point/1"
@@ -67,6 +67,35 @@ def simulate(point: Point) -> Outcome:
     found = results_of(scenario.config, world, point.judge)
     busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
     return Outcome(point.changes, found.summary, found.counts, busy)
+
+
+def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
+    """Before anything is simulated: raise ConfigError, TraceError for the first point whose file
+    with its changes holds a mistake. A model too large for its GPUs is none but the outcome of its
+    point, unless `large`. Traces and clusters that points have in common are read once."""
+    seen: set[bytes] = set()
+    for point in points:
+        path = Path(point.config)
+        try:
+            config = read_config(path, point.changes)
+            check(config, path)
+            plain = msgspec.structs.replace(
+                config, policy="prism", rate_scale=1.0, slo_scale=1.0, base_slos=False
+            )
+            key = msgspec.json.encode((point.config, plain))
+            if key not in seen:
+                seen.add(key)
+                resolve(plain, path)
+        except TooLargeError as error:
+            if large:
+                raise _at(error, point) from error
+        except ConfigError as error:
+            raise _at(error, point) from error
+
+
+def _at(error: ConfigError, point: Point) -> ConfigError:
+    given = ", ".join(f"{key}={value}" for key, value in point.changes.items())
+    return type(error)(f"{error} (at {given})" if given else str(error))
 
 
 P = TypeVar("P", bound=Point)

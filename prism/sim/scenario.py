@@ -67,8 +67,8 @@ def load(path: Path, overrides: Overrides | None = None) -> Scenario:
 
 def resolve(config: SimYaml, path: Path) -> Scenario:
     """`path`: of the YAML, for messages and relative paths. Raises ConfigError, TraceError."""
+    check(config, path)
     try:
-        _check(config)
         models = expand(config.models)
         work = _workload(config, models, path.parent)
         setup = cluster_setup(config, models, work, path.parent)
@@ -79,6 +79,14 @@ def resolve(config: SimYaml, path: Path) -> Scenario:
         return Scenario(config, setup, work)
     except ConfigError as error:
         raise type(error)(f"{path}: {error}") from error
+
+
+def check(config: SimYaml, path: Path) -> None:
+    """What can be said without the trace and the models' shapes. Raises ConfigError."""
+    try:
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _workload(config: SimYaml, models: list[SimModelYaml], folder: Path) -> Workload:
@@ -284,8 +292,10 @@ def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> N
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key."""
+    """Set a dotted key. Raises ConfigError where the file has no mapping on the way to it."""
     *path, last = key.split(".")
     for name in path:
         data = data.setdefault(name, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{key}: {name} is no mapping in this file; change it in the YAML")
     data[last] = value

@@ -18,8 +18,15 @@ from prism.replay.report import percent
 from prism.sim.console import Bar
 from prism.sim.options import EXAMPLE, Config, Out, SetOption, make_folder, parse_sets
 from prism.sim.planning import Plan, Search, plans
-from prism.sim.points import Outcome, Point, Store, grid, run_points, simulate
-from prism.sim.scenario import load
+from prism.sim.points import (
+    Outcome,
+    Point,
+    Store,
+    grid,
+    refuse_mistakes,
+    run_points,
+    simulate,
+)
 
 Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
@@ -47,7 +54,7 @@ def sweep(
     make_folder(out)
     scales = parse_scales(judge)
     points = [Point(str(config), {**fixed, **changes}, scales) for changes in grid(varied)]
-    load(config, points[0].changes)
+    refuse_mistakes(points)
     outcomes = _run(points, jobs, Store(out / "points", Outcome), "sweep")
     shown = [
         Outcome({k: o.changes[k] for k in varied}, o.summary, o.counts, o.busy, o.problem)
@@ -67,7 +74,7 @@ def plan(
     policies: Annotated[str, typer.Option(help="Names, or all.")] = "prism,static",
     target: Annotated[float, typer.Option(help="Part of the requests.", min=0, max=1)] = 0.99,
     metric: Annotated[str, typer.Option(help="ttft, tpot, e2e or all.")] = "ttft",
-    max_gpus: Annotated[int, typer.Option(help="Search no further.", min=1)] = 32,
+    max_gpus: Annotated[int, typer.Option(help="Search no further.")] = 32,
     set_: SetOption = None,
     jobs: Jobs = 0,
     out: Out = None,
@@ -84,7 +91,8 @@ def plan(
         raise ConfigError(f"--metric {metric!r}: choose one of ttft, tpot, e2e, all")
     make_folder(out)
     fixed = parse_sets(set_ or [])
-    load(config, {**fixed, "gpus.count": max_gpus})
+    most = {**fixed, "gpus.count": max_gpus}
+    refuse_mistakes([Point(str(config), {**most, "policy": name}) for name in names], large=True)
     points = out / "points" if out else None
     searches = [
         Search(str(config), fixed, name, target, metric, max_gpus, points) for name in names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from prism.errors import ConfigError
 from prism.replay.results import Attainment, GroupSummary, Latency, Summary
-from prism.sim import cli, planning, points
+from prism.sim import cli, planning, points, sweep_cli
 from prism.sim.planning import fewest_gpus
 from prism.sim.points import Outcome, Point, Store, grid, run_points
 from prism.sim.sweep_cli import parse_vary
@@ -139,6 +140,9 @@ def test_sweep_and_plan_have_the_bundled_example(
         ("sweep", "{config}", "--vary", "rate_scale", "--out", "{out}"),
         ("sweep", "{config}", "--vary", "speed=1", "--out", "{out}"),
         ("plan", "{config}", "--policies", "magic"),
+        ("plan", "{config}", "--max-gpus", "0"),
+        ("run", "{config}", "--gpus", "0"),
+        ("run", "{config}", "--set", "models.0.tp=2"),
         ("plan", "{config}", "--metric", "joy"),
         ("run", "{config}", "--set", "policy"),
         ("run", "{config}", "--timeline"),
@@ -154,6 +158,63 @@ def test_mistakes_end_with_2(
     filled = [a.format(config=config, out=tmp_path / "out") for a in arguments]
     assert call(monkeypatch, *filled) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def never(point: Point) -> Outcome:
+    pytest.fail(f"simulated {point}")
+
+
+@pytest.mark.parametrize(
+    ("vary", "says"),
+    [
+        ("policy=prism,foo", "policy: there is no 'foo'"),
+        ("gpus=2,0", "gpus.count: 0 GPUs"),
+        ("rate_scale=1,fast", "(at rate_scale=fast)"),
+        ("slo_scale=1,-1", "slo_scale: -1 must be above 0"),
+        ("slo.ttft=1s,soon", "slo.ttft: 'soon' is not a time"),
+        ("generate.rate=1,0", "rate: must be above 0"),
+    ],
+)
+def test_a_mistake_in_a_later_point_ends_a_sweep_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    tmp_path: Path,
+    *,
+    vary: str,
+    says: str,
+) -> None:
+    monkeypatch.setattr(sweep_cli, "simulate", never)
+    given = ("--vary", vary, "--out", str(tmp_path / "out"), "--jobs", "1")
+    assert call(monkeypatch, "sweep", str(config), *given) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert says in said
+    assert f"{sweep_cli.parse_vary(vary)[0]}={vary.rpartition(',')[2]}" in said
+
+
+def test_a_plan_refuses_what_one_of_its_policies_cannot_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    monkeypatch.setattr(planning, "simulate", never)
+    reuse = ("--policies", "prism,seallm", "--set", "engine.prefix_reuse=true")
+    assert call(monkeypatch, "plan", str(config), *reuse) == 2
+    assert "engine.prefix_reuse: seallm controls steps" in capsys.readouterr().err
+
+
+def test_a_model_too_large_for_its_gpu_stays_the_outcome_of_a_point(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    tmp_path: Path,
+) -> None:
+    given = ("--vary", "gpus.memory=40GiB,8GiB", "--out", str(tmp_path), "--jobs", "1")
+    assert call(monkeypatch, "sweep", str(config), *given) == 0
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
+    assert [bool(row["problem"]) for row in rows] == [False, True]
+    large = ("--set", "gpus.memory=8GiB", "--policies", "static")
+    assert call(monkeypatch, "plan", str(config), *large) == 2
+    assert "raise its tp" in capsys.readouterr().err
 
 
 def test_values_are_yaml() -> None:
