@@ -36,7 +36,8 @@ class Trial(Point, frozen=True):
 class ModelMeasure(msgspec.Struct, frozen=True):
     """in_window: requests that ended while others still arrived. normalized_latency: mean latency
     over the mean execution time of a request alone (SeaLLM eq. 1), of those that were served.
-    ttft, tpot: attainment. kv_bytes: mean KV memory."""
+    ttft, tpot: attainment. kv_bytes: mean KV memory while requests arrive; asked_kv_bytes: of all
+    its requests together, each at full length."""
 
     requests: int
     in_window: int
@@ -44,6 +45,7 @@ class ModelMeasure(msgspec.Struct, frozen=True):
     ttft: float
     tpot: float
     kv_bytes: float
+    asked_kv_bytes: float = 0.0
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -117,6 +119,8 @@ def _models(scenario: Scenario, records: Records) -> dict[str, ModelMeasure]:
     """In the order of the setup; models without requests are left out."""
     table, work = columns(records), scenario.work
     ended = np.array(records.end_s) <= work.end_s
+    tokens = np.array(work.prompt_tokens) + np.array(work.output_tokens)
+    samples = [sample for sample in records.samples if sample.time_s <= work.end_s]
     execution_s = [load.execution_s for load in loads(scenario.setup, work)]
     found = {}
     for index, name in enumerate(work.models):
@@ -124,7 +128,7 @@ def _models(scenario: Scenario, records: Records) -> dict[str, ModelMeasure]:
         if not chosen.any():
             continue
         served = table.e2e_ms[chosen & table.ok]
-        held = [sample.kv_bytes.get(index, 0) for sample in records.samples]
+        held = [sample.kv_bytes.get(index, 0) for sample in samples]
         found[name] = ModelMeasure(
             requests=int(chosen.sum()),
             in_window=int((chosen & table.ok & ended).sum()),
@@ -134,6 +138,7 @@ def _models(scenario: Scenario, records: Records) -> dict[str, ModelMeasure]:
             ttft=float((table.ok & (table.ttft_ms <= table.slo_ttft_ms))[chosen].mean()),
             tpot=float((table.ok & ~(table.tpot_ms > table.slo_tpot_ms))[chosen].mean()),
             kv_bytes=float(np.mean(held)),
+            asked_kv_bytes=float(tokens[chosen].sum()) * scenario.setup.models[index].token_bytes,
         )
     return found
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from prism.studies.muxserve import Lines, host_cause
+import pytest
+
+from prism.studies.muxserve import Lines, always_cause, behind, host_cause
+from prism.studies.muxserve_parts import apart, fairness
 from prism.studies.prism_pair import by_deadline_drops
 from prism.studies.prism_sweeps import GIVEN, orders
+from prism.studies.trial import Measured, ModelMeasure
 
 
 def line(*values: float) -> list[tuple[float, float | None]]:
@@ -13,10 +17,41 @@ def line(*values: float) -> list[tuple[float, float | None]]:
 
 def test_both_sides_at_the_rate_that_was_changed() -> None:
     rates: Lines = {"muxserve": line(1.0, 0.8, 1.0), "spatial": line(1.0, 1.0, 1.0)}
-    slow: Lines = {"muxserve": [(2.0, 1.1)], "spatial": [(2.0, 1.0)]}
-    found = host_cause("throughput", rates, slow, "spatial")
+    slow: Lines = {"muxserve": line(0.5, 1.1), "spatial": line(1.0, 1.0)}
+    found = host_cause("throughput", rates, slow, "spatial", 2.0)
     assert (found.ours, found.verdict) == ("0.80x, changed 1.10x", "names the cause")
     assert "at 2 req/s" in found.what
+
+
+def test_only_rates_at_which_muxserve_is_behind_ask_for_a_cause() -> None:
+    rates: Lines = {
+        "muxserve": line(0.9, 1.0, 0.8),
+        "spatial": line(1.0, 1.0, 0.9),
+        "temporal": line(0.9, 0.9, 1.0),
+    }
+    assert behind(rates) == [1.0, 3.0]
+    slow: Lines = {name: line(1.0, 0.5, 1.0) for name in rates}
+    slow["muxserve"] = line(1.0, 0.1, 0.99)
+    found = always_cause("highest", rates, slow)
+    assert (found.ours, found.verdict) == ("0.80x, changed 0.99x", "names the cause")
+    assert "at 1 and 3 req/s" in found.what
+    slow["muxserve"] = line(1.0, 2.0, 0.9)
+    assert always_cause("highest", rates, slow).verdict == "in its direction"
+
+
+def test_fair_parts_are_what_the_requests_ask_for() -> None:
+    def holding(*kv_bytes: float) -> Measured:
+        parts = zip("ab", kv_bytes, (30.0, 10.0), strict=True)
+        found = {
+            name: ModelMeasure(1, 1, None, 1.0, 1.0, kv_bytes=held, asked_kv_bytes=asked)
+            for name, held, asked in parts
+        }
+        return Measured({}, models=found)
+
+    orders_of = {"adbs": holding(7.0, 3.0), "round-robin": holding(5.0, 5.0)}
+    assert [apart(found) for found in orders_of.values()] == pytest.approx([10.0, 50.0])
+    assert fairness("a", orders_of, "Figure 10").agrees is True
+    assert fairness("a", {"adbs": holding(0.0, 0.0)}, "Figure 10").agrees is None
 
 
 def test_drops_by_deadline_explain_only_those_that_are_missing() -> None:
