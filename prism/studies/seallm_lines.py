@@ -7,7 +7,7 @@ from typing import Any
 
 from prism.studies import findings
 from prism.studies.findings import Comparison
-from prism.studies.seallm_setup import FIXED
+from prism.studies.seallm_setup import FIXED, LARGEST, others_tail_s, tail_s
 from prism.studies.trial import Measured
 
 Lines = dict[str, list[tuple[Any, float | None]]]
@@ -36,6 +36,54 @@ def shares_cause(what: str, found: Lines, *, smaller: bool) -> Comparison:
     """What MuxServe's SMs, assigned as they are free, are worth to it."""
     here, fixed = (most(found, name, smaller=smaller) for name in ("muxserve", FIXED))
     return findings.cause(f"{what}, over muxserve with fixed shares of the compute", here, fixed)
+
+
+def ahead(found: Lines, *, smaller: bool) -> list[tuple[Any, str]]:
+    """Each x at which a baseline is better than SeaLLM, with that baseline."""
+    known = [name for name in BASELINES if name in found]
+    pairs = [(x, name) for x, _ in found["seallm"] for name in known]
+    ratios = [(x, name, ratio_at(found, x, "seallm", name, smaller=smaller)) for x, name in pairs]
+    return [(x, name) for x, name, r in ratios if r is not None and r < 1 - findings.EQUAL]
+
+
+def ratio_at(found: Lines, x: Any, name: str, over: str, *, smaller: bool) -> float | None:
+    """By what `name` is better than `over` at x."""
+    a, b = (dict(found.get(system, [])).get(x) for system in (name, over))
+    return findings.ratio(b, a) if smaller else findings.ratio(a, b)
+
+
+def place_causes(what: str, found: Lines, queues: Lines, *, smaller: bool) -> list[Comparison]:
+    """For each x and baseline that is ahead: what would be if MuxServe had fixed shares, and if
+    SeaLLM had `queues` that sink in place of budgets. To be as good is enough."""
+    rows = []
+    for x, name in ahead(found, smaller=smaller):
+        here = ratio_at(found, x, "seallm", name, smaller=smaller)
+        wanted = 1 - findings.EQUAL
+        if name == "muxserve":
+            fixed = ratio_at(found, x, "seallm", FIXED, smaller=smaller)
+            said = f"{what} at {x:g}, over muxserve with fixed shares of the compute"
+            rows.append(findings.cause(said, here, fixed, wanted=wanted))
+        both = {**found, "queues": queues.get("seallm", [])}
+        sunk = ratio_at(both, x, "queues", name, smaller=smaller)
+        said = f"{what} at {x:g}, over {name}, SeaLLM with feedback queues in place of budgets"
+        rows.append(findings.cause(said, here, sunk, wanted=wanted))
+    return rows
+
+
+def tail_causes(points: Points, compared: list[Comparison]) -> list[Comparison]:
+    """The tail without the service of several GPUs, whose longest answers it is made of, for each
+    baseline over which SeaLLM's tail is no shorter. compared: one for each of BASELINES."""
+    whole, others = lines(points, tail_s), lines(points, others_tail_s)
+    pairs = zip(BASELINES, compared, strict=True)
+    return [
+        findings.cause(
+            f"P99 latency, over {name}, of the slowest service but {LARGEST}",
+            most(whole, name, smaller=True),
+            most(others, name, smaller=True),
+        )
+        for name, said in pairs
+        if said.agrees is False
+    ]
 
 
 def best_everywhere(found: Lines, *, smaller: bool) -> tuple[bool, str]:

@@ -8,6 +8,9 @@ from prism.studies.muxserve import Lines, always_cause, behind, host_cause
 from prism.studies.muxserve_parts import apart, fairness
 from prism.studies.prism_pair import by_deadline_drops
 from prism.studies.prism_sweeps import GIVEN, orders
+from prism.studies.seallm import crowded_cause
+from prism.studies.seallm_lines import ahead, place_causes
+from prism.studies.seallm_setup import FIXED
 from prism.studies.trial import Measured, ModelMeasure
 
 
@@ -70,3 +73,30 @@ def test_tp_degrees_explain_only_where_muxserve_is_ahead() -> None:
     assert still[1].verdict == "is not the cause"
     equal = orders("x", {"prism": 99.0, "muxserve++": 100.0, GIVEN: 60.0}, "Figure 7")
     assert [c.agrees for c in equal] == [True, True]
+
+
+SEALLM: Lines = {
+    "seallm": line(100.0, 100.0, 80.0),
+    "vllm": line(90.0, 99.0, 50.0),
+    "alpaserve": line(100.0, 98.0, 70.0),
+    "muxserve": line(101.0, 97.0, 95.0),
+    FIXED: line(90.0, 90.0, 81.0),
+}
+
+
+def test_seallm_is_explained_only_where_a_baseline_is_ahead() -> None:
+    """Within 2 % is as published."""
+    assert ahead(SEALLM, smaller=False) == [(3.0, "muxserve")]
+    shares, queues = place_causes("SLO", SEALLM, {"seallm": [(3.0, 85.0)]}, smaller=False)
+    assert (shares.ours, shares.verdict) == ("0.84x, changed 0.99x", "names the cause")
+    assert (queues.ours, queues.verdict) == ("0.84x, changed 0.89x", "in its direction")
+
+
+def test_muxserve_left_out_must_give_the_largest_lead() -> None:
+    assert crowded_cause(SEALLM).verdict == "names the cause"
+    less: Lines = {
+        **SEALLM,
+        "alpaserve": line(80.0, 80.0, 79.0),
+        "muxserve": line(90.0, 80.0, 95.0),
+    }
+    assert crowded_cause(less).verdict == "in its direction"
