@@ -3,7 +3,8 @@
 Each gives requests of the source's models; `transforms.popularity_map` and `slo.with_slos` turn
 them into a trace for the models at hand. Files may end in .gz or .xz. What a source lacks (times,
 lengths) is drawn by `ReadOptions`: see `sampled.py` and `servegen.py` for
-sources that are counts, rates or texts.
+sources that are counts, rates or texts. Rows that have times are in order of them, as in the
+published files; invocations of Azure Functions, which are not, are sorted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 
 from prism.errors import TraceError
 from prism.replay import sampled, transforms
-from prism.replay.rows import ReadOptions, Row, read_rows, starting_at_zero, strict_order
+from prism.replay.rows import ReadOptions, Row, read_rows, say, starting_at_zero, strict_order
 from prism.replay.servegen import read_servegen
 from prism.replay.trace import Tokens, TraceRequest, explain, numbered_lines, read_trace
 
@@ -38,11 +39,11 @@ def read_arena(path: Path, options: ReadOptions) -> list[TraceRequest]:
         return TraceRequest(
             timestamp=round(float(row["timestamp_s"]) * 1000, 3),
             model=f"model-{int(row['model_id'])}",
-            input_length=max(1, int(row["input_tokens"])),
-            output_length=max(1, int(row["output_tokens"])),
+            input_length=int(row["input_tokens"]),
+            output_length=int(row["output_tokens"]),
         )
 
-    return starting_at_zero(path, read_rows(path, request))
+    return starting_at_zero(path, strict_order(path, read_rows(path, request)))
 
 
 def read_azure(path: Path, options: ReadOptions) -> list[TraceRequest]:
@@ -56,19 +57,22 @@ def read_azure(path: Path, options: ReadOptions) -> list[TraceRequest]:
         return TraceRequest(
             timestamp=round((moment - datetime(2023, 1, 1)).total_seconds() * 1000, 3),
             model=stem(path),
-            input_length=max(1, int(row["ContextTokens"])),
-            output_length=max(1, int(row["GeneratedTokens"])),
+            input_length=int(row["ContextTokens"]),
+            output_length=int(row["GeneratedTokens"]),
         )
 
-    return starting_at_zero(path, read_rows(path, request))
+    return starting_at_zero(path, strict_order(path, read_rows(path, request)))
 
 
 def read_burstgpt(path: Path, options: ReadOptions) -> list[TraceRequest]:
     """BurstGPT (KDD '25): Timestamp (s), Model, Request tokens, Response tokens. Failed requests
-    have no response tokens and are left out."""
+    have no response tokens and are left out; a line on stderr says how many."""
+    failed = 0
 
     def request(row: Row) -> TraceRequest | None:
+        nonlocal failed
         if int(row["Response tokens"]) == 0:
+            failed += 1
             return None
         return TraceRequest(
             timestamp=round(float(row["Timestamp"]) * 1000, 3),
@@ -77,7 +81,10 @@ def read_burstgpt(path: Path, options: ReadOptions) -> list[TraceRequest]:
             output_length=int(row["Response tokens"]),
         )
 
-    return starting_at_zero(path, read_rows(path, request))
+    requests = strict_order(path, read_rows(path, request))
+    if failed:
+        say(f"{path}: {failed} failed requests, without response tokens, are left out")
+    return starting_at_zero(path, requests)
 
 
 def read_vidur(path: Path, options: ReadOptions) -> list[TraceRequest]:
@@ -117,16 +124,15 @@ def read_mooncake(path: Path, options: ReadOptions) -> list[TraceRequest]:
             raise TraceError(f"{where}: {explain(error)}") from error
         except msgspec.DecodeError as error:
             raise TraceError(f"{where}: not a JSON object: {error}") from error
-        requests.append(
-            TraceRequest(
-                timestamp=found.timestamp,
-                model=stem(path),
-                input_length=found.input_length,
-                output_length=found.output_length,
-                hash_ids=found.hash_ids,
-            )
+        request = TraceRequest(
+            timestamp=found.timestamp,
+            model=stem(path),
+            input_length=found.input_length,
+            output_length=found.output_length,
+            hash_ids=found.hash_ids,
         )
-    return starting_at_zero(path, requests)
+        requests.append((where, request))
+    return starting_at_zero(path, strict_order(path, requests))
 
 
 Reader = Callable[[Path, ReadOptions], list[TraceRequest]]

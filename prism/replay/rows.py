@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +22,7 @@ Row = Mapping[str, str]
 Numbered = tuple[str, TraceRequest]
 T = TypeVar("T")
 REQUESTS_MAX = 5_000_000
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,19 @@ def bounded(requests: float, path: Path) -> None:
         )
 
 
-def starting_at_zero(
-    path: Path, rows: Sequence[Numbered] | Sequence[TraceRequest]
-) -> list[TraceRequest]:
-    """By arrival, the first at 0: public files are not always ordered."""
-    requests = [row[1] if isinstance(row, tuple) else row for row in rows]
-    if not requests:
+@cache
+def say(text: str) -> None:
+    """Once, and in none of the processes of a sweep: a warning, which goes to stderr where no
+    handler is set."""
+    if parent_process() is None:
+        _log.warning(text)
+
+
+def starting_at_zero(path: Path, trace: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """By arrival, the first at 0. Raises TraceError for an empty trace."""
+    if not trace:
         raise TraceError(f"{path}: the trace is empty")
-    requests.sort(key=lambda request: request.timestamp)
+    requests = sorted(trace, key=lambda request: request.timestamp)
     start_ms = requests[0].timestamp
     return [
         msgspec.structs.replace(request, timestamp=round(request.timestamp - start_ms, 3))

@@ -11,13 +11,16 @@ from prism.replay.formats import read_format
 from prism.replay.trace import models_of
 
 ARENA = "id,timestamp_s,model_id,input_tokens,output_tokens\n"
+AZURE, AT = "TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:17:0"
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+MOONCAKE = '{"timestamp": %d, "input_length": 6, "output_length": 5}'
 
 
 def test_arena_rows_become_requests_in_order(tmp_path: Path) -> None:
     path = tmp_path / "arena.csv"
-    path.write_text(ARENA + "0,3.5,2,7,9\n1,3.0,0,1,0\n")
+    path.write_text(ARENA + "1,3.0,0,1,4\n0,3.5,2,7,9\n")
     first, second = read_format(path, "arena")
-    assert (first.timestamp, first.model, first.output_length) == (0.0, "model-0", 1)
+    assert (first.timestamp, first.model, first.output_length) == (0.0, "model-0", 4)
     assert (second.timestamp, second.model, second.input_length) == (500.0, "model-2", 7)
 
 
@@ -52,7 +55,19 @@ def test_mooncake_keeps_hash_ids_and_ignores_other_keys(tmp_path: Path) -> None:
         ("arena", ARENA + '"0\n1",1.0,2,7,9\n', "a quoted value spans lines"),
         ("arena", ARENA + "0,1.0,2,7,\udcff\n", "not CSV in UTF-8"),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", ":2: "),
+        ("arena", ARENA + "0,1.0,2,-7,9\n", ":2: -7 input tokens"),
+        ("arena", ARENA + "0,1.0,2,7,0\n", ":2: 0 output tokens"),
+        ("arena", ARENA + "0,3.5,2,7,9\n1,3.0,0,1,1\n", ":3: the time 3 s is before"),
+        ("azure", AZURE + f"{AT}0.5,0,1\n", ":2: 0 input tokens"),
+        ("azure", AZURE + f"{AT}0.5,1,-1\n", ":2: -1 output tokens"),
+        ("azure", AZURE + f"{AT}1.5,1,1\n{AT}0.5,1,1\n", ":3: the time "),
+        ("burstgpt", BURST + "5,GPT-4,9,-1,8,API log\n", ":2: -1 output tokens"),
+        ("burstgpt", BURST + "5,GPT-4,0,1,1,API log\n", ":2: 0 input tokens"),
+        ("burstgpt", BURST + "5,GPT-4,9,1,8,x\n4,GPT-4,9,1,8,x\n", ":3: the time 4 s is before"),
+        ("burstgpt", BURST + "-5,GPT-4,9,1,8,x\n", ":2: the time -5 s is below 0"),
         ("mooncake", '{"timestamp": 1}\n', "input_length"),
+        ("mooncake", f"{MOONCAKE % 9}\n{MOONCAKE % 8}\n", ":2: the time 0.008 s is before"),
+        ("mooncake", f"{MOONCAKE % -1}\n", ":1: timestamp"),
         ("mooncake", "{\n", ":1: not a JSON object"),
         ("parquet", "x", "known formats are"),
     ],

@@ -39,9 +39,15 @@ def file(folder: Path, text: str, name: str = "source.csv") -> Path:
     return path
 
 
-def test_burstgpt_leaves_failed_requests_out(tmp_path: Path) -> None:
+def test_burstgpt_leaves_failed_requests_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = "5,ChatGPT,472,18,490,Conversation log\n6,GPT-4,9,0,9,API log\n7,GPT-4,1087,230,1317,A\n"
-    found = read_format(file(tmp_path, BURST + rows), "burstgpt")
+    path = file(tmp_path, BURST + rows)
+    found = read_format(path, "burstgpt")
+    assert read_format(path, "burstgpt") == found
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{path}: 1 failed requests, without response tokens, are left out"]
     assert [(r.timestamp, r.model, r.input_length, r.output_length) for r in found] == [
         (0.0, "ChatGPT", 472, 18),
         (2000.0, "GPT-4", 1087, 230),
