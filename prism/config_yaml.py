@@ -22,6 +22,7 @@ _EXAMPLES = {
     "static": '"16MiB"',
     "ttft": '"500ms"',
     "tpot": '"50ms"',
+    "e2e": '"10s"',
     "interval": '"5s"',
     "idle_threshold": '"45s"',
     "min_idle": '"1s"',

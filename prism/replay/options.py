@@ -25,7 +25,8 @@ Format = Annotated[str, typer.Option("--format", help=", ".join(FORMATS))]
 SloOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--slo", help="TTFT/TPOT in ms, for all models or as MODEL=TTFT/TPOT; may be repeated."
+        "--slo",
+        help="TTFT/TPOT or TTFT/TPOT/E2E in ms, for all models or as MODEL=...; may be repeated.",
     ),
 ]
 LengthsOption = Annotated[

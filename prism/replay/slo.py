@@ -12,24 +12,35 @@ from prism.replay.trace import Trace, TraceRequest
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Objectives of one model. The end-to-end one follows: TTFT + TPOT x (output - 1)."""
+    """Objectives of one model. whole_ms: end to end; without it, that follows:
+    TTFT + TPOT x (output - 1)."""
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 200.0
+    whole_ms: float | None = None
 
     def e2e_ms(self, output_tokens: int) -> float:
+        if self.whole_ms is not None:
+            return self.whole_ms
         return self.ttft_ms + self.tpot_ms * (output_tokens - 1)
 
 
 def parse_slo(text: str) -> Slo:
-    """`"2000/200"` is TTFT and TPOT in ms. Raises ConfigError."""
+    """`"2000/200"` is TTFT and TPOT in ms, `"2000/200/9000"` end to end as well. Raises
+    ConfigError."""
     try:
-        ttft_ms, tpot_ms = (float(part) for part in text.split("/"))
+        ttft_ms, tpot_ms, *whole_ms = (float(part) for part in text.split("/"))
     except ValueError as error:
-        raise ConfigError(f"SLO {text!r}: write TTFT/TPOT in ms, such as 2000/200") from error
-    if not (0 < ttft_ms < math.inf and 0 < tpot_ms < math.inf):
-        raise ConfigError(f"SLO {text!r}: both times must be above 0 ms")
-    return Slo(ttft_ms, tpot_ms)
+        raise ConfigError(_write(text)) from error
+    if len(whole_ms) > 1:
+        raise ConfigError(_write(text))
+    if not all(0 < time_ms < math.inf for time_ms in (ttft_ms, tpot_ms, *whole_ms)):
+        raise ConfigError(f"SLO {text!r}: every time must be above 0 ms")
+    return Slo(ttft_ms, tpot_ms, *whole_ms)
+
+
+def _write(text: str) -> str:
+    return f"SLO {text!r}: write TTFT/TPOT or TTFT/TPOT/E2E in ms, such as 2000/200"
 
 
 def parse_slos(texts: list[str]) -> tuple[Slo, dict[str, Slo]]:

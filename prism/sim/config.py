@@ -20,6 +20,13 @@ class GpusYaml(Strict, frozen=True):
     network_rate: str = "12.5GB"
 
 
+class SimSloYaml(SloYaml, frozen=True):
+    """e2e: from arrival to the last token; default TTFT + TPOT x (output tokens - 1) of each
+    request."""
+
+    e2e: str | None = None
+
+
 class SimModelYaml(Strict, frozen=True):
     """shape: a public model whose shape `prism.costs` knows; default the name. weights: size,
     default from the shape. count: so many models of this kind, named NAME-0, NAME-1, ... .
@@ -30,7 +37,7 @@ class SimModelYaml(Strict, frozen=True):
     shape: str | None = None
     tp: int = 1
     count: int = 1
-    slo: SloYaml | None = None
+    slo: SimSloYaml | None = None
     weights: str | None = None
     kv_reserve_tokens: int | None = None
     never_evict: bool = False
@@ -120,7 +127,7 @@ class SimYaml(Strict, frozen=True):
     source: SourceYaml = SourceYaml()
     generate: GenerateYaml | None = None
     policy: str = "prism"
-    slo: SloYaml = SloYaml()
+    slo: SimSloYaml = SimSloYaml()
     rate_scale: float = 1.0
     slo_scale: float = 1.0
     base_slos: bool = False

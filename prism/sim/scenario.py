@@ -271,24 +271,26 @@ def _check_prefix_reuse(config: SimYaml) -> None:
 
 def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> None:
     """A request without an SLO of its own, as all of a generated trace, gets its model's, at the
-    SLO scale."""
+    SLO scale. Its end-to-end one follows from its other two where the model has none."""
     all_open = config.trace is None
     found = []
     for number, model in enumerate(models):
         slo, where = model.slo or config.slo, f"models[{number}].slo" if model.slo else "slo"
-        ttft_s, tpot_s = (
-            parse_time(slo.ttft, f"{where}.ttft"),
-            parse_time(slo.tpot, f"{where}.tpot"),
-        )
-        found.append((ttft_s * config.slo_scale, tpot_s * config.slo_scale))
+        ttft_s = parse_time(slo.ttft, f"{where}.ttft") * config.slo_scale
+        tpot_s = parse_time(slo.tpot, f"{where}.tpot") * config.slo_scale
+        e2e_s = NO_SLO
+        if slo.e2e is not None:
+            e2e_s = parse_time(slo.e2e, f"{where}.e2e") * config.slo_scale
+        found.append((ttft_s, tpot_s, e2e_s))
     for i, model_index in enumerate(work.model):
-        ttft_s, tpot_s = found[model_index]
+        ttft_s, tpot_s, e2e_s = found[model_index]
         if all_open or work.slo_ttft_s[i] == NO_SLO:
             work.slo_ttft_s[i] = ttft_s
         if all_open or work.slo_tpot_s[i] == NO_SLO:
             work.slo_tpot_s[i] = tpot_s
         if all_open or work.slo_e2e_s[i] == NO_SLO:
-            work.slo_e2e_s[i] = ttft_s + tpot_s * (work.output_tokens[i] - 1)
+            parts_s = work.slo_ttft_s[i] + work.slo_tpot_s[i] * (work.output_tokens[i] - 1)
+            work.slo_e2e_s[i] = parts_s if e2e_s == NO_SLO else e2e_s
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:

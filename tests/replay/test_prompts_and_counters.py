@@ -54,7 +54,8 @@ def test_slo_arguments() -> None:
     assert parse_slos([]) == (Slo(), {})
     assert parse_slos(["900/90", "a=b=1/2"]) == (Slo(900, 90), {"a=b": Slo(1, 2)})
     assert Slo(100, 10).e2e_ms(5) == 140
-    for text in ("900", "x/1", "0/5", "inf/1", "nan/1", "1/2/3"):
+    assert parse_slos(["900/90/5000"])[0].e2e_ms(7) == 5000
+    for text in ("900", "x/1", "0/5", "inf/1", "nan/1", "1/2/0", "1/2/x", "1/2/3/4"):
         with pytest.raises(ConfigError, match="SLO"):
             parse_slos([text])
 

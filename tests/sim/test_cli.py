@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -119,6 +120,8 @@ MISTAKES = (
     ("models: [{name: a, shape: Llama-3.1-70B}]", "a: weights, engine and one request"),
     ("models: [{name: a, shape: Llama-3.1-8B, tp: 3}]", "a.tp: 3 GPUs are needed"),
     ("slo: {ttft: soon}", "slo.ttft: 'soon' is not a time"),
+    ("slo: {e2e: soon}", "slo.e2e: 'soon' is not a time"),
+    ("slo: {e2e: 5}", 'slo.e2e: expected `str | null`, got `int`; write it as "10s"'),
 )
 
 
@@ -141,6 +144,40 @@ def test_a_mistake_is_one_line(
     assert said.count("\n") == 1
     assert message in said
     assert str(config) in said
+
+
+def slos_e2e_s(config: Path, changes: dict[str, Any]) -> dict[str, set[float]]:
+    """End-to-end SLOs of the requests, by model."""
+    work = load(config, changes).work
+    found: dict[str, set[float]] = {name: set() for name in work.models}
+    for model, e2e_s in zip(work.model, work.slo_e2e_s, strict=True):
+        found[work.models[model]].add(round(e2e_s, 9))
+    return found
+
+
+def test_an_end_to_end_slo_is_of_all_or_of_a_model(config: Path) -> None:
+    models = [
+        {"name": "a", "shape": "Llama-3.1-8B", "slo": {"ttft": "400ms", "e2e": "9s"}},
+        {"name": "b", "shape": "Llama-3.2-1B"},
+    ]
+    given = {"models": models, "slo": {"ttft": "1s", "tpot": "100ms", "e2e": "5s"}}
+    assert slos_e2e_s(config, {**given, "slo_scale": 2}) == {"a": {18.0}, "b": {10.0}}
+    work = load(config, {"slo": {"ttft": "1s", "tpot": "100ms"}, "models": models[1:]}).work
+    assert list(work.slo_e2e_s) == pytest.approx([1 + 0.1 * (n - 1) for n in work.output_tokens])
+
+
+def test_a_requests_own_slos_go_before_the_models(config: Path) -> None:
+    rows = [
+        json.loads(line(1)) | {"output_length": 11, "slo_ttft_ms": 300, "slo_tpot_ms": 20},
+        json.loads(line(2)) | {"slo_e2e_ms": 700},
+        json.loads(line(3)),
+    ]
+    (config.parent / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config.write_text(CONFIG.replace("generate: {seconds: 60, rate: 4}", "trace: t.jsonl"))
+    slos_s = list(load(config).work.slo_e2e_s)
+    assert slos_s == pytest.approx([0.3 + 0.02 * 10, 0.7, 0.4])
+    given = {"models": [{"name": "a", "shape": "Llama-3.1-8B", "slo": {"e2e": "9s"}}]}
+    assert list(load(config, given).work.slo_e2e_s) == pytest.approx([9.0, 0.7, 9.0])
 
 
 def line(timestamp: int, model: str = "a", prompt: int = 1) -> str:
