@@ -58,6 +58,22 @@ def test_a_better_placement_is_moved_to() -> None:
     assert sum(records.end_s) < sum(fixed.run().end_s)
 
 
+def test_a_placement_that_does_worse_is_not_moved_to() -> None:
+    """The first search finds the better one here, later ones the worse."""
+
+    class Worsens(Searches):
+        def __call__(self, problem: Problem) -> Placement:
+            super().__call__(problem)
+            return APART if len(self.asked) == 1 else TOGETHER
+
+    setup, trace = busy(60.0)
+    searches = Worsens()
+    records = World(setup, trace, searches.policy()).run()
+    assert len(searches.asked) > 2
+    assert "replacements" not in records.counts
+    assert "migrate" not in records.counts
+
+
 def test_each_search_sees_the_rates_of_its_interval() -> None:
     setup, _ = busy(10.0)
     first = [request(0.2 * i, "a", 50, 5) for i in range(100)]
