@@ -42,7 +42,8 @@ def served(*requests: TraceRequest, kv_mib: int = 47, **engine: object) -> tuple
     setup = cluster([one], engine=dataclasses.replace(plain, **engine))  # type: ignore[arg-type]
     records = World(setup, work(setup, requests)).run()
     assert not records.errors
-    assert list(records.output_tokens) == [one.output_length for one in requests]
+    ordered = sorted(requests, key=lambda one: one.timestamp)
+    assert list(records.output_tokens) == [one.output_length for one in ordered]
     return records, cost.steps
 
 
@@ -81,6 +82,14 @@ def test_the_newest_gives_way_when_memory_ends_and_is_computed_again() -> None:
     assert records.first_s[1] < 0.4
     alone, _ = served(trace[0], kv_mib=2)
     assert records.end_s[1] > alone.end_s[0]
+
+
+def test_who_gave_way_waits_until_it_can_go_on_for_a_while() -> None:
+    """What the short request leaves would hold its KV again, but not the tokens that are to come:
+    it would have to give way once more."""
+    long = request(0.0, "a", 800, 400), request(0.1, "a", 800, 400)
+    records, _ = served(*long, request(0.05, "a", 10, 200), kv_mib=2, headroom_tokens=400)
+    assert records.counts["retractions"] == 1
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
