@@ -214,14 +214,15 @@ def _model(
 ) -> ModelSetup:
     chunk = config.engine.prefill_chunk_tokens
     memory = _memory(spec, config, found.served.get(spec.name))
+    weight_bytes = min(spec.weight_bytes, memory.static_bytes)
     shape = KvShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, 2, BLOCK_TOKENS)
     quantum_blocks = memory.quantum_tokens // BLOCK_TOKENS
     return ModelSetup(
         index=index,
         name=spec.name,
         tp=1,
-        weight_bytes=memory.static_bytes,
-        load_bytes=spec.weight_bytes,
+        weight_bytes=weight_bytes,
+        share_bytes=memory.static_bytes - weight_bytes,
         token_bytes=spec.token_bytes,
         kv_floor_bytes=memory.reserve_bytes,
         block_tokens=BLOCK_TOKENS,

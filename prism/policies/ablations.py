@@ -26,7 +26,7 @@ from prism.policies import (
 )
 from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.kv_blocks import KvBlocks
-from prism.policies.placement import Placement, Problem, Search, Unit
+from prism.policies.placement import ModelSpecView, Placement, Problem, Search, Unit
 from prism.policies.registry import Policy
 
 
@@ -52,17 +52,19 @@ def partitioned(search: Search) -> Search:
 
     def found(problem: Problem) -> Placement:
         placement = search(problem)
-        sizes = {m.name: m.weight_bytes for m in problem.models}
+        models = {m.name: m for m in problem.models}
         capacity = {d.name: d.capacity_bytes for d in problem.devices}
         return replace(
-            placement, units=tuple(_partitioned(u, sizes, capacity) for u in placement.units)
+            placement, units=tuple(_partitioned(u, models, capacity) for u in placement.units)
         )
 
     return found
 
 
-def _partitioned(unit: Unit, sizes: Mapping[str, int], capacity: Mapping[str, int]) -> Unit:
-    weights = sum(-(-sizes[host.model] // unit.tp) for host in unit.models)
+def _partitioned(
+    unit: Unit, models: Mapping[str, ModelSpecView], capacity: Mapping[str, int]
+) -> Unit:
+    weights = sum(models[host.model].part_bytes(unit.tp) for host in unit.models)
     least = min(capacity[device] for device in unit.devices)
     limit_bytes = (least - weights) // max(1, len(unit.models))
     return replace(unit, models=tuple(replace(h, kv_limit_bytes=limit_bytes) for h in unit.models))

@@ -143,7 +143,7 @@ def split(
 
 
 def _least_devices(bucket: Sequence[ModelSpecView], capacity_bytes: int) -> int:
-    total = sum(m.weight_bytes + m.kv_floor_bytes for m in bucket)
+    total = sum(m.part_bytes(1, m.kv_floor_bytes) for m in bucket)
     return -(-total // max(1, capacity_bytes))
 
 

@@ -52,6 +52,8 @@ class ModelView(msgspec.Struct, frozen=True):
     barred: devices where its activation failed a moment ago and is not tried again yet.
     tp: tensor-parallel degree; weight_bytes, token_bytes and kv_floor_bytes are of the whole model,
     one part in `tp` on each of its devices: `device` holds rank 0, `peers` the others in order.
+    share_bytes: the engine's part of weight_bytes on each of its `tp` devices, the same at whatever
+    degree; 0 where it runs at this degree only.
     startup_s: device -> estimated seconds until it could serve there; empty: not known.
     A model with several replicas has a view for each of them, under the same name.
     """
@@ -76,6 +78,7 @@ class ModelView(msgspec.Struct, frozen=True):
     tp: int = 1
     peers: tuple[str, ...] = ()
     startup_s: Mapping[str, float] = msgspec.field(default_factory=dict)
+    share_bytes: int = 0
 
 
 class GpuView(msgspec.Struct, frozen=True):

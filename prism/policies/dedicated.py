@@ -76,8 +76,9 @@ def search(problem: Problem) -> Placement:
 
 def least_degree(model: ModelSpecView, capacity_bytes: int) -> int | None:
     """The fewest devices that hold the model; None if none of its degrees do."""
-    need = model.weight_bytes + model.kv_floor_bytes
-    return min((tp for tp in model.tp_degrees if tp * capacity_bytes >= need), default=None)
+    floor_bytes = model.kv_floor_bytes
+    fitting = (tp for tp in model.tp_degrees if model.part_bytes(tp, floor_bytes) <= capacity_bytes)
+    return min(fitting, default=None)
 
 
 def _grow(

@@ -42,7 +42,7 @@ class Group:
 
     def _holds(self, models: Sequence[ModelSpecView], kv_bytes: Mapping[str, int]) -> bool:
         kv = {m.name: max(m.kv_floor_bytes, kv_bytes.get(m.name, 0)) for m in models}
-        need = sum(-(-(m.weight_bytes + kv[m.name]) // self.mesh.size) for m in models)
+        need = sum(m.part_bytes(self.mesh.size, kv[m.name]) for m in models)
         return need <= self.mesh.capacity_bytes
 
 

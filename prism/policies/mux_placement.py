@@ -97,7 +97,7 @@ class Planner:
         self._known: dict[tuple[int, int, frozenset[str]], Estimate] = {}
 
     def _candidates_of(self, model: ModelSpecView, capacity_bytes: int) -> dict[int, Candidate]:
-        left = {tp: tp * capacity_bytes - model.weight_bytes for tp in model.tp_degrees}
+        left = {tp: tp * capacity_bytes - model.held_bytes(tp) for tp in model.tp_degrees}
         fitting = {tp: kv for tp, kv in left.items() if kv >= max(1, model.kv_floor_bytes)}
         return candidates(model, self._times, fitting)
 
@@ -162,7 +162,8 @@ class Planner:
         if not self._candidates[model.name]:
             degrees = ", ".join(map(str, model.tp_degrees))
             return f"{size_text(model.weight_bytes)} of weights fit at no TP degree of {degrees}"
-        need = model.weight_bytes + model.kv_floor_bytes
+        least = min(self._candidates[model.name])
+        need = model.held_bytes(least) + model.kv_floor_bytes
         return f"no mesh has {size_text(need)} left beside the models placed before it"
 
 
@@ -179,7 +180,7 @@ def computation(model: ModelSpecView) -> float:
 def kv_bytes(mesh: Mesh, models: Sequence[Candidate]) -> int | None:
     """KV memory left on all devices of the mesh; None if weights and KV floors do not fit."""
     total = mesh.size * mesh.capacity_bytes
-    left = total - sum(c.model.weight_bytes for c in models)
+    left = total - sum(c.model.held_bytes(mesh.size) for c in models)
     return left if left >= sum(c.model.kv_floor_bytes for c in models) else None
 
 

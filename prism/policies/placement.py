@@ -26,11 +26,11 @@ class DeviceSpecView:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecView:
-    """A model and its expected load. weight_bytes (with its non-elastic share), token_bytes and
-    kv_floor_bytes are of the whole model; with tensor parallelism each device holds one part in
-    `tp`. prompt_tokens and output_tokens are means; tp_degrees: those it can run at; tp: the one
-    that its operator gave it, which a search may overrule.
-    max_context_tokens: the longest sequence that may be asked of it."""
+    """A model and its expected load. weight_bytes, token_bytes and kv_floor_bytes are of the whole
+    model; with tensor parallelism each device holds one part in `tp`. share_bytes: what its engine
+    holds besides on each device, at whatever degree. prompt_tokens and output_tokens are means;
+    tp_degrees: those it can run at; tp: the one that its operator gave it, which a search may
+    overrule. max_context_tokens: the longest sequence that may be asked of it."""
 
     name: str
     weight_bytes: int
@@ -43,6 +43,15 @@ class ModelSpecView:
     tp_degrees: tuple[int, ...] = (1,)
     max_context_tokens: int = 0
     tp: int = 1
+    share_bytes: int = 0
+
+    def held_bytes(self, tp: int) -> int:
+        """Weights and engines' shares on `tp` devices together."""
+        return self.weight_bytes + self.share_bytes * tp
+
+    def part_bytes(self, tp: int, kv_bytes: int = 0) -> int:
+        """Weights, engine and its part of `kv_bytes` on one of `tp` devices."""
+        return -(-(self.weight_bytes + kv_bytes) // tp) + self.share_bytes
 
 
 @dataclass(frozen=True, slots=True)

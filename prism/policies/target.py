@@ -48,8 +48,9 @@ class Draft:
 
 
 def part_bytes(model: ModelView, tp: int) -> int:
-    """Weights and KV floor on each of `tp` devices."""
-    return -(-(model.weight_bytes + model.kv_floor_bytes) // tp)
+    """Weights, engine and KV floor on each of `tp` devices."""
+    divided = model.weight_bytes - model.share_bytes * model.tp + model.kv_floor_bytes
+    return -(-divided // tp) + model.share_bytes
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:

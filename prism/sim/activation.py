@@ -24,15 +24,15 @@ def activation_s(
     by what the node's host can feed; a restarted engine loads its part through its own link."""
     if model.activation_s is not None:
         return model.activation_s
-    part_bytes = model.load_bytes / len(ranks)
+    part_bytes = model.weight_bytes / len(ranks)
     if restarts:
         load_s = part_bytes / settings.plain_load_bytes_s
     else:
         load_s = max(
-            part_bytes / settings.load_bytes_s, model.load_bytes / settings.node_load_bytes_s
+            part_bytes / settings.load_bytes_s, model.weight_bytes / settings.node_load_bytes_s
         )
     if not settings.weights_everywhere and ranks[0].node != weights_node:
-        load_s = max(load_s, model.load_bytes / settings.network_bytes_s)
+        load_s = max(load_s, model.weight_bytes / settings.network_bytes_s)
     return (settings.restart_s if restarts else settings.layout_s) + load_s
 
 
@@ -59,6 +59,6 @@ def migration_s(
     if model.activation_s is not None:
         return model.activation_s
     if source[0].node == target[0].node:
-        return settings.layout_s + model.load_bytes / len(target) / settings.peer_bytes_s
-    network_s = settings.layout_s + model.load_bytes / settings.network_bytes_s
+        return settings.layout_s + model.weight_bytes / len(target) / settings.peer_bytes_s
+    network_s = settings.layout_s + model.weight_bytes / settings.network_bytes_s
     return min(network_s, from_host_s)

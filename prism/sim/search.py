@@ -50,6 +50,7 @@ def problem(
         ModelSpecView(
             name=model.name,
             weight_bytes=model.weight_bytes,
+            share_bytes=model.share_bytes,
             token_bytes=model.token_bytes,
             kv_floor_bytes=model.kv_floor_bytes,
             rate_rps=load.rate_rps,

@@ -55,9 +55,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """A model. weight_bytes includes the non-elastic share of its engines and is, like token_bytes
-    and kv_floor_bytes, of the whole model, one part in `tp` on each of its devices; load_bytes: its
-    weights alone. tp: the degree it runs at unless a placement says otherwise. parts: degree ->
+    """A model. weight_bytes, token_bytes and kv_floor_bytes are of the whole model, one part in
+    `tp` on each of its devices; share_bytes: what its engine holds besides on each of them, at
+    whatever degree. tp: the degree it runs at unless a placement says otherwise. parts: degree ->
     what depends on it; `tp` is in it. activation_s: as measured, in place of what
     `ActivationSettings` would give. request_s: from a request's arrival to its device's queue;
     submit_s: from its dispatch until its engine may start it. speed_tokens_per_s: of prefills, as
@@ -67,7 +67,6 @@ class ModelSetup:
     name: str
     tp: int
     weight_bytes: int
-    load_bytes: int
     token_bytes: int
     kv_floor_bytes: int
     block_tokens: int
@@ -75,6 +74,7 @@ class ModelSetup:
     slo_tpot_s: float
     parts: Mapping[int, Part]
     prefill_tokens_per_s: float
+    share_bytes: int = 0
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
@@ -83,9 +83,13 @@ class ModelSetup:
     submit_s: float = 0.0
     speed_tokens_per_s: float | None = None
 
+    def held_bytes(self, tp: int) -> int:
+        """Weights and engines' shares on `tp` devices together."""
+        return self.weight_bytes + self.share_bytes * tp
+
     def static_bytes(self, tp: int) -> int:
-        """Weights and non-elastic share on one of `tp` devices."""
-        return -(-self.weight_bytes // tp)
+        """Weights and the engine's share on one of `tp` devices."""
+        return -(-self.weight_bytes // tp) + self.share_bytes
 
     def floor_bytes(self, tp: int) -> int:
         """KV floor on one of `tp` devices."""

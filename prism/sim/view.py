@@ -98,7 +98,7 @@ class Viewer:
             return known
         view = self._absent[setup.index] = ModelView(
             setup.name,
-            setup.weight_bytes,
+            setup.held_bytes(setup.tp),
             setup.token_bytes,
             setup.kv_floor_bytes,
             setup.slo_ttft_s,
@@ -111,6 +111,7 @@ class Viewer:
             wanted=model.wanted,
             barred=barred,
             tp=setup.tp,
+            share_bytes=setup.share_bytes,
             startup_s=self._startup_s.get(setup.name, {}),
         )
         return view
@@ -124,7 +125,7 @@ def _resident_view(
     idle_s = 0.0 if waiting or running else now_s - max(resident.last_use_s, resident.since_s)
     return ModelView(
         setup.name,
-        setup.weight_bytes,
+        setup.held_bytes(len(devices)),
         setup.token_bytes,
         setup.kv_floor_bytes,
         setup.slo_ttft_s,
@@ -139,6 +140,7 @@ def _resident_view(
         setup.pinned_device,
         setup.static_share,
         tp=len(devices),
+        share_bytes=setup.share_bytes,
         peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
         startup_s=startup_s,
     )

@@ -113,10 +113,10 @@ def test_memory_is_what_the_engine_reserved_or_what_the_start_up_check_reckons()
     found = measured([journals([], [served("a", 0.5), served("a", 0.7), served("a", 9.0)])])
     setup = cluster_setup(config(spec("a"), spec("b")), found, {"a": table("a")}, 2.0)
     a, b = setup.models
-    assert (a.weight_bytes, a.kv_floor_bytes, a.activation_s) == (3 * MIB, MIB, 0.7)
+    assert (a.static_bytes(1), a.kv_floor_bytes, a.activation_s) == (3 * MIB, MIB, 0.7)
     assert (a.parts[1].quantum_bytes, a.parts[1].quantum_blocks) == (262144, 64)
     assert b.activation_s is None
-    assert b.weight_bytes >= 100_000 + 16 * MIB
+    assert b.static_bytes(1) >= 100_000 + 16 * MIB
     assert b.kv_floor_bytes % b.parts[1].quantum_bytes == 0
 
 

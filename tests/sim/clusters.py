@@ -64,7 +64,6 @@ def model(index: int, name: str, **changes: object) -> ModelSetup:
         name=name,
         tp=1,
         weight_bytes=16 * MIB,
-        load_bytes=16 * MIB,
         token_bytes=1024,
         kv_floor_bytes=MIB,
         block_tokens=16,
