@@ -10,7 +10,8 @@ import yaml
 
 from prism.errors import ConfigError
 
-EXAMPLE = Path(__file__).parent / "examples" / "eight-models.yaml"
+EXAMPLES = Path(__file__).parent / "examples"
+EXAMPLE = EXAMPLES / "eight-models.yaml"
 
 Config = Annotated[
     Path, typer.Argument(metavar="[CONFIG]", help="YAML; without one, the bundled example.")

@@ -6,6 +6,7 @@ from prism.errors import ConfigError
 from prism.studies import (
     muxserve,
     muxserve_parts,
+    prism_calibration,
     prism_dedicated,
     prism_local,
     prism_overall,
@@ -19,6 +20,7 @@ from prism.studies.study import Study
 
 PAPERS = (
     prism_dedicated,
+    prism_calibration,
     prism_table1,
     prism_overall,
     prism_pair,
