@@ -6,7 +6,7 @@ Not thread-safe; owns no clock.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ class TokenRates:
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._sources: dict[str, _Source] = {}
-        self._events: dict[str, deque[tuple[float, int]]] = defaultdict(deque)
+        self._events: deque[tuple[float, str, int]] = deque()  # oldest first
         self._sums: Counter[str] = Counter()
         self._since_s: float | None = None
 
@@ -50,7 +50,7 @@ class TokenRates:
             grown = total - last if total >= last else total
             source.totals[model] = total
             if grown > 0:
-                self._events[model].append((now_s, grown))
+                self._events.append((now_s, model, grown))
                 self._sums[model] += grown
 
     def rates(self, now_s: float) -> dict[str, float]:
@@ -60,8 +60,8 @@ class TokenRates:
         """
         since_s = now_s if self._since_s is None else self._since_s
         length_s = max(min(self._window_s, now_s - since_s), 1.0)
-        until_s = now_s - self._window_s
-        for model, events in self._events.items():
-            while events and events[0][0] <= until_s:
-                self._sums[model] -= events.popleft()[1]
+        until_s, events = now_s - self._window_s, self._events
+        while events and events[0][0] <= until_s:
+            _, model, grown = events.popleft()
+            self._sums[model] -= grown
         return {model: tokens / length_s for model, tokens in self._sums.items() if tokens > 0}

@@ -28,7 +28,8 @@ READY_SOON_S = 0.05
 class Device:
     """The `prism.ports.EnginePort` of one simulated device.
 
-    residents: model -> the copy whose rank 0 is here; guests: copies that have any rank here.
+    number: of the device in the cluster, as in `Records`. residents: model -> the copy whose rank 0
+    is here; guests: copies that have any rank here.
     speeds: model -> of its prefills here, which outlives its copies.
     pending_bytes: what activations wait for; admission leaves it alone, so that those that run now
     do not starve the newcomer. gpu: one that it shares, default one of its own. journal: where its
@@ -38,6 +39,7 @@ class Device:
     def __init__(
         self,
         kernel: Kernel,
+        number: int,
         setup: DeviceSetup,
         policy: Policy,
         limits: Limits,
@@ -46,6 +48,7 @@ class Device:
         journal: Sink | None = None,
     ) -> None:
         self._kernel = kernel
+        self.number = number
         self.setup = setup
         self.name = setup.name
         self.gpu = gpu or Gpu(setup.name)
@@ -104,6 +107,8 @@ class Device:
 
     def come(self, resident: Resident, request: Request) -> None:
         """A request arrives: it starts at once if it can, else it waits."""
+        resident.last_use_s = self._kernel.time_s
+        request.device = self.number
         if not self._start_alone(resident, request):
             self.enqueue(resident, request)
             self.poke()
@@ -143,6 +148,8 @@ class Device:
 
     def enqueue(self, resident: Resident, request: Request) -> None:
         """`poke` lets it start."""
+        resident.last_use_s = self._kernel.time_s
+        request.device = self.number
         self._changed = True
         if self.controller is not None and resident.engine is not None:
             resident.engine.admit([request])

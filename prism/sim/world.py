@@ -59,16 +59,16 @@ class World:
         self.devices = [
             Device(
                 self.kernel,
+                number,
                 device,
                 self.policy,
                 setup.limits,
                 gpu=shared.get(device.processor),
                 journal=self.queues.get(device.name),
             )
-            for device in setup.devices
+            for number, device in enumerate(setup.devices)
         ]
         self.by_name = {device.name: device for device in self.devices}
-        self._number = {device.name: i for i, device in enumerate(self.devices)}
         self.models = [Model(model) for model in setup.models]
         self._model_of = {model.setup.name: model for model in self.models}
         hooks = Hooks(self._route, self._wake, self._engine)
@@ -180,13 +180,7 @@ class World:
             if len(model.unplaced) == 1 or self._bindings is not None:
                 self._wake()
         else:
-            self._home(target, request).come(target, request)
-
-    def _home(self, resident: Resident, request: Request) -> Device:
-        """Whose queue the request comes to now."""
-        resident.last_use_s = self.kernel.time_s
-        request.device = self._number[resident.home.name]
-        return resident.home
+            target.home.come(target, request)
 
     def _route(self, model: Model) -> None:
         """Requests without a copy go to one that takes requests, if there is any now."""
@@ -196,7 +190,7 @@ class World:
             and (target := model.least_loaded()) is not None
         ):
             request = model.unplaced.pop(next(iter(model.unplaced)))
-            self._home(target, request).enqueue(target, request)
+            target.home.enqueue(target, request)
         if model.unplaced:
             self._wake()
 
@@ -209,7 +203,7 @@ class World:
         """Requests of virtual queues whose model is up start."""
         started = bindings.starting()
         for resident, request in started:
-            self._home(resident, request).enqueue(resident, request)
+            resident.home.enqueue(resident, request)
         for home in dict.fromkeys(resident.home for resident, _ in started):
             home.poke()
 

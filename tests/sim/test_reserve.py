@@ -38,7 +38,7 @@ def test_the_longest_request_always_has_its_kv(tmp_path: Path) -> None:
 
 def test_an_engine_without_a_reserve_starts_where_one_with_it_does_not(tmp_path: Path) -> None:
     """Weights of 8B take 15 GiB, the engine 1; 1,024 tokens of KV 128 MiB."""
-    weights_mib = math.ceil(scenario(tmp_path, "40GiB").setup.models[0].load_bytes / 2**20)
+    weights_mib = math.ceil(scenario(tmp_path, "40GiB").setup.models[0].weight_bytes / 2**20)
     memory = f"{weights_mib + 1024 + 32}MiB"
     with pytest.raises(ConfigError, match=r"a: weights, engine and one request of \d+ tokens"):
         scenario(tmp_path, memory)

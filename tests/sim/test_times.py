@@ -25,7 +25,7 @@ SETTINGS = ActivationSettings(
     network_bytes_s=20.0,
     restart_s=50.0,
 )
-MODEL = model(0, "a", load_bytes=600)
+MODEL = model(0, "a", weight_bytes=600)
 
 
 def devices(node: str, count: int) -> list[DeviceSetup]:
