@@ -7,7 +7,7 @@ from typing import Any
 
 from prism.studies import findings
 from prism.studies.findings import Comparison
-from prism.studies.seallm_setup import FIXED, LARGEST, others_tail_s, tail_s
+from prism.studies.seallm_setup import FIXED, LARGEST, others_tail_s, slo, tail_s
 from prism.studies.trial import Measured
 
 Lines = dict[str, list[tuple[Any, float | None]]]
@@ -98,3 +98,50 @@ def best_everywhere(found: Lines, *, smaller: bool) -> tuple[bool, str]:
             won += 1
     whole = len(found["seallm"])
     return won == whole, f"at {won} of {whole}"
+
+
+def falls(points: Points, system: str, what: str, source: str) -> Comparison:
+    """Is a system's SLO attainment lower at the last x than at the first."""
+    shares = [found[system] for found in points.values() if system in found]
+    first, last = (slo(shares[i]) if shares else None for i in (0, -1))
+    if first is None or last is None:
+        return findings.claim(f"{system}{what}", None, "-", "falls", source)
+    shown = f"{first:.1f} % to {last:.1f} %"
+    holds = last < first * (1 - findings.EQUAL)
+    return findings.claim(f"{system}{what}", holds, shown, "falls", source)
+
+
+def fall_of(points: Points, system: str) -> float | None:
+    """A system's SLO attainment at the first x over that at the last."""
+    first, *_, last = (found[system] for found in points.values())
+    return findings.ratio(slo(first), slo(last))
+
+
+def gains_of(found: Lines) -> list[tuple[Any, float]]:
+    """SeaLLM's lead over the best baseline, in points, by x."""
+    gains = []
+    for place, (x, own) in enumerate(found["seallm"]):
+        others = [v for n in BASELINES if n in found and (v := found[n][place][1]) is not None]
+        if own is not None and others:
+            gains.append((x, own - max(others)))
+    return gains
+
+
+def crowded_cause(found: Lines) -> Comparison:
+    """The paper's MuxServe found no placement on the most crowded cluster: what SeaLLM leads by
+    there without it, and by how much more than anywhere else."""
+    x = found["seallm"][-1][0]
+    others = [name for name in BASELINES if name in found]
+    ratios = {name: ratio_at(found, x, "seallm", name, smaller=False) for name in others}
+    known = {name: r for name, r in ratios.items() if r is not None}
+    elsewhere = gains_of({name: points[:-1] for name, points in found.items()})
+    own = found["seallm"][-1][1] or 0.0
+    wanted = 1 + max((gain for _, gain in elsewhere), default=0.0) / max(own, 1.0)
+    without = [r for name, r in known.items() if name != "muxserve"]
+    return findings.cause(
+        f"SLO attainment at {x:g}, over the best baseline but muxserve, which had no placement "
+        "there in the paper",
+        min(known.values(), default=None),
+        min(without, default=None),
+        wanted=max(wanted, 1 + findings.EQUAL),
+    )

@@ -8,8 +8,7 @@ from prism.studies.muxserve import Lines, always_cause, behind, host_cause
 from prism.studies.muxserve_parts import apart, fairness
 from prism.studies.prism_pair import by_deadline_drops
 from prism.studies.prism_sweeps import GIVEN, orders
-from prism.studies.seallm import crowded_cause
-from prism.studies.seallm_lines import ahead, place_causes
+from prism.studies.seallm_lines import ahead, crowded_cause, place_causes
 from prism.studies.seallm_setup import FIXED
 from prism.studies.trial import Measured, ModelMeasure
 
