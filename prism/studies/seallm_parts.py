@@ -97,7 +97,9 @@ STUDIES = (
         SETUP + ", 2 to 12.5 req/s",
         SMALLER.replace("60 s", "90 s"),
         DIFFERS + " Without the file, no service's rate changes in the long run, so that there is "
-        "nothing for a later placement to adapt to; decision 169 has a trial with drift.",
+        "nothing for a later placement to adapt to. Where rates drift, replacement loses here: a "
+        "copy that moves ends its running requests first, while SeaLLM moves them (§5); decision "
+        "169 has the trials.",
         fig8,
     ),
     Study(
