@@ -54,12 +54,15 @@ def read_yaml(path: Path) -> ServeYaml:
     return convert(read_mapping(path), ServeYaml)
 
 
-def read_mapping(path: Path, keys: str = "devices: and models:") -> dict[str, Any]:
-    """The file as it is; `keys` are named where it has none. Raises ConfigError (one line)."""
+def read_mapping(
+    path: Path, keys: str = "devices: and models:", remedy: str = "correct --config"
+) -> dict[str, Any]:
+    """The file as it is; `keys` are named where it has none, `remedy` where it cannot be read.
+    Raises ConfigError (one line)."""
     try:
         data = yaml.load(path.read_text(), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read it: {_reason(error)}; correct --config") from error
+        raise ConfigError(f"cannot read it: {_reason(error)}; {remedy}") from error
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error)) from error
     if not isinstance(data, dict):

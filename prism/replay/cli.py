@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer.models import CommandInfo
 
 from prism.errors import ConfigError
 from prism.replay import trace_cli
@@ -101,7 +103,14 @@ def report(
     Console().print(f"report: {out}")
 
 
-app.registered_commands += trace_cli.app.registered_commands
+def _here(command: CommandInfo) -> CommandInfo:
+    """A command of `prism-sim trace`, with this program's name in its example."""
+    own = copy(command)
+    own.epilog = (command.epilog or "").replace("prism-sim trace", app.info.name or "")
+    return own
+
+
+app.registered_commands += map(_here, trace_cli.app.registered_commands)
 
 
 def parse_scales(text: str) -> tuple[float, ...]:

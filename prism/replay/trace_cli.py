@@ -60,7 +60,7 @@ Window = Annotated[float | None, typer.Option(help="Seconds to take from --start
 
 
 @app.command(
-    epilog="Example: prism-replay generate --models a:0.5,b,c --seconds 600 --rate 2 "
+    epilog="Example: prism-sim trace generate --models a:0.5,b,c --seconds 600 --rate 2 "
     "--slo 2000/200 --slo a=1000/100 --out trace.jsonl"
 )
 def generate(
@@ -120,7 +120,9 @@ def generate(
     save(transforms.scale_time(requests, time_scale), out)
 
 
-@app.command(epilog="Example: prism-replay stats traces/demo.jsonl --time-scale 8 --seconds 1200")
+@app.command(
+    epilog="Example: prism-sim trace stats traces/demo.jsonl --time-scale 8 --seconds 1200"
+)
 def stats(
     trace: TraceFile,
     *,
@@ -157,7 +159,7 @@ def stats(
 
 
 @app.command(
-    epilog="Example: prism-replay convert arena_chat27_vtc.csv --format arena "
+    epilog="Example: prism-sim trace convert arena_chat27_vtc.csv --format arena "
     "--models tiny-llama,tiny-qwen3 --context 1024 --limit 300 --time-scale 0.5 --out t.jsonl"
 )
 def convert(

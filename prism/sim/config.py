@@ -47,16 +47,24 @@ class SimModelYaml(Strict, frozen=True):
 
 
 class GenerateYaml(Strict, frozen=True):
-    """A trace with the statistics of Prism §3.1. rate: requests per second of all models."""
+    """kind: production, calm sessions with the statistics of Prism §3.1; bursty, groups that come
+    and go, perhaps by a preset of `prism-sim trace generate`, which has as many models as the file;
+    steady, MuxServe's power law. Models are most popular first. rate: requests per second of all
+    models, 4 unless a preset's. active_fraction: production, 0.5. gap_cv: production, 2.5, and
+    steady, 1. alpha: steady, 0.9. Lengths: default those of the Chatbot Arena sample, of ShareGPT
+    for steady."""
 
+    kind: str = "production"
+    preset: str | None = None
     seconds: float = 600.0
-    rate: float = 4.0
-    active_fraction: float = 0.5
-    gap_cv: float = 2.5
-    input_median: float = 40.0
-    input_max: int = 1024
-    output_median: float = 211.0
-    output_max: int = 1024
+    rate: float | None = None
+    active_fraction: float | None = None
+    gap_cv: float | None = None
+    alpha: float | None = None
+    input_median: float | None = None
+    input_max: int | None = None
+    output_median: float | None = None
+    output_max: int | None = None
 
 
 class SourceYaml(Strict, frozen=True):

@@ -16,11 +16,11 @@ from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.data import Settings
 from prism.replay import transforms
-from prism.replay.generate import GeneratorConfig, Lengths, generate
 from prism.replay.trace import TraceRequest
 from prism.scheduler.local import Limits
 from prism.sim.base_slos import with_base_slos
-from prism.sim.config import GenerateYaml, SimModelYaml, SimYaml
+from prism.sim.config import SimModelYaml, SimYaml
+from prism.sim.generated import generated
 from prism.sim.models import Around, model_setup
 from prism.sim.prefix import HASH_TOKENS
 from prism.sim.setup import (
@@ -52,7 +52,7 @@ class Scenario:
 def read_config(path: Path, overrides: Overrides | None = None) -> SimYaml:
     """`overrides`: dotted keys such as "gpus.count" -> value. Raises ConfigError."""
     try:
-        data = read_mapping(path, "gpus: and models:")
+        data = read_mapping(path, "gpus: and models:", "name a YAML file that is there")
         for key, value in (overrides or {}).items():
             _put(data, key, value)
         return convert(data, SimYaml)
@@ -118,27 +118,10 @@ def load_trace(config: SimYaml, models: list[SimModelYaml], folder: Path) -> lis
         trace = read_source(folder / config.trace, config.source, models, config.seed)
     else:
         assert config.generate is not None
-        trace = generate(_generator(config.generate, models, config.seed))
+        trace = generated(config.generate, models, config.seed)
     if config.rate_scale == 1.0:
         return trace
     return transforms.scale_rate(trace, config.rate_scale, config.seed)
-
-
-def _generator(how: GenerateYaml, models: list[SimModelYaml], seed: int) -> GeneratorConfig:
-    return GeneratorConfig(
-        shares={model.name: model.share for model in models},
-        seconds=how.seconds,
-        rate_rps=how.rate,
-        seed=seed,
-        active_fraction=how.active_fraction,
-        gap_cv=how.gap_cv,
-        lengths=Lengths(
-            input_median=how.input_median,
-            input_max=how.input_max,
-            output_median=how.output_median,
-            output_max=how.output_max,
-        ),
-    )
 
 
 def cluster_setup(

@@ -10,10 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from prism.costs.grid import Grid, write_grid
 from prism.costs.table import TableCost
 from prism.errors import ConfigError
+from prism.replay import cli as replay_cli
+from prism.replay import kinds
+from prism.replay.kinds import Wanted
 from prism.replay.metrics import summarize as summarize_records
 from prism.sim import cli
 from prism.sim.scenario import load
@@ -119,6 +123,13 @@ MISTAKES = (
     ("models: [{name: a}]", "a.shape: model 'a': known models are"),
     ("models: [{name: a, shape: Llama-3.1-70B}]", "a: weights, engine and one request"),
     ("models: [{name: a, shape: Llama-3.1-8B, tp: 3}]", "a.tp: 3 GPUs are needed"),
+    ("models: [{name: a, shape: Llama-3.1-8B, tp: 0}]", "a.tp: 0 must be at least 1"),
+    ("generate: {kind: odd}", "generate.kind: 'odd' is none of production, bursty, steady"),
+    ("generate: {preset: novita}", "generate.preset: is of kind bursty, this is production"),
+    ("generate: {kind: bursty, preset: novita}", "preset novita has 16 models, this file 4"),
+    ("generate: {kind: bursty, preset: odd}", "generate: preset 'odd': known are"),
+    ("generate: {kind: steady, active_fraction: 1}", "generate.active_fraction: is of kind prod"),
+    ("generate: {kind: steady, rate: 0}", "generate: rate: 0 must be above 0"),
     ("slo: {ttft: soon}", "slo.ttft: 'soon' is not a time"),
     ("slo: {e2e: soon}", "slo.e2e: 'soon' is not a time"),
     ("slo: {e2e: 5}", 'slo.e2e: expected `str | null`, got `int`; write it as "10s"'),
@@ -144,6 +155,44 @@ def test_a_mistake_is_one_line(
     assert said.count("\n") == 1
     assert message in said
     assert str(config) in said
+
+
+def test_a_file_that_is_not_there_is_named_without_options_of_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert call(monkeypatch, "run", str(tmp_path / "no.yaml")) == 2
+    said = capsys.readouterr().err
+    assert "name a YAML file that is there" in said
+    assert "--config" not in said
+
+
+@pytest.mark.parametrize("command", ["generate", "stats", "convert"])
+def test_examples_name_the_program_that_is_asked(command: str) -> None:
+    for app, program, other in (
+        (cli.app, ("trace", command), "prism-replay"),
+        (replay_cli.app, (command,), "prism-sim"),
+    ):
+        said = CliRunner().invoke(app, [*program, "--help"]).output
+        assert f"Example: {app.info.name} {' '.join(program)}" in said
+        assert f"Example: {other}" not in said
+
+
+def test_the_generators_of_traces_are_those_of_trace_generate(config: Path) -> None:
+    small = {"name": "m", "shape": "Llama-3.2-1B"}
+    presets = {"kind": "bursty", "preset": "novita", "seconds": 300}
+    work = load(config, {"models": [{**small, "count": 16}], "generate": presets, "seed": 3}).work
+    names = ",".join(f"m-{i}" for i in range(16))
+    made = kinds.generate(Wanted("bursty", names, 300, "novita", seed=3))
+    assert [(request.arrival_s, request.output_length) for request in made] == list(
+        zip(work.arrival_s, work.output_tokens, strict=True)
+    )
+    steady = {"kind": "steady", "seconds": 300, "rate": 2, "alpha": 2.1, "gap_cv": 3}
+    work = load(config, {"models": [{**small, "count": 4}], "generate": steady, "seed": 3}).work
+    wanted = Wanted("steady", "m-0,m-1,m-2,m-3", 300, rate_rps=2, seed=3, alpha=2.1, gap_cv=3)
+    assert [request.arrival_s for request in kinds.generate(wanted)] == list(work.arrival_s)
+    shares = [{**small, "share": 1.0}]
+    with pytest.raises(ConfigError, match=r"m\.share: is of generate\.kind"):
+        load(config, {"models": shares, "generate": steady})
 
 
 def slos_e2e_s(config: Path, changes: dict[str, Any]) -> dict[str, set[float]]:
