@@ -81,10 +81,16 @@ def run_all(
             quick=quick,
             jobs=jobs or os.cpu_count() or 1,
             seed=seed,
-            sources=sources,
+            sources=Sources(sources.folder),
         )
+        ran = chosen.run(lab)
         found = report.result(
-            chosen, chosen.run(lab), quick=quick, seed=seed, traces=sources.described()
+            chosen,
+            ran,
+            quick=quick,
+            seed=seed,
+            traces=sources.described(),
+            shortened=list(lab.sources.shortened),
         )
         report.write(folder, found)
         console.print(report.table(found))

@@ -71,9 +71,11 @@ def several(lab: Lab, style: str) -> list[Cluster]:
 def with_history(
     lab: Lab, name: str, style: str, models: Sequence[tuple[str, int]], seconds: float
 ) -> Cluster:
+    """`seconds` each of history and trace, half of the style's own arrivals if that is less."""
     whole = lab.sources.styled(style, model_names(len(models)), 2 * seconds, lab.seed)
+    seconds = lab.sources.lasting(style, len(models), 2 * seconds) / 2
     before = transforms.window(whole, 0, seconds)
-    trace = transforms.window(whole, seconds, 2 * seconds)
+    trace = transforms.window(whole, seconds)
     return prepared(lab, name, models, trace, history=before)
 
 

@@ -42,11 +42,20 @@ class StudyResult(msgspec.Struct, frozen=True):
         return overall(self.findings.comparisons)
 
 
-def result(study: Study, found: Findings, *, quick: bool, seed: int, traces: str) -> StudyResult:
+def result(
+    study: Study,
+    found: Findings,
+    *,
+    quick: bool,
+    seed: int,
+    traces: str,
+    shortened: Sequence[str] = (),
+) -> StudyResult:
+    """shortened: what is smaller in this run, beside what always is."""
     parts = {name: getattr(study, name) for name in ("name", "title", "source", "setup")}
     return StudyResult(
         **parts,
-        shortened=study.shortened,
+        shortened="; ".join(text for text in (study.shortened, *shortened) if text),
         differs=study.differs,
         quick=quick,
         seed=seed,

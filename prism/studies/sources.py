@@ -4,7 +4,7 @@ generated ones with the published means."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -41,9 +41,12 @@ class Sources:
     """folder: of the user's own files. In place of the generators of the two styles arena_chat*.csv
     (the Chatbot Arena sample that the Prism prototype replays) and the arrivals of
     servegen_client_rates*.csv, thinned to the generator's rate so that the studies' loads are
-    comparable; *maf*.csv for arrivals (SeaLLM), *sharegpt*.json for lengths."""
+    comparable; *maf*.csv for arrivals (SeaLLM), *sharegpt*.json for lengths.
+
+    shortened: what `styled` had to say of traces that are shorter than a study asked for, once."""
 
     folder: Path | None = None
+    shortened: dict[str, None] = field(default_factory=dict, compare=False)
 
     def find(self, what: str) -> Path | None:
         """Raises ConfigError where the folder is missing."""
@@ -60,9 +63,23 @@ class Sources:
 
     def styled(self, style: str, models: Sequence[str], seconds: float, seed: int) -> Trace:
         """A trace of one of STYLES to `models`, the most popular first, at its own rate, without
-        SLOs."""
+        SLOs. It is as long as `lasting` says."""
+        whole_s = self.lasting(style, len(models), seconds)
+        if whole_s < seconds:
+            said = f"{style}: the {whole_s:g} s of arrivals that its sample has, history included"
+            self.shortened[f"{said} where there is one, instead of {seconds:g} s"] = None
+            seconds = whole_s
         make = self._hyperbolic if style == "hyperbolic" else self._arena
         return onto(make(len(models), seconds, seed), models)
+
+    def lasting(self, style: str, count: int, seconds: float) -> float:
+        """Of `seconds`, what a trace of a style to `count` models can have: the Arena sample is
+        taken whole where it is shorter, rather than generated anew."""
+        path = self.find("arena")
+        if style == "hyperbolic" or path is None:
+            return seconds
+        sample = read_arena(path, ReadOptions())
+        return min(seconds, sample[-1].arrival_s) if _has(sample, count) else seconds
 
     def _hyperbolic(self, count: int, seconds: float, seed: int) -> Trace:
         config = replace(PRESETS["hyperbolic"], lengths=self.sharegpt())
@@ -76,14 +93,16 @@ class Sources:
         return redrawn(transforms.scale_rate(inside, wanted / len(inside), seed), config, seed)
 
     def _arena(self, count: int, seconds: float, seed: int) -> Trace:
-        """The sample that the prototype replays; without it, for more models than it has or more
-        time, the generator with the sample's lengths."""
+        """The sample that the prototype replays; for more models than it has, the generator with
+        the sample's lengths."""
         path = self.find("arena")
         if path is None:
             return _generated(ARENA_LIKE, count, seconds, seed)
         sample = read_arena(path, ReadOptions())
-        if count <= len(models_of(sample)) and seconds <= sample[-1].arrival_s + 1:
-            return transforms.window(transforms.sample_models(sample, count, seed), 0, seconds)
+        if _has(sample, count):
+            chosen = transforms.sample_models(sample, count, seed)
+            whole = seconds >= sample[-1].arrival_s
+            return chosen if whole else transforms.window(chosen, 0, seconds)
         config = replace(ARENA_LIKE, lengths=lengths_of(sample))
         return _generated(config, count, seconds, seed)
 
@@ -107,8 +126,13 @@ class Sources:
         used = [f"{what}: {path.name}" for what in PATTERNS if (path := self.find(what))]
         if used:
             text = "of the files given, " + ", ".join(used)
-            return text + " (a sample shorter than a study gives its lengths alone)"
+            return text + " (a sample of fewer models than a study gives its lengths alone)"
         return "generators with the published statistics"
+
+
+def _has(sample: Trace, count: int) -> bool:
+    """Enough models."""
+    return count <= len(models_of(sample))
 
 
 def redrawn(trace: Trace, config: BurstyConfig, seed: int) -> Trace:
