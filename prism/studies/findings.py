@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -126,26 +127,69 @@ def order(
     smaller: bool = False,
 ) -> Comparison:
     """published: names, best first; those that `ours` lacks are left out. smaller: is better. A
-    pair agrees unless ours has it the other way round by more than EQUAL."""
+    pair differs where ours has it the other way round by more than EQUAL; pairs nearer than that
+    are tied, and a published order with a tie in it is neither borne out nor refuted."""
     known = {n: v for n, v in ours.items() if v is not None and n in published}
     names = [name for name in published if name in known]
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     wrong = [(a, b) for a, b in pairs if _worse(known[a], known[b], smaller)]
-    ranked = sorted(names, key=lambda n: known[n] if smaller else -known[n])
-    shown = " > ".join(f"{n} {known[n]:.4g}" for n in ranked)
+    tied = [(a, b) for a, b in pairs if same(known[a], known[b])]
+    shown = _ranked(known, smaller)
     if not pairs:
         return Comparison(what, shown or "-", " > ".join(published), "cannot be said here", source)
+    agrees = False if wrong else None if tied else True
+    verdict = _ordered(wrong, tied, len(pairs))
+    return Comparison(what, shown, " > ".join(published), verdict, source, agrees)
+
+
+def _ordered(wrong: Sequence[tuple[str, str]], tied: Sequence[tuple[str, str]], pairs: int) -> str:
+    if len(tied) == pairs:
+        return "no difference here"
     verdict = "same order"
     if wrong:
-        verdict = f"differs in {len(wrong)} of {len(pairs)} pairs: " + ", ".join(
-            f"{b} before {a}" for a, b in wrong
-        )
-    return Comparison(what, shown, " > ".join(published), verdict, source, not wrong)
+        listed = ", ".join(f"{b} before {a}" for a, b in wrong)
+        verdict = f"differs in {len(wrong)} of {pairs} pairs: {listed}"
+    equal = ", ".join(f"{a} and {b}" for a, b in tied)
+    return f"{verdict}, but {equal} are equal here" if tied else verdict
+
+
+def _ranked(known: Mapping[str, float], smaller: bool) -> str:
+    """Best first, with = between neighbours that are tied."""
+    names = sorted(known, key=lambda name: known[name] if smaller else -known[name])
+    parts = [f"{name} {known[name]:.4g}" for name in names]
+    for i, (a, b) in enumerate(pairwise(names), 1):
+        parts[i] = f"{'=' if same(known[a], known[b]) else '>'} {parts[i]}"
+    return " ".join(parts)
+
+
+def best(
+    what: str, name: str, ours: Mapping[str, float], published: str, source: str, *, shown: str
+) -> Comparison:
+    """The paper has the largest figure at `name`. Neither borne out nor refuted where another is
+    tied with it."""
+    others = [other for other in ours if other != name]
+    above = [other for other in others if _worse(ours[name], ours[other], smaller=False)]
+    tied = [other for other in others if same(ours[name], ours[other])]
+    if above:
+        verdict = f"does not hold here: {', '.join(above)} before {name}"
+    elif others and len(tied) == len(others):
+        verdict = "no difference here"
+    elif tied:
+        verdict = f"holds, but {' and '.join((*tied, name))} are equal here"
+    else:
+        verdict = "holds" if others else "cannot be said here"
+    agrees = False if above else None if tied or not others else True
+    return Comparison(what, shown, published, verdict, source, agrees)
+
+
+def same(first: float, second: float) -> bool:
+    """Within EQUAL of the larger."""
+    return abs(first - second) <= EQUAL * max(abs(first), abs(second))
 
 
 def _worse(first: float, second: float, smaller: bool) -> bool:
-    least = EQUAL * max(abs(first), abs(second))
-    return (first - second if smaller else second - first) > least
+    behind = first > second if smaller else second > first
+    return behind and not same(first, second)
 
 
 def cause(

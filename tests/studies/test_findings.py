@@ -44,13 +44,56 @@ def test_a_target_that_is_never_met_disagrees() -> None:
 
 
 def test_order_names_the_pairs_that_differ() -> None:
-    ours = {"a": 90.0, "b": 91.0, "c": 95.0, "d": None}
+    ours = {"a": 90.0, "b": 92.0, "c": 95.0, "d": None}
     found = findings.order("x", ours, ("a", "b", "c", "d"), "Figure 7")
-    assert found.verdict == "differs in 2 of 3 pairs: c before a, c before b"
+    assert found.verdict == "differs in 3 of 3 pairs: b before a, c before a, c before b"
     assert found.agrees is False
-    assert findings.order("x", ours, ("c", "b", "a"), "Figure 7").agrees is True
-    assert findings.order("x", ours, ("a", "b", "c"), "Figure 7", smaller=True).agrees is True
+    reverse = findings.order("x", ours, ("c", "b", "a"), "Figure 7")
+    assert (reverse.verdict, reverse.agrees) == ("same order", True)
+    assert reverse.ours == "c 95 > b 92 > a 90"
+    smaller = findings.order("x", ours, ("a", "b", "c"), "Figure 7", smaller=True)
+    assert (smaller.ours, smaller.agrees) == ("a 90 > b 92 > c 95", True)
     assert findings.order("x", {"a": 1.0}, ("a", "b"), "Figure 7").agrees is None
+
+
+@pytest.mark.parametrize(
+    ("published", "verdict", "agrees"),
+    [
+        (("prism", "mux", "static"), "same order, but prism and mux are equal here", None),
+        (("mux", "prism", "static"), "same order, but mux and prism are equal here", None),
+        (("prism", "static"), "same order", True),
+        (("prism", "mux"), "no difference here", None),
+        (
+            ("static", "prism", "mux"),
+            "differs in 2 of 3 pairs: prism before static, mux before static,"
+            " but prism and mux are equal here",
+            False,
+        ),
+    ],
+)
+def test_a_tie_decides_no_order(
+    published: tuple[str, ...], verdict: str, agrees: bool | None
+) -> None:
+    ours = {"prism": 99.1, "mux": 99.21, "static": 60.0}
+    found = findings.order("x", ours, published, "Table 1")
+    assert (found.verdict, found.agrees) == (verdict, agrees)
+    if len(published) == 3:
+        assert found.ours == "mux 99.21 = prism 99.1 > static 60"
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict", "agrees"),
+    [
+        ({"5 s": 94.4, "45 s": 93.4, "90 s": 93.0}, "no difference here", None),
+        ({"5 s": 94.4, "45 s": 93.4, "90 s": 80.0}, "holds, but 5 s and 45 s are equal here", None),
+        ({"5 s": 96.4, "45 s": 93.4, "90 s": 93.4}, "does not hold here: 5 s before 45 s", False),
+        ({"5 s": 90.0, "45 s": 93.4, "90 s": 80.0}, "holds", True),
+        ({"45 s": 93.4}, "cannot be said here", None),
+    ],
+)
+def test_the_best_of_several(ours: dict[str, float], verdict: str, agrees: bool | None) -> None:
+    found = findings.best("x", "45 s", ours, "best at about 45 s", "OSDI 2026", shown="")
+    assert (found.verdict, found.agrees) == (verdict, agrees)
 
 
 def test_overall_counts_what_can_be_said() -> None:
