@@ -64,6 +64,9 @@ class FrontendYaml(Strict, frozen=True):
     refused_timeout: str = "60s"
 
 
+MIGRATE_RUNNING = ("finish", "move")
+
+
 class SchedulerYaml(Strict, frozen=True):
     """idle_threshold: Prism §6.2 evicts models idle longer than this when memory is short.
     min_idle: a model idle for less is not evicted even for a request that nothing else can serve.

@@ -13,6 +13,7 @@ import msgspec
 from prism import journal
 from prism.config import (
     AUTO_STORE,
+    MIGRATE_RUNNING,
     ClusterConfig,
     DeviceConfig,
     DeviceYaml,
@@ -192,7 +193,7 @@ def _journal(data: JournalYaml) -> JournalConfig:
 def _scheduler(data: SchedulerYaml) -> SchedulerConfig:
     _at_least(data.migration_threshold, 0, "scheduler.migration_threshold")
     _at_least(data.contended_requests, 0, "scheduler.contended_requests")
-    _one_of(data.migrate_running, ("finish", "move"), "scheduler.migrate_running")
+    _one_of(data.migrate_running, MIGRATE_RUNNING, "scheduler.migrate_running")
     return SchedulerConfig(
         interval_s=parse_time(data.interval, "scheduler.interval"),
         idle_threshold_s=parse_time(data.idle_threshold, "scheduler.idle_threshold"),

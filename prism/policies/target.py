@@ -129,7 +129,9 @@ def _move(draft: Draft) -> None:
             draft.take(model, home[0])
             source = devices_of(model)[0]
             reason = "the new placement"
-            draft.actions.append(Migrate(name, source, home[0][0], reason, home[0][1:]))
+            # SeaLLM §5: "migrates ongoing requests after the ongoing iteration"
+            move = Migrate(name, source, home[0][0], reason, home[0][1:], move_running=True)
+            draft.actions.append(move)
 
 
 def _first_fitting(

@@ -47,6 +47,19 @@ def startup_s(model: ModelSetup, setup: ClusterSetup) -> dict[str, float]:
     return {d.name: per_node[d.node] for d in setup.devices}
 
 
+def handover_s(
+    kv_bytes: int,
+    source: Sequence[DeviceSetup],
+    target: Sequence[DeviceSetup],
+    settings: ActivationSettings,
+) -> float:
+    """KV of running requests, `kv_bytes` on each of the source's devices: over the node's links,
+    all ranks at once, or over the network."""
+    if source[0].node == target[0].node:
+        return kv_bytes * len(source) / len(target) / settings.peer_bytes_s
+    return kv_bytes * len(source) / settings.network_bytes_s
+
+
 def migration_s(
     model: ModelSetup,
     source: Sequence[DeviceSetup],

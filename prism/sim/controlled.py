@@ -18,6 +18,7 @@ from prism.policies.steps import (
     StepJob,
     StepRequest,
 )
+from prism.sim import holding
 from prism.sim.compute import Gpu
 from prism.sim.engine import Engine
 from prism.sim.kernel import Kernel
@@ -69,6 +70,32 @@ class ControlledEngine(Engine):
 
     def turn(self) -> None:
         """Nothing starts by itself."""
+        if self.leaving and not self.busy:
+            self._rest()
+
+    def release(self) -> list[Request]:
+        for request in self.batch.members.values():
+            request.executed_s += self._clock_s
+        parked, waiting = list(self.parked.values()), list(self.waiting.values())
+        for request in parked:
+            holding.give(self.kv, request, self._kernel.time_s)
+        self.parked.clear()
+        self.waiting.clear()
+        self.running -= len(parked) + len(waiting)
+        return [*super().release(), *parked, *waiting]
+
+    def take_over(self, requests: Iterable[Request]) -> None:
+        """Those with KV stand where decodes that were left out stand; the others wait."""
+        for request in requests:
+            self.running += 1
+            request.last_s = self._kernel.time_s
+            if request.todo_tokens == 0 and self.kv.take(self.kv.blocks(request.kv_tokens)):
+                self.parked[request.index] = request
+                continue
+            if request.todo_tokens == 0:
+                request.forget_kv()
+            self.waiting[request.index] = request
+        self.end_run()
 
     # --- jobs -------------------------------------------------------------------------------
 

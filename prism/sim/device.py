@@ -168,6 +168,17 @@ class Device:
             )
         )
 
+    def receive(self, resident: Resident, requests: Sequence[Request]) -> None:
+        """Requests of another copy go on in this one's engine. REQUIRES: it is active."""
+        assert resident.engine is not None
+        resident.last_use_s = self._kernel.time_s
+        for request in requests:
+            request.device = self.number
+        resident.engine.take_over(requests)
+        self._changed = True
+        self._touched.append(resident.engine)
+        self.poke()
+
     def withdraw(self, resident: Resident) -> list[Request]:
         """The copy's waiting requests, oldest first; they are here no more."""
         model = resident.model.index
@@ -206,7 +217,7 @@ class Device:
     def _consult(self, controller: Controller) -> None:
         engines: dict[str, ControlledEngine] = {}
         for name, resident in self.residents.items():
-            if isinstance(resident.engine, ControlledEngine):
+            if isinstance(resident.engine, ControlledEngine) and not resident.engine.leaving:
                 engines[name] = resident.engine
                 if resident.waiting:
                     # they came while the model was on its way

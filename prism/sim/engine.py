@@ -10,44 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from prism.costs.model import Chunk, CostModel, Usage
 from prism.policies.steps import Phase
 from prism.scheduler.speed import Speed
+from prism.sim import holding
 from prism.sim.batch import Batch
 from prism.sim.compute import Compute, Gpu, Job
+from prism.sim.flight import Flight
 from prism.sim.kv import KvSpace
-from prism.sim.prefix import HASH_TOKENS, PrefixCache
-from prism.sim.request import Request
+from prism.sim.request import Listener, Request
 from prism.sim.setup import UNBOUNDED_STEPS, EngineSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Who is told what. freed: memory or a slot became free, before the engine's next step."""
-
-    ended: Callable[[Request], None]
-    retracted: Callable[[Request], None]
-    freed: Callable[[], None]
-
-
-@dataclass(slots=True)
-class _Step:
-    """What a job in flight does: a prefill step, or `steps` decode steps. It began as run_steps of
-    them, which take `blocks` of KV in all. done: of the steps, at seen_s."""
-
-    job: Job
-    chunks: list[tuple[Request, int]]
-    steps: int = 0
-    context_tokens: int = 0
-    run_steps: int = 0
-    blocks: int = 0
-    allocated: int = 0
-    allocated_blocks: int = 0
-    done: int = 0
-    seen_s: float = -1.0
 
 
 class Engine:
@@ -81,8 +55,10 @@ class Engine:
         self.retracted: deque[Request] = deque()
         self._joining: list[Request] = []
         self._prefill_since_s = 0.0
-        self._prefill: _Step | None = None
-        self._decode: _Step | None = None
+        self._prefill: Flight | None = None
+        self._decode: Flight | None = None
+        self.leaving = False
+        self._rested: Callable[[], None] | None = None
         self._usage_of = (0, 0)
         self._usage_changed = True
         self.running = 0
@@ -147,7 +123,7 @@ class Engine:
             request.started_s = self._kernel.time_s
             request.ready_s = request.started_s + self.submit_s
             self.prompt_tokens_total += request.prompt_tokens
-            if self._take(request):
+            if holding.take(self.kv, request, self._kernel.time_s):
                 self.prefills.append(request)
             else:
                 self._starve(request)
@@ -158,7 +134,9 @@ class Engine:
         """Start what is to run next, if nothing runs. Called after every change."""
         if self._prefill is not None or self._decode is not None:
             return
-        if self.prefills and self.prefills[0].ready_s <= self._kernel.time_s:
+        if self.leaving:
+            self._rest()
+        elif self.prefills and self.prefills[0].ready_s <= self._kernel.time_s:
             self.start_prefill()
         elif self.batch.members:
             self.start_decode()
@@ -184,12 +162,13 @@ class Engine:
         """Retracted requests come back while there is room, oldest first."""
         self.catch_up()
         came = False
-        while self.retracted:
+        while self.retracted and not self.leaving:
             request = self.retracted[0]
             left = request.output_tokens - request.generated
             headroom = min(left, self._settings.headroom_tokens) if self.running > 1 else 1
             spare = self.kv.blocks(request.kv_tokens + headroom) + len(self.batch.members)
-            if not self._take(request, spare - self.kv.blocks(request.kv_tokens)):
+            spare -= self.kv.blocks(request.kv_tokens)
+            if not holding.take(self.kv, request, self._kernel.time_s, spare):
                 break
             self.prefills.append(self.retracted.popleft())
             came = True
@@ -198,43 +177,65 @@ class Engine:
         if came:
             self.end_run()
 
+    def _recompute(self, request: Request) -> None:
+        """Its KV is gone: it waits for memory to compute all of it again."""
+        request.forget_kv()
+        self._starve(request)
+
     def _starve(self, request: Request) -> None:
         self.retracted.append(request)
         self.kv.sites[0].starved.add(self)
 
-    # --- KV of a request --------------------------------------------------------------------
+    # --- moving -----------------------------------------------------------------------------
 
-    def _take(self, request: Request, spare_blocks: int = 0) -> bool:
-        """KV for all of it that is not cached, if `spare_blocks` fit as well."""
-        kv = self.kv
-        cache, need = kv.cache, kv.blocks(request.kv_tokens)
-        if cache is None:
-            return (not spare_blocks or kv.fits(need + spare_blocks)) and kv.take(need)
-        if request.hashes:
-            # at least its last token is computed
-            request.prefix = cache.use(request.hashes, (request.kv_tokens - 1) // HASH_TOKENS)
-            need -= len(request.prefix) * cache.kv_blocks
-        if (spare_blocks and not kv.fits(need + spare_blocks)) or not kv.take(need):
-            cache.leave(request.prefix, self._kernel.time_s)
-            return False
-        cached_tokens = len(request.prefix) * HASH_TOKENS
-        request.todo_tokens = request.kv_tokens - cached_tokens
-        if not request.retractions:
-            request.cached_tokens = cached_tokens
-        return True
+    def leave(self, rested: Callable[[], None]) -> None:
+        """Start nothing more; `rested` is called once nothing is in flight. Then `release`."""
+        self.leaving, self._rested = True, rested
+        self.end_run()
+        self.turn()
 
-    def _keep_prompt(self, request: Request, cache: PrefixCache) -> None:
-        """Its blocks are the cache's now; what others computed at the same time is given back."""
-        if twice := cache.extend(request.prefix, request.hashes):
-            self.kv.give(twice * cache.kv_blocks)
+    def _rest(self) -> None:
+        if self._rested is not None:
+            self._kernel.after(0.0, self._rested)
+            self._rested = None
 
-    def _give(self, request: Request) -> None:
-        """What is its own; the cache keeps the rest."""
-        blocks, cache = self.kv.blocks(request.kv_tokens), self.kv.cache
-        if cache is not None:
-            blocks -= len(request.prefix) * cache.kv_blocks
-            cache.leave(request.prefix, self._kernel.time_s)
-        self.kv.give(blocks)
+    def release(self) -> list[Request]:
+        """Everybody goes, with what KV they have computed so far; their memory is free. REQUIRES:
+        nothing is in flight."""
+        decoding = list(self.batch.members.values())
+        for request in decoding:
+            self.batch.leave(request)
+        held = [*decoding, *self.prefills]
+        for request in held:
+            holding.give(self.kv, request, self._kernel.time_s)
+        left = [*held, *self.retracted]
+        self.prefills.clear()
+        self.retracted.clear()
+        self.kv.sites[0].starved.discard(self)
+        self.running -= len(left)
+        return left
+
+    def take_over(self, requests: Iterable[Request]) -> None:
+        """Of another engine, with their KV where there is memory for it; else they are computed
+        again when there is. `turn` starts them."""
+        self.end_run()
+        for request in requests:
+            self.running += 1
+            request.prefix = []
+            if not self.kv.take(self.kv.blocks(request.kv_tokens)):
+                self._recompute(request)
+            elif request.todo_tokens:
+                self.prefills.append(request)
+            else:
+                self._continue(request)
+
+    def _continue(self, request: Request) -> None:
+        """Its prompt is computed: the next step of the batch is its next as well."""
+        if self._decode is None:
+            self.batch.join(request)
+        else:
+            self._joining.append(request)
+            self.end_run()
 
     # --- prefill ----------------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class Engine:
         work_s = self.cost.step_s(costs, batch, context_tokens)
         usage = partial(self.cost.usage, costs, batch, context_tokens)
         job = Job(self._gpus, work_s * self.slower, usage, self._prefill_ended, sm_share)
-        self._prefill = _Step(job, chunks, 1 if batch else 0)
+        self._prefill = Flight(job, chunks, 1 if batch else 0)
         self._prefill_since_s = self._kernel.time_s
         self._compute.start(job)
 
@@ -276,7 +277,7 @@ class Engine:
             if request.todo_tokens == 0:
                 self.prefills.remove(request)
                 if self.kv.cache is not None:
-                    self._keep_prompt(request, self.kv.cache)
+                    holding.keep_prompt(self.kv, request, self.kv.cache)
                 self._token_came(request)
         self._usage_changed = True
         self._listener.freed()
@@ -297,11 +298,8 @@ class Engine:
             request.first_s = self._kernel.time_s
         if request.generated >= request.output_tokens:
             self._end(request)
-        elif self._decode is None:
-            self.batch.join(request)
         else:
-            self._joining.append(request)
-            self.end_run()
+            self._continue(request)
 
     # --- decode -----------------------------------------------------------------------------
 
@@ -321,7 +319,7 @@ class Engine:
             self._usage_changed = False
         work_s *= self.slower
         job = Job(self._gpus, work_s, self._batch_usage, self._decode_ended, sm_share)
-        step = self._decode = _Step(job, [], steps, batch.context_tokens, steps, blocks)
+        step = self._decode = Flight(job, [], steps, batch.context_tokens, steps, blocks)
         self.kv.claim(blocks)
         self._allocate(step, 1)
         self._compute.start(job)
@@ -361,10 +359,8 @@ class Engine:
         return False
 
     def _retract(self, victim: Request) -> None:
-        self._give(victim)
-        victim.kv_tokens = victim.todo_tokens = victim.prompt_tokens + victim.generated
-        victim.retractions += 1
-        self._starve(victim)
+        holding.give(self.kv, victim, self._kernel.time_s)
+        self._recompute(victim)
         self._usage_changed = True
         self._listener.retracted(victim)
 
@@ -373,18 +369,18 @@ class Engine:
         steps are taken one by one or in runs."""
         return self.cost.usage((), *self._usage_of)
 
-    def _begun(self, step: _Step) -> int:
+    def _begun(self, step: Flight) -> int:
         """Decode steps that have begun by now, the present one included."""
         return min(step.steps, self._steps_done(step) + 1)
 
-    def _steps_done(self, step: _Step) -> int:
+    def _steps_done(self, step: Flight) -> int:
         if step.seen_s != self._kernel.time_s:
             step.seen_s = self._kernel.time_s
             size, done_s = len(self.batch.members), step.job.done_at(step.seen_s) / self.slower
             step.done = self.cost.decode_steps(size, step.context_tokens, done_s, step.steps)
         return step.done
 
-    def _allocate(self, step: _Step, begun: int) -> None:
+    def _allocate(self, step: Flight, begun: int) -> None:
         """KV for the steps up to `begun`, which were claimed, as far as it was not taken before."""
         if begun <= step.allocated:
             return
@@ -396,5 +392,5 @@ class Engine:
     def _end(self, request: Request) -> None:
         self.running -= 1
         self._usage_changed = True
-        self._give(request)
+        holding.give(self.kv, request, self._kernel.time_s)
         self._listener.ended(request)

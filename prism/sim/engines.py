@@ -11,10 +11,11 @@ from prism.policies.registry import Policy
 from prism.scheduler.speed import Speed
 from prism.sim.compute import Compute
 from prism.sim.controlled import ControlledEngine
-from prism.sim.engine import Engine, Listener
+from prism.sim.engine import Engine
 from prism.sim.kv import KvSpace
 from prism.sim.prefix import HASH_TOKENS, PrefixCache
 from prism.sim.profile import Load
+from prism.sim.request import Listener
 from prism.sim.resident import Resident
 from prism.sim.setup import ClusterSetup
 

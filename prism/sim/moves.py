@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from prism.policies.registry import Policy
-from prism.sim.activation import activation_s, home_node, migration_s
+from prism.sim.activation import activation_s, handover_s, home_node, migration_s
 from prism.sim.compute import Compute
 from prism.sim.device import Device
 from prism.sim.engine import Engine
@@ -108,14 +109,18 @@ class Moves:
         self._withdraw(model, resident)
         self._leave_if_empty(model, resident)
 
-    def migrate(self, model: Model, source: Resident, devices: list[Device]) -> None:
-        """Make before break: the source serves until the target is ready."""
+    def migrate(
+        self, model: Model, source: Resident, devices: list[Device], move_running: bool
+    ) -> None:
+        """Make before break: the source serves until the target is ready. move_running: then what
+        runs there goes on at the target after its present step, instead of finishing."""
         ranks = [d.setup for d in devices]
         host_s = self._load_s(model, devices)
         held = [d.setup for d in source.devices]
         load_s = migration_s(model.setup, held, ranks, self._setup.activation, host_s)
         target = self._begin(model, devices, source.kv_limit_bytes, load_s)
         target.replaces, source.replaced_by = source, target
+        target.takes_running = move_running
 
     def request_ended(self, model: Model, resident: Resident) -> None:
         """A draining copy may be empty now. Call when a request of it ends."""
@@ -205,6 +210,32 @@ class Moves:
         target.last_use_s = source.last_use_s
         self._log("migrated", target)
         self.evict(model, source)
+        if target.takes_running and source.engine is not None and source.running:
+            source.engine.leave(partial(self._copy_kv, model, source, target))
+
+    def _copy_kv(self, model: Model, source: Resident, target: Resident) -> None:
+        """Requests stand still while their KV is on its way."""
+        assert source.engine is not None
+        here, there = ([d.setup for d in r.devices] for r in (source, target))
+        copy_s = handover_s(source.engine.kv.kv_bytes, here, there, self._setup.activation)
+        self._kernel.after(copy_s, self._hand_over, model, source, target)
+
+    def _hand_over(self, model: Model, source: Resident, target: Resident) -> None:
+        """To the target, or to another copy if that is gone again; without one they wait for one,
+        and are computed again."""
+        assert source.engine is not None
+        requests = source.engine.release()
+        self._records.counts["moved"] = self._records.counts.get("moved", 0) + len(requests)
+        active = [r for r in model.residents if r.engine and r.stage is Stage.ACTIVE]
+        receiver = target if target in active else next(iter(active), None)
+        if receiver is None or receiver.engine is None:
+            for request in requests:
+                request.forget_kv()
+                model.unplaced[request.index] = request
+            self._hooks.changed()
+        else:
+            receiver.home.receive(receiver, requests)
+        self._leave_if_empty(model, source)
 
     def _give_up(self, model: Model, resident: Resident) -> None:
         """It found no memory in time."""

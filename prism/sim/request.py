@@ -1,6 +1,9 @@
-"""A request on its way through the simulated cluster."""
+"""A request on its way through the simulated cluster, and who is told of it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -47,7 +50,21 @@ class Request(msgspec.Struct, eq=False):
         self.kv_tokens = self.todo_tokens = self.prompt_tokens
         self.last_s = self.arrival_s
 
+    def forget_kv(self) -> None:
+        """All that was computed of it is to be computed again."""
+        self.kv_tokens = self.todo_tokens = self.prompt_tokens + self.generated
+        self.retractions += 1
+
     @property
     def peak_tokens(self) -> int:
         """The most KV that it will ever hold."""
         return self.prompt_tokens + self.output_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told what. freed: memory or a slot became free, before the engine's next step."""
+
+    ended: Callable[[Request], None]
+    retracted: Callable[[Request], None]
+    freed: Callable[[], None]

@@ -30,7 +30,7 @@ class Resident:
     replaces: the copy that it takes over from, when it is the target of a migration. waiting:
     its requests in the queue. leaves_s: when its memory will be free, once it is empty. after:
     copies that leave its home and have to be gone before it loads, as the live actuator waits
-    for them."""
+    for them. takes_running: what runs in the copy that it takes over from goes on here."""
 
     model: ModelSetup
     devices: list[Device]
@@ -47,6 +47,7 @@ class Resident:
     last_use_s: float = field(default=float("-inf"))
     leaves_s: float | None = None
     after: list[Resident] = field(default_factory=list)
+    takes_running: bool = False
     home: Device = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from prism.config import MIGRATE_RUNNING
 from prism.config_yaml import convert, read_mapping
 from prism.costs.gpus import GpuSpec, gpu_spec
 from prism.errors import ConfigError
@@ -153,6 +154,7 @@ def cluster_setup(
             min_idle_s=parse_time(scheduler.min_idle, "scheduler.min_idle"),
             migration_threshold=scheduler.migration_threshold,
             contended_requests=scheduler.contended_requests,
+            move_running=scheduler.migrate_running == "move",
         ),
         limits=Limits(
             headroom_tokens=engine.headroom_tokens,
@@ -228,11 +230,10 @@ def _check(config: SimYaml) -> None:
     if engine.kv_layout not in KV_LAYOUTS:
         known = ", ".join(KV_LAYOUTS)
         raise ConfigError(f"engine.kv_layout: {engine.kv_layout!r} is none of {known}")
-    if config.scheduler.migrate_running != "finish":
-        raise ConfigError(
-            f"scheduler.migrate_running: {config.scheduler.migrate_running!r} is not simulated;"
-            " requests end where they run: leave it at finish"
-        )
+    if config.scheduler.migrate_running not in MIGRATE_RUNNING:
+        known = ", ".join(MIGRATE_RUNNING)
+        wrong = config.scheduler.migrate_running
+        raise ConfigError(f"scheduler.migrate_running: {wrong!r} is none of {known}")
     if config.search_requests < 1:
         raise ConfigError("search_requests: must be at least 1")
     if config.steps not in STEPS:

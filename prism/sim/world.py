@@ -18,14 +18,14 @@ from prism.scheduler.rates import TokenRates
 from prism.sim.bindings import Bindings
 from prism.sim.compute import Compute, Gpu
 from prism.sim.device import Device
-from prism.sim.engine import Engine, Listener
+from prism.sim.engine import Engine
 from prism.sim.engines import Terms, make_engine
 from prism.sim.kernel import Alarm, Kernel
 from prism.sim.moves import Hooks, Model, Moves
 from prism.sim.profile import Load, loads
 from prism.sim.records import Decision, Records
 from prism.sim.replacement import Replacement
-from prism.sim.request import Request
+from prism.sim.request import Listener, Request
 from prism.sim.resident import Resident, Stage
 from prism.sim.search import search
 from prism.sim.setup import ClusterSetup
@@ -295,7 +295,7 @@ class World:
         devices = [self.by_name[name] for name in (action.target, *action.peers)]
         source = self._resident(model, action.source)
         if source is not None and source.replaced_by is None:
-            self._moves.migrate(model, source, devices)
+            self._moves.migrate(model, source, devices, action.move_running)
 
     def _decide(self, kind: str, model: str, device: str, target: str, reason: str) -> None:
         self.records.decide(Decision(self.kernel.time_s, kind, model, device, target, reason))

@@ -111,7 +111,7 @@ def test_summary_agrees_with_that_of_prism_replay(config: Path) -> None:
 
 
 MISTAKES = (
-    ("scheduler: {migrate_running: move}", "scheduler.migrate_running: 'move' is not simulated"),
+    ("scheduler: {migrate_running: stop}", "migrate_running: 'stop' is none of finish, move"),
     ("policy: magic", "policy: there is no 'magic'"),
     ("trace: none.jsonl", "trace: give either"),
     ("slo_scale: 0", "slo_scale: 0 must be above 0"),

@@ -56,7 +56,9 @@ def setups(draw: st.DrawFn, policies: Sequence[str] = (*POLICIES, *CONTROLLED)) 
         engine=engine,
         policy=draw(st.sampled_from(policies)),
         warm=draw(st.booleans()),
-        settings=Settings(idle_threshold_s=draw(st.sampled_from([2.0, 45.0]))),
+        settings=Settings(
+            idle_threshold_s=draw(st.sampled_from([2.0, 45.0])), move_running=draw(st.booleans())
+        ),
     )
 
 

@@ -1,0 +1,117 @@
+"""Requests that run while their model moves: they end where they are, or go on at the target."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from prism.policies import registry
+from prism.policies.data import Action, Activate, ClusterView, Migrate, Settings
+from prism.policies.placement import Hosted, Placement, Unit
+from prism.sim.records import Records
+from prism.sim.scenario import load
+from prism.sim.setup import ActivationSettings, ClusterSetup
+from prism.sim.world import World
+from tests.sim.clusters import MIB, cluster, model, parts, request, work
+from tests.sim.test_engine import Recorder
+
+HERE = Placement((Unit(("gpu:0",), (Hosted("a"),)), Unit(("gpu:1",), ()), Unit(("gpu:2",), ())))
+AT_S = 1.0
+
+
+def setup(**changes: object) -> ClusterSetup:
+    """Devices 0 and 1 are of one node, 2 is not. Weights are there at once."""
+    one = model(0, "a", pinned_device="gpu:0", activation_s=0.0, **changes)
+    speeds = ActivationSettings(layout_s=0.0, peer_bytes_s=10.0 * MIB, network_bytes_s=1.0 * MIB)
+    return cluster([one], 3, activation=speeds, warm=True)
+
+
+def moved(
+    target: str,
+    *requests: tuple[float, int, int],
+    move_running: bool = True,
+    controlled: bool = False,
+    **changes: object,
+) -> Records:
+    """The model goes from gpu:0 at AT_S."""
+    built = setup(**changes)
+    policy = None
+    if controlled:
+        policy = dataclasses.replace(
+            registry.get("alpaserve"), search=lambda problem: HERE, plan=once
+        )
+    trace = [request(at_s, "a", prompt, output) for at_s, prompt, output in requests]
+    world = World(built, work(built, trace), policy)
+    order = Migrate("a", "gpu:0", target, "test", move_running=move_running)
+    world.kernel.at(AT_S, world.apply, order)
+    return world.run()
+
+
+def once(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """Activates the model on gpu:0, and nothing else."""
+    absent = [m for m in view.models if m.state == "absent"]
+    return tuple(Activate(m.name, "gpu:0", "test") for m in absent)
+
+
+@pytest.mark.parametrize("controlled", [False, True])
+def test_they_go_on_at_the_target_without_computing_anything_again(controlled: bool) -> None:
+    still = moved("gpu:1", (0.5, 500, 100), move_running=False, controlled=controlled)
+    records = moved("gpu:1", (0.5, 500, 100), controlled=controlled)
+    assert not records.errors
+    assert (still.device[0], records.device[0]) == (0, 1)
+    assert records.counts["moved"] == 1
+    assert records.output_tokens[0] == 100
+    assert "retractions" not in records.counts
+    # 500 prompt tokens and those given out by then, in quanta of 64 KiB over 10 MiB/s
+    kv_s = 64 * 1024 * -(-(500 + 45) // 64) / (10 * MIB)
+    assert records.end_s[0] - still.end_s[0] == pytest.approx(kv_s, abs=0.002)
+    evicted = next(d.time_s for d in records.decisions if d.kind == "evicted")
+    assert evicted == pytest.approx(AT_S + kv_s, abs=0.02)
+    assert next(d.time_s for d in still.decisions if d.kind == "evicted") > evicted
+
+
+def test_between_nodes_kv_goes_over_the_network() -> None:
+    near, far = (moved(target, (0.5, 500, 100)) for target in ("gpu:1", "gpu:2"))
+    kv_bytes = 64 * 1024 * -(-(500 + 45) // 64)
+    slower_s = kv_bytes / (1.0 * MIB) - kv_bytes / (10.0 * MIB)
+    assert far.end_s[0] - near.end_s[0] == pytest.approx(slower_s, abs=0.002)
+
+
+@pytest.mark.parametrize("controlled", [False, True])
+def test_all_that_it_holds_goes_whatever_state_it_is_in(controlled: bool) -> None:
+    """Decoding, in the middle of its prompt's chunks, and waiting in the queue."""
+    requests = [(0.5, 500, 100), (0.97, 4000, 5), (0.99, 100, 10), (1.02, 100, 10)]
+    records = moved("gpu:1", *requests, controlled=controlled)
+    assert not records.errors
+    assert list(records.output_tokens) == [100, 5, 10, 10]
+    assert set(records.device) == {1}
+    assert records.counts["moved"] >= 2
+
+
+def test_who_finds_no_memory_at_the_target_is_computed_again_there() -> None:
+    """A neighbour at the target leaves 2 MiB; five requests have some 3 MiB by then."""
+    cost = Recorder()
+    built = setup(parts={1: dataclasses.replace(parts()[1], cost=cost)})
+    big = model(1, "b", weight_bytes=30 * MIB, kv_floor_bytes=16 * MIB, pinned_device="gpu:1")
+    built = dataclasses.replace(built, models=(*built.models, big))
+    trace = [request(0.1 * i, "a", 600, 300) for i in range(5)]
+    world = World(built, work(built, trace))
+    world.kernel.at(AT_S, world.apply, Migrate("a", "gpu:0", "gpu:1", "test", move_running=True))
+    records = world.run()
+    assert not records.errors
+    assert records.counts["moved"] == 5
+    assert list(records.output_tokens) == [300] * 5
+    assert set(records.device) == {1}
+    computed = sum(sum(chunks) for chunks, _ in cost.steps)
+    assert 5 * 600 + 600 < computed < 10 * 600 + 5 * 300
+
+
+def test_the_yaml_says_whether_they_move(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "gpus: {type: h100, count: 1}\nmodels: [{name: a, shape: Llama-3.2-1B}]\ngenerate: {}\n"
+    )
+    assert not load(path).setup.settings.move_running
+    assert load(path, {"scheduler.migrate_running": "move"}).setup.settings.move_running
