@@ -20,6 +20,8 @@ from prism.policies.steps import (
 )
 from prism.policies.temporal import fitting, kv_free_bytes
 
+ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class AdbsSettings:
@@ -72,7 +74,7 @@ def choose(
     A prefill that lacks compute stops new decodes until it has it, as in the paper. One that lacks
     KV memory does not, and another model's goes first: without decodes memory would never return.
     """
-    if view.now_s >= state.adapt_at_s:
+    if view.now_s >= state.adapt_at_s - ROUNDING:
         quotas = adapted(view, state.quotas, settings)
         state = replace(state, quotas=quotas, adapt_at_s=view.now_s + settings.adapt_every_s)
     prefilling = any(Phase.PREFILL in e.busy for e in view.engines)
@@ -80,17 +82,23 @@ def choose(
     jobs: list[StepJob] = []
     sm_free = view.sm_free
     if prefill is not None:
-        if prefill.sm_share > sm_free + 1e-9:
+        if prefill.sm_share > sm_free + ROUNDING:
             return StepChoice(()), state
         jobs.append(prefill)
         state = replace(state, last_prefill=prefill.model, prefill_sm=prefill.sm_share)
         sm_free -= prefill.sm_share
     held = state.prefill_sm if prefilling or jobs else 0.0
-    decodes = _decodes(view, state.last_decode, sm_free, held if settings.wider else None)
-    if decodes:
+    wider = _wider(view, held) if settings.wider else 1.0
+    decodes = _decodes(view, state.last_decode, sm_free, wider)
+    if decodes and len(decodes) < _ready(view):
         state = replace(state, last_decode=decodes[-1].model)
-    holds_s = 0.0 if prefilling or jobs else _holds_s(view, state)
+    holds_s = 0.0 if prefilling or jobs else _holds_s(view, state, decodes, wider)
     return StepChoice((*jobs, *decodes), holds_s), state
+
+
+def _ready(view: DeviceStepView) -> int:
+    """Models that could start a decode. Where all of them do, nobody's turn is over."""
+    return sum(bool(e.decode) and Phase.DECODE not in e.busy for e in view.engines)
 
 
 def _in_turn(engines: Sequence[EngineStepView], last: str) -> list[EngineStepView]:
@@ -124,7 +132,7 @@ def _admitted(
     """Requests that fit the engine's quota and the space together. An engine that holds nothing may
     exceed its quota by one request, since it could not start otherwise."""
     free = kv_free_bytes(view)
-    running = len(engine.decode)
+    running = len(engine.decode) + engine.executing
     waiting = engine.prefill[: max(0, engine.batch_max - running)]
     within = min(free, quotas.get(engine.model, 0) - engine.kv_bytes)
     requests = fitting(waiting, engine, within)
@@ -133,21 +141,25 @@ def _admitted(
     return requests
 
 
-def _decodes(
-    view: DeviceStepView, last: str, sm_free: float, prefill_sm: float | None
-) -> list[StepJob]:
-    """Decodes in turn while the compute lasts. What prefills and their own shares leave of the
-    device is theirs too, in proportion: shares are assigned step by step, and a job that is alone
-    has all of it (§3.4, Figure 4). prefill_sm None: they keep to their own shares."""
+def _own(view: DeviceStepView) -> float:
+    """Shares of all models that decode."""
+    return sum(e.decode_sm_share for e in view.engines if e.decode or Phase.DECODE in e.busy)
+
+
+def _wider(view: DeviceStepView, prefill_sm: float) -> float:
+    """What prefills and their own shares leave of the device is the decodes' too, in proportion:
+    shares are assigned step by step, and a job that is alone has all of it (§3.4, Figure 4)."""
+    own = _own(view)
+    return max(1.0, (1.0 - prefill_sm) / own) if own > 0 else 1.0
+
+
+def _decodes(view: DeviceStepView, last: str, sm_free: float, wider: float) -> list[StepJob]:
+    """Decodes in turn while the compute lasts. wider: factor on their shares."""
     jobs: list[StepJob] = []
-    own = sum(e.decode_sm_share for e in view.engines if e.decode or Phase.DECODE in e.busy)
-    wider = 1.0
-    if prefill_sm is not None and own > 0:
-        wider = max(1.0, (1.0 - prefill_sm) / own)
     for engine in _in_turn(view.engines, last):
         if not engine.decode or Phase.DECODE in engine.busy:
             continue
-        if min(engine.decode_sm_share, 1.0) > sm_free + 1e-9:
+        if min(engine.decode_sm_share, 1.0) > sm_free + ROUNDING:
             break
         share = min(engine.decode_sm_share * wider, sm_free, 1.0)
         ids = tuple(r.id for r in engine.decode[: engine.batch_max])
@@ -156,11 +168,14 @@ def _decodes(
     return jobs
 
 
-def _holds_s(view: DeviceStepView, state: AdbsState) -> float:
-    """Decodes that all fit side by side go on until the quotas move: requests that wait for memory
-    get some only when one ends."""
-    decoding = [e for e in view.engines if e.decode or Phase.DECODE in e.busy]
-    if sum(e.decode_sm_share for e in decoding) > 1.0 + 1e-9:
+def _holds_s(
+    view: DeviceStepView, state: AdbsState, decodes: Sequence[StepJob], wider: float
+) -> float:
+    """Decodes that all fit side by side, each with its whole share, go on until the quotas move:
+    requests that wait for memory get some only when one ends."""
+    whole = {e.model: min(e.decode_sm_share * wider, 1.0) for e in view.engines}
+    squeezed = any(job.sm_share < whole[job.model] - ROUNDING for job in decodes)
+    if squeezed or len(decodes) < _ready(view) or _own(view) > 1.0 + ROUNDING:
         return 0.0
     return max(0.0, state.adapt_at_s - view.now_s)
 

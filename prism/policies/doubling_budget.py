@@ -137,8 +137,9 @@ def _holds_s(
     head: Head, phase: Phase, batch: Sequence[str], heads: Sequence[Head], settings: DbSettings
 ) -> float:
     """While it executes, the head's priority only rises: the choice holds until its budget is used
-    up or somebody who waits starves. A prefill is one step."""
-    if phase is Phase.PREFILL:
+    up or somebody who waits starves. A prefill is one step, and so is the first of a head that
+    starved: it has not waited after it."""
+    if phase is Phase.PREFILL or head.rank[0] == -math.inf:
         return 0.0
     left = left_s(head.request.executed_s, budget_s(head.engine))
     waiting = (h for h in heads if h.request.id not in batch)

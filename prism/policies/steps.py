@@ -35,7 +35,8 @@ class StepRequest(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EngineStepView:
     """A co-located engine. `prefill`: requests not yet prefilled, oldest first; `decode`: those
-    that have their first token. busy: phases that are executing now; their requests are in neither.
+    that have their first token. busy: phases that are executing now; their requests are in neither;
+    executing: how many these are.
 
     kv_bytes: what its requests hold of the unit's KV space, reported per device; kv_peak_bytes:
     the most since the quotas were last adapted. execution_s and execution_std_s: mean and standard
@@ -54,6 +55,7 @@ class EngineStepView:
     batch_max: int = 256
     execution_s: float = 1.0
     execution_std_s: float = 0.0
+    executing: int = 0
 
 
 @dataclass(frozen=True, slots=True)

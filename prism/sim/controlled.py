@@ -21,6 +21,7 @@ from prism.policies.steps import (
 from prism.sim import holding
 from prism.sim.compute import Gpu
 from prism.sim.engine import Engine
+from prism.sim.flight import Flight
 from prism.sim.kernel import Kernel
 from prism.sim.memory import Ledger
 from prism.sim.profile import Load
@@ -106,6 +107,7 @@ class ControlledEngine(Engine):
             request = self.waiting.get(int(key))
             if request is None or not self.kv.take(self.kv.blocks(request.kv_tokens)):
                 continue
+            self._note_peak()
             del self.waiting[request.index]
             if request.started_s < 0:
                 request.started_s = self._kernel.time_s
@@ -155,6 +157,14 @@ class ControlledEngine(Engine):
         if joins:
             request.executed_s -= self._clock_s
 
+    def _allocate(self, step: Flight, begun: int) -> None:
+        super()._allocate(step, begun)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        """Between two views a run may grow and end."""
+        self.kv_peak_bytes = max(self.kv_peak_bytes, self.kv.kv_bytes)
+
     def _leave(self, request: Request) -> None:
         self.batch.leave(request)
         request.executed_s += self._clock_s
@@ -173,12 +183,12 @@ class ControlledEngine(Engine):
 
     def step_view(self, model: str) -> EngineStepView:
         busy, kv, load = self.busy, self.kv, self.load
-        self.kv_peak_bytes = max(self.kv_peak_bytes, kv.kv_bytes)
+        decodes = self._decodes(Phase.DECODE in busy)
         token_bytes = max(1, kv.quantum_bytes // kv.quantum_tokens)
         return EngineStepView(
             model,
             () if self.short else self._shown(self.waiting.values()),
-            self._decodes(Phase.DECODE in busy),
+            decodes,
             busy,
             token_bytes,
             kv.kv_bytes,
@@ -188,6 +198,7 @@ class ControlledEngine(Engine):
             self.max_running,
             load.execution_s,
             load.execution_std_s,
+            self.running - len(self.waiting) - len(decodes),
         )
 
     def _shown(self, requests: Iterable[Request], tokens: int = 0) -> tuple[StepRequest, ...]:
@@ -234,8 +245,9 @@ def _by_arrival(request: StepRequest) -> tuple[float, str]:
 
 class Controller:
     """Asks a policy's step control for one device and starts what it says. Decode steps go on for
-    `holds_s` of a choice without being asked for; any admission or end of a request on the device
-    ends them with the present step."""
+    `holds_s` of a choice without being asked for. They end with the present step at any admission,
+    end or retraction of a request on the device, and when a choice that does not hold starts
+    something: step by step the control would be asked anew then."""
 
     def __init__(self, kernel: Kernel, control: StepControl, gpu: Gpu, ledger: Ledger) -> None:
         self._kernel = kernel
@@ -253,8 +265,8 @@ class Controller:
         """changed: a request came or ended, so that runs in flight are to be asked for anew."""
         self._again = True
         if changed:
+            self._end_runs(engines)
             for engine in engines.values():
-                engine.end_run()
                 engine.short = False
         if self._asking or not engines:
             return
@@ -276,6 +288,9 @@ class Controller:
         choice, self._state = self._control.choose(view, self._state)
         self._note_quotas(engines)
         started = [self._start(job, engines[job.model], choice) for job in choice.jobs]
+        retracted = any(engine.retracted for engine in engines.values())
+        if retracted or (any(started) and choice.holds_s <= 0):
+            self._end_runs(engines)
         if any(started):
             self._version += 1
             if 0 < choice.holds_s < math.inf:
@@ -292,6 +307,10 @@ class Controller:
         # everyone may have been retracted, and waits again
         self._again = self._again or not started
         return started
+
+    def _end_runs(self, engines: Mapping[str, ControlledEngine]) -> None:
+        for engine in engines.values():
+            engine.end_run()
 
     def _expire(self, engines: Mapping[str, ControlledEngine], version: int) -> None:
         if version == self._version:

@@ -134,6 +134,30 @@ def test_decodes_side_by_side_hold_until_quotas_move() -> None:
     assert adbs.choose(prefilling, adbs.start(view, SETTINGS), SETTINGS)[0].holds_s == 0.0
 
 
+def test_nobodys_turn_is_over_where_all_decode() -> None:
+    view = device(engine("a", decode=1), engine("b", decode=1))
+    before = adbs.start(view, SETTINGS)
+    assert adbs.choose(view, before, SETTINGS)[1] == before
+
+
+def test_a_decode_with_less_than_its_share_does_not_hold() -> None:
+    """It would have more at its next step, when others have stepped back."""
+    others = engine("b", busy=frozenset({DECODE}), decode_sm_share=0.1)
+    squeezed = device(engine("a", decode=1), others, sm_free=0.4)
+    state = adbs.start(squeezed, SETTINGS)
+    assert adbs.choose(squeezed, state, SETTINGS)[0].holds_s == 0.0
+    whole = replace(squeezed, sm_free=0.75)
+    assert adbs.choose(whole, state, SETTINGS)[0].holds_s > 0
+    left_out = device(engine("a", decode=1), engine("b", decode=1), others, sm_free=0.5)
+    assert adbs.choose(left_out, state, SETTINGS)[0].holds_s == 0.0
+
+
+def test_requests_that_execute_count_against_the_batch() -> None:
+    busy = engine("a", prefill=2, busy=frozenset({DECODE}), batch_max=3, executing=2)
+    choice, _ = adbs.choose(device(busy), adbs.start(device(busy), SETTINGS), SETTINGS)
+    assert choice.jobs[0].requests == ("ap0",)
+
+
 # --- quotas --------------------------------------------------------------------------------
 
 

@@ -107,6 +107,8 @@ def test_a_choice_holds_until_the_budget_ends_or_somebody_starves() -> None:
     waits = one(LONG, "decode", StepRequest("l", 0.0, 1, 1, waiting_s=19.5))
     assert chosen(running, waits).holds_s == 0.5
     assert chosen(one(SHORT, "prefill", StepRequest("s", 0.0, 1, 1))).holds_s == 0.0
+    starved = one(SHORT, "decode", StepRequest("s", 0.0, 1, 1, waiting_s=9.0))
+    assert chosen(starved).holds_s == 0.0  # it goes before all others for one step only
 
 
 # --- Theorem 1 -----------------------------------------------------------------------------
