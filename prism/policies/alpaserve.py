@@ -33,14 +33,17 @@ Step = tuple[Placement, Outcome]
 def search(problem: Problem) -> Placement:
     """The placement with the highest simulated attainment. REQUIRES: `problem.simulate`.
 
-    Equal attainments go by the lower normalised latency, then by the fewer devices per group.
+    Equal attainments go by the more models that have a home, so that one whose requests would be
+    late is not left out, then by the lower normalised latency and the fewer devices per group.
     """
     assert problem.simulate is not None, "AlpaServe's search needs a simulator"
-    best: tuple[tuple[float, float], Placement] | None = None
+    best: tuple[tuple[float, int, float], Placement] | None = None
     for made in _candidates(problem):
         for placement, outcome in made:
-            if best is None or _rank(outcome) > best[0]:
-                best = (_rank(outcome), placement)
+            attainment, latency = _rank(outcome)
+            rank = (attainment, _housed(placement), latency)
+            if best is None or rank > best[0]:
+                best = (rank, placement)
     if best is None:  # no device, or none of the degrees fits into a node
         return groups.as_placement((), problem.models)
     return Placement(best[1].units, best[1].refused, best[0][0])
@@ -102,6 +105,10 @@ def _by_trying_each(
 
 def _rank(outcome: Outcome) -> tuple[float, float]:
     return (outcome.attainment, -outcome.mean_normalized_latency)
+
+
+def _housed(placement: Placement) -> int:
+    return len({hosted.model for unit in placement.units for hosted in unit.models})
 
 
 def _unserved(outcome: Outcome, model: str) -> float:

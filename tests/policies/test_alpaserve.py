@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from random import Random
@@ -9,7 +10,7 @@ from random import Random
 import pytest
 
 from prism.policies import alpaserve, groups
-from prism.policies.placement import Hosted, ModelSpecView, Placement, Problem, Unit
+from prism.policies.placement import Hosted, ModelSpecView, Outcome, Placement, Problem, Unit
 from tests.policies.loads import devices, spec
 from tests.policies.toy import small, toy_problem
 
@@ -61,6 +62,19 @@ def test_models_that_fit_nowhere_are_refused() -> None:
     assert placement.homes("a")
     nothing = alpaserve.search(toy_problem([spec("large", "65b", tp_degrees=(4,))], 2))
     assert list(nothing.refused) == ["large"]
+
+
+def test_a_model_whose_requests_would_be_late_has_a_home_all_the_same() -> None:
+    """Without one, nothing would be worse by attainment, and the others' latency is better."""
+
+    def simulate(placement: Placement) -> Outcome:
+        late = {"late"} & {h.model for u in placement.units for h in u.models}
+        return Outcome({"a": 9, "late": 1}, {"a": 0, "late": 1}, {"a": 2.0 if late else 1.0})
+
+    problem = dataclasses.replace(toy_problem([spec("a"), spec("late")], 2), simulate=simulate)
+    placement = alpaserve.search(problem)
+    assert not placement.refused
+    assert placement.homes("late")
 
 
 def best_by_trying_all(problem: Problem) -> float:
