@@ -15,6 +15,7 @@ from prism.studies import (
     prism_table1,
     seallm,
     seallm_parts,
+    seallm_sweeps,
 )
 from prism.studies.study import Study
 
@@ -29,6 +30,7 @@ PAPERS = (
     muxserve,
     muxserve_parts,
     seallm,
+    seallm_sweeps,
     seallm_parts,
 )
 STUDIES: dict[str, Study] = {study.name: study for part in PAPERS for study in part.STUDIES}

@@ -118,6 +118,12 @@ def claim(what: str, holds: bool | None, ours: str, published: str, source: str)
     return Comparison(what, ours, published, verdict, source, holds)
 
 
+def unsaid(what: str, ours: float | None, source: str) -> Comparison:
+    """A factor of ours that shows more of a figure of which the paper's text says no such thing."""
+    shown = "-" if ours is None else f"{ours:.2f}x"
+    return Comparison(what, shown, "not published", "not counted", source)
+
+
 def order(
     what: str,
     ours: Mapping[str, float | None],
@@ -132,7 +138,7 @@ def order(
     known = {n: v for n, v in ours.items() if v is not None and n in published}
     names = [name for name in published if name in known]
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    wrong = [(a, b) for a, b in pairs if _worse(known[a], known[b], smaller)]
+    wrong = [(a, b) for a, b in pairs if behind(known[a], known[b], smaller=smaller)]
     tied = [(a, b) for a, b in pairs if same(known[a], known[b])]
     shown = _ranked(known, smaller)
     if not pairs:
@@ -168,7 +174,7 @@ def best(
     """The paper has the largest figure at `name`. Neither borne out nor refuted where another is
     tied with it."""
     others = [other for other in ours if other != name]
-    above = [other for other in others if _worse(ours[name], ours[other], smaller=False)]
+    above = [other for other in others if behind(ours[name], ours[other])]
     tied = [other for other in others if same(ours[name], ours[other])]
     if above:
         verdict = f"does not hold here: {', '.join(above)} before {name}"
@@ -187,9 +193,10 @@ def same(first: float, second: float) -> bool:
     return abs(first - second) <= EQUAL * max(abs(first), abs(second))
 
 
-def _worse(first: float, second: float, smaller: bool) -> bool:
-    behind = first > second if smaller else second > first
-    return behind and not same(first, second)
+def behind(first: float, second: float, *, smaller: bool = False) -> bool:
+    """Is `first` worse by more than EQUAL. smaller: is better."""
+    worse = first > second if smaller else second > first
+    return worse and not same(first, second)
 
 
 def cause(

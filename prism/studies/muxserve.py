@@ -22,10 +22,15 @@ from prism.studies.muxserve_setup import (
     throughput,
 )
 from prism.studies.prism_setup import problems
+from prism.studies.prism_sweeps import up_to
 from prism.studies.study import Study
 from prism.studies.trial import Measured, Trial
 
 Lines = dict[str, list[tuple[Any, float | None]]]
+PUBLISHED_SYNTHETIC = {"throughput": 1.8, "requests": 2.9}
+"""Up to, over either baseline; requests: within 99 % SLO attainment (§4.2)."""
+PUBLISHED_CHAT = {"spatial": 1.38, "temporal": 1.46}
+"""Throughput, up to (§4.3)."""
 RPS = "throughput (req/s, weighted by rate)"
 SLO = "SLO attainment (%)"
 
@@ -45,6 +50,17 @@ def never_below(first: Lines, name: str, others: Sequence[str]) -> bool:
         for (_, a), (_, b) in zip(first[name], first[other], strict=True)
         if a is not None and b is not None
     )
+
+
+def outperforms(lines: Lines) -> tuple[bool | None, str]:
+    """Is MuxServe never behind; neither borne out nor refuted where another is its equal at every
+    x."""
+    others = [name for name in SYSTEMS if name != "muxserve"]
+    if not never_below(lines, "muxserve", others):
+        return False, "not at every rate"
+    ratios = {other: best_ratio(lines, "muxserve", other) for other in others}
+    equals = [other for other, r in ratios.items() if r is not None and r <= 1 + findings.EQUAL]
+    return (None, f"equal to {' and '.join(equals)} at every rate") if equals else (True, "it is")
 
 
 def gathered(
@@ -85,7 +101,7 @@ def synthetic(lab: Lab) -> Findings:
         outcomes = lab.run(trials, f"alpha {alpha:g}")
         remarks += [p for p in problems(trials, outcomes) if p not in remarks]
         rates, shares = by_alpha[alpha] = gathered(xs, list(SYSTEMS), outcomes)
-        slower[alpha] = on_slower_hosts(lab, trials, xs, {xs[len(xs) // 2], *behind(rates)})
+        slower[alpha] = on_slower_hosts(lab, trials, xs, behind(rates))
         table += rows_of(outcomes, xs, list(SYSTEMS), alpha=alpha)
         for what, ylabel, found in (("throughput", RPS, rates), ("slo", SLO, shares)):
             title = f"alpha {alpha:g}"
@@ -164,25 +180,49 @@ def _synthetic(
 ) -> list[Comparison]:
     source = "§4.2, Figure 5"
     compared, ratios = [], []
+    others = [name for name in SYSTEMS if name != "muxserve"]
     for alpha, (rates, _) in by_alpha.items():
-        others = [name for name in SYSTEMS if name != "muxserve"]
-        holds = never_below(rates, "muxserve", others)
+        holds, shown = outperforms(rates)
         what = f"alpha {alpha:g}: MuxServe's throughput is the highest at every rate"
-        shown = "it is" if holds else "not at every rate"
         compared.append(findings.claim(what, holds, shown, "in all scenarios", source))
-        if not holds:
+        if holds is False:
             compared.append(always_cause(what, rates, slower[alpha]))
-        xs = [x for x, _ in rates["muxserve"]]
         for name in others:
-            best = best_ratio(rates, "muxserve", name)
-            ratios.append(best)
-            what = f"alpha {alpha:g}: throughput, MuxServe over {name}"
-            compared.append(findings.factor(f"{what}, at most", best, None, source))
-            if compared[-1].agrees is False:
-                compared.append(host_cause(what, rates, slower[alpha], name, xs[len(xs) // 2]))
+            ratios.append(best_ratio(rates, "muxserve", name))
+            what = f"alpha {alpha:g}: throughput, MuxServe over {name}, at most"
+            compared.append(findings.unsaid(what, ratios[-1], source))
     most = max((r for r in ratios if r is not None), default=None)
-    compared.append(findings.factor("throughput over either baseline, at most", most, 1.8, source))
+    said = PUBLISHED_SYNTHETIC["throughput"]
+    compared.append(findings.factor("throughput over either baseline, at most", most, said, source))
+    compared.append(in_time({alpha: shares for alpha, (_, shares) in by_alpha.items()}, source))
+    if len(by_alpha) > 1:
+        steep = max(by_alpha)
+        compared.append(always_in_time(f"alpha {steep:g}: ", by_alpha[steep][1], "higher", source))
     return compared
+
+
+def in_time(by_alpha: Mapping[float, Lines], source: str) -> Comparison:
+    """The largest of the ratios of rates up to which 99 % of the requests are in time, between
+    rates by interpolation."""
+    found: dict[str, float] = {}
+    for alpha, shares in by_alpha.items():
+        held = {name: up_to(points) for name, points in shares.items()}
+        for name, most in held.items():
+            ratio = findings.ratio(held["muxserve"], most)
+            if name != "muxserve" and ratio is not None:
+                found[f"over {name}, alpha {alpha:g}"] = ratio
+    where = max(found, key=lambda name: found[name], default=None)
+    what = "requests within 99 % SLO attainment over either baseline, at most"
+    if where is not None:
+        what += f" ({where})"
+    said = PUBLISHED_SYNTHETIC["requests"]
+    return findings.factor(what, found[where] if where else None, said, source)
+
+
+def always_in_time(label: str, shares: Lines, said: str, source: str) -> Comparison:
+    holds, shown = outperforms(shares)
+    what = f"{label}MuxServe's SLO attainment is the highest at every rate"
+    return findings.claim(what, holds, shown, said, source)
 
 
 # --- Figure 7 ------------------------------------------------------------------------------
@@ -218,33 +258,47 @@ def chat(lab: Lab) -> Findings:
         trials += systems(lab.setup(f"rate{rate:g}", cluster(models, 32), trace), list(SYSTEMS))
     outcomes = lab.run(trials, "rates")
     rates, shares = gathered(rates_rps, list(SYSTEMS), outcomes)
-    source = "§4.3, Figure 7"
-    others = ("spatial", "temporal")
-    holds = never_below(shares, "muxserve", others)
-    compared = [
-        findings.factor(
-            f"throughput, MuxServe over {name}, at most",
-            best_ratio(rates, "muxserve", name),
-            said,
-            source,
-        )
-        for name, said in zip(others, (1.38, 1.46), strict=True)
-    ]
     slow = on_slower_hosts(lab, trials, rates_rps, rates_rps[-1:])
-    compared += [
-        host_cause(f"throughput, MuxServe over {name}", rates, slow, name, rates_rps[-1])
-        for name, found in zip(others, compared, strict=True)
-        if found.agrees is False
-    ]
-    what = "MuxServe's SLO attainment is the highest at every rate"
-    shown = "it is" if holds else "not at every rate"
-    compared.append(findings.claim(what, holds, shown, "always", source))
+    compared = _chat(rates, shares, slow)
     plots = {
         "throughput": Plot("ChatLMSYS", "average rate (req/s per model)", RPS, rates),
         "slo": Plot("ChatLMSYS", "average rate (req/s per model)", SLO, shares),
     }
     table = rows_of(outcomes, rates_rps, list(SYSTEMS))
     return Findings(compared, table, plots, [FAIR], problems(trials, outcomes))
+
+
+def _chat(rates: Lines, shares: Lines, slow: Lines) -> list[Comparison]:
+    """slow: at the highest rate, with slower hosts."""
+    source, most = "§4.3, Figure 7", rates["muxserve"][-1][0]
+    compared: list[Comparison] = []
+    for name, said in PUBLISHED_CHAT.items():
+        what = f"throughput, MuxServe over {name}"
+        best = best_ratio(rates, "muxserve", name)
+        compared.append(findings.factor(f"{what}, at most", best, said, source))
+        if compared[-1].agrees is False:
+            compared.append(host_cause(what, rates, slow, name, most))
+    compared.append(always_in_time("", shares, "always", source))
+    return [*compared, quite_bad(rates, shares, source)]
+
+
+def quite_bad(rates: Lines, shares: Lines, source: str) -> Comparison:
+    """The paper's words at 4.8 req/s per model; read as: behind both others, in both measures."""
+    last = [{name: points[-1] for name, points in lines.items()} for lines in (rates, shares)]
+    x = last[0]["temporal"][0]
+    values = [{name: v for name, (_, v) in by_name.items() if v is not None} for by_name in last]
+    known = all(len(by_name) == len(SYSTEMS) for by_name in values)
+    behind_all = [
+        all(findings.behind(v["temporal"], v[n]) for n in v if n != "temporal")
+        for v in values
+        if "temporal" in v
+    ]
+    shown = "; ".join(
+        f"{what} " + ", ".join(f"{name} {v:.4g}" for name, v in by_name.items())
+        for what, by_name in zip(("req/s:", "in time (%):"), values, strict=True)
+    )
+    what = f"temporal is behind both others at {x:g} req/s per model, in throughput and attainment"
+    return findings.claim(what, all(behind_all) if known else None, shown, '"quite bad"', source)
 
 
 DATA = (
@@ -267,7 +321,11 @@ STUDIES = (
         "19 LLaMA models of 7B to 65B (Table 1) on 32 A100-80G, rates by power law, up to 5, 20 "
         "and 60 req/s for the most popular model, SLO of 8 execution times",
         "40 s of arrivals, two of five alphas, three rates",
-        DATA + OVER,
+        DATA
+        + OVER
+        + " Requests within 99 % are read between three rates. The paper also says that a "
+        "small alpha costs a little SLO attainment at small SLO scales: not run, the one scale "
+        "here is 8. By its higher attainment at a larger alpha we take it to mean the baselines'.",
         synthetic,
     ),
     Study(

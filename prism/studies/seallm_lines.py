@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from prism.studies import findings
@@ -70,45 +71,111 @@ def place_causes(what: str, found: Lines, queues: Lines, *, smaller: bool) -> li
     return rows
 
 
-def tail_causes(points: Points, compared: list[Comparison]) -> list[Comparison]:
-    """The tail without the service of several GPUs, whose longest answers it is made of, for each
-    baseline over which SeaLLM's tail is no shorter. compared: one for each of BASELINES."""
-    whole, others = lines(points, tail_s), lines(points, others_tail_s)
-    pairs = zip(BASELINES, compared, strict=True)
-    return [
-        findings.cause(
-            f"P99 latency, over {name}, of the slowest service but {LARGEST}",
-            most(whole, name, smaller=True),
-            most(others, name, smaller=True),
-        )
-        for name, said in pairs
-        if said.agrees is False
-    ]
+def tail_cause(points: Points, name: str) -> Comparison:
+    """The tail over the baseline `name` without the service of several GPUs, whose longest answers
+    it is made of."""
+    whole, others = (most(lines(points, m), name, smaller=True) for m in (tail_s, others_tail_s))
+    what = f"P99 latency, over {name}, of the slowest service but {LARGEST}"
+    return findings.cause(what, whole, others)
 
 
-def best_everywhere(found: Lines, *, smaller: bool) -> tuple[bool, str]:
-    """Is SeaLLM best at every x; and in how many."""
-    won = 0
+def best_everywhere(found: Lines, *, smaller: bool) -> tuple[bool | None, str]:
+    """Is SeaLLM best at every x, within EQUAL; and in how many, of which in how many it is not
+    alone. Neither borne out nor refuted where it is alone in none."""
+    won = tied = 0
     for place, (_, own) in enumerate(found["seallm"]):
         others = [v for n in BASELINES if n in found and (v := found[n][place][1]) is not None]
-        sign = 1 if smaller else -1
-        if own is not None and all(
-            sign * own <= sign * v + findings.EQUAL * abs(v) for v in others
-        ):
-            won += 1
+        if own is None or any(findings.behind(own, v, smaller=smaller) for v in others):
+            continue
+        won += 1
+        tied += any(findings.same(own, v) for v in others)
     whole = len(found["seallm"])
-    return won == whole, f"at {won} of {whole}"
+    equal = f", with an equal at {tied}" if tied else ""
+    holds = None if tied == whole else won == whole
+    return holds, f"at {won} of {whole}{equal}"
 
 
-def falls(points: Points, system: str, what: str, source: str) -> Comparison:
-    """Is a system's SLO attainment lower at the last x than at the first."""
-    shares = [found[system] for found in points.values() if system in found]
-    first, last = (slo(shares[i]) if shares else None for i in (0, -1))
+@dataclass(frozen=True)
+class Fall:
+    """What a paper says of a fall, and the points of attainment that we read into it."""
+
+    said: str = "falls"
+    least_points: float = 0.0
+    most_points: float = 100.0
+
+    @property
+    def reading(self) -> str:
+        if self.least_points:
+            return f" (read as: by {self.least_points:g} points or more)"
+        return f" (read as: by up to {self.most_points:g} points)" if self.most_points < 100 else ""
+
+
+FAST_FALL = Fall("degrades fast", least_points=10.0)
+SLIGHT_FALL = Fall("slightly decreased", most_points=10.0)
+WORSE = Fall("worse")
+
+
+def falls(found: Lines, system: str, what: str, source: str, fall: Fall) -> Comparison:
+    """Is a system's SLO attainment, of which `found` are the lines, lower at the last x than at the
+    first, by as much as `fall` says. A fall of less than EQUAL is none."""
+    shares = [v for _, v in found.get(system, [])]
+    first, last = (shares[0], shares[-1]) if shares else (None, None)
+    what = f"{system}{what}{fall.reading}"
     if first is None or last is None:
-        return findings.claim(f"{system}{what}", None, "-", "falls", source)
-    shown = f"{first:.1f} % to {last:.1f} %"
-    holds = last < first * (1 - findings.EQUAL)
-    return findings.claim(f"{system}{what}", holds, shown, "falls", source)
+        return findings.claim(what, None, "-", fall.said, source)
+    down = first - last
+    holds = findings.behind(last, first) and fall.least_points <= down <= fall.most_points
+    return findings.claim(what, holds, f"{first:.1f} % to {last:.1f} %", fall.said, source)
+
+
+def faster(found: Lines, over: str, what: str, said: str, source: str) -> Comparison:
+    """Is SeaLLM's figure smaller than `over`'s at every x; neither borne out nor refuted where they
+    are equal at some."""
+    xs = [x for x, _ in found["seallm"]]
+    ratios = [(x, r) for x in xs if (r := ratio_at(found, x, "seallm", over, smaller=True))]
+    shown = ", ".join(f"{r:.2f}x at {x:g}" for x, r in ratios)
+    if len(ratios) < len(xs):
+        return Comparison(what, shown or "-", said, "cannot be formed here", source)
+    slower = [f"{x:g}" for x, r in ratios if r < 1 - findings.EQUAL]
+    equal = [f"{x:g}" for x, r in ratios if abs(r - 1) <= findings.EQUAL]
+    if slower:
+        return Comparison(what, shown, said, f"not at {', '.join(slower)}", source, agrees=False)
+    if len(equal) == len(xs):
+        return Comparison(what, shown, said, "no difference here", source)
+    verdict = f"holds, but equal at {', '.join(equal)}" if equal else "holds"
+    return Comparison(what, shown, said, verdict, source, None if equal else True)
+
+
+SIMILAR = 0.25
+"""Within which part of the other we read "similar"."""
+
+
+def similar(found: Lines, other: str, what: str, source: str) -> Comparison:
+    """Is SeaLLM's figure near `other`'s at every x."""
+    xs = [x for x, _ in found["seallm"]]
+    ratios = [r for x in xs if (r := ratio_at(found, x, other, "seallm", smaller=True))]
+    what = f"{what} (read as: within {SIMILAR:.0%} at every x)"
+    if len(ratios) < len(xs):
+        return findings.claim(what, None, "-", "similar", source)
+    holds = all(abs(r - 1) <= SIMILAR for r in ratios)
+    shown = f"{min(ratios):.2f} to {max(ratios):.2f} of {other}'s"
+    return findings.claim(what, holds, shown, "similar", source)
+
+
+def shrinks(found: Lines, what: str, source: str, *, smaller: bool) -> Comparison:
+    """Is SeaLLM's factor over the best baseline smaller at the last x than at the first."""
+    ends = [found["seallm"][i][0] for i in (0, -1)]
+    first, last = (_lead_at(found, x, smaller=smaller) for x in ends)
+    if first is None or last is None:
+        return findings.claim(what, None, "-", "get smaller", source)
+    shown = f"{first:.2f}x at {ends[0]:g}, {last:.2f}x at {ends[-1]:g}"
+    return findings.claim(what, findings.behind(last, first), shown, "get smaller", source)
+
+
+def _lead_at(found: Lines, x: Any, *, smaller: bool) -> float | None:
+    known = [name for name in BASELINES if name in found]
+    ratios = [ratio_at(found, x, "seallm", name, smaller=smaller) for name in known]
+    return min((r for r in ratios if r is not None), default=None)
 
 
 def fall_of(points: Points, system: str) -> float | None:

@@ -19,6 +19,7 @@ from prism.studies.sources import without_slo
 from prism.studies.trial import Measured, Trial
 
 GPU = "a100-80"
+"""The paper's are A800s (§6.1), A100s with a slower NVLink."""
 GPUS = 8
 SLO_SCALE = 5.0
 BURSTS_CV = 4.0
@@ -71,9 +72,11 @@ SYSTEMS = {
     FIXED: ("muxserve", "fixed-sm"),
     "vllm": ("dedicated", ""),
 }
-"""name -> (policy, variant); vLLM is each service alone on its GPUs (§6.1). MuxServe once as its
-own paper has it, where decodes take what is left of the SMs (MuxServe §3.4), and as an ablation
-with the "fixed percentage of computational resources for each LLM service" of SeaLLM §6.2."""
+"""name -> (policy, variant); vLLM is each service alone on its GPUs: "evenly" in the paper
+(§6.1), which 8 GPUs do not allow with a service of 70B; here as `dedicated.search` has it. MuxServe
+once as its own paper has it, where decodes take what is left of the SMs (MuxServe §3.4), and as an
+ablation with the "fixed percentage of computational resources for each LLM service" of SeaLLM
+§6.2."""
 
 FAIR = (
     "All systems are given the whole trace's rates, lengths and execution times; the searches of "
