@@ -127,25 +127,28 @@ def unsaid(what: str, ours: float | None, source: str) -> Comparison:
 def order(
     what: str,
     ours: Mapping[str, float | None],
-    published: Sequence[str],
+    published: Sequence[str | tuple[str, ...]],
     source: str,
     *,
     smaller: bool = False,
 ) -> Comparison:
-    """published: names, best first; those that `ours` lacks are left out. smaller: is better. A
-    pair differs where ours has it the other way round by more than EQUAL; pairs nearer than that
-    are tied, and a published order with a tie in it is neither borne out nor refuted."""
-    known = {n: v for n, v in ours.items() if v is not None and n in published}
-    names = [name for name in published if name in known]
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    """published: names, best first; of those in a tuple the paper says nothing among each other;
+    those that `ours` lacks are left out. smaller: is better. A pair differs where ours has it the
+    other way round by more than EQUAL; pairs nearer than that are tied, and a published order with
+    a tie in it is neither borne out nor refuted."""
+    levels = [(names,) if isinstance(names, str) else names for names in published]
+    places = {name: place for place, names in enumerate(levels) for name in names}
+    known = {n: v for n, v in ours.items() if v is not None and n in places}
+    names = [name for name in places if name in known]
+    pairs = [(a, b) for a in names for b in names if places[a] < places[b]]
     wrong = [(a, b) for a, b in pairs if behind(known[a], known[b], smaller=smaller)]
     tied = [(a, b) for a, b in pairs if same(known[a], known[b])]
-    shown = _ranked(known, smaller)
+    shown, said = _ranked(known, smaller), " > ".join(", ".join(names) for names in levels)
     if not pairs:
-        return Comparison(what, shown or "-", " > ".join(published), "cannot be said here", source)
+        return Comparison(what, shown or "-", said, "cannot be said here", source)
     agrees = False if wrong else None if tied else True
     verdict = _ordered(wrong, tied, len(pairs))
-    return Comparison(what, shown, " > ".join(published), verdict, source, agrees)
+    return Comparison(what, shown, said, verdict, source, agrees)
 
 
 def _ordered(wrong: Sequence[tuple[str, str]], tied: Sequence[tuple[str, str]], pairs: int) -> str:

@@ -45,10 +45,14 @@ def fig11(lab: Lab) -> Findings:
             ]
     last = max(by_rate)
     shares = {rate: [_shares(p) for p in pairs] for rate, pairs in by_rate.items()}
-    compared = said(shares)
-    if not all(c.agrees for c in compared):
-        compared += causes(shares)
-        compared += patient(shares, _patient(lab, [r for r in shares if r > min(shares)], scales))
+    gained, relative, kept_high = said(shares)
+    second: list[Comparison] = []
+    first: list[Comparison] = []
+    if not (gained.agrees and relative.agrees and kept_high.agrees):
+        by_load = causes(shares)
+        longer = _patient(lab, [r for r in shares if r > min(shares)], scales)
+        second, first = [by_load[0], *patient(shares, longer)], by_load[1:]
+    compared = [gained, relative, *second, kept_high, *first]
     plots = {
         f"m{model}": Plot(
             f"Model {model + 1} at {last:g} req/s",
@@ -125,24 +129,41 @@ def gain(pairs: Sequence[Shares]) -> float:
     return max(pair["with"][1] - pair["without"][1] for pair in pairs)
 
 
+def relative_gain(pairs: Sequence[Shares]) -> float | None:
+    """As `gain`, in percent of what the second model has without the scheduler."""
+    ratios = [findings.ratio(pair["with"][1], pair["without"][1]) for pair in pairs]
+    return max((100 * (ratio - 1) for ratio in ratios if ratio is not None), default=None)
+
+
 def kept(pairs: Sequence[Shares]) -> float:
     """The least that the first model has with the scheduler."""
     return min(pair["with"][0] for pair in pairs)
 
 
 def said(by_rate: Mapping[float, Sequence[Shares]]) -> list[Comparison]:
-    """The gain counts only at loads at which the first model keeps KEPT: both belong to one
-    statement."""
+    """The gain, read as points of attainment and as a part of it, and what the first model keeps.
+    A gain counts only at loads at which the first keeps KEPT: both belong to one statement."""
     source = "§7.4, Figure 11"
-    gains = [gain(pairs) for pairs in by_rate.values() if kept(pairs) > KEPT]
-    best = max(gains, default=None)
+    high = [pairs for pairs in by_rate.values() if kept(pairs) > KEPT]
+    best = max(map(gain, high), default=None)
+    parts = [part for part in map(relative_gain, high) if part is not None]
+    part = max(parts, default=None)
+    what = f"second model's TTFT attainment gained at loads at which the first has {KEPT:g} %"
+    published = f"by more than {GAINED:g} %"
     firsts = {rate: kept(pairs) for rate, pairs in by_rate.items()}
     return [
         findings.claim(
-            f"second model's TTFT attainment gained at loads at which the first has {KEPT:g} %",
-            None if best is None else best >= GAINED,
+            f"{what}, read as points",
+            None if best is None else best > GAINED,
             "-" if best is None else f"{best:.1f} points at most",
-            f"more than {GAINED:g} points",
+            published,
+            source,
+        ),
+        findings.claim(
+            f"{what}, read as a part of what it has without",
+            None if part is None else part > GAINED,
+            "-" if part is None else f"{part:.1f} % at most",
+            published,
             source,
         ),
         findings.claim(
@@ -182,7 +203,7 @@ def patient(
         )
         verdict = "is not the cause"
         if after > before + 100 * findings.EQUAL:
-            holds = after > KEPT and gain(pairs) >= GAINED
+            holds = after > KEPT and gain(pairs) > GAINED
             verdict = "names the cause" if holds else "in its direction"
         what = (
             f"ablation: first model's SLO scale {PATIENT_SCALE:g} instead of {FIRST_SCALE:g}, "
@@ -218,7 +239,8 @@ STUDIES = (
         MADE + " Without the scheduler, requests start in the order of their arrival. The setup "
         "is ours, not published: 11, 13 and 15 req/s, 56 GB and the second model's shorter prompts "
         "were chosen for what they show. It is the fifth that was tried; with the four before, the "
-        "second model gained 0 to 21 points. What there is to gain hangs on the load, which the "
+        'second model gained 0 to 21 points. "By more than 40%" may mean points of attainment or a '
+        "part of it: both are judged. What there is to gain hangs on the load, which the "
         "paper does not state, and on the time that the first model has to spare: an ablation "
         "gives it eight times as much.",
         fig11,

@@ -112,7 +112,10 @@ def fig3(lab: Lab) -> Findings:
     compared = [
         findings.order("T1: mean KV memory (GB)", first, ("muxserve++", "static"), source),
         findings.order(
-            "T2: mean KV memory (GB), first model idle", then, ("qlm", "muxserve++"), source
+            "T2: mean KV memory (GB), first model idle",
+            then,
+            ("qlm", ("muxserve++", "static")),
+            source,
         ),
         findings.claim(
             "T1: QLM's KV memory drops to nearly nothing as it swaps",
@@ -122,11 +125,10 @@ def fig3(lab: Lab) -> Findings:
             source,
         ),
         *by_deadline_drops(drops, by_deadline),
-        findings.factor(
-            "T2: KV memory, Prism over MuxServe++",
+        findings.unsaid(
+            "T2: KV memory, Prism over MuxServe++ (Prism is not in the figure)",
             findings.ratio(then.get("prism"), then.get("muxserve++")),
-            None,
-            "§3.2, §4",
+            "ours",
         ),
     ]
     plots = {"kv": Plot("KV memory", "s", "GB", {p: kv_line(s) for p, s in kv.items()})}

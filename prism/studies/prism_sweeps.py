@@ -36,7 +36,10 @@ published version adds. MuxServe++ twice: as its own search places models, free 
 several GPUs, and at the TP degrees that the paper's setup gives models (one GPU for all that fit on
 one, §7.3; "following common TP practices" for larger ones, §7.5)."""
 BASELINES = tuple(name for name in SYSTEMS if name != "prism")
-BEST_FIRST = ("prism", "muxserve++", "static", "qlm")
+Levels = tuple[str | tuple[str, ...], ...]
+"""Best first; of those in a tuple the paper says nothing among each other."""
+PRISM_FIRST: Levels = ("prism", ("muxserve++", "static", "qlm", "serverlessllm"))
+OSDI = "OSDI 2026 version"
 
 TARGET = 99.0
 METRICS = ("ttft", "tpot")
@@ -50,8 +53,8 @@ Swept = dict[str, list[tuple[Any, Measured]]]
 
 
 def eight(lab: Lab, style: str) -> Cluster:
-    """Eight models of 1B to 8B (§7.3); the trace is the second half of a longer one, the first is
-    kept as its history."""
+    """Eight models on two GPUs (§7.3), of the prototype's sizes; the trace is the second half of a
+    longer one, the first is kept as its history."""
     models = [(name, 1) for name in E2E_MODELS]
     return with_history(lab, f"eight-{style}", style, models, lab.pick(SECONDS, 20.0))
 
@@ -138,19 +141,31 @@ def rows(style: str, key: str, found: Mapping[str, Sequence[tuple[Any, Measured]
     ]
 
 
-def orders(what: str, values: Mapping[str, float | None], source: str) -> list[Comparison]:
+def orders(
+    what: str, values: Mapping[str, float | None], source: str, levels: Levels = PRISM_FIRST
+) -> list[Comparison]:
     """The paper's order, with MuxServe++ as its search places and at the given TP degrees; where it
     is ahead of Prism, whether the TP degrees are why."""
-    found = [findings.order(what, values, BEST_FIRST, source)]
-    if GIVEN in values:
+    found = [findings.order(what, values, levels, source)]
+    if GIVEN in values and at_given_tp(levels) != levels and "prism" in levels:
         pair = findings.order(what, values, ("prism", "muxserve++"), source)
         if pair.agrees is False:
             prism, free, given = (values.get(n) for n in ("prism", "muxserve++", GIVEN))
             ratios = findings.ratio(prism, free), findings.ratio(prism, given)
             found.append(findings.cause(f"{what}, Prism over {AT_TP}", *ratios))
-        best = tuple(GIVEN if name == "muxserve++" else name for name in BEST_FIRST)
-        found.append(findings.order(what, values, best, source))
+        found.append(findings.order(what, values, at_given_tp(levels), source))
     return found
+
+
+def at_given_tp(levels: Levels) -> Levels:
+    """The same with MuxServe++ at the given TP degrees."""
+
+    def renamed(name: str) -> str:
+        return GIVEN if name == "muxserve++" else name
+
+    return tuple(
+        renamed(level) if isinstance(level, str) else tuple(map(renamed, level)) for level in levels
+    )
 
 
 def elsewhere(
@@ -158,22 +173,22 @@ def elsewhere(
     style: str,
     points: Sequence[Mapping[str, Any]],
     values: Mapping[str, float | None],
-    metric: str = "ttft",
 ) -> list[Comparison]:
-    """Where `values`, means over `points`, have static above MuxServe++ at the given TP, which is
-    not as published: whether this trace is why, by the means of the others of its kind."""
+    """Where `values`, mean TTFT attainments over `points`, have static above MuxServe++ at the
+    given TP, which is not as published: whether this trace is why, by the means of the others of
+    its kind."""
     here = findings.ratio(values.get(GIVEN), values.get("static"))
     if here is None or here >= 1 - findings.EQUAL:
         return []
     clusters = several(lab, style)[1:]
     means = [
-        mean([(0, attainment(outcome, metric)) for outcome in lab.run(trials, "other traces")])
+        mean([(0, attainment(outcome, "ttft")) for outcome in lab.run(trials, "other traces")])
         for trials in (
             [at(c, name, **point) for c in clusters for point in points]
             for name in (GIVEN, "static")
         )
     ]
-    what = f"{style}: {metric.upper()}, {GIVEN} over static, on {len(clusters)} other traces"
+    what = f"{style}: TTFT, {GIVEN} over static, on {len(clusters)} other traces"
     return [findings.cause(what, here, findings.ratio(*means), wanted=1.0)]
 
 

@@ -12,7 +12,7 @@ def pair(first: float, second: float, before: tuple[float, float] = (95.0, 40.0)
 
 
 @pytest.mark.parametrize(
-    ("gained", "agrees"), [(40.0, True), (39.9, False), (20.0, False), (55.0, True)]
+    ("gained", "agrees"), [(40.1, True), (40.0, False), (20.0, False), (55.0, True)]
 )
 def test_more_than_40_points(gained: float, agrees: bool) -> None:
     assert said({11.0: [pair(95.0, 40.0 + gained)]})[0].agrees is agrees
@@ -20,9 +20,15 @@ def test_more_than_40_points(gained: float, agrees: bool) -> None:
 
 def test_a_gain_at_which_the_first_model_collapses_does_not_count() -> None:
     found = said({11.0: [pair(95.0, 50.0)], 15.0: [pair(30.0, 95.0)]})
-    assert [c.agrees for c in found] == [False, False]
+    assert [c.agrees for c in found] == [False, False, False]
     assert found[0].ours == "10.0 points at most"
-    assert said({15.0: [pair(30.0, 95.0)]})[0].agrees is None
+    assert [c.agrees for c in said({15.0: [pair(30.0, 95.0)]})[:2]] == [None, None]
+
+
+def test_the_gain_as_a_part_of_what_it_has_without() -> None:
+    points, part, _ = said({11.0: [pair(95.0, 60.0)]})
+    assert (points.agrees, part.agrees) == (False, True)
+    assert (points.ours, part.ours) == ("20.0 points at most", "50.0 % at most")
 
 
 def test_the_load_is_no_cause_of_what_is_the_same_at_all() -> None:
