@@ -137,7 +137,10 @@ def _move(draft: Draft) -> None:
 def _first_fitting(
     draft: Draft, model: ModelView, homes: Iterable[tuple[Devices, Hosted]]
 ) -> tuple[Devices, Hosted] | None:
-    return next((home for home in homes if draft.fits(model, home[0])), None)
+    """A copy does not move to another degree on its own first device, whose queue is the one's that
+    it would take over from: it leaves first."""
+    first = devices_of(model)[0]
+    return next((h for h in homes if h[0][0] != first and draft.fits(model, h[0])), None)
 
 
 def _activate(draft: Draft, by_name: Mapping[str, ModelView]) -> None:

@@ -54,10 +54,11 @@ def handover_s(
     settings: ActivationSettings,
 ) -> float:
     """KV of running requests, `kv_bytes` on each of the source's devices: over the node's links,
-    all ranks at once, or over the network."""
+    one for each rank of the smaller side, or over the network."""
+    whole_bytes = kv_bytes * len(source)
     if source[0].node == target[0].node:
-        return kv_bytes * len(source) / len(target) / settings.peer_bytes_s
-    return kv_bytes * len(source) / settings.network_bytes_s
+        return whole_bytes / min(len(source), len(target)) / settings.peer_bytes_s
+    return whole_bytes / settings.network_bytes_s
 
 
 def migration_s(

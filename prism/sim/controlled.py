@@ -7,7 +7,7 @@ Admission is part of the control here: requests wait in the engine until a prefi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prism.policies.steps import (
     DeviceStepView,
@@ -87,21 +87,24 @@ class ControlledEngine(Engine):
 
     def take_over(self, requests: Iterable[Request]) -> None:
         """Those with KV stand where decodes that were left out stand; the others wait."""
+        moved: dict[int, Request] = {}
         for request in requests:
             self.running += 1
-            request.last_s = self._kernel.time_s
             if request.todo_tokens == 0 and self.kv.take(self.kv.blocks(request.kv_tokens)):
                 self.parked[request.index] = request
                 continue
             if request.todo_tokens == 0:
                 request.forget_kv()
-            self.waiting[request.index] = request
+            moved[request.index] = request
+        self.waiting = {**moved, **self.waiting}
+        self._note_peak()
         self.end_run()
 
     # --- jobs -------------------------------------------------------------------------------
 
     def prefill_now(self, ids: Sequence[str], sm_share: float) -> bool:
         """One step of the whole prompts named, those whose KV fits. False: none did."""
+        assert not self.leaving
         chunks: list[tuple[Request, int]] = []
         for key in ids:
             request = self.waiting.get(int(key))
@@ -120,6 +123,7 @@ class ControlledEngine(Engine):
 
     def decode_now(self, ids: Sequence[str], sm_share: float, steps_max: int) -> bool:
         """Decode steps of those named; the others are parked. False: nothing could start."""
+        assert not self.leaving
         chosen = {int(key) for key in ids}
         for request in [r for i, r in self.batch.members.items() if i not in chosen]:
             self._leave(request)
@@ -249,8 +253,16 @@ class Controller:
     end or retraction of a request on the device, and when a choice that does not hold starts
     something: step by step the control would be asked anew then."""
 
-    def __init__(self, kernel: Kernel, control: StepControl, gpu: Gpu, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        control: StepControl,
+        gpu: Gpu,
+        ledger: Ledger,
+        expired: Callable[[], None],
+    ) -> None:
         self._kernel = kernel
+        self._expired = expired
         self._control = control
         self._gpu = gpu
         self._ledger = ledger
@@ -264,7 +276,7 @@ class Controller:
     def consult(self, engines: Mapping[str, ControlledEngine], changed: bool) -> None:
         """changed: a request came or ended, so that runs in flight are to be asked for anew."""
         self._again = True
-        if changed:
+        if changed or tuple(sorted(engines)) != self._names:
             self._end_runs(engines)
             for engine in engines.values():
                 engine.short = False
@@ -294,7 +306,7 @@ class Controller:
         if any(started):
             self._version += 1
             if 0 < choice.holds_s < math.inf:
-                self._kernel.after(choice.holds_s, self._expire, engines, self._version)
+                self._kernel.after(choice.holds_s, self._expire, self._version)
 
     def _start(self, job: StepJob, engine: ControlledEngine, choice: StepChoice) -> bool:
         if job.phase is Phase.PREFILL:
@@ -312,9 +324,9 @@ class Controller:
         for engine in engines.values():
             engine.end_run()
 
-    def _expire(self, engines: Mapping[str, ControlledEngine], version: int) -> None:
+    def _expire(self, version: int) -> None:
         if version == self._version:
-            self.consult(engines, changed=True)
+            self._expired()
 
     def _note_quotas(self, engines: Mapping[str, ControlledEngine]) -> None:
         """Peaks are counted anew when quotas were adapted."""

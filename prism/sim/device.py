@@ -66,7 +66,9 @@ class Device:
         )
         self._limits = limits
         self.controller = (
-            Controller(kernel, policy.steps, self.gpu, self.ledger) if policy.steps else None
+            Controller(kernel, policy.steps, self.gpu, self.ledger, self._expired)
+            if policy.steps
+            else None
         )
         # a journal tells of every request in the queue, and step control of every request
         self._may_skip_queue = journal is None and self.controller is None
@@ -176,7 +178,8 @@ class Device:
             request.device = self.number
         resident.engine.take_over(requests)
         self._changed = True
-        self._touched.append(resident.engine)
+        if self.controller is None:
+            self._touched.append(resident.engine)
         self.poke()
 
     def withdraw(self, resident: Resident) -> list[Request]:
@@ -213,6 +216,11 @@ class Device:
     def note_change(self) -> None:
         """A request ended or came to its first token: step control is to be asked anew."""
         self._changed = True
+
+    def _expired(self) -> None:
+        """A choice of step control holds no more."""
+        self._changed = True
+        self.poke()
 
     def _consult(self, controller: Controller) -> None:
         engines: dict[str, ControlledEngine] = {}

@@ -82,8 +82,6 @@ class Engine:
 
     def pending_prefill_s(self) -> float:
         """Of the prompts that it has admitted, by the speed measured so far."""
-        if not self.prefills:
-            return 0.0
         return sum([request.todo_tokens for request in self.prefills]) / self.prefill_tokens_per_s
 
     def sync(self) -> None:
@@ -120,9 +118,10 @@ class Engine:
             self.end_run()
         for request in requests:
             self.running += 1
-            request.started_s = self._kernel.time_s
-            request.ready_s = request.started_s + self.submit_s
-            self.prompt_tokens_total += request.prompt_tokens
+            request.ready_s = self._kernel.time_s + self.submit_s
+            if request.started_s < 0:  # else it comes from a copy that is gone
+                request.started_s = self._kernel.time_s
+                self.prompt_tokens_total += request.prompt_tokens
             if holding.take(self.kv, request, self._kernel.time_s):
                 self.prefills.append(request)
             else:
@@ -202,11 +201,10 @@ class Engine:
     def release(self) -> list[Request]:
         """Everybody goes, with what KV they have computed so far; their memory is free. REQUIRES:
         nothing is in flight."""
-        decoding = list(self.batch.members.values())
-        for request in decoding:
-            self.batch.leave(request)
-        held = [*decoding, *self.prefills]
+        held = [*self.batch.members.values(), *self.prefills]
         for request in held:
+            if request.index in self.batch.members:
+                self.batch.leave(request)
             holding.give(self.kv, request, self._kernel.time_s)
         left = [*held, *self.retracted]
         self.prefills.clear()
@@ -219,23 +217,30 @@ class Engine:
         """Of another engine, with their KV where there is memory for it; else they are computed
         again when there is. `turn` starts them."""
         self.end_run()
+        prefills: list[Request] = []
         for request in requests:
             self.running += 1
-            request.prefix = []
+            request.prefix, request.ready_s = [], self._kernel.time_s
             if not self.kv.take(self.kv.blocks(request.kv_tokens)):
                 self._recompute(request)
             elif request.todo_tokens:
-                self.prefills.append(request)
+                prefills.append(request)
             else:
                 self._continue(request)
+        self.prefills.extendleft(reversed(prefills))
 
     def _continue(self, request: Request) -> None:
         """Its prompt is computed: the next step of the batch is its next as well."""
-        if self._decode is None:
+        if self._decode is None and (self._prefill is None or not self._prefill.steps):
             self.batch.join(request)
         else:
             self._joining.append(request)
             self.end_run()
+
+    def _let_join(self) -> None:
+        for request in self._joining:
+            self.batch.join(request)
+        self._joining.clear()
 
     # --- prefill ----------------------------------------------------------------------------
 
@@ -272,6 +277,7 @@ class Engine:
         self._measure(sum([tokens for _, tokens in step.chunks]))
         if step.steps:
             self._advance(1)
+            self._let_join()
         for request, tokens in step.chunks:
             request.todo_tokens -= tokens
             if request.todo_tokens == 0:
@@ -333,9 +339,7 @@ class Engine:
         self._decode = None
         self.kv.unclaim()
         ended = self._advance(step.steps)
-        for request in self._joining:
-            self.batch.join(request)
-        self._joining.clear()
+        self._let_join()
         if ended:
             self._listener.freed()
         self.turn()

@@ -147,6 +147,12 @@ class KvSpace:
         return 0 if self.cache is None else self.cache.idle_blocks
 
     @property
+    def used_bytes(self) -> int:
+        """Of requests, on one device."""
+        blocks = self.live_blocks - self.idle_blocks
+        return -(-blocks // self.quantum_blocks) * self.quantum_bytes
+
+    @property
     def idle_since_s(self) -> float:
         return math.inf if self.cache is None else self.cache.oldest_s
 

@@ -2,7 +2,8 @@
 
 An activation reserves weights and KV floor on all its devices before anything is loaded; while
 they lack memory it waits for what runs there to end, and admission leaves it the free memory.
-Evictions and the sources of migrations let their running requests end first.
+Evictions let their running requests end first, and so do the sources of migrations, unless the
+requests are to move: then they go on at the target with their KV.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class Moves:
         """Requests stand still while their KV is on its way."""
         assert source.engine is not None
         here, there = ([d.setup for d in r.devices] for r in (source, target))
-        copy_s = handover_s(source.engine.kv.kv_bytes, here, there, self._setup.activation)
+        copy_s = handover_s(source.engine.kv.used_bytes, here, there, self._setup.activation)
         self._kernel.after(copy_s, self._hand_over, model, source, target)
 
     def _hand_over(self, model: Model, source: Resident, target: Resident) -> None:
@@ -225,16 +226,20 @@ class Moves:
         and are computed again."""
         assert source.engine is not None
         requests = source.engine.release()
-        self._records.counts["moved"] = self._records.counts.get("moved", 0) + len(requests)
+        self._records.count("moved", len(requests))
         active = [r for r in model.residents if r.engine and r.stage is Stage.ACTIVE]
-        receiver = target if target in active else next(iter(active), None)
+        others = min(active, key=lambda r: r.open_requests, default=None)
+        receiver = target if target in active else others
         if receiver is None or receiver.engine is None:
             for request in requests:
                 request.forget_kv()
                 model.unplaced[request.index] = request
-            self._hooks.changed()
+            self._hooks.route(model)
         else:
             receiver.home.receive(receiver, requests)
+        self.memory_freed()
+        for device in source.devices:
+            device.poke()
         self._leave_if_empty(model, source)
 
     def _give_up(self, model: Model, resident: Resident) -> None:

@@ -79,8 +79,9 @@ class Records:
         if error is not None:
             self.errors[index] = error
 
-    def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def count(self, what: str, number: int = 1) -> None:
+        if number:
+            self.counts[what] = self.counts.get(what, 0) + number
 
     def decide(self, decision: Decision) -> None:
         self.decisions.append(decision)

@@ -51,9 +51,9 @@ class Request(msgspec.Struct, eq=False):
         self.last_s = self.arrival_s
 
     def forget_kv(self) -> None:
-        """All that was computed of it is to be computed again."""
+        """What was computed of it, if anything was, is to be computed again."""
+        self.retractions += self.todo_tokens < self.kv_tokens
         self.kv_tokens = self.todo_tokens = self.prompt_tokens + self.generated
-        self.retractions += 1
 
     @property
     def peak_tokens(self) -> int:

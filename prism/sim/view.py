@@ -46,8 +46,10 @@ class Viewer:
         return tuple(views)
 
     def loads(self, rates: Mapping[str, float], low_part: float) -> Iterator[DeviceLoad]:
-        """For `Policy.calm`: of devices with several busy models or little free memory, which is
-        without what runs in flight may still take, unless that is less than `low_part`."""
+        """For `Policy.calm`: of devices with several busy models or less than `low_part` of their
+        memory free, which alone can matter. free_part counts what runs in flight may still take as
+        taken, as long as it then is not below `low_part`.
+        """
         running: dict[Device, list[float]] = {}
         for name, rate in rates.items():
             model = self._by_name[name]

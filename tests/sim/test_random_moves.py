@@ -1,0 +1,132 @@
+"""As `test_conservation`, with copies that move and leave at any moment, whatever policies say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism.policies.data import Evict, Migrate
+from prism.policies.placement import Hosted, Placement, Unit
+from prism.replay.trace import TraceRequest
+from prism.sim.records import Records
+from prism.sim.resident import Stage
+from prism.sim.setup import UNBOUNDED_STEPS, ActivationSettings, ClusterSetup
+from prism.sim.world import World
+from tests.sim.clusters import MIB, work
+from tests.sim.test_conservation import CONTROLLED, known, setups, traces
+
+Order = tuple[float, int, int, bool, bool]
+"""(when, as a part of the trace; which model, where to, whether it leaves instead, whether its
+requests go along)"""
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> list[Order]:
+    size = draw(st.integers(1, 12))
+    return [
+        (
+            draw(st.floats(0.0, 1.0)),
+            draw(st.integers(0, 3)),
+            draw(st.integers(0, 2)),
+            draw(st.sampled_from([False, False, False, True])),
+            draw(st.sampled_from([True, True, False])),
+        )
+        for _ in range(size)
+    ]
+
+
+@st.composite
+def movable(draw: st.DrawFn) -> ClusterSetup:
+    """Three devices; links are slow, so that hand-overs take a while."""
+    setup = draw(setups(("prism", "serverlessllm", "muxserve++", *CONTROLLED)))
+    links = ActivationSettings(
+        layout_s=draw(st.sampled_from([0.0, 0.0713])),
+        load_bytes_s=300.7 * MIB,
+        peer_bytes_s=draw(st.sampled_from([1.0, 1000.0])) * 1.017 * MIB,
+        network_bytes_s=draw(st.sampled_from([0.3, 100.0])) * 1.013 * MIB,
+        unload_s=draw(st.sampled_from([0.0, 0.0511])),
+    )
+    one = setup.devices[0]
+    devices = [dataclasses.replace(one, name=f"gpu:{i}", node=f"node{i // 2}") for i in range(3)]
+    return dataclasses.replace(setup, activation=links, devices=tuple(devices))
+
+
+def moved(
+    setup: ClusterSetup, trace: Sequence[TraceRequest], asked: Sequence[Order], run_steps: int
+) -> tuple[World, Records]:
+    engine = dataclasses.replace(setup.engine, run_steps=run_steps)
+    changed = dataclasses.replace(setup, engine=engine)
+    together = Placement((Unit(("gpu:0",), tuple(Hosted(m.name) for m in setup.models)),))
+    target = together if setup.policy in CONTROLLED else None  # searches take seconds
+    world = World(changed, work(changed, known(changed, trace)), target=target)
+    for i, (when, *order) in enumerate(asked):
+        # at odd times, so that no step ends at the very moment
+        world.kernel.at(when * (world.work.end_s + 2.0) + 0.0001713 * i, apply, world, *order)
+    return world, world.run()
+
+
+def apply(world: World, model_: int, target: int, leaves: bool, along: bool) -> None:
+    """Nothing where no copy could do that."""
+    model = world.models[model_ % len(world.models)]
+    active = [r for r in model.residents if r.stage is Stage.ACTIVE and r.replaced_by is None]
+    if not active:
+        return
+    name, source = model.setup.name, active[0]
+    free = [d for d in world.devices if not any(r in d.guests for r in model.residents)]
+    chosen = [*free[target % max(1, len(free)) :], *free][: source.tp]
+    if leaves:
+        world.apply(Evict(name, source.home.name, "random"))
+    elif len(chosen) == source.tp == len({d.name for d in chosen}):
+        first, *peers = (d.name for d in chosen)
+        move = Migrate(name, source.home.name, first, "random", tuple(peers), along)
+        world.apply(move)
+
+
+@given(movable(), traces(), orders())
+@settings(max_examples=40, deadline=None)
+def test_every_request_ends_once_and_memory_is_given_back(
+    setup: ClusterSetup, trace: list[TraceRequest], asked: list[Order]
+) -> None:
+    world, records = moved(setup, trace, asked, UNBOUNDED_STEPS)
+    assert records.ended == len(world.work)
+    for i in range(len(world.work)):
+        if i not in records.errors:
+            assert world.work.arrival_s[i] <= records.started_s[i] <= records.first_s[i]
+            assert records.first_s[i] <= records.end_s[i]
+            assert records.output_tokens[i] == world.work.output_tokens[i]
+    if records.errors:  # what ran out of patience was cut off where it was
+        return
+    for device in world.devices:
+        assert device.ledger.peak_bytes <= device.ledger.capacity_bytes
+        assert device.ledger.claimed_bytes == 0
+        assert all(account.kv_bytes == 0 for account in device.ledger.accounts.values())
+        assert device.gpu.jobs == []
+
+
+@given(movable(), traces(), orders())
+@settings(max_examples=25, deadline=None)
+def test_runs_and_single_steps_agree(
+    setup: ClusterSetup, trace: list[TraceRequest], asked: list[Order]
+) -> None:
+    runs, steps = (moved(setup, trace, asked, number)[1] for number in (UNBOUNDED_STEPS, 1))
+    assert all(abs(a - b) < 1e-6 for a, b in zip(runs.end_s, steps.end_s, strict=True))
+    assert runs.errors == steps.errors
+    assert runs.counts == steps.counts
+
+
+def test_these_orders_do_move_requests() -> None:
+    """Else the two above say nothing."""
+    seen = {"moved": 0, "migrated": 0, "evicted": 0}
+
+    @given(movable(), traces(), orders())
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    def count(setup: ClusterSetup, trace: list[TraceRequest], asked: list[Order]) -> None:
+        records = moved(setup, trace, asked, UNBOUNDED_STEPS)[1]
+        for what in seen:
+            seen[what] += records.counts.get(what, 0)
+
+    count()
+    assert min(seen.values()) >= 5, seen
