@@ -137,10 +137,8 @@ class Device:
         if engine.prefills and engine.pending_prefill_s() > self._limits.prefill_horizon_s:
             return False
         kv = engine.kv
-        need_blocks = (
-            kv.blocks(request.prompt_tokens + self._limits.headroom_tokens) + engine.running
-        )
-        need_bytes = -(-need_blocks // kv.quantum_blocks) * kv.quantum_bytes
+        blocks = kv.blocks(request.prompt_tokens + self._limits.headroom_tokens)
+        need_bytes = kv.bytes_of(blocks + engine.running)
         if need_bytes > kv.left_bytes():
             return False
         for device in resident.devices:
@@ -219,7 +217,7 @@ class Device:
 
     def _expired(self) -> None:
         """A choice of step control holds no more."""
-        self._changed = True
+        self.note_change()
         self.poke()
 
     def _consult(self, controller: Controller) -> None:

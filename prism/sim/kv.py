@@ -92,6 +92,10 @@ class KvSpace:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
+    def bytes_of(self, blocks: int) -> int:
+        """Of as many quanta as hold `blocks`, on one device."""
+        return -(-blocks // self.quantum_blocks) * self.quantum_bytes
+
     def holds(self, blocks: int) -> bool:
         """Whether `blocks` more lie in the quanta that it has."""
         return self.live_blocks + blocks <= self.quanta * self.quantum_blocks
@@ -149,8 +153,7 @@ class KvSpace:
     @property
     def used_bytes(self) -> int:
         """Of requests, on one device."""
-        blocks = self.live_blocks - self.idle_blocks
-        return -(-blocks // self.quantum_blocks) * self.quantum_bytes
+        return self.bytes_of(self.live_blocks - self.idle_blocks)
 
     @property
     def idle_since_s(self) -> float:

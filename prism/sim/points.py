@@ -72,7 +72,7 @@ def simulate(point: Point) -> Outcome:
 def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
     """Before anything is simulated: raise ConfigError, TraceError for the first point whose file
     with its changes holds a mistake. A model too large for its GPUs is none but the outcome of its
-    point, unless `large`. Traces and clusters that points have in common are read once."""
+    point, unless `large`. What differs by policy, scales and base SLOs alone is read once."""
     seen: set[bytes] = set()
     for point in points:
         path = Path(point.config)

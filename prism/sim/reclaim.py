@@ -23,7 +23,7 @@ def make_room(space: KvSpace, blocks: int) -> bool:
     """Drop no more than it takes for `blocks` to fit; nothing where all would not be enough."""
     space.runner.catch_up()
     least_blocks = space.live_blocks - space.idle_blocks + blocks
-    least_bytes = -(-least_blocks // space.quantum_blocks) * space.quantum_bytes
+    least_bytes = space.bytes_of(least_blocks)
     for site, account in zip(space.sites, space.accounts, strict=True):
         most_bytes = max(account.min_bytes, account.kv_bytes) + site.ledger.free_bytes
         most_bytes += idle_bytes(site, space)

@@ -227,17 +227,15 @@ def _check(config: SimYaml) -> None:
         )
     if engine.prefix_reuse:
         _check_prefix_reuse(config)
-    if engine.kv_layout not in KV_LAYOUTS:
-        known = ", ".join(KV_LAYOUTS)
-        raise ConfigError(f"engine.kv_layout: {engine.kv_layout!r} is none of {known}")
-    if config.scheduler.migrate_running not in MIGRATE_RUNNING:
-        known = ", ".join(MIGRATE_RUNNING)
-        wrong = config.scheduler.migrate_running
-        raise ConfigError(f"scheduler.migrate_running: {wrong!r} is none of {known}")
     if config.search_requests < 1:
         raise ConfigError("search_requests: must be at least 1")
-    if config.steps not in STEPS:
-        raise ConfigError(f"steps: {config.steps!r} is none of {', '.join(STEPS)}")
+    for key, given, known in (
+        ("engine.kv_layout", engine.kv_layout, KV_LAYOUTS),
+        ("scheduler.migrate_running", config.scheduler.migrate_running, MIGRATE_RUNNING),
+        ("steps", config.steps, STEPS),
+    ):
+        if given not in known:
+            raise ConfigError(f"{key}: {given!r} is none of {', '.join(known)}")
 
 
 def _check_prefix_reuse(config: SimYaml) -> None:

@@ -18,7 +18,6 @@ from prism.studies.study import Study
 
 SCHEMA = "prism-sim-study/1"
 SIZE = (6.2, 3.3)
-POINT_HEADS = ("ttft_attainment", "tpot_attainment", "normalized_latency", "completed_rps", "lost")
 
 
 class StudyResult(msgspec.Struct, frozen=True):

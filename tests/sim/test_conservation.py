@@ -110,7 +110,10 @@ def simulate(setup: ClusterSetup, trace: Sequence[TraceRequest]) -> tuple[World,
 def test_every_request_ends_once_and_in_order(
     setup: ClusterSetup, trace: list[TraceRequest]
 ) -> None:
-    world, records = simulate(setup, trace)
+    assert_ends_once_and_in_order(*simulate(setup, trace))
+
+
+def assert_ends_once_and_in_order(world: World, records: Records) -> None:
     assert records.ended == len(world.work)
     for i in range(len(world.work)):
         assert records.end_s[i] >= world.work.arrival_s[i]
@@ -130,6 +133,10 @@ def test_where_all_can_be_served_all_are_and_memory_is_given_back(
     world, records = simulate(setup, trace)
     assert not records.errors
     assert records.output_tokens.tolist() == list(world.work.output_tokens)
+    assert_memory_is_given_back(world)
+
+
+def assert_memory_is_given_back(world: World) -> None:
     for device in world.devices:
         assert device.ledger.peak_bytes <= device.ledger.capacity_bytes
         assert device.ledger.claimed_bytes == 0

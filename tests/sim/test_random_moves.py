@@ -16,7 +16,14 @@ from prism.sim.resident import Stage
 from prism.sim.setup import UNBOUNDED_STEPS, ActivationSettings, ClusterSetup
 from prism.sim.world import World
 from tests.sim.clusters import MIB, work
-from tests.sim.test_conservation import CONTROLLED, known, setups, traces
+from tests.sim.test_conservation import (
+    CONTROLLED,
+    assert_ends_once_and_in_order,
+    assert_memory_is_given_back,
+    known,
+    setups,
+    traces,
+)
 
 Order = tuple[float, int, int, bool, bool]
 """(when, as a part of the trace; which model, where to, whether it leaves instead, whether its
@@ -91,19 +98,9 @@ def test_every_request_ends_once_and_memory_is_given_back(
     setup: ClusterSetup, trace: list[TraceRequest], asked: list[Order]
 ) -> None:
     world, records = moved(setup, trace, asked, UNBOUNDED_STEPS)
-    assert records.ended == len(world.work)
-    for i in range(len(world.work)):
-        if i not in records.errors:
-            assert world.work.arrival_s[i] <= records.started_s[i] <= records.first_s[i]
-            assert records.first_s[i] <= records.end_s[i]
-            assert records.output_tokens[i] == world.work.output_tokens[i]
-    if records.errors:  # what ran out of patience was cut off where it was
-        return
-    for device in world.devices:
-        assert device.ledger.peak_bytes <= device.ledger.capacity_bytes
-        assert device.ledger.claimed_bytes == 0
-        assert all(account.kv_bytes == 0 for account in device.ledger.accounts.values())
-        assert device.gpu.jobs == []
+    assert_ends_once_and_in_order(world, records)
+    if not records.errors:  # what ran out of patience was cut off where it was
+        assert_memory_is_given_back(world)
 
 
 @given(movable(), traces(), orders())
