@@ -27,19 +27,6 @@ from prism.ports import EngineView
 
 
 @dataclass(slots=True)
-class FakeClock:
-    """A clock that moves when told to."""
-
-    time_s: float = 0.0
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def advance(self, seconds: float) -> None:
-        self.time_s += seconds
-
-
-@dataclass(slots=True)
 class FakeEngines:
     """An `EnginePort` that shows the views it was given and records what it was asked."""
 

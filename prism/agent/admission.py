@@ -13,7 +13,7 @@ from prism.agent.pool import Engine
 from prism.agent.running import Load
 from prism.agent.state import State
 from prism.ports import EngineView
-from prism.scheduler.speed import PRIOR_TOKENS_PER_S
+from prism.prefill_speed import PRIOR_TOKENS_PER_S
 
 # Until a model's activation has been measured.
 ACTIVATION_PRIOR_S = 2.0

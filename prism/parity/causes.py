@@ -3,7 +3,7 @@ otherwise in the simulation, the moment or the prefill speeds, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -39,27 +39,33 @@ class Moment:
         return replace(self, views=tuple(_at_speed(v, speeds.get(v.model)) for v in self.views))
 
 
-Moments = Mapping[tuple[str, int], Moment]
-"""(device, position of the dispatch among its queue's records) -> what was to choose from."""
+class Moments:
+    """What local schedulers had to choose from, read off their queues' records when it is asked
+    for: kept for all dispatches, it would grow with the square of the queue."""
+
+    def __init__(self, queues: Mapping[str, Sequence[AnyRecord]]) -> None:
+        self._queues = queues
+
+    def at(self, device: str, position: int) -> Moment | None:
+        """position: of the dispatch among its queue's records. None where its inputs were not kept,
+        or nobody was dispatched."""
+        records = self._queues.get(device, ())
+        made = records[position] if position < len(records) else None
+        if not isinstance(made, Stepped) or not made.ids or made.views is None:
+            return None
+        return Moment(made.time_s, made.views, tuple(_waiting_at(records[:position])))
 
 
-def moments(queues: Mapping[str, Iterable[AnyRecord]]) -> Moments:
-    """Of all dispatches whose inputs were kept."""
-    found: dict[tuple[str, int], Moment] = {}
-    for device, records in queues.items():
-        waiting: dict[str, Waiting] = {}
-        for position, record in enumerate(records):
-            if isinstance(record, Queued):
-                waiting[record.id] = waiting_of(record)
-                continue
-            if not isinstance(record, Left | Stepped):
-                continue
-            if isinstance(record, Stepped) and record.ids and record.views is not None:
-                before = tuple(waiting.values())
-                found[device, position] = Moment(record.time_s, record.views, before)
+def _waiting_at(records: Iterable[AnyRecord]) -> list[Waiting]:
+    """Who waits after these, in the order in which they came."""
+    waiting: dict[str, Queued] = {}
+    for record in records:
+        if isinstance(record, Queued):
+            waiting[record.id] = record
+        elif isinstance(record, Left | Stepped):
             for request_id in record.ids:
                 waiting.pop(request_id, None)
-    return found
+    return [waiting_of(record) for record in waiting.values()]
 
 
 def waiting_of(record: Queued) -> Waiting:
@@ -94,8 +100,8 @@ class Causes:
     def of(self, chosen: Wait, passed: Wait, twin: Wait, other: Wait) -> str | None:
         """chosen went before passed live; simulated, as twin and other, it is the reverse. None:
         neither its own nor another's."""
-        ours = self._live.get((chosen.device, chosen.dispatched))
-        theirs = self._simulated.get((other.device, other.dispatched))
+        ours = self._live.at(chosen.device, chosen.dispatched)
+        theirs = self._simulated.at(other.device, other.dispatched)
         own = None
         if ours is not None and theirs is not None:
             own = self._own(ours, theirs, other.dispatched_s - chosen.dispatched_s, chosen, passed)

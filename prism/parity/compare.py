@@ -15,7 +15,7 @@ from prism.parity.admission import (
     compare_pairs,
     compare_turns,
 )
-from prism.parity.causes import Causes, moments
+from prism.parity.causes import Causes, Moments
 from prism.parity.checks import check_all
 from prism.parity.journals import Journals
 from prism.parity.latency import figures, samples, simulated_records
@@ -105,7 +105,7 @@ def _causes(given: Inputs, live: Run, world: World) -> Causes:
     ours = {device: [dated.record for dated in found] for device, found in agents.items()}
     theirs = {device: memory.records for device, memory in world.queues.items()}
     limits = world.setup.limits
-    return Causes(world.policy, limits, moments(ours), moments(theirs), live)
+    return Causes(world.policy, limits, Moments(ours), Moments(theirs), live)
 
 
 def _checked(results: Results) -> list[RequestRecord]:

@@ -25,9 +25,9 @@ from prism.model_memory import BLOCK_TOKENS, layout_of, memory_need
 from prism.parity.journals import Dated, Journals
 from prism.policies.data import Settings
 from prism.policies.kv_blocks import KvShape
+from prism.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.replay.results import RequestRecord
 from prism.scheduler.local import Limits
-from prism.scheduler.speed import PRIOR_TOKENS_PER_S
 from prism.sim.setup import (
     ActivationSettings,
     ClusterSetup,

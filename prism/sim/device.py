@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from prism.journal import Sink
 from prism.policies.registry import Policy
 from prism.ports import EngineView
+from prism.prefill_speed import Speed
 from prism.scheduler.journaled import JournaledScheduler
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
-from prism.scheduler.speed import Speed
 from prism.sim.compute import Gpu
 from prism.sim.controlled import ControlledEngine, Controller
 from prism.sim.engine import Engine

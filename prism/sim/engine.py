@@ -14,7 +14,7 @@ from functools import partial
 
 from prism.costs.model import Chunk, CostModel, Usage
 from prism.policies.steps import Phase
-from prism.scheduler.speed import Speed
+from prism.prefill_speed import Speed
 from prism.sim import holding
 from prism.sim.batch import Batch
 from prism.sim.compute import Compute, Gpu, Job

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prism.policies.kv_blocks import KvBlocks, Pool, pool
 from prism.policies.placement import Placement
 from prism.policies.registry import Policy
-from prism.scheduler.speed import Speed
+from prism.prefill_speed import Speed
 from prism.sim.compute import Compute
 from prism.sim.controlled import ControlledEngine
 from prism.sim.engine import Engine

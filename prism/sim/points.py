@@ -195,6 +195,8 @@ def _key(point: Point) -> str:
 def code_digest() -> bytes:
     """Of the Python files that a simulation runs: another version simulates again."""
     digest = hashlib.sha256()
+    for path in sorted(PACKAGE.glob("*.py")):
+        digest.update(path.read_bytes())
     for folder in SIMULATED:
         for path in sorted((PACKAGE / folder).rglob("*.py")):
             digest.update(path.read_bytes())

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from prism.journal import Queued, Stepped
 from prism.parity.admission import compare_order
-from prism.parity.causes import Causes, moments
+from prism.parity.causes import Causes, Moments
 from prism.parity.console import print_parity
 from prism.parity.results import CLASSES, Compared, ParityResults
 from prism.policies import registry
@@ -32,7 +32,7 @@ def starts(time_s: float, *requests: int, speed: float = 100.0) -> Stepped:
 
 
 def kinds(live: World, simulated: World) -> list[str]:
-    ours, theirs = moments({"host:0": live}), moments({"host:0": simulated})
+    ours, theirs = Moments({"host:0": live}), Moments({"host:0": simulated})
     runs = run(*live), run(*simulated)
     causes = Causes(registry.get("prism"), Limits(), ours, theirs, runs[0])
     return [difference.kind for difference in compare_order(*runs, causes).differences]
@@ -71,7 +71,7 @@ def test_what_a_difference_leads_to_is_told_from_it() -> None:
 
 
 def test_without_inputs_there_are_no_moments() -> None:
-    assert moments({"host:0": [*TWO, stepped(1.0, 1)]}) == {}
+    assert Moments({"host:0": [*TWO, stepped(1.0, 1)]}).at("host:0", len(TWO)) is None
 
 
 def test_the_terminal_tells_what_each_class_means_and_how_many_are_equal_together() -> None:

@@ -23,7 +23,7 @@ from prism.parity.setup import (
     measured,
     replayed,
 )
-from prism.scheduler.speed import PRIOR_TOKENS_PER_S
+from prism.prefill_speed import PRIOR_TOKENS_PER_S
 from tests.parity.worlds import journals, queued, stepped
 from tests.parity.worlds import replayed as results_of
 

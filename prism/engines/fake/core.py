@@ -25,7 +25,7 @@ from prism.engines.fake.weights import FakeWeights
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Resume
-from prism.scheduler.speed import Speed
+from prism.prefill_speed import Speed
 
 
 class InjectedFault(EngineError):

@@ -23,7 +23,7 @@ from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, RankLostError, RequestError, SelfCheckError
 from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
 from prism.model_memory import BLOCK_TOKENS
-from prism.scheduler.speed import Speed
+from prism.prefill_speed import Speed
 from prism.weight_store import open_store
 
 
