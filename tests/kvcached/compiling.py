@@ -12,7 +12,7 @@ from uuid import uuid4
 
 ROOT = Path(__file__).parent.parent.parent
 BUILD = ROOT / "build" / "cpp-tests"
-FLAGS = ["-std=c++20", "-g", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
+FLAGS = ["-std=c++20", "-g1", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
 STEPS = ["-O1", "-DKVCACHED_STEPS"]
 LIBCUDA = ROOT / "tests" / "libcuda"
 
