@@ -20,6 +20,8 @@ CLUSTERS = {
 }  # fmt: skip
 """Folders whose tests start processes that wait for each other; one worker runs them all, in order,
 so that two clusters never share the cores."""
+WHOLE = {"costs", "packaging", "parity"}
+"""Folders whose files go to one worker each: fixtures build a wheel or start engines, once."""
 
 # a busy machine fails no test
 settings.register_profile("no-deadline", deadline=None)
@@ -37,8 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        if item.path.relative_to(HERE).parts[0] in CLUSTERS:
+        file = item.path.relative_to(HERE)
+        if file.parts[0] in CLUSTERS:
             item.add_marker(pytest.mark.xdist_group("clusters"))
+        elif file.parts[0] in WHOLE:
+            item.add_marker(pytest.mark.xdist_group(str(file)))
 
 
 @pytest.fixture(scope="session")
