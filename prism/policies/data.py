@@ -55,6 +55,8 @@ class ModelView(msgspec.Struct, frozen=True):
     share_bytes: the engine's part of weight_bytes on each of its `tp` devices, the same at whatever
     degree; 0 where it runs at this degree only.
     startup_s: device -> estimated seconds until it could serve there; empty: not known.
+    moving_to: where a "migrating" copy is brought up, rank 0 first; known of the simulator's, whose
+    models have several copies.
     A model with several replicas has a view for each of them, under the same name.
     """
 
@@ -79,6 +81,7 @@ class ModelView(msgspec.Struct, frozen=True):
     peers: tuple[str, ...] = ()
     startup_s: Mapping[str, float] = msgspec.field(default_factory=dict)
     share_bytes: int = 0
+    moving_to: tuple[str, ...] = ()
 
 
 class GpuView(msgspec.Struct, frozen=True):
@@ -165,11 +168,13 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """`device`: of rank 0; the peers follow."""
+    """`device`: of rank 0; the peers follow. move_running: what runs there goes on at another copy
+    of the model, instead of finishing; without one it waits for one. Live, it finishes."""
 
     model: str
     device: str
     reason: str
+    move_running: bool = False
 
 
 @dataclass(frozen=True, slots=True)

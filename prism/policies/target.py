@@ -94,11 +94,11 @@ def _draft(view: ClusterView, target: Placement) -> Draft:
 
 
 def _compare(draft: Draft, name: str, views: list[ModelView], target: Placement) -> None:
-    """What `name` has too little and too much."""
+    """What `name` has too little and too much; a copy on its way counts where it will be."""
     wanted = {
         unit.devices: host for unit in target.units for host in unit.models if host.model == name
     }
-    here = {devices_of(m): m for m in views if m.device}
+    here = {m.moving_to or devices_of(m): m for m in views if m.device}
     known = {d: h for d, h in wanted.items() if set(d) <= set(draft.free_bytes)}
     draft.missing[name] = [(d, h) for d, h in sorted(known.items()) if d not in here]
     draft.surplus[name] = [m for d, m in sorted(here.items()) if d not in wanted]
@@ -114,7 +114,9 @@ def _drop_surplus(draft: Draft) -> None:
 
 
 def _evict(draft: Draft, model: ModelView, reason: str) -> None:
-    draft.actions.append(Evict(model.name, devices_of(model)[0], reason))
+    """SeaLLM §5: it "migrates ongoing requests after the ongoing iteration"."""
+    evict = Evict(model.name, devices_of(model)[0], reason, move_running=True)
+    draft.actions.append(evict)
     draft.surplus[model.name].remove(model)
 
 
@@ -129,7 +131,6 @@ def _move(draft: Draft) -> None:
             draft.take(model, home[0])
             source = devices_of(model)[0]
             reason = "the new placement"
-            # SeaLLM §5: "migrates ongoing requests after the ongoing iteration"
             move = Migrate(name, source, home[0][0], reason, home[0][1:], move_running=True)
             draft.actions.append(move)
 

@@ -3,7 +3,7 @@
 An activation reserves weights and KV floor on all its devices before anything is loaded; while
 they lack memory it waits for what runs there to end, and admission leaves it the free memory.
 Evictions let their running requests end first, and so do the sources of migrations, unless the
-requests are to move: then they go on at the target with their KV.
+requests are to move: then they go on at the target, or at another copy, with their KV.
 """
 
 from __future__ import annotations
@@ -104,10 +104,13 @@ class Moves:
         self._hooks.route(model)
         return resident
 
-    def evict(self, model: Model, resident: Resident) -> None:
-        """The copy takes no more requests, ends those that run and is gone."""
+    def evict(self, model: Model, resident: Resident, move_running: bool = False) -> None:
+        """The copy takes no more requests, ends those that run and is gone. move_running: those go
+        on at another copy after their present step."""
         resident.stage = Stage.DRAINING
         self._withdraw(model, resident)
+        if move_running:
+            self._send_on(model, resident, None)
         self._leave_if_empty(model, resident)
 
     def migrate(
@@ -211,25 +214,32 @@ class Moves:
         target.last_use_s = source.last_use_s
         self._log("migrated", target)
         self.evict(model, source)
-        if target.takes_running and source.engine is not None and source.running:
+        if target.takes_running:
+            self._send_on(model, source, target)
+
+    def _send_on(self, model: Model, source: Resident, target: Resident | None) -> None:
+        """What runs at the source goes on at the target, or at the copy with fewest requests."""
+        if source.engine is not None and source.running:
             source.engine.leave(partial(self._copy_kv, model, source, target))
 
-    def _copy_kv(self, model: Model, source: Resident, target: Resident) -> None:
+    def _copy_kv(self, model: Model, source: Resident, target: Resident | None) -> None:
         """Requests stand still while their KV is on its way."""
         assert source.engine is not None
+        target = target or _least_asked(model)
+        if target is None:
+            self._hand_over(model, source, None)
+            return
         here, there = ([d.setup for d in r.devices] for r in (source, target))
         copy_s = handover_s(source.engine.kv.used_bytes, here, there, self._setup.activation)
         self._kernel.after(copy_s, self._hand_over, model, source, target)
 
-    def _hand_over(self, model: Model, source: Resident, target: Resident) -> None:
+    def _hand_over(self, model: Model, source: Resident, target: Resident | None) -> None:
         """To the target, or to another copy if that is gone again; without one they wait for one,
         and are computed again."""
         assert source.engine is not None
         requests = source.engine.release()
         self._records.count("moved", len(requests))
-        active = [r for r in model.residents if r.engine and r.stage is Stage.ACTIVE]
-        others = min(active, key=lambda r: r.open_requests, default=None)
-        receiver = target if target in active else others
+        receiver = target if target in _active(model) else _least_asked(model)
         if receiver is None or receiver.engine is None:
             for request in requests:
                 request.forget_kv()
@@ -314,6 +324,14 @@ class Moves:
     def _log(self, kind: str, resident: Resident) -> None:
         name, home = resident.model.name, resident.home.name
         self._records.decide(Decision(self._kernel.time_s, kind, name, home))
+
+
+def _active(model: Model) -> list[Resident]:
+    return [r for r in model.residents if r.engine and r.stage is Stage.ACTIVE]
+
+
+def _least_asked(model: Model) -> Resident | None:
+    return min(_active(model), key=lambda r: r.open_requests, default=None)
 
 
 def _has_room(resident: Resident) -> bool:

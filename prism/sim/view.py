@@ -125,6 +125,7 @@ def _resident_view(
     setup, devices = model.setup, resident.devices
     waiting, running = resident.waiting + len(model.unplaced), resident.running
     idle_s = 0.0 if waiting or running else now_s - max(resident.last_use_s, resident.since_s)
+    target = resident.replaced_by if resident.stage is Stage.ACTIVE else None
     return ModelView(
         setup.name,
         setup.held_bytes(len(devices)),
@@ -145,6 +146,7 @@ def _resident_view(
         share_bytes=setup.share_bytes,
         peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
         startup_s=startup_s,
+        moving_to=tuple(d.name for d in target.devices) if target is not None else (),
     )
 
 

@@ -37,7 +37,8 @@ SAMPLES = 200
 
 
 class World:
-    """Runs one workload once. target: in place of what the policy's placement search finds.
+    """Runs one workload once. target: in place of what the policy's placement search finds, for
+    good; start: the same until it is searched anew.
     `progress`: called with (requests ended, requests) now and then. queues: device -> the records
     of its queue with their inputs, which are kept for `keep_queues`."""
 
@@ -47,7 +48,9 @@ class World:
         work: Workload,
         policy: Policy | None = None,
         target: Placement | None = None,
+        *,
         keep_queues: bool = False,
+        start: Placement | None = None,
     ) -> None:
         self.setup = setup
         self.work = work
@@ -78,7 +81,7 @@ class World:
         self._replacement = (
             None if fixed else Replacement(self.policy, setup, self.records, self._loads or [])
         )
-        self._target = target
+        self._target = target or start
         self._bindings = self._make_bindings()
         self._moves = Moves(self.kernel, setup, self.policy, self.records, hooks)
         self._viewer = Viewer(
@@ -286,7 +289,7 @@ class World:
             self._decide("evict", action.model, action.device, "", action.reason)
             resident = self._resident(model, action.device)
             if resident is not None:
-                self._moves.evict(model, resident)
+                self._moves.evict(model, resident, action.move_running)
         else:
             self._migrate(model, action)
 

@@ -25,8 +25,8 @@ SERIES_POINTS = 120
 
 class Trial(Point, frozen=True):
     """variant: of the policy, see `prism.policies.ablations`. series: keep samples over time.
-    history: a trace beside the setup's, of the time before: placement searches are given its rates
-    and lengths in place of those to come."""
+    history: a trace beside the setup's, of the time before: the first placement search is given its
+    rates and lengths in place of those to come."""
 
     variant: str = ""
     series: bool = False
@@ -89,10 +89,10 @@ def simulate(trial: Trial) -> Measured:
     try:
         scenario = load(Path(trial.config), trial.changes)
         policy = ablations.get(scenario.config.policy, trial.variant)
-        target = _placed_before(trial, policy) if trial.history else None
+        start = _placed_before(trial, policy) if trial.history else None
     except ConfigError as error:
         return Measured(trial.changes, problem=str(error))
-    world = World(scenario.setup, scenario.work, policy, target)
+    world = World(scenario.setup, scenario.work, policy, start=start)
     records = world.run()
     found = results_of(scenario.config, world, trial.judge)
     table, models = columns(records), _models(scenario, records)

@@ -89,6 +89,18 @@ def test_two_full_devices_swap_by_evicting_the_idler() -> None:
     assert summary(planned(gone, gpus, units)) == [("migrate", "a", "g0", "g1")]
 
 
+def test_no_second_copy_moves_to_where_one_is_on_its_way() -> None:
+    """Two on their way to one home: the requests of the first would have been left in a queue that
+    the second took over."""
+    leaving = structs.replace(active("a", "g0"), state="migrating", moving_to=("g2",))
+    models = [leaving, active("a", "g1")]
+    gpus = [gpu("g0"), gpu("g1"), gpu("g2"), gpu("g3")]
+    units = [unit("g2", "a"), unit("g3", "a")]
+    assert summary(planned(models, gpus, units)) == [("migrate", "a", "g1", "g3")]
+    arrived = [active("a", "g2"), structs.replace(leaving, state="draining", moving_to=())]
+    assert summary(planned(arrived, gpus, units[:1])) == []
+
+
 def test_replicas_beyond_the_target_go() -> None:
     models = [active("a", "g0"), active("a", "g1")]
     gpus = [gpu("g0"), gpu("g1"), gpu("g2")]

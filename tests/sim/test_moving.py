@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from prism.policies import registry
-from prism.policies.data import Action, Activate, ClusterView, Migrate, Settings
+from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Settings
 from prism.policies.placement import Hosted, Placement, Unit
 from prism.sim.records import Records
 from prism.sim.scenario import load
@@ -88,6 +89,42 @@ def test_all_that_it_holds_goes_whatever_state_it_is_in(controlled: bool) -> Non
     assert list(records.output_tokens) == [100, 5, 10, 10]
     assert set(records.device) == {1}
     assert records.counts["moved"] >= 2
+
+
+def evicted(homes: Sequence[str], move_running: bool) -> Records:
+    """A request runs in the copy on gpu:0, which goes at AT_S; `homes`: of all copies."""
+
+    def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+        held = {m.device for m in view.models}
+        return tuple(Activate("a", home, "test") for home in homes if home not in held)
+
+    built = setup()
+    policy = dataclasses.replace(
+        registry.get("alpaserve"), search=lambda problem: HERE, plan=plan, calm=None
+    )
+    world = World(built, work(built, [request(0.5, "a", 500, 100)]), policy)
+    world.kernel.at(AT_S, world.apply, Evict("a", "gpu:0", "test", move_running=move_running))
+    return world.run()
+
+
+def test_what_runs_in_an_evicted_copy_goes_on_at_another() -> None:
+    """SeaLLM §5: ongoing requests migrate, old engines stop."""
+    homes = ("gpu:0", "gpu:1")
+    still, records = (evicted(homes, moves) for moves in (False, True))
+    assert (still.device[0], records.device[0]) == (0, 1)
+    assert (records.counts["moved"], records.output_tokens[0]) == (1, 100)
+    kv_s = 64 * 1024 * -(-(500 + 45) // 64) / (10 * MIB)
+    assert records.end_s[0] - still.end_s[0] == pytest.approx(kv_s, abs=0.002)
+    gone_s = [next(d.time_s for d in r.decisions if d.kind == "evicted") for r in (still, records)]
+    assert gone_s == pytest.approx([still.end_s[0], AT_S + kv_s], abs=0.02)
+
+
+def test_without_another_copy_it_waits_for_one_and_is_computed_again() -> None:
+    still, records = (evicted(("gpu:0",), moves) for moves in (False, True))
+    assert not records.errors
+    assert records.output_tokens[0] == 100
+    prefills_s = 0.01
+    assert records.end_s[0] > still.end_s[0] + prefills_s
 
 
 def test_who_finds_no_memory_at_the_target_is_computed_again_there() -> None:

@@ -85,7 +85,7 @@ def apply(world: World, model_: int, target: int, leaves: bool, along: bool) -> 
     free = [d for d in world.devices if not any(r in d.guests for r in model.residents)]
     chosen = [*free[target % max(1, len(free)) :], *free][: source.tp]
     if leaves:
-        world.apply(Evict(name, source.home.name, "random"))
+        world.apply(Evict(name, source.home.name, "random", move_running=along))
     elif len(chosen) == source.tp == len({d.name for d in chosen}):
         first, *peers = (d.name for d in chosen)
         move = Migrate(name, source.home.name, first, "random", tuple(peers), along)
