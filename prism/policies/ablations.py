@@ -13,18 +13,17 @@ from msgspec import structs
 
 from prism.errors import ConfigError
 from prism.policies import (
-    adbs,
     dedicated,
     fcfs,
     mlfq,
     mux_greedy,
     mux_placement,
     prism,
-    qlm,
     registry,
     temporal,
 )
 from prism.policies.data import Action, ClusterView, Settings
+from prism.policies.knobs import SHIPPED, Knobs, tuned
 from prism.policies.kv_blocks import KvBlocks
 from prism.policies.placement import ModelSpecView, Placement, Problem, Search, Unit
 from prism.policies.registry import Policy
@@ -107,9 +106,8 @@ def blind(search: Search) -> Search:
 ONE_UNIT: dict[str, Any] = {"search": together(mux_placement.search)}
 OWN_KV: dict[str, Any] = {"search": partitioned(mux_placement.search), "kv_blocks": KvBlocks.OWN}
 GIVEN_BLIND = as_given(blind(mux_placement.search))
-FIXED_SM = adbs.AdbsSettings(wider=False)
-BY_DEADLINE = qlm.QlmSettings(by_deadline=True)
 Change = Callable[[Policy], Policy]
+KnobsChange = Callable[[Knobs], Knobs]
 
 VARIANTS: dict[tuple[str, str], Change] = {
     # Prism §7.4, Figures 10 and 11
@@ -119,7 +117,6 @@ VARIANTS: dict[tuple[str, str], Change] = {
     ("muxserve++", "given"): lambda p: replace(p, search=as_given(mux_placement.search)),
     ("muxserve++", "blind"): lambda p: replace(p, search=blind(mux_placement.search)),
     ("muxserve++", "given-blind"): lambda p: replace(p, search=GIVEN_BLIND),
-    ("qlm", "by-deadline"): lambda p: replace(p, assign=qlm.assigner(BY_DEADLINE)),
     # MuxServe §4.4, Figures 8, 9 and 10
     ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),
     ("muxserve", "fcfs"): lambda p: replace(p, steps=temporal.FCFS),
@@ -128,8 +125,6 @@ VARIANTS: dict[tuple[str, str], Change] = {
     ("muxserve", "unit-rr"): lambda p: replace(p, steps=temporal.ROUND_ROBIN, **ONE_UNIT),
     ("muxserve", "own-kv"): lambda p: replace(p, **OWN_KV),
     ("muxserve", "temporal"): lambda p: replace(p, steps=temporal.FCFS, **OWN_KV),
-    # SeaLLM §6.2: "a fixed percentage of computational resources for each LLM service"
-    ("muxserve", "fixed-sm"): lambda p: replace(p, steps=adbs.control(FIXED_SM)),
     # SeaLLM §6.3, Figure 8
     ("seallm", "F"): lambda p: replace(p, steps=temporal.FCFS),
     ("seallm", "M"): lambda p: replace(p, steps=mlfq.control()),
@@ -138,12 +133,20 @@ VARIANTS: dict[tuple[str, str], Change] = {
 }
 
 
-def get(policy: str, variant: str = "") -> Policy:
-    """variant "": the policy itself. Raises ConfigError."""
-    found = registry.get(policy)
-    if not variant:
-        return found
-    if (policy, variant) not in VARIANTS:
-        known = ", ".join(v for name, v in VARIANTS if name == policy) or "none"
+KNOBS: dict[tuple[str, str], KnobsChange] = {
+    ("qlm", "by-deadline"): lambda k: replace(k, qlm=replace(k.qlm, by_deadline=True)),
+    # SeaLLM §6.2: "a fixed percentage of computational resources for each LLM service"
+    ("muxserve", "fixed-sm"): lambda k: replace(k, adbs=replace(k.adbs, wider=False)),
+}
+"""Variants that differ from the policy in its knobs."""
+NAMES = (*VARIANTS, *KNOBS)
+
+
+def get(policy: str, variant: str = "", knobs: Knobs = SHIPPED) -> Policy:
+    """variant "": the policy itself, tuned by `knobs`. Raises ConfigError."""
+    whole, key = registry.get(policy), (policy, variant)
+    if variant and key not in NAMES:
+        known = ", ".join(v for name, v in NAMES if name == policy) or "none"
         raise ConfigError(f"variant {variant!r} of {policy!r}: known are {known}")
-    return VARIANTS[policy, variant](found)
+    found = tuned(whole, KNOBS[key](knobs) if key in KNOBS else knobs)
+    return VARIANTS[key](found) if key in VARIANTS else found

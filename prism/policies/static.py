@@ -7,7 +7,7 @@ which agents answer, so that it is the same at every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -27,9 +27,26 @@ class Partition:
     refused: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StaticSettings:
+    """by_tokens: a device's KV memory goes to models without a `static_share` so that each has room
+    for as many tokens, instead of in equal parts."""
+
+    by_tokens: bool = False
+
+
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """Activate every absent model at its place; `settings` has nothing for this policy."""
-    division = partition(view.models, view.gpus)
+    return _plan(view, StaticSettings())
+
+
+def planner(chosen: StaticSettings) -> Callable[[ClusterView, Settings], tuple[Action, ...]]:
+    """The plan with these settings."""
+    return lambda view, settings: _plan(view, chosen)
+
+
+def _plan(view: ClusterView, chosen: StaticSettings) -> tuple[Action, ...]:
+    division = partition(view.models, view.gpus, chosen)
     engines = {g.name: g.engines_free if g.alive else 0 for g in view.gpus}
     asked = [m for m in view.models if m.state == "absent" and (m.wanted or m.waiting)]
     return tuple(_action(m, division, engines) for m in sorted(asked, key=kvpr.by_size))
@@ -51,9 +68,12 @@ def _action(model: ModelView, division: Partition, engines: dict[str, int]) -> A
     return Activate(model.name, device, reason, limit_bytes, peers)
 
 
-def partition(models: Sequence[ModelView], gpus: Sequence[GpuView]) -> Partition:
+def partition(
+    models: Sequence[ModelView], gpus: Sequence[GpuView], chosen: StaticSettings | None = None
+) -> Partition:
     """Devices by size (largest model first, to the device with the most room; pinned ones at
-    their device), then each device's KV memory by `static_share`, the rest in equal parts."""
+    their device), then each device's KV memory by `static_share`, the rest in equal parts unless
+    `chosen` says otherwise."""
     # Where a model happens to be, or failed, must not change the partition.
     fresh = [structs.replace(m, device=None, peers=(), barred=(), token_rate=0.0) for m in models]
     whole = [
@@ -71,19 +91,23 @@ def partition(models: Sequence[ModelView], gpus: Sequence[GpuView]) -> Partition
         for b in home:
             b.put(model)
     for b in bins.values():
-        _share(b, division)
+        _share(b, division, chosen or StaticSettings())
     for name in division.refused:
         division.devices.pop(name, None)
     return division
 
 
-def _share(b: kvpr.Bin, division: Partition) -> None:
+def _share(b: kvpr.Bin, division: Partition, chosen: StaticSettings) -> None:
     given = sum(m.static_share for m in b.models.values() if m.static_share is not None)
-    unset = sum(m.static_share is None for m in b.models.values())
+    parts = {
+        m.name: m.token_bytes if chosen.by_tokens else 1
+        for m in b.models.values()
+        if m.static_share is None
+    }
     for model in b.models.values():
         share = model.static_share
         if share is None:
-            share = max(0.0, 1.0 - given) / unset
+            share = max(0.0, 1.0 - given) * parts[model.name] / sum(parts.values())
         limit_bytes = int(b.shared_kv_bytes * share)
         problem = _problem(model, b, given, limit_bytes)
         if problem:

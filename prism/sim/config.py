@@ -119,6 +119,24 @@ class ActivationYaml(Strict, frozen=True):
     warm_start: bool = True
 
 
+class BaselinesYaml(Strict, frozen=True):
+    """What single policies can be tuned with; their papers leave it open. search_rates: the rates
+    that placement searches are given, each model's "mean" over the trace, its "peak" in the busiest
+    tenth, or "equal" ones. static_kv: how static divides a device's KV memory among models without
+    a static_share, into "equal" parts or with room for as many "tokens" each. qlm_group: requests
+    of a group at most. muxserve_prefill: the part of a GPU's compute that a prefill waits for;
+    muxserve_adapt: how often token-block quotas move. seallm_services: in a sharing group at most;
+    seallm_starvation: a request that has waited for so many budgets goes first."""
+
+    search_rates: str = "mean"
+    static_kv: str = "equal"
+    qlm_group: int = 64
+    muxserve_prefill: float = 0.5
+    muxserve_adapt: str = "5s"
+    seallm_services: int = 2
+    seallm_starvation: float = 5.0
+
+
 class SimYaml(Strict, frozen=True):
     """The whole file. trace: a file, relative to this one, read as `source` says; or generate: one.
     rate_scale multiplies the requests, slo_scale every SLO. base_slos: SLOs are P95 latencies of
@@ -144,6 +162,7 @@ class SimYaml(Strict, frozen=True):
     scheduler: SchedulerYaml = SchedulerYaml()
     engine: SimEngineYaml = SimEngineYaml()
     activation: ActivationYaml = ActivationYaml()
+    baselines: BaselinesYaml = BaselinesYaml()
     search_requests: int = 600
     patience: str = "10m"
     replacement_interval: str = "5m"

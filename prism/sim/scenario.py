@@ -15,15 +15,22 @@ from prism.config_yaml import convert, read_mapping
 from prism.costs.gpus import GpuSpec, gpu_spec
 from prism.errors import ConfigError
 from prism.policies import registry
+from prism.policies.adbs import AdbsSettings
 from prism.policies.data import Settings
+from prism.policies.doubling_budget import DbSettings
+from prism.policies.knobs import Knobs
+from prism.policies.qlm import QlmSettings
+from prism.policies.seallm import SeallmSettings
+from prism.policies.static import StaticSettings
 from prism.replay import transforms
 from prism.replay.trace import TraceRequest
 from prism.scheduler.local import Limits
 from prism.sim.base_slos import with_base_slos
-from prism.sim.config import SimModelYaml, SimYaml
+from prism.sim.config import BaselinesYaml, SimModelYaml, SimYaml
 from prism.sim.generated import generated
 from prism.sim.models import Around, model_setup
 from prism.sim.prefix import HASH_TOKENS
+from prism.sim.search import SEARCH_RATES
 from prism.sim.setup import (
     UNBOUNDED_STEPS,
     ActivationSettings,
@@ -38,6 +45,7 @@ from prism.units import parse_size, parse_time
 Overrides = Mapping[str, Any]
 KV_LAYOUTS = ("per_layer", "token_interleaved", "auto")
 STEPS = ("runs", "single")
+STATIC_KV = ("equal", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +181,8 @@ def cluster_setup(
         rate_window_s=parse_time(scheduler.rate_window, "scheduler.rate_window"),
         warm=config.activation.warm_start,
         search_requests=config.search_requests,
+        search_rates=config.baselines.search_rates,
+        knobs=_knobs(config.baselines),
         patience_s=parse_time(config.patience, "patience"),
         replacement_interval_s=parse_time(config.replacement_interval, "replacement_interval"),
     )
@@ -204,6 +214,17 @@ def _activation(config: SimYaml) -> ActivationSettings:
     )
 
 
+def _knobs(given: BaselinesYaml) -> Knobs:
+    adapt_s = parse_time(given.muxserve_adapt, "baselines.muxserve_adapt")
+    return Knobs(
+        static=StaticSettings(by_tokens=given.static_kv == "tokens"),
+        qlm=QlmSettings(group_requests_max=given.qlm_group),
+        adbs=AdbsSettings(prefill_sm_min=given.muxserve_prefill, adapt_every_s=adapt_s),
+        seallm=SeallmSettings(services_max=given.seallm_services),
+        budgets=DbSettings(starvation_factor=given.seallm_starvation),
+    )
+
+
 def _check(config: SimYaml) -> None:
     """Values that no cluster can have. Raises ConfigError."""
     registry.get(config.policy)
@@ -229,13 +250,25 @@ def _check(config: SimYaml) -> None:
         _check_prefix_reuse(config)
     if config.search_requests < 1:
         raise ConfigError("search_requests: must be at least 1")
+    _check_baselines(config.baselines)
     for key, given, known in (
+        ("baselines.search_rates", config.baselines.search_rates, SEARCH_RATES),
+        ("baselines.static_kv", config.baselines.static_kv, STATIC_KV),
         ("engine.kv_layout", engine.kv_layout, KV_LAYOUTS),
         ("scheduler.migrate_running", config.scheduler.migrate_running, MIGRATE_RUNNING),
         ("steps", config.steps, STEPS),
     ):
         if given not in known:
             raise ConfigError(f"{key}: {given!r} is none of {', '.join(known)}")
+
+
+def _check_baselines(given: BaselinesYaml) -> None:
+    if min(given.qlm_group, given.seallm_services) < 1:
+        raise ConfigError("baselines.qlm_group and seallm_services: must be at least 1")
+    if not 0 < given.muxserve_prefill <= 1 or not given.seallm_starvation > 0:
+        raise ConfigError("baselines.muxserve_prefill must be in (0, 1], seallm_starvation above 0")
+    if parse_time(given.muxserve_adapt, "baselines.muxserve_adapt") <= 0:
+        raise ConfigError("baselines.muxserve_adapt: must be above 0")
 
 
 def _check_prefix_reuse(config: SimYaml) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from prism.costs.model import Chunk, slowdown
@@ -22,6 +23,8 @@ from prism.sim.records import Records
 from prism.sim.setup import ClusterSetup
 from prism.sim.workload import Workload
 
+SEARCH_RATES = ("mean", "peak", "equal")
+PIECES = 10
 WINDOWS = 6
 """Pieces of the trace that these are taken from, so that a model that is quiet for a while counts
 with what it asks for at other times."""
@@ -36,11 +39,28 @@ def search(
 ) -> Placement:
     """play: simulates a workload on a placement with the policy's own scheduling."""
     sample = sample_of(work, setup.search_requests)
+    given = expected(loads, work, setup.search_rates)
 
     def simulate(placement: Placement) -> Outcome:
         return outcome(play(placement, sample), loads)
 
-    return find(problem(setup, loads, simulate))
+    return find(problem(setup, given, simulate))
+
+
+def expected(loads: Sequence[Load], work: Workload, rates: str) -> list[Load]:
+    """What models are placed for. rates: "mean" over the workload, as the papers have it; "peak",
+    of the busiest of PIECES equal pieces of it, each model's own; "equal" for all models."""
+    if rates == "mean":
+        return list(loads)
+    if rates == "equal":
+        mean = sum(load.rate_rps for load in loads) / max(1, len(loads))
+        return [replace(load, rate_rps=mean) for load in loads]
+    each_s = max(work.end_s, 1.0) / PIECES
+    counts = [[0] * PIECES for _ in loads]
+    for model, arrival_s in zip(work.model, work.arrival_s, strict=True):
+        counts[model][min(PIECES - 1, int(arrival_s / each_s))] += 1
+    pairs = zip(loads, counts, strict=True)
+    return [replace(load, rate_rps=max(count) / each_s) for load, count in pairs]
 
 
 def problem(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from prism.costs.model import CostModel
 from prism.policies.data import Settings
+from prism.policies.knobs import Knobs
 from prism.policies.kv_blocks import KvShape
 from prism.scheduler.local import Limits
 
@@ -128,6 +129,7 @@ class ClusterSetup:
     activation_timeout_s: an activation that finds no memory for so long fails; bar_s: its device
     is then not tried again for so long. search_requests: what a placement is tried on, the tuning
     budget of every policy that has a simulator inside, together with what the searches bound.
+    search_rates: see `search.expected`. knobs: of single policies.
     patience_s: after the last arrival, requests that still wait are given up after this.
     replacement_interval_s: until a policy whose placement is searched anew does so first.
     """
@@ -146,5 +148,7 @@ class ClusterSetup:
     activation_timeout_s: float = 60.0
     bar_s: float = 5.0
     search_requests: int = 600
+    search_rates: str = "mean"
+    knobs: Knobs = field(default_factory=Knobs)
     patience_s: float = 600.0
     replacement_interval_s: float = 300.0

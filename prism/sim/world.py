@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from prism.journal import Memory
 from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, DeviceLoad, Evict, Migrate, Refuse
+from prism.policies.knobs import tuned
 from prism.policies.placement import Placement
 from prism.policies.registry import Policy
 from prism.scheduler.cluster import ClusterScheduler
@@ -54,7 +55,7 @@ class World:
     ) -> None:
         self.setup = setup
         self.work = work
-        self.policy = policy or registry.get(setup.policy)
+        self.policy = policy or tuned(registry.get(setup.policy), setup.knobs)
         self.kernel = Kernel()
         self.records = Records(work)
         self.queues = {d.name: Memory(inputs=True) for d in setup.devices} if keep_queues else {}

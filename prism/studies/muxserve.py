@@ -9,7 +9,7 @@ from prism.studies import findings
 from prism.studies.findings import Comparison, Findings, Plot
 from prism.studies.lab import Lab
 from prism.studies.muxserve_setup import (
-    FAIR,
+    FAIR_TUNED,
     SYSTEMS,
     Model,
     cluster,
@@ -20,6 +20,7 @@ from prism.studies.muxserve_setup import (
     slo,
     systems,
     throughput,
+    tuned_systems,
 )
 from prism.studies.prism_setup import problems
 from prism.studies.prism_sweeps import up_to
@@ -86,7 +87,7 @@ def synthetic(lab: Lab) -> Findings:
     alphas = lab.pick((0.9, 2.1), (0.9,))
     most_rps = lab.pick((5.0, 20.0, 60.0), (1.0,))
     seconds = lab.pick(40.0, 8.0)
-    gpus = 32
+    gpus, tuned = 32, tuned_systems(lab)
     table, plots, remarks = [], {}, []
     by_alpha: dict[float, tuple[Lines, Lines]] = {}
     slower: dict[float, Lines] = {}
@@ -96,7 +97,7 @@ def synthetic(lab: Lab) -> Findings:
         for most in most_rps:
             trace = power_law(lab, models, most * weight, alpha, seconds)
             config = lab.setup(f"alpha{alpha:g}-rate{most:g}", cluster(models, gpus), trace)
-            trials += systems(config, list(SYSTEMS))
+            trials += systems(config, tuned)
             xs.append(round(most * weight / len(models), 3))
         outcomes = lab.run(trials, f"alpha {alpha:g}")
         remarks += [p for p in problems(trials, outcomes) if p not in remarks]
@@ -107,7 +108,7 @@ def synthetic(lab: Lab) -> Findings:
             title = f"alpha {alpha:g}"
             name = f"{what}-{alpha:g}".replace(".", "-")
             plots[name] = Plot(title, "average rate (req/s per model)", ylabel, found)
-    return Findings(_synthetic(by_alpha, slower), table, plots, [FAIR], remarks)
+    return Findings(_synthetic(by_alpha, slower), table, plots, [FAIR_TUNED, *tuned.said], remarks)
 
 
 SLOWER_HOST = "20ms"
@@ -253,9 +254,10 @@ def chat(lab: Lab) -> Findings:
     rates_rps = lab.pick((1.6, 3.2, 4.8), (0.1, 0.2))
     seconds = lab.pick(60.0, 6.0)
     trials: list[Trial] = []
+    tuned = tuned_systems(lab)
     for rate in rates_rps:
         trace = shared_out(lab, models, rate * len(models), seconds)
-        trials += systems(lab.setup(f"rate{rate:g}", cluster(models, 32), trace), list(SYSTEMS))
+        trials += systems(lab.setup(f"rate{rate:g}", cluster(models, 32), trace), tuned)
     outcomes = lab.run(trials, "rates")
     rates, shares = gathered(rates_rps, list(SYSTEMS), outcomes)
     slow = on_slower_hosts(lab, trials, rates_rps, rates_rps[-1:])
@@ -265,7 +267,7 @@ def chat(lab: Lab) -> Findings:
         "slo": Plot("ChatLMSYS", "average rate (req/s per model)", SLO, shares),
     }
     table = rows_of(outcomes, rates_rps, list(SYSTEMS))
-    return Findings(compared, table, plots, [FAIR], problems(trials, outcomes))
+    return Findings(compared, table, plots, [FAIR_TUNED, *tuned.said], problems(trials, outcomes))
 
 
 def _chat(rates: Lines, shares: Lines, slow: Lines) -> list[Comparison]:

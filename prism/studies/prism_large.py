@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from prism.studies import findings
+from prism.studies import findings, tuning
 from prism.studies.findings import Comparison, Findings
 from prism.studies.lab import Lab
 from prism.studies.prism_overall import DATA
-from prism.studies.prism_setup import FAIR, fifty_eight, model_names, prepared
+from prism.studies.prism_setup import FAIR_TUNED, fifty_eight, model_names, prepared
 from prism.studies.prism_sweeps import (
     GIVEN,
     METRICS,
@@ -23,8 +25,10 @@ from prism.studies.prism_sweeps import (
     rows,
     since,
     sweep,
+    tuned_on,
 )
 from prism.studies.study import Study
+from prism.studies.tuning import Tuned
 
 LARGE_RATES = (4.0, 8.0, 16.0, 24.0)
 GPUS = {"prism": 16, "muxserve++": 32, GIVEN: 32}
@@ -37,6 +41,7 @@ TPOT_GPUS = {"static": 20, "muxserve++": 29, "qlm": 29}
 """For 99 % TPOT at an SLO scale of up to 3; of the latter two: at least."""
 TPOT_ORDER: Levels = ("static", ("muxserve++", "qlm"))
 SAVED = 2.0
+TUNING_SECONDS = 150.0
 SOURCE = "§7.5, Figure 12"
 
 
@@ -46,7 +51,8 @@ def large(lab: Lab) -> Findings:
     trace = lab.sources.styled(style, model_names(58), lab.pick(300.0, 100.0), lab.seed)
     nodes = {"gpus": {"type": "h100", "count": 32, "nodes": 1}}
     cluster = prepared(lab, "fifty-eight", fifty_eight(), trace, nodes)
-    fixed = {"slo_scale": 5.0}
+    fixed: dict[str, Any] = {"slo_scale": 5.0}
+    cluster = replace(cluster, tuned=_tuned(lab, nodes, fixed))
     enough = {**fixed, "gpus.count": lab.pick(16, 32)}
     load = held_rate(lab, cluster, enough, lab.pick(LARGE_RATES, (0.4,)))
     fixed["rate_scale"] = load
@@ -65,8 +71,18 @@ def large(lab: Lab) -> Findings:
     compared += ttft_gpus(found["ttft"], counts[-1])
     compared += tpot_gpus(found["tpot"], counts[-1])
     compared += improvements(found)
-    budget = [FAIR, f"rate scale {load:g}: {cluster.described()}"]
+    said = f"rate scale {load:g}: {cluster.described()}"
+    budget = [FAIR_TUNED, *cluster.tuned.said, said]
     return Findings(compared, table, plots, budget, remarks)
+
+
+def _tuned(lab: Lab, nodes: dict[str, Any], fixed: Mapping[str, Any]) -> Tuned:
+    there = replace(lab, seed=lab.seed + tuning.SEED)
+    seconds, rate, gpus = lab.pick(TUNING_SECONDS, 100.0), lab.pick(16.0, 0.4), lab.pick(16, 32)
+    trace = lab.sources.styled("arena-chat", model_names(58), seconds, there.seed)
+    cluster = prepared(there, "tuning-fifty-eight", fifty_eight(), trace, nodes)
+    load = f"another such trace, {seconds:g} s, {gpus} GPUs at rate scale {rate:g}"
+    return tuned_on(lab, cluster, {**fixed, "gpus.count": gpus, "rate_scale": rate}, load)
 
 
 def ttft_gpus(ttft: Lines, most: int) -> list[Comparison]:

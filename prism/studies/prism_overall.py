@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from prism.studies import findings
 from prism.studies.findings import Comparison, Findings
 from prism.studies.lab import Lab
 from prism.studies.prism_setup import (
-    FAIR,
+    FAIR_TUNED,
     Cluster,
     attainment,
     eighteen,
@@ -39,6 +40,7 @@ from prism.studies.prism_sweeps import (
     rows,
     since,
     sweep,
+    tuned,
     up_to,
 )
 from prism.studies.sources import STYLES
@@ -67,13 +69,13 @@ TPOT_SAID: tuple[tuple[Levels, str], ...] = (
 
 def by_rate(lab: Lab) -> Findings:
     rates = lab.pick((8.0, 16.0, 32.0, 48.0), (4.0, 16.0))
-    compared, table, plots, remarks, budget = [], [], {}, [], [FAIR]
+    compared, table, plots, remarks, budget = [], [], {}, [], [FAIR_TUNED]
     for style in STYLES:
         cluster = eight(lab, style)
         fixed = {"slo_scale": SLO_SCALES[style]}
         by_policy, lost = sweep(lab, cluster, "rate_scale", rates, fixed)
         remarks += [reason for reason in lost if reason not in remarks]
-        budget.append(f"{style}: {cluster.described()}")
+        budget += [*cluster.tuned.said, f"{style}: {cluster.described()}"]
         table += rows(style, "rate_scale", by_policy)
         for metric, said in (("ttft", TTFT_SAID), ("tpot", TPOT_SAID)):
             found = lines(by_policy, metric)
@@ -139,13 +141,14 @@ MUXSERVE_FIRST: Levels = ("prism", "muxserve++", ("static", "qlm", "serverlessll
 
 def by_slo(lab: Lab) -> Findings:
     scales = lab.pick((5.0, 10.0, 20.0), (5.0, 20.0))
-    compared, table, plots, remarks, budget = [], [], {}, [], [FAIR]
+    compared, table, plots, remarks, budget = [], [], {}, [], [FAIR_TUNED]
     for style in STYLES:
         cluster = eight(lab, style)
         load = held_rate(lab, cluster, {"slo_scale": SLO_SCALES[style]})
         by_policy, lost = sweep(lab, cluster, "slo_scale", scales, {"rate_scale": load})
         remarks += [reason for reason in lost if reason not in remarks]
-        budget.append(f"{style}, rate scale {load:g}: {cluster.described()}")
+        where = f"{style}, rate scale {load:g}"
+        budget += [*cluster.tuned.said, f"{where}: {cluster.described()}"]
         table += rows(style, "slo_scale", by_policy)
         for metric in METRICS:
             found = lines(by_policy, metric)
@@ -209,16 +212,18 @@ HIGHER = {"ttft": 3.3, "tpot": 2.0}
 
 def by_gpus(lab: Lab) -> Findings:
     counts = lab.pick((2, 4, 5, 8), (4, 5))
-    compared, table, plots, remarks, budget = [], [], {}, [], [FAIR]
+    compared, table, plots, remarks, budget = [], [], {}, [], [FAIR_TUNED]
     for style in STYLES:
         trace = lab.sources.styled(style, model_names(18), lab.pick(600.0, 20.0), lab.seed)
         cluster = prepared(lab, f"eighteen-{style}", eighteen(), trace)
+        cluster = replace(cluster, tuned=tuned(lab, style))
         fixed = {"slo_scale": SLO_SCALES[style]}
         enough = {**fixed, "gpus.count": lab.pick(PRISM_GPUS[style], 4)}
         load = fixed["rate_scale"] = held_rate(lab, cluster, enough)
         by_policy, lost = sweep(lab, cluster, "gpus.count", counts, fixed)
         remarks += [reason for reason in lost if reason not in remarks]
-        budget.append(f"{style}, rate scale {load:g}: {cluster.described()}")
+        where = f"{style}, rate scale {load:g}"
+        budget += [*cluster.tuned.said, f"{where}: {cluster.described()}"]
         table += rows(style, "gpus", by_policy)
         for metric in METRICS:
             found = lines(by_policy, metric)
@@ -278,7 +283,8 @@ def _by_equal_rates(
     lab: Lab, cluster: Cluster, style: str, fixed: Mapping[str, Any], here: float | None
 ) -> list[Comparison]:
     """Whether MuxServe++ gets there by knowing who will ask."""
-    trials = [Trial(cluster.config, {**fixed, "policy": "muxserve++"}, variant="given-blind")]
+    given = {**cluster.tuned.of(GIVEN), **fixed, "policy": "muxserve++"}
+    trials = [Trial(cluster.config, given, variant="given-blind")]
     (share,) = [attainment(outcome, "ttft") for outcome in lab.run(trials, "equal rates")]
     if share is None or here is None:
         return []

@@ -10,6 +10,7 @@ from prism.errors import ConfigError
 from prism.replay.trace import Trace
 from prism.studies.lab import Lab
 from prism.studies.trial import Measured, Trial
+from prism.studies.tuning import AS_SHIPPED, RULE, Tuned
 
 E2E_MODELS = (
     "Llama-3.1-8B",
@@ -33,13 +34,17 @@ MEDIUM = ("Llama-3.1-8B", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-4B")
 LARGE = ("Qwen2.5-14B", "Qwen3-14B", "Qwen2.5-14B")
 WIDE = (("Qwen2.5-32B", 4), ("Qwen2.5-32B", 4), ("Llama-3.1-70B", 4), ("Llama-3.3-70B-Instruct", 8))
 
-FAIR = (
-    "Every policy runs with the shipped settings, the same at every point, and none is tuned by "
-    "hand. Placement searches are given the whole trace's rates and lengths, which no live system "
+GIVEN_AHEAD = (
+    " Placement searches are given the whole trace's rates and lengths, which no live system "
     "has, and up to 600 of its requests to simulate on; Prism is given nothing in advance. `prism` "
     "is the paper's Algorithm 1 and one rule that the paper does not have: a move for balance "
     "needs the room that it takes to be free on its target now."
 )
+FAIR = (
+    "Parts of policies are compared: every policy runs with the shipped settings, the same at "
+    "every point, and none is tuned." + GIVEN_AHEAD
+)
+FAIR_TUNED = RULE + "." + GIVEN_AHEAD
 
 
 def eighteen() -> list[tuple[str, int]]:
@@ -62,13 +67,14 @@ def fifty_eight() -> list[tuple[str, int]]:
 @dataclass(frozen=True)
 class Cluster:
     """A prepared experiment: `config` is the YAML's path, SLO scale 1 is what dedicated GPUs do.
-    history: what `Trial.history` takes, empty without one."""
+    history: what `Trial.history` takes, empty without one. tuned: the systems' settings."""
 
     config: str
     history: str
     requests: int
     slo_ttft_ms: tuple[float, float]
     slo_tpot_ms: tuple[float, float]
+    tuned: Tuned = AS_SHIPPED
 
     def described(self) -> str:
         (ttft, ttft_most), (tpot, tpot_most) = self.slo_ttft_ms, self.slo_tpot_ms

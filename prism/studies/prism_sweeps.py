@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from prism.replay import transforms
-from prism.studies import findings
+from prism.studies import findings, tuning
 from prism.studies.findings import Comparison, Plot
 from prism.studies.lab import Lab
 from prism.studies.prism_setup import (
@@ -20,6 +20,7 @@ from prism.studies.prism_setup import (
     row,
 )
 from prism.studies.trial import Measured, Trial
+from prism.studies.tuning import Tuned
 
 GIVEN = "muxserve++ at given TP"
 AT_TP = "muxserve++, at the TP degrees of the setup"
@@ -56,7 +57,41 @@ def eight(lab: Lab, style: str) -> Cluster:
     """Eight models on two GPUs (§7.3), of the prototype's sizes; the trace is the second half of a
     longer one, the first is kept as its history."""
     models = [(name, 1) for name in E2E_MODELS]
-    return with_history(lab, f"eight-{style}", style, models, lab.pick(SECONDS, 20.0))
+    cluster = with_history(lab, f"eight-{style}", style, models, lab.pick(SECONDS, 20.0))
+    return replace(cluster, tuned=tuned(lab, style))
+
+
+TUNING_RATE = 48.0
+TUNING_SECONDS = 300.0
+
+
+def tuned(lab: Lab, style: str) -> Tuned:
+    """All systems on eight models and two GPUs, for every study of them and of the eighteen."""
+    there = replace(lab, seed=lab.seed + tuning.SEED)
+    models = [(name, 1) for name in E2E_MODELS]
+    seconds, rate = lab.pick(TUNING_SECONDS, 20.0), lab.pick(TUNING_RATE, 8.0)
+    trace = lab.sources.styled(style, model_names(len(models)), seconds, there.seed)
+    cluster = prepared(there, f"tuning-{style}", models, trace)
+    fixed = {"slo_scale": SLO_SCALES[style], "rate_scale": rate}
+    load = f"another trace of {style}, {seconds:g} s, 8 models on 2 GPUs at rate scale {rate:g}"
+    return tuned_on(lab, cluster, fixed, load)
+
+
+def tuned_on(lab: Lab, cluster: Cluster, fixed: Mapping[str, Any], load: str) -> Tuned:
+    systems = {name: SYSTEMS[name] for name in compared(lab)}
+    return tuning.tune(
+        lab,
+        cluster.config,
+        systems,
+        lambda found: attainment(found, "ttft"),
+        load=load,
+        what="TTFT attainment (%)",
+        fixed=fixed,
+    )
+
+
+def compared(lab: Lab) -> tuple[str, ...]:
+    return lab.pick(tuple(SYSTEMS), ("prism", "muxserve++", "static"))
 
 
 def several(lab: Lab, style: str) -> list[Cluster]:
@@ -109,8 +144,7 @@ def sweep(
     lab: Lab, cluster: Cluster, key: str, values: Sequence[Any], fixed: Mapping[str, Any]
 ) -> tuple[Swept, list[str]]:
     """system -> (value, outcome) over one key; and why points were not simulated."""
-    chosen = lab.pick(tuple(SYSTEMS), ("prism", "muxserve++", "static"))
-    named = [(system, value) for system in chosen for value in values]
+    named = [(system, value) for system in compared(lab) for value in values]
     trials = [at(cluster, system, **{**fixed, key: value}) for system, value in named]
     outcomes = lab.run(trials, key)
     found: Swept = {}
@@ -120,8 +154,10 @@ def sweep(
 
 
 def at(cluster: Cluster, system: str, **changes: Any) -> Trial:
+    """With the settings that the system was tuned to."""
     policy, variant = SYSTEMS[system]
-    return Trial(cluster.config, {**changes, "policy": policy}, variant=variant)
+    settings = {**cluster.tuned.of(system), **changes, "policy": policy}
+    return Trial(cluster.config, settings, variant=variant)
 
 
 def lines(found: Mapping[str, Sequence[tuple[Any, Measured]]], metric: str) -> Lines:
@@ -180,7 +216,8 @@ def elsewhere(
     here = findings.ratio(values.get(GIVEN), values.get("static"))
     if here is None or here >= 1 - findings.EQUAL:
         return []
-    clusters = several(lab, style)[1:]
+    settings = tuned(lab, style)
+    clusters = [replace(cluster, tuned=settings) for cluster in several(lab, style)[1:]]
     means = [
         mean([(0, attainment(outcome, "ttft")) for outcome in lab.run(trials, "other traces")])
         for trials in (

@@ -11,7 +11,7 @@ from prism.studies import findings
 from prism.studies.findings import Comparison, Findings
 from prism.studies.lab import Lab
 from prism.studies.prism_overall import DATA, EIGHT
-from prism.studies.prism_setup import FAIR, Cluster, attainment, row
+from prism.studies.prism_setup import FAIR_TUNED, Cluster, attainment, row
 from prism.studies.prism_sweeps import (
     AT_TP,
     GIVEN,
@@ -64,7 +64,8 @@ def table1(lab: Lab) -> Findings:
     plots = {"gpus": figure("TTFT attainment by GPUs", "GPUs", found, "ttft")}
     table = rows("hyperbolic", "gpus", by_policy)
     table += [row(o, style="hyperbolic", policy=name, gpus=2) for name, o in parts.items()]
-    return Findings(compared, table, plots, [FAIR, cluster.described()], remarks)
+    budget = [FAIR_TUNED, *cluster.tuned.said, cluster.described()]
+    return Findings(compared, table, plots, budget, remarks)
 
 
 STILL = "prism without migration and balance"
@@ -75,7 +76,7 @@ AS_FAST = {"activation.restart": "30ms", "activation.plain_load_rate": "23GB"}
 
 
 def _parts(lab: Lab, cluster: Cluster, fixed: Mapping[str, Any]) -> dict[str, Measured]:
-    """Policies on 2 GPUs with the part changed that may be the cause."""
+    """Policies on 2 GPUs, as they are tuned, with the part changed that may be the cause."""
     named: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         STILL: ("prism", "no-global", "", {}),
         ARRIVAL: ("prism", "no-local", "", {}),
@@ -90,13 +91,22 @@ def _parts(lab: Lab, cluster: Cluster, fixed: Mapping[str, Any]) -> dict[str, Me
     trials = [
         Trial(
             cluster.config,
-            {**fixed, **more, "policy": policy, "gpus.count": 2},
+            {**settings_of(cluster, name), **fixed, **more, "policy": policy, "gpus.count": 2},
             variant=variant,
             history=history,
         )
-        for policy, variant, history, more in named.values()
+        for name, (policy, variant, history, more) in named.items()
     ]
     return dict(zip(named, lab.run(trials, "parts"), strict=True))
+
+
+def base_of(name: str) -> str:
+    """The system that an ablation is of: of "muxserve++ at given TP by ..." not muxserve++."""
+    return GIVEN if name.startswith(GIVEN) else name.split(maxsplit=1)[0].rstrip(",")
+
+
+def settings_of(cluster: Cluster, name: str) -> Mapping[str, Any]:
+    return cluster.tuned.of(base_of(name))
 
 
 def _with_said(lab: Lab, cluster: Cluster, fixed: Mapping[str, Any], by_policy: Swept) -> None:
@@ -126,7 +136,7 @@ def _prisms(
     """Prism's own parts. Where they show no gain: whether what it is compared with is why (models
     that stand as they are listed), and whether the load at which nearly all is in time in any
     order."""
-    same = {**fixed, "policy": "prism", "gpus.count": 2}
+    same = {**cluster.tuned.of("prism"), **fixed, "policy": "prism", "gpus.count": 2}
     twice = {**same, "rate_scale": 2 * fixed["rate_scale"]}
     changed = {
         STILL: ("models in order", same, "in-order"),
@@ -160,8 +170,7 @@ def _causes(
 ) -> list[Comparison]:
     found = []
     for name, share in parts.items():
-        # "muxserve++ at given TP by ..." is an ablation of that system, not of muxserve++
-        base = GIVEN if name.startswith(GIVEN) else name.split()[0].rstrip(",")
+        base = base_of(name)
         if base == system:
             part = name.removeprefix(base).strip(", ")
             found.append(toward(f"{base} {part}", whole[base], share, SHARES[base]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from prism.sim.profile import execution_s
 from prism.studies.lab import Lab
 from prism.studies.sources import without_slo
 from prism.studies.trial import Measured, Trial
+from prism.studies.tuning import RULE, SEED, Systems, Tuned, tune
 
 GPU = "a100-80"
 """The paper's are A800s (§6.1), A100s with a slower NVLink."""
@@ -24,8 +25,6 @@ GPUS = 8
 SLO_SCALE = 5.0
 BURSTS_CV = 4.0
 CHUNK_TOKENS = 8192
-SEARCH_REQUESTS = 300
-REPLACEMENT = "60s"
 OUTPUT_MAX = 2048
 
 CHAT = Lengths(
@@ -64,6 +63,7 @@ SERVICES = (
     Service("chat-70b", "Llama-2-70B", 4, CHAT),
 )
 LARGEST = "chat-70b"
+TUNING_RPS = 12.5
 FIXED = "muxserve, fixed shares"
 SYSTEMS = {
     "seallm": ("seallm", ""),
@@ -78,15 +78,17 @@ once as its own paper has it, where decodes take what is left of the SMs (MuxSer
 ablation with the "fixed percentage of computational resources for each LLM service" of SeaLLM
 §6.2."""
 
-FAIR = (
-    "All systems are given the whole trace's rates, lengths and execution times; the searches of "
-    f"SeaLLM and AlpaServe simulate on up to {SEARCH_REQUESTS} of its requests, at low rates on "
-    "all of them, while MuxServe's sees means. That number and the first interval of SeaLLM's "
-    "replacement were chosen by us after SeaLLM came behind MuxServe with 100 requests and 15 s "
-    "(four settings tried, on up to three traces); nothing else was tuned. With an interval as "
-    "long as the trace no replacement takes place: but for Figure 8, seallm is SeaLLM with its "
-    "first placement."
+FAST = {name: system for name, system in SYSTEMS.items() if name != "alpaserve"}
+"""Those whose searches are quick enough for tests."""
+
+GIVEN_AHEAD = (
+    " All systems are given the whole trace's rates, lengths and execution times; the searches of "
+    "SeaLLM and AlpaServe simulate on up to 600 of its requests unless they are tuned to others, "
+    "at low rates on all of them, while MuxServe's sees means. SeaLLM's first replacement comes "
+    "after 5 minutes unless it is tuned to come earlier, so that none takes place within a trace."
 )
+FAIR = "Parts of one policy are compared: it runs with the shipped settings." + GIVEN_AHEAD
+FAIR_TUNED = RULE + "." + GIVEN_AHEAD
 
 
 @dataclass(frozen=True)
@@ -164,14 +166,25 @@ def cluster(gpus: int = GPUS) -> dict[str, Any]:
         "gpus": {"type": GPU, "count": gpus},
         "models": [{"name": s.name, "shape": s.shape, "tp": s.tp} for s in SERVICES],
         "slo": {"ttft": "60s", "tpot": "1s"},
-        "search_requests": SEARCH_REQUESTS,
-        "replacement_interval": REPLACEMENT,
         "patience": "120s",
     }
 
 
-def systems(config: str, chosen: Mapping[str, tuple[str, str]] = SYSTEMS) -> list[Trial]:
-    return [Trial(config, {"policy": policy}, variant=v) for policy, v in chosen.values()]
+def systems(config: str, chosen: Systems, tuned: Tuned) -> list[Trial]:
+    return [
+        Trial(config, {**tuned.of(name), "policy": policy}, variant=variant)
+        for name, (policy, variant) in chosen.items()
+    ]
+
+
+def tuned_systems(lab: Lab) -> Tuned:
+    """For all studies that compare systems."""
+    there = replace(lab, seed=lab.seed + SEED)
+    load = Load(lab.pick(TUNING_RPS, 2.0), lab.pick(60.0, 5.0))
+    config = lab.setup("tuning", cluster(), trace(there, load))
+    said = f"another such trace, {load.seconds:g} s at {load.rate_rps:g} req/s on {GPUS} GPUs"
+    chosen = lab.pick(SYSTEMS, FAST)
+    return tune(lab, config, chosen, slo, load=said, what="SLO attainment (%)")
 
 
 def latency(found: Measured) -> float | None:

@@ -11,7 +11,7 @@ import msgspec
 from prism.studies import findings
 from prism.studies.findings import Comparison, Findings, Plot
 from prism.studies.lab import Lab
-from prism.studies.seallm import RATE, SETUP, compared_systems, seconds_for, study
+from prism.studies.seallm import RATE, SETUP, budget, compared_systems, seconds_for, study
 from prism.studies.seallm_lines import (
     BASELINES,
     FAST_FALL,
@@ -31,7 +31,6 @@ from prism.studies.seallm_lines import (
     shrinks,
 )
 from prism.studies.seallm_setup import (
-    FAIR,
     FIXED,
     SYSTEMS,
     Load,
@@ -40,6 +39,7 @@ from prism.studies.seallm_setup import (
     slo,
     systems,
     trace,
+    tuned_systems,
 )
 
 MEASURES: dict[str, tuple[Measure, bool]] = {
@@ -83,18 +83,19 @@ def _always_best(
             if other in found
         ]
         plots[name.replace(" ", "-")] = Plot(name, xlabel, name, found, log=smaller)
-    return Findings([*compared, *more(points)], table, plots, [FAIR], remarks)
+    return Findings([*compared, *more(points)], table, plots, budget(lab), remarks)
 
 
 def _with_queues(lab: Lab, loads: Mapping[Any, Load], gpus: Mapping[Any, int] | None) -> Points:
     """SeaLLM with skip-join feedback queues (§6.3, "SeaLLM-M") under each load."""
     if not loads:
         return {None: {}}
-    only = {"seallm": ("seallm", "M")}
+    only, tuned = {"seallm": ("seallm", "M")}, tuned_systems(lab)
     trials = []
     for x, load in loads.items():
         setup = cluster(gpus[x]) if gpus else cluster()
-        trials += systems(lab.setup(f"x{x}".replace(".", "-"), setup, trace(lab, load)), only)
+        config = lab.setup(f"x{x}".replace(".", "-"), setup, trace(lab, load))
+        trials += systems(config, only, tuned)
     outcomes = lab.run(trials, "feedback queues")
     return {x: {"seallm": found} for x, found in zip(loads, outcomes, strict=True)}
 

@@ -88,7 +88,7 @@ def simulate(trial: Trial) -> Measured:
     """Raises nothing for a ConfigError: it is the outcome."""
     try:
         scenario = load(Path(trial.config), trial.changes)
-        policy = ablations.get(scenario.config.policy, trial.variant)
+        policy = ablations.get(scenario.config.policy, trial.variant, scenario.setup.knobs)
         start = _placed_before(trial, policy) if trial.history else None
     except ConfigError as error:
         return Measured(trial.changes, problem=str(error))

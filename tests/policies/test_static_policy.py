@@ -8,7 +8,7 @@ from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.data import Activate, Refuse, Settings
-from prism.policies.static import partition, plan
+from prism.policies.static import StaticSettings, partition, plan
 from tests.policies.clusters import active, clusters, gpu, model, view
 
 
@@ -24,6 +24,13 @@ def test_equal_split_of_what_weights_leave() -> None:
 def test_static_share_and_the_rest_in_equal_parts() -> None:
     models = [model("a", static_share=0.5), model("b"), model("c")]
     assert partition(models, [gpu("g0", 110)]).limits_bytes == {"a": 40, "b": 20, "c": 20}
+
+
+def test_or_with_room_for_as_many_tokens() -> None:
+    wide = model("wide", 10, token_bytes=3, static_share=None)
+    models = [wide, model("a", 10, token_bytes=1), model("given", 10, static_share=0.5)]
+    found = partition(models, [gpu("g0", 110)], StaticSettings(by_tokens=True))
+    assert found.limits_bytes == {"given": 40, "wide": 30, "a": 10}
 
 
 def test_pins_are_honoured_and_the_rest_spread_by_size() -> None:

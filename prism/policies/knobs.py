@@ -1,0 +1,43 @@
+"""What single policies can be tuned with, beside `Settings`; their papers leave it open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from prism.policies import adbs, doubling_budget, qlm, seallm, static
+from prism.policies.adbs import AdbsSettings
+from prism.policies.doubling_budget import DbSettings
+from prism.policies.qlm import QlmSettings
+from prism.policies.registry import Policy
+from prism.policies.seallm import SeallmSettings
+from prism.policies.static import StaticSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """The defaults are what the policies are shipped with."""
+
+    static: StaticSettings = field(default_factory=StaticSettings)
+    qlm: QlmSettings = field(default_factory=QlmSettings)
+    adbs: AdbsSettings = field(default_factory=AdbsSettings)
+    seallm: SeallmSettings = field(default_factory=SeallmSettings)
+    budgets: DbSettings = field(default_factory=DbSettings)
+
+
+SHIPPED = Knobs()
+TUNED: dict[str, Callable[[Policy, Knobs], Policy]] = {
+    "static": lambda p, k: replace(p, plan=static.planner(k.static)),
+    "qlm": lambda p, k: replace(p, assign=qlm.assigner(k.qlm)),
+    "qlm-aware": lambda p, k: replace(p, assign=qlm.assigner(replace(k.qlm, swap_aware=True))),
+    "muxserve": lambda p, k: replace(p, steps=adbs.control(k.adbs)),
+    "seallm": lambda p, k: replace(
+        p, search=seallm.searcher(k.seallm), steps=doubling_budget.control(k.budgets)
+    ),
+}
+
+
+def tuned(policy: Policy, knobs: Knobs) -> Policy:
+    """The policy itself where it is as shipped, or has nothing to tune here."""
+    change = TUNED.get(policy.name)
+    return policy if knobs == SHIPPED or change is None else change(policy, knobs)

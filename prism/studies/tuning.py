@@ -1,0 +1,140 @@
+"""Tuning: the same small budget for every system that a study compares, and a log of every try.
+
+Each system has a list of at most TRIES settings of knobs that are its own, the shipped ones first.
+All are tried on a trace that no study evaluates, at one load, by the study's main measure; the best
+one is used at every point of the studies that share the trace's setup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prism.studies.lab import Lab
+from prism.studies.trial import Measured, Trial
+
+TRIES = 4
+QUICK_TRIES = 2
+SEED = 1000
+"""On top of the run's seed, for traces to tune on."""
+Settings = Mapping[str, Any]
+Systems = Mapping[str, tuple[str, str]]
+"""name -> (policy, variant)"""
+
+SEARCHED: tuple[Settings, ...] = (
+    {},
+    {"baselines.search_rates": "peak"},
+    {"baselines.search_rates": "equal"},
+)
+"""Of systems with nothing to tune but what their placement is made for."""
+OPTIONS: dict[str, tuple[Settings, ...]] = {
+    "prism": (
+        {},
+        {"scheduler.idle_threshold": "10s"},
+        {"scheduler.rate_window": "20s"},
+        {"scheduler.idle_threshold": "10s", "scheduler.rate_window": "20s"},
+    ),
+    "muxserve++": SEARCHED,
+    "static": ({}, {"baselines.static_kv": "tokens"}),
+    "qlm": (
+        {},
+        {"baselines.qlm_group": 16},
+        {"baselines.qlm_group": 32},
+        {"baselines.qlm_group": 256},
+    ),
+    "serverlessllm": (
+        {},
+        {"scheduler.min_idle": "3s"},
+        {"scheduler.min_idle": "10s"},
+        {"scheduler.min_idle": "30s"},
+    ),
+    "muxserve": (
+        {},
+        {"baselines.muxserve_prefill": 0.8},
+        {"baselines.muxserve_adapt": "1s"},
+        {"baselines.search_rates": "peak"},
+    ),
+    "dedicated": SEARCHED,
+    "alpaserve": (
+        {},
+        {"search_requests": 300},
+        {"search_requests": 150},
+    ),
+    "seallm": (
+        {},
+        {"search_requests": 300},
+        {"replacement_interval": "30s"},
+        {"baselines.seallm_services": 3},
+    ),
+}
+"""policy -> what is tried; those with fewer knobs have fewer settings."""
+OF_VARIANTS: dict[tuple[str, str], tuple[Settings, ...]] = {("muxserve", "fcfs"): SEARCHED}
+"""Variants without the part that their policy's knobs are of."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """taken: system -> the settings that did best. said: every try, for the report."""
+
+    taken: Mapping[str, Settings] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+
+    def of(self, system: str) -> Settings:
+        return self.taken.get(system, {})
+
+
+AS_SHIPPED = Tuned()
+RULE = (
+    f"Every system is tuned with the same budget: at most {TRIES} settings of knobs that are its "
+    "own, the shipped ones first, on a trace of the same kind that is not evaluated, at one load; "
+    "the best one, of equals the first, is used at every point. Systems with fewer knobs had fewer "
+    "settings to try"
+)
+
+
+def options(policy: str, variant: str) -> tuple[Settings, ...]:
+    return OF_VARIANTS.get((policy, variant)) or OPTIONS[policy]
+
+
+def tune(
+    lab: Lab,
+    config: str,
+    systems: Systems,
+    measure: Callable[[Measured], float | None],
+    *,
+    load: str,
+    what: str,
+    fixed: Settings | None = None,
+) -> Tuned:
+    """config: the setup to tune on, with the changes `fixed`. measure: larger is better; None
+    where a point could not be simulated. load, what: `config` and `measure` in words."""
+    most = lab.pick(TRIES, QUICK_TRIES)
+    tries = {name: options(*system)[:most] for name, system in systems.items()}
+    trials = [
+        Trial(config, {**(fixed or {}), **settings, "policy": policy}, variant=variant)
+        for name, (policy, variant) in systems.items()
+        for settings in tries[name]
+    ]
+    outcomes = iter(lab.run(trials, "tuning"))
+    figures = {name: [measure(next(outcomes)) for _ in each] for name, each in tries.items()}
+    best = {name: best_of(each) for name, each in figures.items()}
+    log = (f"{name}: {_said(tries[name], figures[name], best[name])}" for name in systems)
+    taken = {name: tries[name][place] for name, place in best.items()}
+    return Tuned(taken, (f"Tuned on {load}, by {what}. " + "; ".join(log),))
+
+
+def best_of(figures: Sequence[float | None]) -> int:
+    """The place of the largest; of equal ones, and where there is none, the first."""
+    known = [(figure, -place) for place, figure in enumerate(figures) if figure is not None]
+    return -max(known)[1] if known else 0
+
+
+def _said(tries: Sequence[Settings], figures: Sequence[float | None], best: int) -> str:
+    parts = []
+    for place, (settings, figure) in enumerate(zip(tries, figures, strict=True)):
+        named = " and ".join(f"{key.rpartition('.')[2]} {v}" for key, v in settings.items())
+        shown = "not simulated" if figure is None else f"{figure:.4g}"
+        taken = " (taken)" if place == best else ""
+        parts.append(f"{named or 'as shipped'} {shown}{taken}")
+    return ", ".join(parts)

@@ -1,0 +1,46 @@
+"""What placement searches are told of the models' rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prism.policies.placement import Placement, Problem
+from prism.sim.profile import loads
+from prism.sim.search import PIECES, expected, search
+from tests.sim.clusters import cluster, model, request, work
+
+MODELS = [model(0, "steady"), model(1, "bursty"), model(2, "never")]
+SETUP = cluster(MODELS)
+STEADY = [request(i * 1.0, "steady") for i in range(101)]
+BURST = [request(42.0 + i / 100, "bursty") for i in range(50)]
+WORK = work(SETUP, sorted([*STEADY, *BURST], key=lambda r: r.timestamp))
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ("mean", [1.01, 0.5, 0.0]),
+        ("peak", [11 / (100 / PIECES), 50 / (100 / PIECES), 0.0]),
+        ("equal", [151 / 300] * 3),
+    ],
+)
+def test_rates_are_mean_peak_or_equal(rates: str, said: list[float]) -> None:
+    whole = loads(SETUP, WORK)
+    found = expected(whole, WORK, rates)
+    assert [load.rate_rps for load in found] == pytest.approx(said)
+    assert [load.prompt_tokens for load in found] == [load.prompt_tokens for load in whole]
+
+
+def test_the_search_is_given_them() -> None:
+    seen: list[float] = []
+
+    def find(problem: Problem) -> Placement:
+        seen.extend(m.rate_rps for m in problem.models)
+        return Placement(())
+
+    setup = cluster(MODELS, search_rates="equal")
+    never: Any = None  # nothing is simulated
+    search(find, setup, loads(setup, WORK), never, WORK)
+    assert seen == pytest.approx([151 / 300] * 3)
