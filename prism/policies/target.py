@@ -29,9 +29,11 @@ Devices = tuple[str, ...]
 
 @dataclass(slots=True)
 class Draft:
-    """What is still to be done, and what the actions so far leave of each device."""
+    """What is still to be done, and what the actions so far leave of each device: beside weights,
+    engines and KV floors, and of what is free at this moment."""
 
     free_bytes: dict[str, int]
+    now_bytes: dict[str, int]
     engines: Counter[str]
     missing: dict[str, list[tuple[Devices, Hosted]]] = field(default_factory=dict)
     surplus: dict[str, list[ModelView]] = field(default_factory=dict)
@@ -41,9 +43,16 @@ class Draft:
         need = part_bytes(model, len(devices))
         return all(self.free_bytes[d] >= need and self.engines[d] > 0 for d in devices)
 
+    def has_room(self, model: ModelView, devices: Devices) -> bool:
+        """Room that need not be waited for."""
+        need = part_bytes(model, len(devices))
+        return self.fits(model, devices) and all(self.now_bytes[d] >= need for d in devices)
+
     def take(self, model: ModelView, devices: Devices) -> None:
+        need = part_bytes(model, len(devices))
         for device in devices:
-            self.free_bytes[device] -= part_bytes(model, len(devices))
+            self.free_bytes[device] -= need
+            self.now_bytes[device] -= need
             self.engines[device] -= 1
 
 
@@ -56,8 +65,9 @@ def part_bytes(model: ModelView, tp: int) -> int:
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """Activate what the target has and the cluster lacks; move or evict what stands elsewhere.
 
-    A move is make-before-break where the new home has room. If only moves are left and none has
-    room, one model is evicted first: two full devices that swap models need that. Models that the
+    A move is make-before-break where the new home has room now. If only moves are left and none
+    has room, one model is evicted first: two full devices that swap models need that, and so do
+    models that wait for each other's running requests to leave. Models that the
     target leaves out are refused with its reason. `settings` has nothing for this.
     """
     if view.target is None:
@@ -67,7 +77,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     _drop_surplus(draft)
     _move(draft)
     _activate(draft, by_name)
-    moving = any(m.state in ("draining", "migrating", "activating") for m in view.models)
+    moving = any(m.state in ("draining", "migrating") for m in view.models)
     if not draft.actions and not moving:
         _break_a_cycle(draft)
     draft.actions.extend(_refusals(view, view.target))
@@ -86,7 +96,7 @@ def _draft(view: ClusterView, target: Placement) -> Draft:
             held[device] += part_bytes(model, model.tp)
     free = {g.name: g.capacity_bytes - g.fixed_bytes - held[g.name] for g in view.gpus}
     engines = Counter({g.name: g.engines_free if g.alive else 0 for g in view.gpus})
-    draft = Draft(free, engines)
+    draft = Draft(free, {g.name: g.free_bytes for g in view.gpus}, engines)
     names = sorted({m.name for m in view.models})
     for name in names:
         _compare(draft, name, [m for m in view.models if m.name == name], target)
@@ -94,14 +104,16 @@ def _draft(view: ClusterView, target: Placement) -> Draft:
 
 
 def _compare(draft: Draft, name: str, views: list[ModelView], target: Placement) -> None:
-    """What `name` has too little and too much; a copy on its way counts where it will be."""
+    """What `name` has too little and too much; a copy on its way counts where it will be, and one
+    that leaves for nothing but the place that it still takes."""
     wanted = {
         unit.devices: host for unit in target.units for host in unit.models if host.model == name
     }
     here = {m.moving_to or devices_of(m): m for m in views if m.device}
     known = {d: h for d, h in wanted.items() if set(d) <= set(draft.free_bytes)}
     draft.missing[name] = [(d, h) for d, h in sorted(known.items()) if d not in here]
-    draft.surplus[name] = [m for d, m in sorted(here.items()) if d not in wanted]
+    stays = ((d, m) for d, m in sorted(here.items()) if m.state != "draining")
+    draft.surplus[name] = [m for d, m in stays if d not in wanted]
 
 
 def _drop_surplus(draft: Draft) -> None:
@@ -141,7 +153,7 @@ def _first_fitting(
     """A copy does not move to another degree on its own first device, whose queue is the one's that
     it would take over from: it leaves first."""
     first = devices_of(model)[0]
-    return next((h for h in homes if h[0][0] != first and draft.fits(model, h[0])), None)
+    return next((h for h in homes if h[0][0] != first and draft.has_room(model, h[0])), None)
 
 
 def _activate(draft: Draft, by_name: Mapping[str, ModelView]) -> None:

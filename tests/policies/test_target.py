@@ -101,6 +101,30 @@ def test_no_second_copy_moves_to_where_one_is_on_its_way() -> None:
     assert summary(planned(arrived, gpus, units[:1])) == []
 
 
+def test_copies_that_leave_are_not_counted_again() -> None:
+    """Of three, two were told to leave: the third is the one that moves."""
+    leaving = [structs.replace(active("a", d), state="draining") for d in ("g0", "g1")]
+    gpus = [gpu("g0"), gpu("g1"), gpu("g2"), gpu("g3")]
+    found = planned([*leaving, active("a", "g2")], gpus, [unit("g3", "a")])
+    assert summary(found) == [("migrate", "a", "g2", "g3")]
+
+
+def test_moves_that_wait_for_each_other_do_not_begin() -> None:
+    """What runs on g1 fills it and could leave for g0 alone, whose model waits for g1: begun, the
+    move would hold both until it is given up."""
+    models = [active("a", "g0", weight=60), active("b", "g1", weight=30)]
+    full = gpu("g1", free_bytes=0)
+    units = [unit("g1", "a"), unit("g0", "b")]
+    assert summary(planned(models, [gpu("g0", free_bytes=20), full], units)) == [
+        ("evict", "a", "g0")
+    ]
+    roomy = [gpu("g0", free_bytes=39), gpu("g1", free_bytes=69)]
+    assert summary(planned(models, roomy, units)) == [
+        ("migrate", "a", "g0", "g1"),
+        ("migrate", "b", "g1", "g0"),
+    ]
+
+
 def test_replicas_beyond_the_target_go() -> None:
     models = [active("a", "g0"), active("a", "g1")]
     gpus = [gpu("g0"), gpu("g1"), gpu("g2")]
