@@ -95,7 +95,8 @@ FAIR_TUNED = RULE + "." + GIVEN_AHEAD
 class Load:
     """rate_rps: of all services. skew: so many requests in a row are of one service. spread:
     standard deviation of the output length, in lengths. slo_scale: times the execution time, of
-    the request, or of the service's mean where `slo_of_service`."""
+    the request, or of the service's mean where `slo_of_service`. popular: a service that has
+    POPULAR of the requests, in place of as many as every other. gap_cv: of its arrivals."""
 
     rate_rps: float
     seconds: float
@@ -103,6 +104,11 @@ class Load:
     spread: float = 0.0
     slo_scale: float = SLO_SCALE
     slo_of_service: bool = False
+    popular: str = ""
+    gap_cv: float = BURSTS_CV
+
+
+POPULAR = 2 / 3
 
 
 def trace(lab: Lab, load: Load) -> Trace:
@@ -111,7 +117,7 @@ def trace(lab: Lab, load: Load) -> Trace:
     rng = np.random.default_rng([lab.seed, 11])
     names = [s.name for s in SERVICES]
     given = None
-    if load.skew == 1:
+    if load.skew == 1 and not load.popular:
         given = lab.sources.functions(names, load.seconds, load.rate_rps, lab.seed)
     if given is not None:
         moments_s = np.array([r.arrival_s for r in given])
@@ -121,7 +127,8 @@ def trace(lab: Lab, load: Load) -> Trace:
         runs = -(-len(moments_s) // load.skew)
         whose = np.repeat(rng.integers(len(names), size=runs), load.skew)[: len(moments_s)]
     else:
-        parts = [renewals(load.rate_rps / len(names), BURSTS_CV, load.seconds, rng) for _ in names]
+        rates = [load.rate_rps * _part(load, name) for name in names]
+        parts = [renewals(rate, load.gap_cv, load.seconds, rng) for rate in rates]
         moments_s = np.concatenate(parts)
         whose = np.repeat(np.arange(len(names)), [len(p) for p in parts])
     found: list[TraceRequest] = []
@@ -129,6 +136,12 @@ def trace(lab: Lab, load: Load) -> Trace:
         found += requests_at(service.name, moments_s[whose == number], service.lengths, rng)
     spread = [_spread(request, load.spread, rng) for request in found]
     return with_deadlines(sorted(spread, key=lambda r: r.timestamp), load)
+
+
+def _part(load: Load, service: str) -> float:
+    if not load.popular:
+        return 1 / len(SERVICES)
+    return POPULAR if service == load.popular else (1 - POPULAR) / (len(SERVICES) - 1)
 
 
 def _spread(request: TraceRequest, spread: float, rng: np.random.Generator) -> TraceRequest:

@@ -9,7 +9,8 @@ from prism.studies.muxserve_parts import apart, fairness
 from prism.studies.prism_pair import by_deadline_drops
 from prism.studies.prism_sweeps import GIVEN, orders
 from prism.studies.seallm_lines import ahead, crowded_cause, place_causes
-from prism.studies.seallm_setup import FIXED
+from prism.studies.seallm_parts import drift_cause
+from prism.studies.seallm_setup import FIXED, SERVICES, Load, _part
 from prism.studies.trial import Measured, ModelMeasure
 
 
@@ -99,3 +100,19 @@ def test_muxserve_left_out_must_give_the_largest_lead() -> None:
         "muxserve": line(90.0, 80.0, 95.0),
     }
     assert crowded_cause(less).verdict == "in its direction"
+
+
+def test_replacement_is_judged_by_means_over_the_traces() -> None:
+    drifted = {
+        name: [Measured({}, normalized_latency=value) for value in values]
+        for name, values in (("seallm", (2.0, 4.0)), ("A", (8.0, 1.0)))
+    }
+    made = drift_cause("latency", 1.0, drifted, smaller=True)
+    assert (made.ours, made.verdict) == ("1.00x, changed 1.50x", "names the cause")
+
+
+def test_parts_of_the_requests_add_up() -> None:
+    for popular in ("", "chat-13b"):
+        load = Load(1.0, 1.0, popular=popular)
+        assert sum(_part(load, s.name) for s in SERVICES) == pytest.approx(1.0)
+    assert _part(load, "chat-13b") > 2 * _part(load, "chat-7b")
