@@ -1,5 +1,6 @@
-"""Moves of the prism policy for balance: Algorithm 1's (Prism §6.2), where the room that they take
-is free now. One at a time: the next interval sees its effect."""
+"""Moves of the prism policy for balance: Algorithm 1's (Prism §6.2), off devices where requests
+wait, where the room that they take is free now. One at a time: the next interval sees its effect.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from functools import partial
 from msgspec import structs
 
 from prism.policies import kvpr
-from prism.policies.data import ClusterView, Migrate, ModelView, beside
+from prism.policies.data import ClusterView, Migrate, ModelView, Settings, beside
 from prism.policies.draft import Draft, settled
 from prism.policies.kvpr import Bin
 
@@ -80,9 +81,8 @@ def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
     """Plans the move if `model` is contended where it is, relief is above tau, and the room that it
     needs is free now: it must not press on requests that run there."""
     sources, tau = _held_by(draft, model), draft.settings.migration_threshold
-    contended = max(map(_contention, sources)) >= draft.settings.contended_requests
     free = all(b.gpu.free_bytes >= kvpr.need_bytes(model) for b in home)
-    if model.state != "active" or not contended or not free:
+    if model.state != "active" or not _contended(sources, draft.settings) or not free:
         return False
     relief = _relief_of(model, sources, home)
     if relief <= tau:
@@ -91,6 +91,14 @@ def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
     reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"
     migrate(draft, model, home, reason)
     return True
+
+
+def _contended(sources: Sequence[Bin], settings: Settings) -> bool:
+    """Enough requests run there beside the busiest model's, and as many wait: rates are of the past
+    window, and where all that is asked for is served now, a move can only do harm."""
+    least = settings.contended_requests
+    waiting = max(sum(m.waiting for m in b.models.values()) for b in sources)
+    return waiting >= least and max(map(_contention, sources)) >= least
 
 
 def _contention(b: Bin) -> float:

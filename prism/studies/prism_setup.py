@@ -37,8 +37,9 @@ WIDE = (("Qwen2.5-32B", 4), ("Qwen2.5-32B", 4), ("Llama-3.1-70B", 4), ("Llama-3.
 GIVEN_AHEAD = (
     " Placement searches are given the whole trace's rates and lengths, which no live system "
     "has, and up to 600 of its requests to simulate on; Prism is given nothing in advance. `prism` "
-    "is the paper's Algorithm 1 and one rule that the paper does not have: a move for balance "
-    "needs the room that it takes to be free on its target now."
+    "is the paper's Algorithm 1 and two rules that the paper does not have: a model moves for "
+    "balance only off a device on which requests wait and several models' run, and only where the "
+    "room that it takes is free now."
 )
 FAIR = (
     "Every policy runs with the shipped settings, the same at every point: only the studies that "

@@ -118,13 +118,14 @@ async def test_the_static_policy_splits_and_keeps(cluster: Cluster) -> None:
 
 
 async def test_migration_is_make_before_break(cluster: Cluster) -> None:
-    cluster.configure(spec("hot"), spec("warm"), rooms=(3.0, 0.5), engines=3)
+    every = {"contended_requests": 0.0}
+    cluster.configure(spec("hot"), spec("warm"), rooms=(3.0, 0.5), engines=3, scheduler=every)
     await cluster.start()
     assert cluster.active()["host:0"] == {"hot", "warm"}
     await cluster.kill_agent("host:1")
     await cluster.stop_scheduler()
     # The second device grows, so that moving one of the two halves the pressure.
-    cluster.configure(spec("hot"), spec("warm"), rooms=(3.0, 3.0), engines=3)
+    cluster.configure(spec("hot"), spec("warm"), rooms=(3.0, 3.0), engines=3, scheduler=every)
     cluster.start_scheduler()
     await cluster.start_agent("host:1")
     first, second = cluster.agents["host:0"], cluster.agents["host:1"]

@@ -107,7 +107,7 @@ def test_models_in_order_stay_where_the_list_puts_them() -> None:
     placed = [summary(a) for a in ablations.in_order(view(models, gpus), SETTINGS)]
     homes = {"a": "g0", "b": "g0", "c": "g1", "d": "g1"}
     assert sorted(placed) == [("activate", name, home) for name, home in homes.items()]
-    busy = [active(name, "g0", token_rate=50.0, running=9) for name in "ab"]
+    busy = [active(name, "g0", token_rate=50.0, running=9, waiting=9) for name in "ab"]
     crowded = view([*busy, model("c"), model("d")], gpus)
     assert ablations.get("prism").plan(crowded, SETTINGS)
     assert not ablations.in_order(crowded, SETTINGS)

@@ -183,7 +183,7 @@ def test_one_move_at_a_time_and_no_eviction_meanwhile() -> None:
 
 def test_migration_needs_a_gain_above_tau() -> None:
     gpus = [gpu("g0"), gpu("g1")]
-    hot = active("hot", "g0", token_rate=5.0, running=1)
+    hot = active("hot", "g0", token_rate=5.0, running=1, waiting=2)
     assert planned([hot, active("warm", "g0", token_rate=3.0)], gpus) == [
         ("migrate", "warm", "g0", "g1")
     ]
@@ -193,7 +193,7 @@ def test_migration_needs_a_gain_above_tau() -> None:
 def test_nothing_moves_off_a_device_without_contention() -> None:
     """Pressures are as uneven, but beside the busiest model fewer than two requests run."""
     gpus = [gpu("g0"), gpu("g1")]
-    models = [active("hot", "g0", token_rate=5.0), active("warm", "g0", token_rate=3.0)]
+    models = [active("hot", "g0", token_rate=5.0, waiting=2), active("warm", "g0", token_rate=3.0)]
     calm = [structs.replace(m, slo_tpot_s=0.6) for m in models]
     assert planned(models, gpus) == [("migrate", "warm", "g0", "g1")]
     assert planned(calm, gpus) == []
@@ -201,9 +201,25 @@ def test_nothing_moves_off_a_device_without_contention() -> None:
     assert len(plan(seen, replace(SETTINGS, contended_requests=0.0))) == 1
 
 
+def test_nothing_moves_off_a_device_where_nobody_waits() -> None:
+    """What is asked for is served: uneven rates of the past are no reason to touch it."""
+    gpus = [gpu("g0"), gpu("g1")]
+    warm = active("warm", "g0", token_rate=3.0)
+    hot = {n: active("hot", "g0", token_rate=5.0, running=9, waiting=n) for n in (0, 1, 2)}
+    assert planned([hot[2], warm], gpus) == [("migrate", "warm", "g0", "g1")]
+    assert planned([hot[1], structs.replace(warm, waiting=1)], gpus) == [
+        ("migrate", "warm", "g0", "g1")
+    ]
+    assert planned([hot[1], warm], gpus) == []
+    elsewhere = active("other", "g1", waiting=9)
+    assert planned([hot[0], warm, elsewhere], gpus) == []
+    seen = view([hot[0], warm], gpus, rebalance=True)
+    assert len(plan(seen, replace(SETTINGS, contended_requests=0.0))) == 1
+
+
 def test_a_move_for_balance_needs_room_that_is_free_now() -> None:
     """Weights would fit, but what requests on the target hold would have to go for them."""
-    models = [active("hot", "g0", token_rate=5.0), active("warm", "g0", token_rate=3.0)]
+    models = [active("hot", "g0", token_rate=5.0, waiting=2), active("warm", "g0", token_rate=3.0)]
     assert planned(models, [gpu("g0"), gpu("g1", free_bytes=11)]) == [
         ("migrate", "warm", "g0", "g1")
     ]
@@ -212,7 +228,10 @@ def test_a_move_for_balance_needs_room_that_is_free_now() -> None:
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_the_settings_say_what_becomes_of_running_requests(moves: bool) -> None:
-    models = [active("hot", "g0", token_rate=5.0, running=1), active("warm", "g0", token_rate=3.0)]
+    models = [
+        active("hot", "g0", token_rate=5.0, waiting=2, running=1),
+        active("warm", "g0", token_rate=3.0),
+    ]
     seen = view(models, [gpu("g0"), gpu("g1")], rebalance=True)
     (action,) = plan(seen, replace(SETTINGS, move_running=moves))
     assert isinstance(action, Migrate)
@@ -220,20 +239,20 @@ def test_the_settings_say_what_becomes_of_running_requests(moves: bool) -> None:
 
 
 def test_idle_models_do_not_migrate() -> None:
-    models = [active("hot", "g0", token_rate=5.0), active("idle", "g0")]
+    models = [active("hot", "g0", token_rate=5.0, waiting=2), active("idle", "g0")]
     assert planned(models, [gpu("g0"), gpu("g1")]) == []
 
 
 def test_no_migration_between_intervals_or_during_changes() -> None:
     gpus = [gpu("g0"), gpu("g1")]
-    models = [active("hot", "g0", token_rate=5.0), active("warm", "g0", token_rate=3.0)]
+    models = [active("hot", "g0", token_rate=5.0, waiting=2), active("warm", "g0", token_rate=3.0)]
     assert planned(models, gpus, rebalance=False) == []
     under_way = model("other", device="g1", state="activating")
     assert planned([*models, under_way], gpus) == []
 
 
 def test_pinned_models_do_not_migrate() -> None:
-    pin = {"pinned_device": "g0"}
+    pin = {"pinned_device": "g0", "waiting": 2}
     models = [active("a", "g0", token_rate=5.0, **pin), active("b", "g0", token_rate=3.0, **pin)]
     assert planned(models, [gpu("g0"), gpu("g1")]) == []
 

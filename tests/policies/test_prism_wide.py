@@ -73,7 +73,7 @@ def test_a_resident_moves_for_a_wide_model_only_if_that_is_enough() -> None:
 
 
 def test_a_model_that_is_refused_stops_no_move_for_balance() -> None:
-    hot = active("hot", "g0", token_rate=5.0, running=1)
+    hot = active("hot", "g0", token_rate=5.0, running=1, waiting=2)
     models = [hot, active("warm", "g0", token_rate=3.0), wide("a", weight=1000, waiting=1)]
     assert planned(models, [gpu("g0"), gpu("g1")]) == [
         ("refuse", "a"),
@@ -83,7 +83,7 @@ def test_a_model_that_is_refused_stops_no_move_for_balance() -> None:
 
 def test_a_contended_wide_model_moves_for_balance() -> None:
     models = [
-        wide("hot", "g0", "g1", token_rate=20.0, running=1),
+        wide("hot", "g0", "g1", token_rate=20.0, running=1, waiting=2),
         active("x", "g0", token_rate=9.0, pinned_device="g0"),
         active("y", "g1", token_rate=9.0, pinned_device="g1"),
     ]
@@ -98,7 +98,7 @@ def test_a_contended_wide_model_moves_for_balance() -> None:
 
 def test_wide_models_stay_and_the_others_move_around_them() -> None:
     models = [
-        wide("hot", "g0", "g1", token_rate=20.0, running=1),
+        wide("hot", "g0", "g1", token_rate=20.0, running=1, waiting=2),
         active("warm", "g0", token_rate=3.0),
         active("other", "g1", token_rate=2.9),
     ]

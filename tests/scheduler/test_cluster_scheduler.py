@@ -50,7 +50,7 @@ def test_arrival_evicts_an_idle_model_and_serves() -> None:
 
 
 def test_moves_are_planned_once_an_interval() -> None:
-    busy = {"state": "active", "device": "g0", "running": 1}
+    busy = {"state": "active", "device": "g0", "running": 1, "waiting": 4}
     models = [model(n, 10, token_rate=r, **busy) for n, r in (("a", 8.0), ("b", 6.0))]
     cluster = FakeCluster(models, gpus(100, 100, engines=4))
     loop = scheduler(cluster, interval_s=5.0)
