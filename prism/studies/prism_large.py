@@ -82,7 +82,7 @@ def _tuned(lab: Lab, nodes: dict[str, Any], fixed: Mapping[str, Any]) -> Tuned:
     trace = lab.sources.styled("arena-chat", model_names(58), seconds, there.seed)
     cluster = prepared(there, "tuning-fifty-eight", fifty_eight(), trace, nodes)
     load = f"another such trace, {seconds:g} s, {gpus} GPUs at rate scale {rate:g}"
-    return tuned_on(lab, cluster, {**fixed, "gpus.count": gpus, "rate_scale": rate}, load)
+    return tuned_on(lab, [cluster], {**fixed, "gpus.count": gpus, "rate_scale": rate}, load)
 
 
 def ttft_gpus(ttft: Lines, most: int) -> list[Comparison]:

@@ -197,7 +197,7 @@ def tuned_systems(lab: Lab) -> Tuned:
     config = lab.setup("tuning", cluster(), trace(there, load))
     said = f"another such trace, {load.seconds:g} s at {load.rate_rps:g} req/s on {GPUS} GPUs"
     chosen = lab.pick(SYSTEMS, FAST)
-    return tune(lab, config, chosen, slo, load=said, what="SLO attainment (%)")
+    return tune(lab, [config], chosen, slo, load=said, what="SLO attainment (%)")
 
 
 def latency(found: Measured) -> float | None:

@@ -1,7 +1,7 @@
 """Tuning: the same small budget for every system that a study compares, and a log of every try.
 
 Each system has a list of at most TRIES settings of knobs that are its own, the shipped ones first.
-All are tried on a trace that no study evaluates, at one load, by the study's main measure; the best
+All are tried on traces that no study evaluates, at one load, by the study's main measure; the best
 one is used at every point of the studies that share the trace's setup.
 """
 
@@ -87,7 +87,7 @@ class Tuned:
 AS_SHIPPED = Tuned()
 RULE = (
     f"Every system is tuned with the same budget: at most {TRIES} settings of knobs that are its "
-    "own, the shipped ones first, on a trace of the same kind that is not evaluated, at one load; "
+    "own, the shipped ones first, on traces of the same kind that are not evaluated, at one load; "
     "the best one, of equals the first, is used at every point. Systems with fewer knobs had fewer "
     "settings to try"
 )
@@ -99,7 +99,7 @@ def options(policy: str, variant: str) -> tuple[Settings, ...]:
 
 def tune(
     lab: Lab,
-    config: str,
+    configs: Sequence[str],
     systems: Systems,
     measure: Callable[[Measured], float | None],
     *,
@@ -107,17 +107,20 @@ def tune(
     what: str,
     fixed: Settings | None = None,
 ) -> Tuned:
-    """config: the setup to tune on, with the changes `fixed`. measure: larger is better; None
-    where a point could not be simulated. load, what: `config` and `measure` in words."""
+    """configs: the setups to tune on, with the changes `fixed`. measure: larger is better; None
+    where a point could not be simulated. load, what: `configs` and `measure` in words."""
     most = lab.pick(TRIES, QUICK_TRIES)
     tries = {name: options(*system)[:most] for name, system in systems.items()}
     trials = [
         Trial(config, {**(fixed or {}), **settings, "policy": policy}, variant=variant)
         for name, (policy, variant) in systems.items()
         for settings in tries[name]
+        for config in configs
     ]
-    outcomes = iter(lab.run(trials, "tuning"))
-    figures = {name: [measure(next(outcomes)) for _ in each] for name, each in tries.items()}
+    flat = iter([measure(outcome) for outcome in lab.run(trials, "tuning")])
+    figures = {
+        name: [_mean([next(flat) for _ in configs]) for _ in each] for name, each in tries.items()
+    }
     best = {name: best_of(each) for name, each in figures.items()}
     log = (f"{name}: {_said(tries[name], figures[name], best[name])}" for name in systems)
     taken = {name: tries[name][place] for name, place in best.items()}
@@ -128,6 +131,12 @@ def best_of(figures: Sequence[float | None]) -> int:
     """The place of the largest; of equal ones, and where there is none, the first."""
     known = [(figure, -place) for place, figure in enumerate(figures) if figure is not None]
     return -max(known)[1] if known else 0
+
+
+def _mean(figures: Sequence[float | None]) -> float | None:
+    """None where any is missing."""
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) / len(known) if len(known) == len(figures) else None
 
 
 def _said(tries: Sequence[Settings], figures: Sequence[float | None], best: int) -> str:
