@@ -71,9 +71,9 @@ class SchedulerYaml(Strict, frozen=True):
     """idle_threshold: Prism §6.2 evicts models idle longer than this when memory is short.
     min_idle: a model idle for less is not evicted even for a request that nothing else can serve.
     migration_threshold: tau of Algorithm 1, relative gain in KVPR that justifies a move.
-    contended_requests: no model leaves a device for balance where fewer requests than this wait, or
-    whose models, but for the busiest, run fewer at a time at their SLO's pace (token rate x TPOT
-    SLO). 0: every move that Algorithm 1 finds.
+    contended_requests: no model leaves a device for balance whose models, but for the busiest, run
+    fewer requests than this at a time at their SLO's pace (token rate x TPOT SLO), nor where fewer
+    wait while a quarter of the memory is free. 0: every move that Algorithm 1 finds.
     migrate_running: what becomes of requests that run when their model moves: "finish" where they
     are (at most engine.drain_timeout), or "move" to the target with their KV."""
 

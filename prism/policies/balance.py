@@ -1,5 +1,5 @@
-"""Moves of the prism policy for balance: Algorithm 1's (Prism §6.2), off devices where requests
-wait, where the room that they take is free now. One at a time: the next interval sees its effect.
+"""Moves of the prism policy for balance: Algorithm 1's (Prism §6.2), off devices that are pressed
+now, where the room that they take is free now. One at a time: the next interval sees its effect.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from prism.policies import kvpr
 from prism.policies.data import ClusterView, Migrate, ModelView, Settings, beside
 from prism.policies.draft import Draft, settled
 from prism.policies.kvpr import Bin
+
+PRESSED_FREE = 0.25
+"""A device with a smaller part of its memory free may lack it before the next burst is over."""
 
 
 def in_transition(view: ClusterView) -> bool:
@@ -94,11 +97,17 @@ def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
 
 
 def _contended(sources: Sequence[Bin], settings: Settings) -> bool:
-    """Enough requests run there beside the busiest model's, and as many wait: rates are of the past
-    window, and where all that is asked for is served now, a move can only do harm."""
+    """Enough requests run there beside the busiest model's, and the device is pressed."""
     least = settings.contended_requests
-    waiting = max(sum(m.waiting for m in b.models.values()) for b in sources)
-    return waiting >= least and max(map(_contention, sources)) >= least
+    pressed = any(_pressed(b, least) for b in sources)
+    return pressed and max(map(_contention, sources)) >= least
+
+
+def _pressed(b: Bin, waiting: float) -> bool:
+    """So many requests wait, or memory may soon be short: rates are of the past window, and where
+    all that is asked for is served with room to spare, a move can only do harm."""
+    wait = sum(m.waiting for m in b.models.values())
+    return wait >= waiting or b.gpu.free_bytes < PRESSED_FREE * b.gpu.capacity_bytes
 
 
 def _contention(b: Bin) -> float:

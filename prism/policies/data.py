@@ -124,10 +124,10 @@ class Settings:
 
     idle_threshold_s: models idle longer may be evicted when memory is short (§6.2).
     migration_threshold: tau of Algorithm 1, the relative gain in KVPR that justifies a move.
-    contended_requests: a device where fewer requests wait, or whose models run fewer at a time
-    beside the busiest one (`beside`), has nothing worth a move, however uneven pressures are: tau
-    is relative, at low load a single request changes them by any factor, and rates are of the past.
-    0: every move of Algorithm 1's.
+    contended_requests: a device whose models run fewer requests at a time beside the busiest one
+    (`beside`), or where fewer wait while memory is to spare, has nothing worth a move, however
+    uneven pressures are: tau is relative, at low load a single request changes them by any factor,
+    and rates are of the past. 0: every move of Algorithm 1's.
     min_idle_s: the shortest idle time after which a model may be evicted for a waiting request
     that nothing else can serve. short_fraction: a device with less than this part of its capacity
     free is short of memory. move_running: see `Migrate`.

@@ -44,28 +44,33 @@ def search(problem: Problem) -> Placement:
 
 
 def _search(problem: Problem, settings: SeallmSettings) -> Placement:
-    """For each parallel size, all groups of that size, services allocated by unserved index; of the
-    results the one with a home for most services (equation 3: they must all have one), then the
-    best attainment, then the least normalised latency."""
+    """For each parallel size, all groups of that size, services allocated by unserved index; of all
+    that was simulated the best (`_rank`)."""
     assert problem.simulate is not None, "SeaLLM's search needs a simulator"
-    best: tuple[tuple[int, float, float], Placement] | None = None
+    found: list[tuple[Placement, Outcome]] = []
     for size in groups.degrees(problem):
         made = group_partition(problem, size)
         services_max = max(settings.services_max, -(-len(problem.models) // max(1, len(made))))
-        placement, outcome = _allocated(problem, made, settings.alpha, services_max)
-        homeless = len(placement.refused)
-        rank = (-homeless, outcome.attainment, -outcome.mean_normalized_latency)
-        if best is None or rank > best[0]:
-            best = (rank, placement)
-    if best is None:
+        steps = [*_allocated(problem, made, settings.alpha, services_max)]
+        found.append(max(reversed(steps), key=_rank))  # of equal ones that with most replicas
+    if not found:
         return groups.as_placement((), problem.models)
-    return Placement(best[1].units, best[1].refused, best[0][1])
+    placement, outcome = max(found, key=_rank)
+    return Placement(placement.units, placement.refused, outcome.attainment)
+
+
+def _rank(simulated: tuple[Placement, Outcome]) -> tuple[int, float, float]:
+    """Most services with a home (equation 3: all must have one), then the best attainment, then the
+    least normalised latency (lines 21-25). The paper compares what each size ends with; a last
+    replica may have made that worse than a step before it, which was simulated as well."""
+    placement, outcome = simulated
+    return -len(placement.refused), outcome.attainment, -outcome.mean_normalized_latency
 
 
 def _allocated(
     problem: Problem, made: Sequence[Group], alpha: float, services_max: int
-) -> tuple[Placement, Outcome]:
-    """The second stage: until no group can take another service (lines 8-18)."""
+) -> Iterator[tuple[Placement, Outcome]]:
+    """The second stage, step by step, until no group can take another service (lines 8-18)."""
     simulate = problem.simulate
     assert simulate is not None
 
@@ -77,11 +82,9 @@ def _allocated(
         return unserved_index(outcome, service, alpha)
 
     kv_bytes = {m.name: expected_kv_bytes(m, problem.times) for m in problem.models}
-    steps = groups.allocate(
+    return groups.allocate(
         made, problem.models, play, index, models_max=services_max, kv_bytes=kv_bytes
     )
-    *_, last = steps
-    return last
 
 
 def expected_kv_bytes(service: ModelSpecView, times: StepTimes | None) -> int:

@@ -38,8 +38,8 @@ GIVEN_AHEAD = (
     " Placement searches are given the whole trace's rates and lengths, which no live system "
     "has, and up to 600 of its requests to simulate on; Prism is given nothing in advance. `prism` "
     "is the paper's Algorithm 1 and two rules that the paper does not have: a model moves for "
-    "balance only off a device on which requests wait and several models' run, and only where the "
-    "room that it takes is free now."
+    "balance only off a device on which several models' requests run and some wait, or less than a "
+    "quarter of the memory is free, and only where the room that it takes is free now."
 )
 FAIR = (
     "Every policy runs with the shipped settings, the same at every point: only the studies that "

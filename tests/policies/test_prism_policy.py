@@ -201,7 +201,7 @@ def test_nothing_moves_off_a_device_without_contention() -> None:
     assert len(plan(seen, replace(SETTINGS, contended_requests=0.0))) == 1
 
 
-def test_nothing_moves_off_a_device_where_nobody_waits() -> None:
+def test_nothing_moves_off_a_device_that_is_not_pressed() -> None:
     """What is asked for is served: uneven rates of the past are no reason to touch it."""
     gpus = [gpu("g0"), gpu("g1")]
     warm = active("warm", "g0", token_rate=3.0)
@@ -213,6 +213,9 @@ def test_nothing_moves_off_a_device_where_nobody_waits() -> None:
     assert planned([hot[1], warm], gpus) == []
     elsewhere = active("other", "g1", waiting=9)
     assert planned([hot[0], warm, elsewhere], gpus) == []
+    for free_bytes, moves in ((24, 1), (25, 0)):
+        tight = structs.replace(gpu("g0"), capacity_bytes=100, free_bytes=free_bytes)
+        assert len(planned([hot[0], warm], [tight, gpu("g1")])) == moves
     seen = view([hot[0], warm], gpus, rebalance=True)
     assert len(plan(seen, replace(SETTINGS, contended_requests=0.0))) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from random import Random
 
@@ -148,15 +149,31 @@ def test_a_home_for_every_service_comes_before_attainment(monkeypatch: pytest.Mo
 
     def allocated(
         problem: Problem, made: Sequence[groups.Group], alpha: float, services_max: int
-    ) -> tuple[Placement, Outcome]:
+    ) -> list[tuple[Placement, Outcome]]:
         unserved = {"often": made[0].mesh.size - 1}
-        return placements[made[0].mesh.size], Outcome({"often": 10}, unserved, {})
+        return [(placements[made[0].mesh.size], Outcome({"often": 10}, unserved, {}))]
 
     monkeypatch.setattr(seallm, "_allocated", allocated)
     assert len(groups.degrees(problem)) > 1
     found = seallm.search(problem)
     assert not found.refused
     assert found.score == 0.9
+
+
+def test_a_replica_that_made_it_worse_is_not_kept() -> None:
+    """The last step of a size need not be its best one. Of equal ones the last is kept."""
+    models = [spec("a", rate=3.0, tp_degrees=(1,)), spec("b", rate=0.5, tp_degrees=(1,))]
+
+    def searched(worse_from: int) -> int:
+        def simulate(placement: Placement) -> Outcome:
+            hosted = sum(len(unit.models) for unit in placement.units)
+            return Outcome({"a": 10}, {"a": 5 if hosted >= worse_from else 0}, {"a": 1.0})
+
+        problem = dataclasses.replace(toy_problem(models, 4), simulate=simulate)
+        return sum(len(unit.models) for unit in seallm.search(problem).units)
+
+    assert searched(worse_from=9) == 8
+    assert searched(worse_from=7) == 6
 
 
 def test_larger_groups_hold_more_services(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +183,9 @@ def test_larger_groups_hold_more_services(monkeypatch: pytest.MonkeyPatch) -> No
 
     def allocated(
         problem: Problem, made: Sequence[groups.Group], alpha: float, services_max: int
-    ) -> tuple[Placement, Outcome]:
+    ) -> list[tuple[Placement, Outcome]]:
         limits[len(made)] = services_max
-        return Placement(()), Outcome({"m0": 1}, {}, {})
+        return [(Placement(()), Outcome({"m0": 1}, {}, {}))]
 
     monkeypatch.setattr(seallm, "_allocated", allocated)
     seallm.search(toy_problem([spec(f"m{i}") for i in range(5)], 4))
