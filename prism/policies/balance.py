@@ -97,10 +97,9 @@ def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
 
 
 def _contended(sources: Sequence[Bin], settings: Settings) -> bool:
-    """Enough requests run there beside the busiest model's, and the device is pressed."""
+    """On one of the devices enough requests run beside the busiest model's, and it is pressed."""
     least = settings.contended_requests
-    pressed = any(_pressed(b, least) for b in sources)
-    return pressed and max(map(_contention, sources)) >= least
+    return any(_pressed(b, least) and _contention(b) >= least for b in sources)
 
 
 def _pressed(b: Bin, waiting: float) -> bool:

@@ -37,6 +37,8 @@ class Draft:
     engines: Counter[str]
     missing: dict[str, list[tuple[Devices, Hosted]]] = field(default_factory=dict)
     surplus: dict[str, list[ModelView]] = field(default_factory=dict)
+    staying: dict[str, list[ModelView]] = field(default_factory=dict)
+    """Copies that are, or will be, where the target has them."""
     actions: list[Action] = field(default_factory=list)
 
     def fits(self, model: ModelView, devices: Devices) -> bool:
@@ -65,10 +67,10 @@ def part_bytes(model: ModelView, tp: int) -> int:
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """Activate what the target has and the cluster lacks; move or evict what stands elsewhere.
 
-    A move is make-before-break where the new home has room now. If only moves are left and none
-    has room, one model is evicted first: two full devices that swap models need that, and so do
-    models that wait for each other's running requests to leave. Models that the
-    target leaves out are refused with its reason. `settings` has nothing for this.
+    A move is make-before-break where the new home has room now, or gets it from the requests of
+    models that stay there. If only moves are left and none can begin, one model is evicted first:
+    two full devices that swap models need that, and so do models that wait for each other to leave.
+    Models that the target leaves out are refused with its reason. `settings` has nothing for this.
     """
     if view.target is None:
         return tuple(Refuse(m.name, "no placement was searched") for m in _asked(view))
@@ -113,22 +115,30 @@ def _compare(draft: Draft, name: str, views: list[ModelView], target: Placement)
     known = {d: h for d, h in wanted.items() if set(d) <= set(draft.free_bytes)}
     draft.missing[name] = [(d, h) for d, h in sorted(known.items()) if d not in here]
     stays = ((d, m) for d, m in sorted(here.items()) if m.state != "draining")
-    draft.surplus[name] = [m for d, m in stays if d not in wanted]
+    draft.surplus[name] = []
+    draft.staying[name] = []
+    for devices, model in stays:
+        (draft.staying if devices in wanted else draft.surplus)[name].append(model)
 
 
 def _drop_surplus(draft: Draft) -> None:
-    """Replicas beyond the target's number go."""
+    """Replicas beyond the target's number go, but for the last one that serves while those that the
+    target has are still on their way."""
     for name, extra in draft.surplus.items():
         spare = len(extra) - len(draft.missing[name])
         active = [m for m in extra if m.state == "active"]
-        for model in active[: max(0, spare)]:
-            _evict(draft, model, "the placement has no place for it here")
+        leaving = active[: max(0, spare)]
+        serve = any(m.state in ("active", "migrating") for m in draft.staying[name])
+        if draft.staying[name] and not serve and len(leaving) == len(active):
+            leaving = leaving[1:]
+        goes_on = serve or len(leaving) < len(active)
+        for model in leaving:
+            _evict(draft, model, "the placement has no place for it here", goes_on)
 
 
-def _evict(draft: Draft, model: ModelView, reason: str) -> None:
+def _evict(draft: Draft, model: ModelView, reason: str, move_running: bool) -> None:
     """SeaLLM §5: it "migrates ongoing requests after the ongoing iteration"."""
-    evict = Evict(model.name, devices_of(model)[0], reason, move_running=True)
-    draft.actions.append(evict)
+    draft.actions.append(Evict(model.name, devices_of(model)[0], reason, move_running))
     draft.surplus[model.name].remove(model)
 
 
@@ -151,9 +161,17 @@ def _first_fitting(
     draft: Draft, model: ModelView, homes: Iterable[tuple[Devices, Hosted]]
 ) -> tuple[Devices, Hosted] | None:
     """A copy does not move to another degree on its own first device, whose queue is the one's that
-    it would take over from: it leaves first."""
+    it would take over from: it leaves first. Nor does it wait for room that another one holds which
+    has to leave as well, and may wait for it in turn."""
     first = devices_of(model)[0]
-    return next((h for h in homes if h[0][0] != first and draft.has_room(model, h[0])), None)
+    others = (m for extra in draft.surplus.values() for m in extra if m is not model)
+    left = {device for other in others for device in devices_of(other)}
+
+    def may_begin(devices: Devices) -> bool:
+        waits = draft.fits(model, devices) and left.isdisjoint(devices)
+        return devices[0] != first and (waits or draft.has_room(model, devices))
+
+    return next((home for home in homes if may_begin(home[0])), None)
 
 
 def _activate(draft: Draft, by_name: Mapping[str, ModelView]) -> None:
@@ -169,10 +187,17 @@ def _activate(draft: Draft, by_name: Mapping[str, ModelView]) -> None:
 
 
 def _break_a_cycle(draft: Draft) -> None:
-    stuck = [m for extra in draft.surplus.values() for m in extra if m.state == "active"]
+    """The one with fewest requests goes; one whose other copies are not up yet last."""
+    waiting = (extra for name, extra in draft.surplus.items() if draft.missing[name])
+    stuck = [m for extra in waiting for m in extra if m.state == "active"]
+
+    def cost(model: ModelView) -> tuple[bool, int, str]:
+        coming = any(m.state == "activating" for m in draft.staying[model.name])
+        return coming, model.running + model.waiting, model.name
+
     if stuck:
-        first = min(stuck, key=lambda m: (m.running + m.waiting, m.name))
-        _evict(draft, first, "the placement moves it, and its new home has no room yet")
+        reason = "the placement moves it, and its new home has no room yet"
+        _evict(draft, min(stuck, key=cost), reason, move_running=True)
 
 
 def _refusals(view: ClusterView, target: Placement) -> list[Action]:

@@ -195,11 +195,9 @@ def _key(point: Point) -> str:
 def code_digest() -> bytes:
     """Of the Python files that a simulation runs: another version simulates again."""
     digest = hashlib.sha256()
-    for path in sorted(PACKAGE.glob("*.py")):
+    folders = [path for folder in SIMULATED for path in (PACKAGE / folder).rglob("*.py")]
+    for path in sorted([*PACKAGE.glob("*.py"), PACKAGE / "studies" / "trial.py", *folders]):
         digest.update(path.read_bytes())
-    for folder in SIMULATED:
-        for path in sorted((PACKAGE / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
     return digest.digest()
 
 

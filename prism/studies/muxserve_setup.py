@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from prism.studies.lab import Lab
 from prism.studies.prism_setup import row
 from prism.studies.sources import without_slo
 from prism.studies.trial import Measured, Trial
-from prism.studies.tuning import RULE, SEED, Tuned, tune
+from prism.studies.tuning import RULE, Tuned, elsewhere, tune
 
 GPU = "a100-80"
 SLO_SCALE = 8.0
@@ -131,7 +131,7 @@ TUNING_ALPHA = 0.9
 
 def tuned_systems(lab: Lab) -> Tuned:
     """For all studies that compare systems; of the most popular model TUNING_RPS."""
-    there, models = replace(lab, seed=lab.seed + SEED), nineteen()
+    there, models = elsewhere(lab), nineteen()
     most, seconds = lab.pick(TUNING_RPS, 1.0), lab.pick(40.0, 8.0)
     rate = most * sum((m.rank + 1) ** -TUNING_ALPHA for m in models)
     trace = power_law(there, models, rate, TUNING_ALPHA, seconds)
@@ -140,7 +140,7 @@ def tuned_systems(lab: Lab) -> Tuned:
         f"another trace of Figure 5's, {seconds:g} s, alpha {TUNING_ALPHA:g}, up to {most:g} req/s"
     )
     return tune(
-        lab, config, SYSTEMS, throughput, load=load, what="throughput weighted by rate (req/s)"
+        lab, [config], SYSTEMS, throughput, load=load, what="throughput weighted by rate (req/s)"
     )
 
 

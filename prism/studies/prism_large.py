@@ -77,9 +77,9 @@ def large(lab: Lab) -> Findings:
 
 
 def _tuned(lab: Lab, nodes: dict[str, Any], fixed: Mapping[str, Any]) -> Tuned:
-    there = replace(lab, seed=lab.seed + tuning.SEED)
+    there = tuning.elsewhere(lab)
     seconds, rate, gpus = lab.pick(TUNING_SECONDS, 100.0), lab.pick(16.0, 0.4), lab.pick(16, 32)
-    trace = lab.sources.styled("arena-chat", model_names(58), seconds, there.seed)
+    trace = there.sources.styled("arena-chat", model_names(58), seconds, there.seed)
     cluster = prepared(there, "tuning-fifty-eight", fifty_eight(), trace, nodes)
     load = f"another such trace, {seconds:g} s, {gpus} GPUs at rate scale {rate:g}"
     return tuned_on(lab, [cluster], {**fixed, "gpus.count": gpus, "rate_scale": rate}, load)

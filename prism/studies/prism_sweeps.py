@@ -73,8 +73,8 @@ def tuned(lab: Lab, style: str) -> Tuned:
     seconds, rate = lab.pick(TUNING_SECONDS, 20.0), lab.pick(TUNING_RATE, 8.0)
     clusters = []
     for number in range(lab.pick(TUNING_TRACES, 1)):
-        there = replace(lab, seed=lab.seed + tuning.SEED + number)
-        trace = lab.sources.styled(style, model_names(len(models)), seconds, there.seed)
+        there = tuning.elsewhere(lab, number)
+        trace = there.sources.styled(style, model_names(len(models)), seconds, there.seed)
         clusters.append(prepared(there, f"tuning-{style}-{number}", models, trace))
     fixed = {"slo_scale": SLO_SCALES[style], "rate_scale": rate}
     load = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from prism.sim.profile import execution_s
 from prism.studies.lab import Lab
 from prism.studies.sources import without_slo
 from prism.studies.trial import Measured, Trial
-from prism.studies.tuning import RULE, SEED, Systems, Tuned, tune
+from prism.studies.tuning import RULE, Systems, Tuned, elsewhere, tune
 
 GPU = "a100-80"
 """The paper's are A800s (§6.1), A100s with a slower NVLink."""
@@ -85,7 +85,7 @@ GIVEN_AHEAD = (
     " All systems are given the whole trace's rates, lengths and execution times; the searches of "
     "SeaLLM and AlpaServe simulate on up to 600 of its requests unless they are tuned to others, "
     "at low rates on all of them, while MuxServe's sees means. SeaLLM's first replacement comes "
-    "after 5 minutes unless it is tuned to come earlier, so that none takes place within a trace."
+    "after 5 minutes, which no trace lasts, unless it is tuned or said to come earlier."
 )
 FAIR = "Parts of one policy are compared: it runs with the shipped settings." + GIVEN_AHEAD
 FAIR_TUNED = RULE + "." + GIVEN_AHEAD
@@ -192,7 +192,7 @@ def systems(config: str, chosen: Systems, tuned: Tuned) -> list[Trial]:
 
 def tuned_systems(lab: Lab) -> Tuned:
     """For all studies that compare systems."""
-    there = replace(lab, seed=lab.seed + SEED)
+    there = elsewhere(lab)
     load = Load(lab.pick(TUNING_RPS, 2.0), lab.pick(60.0, 5.0))
     config = lab.setup("tuning", cluster(), trace(there, load))
     said = f"another such trace, {load.seconds:g} s at {load.rate_rps:g} req/s on {GPUS} GPUs"

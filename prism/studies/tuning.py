@@ -8,10 +8,11 @@ one is used at every point of the studies that share the trace's setup.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prism.studies.lab import Lab
+from prism.studies.sources import Sources
 from prism.studies.trial import Measured, Trial
 
 TRIES = 4
@@ -87,10 +88,16 @@ class Tuned:
 AS_SHIPPED = Tuned()
 RULE = (
     f"Every system is tuned with the same budget: at most {TRIES} settings of knobs that are its "
-    "own, the shipped ones first, on traces of the same kind that are not evaluated, at one load; "
-    "the best one, of equals the first, is used at every point. Systems with fewer knobs had fewer "
-    "settings to try"
+    "own, the shipped ones first, on generated traces of the same kind that are not evaluated, at "
+    "one load; the best one, of equals the first, is used at every point. Systems with fewer knobs "
+    "had fewer settings to try"
 )
+
+
+def elsewhere(lab: Lab, number: int = 0) -> Lab:
+    """Where traces to tune on are made: by generators, also where studies replay files, of which
+    another seed draws other models of the same minutes."""
+    return replace(lab, seed=lab.seed + SEED + number, sources=Sources())
 
 
 def options(policy: str, variant: str) -> tuple[Settings, ...]:

@@ -125,6 +125,41 @@ def test_moves_that_wait_for_each_other_do_not_begin() -> None:
     ]
 
 
+def test_a_move_may_wait_for_the_requests_of_who_stays() -> None:
+    """They end, and the copy serves until then where it is."""
+    models = [active("a", "g0", weight=30), active("b", "g1", weight=30)]
+    full = gpu("g1", free_bytes=0)
+    found = planned(models, [gpu("g0"), full], [unit("g1", "a", "b")])
+    assert summary(found) == [("migrate", "a", "g0", "g1")]
+
+
+def test_the_last_copy_that_serves_stays_until_another_one_does() -> None:
+    """Its requests would have nowhere to go on."""
+    gpus, units = [gpu("g0"), gpu("g1"), gpu("g2")], [unit("g2", "a")]
+    coming = structs.replace(active("a", "g2"), state="activating")
+    assert planned([active("a", "g0"), coming], gpus, units) == ()
+    two = [active("a", "g0"), active("a", "g1"), coming]
+    (first,) = planned(two, gpus, units)
+    assert isinstance(first, Evict)
+    assert first.move_running
+    assert len(planned([active("a", "g0"), active("a", "g2")], gpus, units)) == 1
+
+
+def test_a_model_that_is_left_out_finishes_what_runs() -> None:
+    (evict,) = planned([active("a", "g0", running=1)], [gpu("g0")], [])
+    assert isinstance(evict, Evict)
+    assert not evict.move_running
+
+
+def test_who_has_a_copy_on_its_way_is_not_the_one_to_go() -> None:
+    """The two swap, on full devices; a's other copy is not up yet."""
+    coming = structs.replace(active("a", "g2"), state="activating")
+    models = [active("a", "g0", weight=60), active("b", "g1", weight=60, running=5), coming]
+    units = [unit("g1", "a"), unit("g0", "b"), unit("g2", "a")]
+    found = planned(models, [gpu("g0"), gpu("g1"), gpu("g2")], units)
+    assert summary(found) == [("evict", "b", "g1")]
+
+
 def test_replicas_beyond_the_target_go() -> None:
     models = [active("a", "g0"), active("a", "g1")]
     gpus = [gpu("g0"), gpu("g1"), gpu("g2")]

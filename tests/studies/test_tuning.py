@@ -124,6 +124,7 @@ def test_tuning_is_the_same_each_time_and_on_no_evaluated_trace(
     assert found == TRACES[family](a_lab(tmp_path / "1"))
     assert found.said[0].startswith("Tuned on ")
     assert found.said[0].count("as shipped") == found.said[0].count("(taken)")
+    assert "not simulated" not in found.said[0]
     # the trace that it would be with the run's own seed, which studies evaluate
     TRACES[family](replace(a_lab(tmp_path / "2"), seed=-tuning.SEED))
     first, again, own = ((tmp_path / name / "study" / "setups") for name in "012")
