@@ -73,7 +73,7 @@ class SchedulerYaml(Strict, frozen=True):
     migration_threshold: tau of Algorithm 1, relative gain in KVPR that justifies a move.
     contended_requests: no model leaves a device for balance whose models, but for the busiest, run
     fewer requests than this at a time at their SLO's pace (token rate x TPOT SLO), nor where fewer
-    wait while a quarter of the memory is free. 0: every move that Algorithm 1 finds.
+    wait while a quarter of the memory is free. 0: every move of Algorithm 1 that has room.
     migrate_running: what becomes of requests that run when their model moves: "finish" where they
     are (at most engine.drain_timeout), or "move" to the target with their KV."""
 

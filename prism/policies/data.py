@@ -127,7 +127,7 @@ class Settings:
     contended_requests: a device whose models run fewer requests at a time beside the busiest one
     (`beside`), or where fewer wait while memory is to spare, has nothing worth a move, however
     uneven pressures are: tau is relative, at low load a single request changes them by any factor,
-    and rates are of the past. 0: every move of Algorithm 1's.
+    and rates are of the past. 0: every move of Algorithm 1 that has room.
     min_idle_s: the shortest idle time after which a model may be evicted for a waiting request
     that nothing else can serve. short_fraction: a device with less than this part of its capacity
     free is short of memory. move_running: see `Migrate`.

@@ -27,9 +27,9 @@ GLOBAL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """name -> (variant, changes). What "without" starts from decides what there is to gain: models that
 went where memory was free are spread already; those that stand as they are listed are not. "With
-all moves" is Algorithm 1 as published, which moves by rates alone."""
+all moves" is Algorithm 1 by rates alone, where there is room now."""
 LISTED = "the first four models on one GPU, the others on the other"
-ALL = "every move that Algorithm 1 finds by rates"
+ALL = "every move that Algorithm 1 finds by rates and that has room"
 TPOT_SCALE = 2.0
 """TTFT and TPOT have scales of their own; this is the one of §7.5."""
 
@@ -205,7 +205,7 @@ STUDIES = (
         "Without the global scheduler, models go where most memory is free and are never moved, "
         "which the paper does not spell out; an ablation has them as they are listed, the first "
         "four, which are the most popular, on the first GPU; another has every move of Algorithm "
-        "1, also where nobody waits. Beside each factor is its spread over "
+        "1 that has room, pressed or not. Beside each factor is its spread over "
         "the traces: one that holds 1 says little. At the load that Prism holds there is no "
         "more to gain in TTFT than what it lacks without. The published version has this "
         "figure for Arena-Chat only. Not run: Figure 10 (b), the KV memory available to each "
