@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from prism.policies import adbs, doubling_budget, qlm, seallm, static
 from prism.policies.adbs import AdbsSettings
@@ -27,7 +28,7 @@ class Knobs:
 
 SHIPPED = Knobs()
 TUNED: dict[str, Callable[[Policy, Knobs], Policy]] = {
-    "static": lambda p, k: replace(p, plan=static.planner(k.static)),
+    "static": lambda p, k: replace(p, plan=partial(static.plan, chosen=k.static)),
     "qlm": lambda p, k: replace(p, assign=qlm.assigner(k.qlm)),
     "qlm-aware": lambda p, k: replace(p, assign=qlm.assigner(replace(k.qlm, swap_aware=True))),
     "muxserve": lambda p, k: replace(p, steps=adbs.control(k.adbs)),

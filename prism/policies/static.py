@@ -7,7 +7,7 @@ which agents answer, so that it is the same at every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -35,17 +35,13 @@ class StaticSettings:
     by_tokens: bool = False
 
 
-def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+EQUAL_PARTS = StaticSettings()
+
+
+def plan(
+    view: ClusterView, settings: Settings, chosen: StaticSettings = EQUAL_PARTS
+) -> tuple[Action, ...]:
     """Activate every absent model at its place; `settings` has nothing for this policy."""
-    return _plan(view, StaticSettings())
-
-
-def planner(chosen: StaticSettings) -> Callable[[ClusterView, Settings], tuple[Action, ...]]:
-    """The plan with these settings."""
-    return lambda view, settings: _plan(view, chosen)
-
-
-def _plan(view: ClusterView, chosen: StaticSettings) -> tuple[Action, ...]:
     division = partition(view.models, view.gpus, chosen)
     engines = {g.name: g.engines_free if g.alive else 0 for g in view.gpus}
     asked = [m for m in view.models if m.state == "absent" and (m.wanted or m.waiting)]
@@ -69,7 +65,7 @@ def _action(model: ModelView, division: Partition, engines: dict[str, int]) -> A
 
 
 def partition(
-    models: Sequence[ModelView], gpus: Sequence[GpuView], chosen: StaticSettings | None = None
+    models: Sequence[ModelView], gpus: Sequence[GpuView], chosen: StaticSettings = EQUAL_PARTS
 ) -> Partition:
     """Devices by size (largest model first, to the device with the most room; pinned ones at
     their device), then each device's KV memory by `static_share`, the rest in equal parts unless
@@ -91,7 +87,7 @@ def partition(
         for b in home:
             b.put(model)
     for b in bins.values():
-        _share(b, division, chosen or StaticSettings())
+        _share(b, division, chosen)
     for name in division.refused:
         division.devices.pop(name, None)
     return division

@@ -45,10 +45,10 @@ class Draft:
         need = part_bytes(model, len(devices))
         return all(self.free_bytes[d] >= need and self.engines[d] > 0 for d in devices)
 
-    def has_room(self, model: ModelView, devices: Devices) -> bool:
-        """Room that need not be waited for."""
+    def free_now(self, model: ModelView, devices: Devices) -> bool:
+        """Memory that need not be waited for."""
         need = part_bytes(model, len(devices))
-        return self.fits(model, devices) and all(self.now_bytes[d] >= need for d in devices)
+        return all(self.now_bytes[d] >= need for d in devices)
 
     def take(self, model: ModelView, devices: Devices) -> None:
         need = part_bytes(model, len(devices))
@@ -168,8 +168,9 @@ def _first_fitting(
     left = {device for other in others for device in devices_of(other)}
 
     def may_begin(devices: Devices) -> bool:
-        waits = draft.fits(model, devices) and left.isdisjoint(devices)
-        return devices[0] != first and (waits or draft.has_room(model, devices))
+        if devices[0] == first or not draft.fits(model, devices):
+            return False
+        return left.isdisjoint(devices) or draft.free_now(model, devices)
 
     return next((home for home in homes if may_begin(home[0])), None)
 

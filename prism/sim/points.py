@@ -8,6 +8,7 @@ was cut off goes on where it stopped. `prism.studies` has points and outcomes of
 from __future__ import annotations
 
 import hashlib
+import inspect
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,7 +132,7 @@ class Store(Generic[Found]):
             partial.rename(path)
 
     def _path(self, point: Point) -> Path | None:
-        return None if self._folder is None else self._folder / f"{_key(point)}.json"
+        return None if self._folder is None else self._folder / f"{_key(point, self._kind)}.json"
 
 
 def run_points(
@@ -171,9 +172,9 @@ def _numbered(do: Callable[[Task], Done], item: tuple[int, Task]) -> tuple[int, 
     return item[0], do(item[1])
 
 
-def _key(point: Point) -> str:
+def _key(point: Point, kind: type[Outcome]) -> str:
     """What the outcome depends on: the resolved YAML, the trace's bytes, the point, the code."""
-    digest = hashlib.sha256(code_digest())
+    digest = hashlib.sha256(code_digest(kind))
     path = Path(point.config)
     try:
         config = read_config(path, point.changes)
@@ -192,11 +193,13 @@ def _key(point: Point) -> str:
 
 
 @cache
-def code_digest() -> bytes:
-    """Of the Python files that a simulation runs: another version simulates again."""
+def code_digest(kind: type[Outcome] = Outcome) -> bytes:
+    """Of the Python files that a simulation runs, and that make its outcomes of this kind: another
+    version simulates again."""
     digest = hashlib.sha256()
     folders = [path for folder in SIMULATED for path in (PACKAGE / folder).rglob("*.py")]
-    for path in sorted([*PACKAGE.glob("*.py"), PACKAGE / "studies" / "trial.py", *folders]):
+    own = Path(inspect.getfile(kind))
+    for path in sorted({*PACKAGE.glob("*.py"), own, *folders}):
         digest.update(path.read_bytes())
     return digest.digest()
 

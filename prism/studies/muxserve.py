@@ -18,7 +18,6 @@ from prism.studies.muxserve_setup import (
     power_law,
     shared_out,
     slo,
-    systems,
     throughput,
     tuned_systems,
 )
@@ -97,7 +96,7 @@ def synthetic(lab: Lab) -> Findings:
         for most in most_rps:
             trace = power_law(lab, models, most * weight, alpha, seconds)
             config = lab.setup(f"alpha{alpha:g}-rate{most:g}", cluster(models, gpus), trace)
-            trials += systems(config, tuned)
+            trials += tuned.trials(config, SYSTEMS)
             xs.append(round(most * weight / len(models), 3))
         outcomes = lab.run(trials, f"alpha {alpha:g}")
         remarks += [p for p in problems(trials, outcomes) if p not in remarks]
@@ -257,7 +256,8 @@ def chat(lab: Lab) -> Findings:
     tuned = tuned_systems(lab)
     for rate in rates_rps:
         trace = shared_out(lab, models, rate * len(models), seconds)
-        trials += systems(lab.setup(f"rate{rate:g}", cluster(models, 32), trace), tuned)
+        config = lab.setup(f"rate{rate:g}", cluster(models, 32), trace)
+        trials += tuned.trials(config, SYSTEMS)
     outcomes = lab.run(trials, "rates")
     rates, shares = gathered(rates_rps, list(SYSTEMS), outcomes)
     slow = on_slower_hosts(lab, trials, rates_rps, rates_rps[-1:])

@@ -17,7 +17,7 @@ from prism.sim.profile import execution_s
 from prism.studies.lab import Lab
 from prism.studies.prism_setup import row
 from prism.studies.sources import without_slo
-from prism.studies.trial import Measured, Trial
+from prism.studies.trial import Measured
 from prism.studies.tuning import RULE, Tuned, elsewhere, tune
 
 GPU = "a100-80"
@@ -116,13 +116,6 @@ def cluster(models: Sequence[Model], gpus: int) -> dict[str, Any]:
         "slo": {"ttft": "60s", "tpot": "1s"},
         "patience": "60s",
     }
-
-
-def systems(config: str, tuned: Tuned) -> list[Trial]:
-    return [
-        Trial(config, {**tuned.of(name), "policy": policy}, variant=variant)
-        for name, (policy, variant) in SYSTEMS.items()
-    ]
 
 
 TUNING_RPS = 20.0

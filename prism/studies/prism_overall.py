@@ -161,7 +161,7 @@ def by_slo(lab: Lab) -> Findings:
         last = {policy: points[-1][1] for policy, points in lines(by_policy, "ttft").items()}
         compared += largest_scale(style, last)
         point = {"slo_scale": scales[-1], "rate_scale": load}
-        compared += elsewhere(lab, style, [point], last)
+        compared += elsewhere(lab, cluster.tuned, style, [point], last)
     return Findings(compared, table, plots, budget, remarks)
 
 

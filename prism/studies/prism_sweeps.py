@@ -213,6 +213,7 @@ def at_given_tp(levels: Levels) -> Levels:
 
 def elsewhere(
     lab: Lab,
+    settings: Tuned,
     style: str,
     points: Sequence[Mapping[str, Any]],
     values: Mapping[str, float | None],
@@ -223,7 +224,6 @@ def elsewhere(
     here = findings.ratio(values.get(GIVEN), values.get("static"))
     if here is None or here >= 1 - findings.EQUAL:
         return []
-    settings = tuned(lab, style)
     clusters = [replace(cluster, tuned=settings) for cluster in several(lab, style)[1:]]
     means = [
         mean([(0, attainment(outcome, "ttft")) for outcome in lab.run(trials, "other traces")])

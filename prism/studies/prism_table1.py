@@ -57,7 +57,7 @@ def table1(lab: Lab) -> Findings:
     compared = [
         *orders(SHOWN, with_two, "Table 1", TABLE),
         *_tighter(lab, cluster, {**fixed, "gpus.count": 2}),
-        *elsewhere(lab, "hyperbolic", [{**fixed, "gpus.count": 2}], with_two),
+        *elsewhere(lab, cluster.tuned, "hyperbolic", [{**fixed, "gpus.count": 2}], with_two),
         *_values(with_two, shares),
         *_gpus(found),
         *_prisms(lab, cluster, fixed, with_two, shares),
@@ -96,7 +96,7 @@ def _parts(lab: Lab, cluster: Cluster, fixed: Mapping[str, Any]) -> dict[str, Me
     trials = [
         Trial(
             cluster.config,
-            {**settings_of(cluster, name), **fixed, **more, "policy": policy, "gpus.count": 2},
+            {**cluster.tuned.of(base_of(name)), **fixed, **more, "policy": policy, "gpus.count": 2},
             variant=variant,
             history=history,
         )
@@ -125,10 +125,6 @@ def _as_cause(found: Comparison) -> Comparison:
 def base_of(name: str) -> str:
     """The system that an ablation is of: of "muxserve++ at given TP by ..." not muxserve++."""
     return GIVEN if name.startswith(GIVEN) else name.split(maxsplit=1)[0].rstrip(",")
-
-
-def settings_of(cluster: Cluster, name: str) -> Mapping[str, Any]:
-    return cluster.tuned.of(base_of(name))
 
 
 def _with_said(lab: Lab, cluster: Cluster, fixed: Mapping[str, Any], by_policy: Swept) -> None:

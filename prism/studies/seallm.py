@@ -35,12 +35,12 @@ from prism.studies.seallm_setup import (
     mean_tpot_ms,
     mean_ttft_ms,
     slo,
-    systems,
     tail_s,
     trace,
     tuned_systems,
 )
 from prism.studies.study import Study
+from prism.studies.tuning import Systems, Tuned
 
 RATES = (0.5, 3.0, 8.0, 12.5)
 """A quarter of the paper's 2 to 50 req/s, for a quarter of its GPUs."""
@@ -54,18 +54,19 @@ def seconds_for(lab: Lab, rate_rps: float) -> float:
 
 def compared_systems(
     lab: Lab,
+    tuned: Tuned,
     loads: Mapping[Any, Load],
     gpus: Mapping[Any, int] | None = None,
-    systems_of: Mapping[str, tuple[str, str]] = SYSTEMS,
+    systems: Systems | None = None,
 ) -> tuple[Points, list[dict[str, Any]], list[str]]:
-    """All systems under each load: (x -> system -> outcome, rows, what was not simulated)."""
-    chosen = lab.pick(systems_of, FAST)
-    tuned = tuned_systems(lab)
+    """systems (all of the study) under each load: (x -> system -> outcome, rows, what was not
+    simulated)."""
+    chosen = systems or lab.pick(SYSTEMS, FAST)
     trials = []
     for x, load in loads.items():
         setup = cluster(gpus[x]) if gpus else cluster()
         config = lab.setup(f"x{x}".replace(".", "-"), setup, trace(lab, load))
-        trials += systems(config, chosen, tuned)
+        trials += tuned.trials(config, chosen)
     outcomes = iter(lab.run(trials, "systems"))
     found = {x: {name: next(outcomes) for name in chosen} for x in loads}
     table = [row(o, x=x, system=n) for x, by_name in found.items() for n, o in by_name.items()]
@@ -78,22 +79,24 @@ OTHER_TRACES = 2
 
 def elsewhere(
     lab: Lab,
+    tuned: Tuned,
     found: Lines,
     place: tuple[Any, str],
     load: Load,
+    *,
     measure: tuple[str, Measure],
 ) -> list[Comparison]:
     """Is it this trace that has a baseline before SeaLLM, in a measure of which the smaller is
     better: means of others of the same load. place: x and the baseline."""
     (x, name), (said, value) = place, measure
-    tuned, only = tuned_systems(lab), {system: SYSTEMS[system] for system in ("seallm", name)}
     if lab.quick:
         return []
+    only = {system: SYSTEMS[system] for system in ("seallm", name)}
     trials = []
     for number in range(OTHER_TRACES):
         work = trace(replace(lab, seed=lab.seed + number + 1), load)
         config = lab.setup(f"x{x}-other{number}".replace(".", "-"), cluster(), work)
-        trials += systems(config, only, tuned)
+        trials += tuned.trials(config, only)
     values = [value(outcome) or 0.0 for outcome in lab.run(trials, "other traces")]
     here = ratio_at(found, x, "seallm", name, smaller=True)
     changed = findings.ratio(sum(values[1::2]), sum(values[::2]))
@@ -101,13 +104,9 @@ def elsewhere(
     return [findings.cause(what, here, changed, wanted=1 - findings.EQUAL)]
 
 
-def budget(lab: Lab) -> list[str]:
-    return [FAIR_TUNED, *tuned_systems(lab).said]
-
-
-def by_rate(lab: Lab) -> tuple[Points, list[dict[str, Any]], list[str]]:
+def by_rate(lab: Lab, tuned: Tuned) -> tuple[Points, list[dict[str, Any]], list[str]]:
     rates = lab.pick(RATES, (1.0, 3.0))
-    return compared_systems(lab, {r: Load(r, seconds_for(lab, r)) for r in rates})
+    return compared_systems(lab, tuned, {r: Load(r, seconds_for(lab, r)) for r in rates})
 
 
 PUBLISHED = {
@@ -118,7 +117,8 @@ PUBLISHED = {
 
 
 def fig6(lab: Lab) -> Findings:
-    points, table, remarks = by_rate(lab)
+    tuned = tuned_systems(lab)
+    points, table, remarks = by_rate(lab, tuned)
     source = "§6.2, Figure 6"
     measures: dict[str, tuple[Measure, bool]] = {
         "normalised latency": (latency, True),
@@ -157,7 +157,7 @@ def fig6(lab: Lab) -> Findings:
             source,
         ),
     ]
-    return Findings(compared, table, plots, budget(lab), remarks)
+    return Findings(compared, table, plots, [FAIR_TUNED, *tuned.said], remarks)
 
 
 PUBLISHED_TTFT = 51.98
@@ -165,7 +165,8 @@ PUBLISHED_TTFT = 51.98
 
 
 def fig7(lab: Lab) -> Findings:
-    points, table, remarks = by_rate(lab)
+    tuned = tuned_systems(lab)
+    points, table, remarks = by_rate(lab, tuned)
     source = "§6.2, Figure 7"
     first, each = lines(points, mean_ttft_ms), lines(points, mean_tpot_ms)
     ratios = [most(first, name, smaller=True) for name in BASELINES]
@@ -179,7 +180,12 @@ def fig7(lab: Lab) -> Findings:
             for x, name in ahead(each, smaller=True)
             if name == "alpaserve"
             for made in elsewhere(
-                lab, each, (x, name), Load(x, seconds_for(lab, x)), ("mean TPOT", mean_tpot_ms)
+                lab,
+                tuned,
+                each,
+                (x, name),
+                Load(x, seconds_for(lab, x)),
+                measure=("mean TPOT", mean_tpot_ms),
             )
         ),
         *(
@@ -191,7 +197,7 @@ def fig7(lab: Lab) -> Findings:
         "ttft": Plot("Mean TTFT", "req/s", "ms", first, log=True),
         "tpot": Plot("Mean TPOT", "req/s", "ms", each, log=True),
     }
-    return Findings(compared, table, plots, budget(lab), remarks)
+    return Findings(compared, table, plots, [FAIR_TUNED, *tuned.said], remarks)
 
 
 def worst_of(first: Lines, source: str) -> Comparison:

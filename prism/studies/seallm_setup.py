@@ -16,8 +16,8 @@ from prism.replay.trace import Trace, TraceRequest
 from prism.sim.profile import execution_s
 from prism.studies.lab import Lab
 from prism.studies.sources import without_slo
-from prism.studies.trial import Measured, Trial
-from prism.studies.tuning import RULE, Systems, Tuned, elsewhere, tune
+from prism.studies.trial import Measured
+from prism.studies.tuning import RULE, Tuned, elsewhere, tune
 
 GPU = "a100-80"
 """The paper's are A800s (§6.1), A100s with a slower NVLink."""
@@ -181,13 +181,6 @@ def cluster(gpus: int = GPUS) -> dict[str, Any]:
         "slo": {"ttft": "60s", "tpot": "1s"},
         "patience": "120s",
     }
-
-
-def systems(config: str, chosen: Systems, tuned: Tuned) -> list[Trial]:
-    return [
-        Trial(config, {**tuned.of(name), "policy": policy}, variant=variant)
-        for name, (policy, variant) in chosen.items()
-    ]
 
 
 def tuned_systems(lab: Lab) -> Tuned:

@@ -15,7 +15,6 @@ from prism.studies.lab import Lab
 from prism.studies.seallm import (
     RATE,
     SETUP,
-    budget,
     compared_systems,
     elsewhere,
     seconds_for,
@@ -42,16 +41,15 @@ from prism.studies.seallm_lines import (
     shrinks,
 )
 from prism.studies.seallm_setup import (
+    FAIR_TUNED,
     FIXED,
     SYSTEMS,
     Load,
-    cluster,
     latency,
     slo,
-    systems,
-    trace,
     tuned_systems,
 )
+from prism.studies.tuning import Tuned
 
 MEASURES: dict[str, tuple[Measure, bool]] = {
     "SLO attainment": (slo, False),
@@ -65,6 +63,7 @@ Cause = Callable[[str, Lines], list[Comparison]]
 
 def _always_best(
     lab: Lab,
+    tuned: Tuned,
     loads: Mapping[Any, Load],
     source: str,
     xlabel: str,
@@ -76,7 +75,7 @@ def _always_best(
 ) -> Findings:
     """What Figures 10 to 13 say: SeaLLM is best at every x in `measures`; and `more` that one of
     them says. By how much it is best, none says in words. causes: besides those of all figures."""
-    points, table, remarks = compared_systems(lab, loads, gpus)
+    points, table, remarks = compared_systems(lab, tuned, loads, gpus)
     compared: list[Comparison] = []
     plots = {}
     for name in measures:
@@ -87,7 +86,7 @@ def _always_best(
             findings.claim(f"SeaLLM's {name} is the best at every x", holds, shown, "all", source)
         )
         behind = list(dict.fromkeys(x for x, _ in ahead(found, smaller=smaller)))
-        queues = lines(_with_queues(lab, {x: loads[x] for x in behind}, gpus), measure)
+        queues = lines(_with_queues(lab, tuned, {x: loads[x] for x in behind}, gpus), measure)
         compared += place_causes(f"{name}, {xlabel}", found, queues, smaller=smaller)
         compared += causes(name, found)
         compared += [
@@ -98,21 +97,16 @@ def _always_best(
             if other in found
         ]
         plots[name.replace(" ", "-")] = Plot(name, xlabel, name, found, log=smaller)
-    return Findings([*compared, *more(points)], table, plots, budget(lab), remarks)
+    return Findings([*compared, *more(points)], table, plots, [FAIR_TUNED, *tuned.said], remarks)
 
 
-def _with_queues(lab: Lab, loads: Mapping[Any, Load], gpus: Mapping[Any, int] | None) -> Points:
+def _with_queues(
+    lab: Lab, tuned: Tuned, loads: Mapping[Any, Load], gpus: Mapping[Any, int] | None
+) -> Points:
     """SeaLLM with skip-join feedback queues (§6.3, "SeaLLM-M") under each load."""
     if not loads:
         return {None: {}}
-    only, tuned = {"seallm": ("seallm", "M")}, tuned_systems(lab)
-    trials = []
-    for x, load in loads.items():
-        setup = cluster(gpus[x]) if gpus else cluster()
-        config = lab.setup(f"x{x}".replace(".", "-"), setup, trace(lab, load))
-        trials += systems(config, only, tuned)
-    outcomes = lab.run(trials, "feedback queues")
-    return {x: {"seallm": found} for x, found in zip(loads, outcomes, strict=True)}
+    return compared_systems(lab, tuned, loads, gpus, {"seallm": ("seallm", "M")})[0]
 
 
 def fig10(lab: Lab) -> Findings:
@@ -120,7 +114,9 @@ def fig10(lab: Lab) -> Findings:
     seconds = seconds_for(lab, rate)
     loads = {s: Load(rate, seconds, slo_scale=s, slo_of_service=True) for s in scales}
     source = "§6.3, Figure 10"
-    return _always_best(lab, loads, source, "SLO scale", measures=("SLO attainment",))
+    return _always_best(
+        lab, tuned_systems(lab), loads, source, "SLO scale", measures=("SLO attainment",)
+    )
 
 
 DENSITIES = {0.67: 12, 1.0: 8, 2.0: 4}
@@ -131,26 +127,28 @@ def fig11(lab: Lab) -> Findings:
     chosen = lab.pick(DENSITIES, {1.0: 8, 2.0: 4})
     loads = dict.fromkeys(chosen, Load(rate, seconds_for(lab, rate)))
     source, xlabel = "§6.3, Figure 11", "cluster density"
-    whole = partial(_whole_size, lab, loads[2.0], chosen[2.0])
-    return _always_best(lab, loads, source, xlabel, gpus=chosen, more=_crowded, causes=whole)
+    tuned = tuned_systems(lab)
+    whole = partial(_whole_size, lab, tuned, loads[2.0])
+    return _always_best(lab, tuned, loads, source, xlabel, gpus=chosen, more=_crowded, causes=whole)
 
 
 WHOLE = 4
 """The paper's GPUs and rates over ours."""
 
 
-def _whole_size(lab: Lab, load: Load, gpus: int, name: str, found: Lines) -> list[Comparison]:
+def _whole_size(lab: Lab, tuned: Tuned, load: Load, name: str, found: Lines) -> list[Comparison]:
     """Where MuxServe is ahead on the most crowded cluster: the same at the paper's size. Our four
     GPUs are one group, in which all services take turns; §6.1 shares at most two."""
     measure, smaller = MEASURES[name]
     here = ratio_at(found, 2.0, "seallm", "muxserve", smaller=smaller)
     if lab.quick or here is None or here >= 1 - findings.EQUAL:
         return []
-    x, larger = "2-whole", replace(load, rate_rps=WHOLE * load.rate_rps)
+    x, gpus = "2-whole", WHOLE * DENSITIES[2.0]
+    larger = replace(load, rate_rps=WHOLE * load.rate_rps)
     only = {system: SYSTEMS[system] for system in ("seallm", "muxserve")}
-    points, _, _ = compared_systems(lab, {x: larger}, {x: WHOLE * gpus}, only)
+    points, _, _ = compared_systems(lab, tuned, {x: larger}, {x: gpus}, only)
     changed = ratio_at(lines(points, measure), x, "seallm", "muxserve", smaller=smaller)
-    size = f"{WHOLE * gpus} GPUs and {larger.rate_rps:g} req/s as published"
+    size = f"{gpus} GPUs and {larger.rate_rps:g} req/s as published"
     what = f"{name}, cluster density at 2, over muxserve, {size}"
     return [findings.cause(what, here, changed, wanted=1 - findings.EQUAL)]
 
@@ -188,16 +186,18 @@ def fig12(lab: Lab) -> Findings:
     skews = lab.pick((2, 8, 32), (2, 8))
     loads = {n: Load(rate, seconds_for(lab, rate), skew=n) for n in skews}
     source, xlabel = "§6.3, Figure 12", "consecutive requests of one service"
-    found = _always_best(
-        lab, loads, source, xlabel, more=_skewed, causes=partial(_this_trace, lab, loads)
-    )
+    tuned = tuned_systems(lab)
+    causes = partial(_this_trace, lab, tuned, loads)
+    found = _always_best(lab, tuned, loads, source, xlabel, more=_skewed, causes=causes)
     if found.comparisons[-1].agrees or lab.quick:  # muxserve's, the last of `_skewed`
         return found
-    more = _more_load(lab, skews, loads)
+    more = _more_load(lab, tuned, skews, loads)
     return msgspec.structs.replace(found, comparisons=[*found.comparisons, more])
 
 
-def _this_trace(lab: Lab, loads: Mapping[int, Load], name: str, found: Lines) -> list[Comparison]:
+def _this_trace(
+    lab: Lab, tuned: Tuned, loads: Mapping[int, Load], name: str, found: Lines
+) -> list[Comparison]:
     """Where latencies differ little, one trace of a minute decides."""
     measure, smaller = MEASURES[name]
     if not smaller:
@@ -206,20 +206,24 @@ def _this_trace(lab: Lab, loads: Mapping[int, Load], name: str, found: Lines) ->
     return [
         made
         for place in behind
-        for made in elsewhere(lab, found, place, loads[place[0]], (name, measure))
+        for made in elsewhere(lab, tuned, found, place, loads[place[0]], measure=(name, measure))
     ]
 
 
 MORE_RPS = 16.0
 
 
-def _more_load(lab: Lab, skews: Sequence[int], loads: Mapping[int, Load]) -> Comparison:
+def _more_load(
+    lab: Lab, tuned: Tuned, skews: Sequence[int], loads: Mapping[int, Load]
+) -> Comparison:
     """Where MuxServe serves all in time at either end, more of the same may tell them apart."""
     ends = [skews[0], skews[-1]]
     only = {"muxserve": SYSTEMS["muxserve"]}
     here, changed = (
         fall_of(
-            compared_systems(lab, {f"{x}-at-{rate:g}": load for x, load in chosen}, None, only)[0],
+            compared_systems(
+                lab, tuned, {f"{x}-at-{rate:g}": load for x, load in chosen}, None, only
+            )[0],
             "muxserve",
         )
         for rate, chosen in (
@@ -259,7 +263,14 @@ def fig13(lab: Lab) -> Findings:
     rate = lab.pick(RATE / 2, 2.0)
     spreads = lab.pick((0.0, 2.0, 16.0), (0.0, 4.0))
     loads = {s: Load(rate, seconds_for(lab, rate), spread=s) for s in spreads}
-    return _always_best(lab, loads, "§6.3, Figure 13", "spread of output lengths", more=_all_worse)
+    return _always_best(
+        lab,
+        tuned_systems(lab),
+        loads,
+        "§6.3, Figure 13",
+        "spread of output lengths",
+        more=_all_worse,
+    )
 
 
 def _all_worse(points: Points) -> list[Comparison]:

@@ -84,6 +84,13 @@ class Tuned:
     def of(self, system: str) -> Settings:
         return self.taken.get(system, {})
 
+    def trials(self, config: str, systems: Systems) -> list[Trial]:
+        """Each system with its settings on one setup."""
+        return [
+            Trial(config, {**self.of(name), "policy": policy}, variant=variant)
+            for name, (policy, variant) in systems.items()
+        ]
+
 
 AS_SHIPPED = Tuned()
 RULE = (
