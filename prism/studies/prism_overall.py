@@ -11,6 +11,7 @@ import msgspec
 from prism.studies import findings
 from prism.studies.findings import Comparison, Findings
 from prism.studies.lab import Lab
+from prism.studies.prism_rate_causes import engine_starts, less_memory
 from prism.studies.prism_setup import (
     FAIR_TUNED,
     Cluster,
@@ -77,22 +78,26 @@ def by_rate(lab: Lab) -> Findings:
         remarks += [reason for reason in lost if reason not in remarks]
         budget += [*cluster.tuned.said, f"{style}: {cluster.described()}"]
         table += rows(style, "rate_scale", by_policy)
+        means: dict[str, dict[str, float | None]] = {}
         for metric, said in (("ttft", TTFT_SAID), ("tpot", TPOT_SAID)):
             found = lines(by_policy, metric)
             title = f"{metric.upper()} by rate, {style}"
             plots[f"{style}-{metric}"] = figure(title, "rate scale", found, metric)
-            shares = {policy: mean(points) for policy, points in found.items()}
+            means[metric] = {policy: mean(points) for policy, points in found.items()}
             what = f"{style}: mean {metric.upper()} attainment over the rates"
             for levels, source in said:
-                compared += orders(what, shares, source, levels)
-        compared += degrades(style, lines(by_policy, "tpot"))
+                compared += orders(what, means[metric], source, levels)
+        compared += engine_starts(lab, cluster, style, (fixed, rates), means)
+        drops = degrades(style, lines(by_policy, "tpot"))
+        level = [system for system, one in drops.items() if not one.agrees]
+        compared += [*drops.values(), *less_memory(lab, cluster, style, fixed, level)]
         compared += more_requests(style, lines(by_policy, "ttft"))
     return Findings(compared, table, plots, budget, remarks)
 
 
-def degrades(style: str, tpot: Lines) -> list[Comparison]:
-    """From the lowest rate to the highest, by more than EQUAL of all requests."""
-    compared = []
+def degrades(style: str, tpot: Lines) -> dict[str, Comparison]:
+    """system -> from the lowest rate to the highest, by more than EQUAL of all requests."""
+    compared = {}
     for system in ("muxserve++", GIVEN, "static"):
         shares = [(x, y) for x, y in tpot.get(system, []) if y is not None]
         if len(shares) < 2:
@@ -101,7 +106,7 @@ def degrades(style: str, tpot: Lines) -> list[Comparison]:
         what = f"{style}: TPOT attainment degrades at high rates, {system}"
         shown = f"{first:.1f} % at rate scale {low:g}, {last:.1f} % at {high:g}"
         holds = first - last > 100 * findings.EQUAL
-        compared.append(findings.claim(what, holds, shown, "significantly", ROW_1))
+        compared[system] = findings.claim(what, holds, shown, "significantly", ROW_1)
     return compared
 
 

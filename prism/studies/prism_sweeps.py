@@ -49,6 +49,10 @@ SLO_SCALES = {"hyperbolic": 20.0, "arena-chat": 10.0}
 RATES = (16.0, 24.0, 28.0, 32.0, 40.0, 48.0)
 SECONDS = 900.0
 TRACES = 4
+TIGHT = "48GB"
+"""Memory of a GPU; the eight models' weights take three quarters of two, not two fifths."""
+AS_FAST = {"activation.restart": "30ms", "activation.plain_load_rate": "23GB"}
+"""QLM's swaps at the speed of Prism's activations."""
 Lines = dict[str, list[tuple[Any, float | None]]]
 Swept = dict[str, list[tuple[Any, Measured]]]
 

@@ -13,9 +13,11 @@ from prism.studies.lab import Lab
 from prism.studies.prism_overall import DATA, EIGHT
 from prism.studies.prism_setup import FAIR_TUNED, Cluster, attainment, row
 from prism.studies.prism_sweeps import (
+    AS_FAST,
     AT_TP,
     GIVEN,
     SLO_SCALES,
+    TIGHT,
     Levels,
     Lines,
     Swept,
@@ -39,8 +41,6 @@ SHARES = {"prism": 99.0, "muxserve++": 51.0, GIVEN: 51.0, "qlm": 45.0, "static":
 NEEDED = {"prism": 2, "muxserve++": 5, GIVEN: 5, "static": 7, "qlm": 8}
 TABLE: Levels = ("prism", "muxserve++", "qlm", "static")
 SHOWN = "TTFT attainment on 2 GPUs"
-TIGHT = "48GB"
-"""Memory of a GPU; the eight models' weights take three quarters of two, not two fifths."""
 
 
 def table1(lab: Lab) -> Findings:
@@ -76,8 +76,6 @@ def table1(lab: Lab) -> Findings:
 STILL = "prism without migration and balance"
 ARRIVAL = "prism in order of arrival"
 BEFORE = "by the rates of the 15 minutes before"
-AS_FAST = {"activation.restart": "30ms", "activation.plain_load_rate": "23GB"}
-"""QLM's swaps at the speed of Prism's activations."""
 
 
 def _parts(lab: Lab, cluster: Cluster, fixed: Mapping[str, Any]) -> dict[str, Measured]:

@@ -104,7 +104,7 @@ def test_what_was_taken_is_used_at_every_point(tmp_path: Path) -> None:
     changes = prism_sweeps.at(cluster, "static", rate_scale=2.0).changes
     assert changes == {**settings, "rate_scale": 2.0, "policy": "static"}
     systems = {"static": ("static", ""), "prism": ("prism", "")}
-    first, second = seallm_setup.systems("x.yaml", systems, chosen)
+    first, second = chosen.trials("x.yaml", systems)
     assert first.changes == {**settings, "policy": "static"}
     assert second.changes == {"policy": "prism"}
 
