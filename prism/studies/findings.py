@@ -191,6 +191,12 @@ def best(
     return Comparison(what, shown, published, verdict, source, agrees)
 
 
+def ahead(ours: Mapping[str, float | None], name: str, other: str) -> bool:
+    """Is `name` better by more than EQUAL, both known; larger is better."""
+    first, second = ours.get(name), ours.get(other)
+    return first is not None and second is not None and behind(second, first)
+
+
 def same(first: float, second: float) -> bool:
     """Within EQUAL of the larger."""
     return abs(first - second) <= EQUAL * max(abs(first), abs(second))
@@ -213,6 +219,13 @@ def cause(
     if here is not None and changed is not None:
         verdict = _explains(here, changed, wanted)
     return Comparison(f"ablation: {what}", shown, "not published", verdict, "ours")
+
+
+def ablated(changed: Comparison) -> Comparison:
+    """A statement that does not hold, as it is with one thing of the setup changed."""
+    verdict = "names the cause" if changed.agrees else f"is not the cause: {changed.verdict}"
+    what = f"ablation: {changed.what}"
+    return msgspec.structs.replace(changed, what=what, verdict=verdict, source="ours", agrees=None)
 
 
 def _explains(here: float, changed: float, wanted: float) -> str:

@@ -101,7 +101,7 @@ def synthetic(lab: Lab) -> Findings:
         outcomes = lab.run(trials, f"alpha {alpha:g}")
         remarks += [p for p in problems(trials, outcomes) if p not in remarks]
         rates, shares = by_alpha[alpha] = gathered(xs, list(SYSTEMS), outcomes)
-        slower[alpha] = on_slower_hosts(lab, trials, xs, {*xs[:-1], *behind(rates)})
+        slower[alpha] = on_slower_hosts(lab, trials, xs, xs)
         table += rows_of(outcomes, xs, list(SYSTEMS), alpha=alpha)
         for what, ylabel, found in (("throughput", RPS, rates), ("slo", SLO, shares)):
             title = f"alpha {alpha:g}"
@@ -210,13 +210,13 @@ def in_time(by_alpha: Mapping[float, Lines], slower: Mapping[float, Lines]) -> l
     found = findings.factor(what + where, most, said, source)
     if found.agrees or most is None:
         return [found]
-    what += f"{there}, {SLOWER_HOST} of host time in each step"
+    what += f"{where}, {SLOWER_HOST} of host time in each step{there}"
     return [found, findings.cause(what, most, changed)]
 
 
 def held_ratio(by_alpha: Mapping[float, Lines]) -> tuple[float | None, str]:
     """The largest of the ratios of rates up to which 99 % of the requests are in time, between
-    rates by interpolation; and where it is."""
+    rates by interpolation; and where it is. Over baselines that have 99 % at the lowest rate."""
     found: dict[str, float] = {}
     for alpha, shares in by_alpha.items():
         held = {name: up_to(points) for name, points in shares.items()}

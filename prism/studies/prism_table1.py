@@ -108,16 +108,11 @@ def _tighter(lab: Lab, cluster: Cluster, fixed: Mapping[str, Any]) -> list[Compa
     names = [name for name in SHARES if name in prism_sweeps.compared(lab)]
     trials = [at(cluster, name, **{**fixed, "gpus.memory": TIGHT}) for name in names]
     shares = [attainment(outcome, "ttft") for outcome in lab.run(trials, f"GPUs of {TIGHT}")]
-    what = f"ablation: {SHOWN} of {TIGHT} each"
+    what, values = f"{SHOWN} of {TIGHT} each", dict(zip(names, shares, strict=True))
     return [
-        _as_cause(findings.order(what, dict(zip(names, shares, strict=True)), levels, "ours"))
+        findings.ablated(findings.order(what, values, levels, "Table 1"))
         for levels in (TABLE, at_given_tp(TABLE))
     ]
-
-
-def _as_cause(found: Comparison) -> Comparison:
-    verdict = "names the cause" if found.agrees else f"is not the cause: {found.verdict}"
-    return msgspec.structs.replace(found, verdict=verdict, agrees=None)
 
 
 def base_of(name: str) -> str:

@@ -109,20 +109,6 @@ def by_rate(lab: Lab, tuned: Tuned) -> tuple[Points, list[dict[str, Any]], list[
     return compared_systems(lab, tuned, {r: Load(r, seconds_for(lab, r)) for r in rates})
 
 
-CROWDED = 2.0
-"""Figure 11's highest cluster density."""
-WHOLE, WHOLE_GPUS, WHOLE_RPS = "2-whole", 16, 4 * RATE
-WHOLE_SIZE = f"{WHOLE_GPUS} GPUs and {WHOLE_RPS:g} req/s as published"
-
-
-def whole_size(lab: Lab, tuned: Tuned) -> Points:
-    """The most crowded cluster at the paper's size, four times ours, under WHOLE alone; AlpaServe's
-    search would take minutes on it."""
-    load = Load(WHOLE_RPS, seconds_for(lab, RATE))
-    systems = {name: SYSTEMS[name] for name in ("seallm", "muxserve", "vllm")}
-    return compared_systems(lab, tuned, {WHOLE: load}, {WHOLE: WHOLE_GPUS}, systems)[0]
-
-
 PUBLISHED = {
     "normalised latency": {"vllm": 10.38, "alpaserve": 9.52, "muxserve": 13.60},
     "P99 latency": {"vllm": 12.13, "alpaserve": 5.80, "muxserve": 18.69},
@@ -185,11 +171,9 @@ def fig7(lab: Lab) -> Findings:
     first, each = lines(points, mean_ttft_ms), lines(points, mean_tpot_ms)
     ratios = [most(first, name, smaller=True) for name in BASELINES]
     best = max((r for r in ratios if r is not None), default=None)
-    worst = worst_of(first, source)
     compared = [
         findings.factor("mean TTFT, over any baseline, up to", best, PUBLISHED_TTFT, source),
-        worst,
-        *([] if worst.agrees or lab.quick else [crowded_ttft(lab, tuned, first)]),
+        worst_of(first, source),
         faster(each, "alpaserve", "mean TPOT, over alpaserve", "always faster", source),
         *(
             made
@@ -226,20 +210,6 @@ def worst_of(first: Lines, source: str) -> Comparison:
     if "muxserve" not in known:
         return findings.claim(what, None, shown or "-", "the worst", source)
     return findings.best(what, "muxserve", known, "the worst", source, shown=shown)
-
-
-def crowded_ttft(lab: Lab, tuned: Tuned, first: Lines) -> Comparison:
-    """MuxServe's mean TTFT over the longer of SeaLLM's and vLLM's, there where services share most:
-    Figure 7 is of a cluster on which hardly any do."""
-    there = lines(whole_size(lab, tuned), mean_ttft_ms)
-
-    def over_others(found: Lines) -> float | None:
-        means = {name: _mean(found.get(name, [])) for name in ("seallm", "vllm", "muxserve")}
-        longest = max(means[name] or 0.0 for name in ("seallm", "vllm"))
-        return findings.ratio(means["muxserve"], longest)
-
-    what = f"mean TTFT, muxserve's over seallm's and vllm's, cluster density {CROWDED:g}"
-    return findings.cause(f"{what}, {WHOLE_SIZE}", over_others(first), over_others(there))
 
 
 def _mean(points: Sequence[tuple[Any, float | None]]) -> float | None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
+from prism.studies import seallm_sweeps
+from prism.studies.lab import Lab
 from prism.studies.muxserve import Lines, always_cause, behind, host_cause
 from prism.studies.muxserve_parts import apart, fairness
 from prism.studies.prism_pair import by_deadline_drops
@@ -12,6 +17,7 @@ from prism.studies.seallm_lines import ahead, crowded_cause, place_causes
 from prism.studies.seallm_parts import drift_cause
 from prism.studies.seallm_setup import FIXED, SERVICES, Load, _part
 from prism.studies.trial import Measured, ModelMeasure
+from prism.studies.tuning import AS_SHIPPED
 
 
 def line(*values: float) -> list[tuple[float, float | None]]:
@@ -90,6 +96,27 @@ def test_seallm_is_explained_only_where_a_baseline_is_ahead() -> None:
     shares, queues = place_causes("SLO", SEALLM, {"seallm": [(3.0, 85.0)]}, smaller=False)
     assert (shares.ours, shares.verdict) == ("0.84x, changed 0.99x", "names the cause")
     assert (queues.ours, queues.verdict) == ("0.84x, changed 0.89x", "in its direction")
+
+
+def test_baselines_that_are_ahead_are_seen_at_the_papers_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On the most crowded cluster alone, and but for AlpaServe, whose search takes minutes."""
+
+    def attaining(**shares: float) -> dict[str, Measured]:
+        return {name: Measured({}, normalized_latency=share) for name, share in shares.items()}
+
+    there = {seallm_sweeps.WHOLE: attaining(seallm=1.0, vllm=1.5, muxserve=0.5)}
+    monkeypatch.setattr(seallm_sweeps, "at_whole_size", lambda lab, tuned: there)
+    found: Lines = {
+        "seallm": [(1.0, 2.0), (seallm_sweeps.CROWDED, 2.0)],
+        **{name: [(1.0, 1.0), (seallm_sweeps.CROWDED, 1.0)] for name in ("vllm", "alpaserve")},
+        "muxserve": [(1.0, 1.0), (seallm_sweeps.CROWDED, 3.0)],
+    }
+    lab = Lab(tmp_path, lambda what: nullcontext(lambda done, total: None))
+    (made,) = seallm_sweeps._size_causes(lab, AS_SHIPPED, "normalised latency", found)
+    assert "over vllm, 16 GPUs" in made.what
+    assert (made.ours, made.verdict) == ("0.50x, changed 1.50x", "names the cause")
 
 
 def test_muxserve_left_out_must_give_the_largest_lead() -> None:
