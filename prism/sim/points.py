@@ -193,7 +193,7 @@ def _key(point: Point, kind: type[Outcome]) -> str:
 
 
 @cache
-def code_digest(kind: type[Outcome] = Outcome) -> bytes:
+def code_digest(kind: type[Outcome]) -> bytes:
     """Of the Python files that a simulation runs, and that make its outcomes of this kind: another
     version simulates again."""
     digest = hashlib.sha256()
