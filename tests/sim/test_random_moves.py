@@ -66,8 +66,10 @@ def moved(
 ) -> tuple[World, Records]:
     engine = dataclasses.replace(setup.engine, run_steps=run_steps)
     changed = dataclasses.replace(setup, engine=engine)
-    together = Placement((Unit(("gpu:0",), tuple(Hosted(m.name) for m in setup.models)),))
-    target = together if setup.policy in CONTROLLED else None  # searches take seconds
+    # searches take seconds; the first model has a second copy
+    every = tuple(Hosted(m.name) for m in setup.models)
+    copied = Placement((Unit(("gpu:0",), every), Unit(("gpu:1",), every[:1])))
+    target = copied if setup.policy in CONTROLLED else None
     world = World(changed, work(changed, known(changed, trace)), target=target)
     for i, (when, *order) in enumerate(asked):
         # at odd times, so that no step ends at the very moment
@@ -81,7 +83,7 @@ def apply(world: World, model_: int, target: int, leaves: bool, along: bool) -> 
     active = [r for r in model.residents if r.stage is Stage.ACTIVE and r.replaced_by is None]
     if not active:
         return
-    name, source = model.setup.name, active[0]
+    name, source = model.setup.name, active[target % len(active)]
     free = [d for d in world.devices if not any(r in d.guests for r in model.residents)]
     chosen = [*free[target % max(1, len(free)) :], *free][: source.tp]
     if leaves:
