@@ -191,12 +191,6 @@ def best(
     return Comparison(what, shown, published, verdict, source, agrees)
 
 
-def ahead(ours: Mapping[str, float | None], name: str, other: str) -> bool:
-    """Is `name` better by more than EQUAL, both known; larger is better."""
-    first, second = ours.get(name), ours.get(other)
-    return first is not None and second is not None and behind(second, first)
-
-
 def same(first: float, second: float) -> bool:
     """Within EQUAL of the larger."""
     return abs(first - second) <= EQUAL * max(abs(first), abs(second))

@@ -35,7 +35,7 @@ from prism.studies.prism_sweeps import (
     up_to,
 )
 from prism.studies.sources import STYLES
-from prism.studies.trial import Measured
+from prism.studies.tuning import whole_mean
 
 MORE_REQUESTS: dict[str, dict[str, float]] = {
     "hyperbolic": {"muxserve++": 2.3, GIVEN: 2.3, "static": 3.5},
@@ -72,8 +72,8 @@ def by_rate(lab: Lab) -> Findings:
             what = f"{style}: mean {metric.upper()} attainment over the rates"
             for levels, source in said:
                 compared += orders(what, shares, source, levels)
-            if findings.ahead(shares, "serverlessllm", "qlm"):
-                compared += engine_starts(lab, cluster, what, metric, found)
+            if findings.order(what, shares, ("qlm", "serverlessllm"), ROW_1).agrees is False:
+                compared += engine_starts(lab, cluster, fixed, what, metric=metric, found=found)
         compared += degrading(lab, cluster, style, fixed, tpot)
         compared += more_requests(style, ttft)
     return Findings(compared, table, plots, budget, remarks)
@@ -138,16 +138,17 @@ def less_memory(
     rate to TIGHT_RATE, where it does not with all of it."""
     # with the number of GPUs, as Table 1 has it, whose points these are at its load
     tight = {**fixed, "gpus.count": 2, "gpus.memory": TIGHT}
-    whole = {s: [(x, y) for x, y in points if x <= TIGHT_RATE] for s, points in level.items()}
-    ends = [(s, x) for s, points in whole.items() for x in (points[0][0], points[-1][0])]
-    trials = [at(cluster, system, **tight, rate_scale=rate) for system, rate in ends]
-    found: Lines = {system: [] for system in whole}
-    if trials:
-        outcomes = lab.run(trials, f"GPUs of {TIGHT}")
-        for (system, rate), outcome in zip(ends, outcomes, strict=True):
-            found[system].append((rate, attainment(outcome, "tpot")))
+    whole = {
+        s: [point for point in points if point[0] <= TIGHT_RATE] for s, points in level.items()
+    }
+    ends = {system: (points[0][0], points[-1][0]) for system, points in whole.items()}
+    trials = [
+        at(cluster, s, **tight, rate_scale=rate) for s, rates in ends.items() for rate in rates
+    ]
+    outcomes = iter(lab.run(trials, f"GPUs of {TIGHT}") if trials else ())
     compared = []
-    for system, points in found.items():
+    for system, rates in ends.items():
+        points = [(rate, attainment(next(outcomes), "tpot")) for rate in rates]
         here, changed = (degrades(style, system, line) for line in (whole[system], points))
         one = msgspec.structs.replace(
             changed,
@@ -167,18 +168,17 @@ an idle model for as long as a start takes (`policies.serverlessllm`), so for lo
 
 
 def engine_starts(
-    lab: Lab, cluster: Cluster, what: str, metric: str, found: Lines
+    lab: Lab, cluster: Cluster, fixed: Mapping[str, Any], what: str, *, metric: str, found: Lines
 ) -> list[Comparison]:
     """§7.5 charges QLM the start of an engine for each swap; what ServerlessLLM pays the paper does
     not say, here it finds engines that are up. Where it is before QLM: if both start one, and if
     neither does. found: attainments by rate; compared by their means."""
-    style = what.partition(":")[0]
-    points = [{"slo_scale": SLO_SCALES[style], "rate_scale": rate} for rate, _ in found["qlm"]]
+    points = [{**fixed, "rate_scale": rate} for rate, _ in found["qlm"]]
     trials = [at(cluster, "serverlessllm", **point, **STARTED) for point in points]
     trials += [at(cluster, "qlm", **point, **AS_FAST) for point in points]
     outcomes = lab.run(trials, "engine starts")
     halves = outcomes[: len(points)], outcomes[len(points) :]
-    started, pooled = (_mean(half, metric) for half in halves)
+    started, pooled = (whole_mean([attainment(o, metric) for o in half]) for half in halves)
     qlm, serverless = (mean(found[name]) for name in ("qlm", "serverlessllm"))
     here = findings.ratio(qlm, serverless)
     over = f"{what}, qlm over serverlessllm,"
@@ -186,10 +186,3 @@ def engine_starts(
         findings.cause(f"{over} both start engines", here, findings.ratio(qlm, started)),
         findings.cause(f"{over} neither starts one", here, findings.ratio(pooled, serverless)),
     ]
-
-
-def _mean(outcomes: Sequence[Measured], metric: str) -> float | None:
-    """None where any was not simulated."""
-    values = [attainment(outcome, metric) for outcome in outcomes]
-    known = [value for value in values if value is not None]
-    return sum(known) / len(values) if len(known) == len(values) else None

@@ -133,7 +133,8 @@ def tune(
     ]
     flat = iter([measure(outcome) for outcome in lab.run(trials, "tuning")])
     figures = {
-        name: [_mean([next(flat) for _ in configs]) for _ in each] for name, each in tries.items()
+        name: [whole_mean([next(flat) for _ in configs]) for _ in each]
+        for name, each in tries.items()
     }
     best = {name: best_of(each) for name, each in figures.items()}
     log = (f"{name}: {_said(tries[name], figures[name], best[name])}" for name in systems)
@@ -147,7 +148,7 @@ def best_of(figures: Sequence[float | None]) -> int:
     return -max(known)[1] if known else 0
 
 
-def _mean(figures: Sequence[float | None]) -> float | None:
+def whole_mean(figures: Sequence[float | None]) -> float | None:
     """None where any is missing."""
     known = [figure for figure in figures if figure is not None]
     return sum(known) / len(known) if len(known) == len(figures) else None

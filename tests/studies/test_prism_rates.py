@@ -78,7 +78,9 @@ def test_who_starts_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         "qlm": [(8.0, 30.0), (16.0, 50.0)],
         "serverlessllm": [(8.0, 70.0), (16.0, 90.0)],
     }
-    both, neither = engine_starts(cast(Lab, Echo()), CLUSTER, "hyperbolic: mean", "ttft", found)
+    both, neither = engine_starts(
+        cast(Lab, Echo()), CLUSTER, {"slo_scale": 20.0}, "mean", metric="ttft", found=found
+    )
     assert both.ours == "0.50x, changed 0.80x"
     assert neither.ours == "0.50x, changed 1.00x"
     assert [c.verdict for c in (both, neither)] == ["in its direction"] * 2
@@ -87,5 +89,7 @@ def test_who_starts_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_points_that_were_not_simulated_turn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prism_rates, "attainment", lambda trial, metric: None)
     found: Lines = {"qlm": [(8.0, 30.0)], "serverlessllm": [(8.0, 70.0)]}
-    made = engine_starts(cast(Lab, Echo()), CLUSTER, "hyperbolic: mean", "ttft", found)
+    made = engine_starts(
+        cast(Lab, Echo()), CLUSTER, {"slo_scale": 20.0}, "mean", metric="ttft", found=found
+    )
     assert [c.verdict for c in made] == ["cannot be formed here"] * 2
