@@ -6,9 +6,8 @@ namespace kvcached {
 
 Result<std::shared_ptr<AddressSpace>> AddressSpace::reserve(std::shared_ptr<Vmm> vmm,
                                                             uint64_t bytes) {
-  Result<uint64_t> address = vmm->reserve(bytes);
-  if (!address.ok()) return address.status();
-  return std::shared_ptr<AddressSpace>(new AddressSpace(std::move(vmm), address.value(), bytes));
+  KV_ASSIGN(uint64_t address, vmm->reserve(bytes));
+  return std::shared_ptr<AddressSpace>(new AddressSpace(std::move(vmm), address, bytes));
 }
 
 AddressSpace::AddressSpace(std::shared_ptr<Vmm> vmm, uint64_t address, uint64_t bytes)

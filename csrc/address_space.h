@@ -6,17 +6,16 @@
 #include <map>
 #include <mutex>
 
+#include "non_copyable.h"
 #include "vmm.h"
 
 namespace kvcached {
 
-class AddressSpace {
+class AddressSpace : private NonCopyable {
  public:
   // REQUIRES: bytes is a positive multiple of the page
   static Result<std::shared_ptr<AddressSpace>> reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes);
   ~AddressSpace();
-  AddressSpace(const AddressSpace&) = delete;
-  AddressSpace& operator=(const AddressSpace&) = delete;
 
   // The address of a free range, the smallest that fits and of those the lowest; 0 if there is
   // none. REQUIRES: bytes is a positive multiple of the page

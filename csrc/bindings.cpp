@@ -1,59 +1,30 @@
 // kvcached._core: the C++ layers for Python. The Python modules around it are the public surface.
-#include "bindings.h"
-
 #include <nanobind/stl/string.h>
 
-#include <iterator>
+#include "binding_tools.h"
 
 namespace nb = nanobind;
 
 namespace kvcached {
 
-namespace {
+// Each in a file of its own: bindings_device.cpp and so on.
+void bind_device(nb::module_& module);
+void bind_memory(nb::module_& module);
+void bind_kv(nb::module_& module);
+void bind_handover(nb::module_& module);
+void bind_weights(nb::module_& module);
+void bind_balloon(nb::module_& module);
 
-// In the order of Code.
-constexpr const char* kCodeNames[] = {
-    "ok",
-    "invalid_argument",
-    "not_aligned",
-    "unknown_device",
-    "unavailable",
-    "mismatch",
-    "busy",
-    "gone",
-    "version",
-    "corrupt",
-    "permission",
-    "shm_full",
-    "too_many_clients",
-    "unknown_client",
-    "ambiguous_client",
-    "already_mapped",
-    "not_mapped",
-    "unknown_handle",
-    "in_use",
-    "stranded",
-    "unknown_block",
-    "double_free",
-    "no_room",
-    "closed",
-    "weight_file",
-    "cancelled",
-    "forked",
-    "system_call",
-    "internal",
-};
-static_assert(std::size(kCodeNames) == static_cast<size_t>(Code::internal) + 1);
+namespace {
 
 void raise_status(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const StatusError& error) {
     const Status& status = error.status;
-    nb::object exception =
-        nb::module_::import_("kvcached.errors")
-            .attr("from_status")(kCodeNames[static_cast<size_t>(status.code)], text(status.message),
-                                 status.need_bytes, status.free_bytes);
+    nb::object exception = nb::module_::import_("kvcached.errors")
+                               .attr("from_status")(name_of(status.code), text(status.message),
+                                                    status.need_bytes, status.free_bytes);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
   }
 }

@@ -5,7 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings.h"
+#include "binding_tools.h"
 #include "client.h"
 
 namespace nb = nanobind;
@@ -40,7 +40,7 @@ nb::object shrink_request(Client& client) {
     check(client.check_open());
     return nb::none();
   }
-  const auto request = take(without_gil([&] { return client.shrink_request(); }));
+  const auto request = checked([&] { return client.shrink_request(); });
   if (!request) return nb::none();
   return nb::cast(std::tuple(request->number, request->bytes));
 }
@@ -49,29 +49,22 @@ nb::object shrink_request(Client& client) {
 
 void bind_balloon(nb::module_& module) {
   bind_view(module);
-  module.def("balloon_view", [](Ledger& ledger) {
-    return take(without_gil([&] { return ledger.balloon_view(); }));
-  });
-  module.def("sleep", [](Ledger& ledger, uint32_t seen, int64_t until_ns) {
-    without_gil([&] { ledger.sleep(seen, until_ns); });
-  });
+  module.def("balloon_view", unlocked(&Ledger::balloon_view));
+  module.def("sleep", unlocked(&Ledger::sleep));
   module.def("ask", ask);
   module.def("ledger_of", [](Client& client) {
     check(client.check_open());
     return client.ledger();
   });
-  module.def("slot_of", [](Client& client) { return client.slot(); });
-  module.def("want", [](Client& client, uint64_t bytes, bool is_static, int64_t until_ns) {
-    return take(without_gil([&] { return client.want(bytes, is_static, until_ns); }));
-  });
-  module.def("end_wait", [](Client& client) { without_gil([&] { client.end_wait(); }); });
-  module.def("fileno",
-             [](Client& client) { return take(without_gil([&] { return client.fileno(); })); });
+  module.def("slot_of", &Client::slot);
+  module.def("want", unlocked(&Client::want));
+  module.def("end_wait", unlocked(&Client::end_wait));
+  module.def("fileno", unlocked(&Client::fileno));
   module.def("shrink_request", shrink_request);
   module.def("answer", [](Client& client, uint32_t number, uint64_t bytes, uint64_t given,
                           uint64_t evicted_tokens, uint64_t evicted_bytes) {
     const ShrinkAnswer answer{given, evicted_tokens, evicted_bytes};
-    check(without_gil([&] { return client.answer({number, bytes}, answer); }));
+    checked([&] { return client.answer({number, bytes}, answer); });
   });
   module.def("publish_evictable", [](Client& client, uint64_t bytes) {
     check(client.check_open());

@@ -5,7 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings.h"
+#include "binding_tools.h"
 #include "client.h"
 #include "host_stream.h"
 #include "segments.h"
@@ -51,9 +51,8 @@ void bind_record(nb::module_& module) {
       .def_ro("wanted_bytes", &ClientRecord::wanted_bytes)
       .def_ro("wanted_until_ns", &ClientRecord::wanted_until_ns)
       .def_ro("wanted_since", &ClientRecord::wanted_since)
-      .def("resident_bytes", [](const ClientRecord& self) {
-        return take(without_gil([&] { return resident_bytes(self); }));
-      });
+      .def("resident_bytes",
+           [](const ClientRecord& self) { return checked([&] { return resident_bytes(self); }); });
 }
 
 void bind_ledger(nb::module_& module) {
@@ -69,91 +68,85 @@ void bind_ledger(nb::module_& module) {
       .def_prop_ro("page_bytes", &Ledger::page_bytes)
       .def("usage",
            [](Ledger& self) {
-             LedgerUsage usage = take(without_gil([&] { return self.usage(); }));
+             LedgerUsage usage = checked([&] { return self.usage(); });
              return std::tuple(usage.charged_bytes, std::move(usage.clients));
            })
       .def(
           "set_limit",
           [](Ledger& self, std::optional<std::string> name, std::optional<int32_t> pid,
-             std::optional<uint64_t> bytes) {
-            const ClientQuery query{std::move(name), pid};
-            check(without_gil([&] { return self.set_limit(query, bytes.value_or(kNoLimit)); }));
+             std::optional<uint64_t> joined, std::optional<uint64_t> bytes) {
+            const ClientQuery query{std::move(name), pid, joined};
+            checked([&] { return self.set_limit(query, bytes.value_or(kNoLimit)); });
           },
-          nb::arg("name").none(), nb::arg("pid").none(), nb::arg("bytes").none())
+          nb::arg("name").none(), nb::arg("pid").none(), nb::arg("joined").none(),
+          nb::arg("bytes").none())
       .def(
           "set_min",
           [](Ledger& self, std::optional<std::string> name, std::optional<int32_t> pid,
-             uint64_t bytes) {
-            const ClientQuery query{std::move(name), pid};
-            check(without_gil([&] { return self.set_min(query, bytes); }));
+             std::optional<uint64_t> joined, uint64_t bytes) {
+            const ClientQuery query{std::move(name), pid, joined};
+            checked([&] { return self.set_min(query, bytes); });
           },
-          nb::arg("name").none(), nb::arg("pid").none(), nb::arg("bytes"))
-      .def("resident_bytes",
-           [](Ledger& self) { return take(without_gil([&] { return self.resident_bytes(); })); })
-      .def("reap", [](Ledger& self) { return take(without_gil([&] { return self.reap(); })); })
-      .def(
-          "destroy",
-          [](Ledger& self, bool force) { check(without_gil([&] { return self.destroy(force); })); },
-          nb::arg("force"));
+          nb::arg("name").none(), nb::arg("pid").none(), nb::arg("joined").none(), nb::arg("bytes"))
+      .def("resident_bytes", unlocked(&Ledger::resident_bytes))
+      .def("reap", unlocked(&Ledger::reap))
+      .def("destroy", unlocked(&Ledger::destroy), nb::arg("force"));
 }
 
-void bind_client(nb::module_& module) {
-  nb::class_<Client>(module, "Client")
+void bind_client_record(nb::class_<Client>& client) {
+  client
       .def_static(
           "open",
           [](std::shared_ptr<Ledger> ledger, const std::string& device, std::string name,
              uint64_t min_bytes, std::optional<uint64_t> limit_bytes, bool background) {
             const ClientOptions options{std::move(name), min_bytes, limit_bytes.value_or(kNoLimit)};
-            auto client = take(without_gil([&] { return Client::open(ledger, device, options); }));
+            auto client = checked([&] { return Client::open(ledger, device, options); });
             if (background) client->spares().allow();
             return client;
           },
           nb::arg("ledger"), nb::arg("device"), nb::arg("name"), nb::arg("min_bytes"),
           nb::arg("limit_bytes").none(), nb::arg("background"))
+      // The GPU's number, or -1 on a host device.
+      .def_prop_ro("gpu",
+                   [](const Client& self) {
+                     const Location location = self.vmm()->location();
+                     return location.on_gpu ? location.ordinal : -1;
+                   })
       .def("available_bytes",
-           [](Client& self) { return take(without_gil([&] { return self.available(); })); })
-      .def("record", [](Client& self) { return take(without_gil([&] { return self.record(); })); })
+           [](Client& self) { return checked([&] { return self.available(); }); })
+      .def("record", unlocked(&Client::record))
       .def(
           "set_limit",
           [](Client& self, std::optional<uint64_t> bytes) {
-            check(without_gil([&] { return self.set_limit(bytes.value_or(kNoLimit)); }));
+            checked([&] { return self.set_limit(bytes.value_or(kNoLimit)); });
           },
           nb::arg("bytes").none())
-      .def("set_min",
-           [](Client& self, uint64_t bytes) {
-             check(without_gil([&] { return self.set_min(bytes); }));
-           })
+      .def("set_min", unlocked(&Client::set_min))
+      .def("close", unlocked(&Client::close));
+}
+
+void bind_client_memory(nb::class_<Client>& client) {
+  client
       .def("set_create_wait",
            [](Client& self, double wait_s) { self.set_create_wait(duration_of(wait_s)); })
-      .def("guard_holes",
-           [](Client& self) { check(without_gil([&] { return self.guard_holes(); })); })
-      .def("scrub_pages", [](Client& self) { without_gil([&] { self.scrub_pages(); }); })
+      .def("guard_holes", unlocked(&Client::guard_holes))
+      .def("scrub_pages", unlocked(&Client::scrub_pages))
       .def(
           "set_streams",
           [](Client& self, std::vector<Stream> handles, double max_wait_s) {
-            check(without_gil(
-                [&] { return self.streams().set(std::move(handles), duration_of(max_wait_s)); }));
+            checked(
+                [&] { return self.streams().set(std::move(handles), duration_of(max_wait_s)); });
           },
           nb::arg("handles"), nb::arg("max_wait_s"))
-      .def("reserve_static",
-           [](Client& self, uint64_t bytes) {
-             check(without_gil([&] { return self.reserve_static(bytes); }));
-           })
-      .def("release_static",
-           [](Client& self, uint64_t bytes) {
-             check(without_gil([&] { return self.release_static(bytes); }));
-           })
-      .def("reserve_addresses",
-           [](Client& self, uint64_t bytes) {
-             check(without_gil([&] { return self.reserve_addresses(bytes); }));
-           })
+      .def("reserve_static", unlocked(&Client::reserve_static))
+      .def("release_static", unlocked(&Client::release_static))
+      .def("reserve_addresses", unlocked(&Client::reserve_addresses))
       .def("addresses",
            [](Client& self) -> std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> {
              const std::shared_ptr<AddressSpace> space = self.addresses();
              if (space == nullptr) return std::nullopt;
              return std::tuple(space->bytes(), space->free_bytes(), space->largest_free_bytes());
-           })
-      .def("close", [](Client& self) { check(without_gil([&] { return self.close(); })); });
+           });
 }
 
 void bind_host_stream(nb::module_& module) {
@@ -177,12 +170,8 @@ void bind_segments(nb::module_& module) {
       .def_ro("page_bytes", &SegmentReport::page_bytes)
       .def_ro("clients", &SegmentReport::clients)
       .def_ro("stale_reason", &SegmentReport::stale_reason);
-  module.def("inspect_segment", [](const std::string& path) {
-    return take(without_gil([&] { return inspect_segment(path); }));
-  });
-  module.def("remove_if_stale", [](const std::string& path) {
-    return take(without_gil([&] { return remove_if_stale(path); }));
-  });
+  module.def("inspect_segment", unlocked(&inspect_segment));
+  module.def("remove_if_stale", unlocked(&remove_if_stale));
 }
 
 }  // namespace
@@ -191,7 +180,9 @@ void bind_device(nb::module_& module) {
   module.def("check_device_name", [](const std::string& name) { check(check_device_name(name)); });
   bind_record(module);
   bind_ledger(module);
-  bind_client(module);
+  nb::class_<Client> client(module, "Client");
+  bind_client_record(client);
+  bind_client_memory(client);
   bind_host_stream(module);
   bind_segments(module);
 }

@@ -5,7 +5,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings.h"
+#include "binding_tools.h"
 #include "kv_cache.h"
 
 namespace nb = nanobind;
@@ -35,7 +35,7 @@ class Window {
 // (descriptors, which are the caller's to close; of each page: file and offset)
 std::tuple<std::vector<int>, Places> export_pages(KvCache& cache,
                                                   const std::vector<uint64_t>& pages) {
-  SharedPages shared = take(without_gil([&] { return cache.export_pages(pages); }));
+  SharedPages shared = checked([&] { return cache.export_pages(pages); });
   std::vector<int> files;
   Places places;
   for (Descriptor& file : shared.files) files.push_back(file.release());
@@ -49,7 +49,7 @@ std::unique_ptr<Window> open_window(std::shared_ptr<Client> client, const std::v
   SharedPages shared;
   for (const int file : files) shared.files.emplace_back(file);
   for (const auto& [file, offset] : places) shared.places.push_back({file, offset});
-  auto pages = take(without_gil([&] { return client->vmm()->open_window(shared); }));
+  auto pages = checked([&] { return client->vmm()->open_window(shared); });
   return std::make_unique<Window>(std::move(client), std::move(pages));
 }
 
@@ -57,23 +57,21 @@ void copy_in(KvCache& cache, Window& window,
              const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& runs) {
   std::vector<CopyRun> copies;
   for (const auto& [source, target, bytes] : runs) copies.push_back({source, target, bytes});
-  check(without_gil([&] { return cache.copy_in(window.pages(), copies); }));
+  checked([&] { return cache.copy_in(window.pages(), copies); });
 }
 
 }  // namespace
 
 void bind_handover(nb::module_& module) {
-  nb::class_<Window>(module, "Window").def("close", [](Window& self) {
-    without_gil([&] { self.close(); });
-  });
+  nb::class_<Window>(module, "Window").def("close", unlocked(&Window::close));
   module.def("export_pages", export_pages);
   module.def("open_window", open_window);
   module.def("copy_in", copy_in);
   module.def("share_liveness", [](Client& client) {
-    return take(without_gil([&] { return client.share_liveness(); })).release();
+    return checked([&] { return client.share_liveness(); }).release();
   });
   module.def("wait_for_streams",
-             [](Client& client) { check(without_gil([&] { return client.streams().wait(); })); });
+             [](Client& client) { checked([&] { return client.streams().wait(); }); });
   // (whether on a GPU, which)
   module.def("location", [](const Client& client) {
     const Location place = client.vmm()->location();

@@ -10,9 +10,10 @@
 #include <algorithm>
 #include <string_view>
 
-#include "bindings.h"
+#include "binding_tools.h"
 #include "dlpack.h"
 #include "kv_cache.h"
+#include "non_copyable.h"
 
 namespace nb = nanobind;
 
@@ -65,7 +66,7 @@ nb::object alloc_ids(KvCache& cache, int64_t count) {
 void free_dense(KvCache& cache, std::span<const int64_t> ids) {
   switch (cache.try_free(ids)) {
     case TryFree::nothing:
-      return check(without_gil([&] { return cache.free(ids); }));
+      return checked([&] { return cache.free(ids); });
     case TryFree::freed_with_surplus:
       return without_gil([&] { cache.settle(); });
     case TryFree::freed:
@@ -81,7 +82,7 @@ std::vector<int64_t> dense_copy(const Ids& ids) {
 }
 
 // A dense int64 array by Python's own buffers, at half the cost of nanobind's way to any array.
-class DenseIds {
+class DenseIds : private NonCopyable {
  public:
   explicit DenseIds(nb::handle array) {
     held_ = PyObject_GetBuffer(array.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) == 0;
@@ -90,8 +91,6 @@ class DenseIds {
   ~DenseIds() {
     if (held_) PyBuffer_Release(&view_);
   }
-  DenseIds(const DenseIds&) = delete;
-  DenseIds& operator=(const DenseIds&) = delete;
 
   // Whether it is one; other arrays may hold ids all the same.
   bool is_one() const {
@@ -134,8 +133,7 @@ bool found_room(Status status) {
 nb::tuple choose_ids(const KvCache& cache, const Ids& ids, const Ids& last_used, uint64_t bytes) {
   const std::vector<int64_t> blocks = dense_copy(ids);
   const std::vector<int64_t> times = dense_copy(last_used);
-  const Eviction chosen =
-      take(without_gil([&] { return cache.choose_evictions(blocks, times, bytes); }));
+  const Eviction chosen = checked([&] { return cache.choose_evictions(blocks, times, bytes); });
   nb::object array = new_array(static_cast<int64_t>(chosen.ids.size()));
   std::copy(chosen.ids.begin(), chosen.ids.end(), elements(array).begin());
   return nb::make_tuple(array, chosen.freed_bytes);
@@ -143,18 +141,11 @@ nb::tuple choose_ids(const KvCache& cache, const Ids& ids, const Ids& last_used,
 
 // Memory without a live block: keeping some, giving it back.
 void bind_spares(nb::class_<KvCache>& cache) {
-  cache
-      .def("set_mapped_spares",
-           [](KvCache& self, size_t low, size_t high) {
-             check(without_gil([&] { return self.set_mapped_spares(low, high); }));
-           })
-      .def("settle", [](KvCache& self) { without_gil([&] { self.settle(); }); })
-      .def("refill", [](KvCache& self) { return take(without_gil([&] { return self.refill(); })); })
-      .def("set_spare_pages",
-           [](KvCache& self, size_t low, size_t high) {
-             check(without_gil([&] { return self.set_spare_pages(low, high); }));
-           })
-      .def("trim", [](KvCache& self) { return take(without_gil([&] { return self.trim(); })); })
+  cache.def("set_mapped_spares", unlocked(&KvCache::set_mapped_spares))
+      .def("settle", unlocked(&KvCache::settle))
+      .def("refill", unlocked(&KvCache::refill))
+      .def("set_spare_pages", unlocked(&KvCache::set_spare_pages))
+      .def("trim", unlocked(&KvCache::trim))
       .def("choose_evictions", choose_ids, nb::arg("ids").noconvert(),
            nb::arg("last_used").noconvert(), nb::arg("bytes"));
 }
@@ -165,13 +156,13 @@ void bind_kv(nb::module_& module) {
   nb::class_<KvCache> cache(module, "KvCache");
   bind_spares(cache);
   cache
-      .def_static(
-          "create",
-          [](std::shared_ptr<Client> client, std::vector<uint64_t> slab_pages, Slab slabs,
-             uint32_t blocks_per_slab, int64_t reserved_blocks) {
-            KvGeometry geometry{std::move(slab_pages), slabs, blocks_per_slab, reserved_blocks};
-            return take(without_gil([&] { return KvCache::create(client, std::move(geometry)); }));
-          })
+      .def_static("create",
+                  [](std::shared_ptr<Client> client, std::vector<uint64_t> slab_pages, Slab slabs,
+                     uint32_t blocks_per_slab, int64_t reserved_blocks) {
+                    KvGeometry geometry{std::move(slab_pages), slabs, blocks_per_slab,
+                                        reserved_blocks};
+                    return checked([&] { return KvCache::create(client, std::move(geometry)); });
+                  })
       .def("alloc", alloc_ids)
       .def("free", free_ids, nb::arg("ids").noconvert())
       .def("missing_pages", missing_pages)
@@ -179,15 +170,15 @@ void bind_kv(nb::module_& module) {
           "check_free",
           [](KvCache& self, const Ids& ids) {
             const std::vector<int64_t> dense = dense_copy(ids);
-            check(without_gil([&] { return self.check_free(dense); }));
+            checked([&] { return self.check_free(dense); });
           },
           nb::arg("ids").noconvert())
       .def("find_room",
            [](KvCache& self, size_t pages) {
              return found_room(without_gil([&] { return self.find_room(pages); }));
            })
-      .def("available_blocks",
-           [](KvCache& self) { return take(without_gil([&] { return self.available_blocks(); })); })
+      .def("available_blocks", unlocked(&KvCache::available_blocks))
+      .def("can_alloc", unlocked(&KvCache::can_alloc))
       .def_prop_ro("total_blocks", &KvCache::total_blocks)
       .def_prop_ro("live_blocks", &KvCache::live_blocks)
       .def_prop_ro("free_mapped_blocks", &KvCache::free_mapped_blocks)
@@ -195,7 +186,7 @@ void bind_kv(nb::module_& module) {
       .def_prop_ro("quarantined_bytes", &KvCache::quarantined_bytes)
       .def_prop_ro("floor_bytes", &KvCache::floor_bytes)
       .def_prop_ro("needed_bytes", &KvCache::needed_bytes)
-      .def("check", [](KvCache& self) { check(without_gil([&] { return self.check(); })); })
+      .def("check", unlocked(&KvCache::check))
       .def("counters",
            [](KvCache& self) {
              const MapCounters counters = without_gil([&] { return self.counters(); });
@@ -209,7 +200,7 @@ void bind_kv(nb::module_& module) {
             return take(TensorView::make(self.region(), self.buffer_offset(buffer) + offset,
                                          {std::move(shape), std::move(strides)}, std::move(dtype)));
           })
-      .def("close", [](KvCache& self) { check(without_gil([&] { return self.close(); })); });
+      .def("close", unlocked(&KvCache::close));
 }
 
 }  // namespace kvcached

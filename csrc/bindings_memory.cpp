@@ -4,7 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings.h"
+#include "binding_tools.h"
 #include "dlpack.h"
 #include "virtual_tensor.h"
 
@@ -85,18 +85,9 @@ void bind_view(nb::module_& module) {
 
 void bind_tensor(nb::module_& module) {
   nb::class_<VirtualTensor>(module, "VirtualTensor")
-      .def_static("create",
-                  [](std::shared_ptr<Client> client, uint64_t bytes) {
-                    return take(without_gil([&] { return VirtualTensor::create(client, bytes); }));
-                  })
-      .def("map",
-           [](VirtualTensor& self, uint64_t offset, uint64_t bytes) {
-             check(without_gil([&] { return self.map(offset, bytes); }));
-           })
-      .def("unmap",
-           [](VirtualTensor& self, uint64_t offset, uint64_t bytes) {
-             check(without_gil([&] { return self.unmap(offset, bytes); }));
-           })
+      .def_static("create", unlocked(&VirtualTensor::create))
+      .def("map", unlocked(&VirtualTensor::map))
+      .def("unmap", unlocked(&VirtualTensor::unmap))
       .def_prop_ro("size_bytes", [](const VirtualTensor& self) { return self.region()->bytes(); })
       .def_prop_ro("mapped_bytes", &VirtualTensor::mapped_bytes)
       .def("view",
@@ -105,7 +96,7 @@ void bind_tensor(nb::module_& module) {
              return take(TensorView::make(self.region(), offset, dense(std::move(shape)),
                                           std::move(dtype)));
            })
-      .def("close", [](VirtualTensor& self) { check(without_gil([&] { return self.close(); })); });
+      .def("close", unlocked(&VirtualTensor::close));
 }
 
 }  // namespace

@@ -6,7 +6,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings.h"
+#include "binding_tools.h"
+#include "cuda_reader.h"
 #include "dlpack.h"
 #include "weight_load.h"
 
@@ -17,7 +18,7 @@ namespace kvcached {
 namespace {
 
 using PieceTuple = std::tuple<std::string, uint64_t, uint64_t, uint64_t>;
-using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using AnyArray = nb::ndarray<nb::ro, nb::c_contig>;
 
 std::vector<WeightPiece> to_pieces(const std::vector<PieceTuple>& tuples) {
   std::vector<WeightPiece> pieces;
@@ -27,35 +28,58 @@ std::vector<WeightPiece> to_pieces(const std::vector<PieceTuple>& tuples) {
   return pieces;
 }
 
-// (memoryview of the content, DLPack type code, bits, shape). The view lives as long as the array.
+nb::object view_of(const void* data, size_t bytes) {
+  static char nothing = 0;  // an empty array may have no address
+  auto* const first = static_cast<char*>(const_cast<void*>(data));
+  return nb::steal(PyMemoryView_FromMemory(first != nullptr ? first : &nothing,
+                                           static_cast<Py_ssize_t>(bytes), PyBUF_READ));
+}
+
+bool is_of_cpu(const AnyArray& array) {
+  constexpr int kCudaHost = 3, kCudaManaged = 13;  // DLPack's memory of CUDA that the CPU reads too
+  const int type = array.device_type();
+  return type == nb::device::cpu::value || type == kCudaHost || type == kCudaManaged;
+}
+
+// (content, DLPack type code, bits, shape): a memoryview of CPU memory, the address of any other.
+// Valid as long as the array.
 nb::object array_content(const AnyArray& array) {
   nb::list shape;
   for (size_t i = 0; i < array.ndim(); ++i) shape.append(array.shape(i));
-  char* const data = static_cast<char*>(const_cast<void*>(array.data()));
-  static char nothing = 0;  // an empty array may have no address
-  nb::object view = nb::steal(PyMemoryView_FromMemory(
-      data != nullptr ? data : &nothing, static_cast<Py_ssize_t>(array.nbytes()), PyBUF_READ));
+  const nb::object content = is_of_cpu(array) ? view_of(array.data(), array.nbytes())
+                                              : nb::cast(reinterpret_cast<uint64_t>(array.data()));
   const nb::dlpack::dtype type = array.dtype();
-  return nb::make_tuple(view, type.code, type.bits * type.lanes, nb::tuple(shape));
+  return nb::make_tuple(content, type.code, type.bits * type.lanes, nb::tuple(shape));
+}
+
+void bind_reader(nb::module_& module) {
+  nb::class_<CudaReader>(module, "CudaReader")
+      .def_static("open", unlocked(&CudaReader::open))
+      .def_prop_ro("stream", &CudaReader::stream)
+      .def_prop_ro("buffer_bytes", &CudaReader::buffer_bytes)
+      .def_prop_ro("is_pinned", &CudaReader::is_pinned)
+      .def("read", [](CudaReader& self, uint64_t address, uint64_t bytes) {
+        const std::span<const char> read = checked([&] { return self.read(address, bytes); });
+        return view_of(read.data(), read.size());
+      });
 }
 
 void bind_arena(nb::module_& module) {
   nb::class_<WeightArena>(module, "WeightArena")
-      .def_static("create",
-                  [](std::shared_ptr<Client> client, uint64_t bytes) {
-                    return take(without_gil([&] { return WeightArena::create(client, bytes); }));
-                  })
+      .def_static("create", unlocked(&WeightArena::create))
       .def_prop_ro("size_bytes", &WeightArena::bytes)
       .def_prop_ro("backed_bytes", &WeightArena::backed_bytes)
-      .def("back", [](WeightArena& self,
-                      uint64_t bytes) { check(without_gil([&] { return self.back(bytes); })); })
+      .def("back",
+           [](WeightArena& self, uint64_t bytes) { checked([&] { return self.back(bytes); }); })
+      .def("fill", unlocked(&WeightArena::fill))
+      .def_prop_ro("address", [](const WeightArena& self) { return self.region()->address(); })
       .def("view",
            [](const WeightArena& self, uint64_t offset, std::vector<int64_t> shape,
               std::string dtype) {
              return take(TensorView::make(self.region(), offset, dense(std::move(shape)),
                                           std::move(dtype)));
            })
-      .def("close", [](WeightArena& self) { check(without_gil([&] { return self.close(); })); });
+      .def("close", unlocked(&WeightArena::close));
 }
 
 void bind_links(nb::module_& module) {
@@ -63,17 +87,11 @@ void bind_links(nb::module_& module) {
       .def_static("open",
                   [](std::shared_ptr<Client> target, size_t threads, uint64_t staging_bytes) {
                     const LinkOptions options{threads, staging_bytes};
-                    return take(without_gil([&] { return WeightLinks::open(target, options); }));
+                    return checked([&] { return WeightLinks::open(target, options); });
                   })
-      .def("add",
-           [](WeightLinks& self, std::shared_ptr<Client> other, uint64_t share_bytes) {
-             check(without_gil([&] { return self.add(other, share_bytes); }));
-           })
-      .def("drop",
-           [](WeightLinks& self, const Client& other) {
-             check(without_gil([&] { return self.drop(other); }));
-           })
-      .def("close", [](WeightLinks& self) { without_gil([&] { self.close(); }); });
+      .def("add", unlocked(&WeightLinks::add))
+      .def("drop", unlocked(&WeightLinks::drop))
+      .def("close", unlocked(&WeightLinks::close));
 }
 
 void bind_load(nb::module_& module) {
@@ -83,8 +101,8 @@ void bind_load(nb::module_& module) {
           [](std::shared_ptr<WeightArena> arena, const std::vector<PieceTuple>& pieces,
              std::shared_ptr<WeightLinks> links, uint64_t chunk_bytes, uint64_t bytes_per_s) {
             const LoadOptions options{chunk_bytes, bytes_per_s};
-            return take(without_gil(
-                [&] { return WeightLoad::start(arena, to_pieces(pieces), links, options); }));
+            return checked(
+                [&] { return WeightLoad::start(arena, to_pieces(pieces), links, options); });
           })
       .def_prop_ro("total_bytes", &WeightLoad::total_bytes)
       .def_prop_ro("started_bytes", &WeightLoad::started_bytes)
@@ -109,6 +127,7 @@ void bind_weights(nb::module_& module) {
   bind_arena(module);
   bind_links(module);
   bind_load(module);
+  bind_reader(module);
   module.def("array_content", &array_content, nb::arg("array").noconvert());
 }
 

@@ -15,11 +15,10 @@ namespace {
 // The kernel closes a dying process's files in the order of their numbers, so the lock gets a
 // higher one than the memory.
 Result<int> open_lock_above(const Ledger& ledger, int memory_fd) {
-  Result<int> fd = ledger.open_lock_fd();
-  if (!fd.ok()) return fd;
-  const int moved = fcntl(fd.value(), F_DUPFD_CLOEXEC, memory_fd + 1);
+  KV_ASSIGN(int fd, ledger.open_lock_fd());
+  const int moved = fcntl(fd, F_DUPFD_CLOEXEC, memory_fd + 1);
   const int error = errno;
-  ::close(fd.value());
+  ::close(fd);
   if (moved < 0) return system_failure("fcntl(F_DUPFD_CLOEXEC)", error);
   return moved;
 }
@@ -38,25 +37,23 @@ void keep_to_the_end(std::shared_ptr<Vmm> vmm) {
 Result<std::shared_ptr<Client>> Client::open(std::shared_ptr<Ledger> ledger,
                                              const std::string& device,
                                              const ClientOptions& options) {
-  Result<std::shared_ptr<Vmm>> vmm = make_vmm(device, ledger->page_bytes());
-  if (!vmm.ok()) return vmm.status();
-  return open(std::move(ledger), std::move(vmm.value()), options);
+  KV_ASSIGN(std::shared_ptr<Vmm> vmm, make_vmm(device, ledger->page_bytes()));
+  return open(std::move(ledger), std::move(vmm), options);
 }
 
 Result<std::shared_ptr<Client>> Client::open(std::shared_ptr<Ledger> ledger,
                                              std::shared_ptr<Vmm> vmm,
                                              const ClientOptions& options) {
-  Result<int> lock_fd = open_lock_above(*ledger, vmm->memory_fd());
-  if (!lock_fd.ok()) return lock_fd.status();
+  KV_ASSIGN(int lock_fd, open_lock_above(*ledger, vmm->memory_fd()));
   step("client: about to join");
-  Result<int> slot = ledger->join(options, lock_fd.value(), vmm->memory_fd());
+  Result<int> slot = ledger->join(options, lock_fd, vmm->memory_fd());
   step("client: joined");
   if (!slot.ok()) {
-    ::close(lock_fd.value());
+    ::close(lock_fd);
     return slot.status();
   }
   return std::shared_ptr<Client>(
-      new Client(std::move(ledger), std::move(vmm), lock_fd.value(), slot.value()));
+      new Client(std::move(ledger), std::move(vmm), lock_fd, slot.value()));
 }
 
 Client::Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int lock_fd, int slot)
@@ -65,6 +62,7 @@ Client::Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int loc
       streams_(vmm_),
       lock_fd_(lock_fd),
       slot_(slot),
+      create_wait_(vmm_->location().on_gpu ? kCreateWaitGpu : kCreateWaitHost),
       spares_([this] { return look(); }) {
   guard_against_fork(this);
 }
@@ -115,24 +113,19 @@ void Client::unlock_after_fork() {
 }
 
 Result<Slack> Client::look() {
-  Result<ClientRecord> own = record();
-  if (!own.ok()) return own.status();
-  Result<LedgerUsage> device = ledger_->usage();
-  if (!device.ok()) return device.status();
-  return slack_of(device.value(), own.value(), monotonic_ns());
+  KV_ASSIGN(ClientRecord own, record());
+  KV_ASSIGN(LedgerUsage device, ledger_->usage());
+  return slack_of(device, own, monotonic_ns());
 }
 
 Status Client::reserve_addresses(uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
   if (addresses_ != nullptr) {
-    return failure(Code::invalid_argument,
-                   "the client has an address space of " + std::to_string(addresses_->bytes()) +
-                       " bytes already; it is kept until the client closes");
+    return failure(Code::invalid_argument, "the client has an address space of ",
+                   addresses_->bytes(), " bytes already; it is kept until the client closes");
   }
-  Result<std::shared_ptr<AddressSpace>> space = AddressSpace::reserve(vmm_, bytes);
-  if (!space.ok()) return space.status();
-  addresses_ = std::move(space.value());
+  KV_ASSIGN(addresses_, AddressSpace::reserve(vmm_, bytes));
   return {};
 }
 
@@ -142,38 +135,13 @@ std::shared_ptr<AddressSpace> Client::addresses() {
 }
 
 Result<std::shared_ptr<Region>> Client::reserve_region(uint64_t bytes) {
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   const std::shared_ptr<AddressSpace> space = addresses();
   if (space != nullptr && bytes > 0 && bytes % page_bytes() == 0) {
     std::shared_ptr<Region> carved = Region::carve(vmm_, space, bytes);
     if (carved != nullptr) return carved;
   }
   return Region::reserve(vmm_, bytes);
-}
-
-Status Client::reserve(uint64_t bytes) {
-  KV_TRY(check_open());
-  return ledger_->reserve(slot_, bytes);
-}
-
-Status Client::commit(uint64_t bytes) {
-  KV_TRY(check_open());
-  return ledger_->commit(slot_, bytes);
-}
-
-Status Client::cancel(uint64_t bytes) {
-  KV_TRY(check_open());
-  return ledger_->cancel(slot_, bytes);
-}
-
-Status Client::release(uint64_t bytes) {
-  KV_TRY(check_open());
-  return ledger_->release(slot_, bytes);
-}
-
-Result<uint64_t> Client::available(uint64_t given_back_bytes) {
-  if (Status status = check_open(); !status.ok()) return status;
-  return ledger_->available(slot_, given_back_bytes);
 }
 
 Status Client::reserve_static(uint64_t bytes) {
@@ -184,21 +152,37 @@ Status Client::reserve_static(uint64_t bytes) {
   return ledger_->reserve_static(slot_, bytes);
 }
 
-Result<std::vector<Handle>> Client::create_pages(size_t count) {
+template <class Create>
+Result<std::vector<Handle>> Client::create_patiently(Create create) {
   using std::chrono::milliseconds;
-  const Streams::Clock::duration wait = create_wait_;
-  const Streams::Clock::time_point deadline = Streams::Clock::now() + wait;
+  using Clock = Streams::Clock;
+  const Clock::time_point start = Clock::now();
+  const Clock::duration wait = start < patient_from_.load() ? milliseconds(0) : create_wait_.load();
+  const Clock::time_point deadline = start + wait;
   size_t tries = 1;
   for (Pause pause(milliseconds(20));; pause.sleep(), ++tries) {
-    Result<std::vector<Handle>> pages = vmm_->create(count);
-    if (pages.ok() || pages.status().code != Code::no_room) return pages;
-    if (Streams::Clock::now() < deadline) continue;
-    Status full = pages.status();
+    Result<std::vector<Handle>> pages = create();
+    const bool full = !pages.ok() && pages.status().code == Code::no_room;
+    if (!full) return pages;
+    const Clock::time_point now = Clock::now();
+    if (now < deadline) continue;
+    patient_from_ = now + kQuietWaits * create_wait_.load();
+    Status status = pages.status();
     const int64_t waited_ms = std::chrono::duration_cast<milliseconds>(wait).count();
-    full.message += " (" + std::to_string(tries) + " tries in " + std::to_string(waited_ms) +
-                    " ms; the ledger had granted it: memory is used outside of the ledger)";
-    return full;
+    status.message += " (" + std::to_string(tries) + " tries in " + std::to_string(waited_ms) +
+                      " ms; the ledger had granted it: memory is used outside of the ledger. End "
+                      "who holds it, lower the device's capacity, or give set_create_wait longer "
+                      "if a process that was killed is still being cleaned up)";
+    return status;
   }
+}
+
+Result<std::vector<Handle>> Client::create_pages(size_t count) {
+  return create_patiently([&] { return vmm_->create(count); });
+}
+
+Result<std::vector<Handle>> Client::create_block(size_t count) {
+  return create_patiently([&] { return vmm_->create_block(count); });
 }
 
 Status Client::guard_holes() {
@@ -226,11 +210,6 @@ Status Client::begin_link() {
   return {};
 }
 
-Status Client::release_static(uint64_t bytes) {
-  KV_TRY(check_open());
-  return ledger_->release_static(slot_, bytes);
-}
-
 Status Client::set_limit(uint64_t bytes) {
   KV_TRY(check_open());
   KV_TRY(ledger_->set_limit(slot_, bytes));
@@ -239,20 +218,12 @@ Status Client::set_limit(uint64_t bytes) {
   return {};
 }
 
-Status Client::set_min(uint64_t bytes) {
-  KV_TRY(check_open());
-  return ledger_->set_min(slot_, bytes);
-}
-
 Result<int> Client::fileno() {
   const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   if (!wake_) {
     const uint32_t seen = ledger_->answered_request(slot_);
-    Result<std::unique_ptr<WakeThread>> made =
-        WakeThread::start(ledger_->request_word(slot_), seen);
-    if (!made.ok()) return made.status();
-    wake_ = std::move(made.value());
+    KV_ASSIGN(wake_, WakeThread::start(ledger_->request_word(slot_), seen));
   }
   return wake_->fd();
 }
@@ -263,49 +234,9 @@ bool Client::has_request() {
   return check_open().ok() && ledger_->has_request(slot_);
 }
 
-Result<std::optional<ShrinkRequest>> Client::shrink_request() {
-  if (Status status = check_open(); !status.ok()) return status;
-  return ledger_->shrink_request(slot_);
-}
-
-Status Client::answer(const ShrinkRequest& request, const ShrinkAnswer& answer) {
-  KV_TRY(check_open());
-  return ledger_->answer(slot_, request, answer);
-}
-
-Result<std::optional<uint32_t>> Client::want(uint64_t bytes, bool is_static, int64_t until_ns) {
-  if (Status status = check_open(); !status.ok()) return status;
-  return ledger_->want(slot_, bytes, is_static, until_ns);
-}
-
-void Client::end_wait() {
-  if (check_open().ok()) ledger_->end_wait(slot_);
-}
-
-void Client::publish_evictable(uint64_t bytes) {
-  if (check_open().ok()) ledger_->publish_evictable(slot_, bytes);
-}
-
-void Client::add_spare(int64_t bytes) {
-  if (check_open().ok()) ledger_->add_spare(slot_, bytes);
-}
-
-void Client::touch() {
-  if (check_open().ok()) ledger_->touch(slot_);
-}
-
-void Client::count_maps(uint64_t maps, uint64_t unmaps) {
-  if (check_open().ok()) ledger_->count_maps(slot_, maps, unmaps);
-}
-
-Result<ClientRecord> Client::record() {
-  if (Status status = check_open(); !status.ok()) return status;
-  return ledger_->client(slot_);
-}
-
 Result<Descriptor> Client::share_liveness() {
   const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   Descriptor shared(fcntl(lock_fd_, F_DUPFD_CLOEXEC, 0));
   if (shared.get() < 0) return system_failure("fcntl(F_DUPFD_CLOEXEC)", errno);
   return shared;

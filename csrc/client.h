@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <type_traits>
 
 #include "fork_guard.h"
 #include "ledger.h"
@@ -25,8 +26,6 @@ class Client final : private ForkGuarded {
                                               std::shared_ptr<Vmm> vmm,
                                               const ClientOptions& options);
   ~Client() override;
-  Client(const Client&) = delete;
-  Client& operator=(const Client&) = delete;
 
   // Waits for the streams, then gives everything back. Reserved addresses stay as long as views of
   // them live. Code::in_use if the streams take too long or weights are being loaded: nothing
@@ -36,10 +35,18 @@ class Client final : private ForkGuarded {
 
   const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
   uint64_t page_bytes() const { return vmm_->page_bytes(); }
-  // Pages for bytes that the ledger granted. A device that is full in spite of that (a process that
-  // died a moment ago, or somebody outside of the ledger, has the memory) is asked again until
-  // create_wait is over; then Code::no_room with the driver's words.
+  // Pages for bytes that the ledger granted, single ones or a block (Vmm::create_block). A device
+  // that is full in spite of that (the memory is a dead process's, or is used outside of the
+  // ledger) is asked again until create_wait is over; then Code::no_room with the
+  // driver's words. From then on it is asked once each time, until kQuietWaits such waits have
+  // passed without a refusal: a thread that steps an engine is not held up over and over.
   Result<std::vector<Handle>> create_pages(size_t count);
+  Result<std::vector<Handle>> create_block(size_t count);
+  // How long that is at first: a GPU's driver takes seconds to take tens of GB from a process that
+  // was killed; the OS of a host device takes none.
+  static constexpr std::chrono::milliseconds kCreateWaitGpu{10000};
+  static constexpr std::chrono::milliseconds kCreateWaitHost{500};
+  static constexpr int kQuietWaits = 8;
   void set_create_wait(Streams::Clock::duration wait) { create_wait_ = wait; }
   // What holes show and pages contain; see vmm.h. The guard page is leased as static memory first.
   Status guard_holes();
@@ -63,36 +70,45 @@ class Client final : private ForkGuarded {
   std::shared_ptr<AddressSpace> addresses();
 
   // The ledger's calls for this client's record; see ledger.h.
-  Status reserve(uint64_t bytes);
-  Status commit(uint64_t bytes);
-  Status cancel(uint64_t bytes);
-  Status release(uint64_t bytes);
+  Status reserve(uint64_t bytes) { return in_ledger(&Ledger::reserve, bytes); }
+  Status commit(uint64_t bytes) { return in_ledger(&Ledger::commit, bytes); }
+  Status cancel(uint64_t bytes) { return in_ledger(&Ledger::cancel, bytes); }
+  Status release(uint64_t bytes) { return in_ledger(&Ledger::release, bytes); }
   // What reserve would grant once so many bytes of what it holds were given back.
-  Result<uint64_t> available(uint64_t given_back_bytes = 0);
+  Result<uint64_t> available(uint64_t given_back_bytes = 0) {
+    return in_ledger(&Ledger::available, given_back_bytes);
+  }
   // Takes back the spare pages of its holders before it says no_room.
   Status reserve_static(uint64_t bytes);
-  Status release_static(uint64_t bytes);
+  Status release_static(uint64_t bytes) { return in_ledger(&Ledger::release_static, bytes); }
   // Spare pages go at once if more is held than the new limit.
   Status set_limit(uint64_t bytes);
-  Status set_min(uint64_t bytes);
-  void count_maps(uint64_t maps, uint64_t unmaps);
-  Result<ClientRecord> record();
+  Status set_min(uint64_t bytes) { return in_ledger(&Ledger::set_min, bytes); }
+  void count_maps(uint64_t maps, uint64_t unmaps) {
+    return in_ledger(&Ledger::count_maps, maps, unmaps);
+  }
+  Result<ClientRecord> record() { return in_ledger(&Ledger::client); }
   // The lock that proves this client alive, once more: its record stays, whatever becomes of this
-  // process, until that is closed as well. For whoever reads its memory.
+  // process, until that is closed as well. For processes that read its memory.
   Result<Descriptor> share_liveness();
 
   // The balloon; see ledger.h. The descriptor is readable while a request may wait; it belongs to
-  // this client and is closed with it. Nothing is freed here: that is the business of whoever
-  // polls it, on the thread that may.
+  // this client and is closed with it. Nothing is freed here: the thread that polls it does that.
   Result<int> fileno();
   bool has_request();
-  Result<std::optional<ShrinkRequest>> shrink_request();
-  Status answer(const ShrinkRequest& request, const ShrinkAnswer& answer);
-  Result<std::optional<uint32_t>> want(uint64_t bytes, bool is_static, int64_t until_ns);
-  void end_wait();
-  void publish_evictable(uint64_t bytes);
-  void add_spare(int64_t bytes);
-  void touch();
+  Result<std::optional<ShrinkRequest>> shrink_request() {
+    return in_ledger(&Ledger::shrink_request);
+  }
+  Status answer(const ShrinkRequest& request, const ShrinkAnswer& answer) {
+    return in_ledger(&Ledger::answer, request, answer);
+  }
+  Result<std::optional<uint32_t>> want(uint64_t bytes, bool is_static, int64_t until_ns) {
+    return in_ledger(&Ledger::want, bytes, is_static, until_ns);
+  }
+  void end_wait() { return in_ledger(&Ledger::end_wait); }
+  void publish_evictable(uint64_t bytes) { return in_ledger(&Ledger::publish_evictable, bytes); }
+  void add_spare(int64_t bytes) { return in_ledger(&Ledger::add_spare, bytes); }
+  void touch() { return in_ledger(&Ledger::touch); }
   const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
   int slot() const { return slot_; }
 
@@ -105,6 +121,19 @@ class Client final : private ForkGuarded {
   void unlock_after_fork() override;
   void abandon_in_child() override;
   Result<Slack> look();
+  // A call of the ledger for this client's record. Not made once the client is closed.
+  template <class Answer, class... Parameters>
+  Answer in_ledger(Answer (Ledger::*call)(int, Parameters...),
+                   std::type_identity_t<Parameters>... arguments) {
+    if constexpr (std::is_void_v<Answer>) {
+      if (check_open().ok()) (ledger_.get()->*call)(slot_, arguments...);
+    } else {
+      KV_TRY(check_open());
+      return (ledger_.get()->*call)(slot_, arguments...);
+    }
+  }
+  template <class Create>
+  Result<std::vector<Handle>> create_patiently(Create create);
 
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<Vmm> vmm_;
@@ -115,7 +144,8 @@ class Client final : private ForkGuarded {
   std::atomic<bool> guards_ = false;
   std::atomic<int> loads_ = 0;
   std::atomic<int> links_ = 0;
-  std::atomic<Streams::Clock::duration> create_wait_{std::chrono::milliseconds(500)};
+  std::atomic<Streams::Clock::duration> create_wait_;
+  std::atomic<Streams::Clock::time_point> patient_from_{};  // no create waits before
   std::unique_ptr<WakeThread> wake_;
   std::mutex mutex_;  // of closing, addresses_ and wake_; before those of spares_
   SpareKeeper spares_;

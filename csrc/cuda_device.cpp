@@ -1,5 +1,7 @@
 #include "cuda_device.h"
 
+#include <cstdlib>
+
 namespace kvcached {
 
 namespace {
@@ -10,19 +12,31 @@ constexpr int kMinimumGranularity = 0;
 constexpr int kHasVirtualMemory = 102;  // CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 constexpr int kHasFileHandles =
     103;  // CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+constexpr int kNameBytes = 256;
+
+// Of `count` GPUs that the driver shows, none has this number.
+Status not_shown(int ordinal, int count) {
+  std::string message = "device 'cuda:" + std::to_string(ordinal) + "' does not exist; the driver ";
+  message += count == 0   ? "shows no GPU"
+             : count == 1 ? "shows cuda:0 alone"
+                          : "shows cuda:0 to cuda:" + std::to_string(count - 1);
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (visible == nullptr) return failure(Code::unknown_device, std::move(message));
+  return failure(Code::hidden_device, message, ", as CUDA_VISIBLE_DEVICES is '", visible,
+                 "'; name the GPU there or use a lower number");
+}
 
 }  // namespace
 
 Result<std::unique_ptr<CudaDevice>> CudaDevice::open(int ordinal) {
-  Result<const CudaDriver*> driver = CudaDriver::load();
-  if (!driver.ok()) return driver.status();
-  if (Status status = driver.value()->init(); !status.ok()) return status;
-  std::unique_ptr<CudaDevice> device(new CudaDevice(*driver.value(), ordinal));
-  if (Status status = device->find_device(); !status.ok()) return status;
-  if (Status status = device->find_granularity(); !status.ok()) return status;
+  KV_ASSIGN(const CudaDriver* driver, CudaDriver::load());
+  KV_TRY(driver->init());
+  std::unique_ptr<CudaDevice> device(new CudaDevice(*driver, ordinal));
+  KV_TRY(device->find_device());
+  KV_TRY(device->find_granularity());
   const CuResult retained =
-      driver.value()->functions().primary_ctx_retain(&device->context_, device->device_);
-  Status status = driver.value()->check(retained, "cuDevicePrimaryCtxRetain");
+      driver->functions().primary_ctx_retain(&device->context_, device->device_);
+  Status status = driver->check(retained, "cuDevicePrimaryCtxRetain");
   if (!status.ok()) return status;
   return device;
 }
@@ -37,24 +51,32 @@ Status CudaDevice::find_device() {
   const CuFunctions& cuda = driver_.functions();
   int count = 0;
   KV_TRY(driver_.check(cuda.device_get_count(&count), "cuDeviceGetCount"));
-  if (ordinal_ >= count) {
-    return failure(
-        Code::unknown_device,
-        "device 'cuda:" + std::to_string(ordinal_) + "' does not exist; the driver " +
-            (count == 0 ? "shows no GPU" : "shows cuda:0 to cuda:" + std::to_string(count - 1)) +
-            " (see CUDA_VISIBLE_DEVICES)");
-  }
+  if (ordinal_ >= count) return not_shown(ordinal_, count);
   KV_TRY(driver_.check(cuda.device_get(&device_, ordinal_), "cuDeviceGet"));
-  int supported = 0;
-  KV_TRY(driver_.check(cuda.device_get_attribute(&supported, kHasVirtualMemory, device_),
-                       "cuDeviceGetAttribute"));
   int files = 0;
   exports_ =
       cuda.device_get_attribute(&files, kHasFileHandles, device_) == kCuSuccess && files != 0;
+  return check_supported();
+}
+
+Status CudaDevice::check_supported() const {
+  const CuFunctions& cuda = driver_.functions();
+  char name[kNameBytes] = {};
+  KV_TRY(driver_.check(cuda.device_get_name(name, kNameBytes, device_), "cuDeviceGetName"));
+  const std::string device = "device 'cuda:" + std::to_string(ordinal_) + "', " + name + ",";
+  // A MIG instance is called after its GPU and its profile: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
+  if (std::string(name).find(" MIG ") != std::string::npos) {
+    return failure(Code::unsupported, device,
+                   " is a part of a GPU; kvcached shares whole GPUs: disable MIG "
+                   "(nvidia-smi -mig 0) or name another GPU in CUDA_VISIBLE_DEVICES");
+  }
+  int supported = 0;
+  KV_TRY(driver_.check(cuda.device_get_attribute(&supported, kHasVirtualMemory, device_),
+                       "cuDeviceGetAttribute"));
   if (supported != 0) return {};
-  return failure(Code::unavailable, "device 'cuda:" + std::to_string(ordinal_) +
-                                        "' has no virtual memory management; use another GPU or a "
-                                        "host device such as 'host:0'");
+  return failure(Code::unsupported, device,
+                 " has no virtual memory management; use another GPU or a "
+                 "host device such as 'host:0'");
 }
 
 Status CudaDevice::find_granularity() {
@@ -80,10 +102,9 @@ Result<uint64_t> CudaDevice::reserve(uint64_t bytes, uint64_t alignment) {
   const CuResult result =
       call(driver_.functions().mem_address_reserve, &address, bytes, alignment, uint64_t{0}, 0ULL);
   if (result == kCuSuccess) return address;
-  return failure(Code::invalid_argument,
-                 "cannot reserve " + std::to_string(bytes) +
-                     " bytes of address space; ask for a smaller virtual size (" +
-                     driver_.describe(result) + ")");
+  return failure(Code::invalid_argument, "cannot reserve ", bytes,
+                 " bytes of address space; ask for a smaller virtual size (",
+                 driver_.describe(result), ")");
 }
 
 Status CudaDevice::free_address(uint64_t address, uint64_t bytes) {
@@ -152,20 +173,30 @@ Status CudaDevice::set_access(uint64_t address, uint64_t bytes, Access access) {
                        "cuMemSetAccess");
 }
 
-Status CudaDevice::zero(uint64_t address, uint64_t bytes) {
+Status CudaDevice::fill(uint64_t address, uint64_t bytes, unsigned char value) {
   const CuFunctions& cuda = driver_.functions();
   if (own_stream_ == nullptr) {
     KV_TRY(driver_.check(call(cuda.stream_create, &own_stream_, kCuStreamNonBlocking),
                          "cuStreamCreate"));
   }
-  const CuResult filled =
-      call(cuda.memset_d8_async, address, static_cast<unsigned char>(0), bytes, own_stream_);
-  KV_TRY(driver_.check(filled, "cuMemsetD8Async"));
+  KV_TRY(driver_.check(call(cuda.memset_d8_async, address, value, bytes, own_stream_),
+                       "cuMemsetD8Async"));
   return driver_.check(call(cuda.stream_synchronize, own_stream_), "cuStreamSynchronize");
+}
+
+// The default stream cannot be asked while a stream that waits for it captures.
+Status CudaDevice::check_not_capturing(CuStream stream) const {
+  int capturing = 0;
+  const CuResult asked = call(driver_.functions().stream_is_capturing, stream, &capturing);
+  if (asked != kCuCaptureImplicit) KV_TRY(driver_.check(asked, "cuStreamIsCapturing"));
+  if (asked == kCuSuccess && capturing == 0) return {};
+  return failure(Code::in_use,
+                 "a stream of the engine captures a graph; try again when that has ended");
 }
 
 Result<CuEvent> CudaDevice::record_event(uint64_t stream) const {
   const CuFunctions& cuda = driver_.functions();
+  KV_TRY(check_not_capturing(reinterpret_cast<CuStream>(stream)));
   CuEvent event = nullptr;
   Status status =
       driver_.check(call(cuda.event_create, &event, kCuEventDisableTiming), "cuEventCreate");
@@ -177,10 +208,17 @@ Result<CuEvent> CudaDevice::record_event(uint64_t stream) const {
   return status;
 }
 
-Result<bool> CudaDevice::has_passed(CuEvent event) const {
-  const CuResult result = call(driver_.functions().event_query, event);
-  if (result == kCuNotReady) return false;
-  if (Status status = driver_.check(result, "cuEventQuery"); !status.ok()) return status;
+Result<bool> CudaDevice::has_passed(CuEvent event, uint64_t stream) const {
+  const CuFunctions& cuda = driver_.functions();
+  const CuResult result = call(cuda.event_query, event);
+  if (result == kCuNotReady || result == kCuCaptureUnsupported) return false;
+  if (result == kCuCapturedEvent) {
+    // A capture began between the question and the record. What is behind it is later, and safe.
+    const auto handle = reinterpret_cast<CuStream>(stream);
+    if (check_not_capturing(handle).ok()) (void)call(cuda.event_record, event, handle);
+    return false;
+  }
+  KV_TRY(driver_.check(result, "cuEventQuery"));
   return true;
 }
 
@@ -194,10 +232,9 @@ Status CudaDevice::enable_peer(const CudaDevice& peer) const {
   KV_TRY(driver_.check(functions().device_can_access_peer(&can, device_, peer.device_),
                        "cuDeviceCanAccessPeer"));
   if (can == 0) {
-    return failure(Code::unavailable,
-                   "cuda:" + std::to_string(ordinal_) +
-                       " cannot read the memory of cuda:" + std::to_string(peer.ordinal_) +
-                       "; load over links of GPUs that are connected");
+    return failure(Code::unavailable, "cuda:", ordinal_,
+                   " cannot read the memory of cuda:", peer.ordinal_,
+                   "; load over links of GPUs that are connected");
   }
   const CuResult result = call(functions().ctx_enable_peer_access, peer.context_, 0U);
   return result == kCuPeerAlreadyEnabled ? Status{}

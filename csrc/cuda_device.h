@@ -6,17 +6,18 @@
 #include <memory>
 
 #include "cuda_driver.h"
+#include "non_copyable.h"
 #include "steps.h"
 
 namespace kvcached {
 
-class CudaDevice {
+class CudaDevice : private NonCopyable {
  public:
-  // Code::unknown_device if the machine has no such ordinal.
+  // Code::unknown_device if the machine has no such ordinal, Code::hidden_device if
+  // CUDA_VISIBLE_DEVICES may be why; Code::unsupported for a MIG instance and for a GPU without
+  // virtual memory management.
   static Result<std::unique_ptr<CudaDevice>> open(int ordinal);
   ~CudaDevice();
-  CudaDevice(const CudaDevice&) = delete;
-  CudaDevice& operator=(const CudaDevice&) = delete;
 
   int ordinal() const { return ordinal_; }
   // Sizes and addresses are multiples of this: 2 MiB on GPUs of today.
@@ -40,13 +41,15 @@ class CudaDevice {
   Status unmap(uint64_t address, uint64_t bytes);
   enum class Access { read = 1, read_write = 3 };
   Status set_access(uint64_t address, uint64_t bytes, Access access = Access::read_write);
-  // Fills with zeros, in no order with other work, and waits for that alone.
+  // Fills with one byte, in no order with other work, and waits for that alone.
   // REQUIRES: one thread at a time
-  Status zero(uint64_t address, uint64_t bytes);
+  Status fill(uint64_t address, uint64_t bytes, unsigned char value);
 
   // An event behind what the stream (0: the default one) was given so far, for destroy_event.
+  // Code::in_use while the stream captures a graph: the event would become a part of that.
   Result<CuEvent> record_event(uint64_t stream) const;
-  Result<bool> has_passed(CuEvent event) const;
+  // While the driver forbids the question, not yet. One that a capture took is recorded again.
+  Result<bool> has_passed(CuEvent event, uint64_t stream) const;
   void destroy_event(CuEvent event) const;
 
   // Calls a driver function in the GPU's context; `name` is its symbol, for the message.
@@ -68,17 +71,24 @@ class CudaDevice {
 
   CudaDevice(const CudaDriver& driver, int ordinal) : driver_(driver), ordinal_(ordinal) {}
   Status find_device();
+  Status check_supported() const;
+  Status check_not_capturing(CuStream stream) const;
   Status find_granularity();
   CuAllocationProp allocation() const;
 
-  // Calls a driver function in the GPU's context.
+  // Calls a driver function in the GPU's context, and in a capture mode that lets it: while the
+  // engine captures a graph in CUDA's default mode, most calls of any thread would fail otherwise,
+  // and end the capture too.
   template <class Function, class... Arguments>
   CuResult call(Function function, Arguments... arguments) const {
     const CuFunctions& cuda = driver_.functions();
     const CuResult pushed = cuda.ctx_push_current(context_);
     if (pushed != kCuSuccess) return pushed;
+    int mode = kCuRelaxed;
+    (void)cuda.thread_exchange_stream_capture_mode(&mode);  // `mode` is what was before now
     const CuResult result = function(arguments...);
     step("cuda: a driver call is done");
+    (void)cuda.thread_exchange_stream_capture_mode(&mode);
     CuContext popped = nullptr;
     (void)cuda.ctx_pop_current(&popped);
     return result;

@@ -14,12 +14,41 @@ namespace {
 
 constexpr const char* kDefaultPath = "libcuda.so.1";
 constexpr const char* kPathVariable = "KVCACHED_LIBCUDA";
+constexpr int kOldestVersion = 10020;  // CUDA 10.2, the first with virtual memory management
+constexpr const char* kVisibleVariable = "CUDA_VISIBLE_DEVICES";
 
-Status unavailable(const std::string& why) {
-  return failure(Code::unavailable,
-                 "a cuda device needs NVIDIA's driver: " + why +
-                     "; install the driver (in a container, start it with GPU access), or use a "
-                     "host device such as 'host:0'");
+Status no_driver(const std::string& why) {
+  return failure(Code::no_driver, "a cuda device needs NVIDIA's driver: ", why,
+                 "; install the driver (in a container, start it with GPU access), or use a "
+                 "host device such as 'host:0'");
+}
+
+Status old_driver(const std::string& why) {
+  return failure(Code::old_driver, "NVIDIA's driver is too old: ", why,
+                 "; install one of CUDA 11.4 or later (470), or use a host "
+                 "device such as 'host:0'");
+}
+
+// After an update of the driver without a reboot, or in a container with a libcuda of its own.
+Status mismatched_driver(const std::string& why) {
+  return failure(Code::no_driver,
+                 "libcuda and the kernel's NVIDIA driver are of different versions: ", why,
+                 "; reboot or reload the driver's modules (in a container, use the host's "
+                 "libcuda), or use a host device such as 'host:0'");
+}
+
+Status forked() {
+  return failure(Code::forked,
+                 "CUDA was initialised before this process was forked, and does not survive a "
+                 "fork; start a fresh process (spawn), or fork before anything uses CUDA");
+}
+
+// Of a driver that is there and shows no GPU.
+Status no_gpu(const std::string& why) {
+  const char* visible = std::getenv(kVisibleVariable);
+  if (visible == nullptr) return no_driver(why);
+  return failure(Code::hidden_device, "the driver shows no GPU, as CUDA_VISIBLE_DEVICES is '",
+                 std::string(visible), "'; name the GPUs to use there, or unset it (", why, ")");
 }
 
 std::string library_path() {
@@ -42,7 +71,7 @@ Result<const CudaDriver*> CudaDriver::load() {
   const std::lock_guard lock(mutex);
   if (const auto found = loaded->find(path); found != loaded->end()) return found->second;
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return unavailable(loader_error());
+  if (library == nullptr) return no_driver(loader_error());
   auto* driver = new CudaDriver;
   if (Status status = driver->resolve(library, path); !status.ok()) {
     delete driver;
@@ -58,16 +87,18 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   const auto find = [&](auto& function, const char* symbol) {
     void* address = dlsym(library, symbol);
     if (address == nullptr && outcome.ok()) {
-      outcome = unavailable(path + " has no " + symbol + " and is no usable driver");
+      outcome = old_driver(path + " has no " + symbol);
     }
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
   };
   find(functions_.init, "cuInit");
+  find(functions_.driver_get_version, "cuDriverGetVersion");
   find(functions_.get_error_name, "cuGetErrorName");
   find(functions_.get_error_string, "cuGetErrorString");
   find(functions_.device_get_count, "cuDeviceGetCount");
   find(functions_.device_get, "cuDeviceGet");
   find(functions_.device_get_attribute, "cuDeviceGetAttribute");
+  find(functions_.device_get_name, "cuDeviceGetName");
   find(functions_.primary_ctx_retain, "cuDevicePrimaryCtxRetain");
   find(functions_.primary_ctx_release, "cuDevicePrimaryCtxRelease_v2");
   find(functions_.ctx_push_current, "cuCtxPushCurrent_v2");
@@ -86,6 +117,8 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   find(functions_.stream_create, "cuStreamCreate");
   find(functions_.stream_synchronize, "cuStreamSynchronize");
   find(functions_.stream_destroy, "cuStreamDestroy_v2");
+  find(functions_.stream_is_capturing, "cuStreamIsCapturing");
+  find(functions_.thread_exchange_stream_capture_mode, "cuThreadExchangeStreamCaptureMode");
   find(functions_.event_create, "cuEventCreate");
   find(functions_.event_record, "cuEventRecord");
   find(functions_.event_query, "cuEventQuery");
@@ -97,6 +130,7 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
   find(functions_.mem_alloc, "cuMemAlloc_v2");
   find(functions_.mem_free, "cuMemFree_v2");
   find(functions_.memcpy_htod_async, "cuMemcpyHtoDAsync_v2");
+  find(functions_.memcpy_dtoh_async, "cuMemcpyDtoHAsync_v2");
   find(functions_.memcpy_dtod_async, "cuMemcpyDtoDAsync_v2");
   find(functions_.memcpy_peer_async, "cuMemcpyPeerAsync");
   find(functions_.device_can_access_peer, "cuDeviceCanAccessPeer");
@@ -107,13 +141,20 @@ Status CudaDriver::resolve(void* library, const std::string& path) {
 Status CudaDriver::init() const {
   static std::atomic<pid_t> user = 0;  // the process that called cuInit first
   pid_t first = 0;
-  if (!user.compare_exchange_strong(first, getpid()) && first != getpid()) {
-    return failure(Code::forked,
-                   "this process was forked from one that had used CUDA, which does not survive "
-                   "a fork; fork before the first client is opened, or spawn");
+  if (!user.compare_exchange_strong(first, getpid()) && first != getpid()) return forked();
+  int version = 0;
+  if (functions_.driver_get_version(&version) == kCuSuccess && version < kOldestVersion) {
+    return old_driver("it is of CUDA " + std::to_string(version / 1000) + "." +
+                      std::to_string(version % 1000 / 10));
   }
   const CuResult result = functions_.init(0);
-  return result == kCuSuccess ? Status{} : unavailable("cuInit: " + describe(result));
+  if (result == kCuSuccess) return {};
+  const std::string why = "cuInit: " + describe(result);
+  // Some other library of this process had used CUDA before the fork.
+  if (result == kCuNotInitialized) return forked();
+  if (result == kCuNoDevice) return no_gpu(why);
+  if (result == kCuVersionMismatch) return mismatched_driver(why);
+  return no_driver(why);
 }
 
 std::string CudaDriver::describe(CuResult error) const {

@@ -1,6 +1,6 @@
 // The part of the CUDA driver API that vmm_cuda uses: our own declarations of libcuda's C
 // interface (https://docs.nvidia.com/cuda/cuda-driver-api), found at run time. Building and
-// importing need no CUDA toolkit, and a machine without a GPU only ever sees Code::unavailable.
+// importing need no CUDA toolkit, and a machine without a GPU only ever sees Code::no_driver.
 //
 // The library is libcuda.so.1, or what the environment variable KVCACHED_LIBCUDA names.
 // Thread rule: any thread.
@@ -23,11 +23,19 @@ using CuHandle = uint64_t;  // CUmemGenericAllocationHandle
 
 inline constexpr CuResult kCuSuccess = 0;
 inline constexpr CuResult kCuOutOfMemory = 2;
+inline constexpr CuResult kCuNotInitialized = 3;
 inline constexpr CuResult kCuDeinitialized = 4;
+inline constexpr CuResult kCuNoDevice = 100;
+inline constexpr CuResult kCuInvalidDevice = 101;
 inline constexpr CuResult kCuNotReady = 600;
 inline constexpr CuResult kCuPeerAlreadyEnabled = 704;
-inline constexpr int kCuPosixFile = 1;               // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-inline constexpr unsigned kCuStreamNonBlocking = 1;  // no order with the default stream
+inline constexpr CuResult kCuVersionMismatch = 803;     // CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+inline constexpr CuResult kCuCaptureUnsupported = 900;  // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+inline constexpr CuResult kCuCaptureImplicit = 906;     // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+inline constexpr CuResult kCuCapturedEvent = 907;       // CUDA_ERROR_CAPTURED_EVENT
+inline constexpr int kCuRelaxed = 2;                    // CU_STREAM_CAPTURE_MODE_RELAXED
+inline constexpr int kCuPosixFile = 1;                  // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+inline constexpr unsigned kCuStreamNonBlocking = 1;     // no order with the default stream
 inline constexpr unsigned kCuEventDisableTiming = 2;
 
 struct CuLocation {
@@ -53,11 +61,13 @@ static_assert(sizeof(CuAllocationProp) == 32 && sizeof(CuAccess) == 12);
 // libcuda's functions, each named after its symbol without "cu" and a version suffix.
 struct CuFunctions {
   CuResult (*init)(unsigned flags);
+  CuResult (*driver_get_version)(int* version);
   CuResult (*get_error_name)(CuResult error, const char** name);
   CuResult (*get_error_string)(CuResult error, const char** text);
   CuResult (*device_get_count)(int* count);
   CuResult (*device_get)(CuOrdinal* device, int ordinal);
   CuResult (*device_get_attribute)(int* value, int attribute, CuOrdinal device);
+  CuResult (*device_get_name)(char* name, int bytes, CuOrdinal device);
   CuResult (*primary_ctx_retain)(CuContext* context, CuOrdinal device);
   CuResult (*primary_ctx_release)(CuOrdinal device);
   CuResult (*ctx_push_current)(CuContext context);
@@ -80,6 +90,8 @@ struct CuFunctions {
   CuResult (*stream_create)(CuStream* stream, unsigned flags);
   CuResult (*stream_synchronize)(CuStream stream);
   CuResult (*stream_destroy)(CuStream stream);
+  CuResult (*stream_is_capturing)(CuStream stream, int* status);
+  CuResult (*thread_exchange_stream_capture_mode)(int* mode);
   CuResult (*event_create)(CuEvent* event, unsigned flags);
   CuResult (*event_record)(CuEvent event, CuStream stream);
   CuResult (*event_query)(CuEvent event);
@@ -91,6 +103,7 @@ struct CuFunctions {
   CuResult (*mem_alloc)(uint64_t* address, size_t bytes);
   CuResult (*mem_free)(uint64_t address);
   CuResult (*memcpy_htod_async)(uint64_t target, const void* source, size_t bytes, CuStream stream);
+  CuResult (*memcpy_dtoh_async)(void* target, uint64_t source, size_t bytes, CuStream stream);
   CuResult (*memcpy_dtod_async)(uint64_t target, uint64_t source, size_t bytes, CuStream stream);
   CuResult (*memcpy_peer_async)(uint64_t target, CuContext target_context, uint64_t source,
                                 CuContext source_context, size_t bytes, CuStream stream);
@@ -101,12 +114,12 @@ struct CuFunctions {
 class CudaDriver {
  public:
   // Loads the library once per path and process; makes no call into it, so that the process can
-  // still fork. Code::unavailable, saying what to install, if it is missing or too old. The
-  // driver is never unloaded.
+  // still fork. Code::no_driver, saying what to install, if it is missing; Code::old_driver if it
+  // lacks a call. The driver is never unloaded.
   static Result<const CudaDriver*> load();
 
-  // cuInit. Code::forked in the child of a process that had used CUDA: the driver does not
-  // survive a fork. Code::unavailable if there is no GPU.
+  // cuInit. Code::forked in the child of a process that had used CUDA, here or by another library:
+  // the driver does not survive a fork. Code::hidden_device or Code::no_driver if there is no GPU.
   Status init() const;
 
   const CuFunctions& functions() const { return functions_; }

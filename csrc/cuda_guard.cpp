@@ -4,9 +4,8 @@ namespace kvcached {
 
 Result<std::unique_ptr<CudaGuard>> CudaGuard::make(std::shared_ptr<CudaDevice> device,
                                                    uint64_t page_bytes) {
-  Result<CuHandle> page = device->create(page_bytes);
-  if (!page.ok()) return page.status();
-  std::unique_ptr<CudaGuard> guard(new CudaGuard(std::move(device), page_bytes, page.value()));
+  KV_ASSIGN(CuHandle page, device->create(page_bytes));
+  std::unique_ptr<CudaGuard> guard(new CudaGuard(std::move(device), page_bytes, page));
   if (Status status = guard->zero(); !status.ok()) {
     (void)guard->release();
     return status;
@@ -16,9 +15,7 @@ Result<std::unique_ptr<CudaGuard>> CudaGuard::make(std::shared_ptr<CudaDevice> d
 }
 
 Status CudaGuard::zero() {
-  Result<uint64_t> address = device_->reserve(page_bytes_, page_bytes_);
-  if (!address.ok()) return address.status();
-  scratch_ = address.value();
+  KV_ASSIGN(scratch_, device_->reserve(page_bytes_, page_bytes_));
   KV_TRY(device_->map(scratch_, page_bytes_, page_));
   scratch_is_mapped_ = true;
   return zero_at(scratch_);
@@ -39,7 +36,7 @@ Status CudaGuard::release() {
 
 Status CudaGuard::zero_at(uint64_t address) {
   KV_TRY(device_->set_access(address, page_bytes_));
-  KV_TRY(device_->zero(address, page_bytes_));
+  KV_TRY(device_->fill(address, page_bytes_, 0));
   const bool supported = device_->set_access(address, page_bytes_, CudaDevice::Access::read).ok();
   access_ = supported ? CudaDevice::Access::read : CudaDevice::Access::read_write;
   return {};

@@ -1,6 +1,6 @@
 // The page that holes of one client show on a GPU: one allocation of zeros, mapped again and again,
 // readable alone where the driver supports that. Where it does not, a stray write changes what
-// every hole shows: nobody may rely on the zeros, only on the absence of a fault. Thread rule: the
+// every hole shows: rely on the absence of a fault, not on the zeros. Thread rule: the
 // owner's. Knows no rules and keeps no books; vmm_cuda does.
 #pragma once
 

@@ -21,7 +21,7 @@ Result<std::unique_ptr<WeightLane>> CudaLane::make(std::shared_ptr<CudaDevice> t
                                                    std::shared_ptr<CudaDevice> link, size_t buffers,
                                                    uint64_t buffer_bytes) {
   std::unique_ptr<CudaLane> lane(new CudaLane(std::move(target), std::move(link)));
-  if (Status status = lane->allocate(buffers, buffer_bytes); !status.ok()) return status;
+  KV_TRY(lane->allocate(buffers, buffer_bytes));
   return std::unique_ptr<WeightLane>(std::move(lane));
 }
 

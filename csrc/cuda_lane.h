@@ -19,8 +19,6 @@ class CudaLane final : public WeightLane {
                                                   std::shared_ptr<CudaDevice> link, size_t buffers,
                                                   uint64_t buffer_bytes);
   ~CudaLane() override;
-  CudaLane(const CudaLane&) = delete;
-  CudaLane& operator=(const CudaLane&) = delete;
 
   // REQUIRES: at most buffer_bytes
   Status copy(const WeightChunk& chunk) override;

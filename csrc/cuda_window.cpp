@@ -17,10 +17,10 @@ void insist(Call call) {
 Result<std::unique_ptr<PageWindow>> CudaWindow::open(std::shared_ptr<CudaDevice> device,
                                                      const SharedPages& pages,
                                                      uint64_t page_bytes) {
-  if (Status status = check_shared(pages, page_bytes); !status.ok()) return status;
+  KV_TRY(check_shared(pages, page_bytes));
   const uint64_t bytes = pages.places.size() * page_bytes;
   std::unique_ptr<CudaWindow> window(new CudaWindow(std::move(device), bytes));
-  if (Status status = window->show(pages, page_bytes); !status.ok()) return status;
+  KV_TRY(window->show(pages, page_bytes));
   return std::unique_ptr<PageWindow>(std::move(window));
 }
 
@@ -37,9 +37,7 @@ CudaWindow::~CudaWindow() {
 }
 
 Status CudaWindow::show(const SharedPages& pages, uint64_t page_bytes) {
-  Result<uint64_t> address = device_->reserve(bytes_, page_bytes);
-  if (!address.ok()) return address.status();
-  address_ = address.value();
+  KV_ASSIGN(address_, device_->reserve(bytes_, page_bytes));
   for (const SharedPages::Place& place : pages.places) {
     if (place.offset != 0) {
       return failure(Code::invalid_argument, "pages of a GPU begin where their file does");
@@ -53,11 +51,10 @@ Status CudaWindow::show(const SharedPages& pages, uint64_t page_bytes) {
 
 // The mapping keeps the memory from here on, the handle is not needed any more.
 Status CudaWindow::show_page(int file, uint64_t page_bytes) {
-  Result<CuHandle> memory = device_->import_file(file);
-  if (!memory.ok()) return memory.status();
-  Status mapped = device_->map(address_ + mapped_bytes_, page_bytes, memory.value());
+  KV_ASSIGN(CuHandle memory, device_->import_file(file));
+  Status mapped = device_->map(address_ + mapped_bytes_, page_bytes, memory);
   if (mapped.ok()) mapped_bytes_ += page_bytes;
-  if (!device_->release(memory.value()).ok()) owed_.push_back(memory.value());
+  if (!device_->release(memory).ok()) owed_.push_back(memory);
   return mapped;
 }
 
@@ -66,8 +63,8 @@ Status CudaWindow::let_read() {
   if (device_->set_access(address_, bytes_, Access::read).ok()) return {};
   Status status = device_->set_access(address_, bytes_, Access::read_write);
   if (status.ok()) return {};
-  return failure(Code::unavailable, "cuda:" + std::to_string(device_->ordinal()) +
-                                        " cannot read the other GPU's memory: " + status.message);
+  return failure(Code::unavailable, "cuda:", device_->ordinal(),
+                 " cannot read the other GPU's memory: ", status.message);
 }
 
 Status CudaWindow::copy(std::span<const CopyRun> runs) {

@@ -1,6 +1,6 @@
 // Pages of another process's GPU memory, imported and mapped where this GPU can read them: over the
 // link between the two if they lie on another GPU. A driver that has no read-only mappings maps
-// them with write access, which nobody here uses. Thread rule: one thread at a time.
+// them with write access, which is not used. Thread rule: one thread at a time.
 #pragma once
 
 #include "cuda_device.h"
@@ -14,8 +14,6 @@ class CudaWindow final : public PageWindow {
   static Result<std::unique_ptr<PageWindow>> open(std::shared_ptr<CudaDevice> device,
                                                   const SharedPages& pages, uint64_t page_bytes);
   ~CudaWindow() override;
-  CudaWindow(const CudaWindow&) = delete;
-  CudaWindow& operator=(const CudaWindow&) = delete;
 
   uint64_t address() const override { return address_; }
   uint64_t bytes() const override { return bytes_; }

@@ -117,7 +117,7 @@ Result<ElementType> element_type(const std::string& name) {
     if (name == entry.name) return entry.type;
     known += std::string(known.empty() ? "" : ", ") + entry.name;
   }
-  return failure(Code::invalid_argument, "dtype '" + name + "' is not supported; use " + known);
+  return failure(Code::invalid_argument, "dtype '", name, "' is not supported; use ", known);
 }
 
 Extents dense(std::vector<int64_t> shape) {
@@ -131,16 +131,15 @@ Extents dense(std::vector<int64_t> shape) {
 
 Result<TensorView> TensorView::make(std::shared_ptr<Region> region, uint64_t offset_bytes,
                                     Extents extents, std::string dtype) {
-  Result<ElementType> type = element_type(dtype);
-  if (!type.ok()) return type.status();
-  const uint64_t element_bytes = type.value().bits / 8;
+  KV_ASSIGN(ElementType type, element_type(dtype));
+  const uint64_t element_bytes = type.bits / 8;
   const std::optional<uint64_t> bytes = span_bytes(extents, element_bytes);
   if (!bytes || offset_bytes % element_bytes != 0 || offset_bytes > region->bytes() ||
       *bytes > region->bytes() - offset_bytes) {
     return failure(Code::invalid_argument,
                    "the view must have no negative extents, start at a multiple of its element and "
-                   "lie within the tensor of " +
-                       std::to_string(region->bytes()) + " bytes");
+                   "lie within the tensor of ",
+                   region->bytes(), " bytes");
   }
   return TensorView{std::move(region), offset_bytes, std::move(extents), std::move(dtype)};
 }

@@ -35,7 +35,7 @@ Status check_ids(const KvAllocator& blocks, std::span<const int64_t> ids,
     const int64_t id = ids[order[i]];
     if (!blocks.is_live(id)) return blocks.refuse(id);
     if (i > 0 && ids[order[i - 1]] == id) {
-      return failure(Code::double_free, "block " + std::to_string(id) + " is named twice");
+      return failure(Code::double_free, "block ", id, " is named twice");
     }
   }
   return {};
@@ -66,7 +66,7 @@ Result<Eviction> choose_evictions(const KvAllocator& blocks, std::span<const int
     return failure(Code::invalid_argument, "ids and last_used must be of one length");
   }
   const std::vector<size_t> order = in_order(ids);
-  if (Status status = check_ids(blocks, ids, order); !status.ok()) return status;
+  KV_TRY(check_ids(blocks, ids, order));
   std::vector<Candidate> found = candidates(blocks, ids, last_used, order);
   const size_t count = std::min<uint64_t>(slabs, found.size());
   std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(count), found.end(),

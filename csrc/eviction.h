@@ -14,7 +14,7 @@ struct Eviction {
   uint64_t freed_bytes = 0;
 };
 
-// `ids` are blocks that nobody needs, `last_used` any clock of the caller's for each of them. At
+// `ids` are blocks that no request uses, `last_used` any clock of the caller's for each of them. At
 // most `slabs` slabs; fewer where there are no more without a block in use.
 // Code::invalid_argument, Code::unknown_block, Code::double_free (also for an id named twice).
 Result<Eviction> choose_evictions(const KvAllocator& blocks, std::span<const int64_t> ids,

@@ -4,9 +4,11 @@
 // the descriptors are close-on-exec.
 #pragma once
 
+#include "non_copyable.h"
+
 namespace kvcached {
 
-class ForkGuarded {
+class ForkGuarded : private NonCopyable {
  public:
   virtual ~ForkGuarded() = default;
   virtual void lock_for_fork() = 0;

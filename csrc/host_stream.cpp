@@ -68,9 +68,9 @@ Result<std::unique_ptr<StreamEvent>> HostStream::record(Stream handle) {
   const std::lock_guard lock(registry().mutex);
   const auto found = registry().streams.find(handle);
   if (found == registry().streams.end()) {
-    return failure(Code::invalid_argument, "stream " + std::to_string(handle) +
-                                               " is no live stream of a host device; give the "
-                                               "handle of a HostStream that is still there");
+    return failure(Code::invalid_argument, "stream ", handle,
+                   " is no live stream of a host device; give the "
+                   "handle of a HostStream that is still there");
   }
   const std::shared_ptr<Progress>& progress = found->second;
   return std::unique_ptr<StreamEvent>(new Event(progress, progress->submitted));

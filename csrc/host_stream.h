@@ -1,20 +1,19 @@
-// Fake streams for host devices: whoever makes one says what it was given and what it has done. An
+// Fake streams for host devices: their maker says what they were given and what they have done. An
 // engine on a host device works in its own calls and needs none; tests have them, so that memory
 // which is unmapped too early shows without a GPU.
 // Thread rule: any thread.
 #pragma once
 
+#include "non_copyable.h"
 #include "vmm.h"
 
 namespace kvcached {
 
-class HostStream {
+class HostStream : private NonCopyable {
  public:
   HostStream();
   // Its work counts as done.
   ~HostStream();
-  HostStream(const HostStream&) = delete;
-  HostStream& operator=(const HostStream&) = delete;
 
   Stream handle() const { return handle_; }
   void submit();

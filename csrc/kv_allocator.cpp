@@ -259,14 +259,13 @@ void KvAllocator::take(std::span<int64_t> ids) {
 Status KvAllocator::refuse(int64_t block) const {
   const std::string name = "block " + std::to_string(block);
   if (block < 0 || block >= total_blocks()) {
-    return failure(Code::unknown_block, name + " is not of this KV cache, which has blocks " +
-                                            std::to_string(reserved_blocks_) + " to " +
-                                            std::to_string(total_blocks() - 1));
+    return failure(Code::unknown_block, name, " is not of this KV cache, which has blocks ",
+                   reserved_blocks_, " to ", total_blocks() - 1);
   }
   if (block < reserved_blocks_) {
-    return failure(Code::unknown_block, name + " is reserved for padding and never allocated");
+    return failure(Code::unknown_block, name, " is reserved for padding and never allocated");
   }
-  return failure(Code::double_free, name + " is not allocated; free each id once");
+  return failure(Code::double_free, name, " is not allocated; free each id once");
 }
 
 size_t KvAllocator::run_length(std::span<const int64_t> ids, int64_t first) const {

@@ -43,7 +43,7 @@ class KvAllocator {
   Slab floor_slabs() const;
 
   Slab slab_of(int64_t block) const;
-  // Whether somebody has the block; it is none of the reserved ones.
+  // Whether the block is allocated; a reserved one is not.
   bool is_live(int64_t block) const;
   // Blocks of a mapped slab that are live or reserved.
   uint32_t owned_in(Slab slab) const { return blocks_per_slab_ - nodes_[slab].free; }

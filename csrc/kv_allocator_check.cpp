@@ -8,7 +8,7 @@ namespace kvcached {
 namespace {
 
 Status broken(const std::string& what) {
-  return failure(Code::internal, "KV allocator integrity: " + what + " does not add up");
+  return failure(Code::internal, "KV allocator integrity: ", what, " does not add up");
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kv_cache_turn.h"
+#include "page_move_lock.h"
 
 namespace kvcached {
 
@@ -14,8 +14,8 @@ Status check_geometry(const KvGeometry& geometry) {
     return failure(Code::invalid_argument, "a KV cache needs buffers, slabs and blocks");
   }
   if (geometry.reserved_blocks < 0 || geometry.reserved_blocks >= blocks) {
-    return failure(Code::invalid_argument, "reserved_blocks must be at least 0 and below the " +
-                                               std::to_string(blocks) + " blocks of the cache");
+    return failure(Code::invalid_argument, "reserved_blocks must be at least 0 and below the ",
+                   blocks, " blocks of the cache");
   }
   return {};
 }
@@ -37,22 +37,35 @@ void KvCache::publish_spares() {
 
 Result<std::shared_ptr<KvCache>> KvCache::create(std::shared_ptr<Client> client,
                                                  KvGeometry geometry) {
-  if (Status status = check_geometry(geometry); !status.ok()) return status;
+  KV_TRY(check_geometry(geometry));
   uint64_t bytes = 0;
   if (__builtin_mul_overflow(sum(geometry.slab_pages) * client->page_bytes(),
                              uint64_t{geometry.slabs}, &bytes)) {
     return failure(Code::invalid_argument, "the KV cache exceeds the address space");
   }
-  Result<std::shared_ptr<Region>> region = client->reserve_region(bytes);
-  if (!region.ok()) return region.status();
+  KV_ASSIGN(std::shared_ptr<Region> region, client->reserve_region(bytes));
+  KV_TRY(client->vmm()->cover(region->address(), bytes));
   std::shared_ptr<KvCache> cache(
-      new KvCache(std::move(client), std::move(region.value()), std::move(geometry)));
+      new KvCache(std::move(client), std::move(region), std::move(geometry)));
   cache->client_->spares().add(cache.get());
-  const Slab floor = cache->blocks_.floor_slabs();
-  if (floor == 0) return cache;
-  const Turn turn(*cache);
-  if (Status status = cache->grow(floor, Need::now); !status.ok()) return status;
+  if (const Slab floor = cache->blocks_.floor_slabs(); floor > 0) {
+    const PageMoveLock moving(*cache);
+    KV_TRY(cache->grow(floor, Need::now));
+    KV_TRY(cache->zero_reserved());
+  }
+  KV_TRY(cache->keep_ready());
   return cache;
+}
+
+Status KvCache::zero_reserved() {
+  if (client_->vmm()->makes_zeros()) return {};
+  std::vector<Slab> slabs(blocks_.floor_slabs());
+  std::iota(slabs.begin(), slabs.end(), Slab{0});
+  for (const PageRun& run : runs_of(slabs)) {
+    const uint64_t address = region_->address() + run.first_page * page_bytes_;
+    KV_TRY(client_->vmm()->fill(address, run.pages * page_bytes_, 0));
+  }
+  return {};
 }
 
 KvCache::KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region,
@@ -132,8 +145,8 @@ Result<Slab> KvCache::missing_slabs(int64_t blocks) const {
   const int64_t missing = blocks - free_mapped();
   if (missing <= 0) return Slab{0};
   const int64_t per_slab = blocks_.blocks_per_slab();
-  const int64_t slabs = (missing + per_slab - 1) / per_slab;
-  // Whoever needs slabs that are just being unmapped takes the turn, and counts again behind that.
+  const int64_t slabs = missing / per_slab + (missing % per_slab != 0 ? 1 : 0);
+  // Whoever needs slabs that are just being unmapped takes moving_, and counts again behind that.
   const int64_t unmapped = int64_t{blocks_.unmapped_slabs()} + slabs_being_unmapped_;
   if (slabs <= unmapped) return static_cast<Slab>(slabs);
   return failure(Code::no_room, "the virtual space of the KV cache is used up");
@@ -141,7 +154,7 @@ Result<Slab> KvCache::missing_slabs(int64_t blocks) const {
 
 Result<Slab> KvCache::take_or_count_missing(std::span<int64_t> ids) {
   const std::lock_guard lock(books_);
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   Result<Slab> missing = missing_slabs(static_cast<int64_t>(ids.size()));
   if (missing.ok() && missing.value() == 0) take(ids);
   return missing;
@@ -159,7 +172,7 @@ Status KvCache::alloc(std::span<int64_t> ids) {
   Result<Slab> missing = take_or_count_missing(ids);
   if (!missing.ok()) return missing.status();
   if (missing.value() == 0) return {};
-  const Turn turn(*this);
+  const PageMoveLock moving(*this);
   for (;;) {
     // Others may have mapped slabs since, or taken blocks.
     missing = take_or_count_missing(ids);
@@ -183,10 +196,9 @@ Status KvCache::free(std::span<const int64_t> ids) {
 
 Result<size_t> KvCache::missing_pages(int64_t blocks) const {
   const std::lock_guard lock(books_);
-  if (Status status = check_open(); !status.ok()) return status;
-  Result<Slab> slabs = missing_slabs(blocks);
-  if (!slabs.ok()) return slabs.status();
-  const size_t pages = slabs.value() * pages_per_slab_;
+  KV_TRY(check_open());
+  KV_ASSIGN(Slab slabs, missing_slabs(blocks));
+  const size_t pages = slabs * pages_per_slab_;
   return pages - std::min(pages, pool_.spare_pages());
 }
 
@@ -197,7 +209,7 @@ Status KvCache::check_free(std::span<const int64_t> ids) {
 }
 
 Status KvCache::find_room(size_t pages) {
-  const Turn turn(*this);
+  const PageMoveLock moving(*this);
   KV_TRY(check_open());
   return pool_.find_room(pages);
 }
@@ -223,20 +235,29 @@ Result<int64_t> KvCache::available_blocks() {
   uint64_t between = 0;
   {
     const std::lock_guard lock(books_);
-    if (Status status = check_open(); !status.ok()) return status;
+    KV_TRY(check_open());
     mapped = free_mapped();
     unmapped = blocks_.unmapped_slabs() + slabs_being_unmapped_;
     between = slabs_being_mapped_ + slabs_being_unmapped_;
   }
-  Result<size_t> pages = pool_.available_pages();
-  if (!pages.ok()) return pages.status();
-  const uint64_t slabs = std::min(unmapped, between + pages.value() / pages_per_slab_);
+  KV_ASSIGN(size_t pages, pool_.available_pages());
+  const uint64_t slabs = std::min(unmapped, between + pages / pages_per_slab_);
   return mapped + static_cast<int64_t>(slabs) * blocks_.blocks_per_slab();
 }
 
 int64_t KvCache::live_blocks() const {
   const std::lock_guard lock(books_);
   return blocks_.live_blocks();
+}
+
+Result<bool> KvCache::can_alloc(int64_t blocks) {
+  {
+    const std::lock_guard lock(books_);
+    KV_TRY(check_open());
+    if (blocks <= free_mapped()) return true;
+  }
+  KV_ASSIGN(int64_t available, available_blocks());
+  return blocks <= available;
 }
 
 int64_t KvCache::free_mapped_blocks() const {
@@ -256,7 +277,7 @@ uint64_t KvCache::floor_bytes() const {
 }
 
 MapCounters KvCache::counters() {
-  const Turn turn(*this);
+  const PageMoveLock moving(*this);
   return region_->counters();
 }
 
@@ -264,7 +285,7 @@ Result<Eviction> KvCache::choose_evictions(std::span<const int64_t> ids,
                                            std::span<const int64_t> last_used,
                                            uint64_t bytes) const {
   const std::lock_guard lock(books_);
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   const uint64_t slab_bytes = pages_per_slab_ * page_bytes_;
   const uint64_t slabs = bytes / slab_bytes + (bytes % slab_bytes != 0 ? 1 : 0);
   Result<Eviction> chosen = kvcached::choose_evictions(blocks_, ids, last_used, slabs);
@@ -273,19 +294,19 @@ Result<Eviction> KvCache::choose_evictions(std::span<const int64_t> ids,
 }
 
 Status KvCache::check() {
-  const Turn turn(*this);
+  const PageMoveLock moving(*this);
   const std::lock_guard lock(books_);
   KV_TRY(check_open());
   KV_TRY(blocks_.check());
   // What a failure stranded is in neither count for sure.
   const uint64_t pages = (blocks_.mapped_slabs() + quarantine_.slabs()) * pages_per_slab_;
   if (blocks_.retired_slabs() > 0 || region_->mapped_pages() == pages) return {};
-  return failure(Code::internal, std::to_string(region_->mapped_pages()) + " pages are mapped, " +
-                                     std::to_string(pages) + " in the books");
+  return failure(Code::internal, region_->mapped_pages(), " pages are mapped, ", pages,
+                 " in the books");
 }
 
 Status KvCache::close() {
-  const Turn turn(*this);
+  const PageMoveLock moving(*this);
   if (!client_->check_open().ok()) {
     closed_ = true;
     return {};

@@ -3,15 +3,17 @@
 //
 // Memory that no block needs is kept in two tiers, each between watermarks: slabs that are still
 // mapped, which the next alloc takes without a call to the driver, and unmapped pages, which save
-// their creation (page_pool.h). Both go back at once when the client needs the room elsewhere, when
-// its limit falls below what it holds, and in trim. A low watermark starts the client's thread
-// (spare_keeper.h), which then fills both tiers and unmaps what is too much.
+// their creation (page_pool.h). On a GPU whose client has a thread the first tier is on from the
+// start, since growing takes hundreds of calls there; elsewhere both are off. Both go back at once
+// when the client needs the room elsewhere, when its limit falls below what it holds, and in trim.
+// A low watermark starts the client's thread (spare_keeper.h), which then fills both tiers and
+// unmaps what is too much.
 //
 // Where the client has streams (Client::streams), a slab that is to be unmapped waits in quarantine
 // until everything that they had been given at that moment is done. So free is called after the
 // last work on the blocks was submitted, by the thread that submits it. Blocks may be handed out
 // again at once: new work on them is behind the old one in the stream, or, with several streams, is
-// ordered by whoever has several. Thread rule: any thread. A call that needs no page moved waits
+// ordered by the engine. Thread rule: any thread. A call that needs no page moved waits
 // for no call to the driver. One engine thread is the intended user.
 #pragma once
 
@@ -36,12 +38,11 @@ enum class TryFree { nothing, freed, freed_with_surplus };
 
 class KvCache final : private SpareHolder {
  public:
-  // Reserves the address space and maps the slabs of the reserved blocks, nothing else.
+  // Reserves the address space and maps the slabs of the reserved blocks, which hold zeros; nothing
+  // else, but for what the client's thread maps ahead.
   static Result<std::shared_ptr<KvCache>> create(std::shared_ptr<Client> client,
                                                  KvGeometry geometry);
   ~KvCache() override;
-  KvCache(const KvCache&) = delete;
-  KvCache& operator=(const KvCache&) = delete;
 
   // Fills `ids` or changes nothing; Code::no_room if this client cannot have the pages now.
   Status alloc(std::span<int64_t> ids);
@@ -50,8 +51,8 @@ class KvCache final : private SpareHolder {
   // reason. With streams see above; a fence that cannot be made leaves the slabs mapped likewise.
   Status free(std::span<const int64_t> ids);
 
-  // alloc and free for callers that hold a lock of their own (Python's): they wait for nobody and
-  // leave the driver alone. alloc does the rest when try_alloc is false, free when nothing was
+  // alloc and free for callers that hold a lock of their own (Python's): they never wait and
+  // never call the driver. alloc does the rest when try_alloc is false, free when nothing was
   // freed, settle when there is a surplus of mapped slabs that no thread takes care of.
   bool try_alloc(std::span<int64_t> ids);
   TryFree try_free(std::span<const int64_t> ids);
@@ -68,6 +69,8 @@ class KvCache final : private SpareHolder {
 
   // Blocks that alloc would grant now, with what the client's other caches would give back.
   Result<int64_t> available_blocks();
+  // Whether that many are. Asks the ledger for none that lie on mapped pages.
+  Result<bool> can_alloc(int64_t blocks);
   int64_t total_blocks() const { return blocks_.total_blocks(); }
   int64_t live_blocks() const;
   int64_t free_mapped_blocks() const;
@@ -114,8 +117,12 @@ class KvCache final : private SpareHolder {
   KvCache(std::shared_ptr<Client> client, std::shared_ptr<Region> region, KvGeometry geometry);
 
   enum class Need { now, later };
-  class Turn;
+  class PageMoveLock;
 
+  // The first tier as it is from the start.
+  Status keep_ready();
+  // What the reserved blocks hold, which others read as padding, where fresh pages hold anything.
+  Status zero_reserved();
   void give_back_spares() override;
   size_t spare_pages() override;
   Tended tend_spares(const Slack& slack) override;
@@ -144,9 +151,9 @@ class KvCache final : private SpareHolder {
   Tended fill_batch(uint64_t fill_bytes);
   size_t batch_slabs() const;
 
-  // trim, with a turn for each look at the streams.
-  template <class TakeTurn>
-  Result<size_t> trim_within(TakeTurn take_turn);
+  // trim, with a PageMoveLock for each look at the streams.
+  template <class TakeLock>
+  Result<size_t> trim_within(TakeLock take_lock);
   uint64_t held_pages() const { return region_->mapped_pages() + pool_.spare_pages(); }
 
   // REQUIRES: books_
@@ -173,7 +180,7 @@ class KvCache final : private SpareHolder {
   std::vector<uint64_t> buffer_pages_;  // first page of each buffer in the region
   std::atomic<bool> closed_ = false;
 
-  // Whoever moves pages has it across the calls to the driver; before books_.
+  // Held across the calls to the driver while pages move; before books_.
   std::mutex moving_;
   std::atomic<int> waiting_ = 0;           // for moving_
   std::atomic<bool> turned_away_ = false;  // the client's thread was, and waits for a wake
@@ -186,7 +193,7 @@ class KvCache final : private SpareHolder {
   size_t high_slabs_ = 0;
   uint64_t published_spare_bytes_ = 0;
   Quarantine quarantine_;
-  // By whoever has moving_: their pages are nobody's in the books.
+  // By the holder of moving_: their pages are in neither count.
   Slab slabs_being_mapped_ = 0;
   Slab slabs_being_unmapped_ = 0;
   bool draining_ = false;  // a surplus was found, and the low watermark is not reached

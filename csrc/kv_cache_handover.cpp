@@ -1,21 +1,20 @@
 // A KV cache's pages as others read them, and theirs as it does.
 #include <set>
 
-#include "kv_cache_turn.h"
+#include "page_move_lock.h"
 
 namespace kvcached {
 
 Result<SharedPages> KvCache::export_pages(std::span<const uint64_t> pages) {
-  const Turn turn(*this);
-  if (Status status = check_open(); !status.ok()) return status;
-  Result<std::vector<Handle>> handles = region_->backing(pages);
-  if (!handles.ok()) return handles.status();
-  return client_->vmm()->export_pages(handles.value());
+  const PageMoveLock moving(*this);
+  KV_TRY(check_open());
+  KV_ASSIGN(std::vector<Handle> handles, region_->backing(pages));
+  return client_->vmm()->export_pages(handles);
 }
 
 Status KvCache::copy_in(PageWindow& window, std::span<const CopyRun> runs) {
   KV_TRY(client_->streams().wait());
-  const Turn turn(*this);
+  const PageMoveLock moving(*this);
   KV_TRY(check_open());
   std::vector<CopyRun> placed(runs.begin(), runs.end());
   std::set<uint64_t> pages;

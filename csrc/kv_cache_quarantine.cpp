@@ -1,7 +1,7 @@
 // The part of KvCache that takes pages away, now or once the streams are done with them.
 #include <algorithm>
 
-#include "kv_cache_turn.h"
+#include "page_move_lock.h"
 
 namespace kvcached {
 
@@ -53,9 +53,7 @@ Status KvCache::unmap_passed() {
   {
     const std::lock_guard lock(books_);
     if (quarantine_.slabs() == 0) return {};
-    Result<std::vector<Slab>> slabs = quarantine_.take_passed();
-    if (!slabs.ok()) return slabs.status();
-    passed = std::move(slabs.value());
+    KV_ASSIGN(passed, quarantine_.take_passed());
     slabs_being_unmapped_ = static_cast<Slab>(passed.size());
   }
   return passed.empty() ? Status{} : shrink(passed);
@@ -79,30 +77,28 @@ Status KvCache::shrink(std::span<const Slab> withdrawn) {
 }
 
 Result<size_t> KvCache::trim_locked() {
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   const uint64_t held_before = held_pages();
-  if (Status status = unmap_passed(); !status.ok()) return status;
+  KV_TRY(unmap_passed());
   std::vector<Slab> empty;
   {
     const std::lock_guard lock(books_);
     empty = withdraw(0, blocks_.empty_slabs());
   }
-  if (Status status = let_go(std::move(empty)); !status.ok()) return status;
-  Result<size_t> trimmed = pool_.trim(0);
-  if (!trimmed.ok()) return trimmed;
+  KV_TRY(let_go(std::move(empty)));
+  if (Result<size_t> trimmed = pool_.trim(0); !trimmed.ok()) return trimmed;
   return held_before - held_pages();
 }
 
-template <class TakeTurn>
-Result<size_t> KvCache::trim_within(TakeTurn take_turn) {
+template <class TakeLock>
+Result<size_t> KvCache::trim_within(TakeLock take_lock) {
   const Streams::Clock::time_point deadline = Streams::Clock::now() + client_->streams().max_wait();
   size_t given = 0;
   for (Pause pause;; pause.sleep()) {
-    const Turn turn = take_turn();
-    if (!turn.is_mine()) return given;
-    Result<size_t> trimmed = trim_locked();
-    if (!trimmed.ok()) return trimmed;
-    given += trimmed.value();
+    const PageMoveLock moving = take_lock();
+    if (!moving.is_mine()) return given;
+    KV_ASSIGN(size_t trimmed, trim_locked());
+    given += trimmed;
     const std::lock_guard lock(books_);
     if (quarantine_.slabs() == 0 || Streams::Clock::now() >= deadline) return given;
   }
@@ -110,11 +106,11 @@ Result<size_t> KvCache::trim_within(TakeTurn take_turn) {
 
 Result<size_t> KvCache::trim() {
   client_->spares().press();
-  return trim_within([this] { return Turn(*this); });
+  return trim_within([this] { return PageMoveLock(*this); });
 }
 
 void KvCache::give_back_spares() {
-  (void)trim_within([this] { return Turn(*this, std::try_to_lock); });
+  (void)trim_within([this] { return PageMoveLock(*this, std::try_to_lock); });
 }
 
 }  // namespace kvcached

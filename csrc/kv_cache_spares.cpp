@@ -1,7 +1,7 @@
 // What a KV cache keeps mapped or created without need, and when that goes.
 #include <algorithm>
 
-#include "kv_cache_turn.h"
+#include "page_move_lock.h"
 
 namespace kvcached {
 
@@ -9,6 +9,12 @@ namespace {
 
 // Of the client's thread: an alloc that has to map something waits for no more than that.
 constexpr size_t kBatchPages = 64;
+
+// Kept mapped on a GPU unless the cache's user says otherwise: what a decode step takes at once,
+// and what the thread maps while some steps pass, and no more than such a part of the device.
+constexpr uint64_t kReadyBytes = 128 << 20;
+constexpr uint64_t kReadySlabs = 2;
+constexpr uint64_t kReadyPart = 32;
 
 }  // namespace
 
@@ -33,22 +39,30 @@ Status KvCache::set_mapped_spares(size_t low_pages, size_t high_pages) {
   return {};
 }
 
+Status KvCache::keep_ready() {
+  if (!client_->vmm()->location().on_gpu || !client_->spares().is_allowed()) return {};
+  const uint64_t slab_bytes = pages_per_slab_ * page_bytes_;
+  const uint64_t wanted = std::max(kReadySlabs, (kReadyBytes + slab_bytes - 1) / slab_bytes);
+  const uint64_t most = client_->ledger()->capacity_bytes() / kReadyPart / slab_bytes;
+  const size_t low_pages = std::min(wanted, most) * pages_per_slab_;
+  return low_pages == 0 ? Status{} : set_mapped_spares(low_pages, 2 * low_pages);
+}
+
 Status KvCache::set_spare_pages(size_t low, size_t high) {
   KV_TRY(check_open());
   KV_TRY(check_watermarks(low, high));
   if (low > 0) KV_TRY(client_->spares().start());
-  const Turn turn(*this);
+  const PageMoveLock moving(*this);
   Status status = pool_.set_watermarks(low, high);
   client_->spares().wake();
   return status;
 }
 
 Result<size_t> KvCache::refill() {
-  const Turn turn(*this);
-  if (Status status = check_open(); !status.ok()) return status;
-  Result<uint64_t> room_bytes = client_->available();
-  if (!room_bytes.ok()) return room_bytes.status();
-  const size_t pages = pool_.spare_pages() + room_bytes.value() / page_bytes_;
+  const PageMoveLock moving(*this);
+  KV_TRY(check_open());
+  KV_ASSIGN(uint64_t room_bytes, client_->available());
+  const size_t pages = pool_.spare_pages() + room_bytes / page_bytes_;
   size_t count = 0;
   {
     const std::lock_guard lock(books_);
@@ -61,10 +75,11 @@ Result<size_t> KvCache::refill() {
   return count * pages_per_slab_;
 }
 
+// A fence that the client's thread makes is later than one that the freeing thread would have made,
+// so that it is behind all work on what was freed as well.
 void KvCache::settle() {
-  // A fence is made by the thread that submits the work, so with streams that thread does it all.
-  if (client_->spares().runs() && !client_->streams().any()) return client_->spares().wake();
-  const Turn turn(*this);
+  if (client_->spares().runs()) return client_->spares().wake();
+  const PageMoveLock moving(*this);
   if (check_open().ok()) settle_locked();
 }
 
@@ -114,18 +129,17 @@ Tended KvCache::fill_batch(uint64_t fill_bytes) {
 
 Tended KvCache::tend_spares(const Slack& slack) {
   turned_away_ = true;
-  const Turn turn(*this, std::try_to_lock);
-  if (!turn.is_mine() || waiting_ > 0 || !check_open().ok()) return Tended::content;
+  const PageMoveLock moving(*this, std::try_to_lock);
+  if (!moving.is_mine() || waiting_ > 0 || !check_open().ok()) return Tended::content;
   turned_away_ = false;
   const uint64_t mapped_before = region_->mapped_pages();
   (void)unmap_passed();
   if (region_->mapped_pages() < mapped_before) return Tended::more;
-  if (!client_->streams().any()) {
-    std::vector<Slab> slabs = withdraw_batch(slack.scarce);
-    if (!slabs.empty()) return let_go(std::move(slabs)).ok() ? Tended::more : Tended::starved;
-  }
+  std::vector<Slab> slabs = withdraw_batch(slack.scarce);
+  if (!slabs.empty()) return let_go(std::move(slabs)).ok() ? Tended::more : Tended::starved;
   if (slack.scarce) (void)pool_.trim(0);
-  return fill_batch(slack.scarce ? 0 : slack.fill_bytes);
+  const Tended left = fill_batch(slack.scarce ? 0 : slack.fill_bytes);
+  return quarantined_bytes() > 0 ? std::max(left, Tended::waiting) : left;
 }
 
 }  // namespace kvcached

@@ -17,7 +17,7 @@ namespace kvcached {
 namespace {
 
 Status underflow(const char* what) {
-  return failure(Code::internal, std::string("more bytes given back than ") + what);
+  return failure(Code::internal, "more bytes given back than ", what);
 }
 
 std::string describe(const ClientRecord& client) {
@@ -38,10 +38,9 @@ void clear(ClientRecord* client) {
 }  // namespace
 
 Result<std::shared_ptr<Ledger>> Ledger::open(const LedgerOptions& options) {
-  Result<LedgerFile> file = open_ledger_file(options);
-  if (!file.ok()) return file.status();
-  std::shared_ptr<Ledger> ledger(new Ledger(options.path, file.value().fd, file.value().segment));
-  if (Status status = ledger->check_segment(); !status.ok()) return status;
+  KV_ASSIGN(LedgerFile file, open_ledger_file(options));
+  std::shared_ptr<Ledger> ledger(new Ledger(options.path, file.fd, file.segment));
+  KV_TRY(ledger->check_segment());
   return ledger;
 }
 
@@ -49,7 +48,7 @@ Ledger::Ledger(std::string path, int fd, LedgerSegment* segment)
     : path_(std::move(path)), fd_(fd), segment_(segment) {}
 
 Status Ledger::check_segment() {
-  const Lock lock(*segment_);
+  const Lock lock(*this);
   KV_TRY(lock.held());
   return check_records(*segment_, path_);
 }
@@ -98,16 +97,16 @@ Result<int> Ledger::open_lock_fd() const {
   return fd;
 }
 
-Status Ledger::claim_record(int slot, const ClientOptions& options, int memory_fd) {
+Status Ledger::claim_record(int slot, const ClientOptions& options, const ProcessId& self,
+                            int memory_fd) {
   ClientRecord& client = record(slot);
+  if (client.used != 0) return failure(Code::busy, "the record was taken meanwhile");
   clear(&client);
-  if (options.min_bytes > free_bytes_for(client)) reap_locked();
   if (const uint64_t free = free_bytes_for(client); options.min_bytes > free) {
     return no_room(options.min_bytes, free, "the minimum is not free on the device");
   }
   client.joined = ++segment_->tickets;
   client.active_ns = monotonic_ns();
-  const ProcessId self = this_process();
   client.pid = self.pid;
   client.pid_namespace = self.pid_namespace;
   client.start_ticks = self.start_ticks;
@@ -123,6 +122,12 @@ Status Ledger::claim_record(int slot, const ClientOptions& options, int memory_f
   return {};
 }
 
+template <class Attempt>
+Status Ledger::without_the_dead(Attempt attempt) {
+  Status status = while_nobody_looks(attempt);
+  return status.code == Code::no_room && free_the_dead() ? while_nobody_looks(attempt) : status;
+}
+
 Result<int> Ledger::join(const ClientOptions& options, int lock_fd, int memory_fd) {
   if (options.name.empty() || options.name.size() >= sizeof(ClientRecord::name)) {
     return failure(Code::invalid_argument, "a client name has 1 to 63 bytes");
@@ -130,30 +135,33 @@ Result<int> Ledger::join(const ClientOptions& options, int lock_fd, int memory_f
   if (options.min_bytes > options.limit_bytes) {
     return failure(Code::invalid_argument, "min_bytes is above limit_bytes; lower it");
   }
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
+  KV_TRY(check_usable());
+  const ProcessId self = this_process();
   for (const bool retry : {false, true}) {
-    if (retry && reap_locked() == 0) break;
+    if (retry && !free_the_dead()) break;
     for (int slot = 0; slot < kMaxClients; ++slot) {
-      if (record(slot).used != 0) continue;
+      if (std::atomic_ref(record(slot).used).load(std::memory_order_acquire) != 0) continue;
       if (!lock_byte(lock_fd, liveness_byte(slot), false).ok()) continue;
       step("join: the liveness byte is locked");
-      if (Status status = claim_record(slot, options, memory_fd); !status.ok()) return status;
-      return slot;
+      Status claimed =
+          without_the_dead([&, this] { return claim_record(slot, options, self, memory_fd); });
+      if (claimed.ok()) return slot;
+      unlock_byte(lock_fd, liveness_byte(slot));
+      if (claimed.code != Code::busy) return claimed;
     }
   }
-  return failure(Code::too_many_clients,
-                 "all " + std::to_string(kMaxClients) + " client records are taken; close some");
+  return failure(Code::too_many_clients, "all ", kMaxClients,
+                 " client records are taken; close some");
 }
 
 Status Ledger::leave(int slot) {
-  const Lock lock(*segment_);
+  const Lock lock(*this, Patience::full);
   KV_TRY(lock.held());
   vacate(record(slot));
   return {};
 }
 
-std::optional<Ledger::Refusal> Ledger::try_reserve(const Lock&, int slot, uint64_t bytes) {
+std::optional<Ledger::Refusal> Ledger::try_reserve(int slot, uint64_t bytes) {
   ClientRecord& client = record(slot);
   if (const uint64_t free = room(client); bytes > free) {
     return Refusal{free, free == above(client.limit_bytes, client.elastic_bytes())};
@@ -165,16 +173,14 @@ std::optional<Ledger::Refusal> Ledger::try_reserve(const Lock&, int slot, uint64
 
 Status Ledger::reserve(int slot, uint64_t bytes) {
   std::optional<Refusal> refused;
-  {
-    const Lock lock(*segment_);
-    KV_TRY(lock.check());
-    refused = try_reserve(lock, slot, bytes);
-  }
+  const auto attempt = [&, this] {
+    refused = try_reserve(slot, bytes);
+    return Status{};
+  };
+  KV_TRY(while_nobody_looks(attempt));
   if (!refused) return {};
   if (!refused->limited && free_the_dead(kProbeInterval)) {
-    const Lock lock(*segment_);
-    KV_TRY(lock.check());
-    refused = try_reserve(lock, slot, bytes);
+    KV_TRY(while_nobody_looks(attempt));
     if (!refused) return {};
   }
   return no_room(bytes, refused->free_bytes,
@@ -182,7 +188,7 @@ Status Ledger::reserve(int slot, uint64_t bytes) {
 }
 
 Status Ledger::commit(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
+  const Lock lock(*this);
   KV_TRY(lock.check());
   ClientRecord& client = record(slot);
   if (bytes > client.pending_bytes) return underflow("were reserved");
@@ -194,7 +200,7 @@ Status Ledger::commit(int slot, uint64_t bytes) {
 }
 
 Status Ledger::cancel(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
+  const Lock lock(*this, Patience::full);
   KV_TRY(lock.held());
   ClientRecord& client = record(slot);
   if (bytes > client.pending_bytes) return underflow("were reserved");
@@ -203,7 +209,7 @@ Status Ledger::cancel(int slot, uint64_t bytes) {
 }
 
 Status Ledger::release(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
+  const Lock lock(*this, Patience::full);
   KV_TRY(lock.held());
   ClientRecord& client = record(slot);
   if (bytes > client.committed_bytes) return underflow("were committed");
@@ -213,25 +219,14 @@ Status Ledger::release(int slot, uint64_t bytes) {
 
 Result<uint64_t> Ledger::available(int slot, uint64_t given_back_bytes) {
   free_the_dead();
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
+  const Lock lock(*this);
+  KV_TRY(lock.check());
   const ClientRecord& now = record(slot);
   const uint64_t elastic = above(now.elastic_bytes(), given_back_bytes);
   const uint64_t of_device =
       above(free_bytes() + now.charge_bytes(), now.static_bytes + std::max(elastic, now.min_bytes));
   const uint64_t shared = above(of_device, wanted_before(now));
   return std::min(above(now.limit_bytes, elastic), shared + above(now.min_bytes, elastic));
-}
-
-template <class Attempt>
-Status Ledger::without_the_dead(Attempt attempt) {
-  const auto locked = [&] {
-    const Lock lock(*segment_);
-    KV_TRY(lock.check());
-    return attempt();
-  };
-  Status status = locked();
-  return status.code == Code::no_room && free_the_dead() ? locked() : status;
 }
 
 Status Ledger::reserve_static(int slot, uint64_t bytes) {
@@ -248,7 +243,7 @@ Status Ledger::reserve_static_locked(int slot, uint64_t bytes) {
 }
 
 Status Ledger::release_static(int slot, uint64_t bytes) {
-  const Lock lock(*segment_);
+  const Lock lock(*this, Patience::full);
   KV_TRY(lock.held());
   if (bytes > record(slot).static_bytes) return underflow("were leased");
   update(record(slot), [=](ClientRecord& c) { c.static_bytes -= bytes; });
@@ -281,9 +276,9 @@ Status Ledger::set_min_locked(int slot, uint64_t bytes) {
 }
 
 Result<int> Ledger::find_locked(const ClientQuery& query) {
-  reap_locked();
   int slot_found = -1;
   std::string found;
+  std::string numbers;
   std::string all;
   for (int slot = 0; slot < kMaxClients; ++slot) {
     const ClientRecord& client = record(slot);
@@ -291,7 +286,9 @@ Result<int> Ledger::find_locked(const ClientQuery& query) {
     append(&all, describe(client));
     if (query.name && *query.name != name_of(client)) continue;
     if (query.pid && *query.pid != client.pid) continue;
+    if (query.joined && *query.joined != client.joined) continue;
     append(&found, describe(client));
+    append(&numbers, std::to_string(client.joined));
     slot_found = slot_found < 0 ? slot : kMaxClients;
   }
   if (slot_found < 0) {
@@ -299,13 +296,14 @@ Result<int> Ledger::find_locked(const ClientQuery& query) {
                    "no such client; there " + (all.empty() ? "are none" : "are: " + all));
   }
   if (slot_found == kMaxClients) {
-    return failure(Code::ambiguous_client, "several clients: " + found + "; name one by its pid");
+    return failure(Code::ambiguous_client, "several clients: ", found,
+                   "; name one by its pid, or by its number: ", numbers);
   }
   return slot_found;
 }
 
 Status Ledger::set_limit(int slot, uint64_t bytes) {
-  Lock lock(*segment_);
+  Lock lock(*this);
   KV_TRY(lock.check());
   return set_limit_locked(lock, slot, bytes);
 }
@@ -315,47 +313,54 @@ Status Ledger::set_min(int slot, uint64_t bytes) {
 }
 
 Status Ledger::set_limit(const ClientQuery& query, uint64_t bytes) {
-  Lock lock(*segment_);
+  free_the_dead();
+  Lock lock(*this);
   KV_TRY(lock.check());
   Result<int> slot = find_locked(query);
   return slot.ok() ? set_limit_locked(lock, slot.value(), bytes) : slot.status();
 }
 
 Status Ledger::set_min(const ClientQuery& query, uint64_t bytes) {
-  const Lock lock(*segment_);
+  free_the_dead();
+  const Lock lock(*this);
   KV_TRY(lock.check());
   Result<int> slot = find_locked(query);
   return slot.ok() ? set_min_locked(slot.value(), bytes) : slot.status();
 }
 
 void Ledger::count_maps(int slot, uint64_t maps, uint64_t unmaps) {
-  const Lock lock(*segment_);
+  const Lock lock(*this);
   if (!lock.check().ok()) return;
   record(slot).maps += maps;
   record(slot).unmaps += unmaps;
 }
 
 Result<ClientRecord> Ledger::client(int slot) {
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
+  const Lock lock(*this);
+  KV_TRY(lock.check());
   return copy_of(record(slot));
 }
 
-Status Ledger::destroy(bool force) {
-  Result<FileLock> file_lock = FileLock::take(path_);
-  Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) {
-    return status.code == Code::gone ? Status{} : status;
-  }
-  reap_locked();
+Status Ledger::mark_destroyed(bool force) {
+  Lock lock(*this);
+  KV_TRY(lock.check());
   const bool in_use = std::any_of(std::begin(segment_->clients), std::end(segment_->clients),
                                   [](const ClientRecord& client) { return client.used != 0; });
   if (in_use && !force) {
-    return failure(Code::busy, "clients still hold memory of " + path_ + "; close them first");
+    return failure(Code::busy, "clients still hold memory of ", path_, "; close them first");
   }
   segment_->destroyed = 1;
   step("destroy: marked");
   lock.announce_room();
+  return {};
+}
+
+Status Ledger::destroy(bool force) {
+  Result<FileLock> file_lock = FileLock::take(path_);
+  free_the_dead();
+  if (Status marked = mark_destroyed(force); !marked.ok()) {
+    return marked.code == Code::gone ? Status{} : marked;
+  }
   // The path may be gone or hold a newer ledger by now; that one is not ours to remove.
   if (file_lock.ok() && is_still_at(fd_, path_) && ::unlink(path_.c_str()) != 0 &&
       errno != ENOENT) {

@@ -3,15 +3,16 @@
 // The one rule: a hard reservation exists before any physical page does, so that two engines can
 // never race into out-of-memory. reserve, then create the pages and commit, or cancel.
 // For each client charge = static + max(pages reserved, minimum), and the sum of all charges never
-// exceeds the capacity, at any moment, whoever dies where.
+// exceeds the capacity at any moment, even if processes die at any point.
 //
 // Liveness is a file lock that dies with its process (liveness.h); a dead client's record is freed
-// by whoever next lacks room, reads usage or calls reap. Looking takes a system call for each
-// client, so what happens often looks without the mutex (joining and administrators do not), and
-// refusals of pages look again after kProbeInterval only: that much later at most they find room
-// that a death left. The mutex is
-// robust: if its holder is killed inside, the next one rebuilds the only derived number from the
-// records. Thread rule: any thread. Calls that name a slot come from the process that joined it.
+// by the next caller that lacks room, reads usage or calls reap. Looking takes a system call for
+// each client, so refusals of pages look again after kProbeInterval only: that much later at most
+// they find room that a death left. The mutex is robust: if its holder is killed inside, the next
+// one rebuilds the only derived number from the records. A holder that is stopped inside stops all
+// others, so nothing is asked of the system there; who waits for too long is told the holder
+// (ledger_lock.h). Thread rule: any thread. Calls that name a slot come from the process that
+// joined it.
 #pragma once
 
 #include <atomic>
@@ -23,6 +24,8 @@
 #include <vector>
 
 #include "ledger_segment.h"
+#include "liveness.h"
+#include "non_copyable.h"
 #include "status.h"
 
 namespace kvcached {
@@ -43,10 +46,12 @@ struct ClientOptions {
 inline constexpr int64_t kLookAgainNs = 100'000'000;
 inline constexpr std::chrono::milliseconds kProbeInterval{1};
 
-// Which client an administrator means. An absent part matches every client.
+// Which client an administrator means. An absent part matches every client. `joined` alone tells
+// apart the clients of one name in one process.
 struct ClientQuery {
   std::optional<std::string> name;
   std::optional<int32_t> pid;
+  std::optional<uint64_t> joined = {};
 };
 
 // Memory behind a client's pages, as the OS counts it; for a client without a memory file (on a
@@ -83,7 +88,7 @@ struct ShrinkAnswer {
   uint64_t evicted_bytes = 0;
 };
 
-// One coherent read for whoever plans who shall shrink; `slots` go with `clients`.
+// One coherent read, to plan which clients shall shrink; `slots` go with `clients`.
 struct BalloonView {
   int64_t now_ns;
   uint64_t asks;
@@ -93,14 +98,12 @@ struct BalloonView {
   std::vector<ClientRecord> clients;
 };
 
-class Ledger {
+class Ledger : private NonCopyable {
  public:
-  // Creates or attaches. A ledger that nobody can use any more (of an earlier boot, half made,
+  // Creates or attaches. A ledger that cannot be used any more (of an earlier boot, half made,
   // destroyed) is replaced; one whose contents cannot be right is Code::corrupt.
   static Result<std::shared_ptr<Ledger>> open(const LedgerOptions& options);
   ~Ledger();
-  Ledger(const Ledger&) = delete;
-  Ledger& operator=(const Ledger&) = delete;
 
   uint64_t capacity_bytes() const { return segment_->capacity_bytes; }
   uint64_t page_bytes() const { return segment_->page_bytes; }
@@ -167,7 +170,7 @@ class Ledger {
   // One coherent read, dead clients freed first.
   Result<LedgerUsage> usage();
   // resident_bytes of all clients. No reservation is granted while it looks, so that a page moving
-  // from one client to another is not counted twice.
+  // from one client to another is not counted twice; a look that takes too long is begun again.
   Result<uint64_t> resident_bytes();
   Result<ClientRecord> client(int slot);
   Result<int> reap();
@@ -196,13 +199,30 @@ class Ledger {
     uint64_t free_bytes;
     bool limited;  // by the client's own limit
   };
-  std::optional<Refusal> try_reserve(const Lock& lock, int slot, uint64_t bytes);
-  bool is_alive(int slot) const;
+  std::optional<Refusal> try_reserve(int slot, uint64_t bytes);
   bool may_have_died(int slot) const;
   // Looks for dead clients unless that was done `at_most_every` ago, and reaps them. Whether there
   // were any. REQUIRES: the mutex is not held.
   bool free_the_dead(std::chrono::nanoseconds at_most_every = {});
-  int reap_locked();
+  // A client that the system has to be asked about, without the mutex.
+  struct Suspect {
+    int slot;
+    uint64_t joined;
+    ProcessId owner;
+  };
+  std::vector<Suspect> find_dead();
+  int reap_dead();
+  Status check_usable();
+  // `act` under the mutex, once nobody looks at what is resident: for all that grants memory.
+  template <class Act>
+  Status while_nobody_looks(Act act);
+  // REQUIRES: the mutex is held
+  bool look_is_over() const;
+  // Copies the records and stops grants until the time that it answers, or until end_look, which
+  // says whether that was in time.
+  Result<int64_t> begin_look(std::vector<ClientRecord>* clients);
+  Result<bool> end_look(int64_t until_ns);
+  Status mark_destroyed(bool force);
   void vacate(ClientRecord& client);
   Result<int> find_locked(const ClientQuery& query);
   Status set_limit_locked(Lock& lock, int slot, uint64_t bytes);
@@ -211,7 +231,8 @@ class Ledger {
   // `attempt` under the mutex, and once more if it found no room and a client had died.
   template <class Attempt>
   Status without_the_dead(Attempt attempt);
-  Status claim_record(int slot, const ClientOptions& options, int memory_fd);
+  // Code::busy if it is used. REQUIRES: its byte is locked
+  Status claim_record(int slot, const ClientOptions& options, const ProcessId& self, int memory_fd);
   // Applies `change` to a record and keeps the total of charges right.
   template <class Change>
   void update(ClientRecord& client, Change change);
@@ -220,6 +241,7 @@ class Ledger {
   const int fd_;
   LedgerSegment* const segment_;
   std::atomic<int64_t> probed_ns_ = 0;
+  std::atomic<bool> held_up_ = false;  // the last wait for the mutex was in vain
 };
 
 }  // namespace kvcached

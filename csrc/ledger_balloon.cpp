@@ -35,7 +35,8 @@ uint64_t Ledger::wanted_before(const ClientRecord& client) {
   return wanted;
 }
 
-// What of a reservation has to come from memory that nobody is guaranteed; 0 if it can never come.
+// What of a reservation has to come from memory that is guaranteed to no client; 0 if it can never
+// come.
 uint64_t Ledger::shared_part(const ClientRecord& client, uint64_t bytes, bool is_static) const {
   const uint64_t elastic = client.elastic_bytes();
   uint64_t fixed = client.static_bytes + (is_static ? elastic : 0);
@@ -60,8 +61,8 @@ uint32_t Ledger::sleep_on_locked() {
 Result<std::optional<uint32_t>> Ledger::want(int slot, uint64_t bytes, bool is_static,
                                              int64_t until_ns) {
   free_the_dead();
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
+  const Lock lock(*this);
+  KV_TRY(lock.check());
   ClientRecord& client = record(slot);
   if (client.wanted_since == 0) client.wanted_since = ++segment_->tickets;
   client.wanted_until_ns = until_ns;
@@ -80,7 +81,7 @@ void Ledger::sleep(uint32_t seen, int64_t until_ns) {
 }
 
 void Ledger::end_wait(int slot) {
-  Lock lock(*segment_);
+  Lock lock(*this);
   if (!lock.held().ok() || record(slot).wanted_since == 0) return;
   end_wait_of(record(slot));
   lock.announce_room();
@@ -88,9 +89,15 @@ void Ledger::end_wait(int slot) {
 
 Result<BalloonView> Ledger::balloon_view() {
   free_the_dead();
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
-  BalloonView view{monotonic_ns(), segment_->asks, free_bytes(), sleep_on_locked(), {}, {}};
+  BalloonView view{};
+  view.slots.reserve(kMaxClients);
+  view.clients.reserve(kMaxClients);
+  const Lock lock(*this);
+  KV_TRY(lock.check());
+  view.now_ns = monotonic_ns();
+  view.asks = segment_->asks;
+  view.free_bytes = free_bytes();
+  view.seen = sleep_on_locked();
   for (int slot = 0; slot < kMaxClients; ++slot) {
     if (record(slot).used == 0) continue;
     view.slots.push_back(slot);
@@ -101,12 +108,13 @@ Result<BalloonView> Ledger::balloon_view() {
 
 Result<std::vector<std::optional<uint32_t>>> Ledger::ask(std::span<const Ask> plan, uint64_t asks,
                                                          int64_t until_ns) {
-  Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
+  std::vector<std::optional<uint32_t>> numbers;
+  numbers.reserve(plan.size());
+  Lock lock(*this);
+  KV_TRY(lock.check());
   if (asks != segment_->asks) return failure(Code::busy, "somebody else has asked meanwhile");
   ++segment_->asks;
   step("ask: counted");
-  std::vector<std::optional<uint32_t>> numbers;
   for (const Ask& part : plan) {
     numbers.emplace_back();
     if (part.slot < 0 || part.slot >= kMaxClients) continue;
@@ -128,8 +136,8 @@ bool Ledger::has_request(int slot) {
 }
 
 Result<std::optional<ShrinkRequest>> Ledger::shrink_request(int slot) {
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
+  const Lock lock(*this);
+  KV_TRY(lock.check());
   ClientRecord& client = record(slot);
   if (!is_open(client)) return std::optional<ShrinkRequest>();
   const bool wanted = monotonic_ns() < client.asked_until_ns;
@@ -142,7 +150,7 @@ Result<std::optional<ShrinkRequest>> Ledger::shrink_request(int slot) {
 }
 
 Status Ledger::answer(int slot, const ShrinkRequest& request, const ShrinkAnswer& answer) {
-  Lock lock(*segment_);
+  Lock lock(*this);
   KV_TRY(lock.held());
   ClientRecord& client = record(slot);
   const bool asked_again = client.asked != request.number;

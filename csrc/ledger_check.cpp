@@ -32,15 +32,13 @@ Result<LedgerSegment> read_header(int fd) {
 
 Status check_identity(const LedgerSegment& header, const std::string& path) {
   if (memcmp(header.magic, kLedgerMagic, sizeof(kLedgerMagic)) != 0) {
-    return failure(Code::corrupt, path +
-                                      " is not a kvcached ledger; remove it or use another "
-                                      "namespace");
+    return failure(Code::corrupt, path,
+                   " is not a kvcached ledger; remove it or use another "
+                   "namespace");
   }
-  if (header.version != kLedgerVersion || header.segment_bytes != sizeof(LedgerSegment)) {
-    return failure(Code::version, path + " has ledger version " + std::to_string(header.version) +
-                                      ", this library has " + std::to_string(kLedgerVersion) +
-                                      "; run one version of kvcached, or stop all engines and "
-                                      "unlink the device");
+  if (const std::string conflict = version_conflict(header); !conflict.empty()) {
+    return failure(Code::version, path, " has ", conflict,
+                   "; run one version of kvcached, or stop all engines and unlink the device");
   }
   return {};
 }
@@ -64,24 +62,32 @@ const char* problem_of(const ClientRecord& client, const LedgerSegment& segment)
 
 }  // namespace
 
+std::string version_conflict(const LedgerSegment& header) {
+  if (header.version != kLedgerVersion) {
+    return "version " + std::to_string(header.version) + " of the ledger, this library has " +
+           std::to_string(kLedgerVersion);
+  }
+  if (header.segment_bytes == sizeof(LedgerSegment)) return {};
+  return "a ledger of " + std::to_string(header.segment_bytes) + " bytes, this library's has " +
+         std::to_string(sizeof(LedgerSegment)) + ": another build made it";
+}
+
 Status damaged(const std::string& path, const std::string& what) {
-  return failure(Code::corrupt,
-                 path + " is damaged: " + what + "; stop all engines of the device and unlink it");
+  return failure(Code::corrupt, path, " is damaged: ", what,
+                 "; stop all engines of the device and unlink it");
 }
 
 Result<FileState> examine_file(int fd, const std::string& path) {
   struct stat info = {};
   if (fstat(fd, &info) != 0) return system_failure("fstat of the ledger", errno);
-  Result<LedgerSegment> read = read_header(fd);
-  if (!read.ok()) return read.status();
-  const LedgerSegment& header = read.value();
+  KV_ASSIGN(const LedgerSegment header, read_header(fd));
   const char unfinished[sizeof(kLedgerMagic)] = {};
   if (memcmp(header.magic, unfinished, sizeof(unfinished)) == 0) {
     return abandoned(fd, path, "has no beginning");
   }
-  if (Status status = check_identity(header, path); !status.ok()) return status;
+  KV_TRY(check_identity(header, path));
   if (info.st_size != static_cast<off_t>(sizeof(LedgerSegment))) {
-    return failure(Code::corrupt, path + " has the wrong size; unlink the device");
+    return failure(Code::corrupt, path, " has the wrong size; unlink the device");
   }
   if (memchr(header.boot_id, 0, sizeof(header.boot_id)) == nullptr ||
       current_boot_id() != header.boot_id) {
@@ -99,25 +105,21 @@ Result<FileState> examine_file(int fd, const std::string& path) {
 Status check_geometry_values(const LedgerOptions& options) {
   const uint64_t page = options.page_bytes.value_or(0);
   if (!is_page_size(page)) {
-    return failure(Code::not_aligned, "page_bytes " + std::to_string(page) +
-                                          " must be a positive multiple of " +
-                                          std::to_string(sysconf(_SC_PAGESIZE)));
+    return failure(Code::not_aligned, "page_bytes ", page, " must be a positive multiple of ",
+                   sysconf(_SC_PAGESIZE));
   }
   const uint64_t capacity = options.capacity_bytes.value_or(0);
   if (capacity < page) {
-    return failure(Code::invalid_argument, "capacity_bytes " + std::to_string(capacity) +
-                                               " is below one page of " + std::to_string(page) +
-                                               " bytes; give the device more memory");
+    return failure(Code::invalid_argument, "capacity_bytes ", capacity, " is below one page of ",
+                   page, " bytes; give the device more memory");
   }
   if (capacity % page != 0) {
-    return failure(Code::not_aligned, "capacity_bytes " + std::to_string(capacity) +
-                                          " must be a multiple of page_bytes " +
-                                          std::to_string(page));
+    return failure(Code::not_aligned, "capacity_bytes ", capacity,
+                   " must be a multiple of page_bytes ", page);
   }
   if (is_capacity(capacity, page)) return {};
-  return failure(Code::invalid_argument, "capacity_bytes " + std::to_string(capacity) +
-                                             " is above the largest device, " +
-                                             std::to_string(kMaxCapacityBytes) + " bytes");
+  return failure(Code::invalid_argument, "capacity_bytes ", capacity,
+                 " is above the largest device, ", kMaxCapacityBytes, " bytes");
 }
 
 Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options) {
@@ -126,10 +128,9 @@ Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options
   };
   if (differs(segment.capacity_bytes, options.capacity_bytes) ||
       differs(segment.page_bytes, options.page_bytes)) {
-    return failure(Code::mismatch, options.path + " has capacity_bytes " +
-                                       std::to_string(segment.capacity_bytes) + " and page_bytes " +
-                                       std::to_string(segment.page_bytes) +
-                                       "; open it with the same, or unlink the device first");
+    return failure(Code::mismatch, options.path, " has capacity_bytes ", segment.capacity_bytes,
+                   " and page_bytes ", segment.page_bytes,
+                   "; open it with the same, or unlink the device first");
   }
   return {};
 }

@@ -13,7 +13,7 @@ inline constexpr uint64_t kMaxCapacityBytes = uint64_t{1} << 52;
 
 enum class FileState {
   usable,
-  abandoned,  // nobody can use it any more: unfinished, of an earlier boot, or destroyed
+  abandoned,  // cannot be used any more: unfinished, of an earlier boot, or destroyed
 };
 
 // REQUIRES: byte 0 of the file is locked.
@@ -30,8 +30,14 @@ Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options
 bool is_ledger_mutex(const pthread_mutex_t& mutex);
 Status init_mutex(pthread_mutex_t* mutex);
 
+// That the mutex has been held for too long, by whom, and what to do about that. Code::corrupt
+Status held_up_by(const LedgerSegment& segment);
+
 // REQUIRES: the segment's mutex is held. Code::corrupt
 Status check_records(const LedgerSegment& segment, const std::string& path);
+
+// Why this library cannot use a ledger, "" if it can: its version, or the size of its records.
+std::string version_conflict(const LedgerSegment& header);
 
 Status damaged(const std::string& path, const std::string& what);
 

@@ -36,16 +36,15 @@ Result<int> open_file(const std::string& path, bool create) {
 // The file at `path` with byte 0 locked; retries when it is removed between open and lock.
 Result<int> open_locked(const std::string& path, bool create) {
   for (int attempt = 0; attempt < 100; ++attempt) {
-    Result<int> fd = open_file(path, create);
-    if (!fd.ok()) return fd;
+    KV_ASSIGN(int fd, open_file(path, create));
     step("open: there is a file");
-    Status locked = lock_byte(fd.value(), 0, true);
+    Status locked = lock_byte(fd, 0, true);
     step("open: the file is locked");
-    if (locked.ok() && is_still_at(fd.value(), path)) return fd;
-    ::close(fd.value());
+    if (locked.ok() && is_still_at(fd, path)) return fd;
+    ::close(fd);
     if (!locked.ok()) return locked;
   }
-  return failure(Code::busy, path + " is created and removed over and over; try again");
+  return failure(Code::busy, path, " is created and removed over and over; try again");
 }
 
 Result<LedgerSegment*> map_segment(int fd) {
@@ -57,15 +56,14 @@ Result<LedgerSegment*> map_segment(int fd) {
 Result<LedgerSegment*> create_segment(int fd, const LedgerOptions& options) {
   if (const int error = posix_fallocate(fd, 0, sizeof(LedgerSegment)); error != 0) {
     if (error == ENOSPC || error == EDQUOT) {
-      return failure(Code::shm_full, "no room for the ledger at " + options.path +
-                                         "; free space in /dev/shm or enlarge it");
+      return failure(Code::shm_full, "no room for the ledger at ", options.path,
+                     "; free space in /dev/shm or enlarge it");
     }
     return system_failure("fallocate of the ledger", error);
   }
   step("create: the file has its size");
-  Result<LedgerSegment*> mapped = map_segment(fd);
-  if (!mapped.ok()) return mapped;
-  LedgerSegment& segment = *mapped.value();
+  KV_ASSIGN(auto mapped, map_segment(fd));
+  LedgerSegment& segment = *mapped;
   segment.version = kLedgerVersion;
   segment.segment_bytes = sizeof(LedgerSegment);
   strncpy(segment.boot_id, current_boot_id().c_str(), sizeof(segment.boot_id) - 1);
@@ -86,28 +84,26 @@ Result<LedgerSegment*> create_segment(int fd, const LedgerOptions& options) {
 // use any more goes first: truncated in place it would fault under whoever still maps it.
 Result<int> open_usable(const LedgerOptions& options) {
   for (int attempt = 0; attempt < 100; ++attempt) {
-    Result<int> fd = open_locked(options.path, options.capacity_bytes.has_value());
-    if (!fd.ok()) return fd;
+    KV_ASSIGN(int fd, open_locked(options.path, options.capacity_bytes.has_value()));
     struct stat info = {};
-    if (fstat(fd.value(), &info) == 0 && info.st_size == 0 && options.capacity_bytes) return fd;
-    Result<FileState> state = examine_file(fd.value(), options.path);
+    if (fstat(fd, &info) == 0 && info.st_size == 0 && options.capacity_bytes) return fd;
+    Result<FileState> state = examine_file(fd, options.path);
     if (state.ok() && state.value() == FileState::usable) return fd;
     const int error =
         state.ok() && ::unlink(options.path.c_str()) != 0 && errno != ENOENT ? errno : 0;
-    ::close(fd.value());
+    ::close(fd);
     if (!state.ok()) return state.status();
     if (error != 0) return open_failure(options.path, error);
     step("open: an abandoned ledger is removed");
   }
-  return failure(Code::busy, options.path + " is created and removed over and over; try again");
+  return failure(Code::busy, options.path, " is created and removed over and over; try again");
 }
 
 Result<LedgerSegment*> attach(int fd, const LedgerOptions& options) {
-  Result<LedgerSegment*> segment = map_segment(fd);
-  if (!segment.ok()) return segment;
-  const Status status = check_geometry(*segment.value(), options);
+  KV_ASSIGN(auto segment, map_segment(fd));
+  const Status status = check_geometry(*segment, options);
   if (status.ok()) return segment;
-  munmap(segment.value(), sizeof(LedgerSegment));
+  munmap(segment, sizeof(LedgerSegment));
   return status;
 }
 
@@ -128,13 +124,13 @@ std::string current_boot_id() {
 
 Status open_failure(const std::string& path, int error) {
   if (error == ENOENT) {
-    return failure(Code::unknown_device,
-                   "no ledger at " + path + "; open the device with capacity_bytes to create it");
+    return failure(Code::unknown_device, "no ledger at ", path,
+                   "; open the device with capacity_bytes to create it");
   }
   if (error == EACCES || error == EPERM) {
-    return failure(Code::permission, "no permission on " + path +
-                                         "; run as the user that created it, or use another "
-                                         "namespace");
+    return failure(Code::permission, "no permission on ", path,
+                   "; run as the user that created it, or use another "
+                   "namespace");
   }
   return system_failure(("open " + path).c_str(), error);
 }
@@ -149,39 +145,29 @@ bool is_still_at(int fd, const std::string& path) {
 Result<LedgerFile> open_ledger_file(const LedgerOptions& options) {
   const bool create = options.capacity_bytes.has_value();
   if (create) {
-    if (Status status = check_geometry_values(options); !status.ok()) return status;
+    KV_TRY(check_geometry_values(options));
   }
-  Result<int> fd = open_usable(options);
-  if (!fd.ok()) return fd.status();
-  Result<LedgerSegment*> segment = attach_or_create(fd.value(), options);
+  KV_ASSIGN(int fd, open_usable(options));
+  Result<LedgerSegment*> segment = attach_or_create(fd, options);
   if (!segment.ok()) {
     struct stat info = {};
-    if (fstat(fd.value(), &info) == 0 && info.st_size == 0) ::unlink(options.path.c_str());
-    ::close(fd.value());
+    if (fstat(fd, &info) == 0 && info.st_size == 0) ::unlink(options.path.c_str());
+    ::close(fd);
     return segment.status();
   }
-  if (Status shared = share_byte(fd.value(), kOpenByte); !shared.ok()) {
+  if (Status shared = share_byte(fd, kOpenByte); !shared.ok()) {
     munmap(segment.value(), sizeof(LedgerSegment));
-    ::close(fd.value());
+    ::close(fd);
     return shared;
   }
   step("open: shown to be in use");
-  // The lock belongs to this open file description: unlock by byte, the fd stays.
-  struct flock unlock = {};
-  unlock.l_type = F_UNLCK;
-  unlock.l_len = 1;
-  fcntl(fd.value(), F_OFD_SETLK, &unlock);
-  return LedgerFile{fd.value(), segment.value()};
+  unlock_byte(fd, 0);  // and not by closing: the fd stays
+  return LedgerFile{fd, segment.value()};
 }
 
 Result<FileLock> FileLock::take(const std::string& path) {
-  Result<int> fd = open_locked(path, false);
-  if (!fd.ok()) return fd.status();
-  return FileLock(fd.value());
-}
-
-FileLock::~FileLock() {
-  if (fd_ >= 0) ::close(fd_);
+  KV_ASSIGN(int fd, open_locked(path, false));
+  return FileLock(fd);
 }
 
 uint64_t total_charge(const LedgerSegment& segment) {

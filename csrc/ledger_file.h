@@ -1,6 +1,7 @@
 // Creating, attaching and removing the file that holds a ledger.
 #pragma once
 
+#include "descriptor.h"
 #include "ledger.h"
 
 namespace kvcached {
@@ -21,15 +22,12 @@ bool is_still_at(int fd, const std::string& path);
 class FileLock {
  public:
   static Result<FileLock> take(const std::string& path);
-  FileLock(FileLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  FileLock& operator=(FileLock&&) = delete;
-  ~FileLock();
   // The locked file.
-  int fd() const { return fd_; }
+  int fd() const { return file_.get(); }
 
  private:
-  explicit FileLock(int fd) : fd_(fd) {}
-  int fd_;
+  explicit FileLock(int fd) : file_(fd) {}
+  Descriptor file_;
 };
 
 // This machine's boot, as a ledger keeps it.

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iterator>
+#include <optional>
 
 #include "ledger_lock.h"
 #include "liveness.h"
@@ -10,11 +12,65 @@ namespace kvcached {
 
 namespace {
 
+constexpr int kLooks = 20;
+
 ProcessId owner_of(const ClientRecord& client) {
   return {client.pid, client.pid_namespace, client.start_ticks};
 }
 
+// The thread that holds the mutex, by the number that it has in its own pid namespace; 0: none
+// does by now. Absent where the C library does not tell.
+std::optional<int32_t> holder_of(const pthread_mutex_t& mutex) {
+#ifdef __GLIBC__
+  constexpr int kThreadBits = 0x3fffffff;  // FUTEX_TID_MASK
+  return std::atomic_ref(const_cast<int&>(mutex.__data.__lock)).load() & kThreadBits;
+#else
+  return {};
+#endif
+}
+
+// Whether the process is a client, and not one that has another client's number here.
+bool is_client(const LedgerSegment& segment, int32_t pid) {
+  return std::any_of(std::begin(segment.clients), std::end(segment.clients),
+                     [pid](const ClientRecord& client) {
+                       return client.used != 0 && client.pid == pid && !is_over(owner_of(client));
+                     });
+}
+
+Status held_up_by_unknown(const std::string& thread) {
+  return failure(Code::corrupt, "the ledger is locked by ", thread,
+                 ", perhaps of another container; find it there and let it go on or end it. If "
+                 "there is none the ledger is damaged: stop all engines of the device and unlink "
+                 "it");
+}
+
+Result<uint64_t> sum_of_resident_bytes(std::span<const ClientRecord> clients) {
+  uint64_t total = 0;
+  for (const ClientRecord& client : clients) {
+    KV_ASSIGN(uint64_t bytes, resident_bytes(client));
+    total += bytes;
+  }
+  return total;
+}
+
 }  // namespace
+
+Status held_up_by(const LedgerSegment& segment) {
+  const std::optional<int32_t> thread = holder_of(segment.mutex);
+  if (!thread) return held_up_by_unknown("a thread");
+  if (*thread == 0) {
+    return failure(Code::corrupt, "the ledger was locked for too long; it is free now: try again");
+  }
+  const ThreadOwner holder = owner_of_thread(*thread);
+  if (holder.pid == 0 || !is_client(segment, holder.pid)) {
+    return held_up_by_unknown("thread " + std::to_string(*thread));
+  }
+  const std::string pid = std::to_string(holder.pid);
+  return failure(Code::corrupt, "the ledger has been locked for too long by process ", pid,
+                 holder.stopped ? ", which is stopped inside; let it go on (kill -CONT "
+                                : ", which does not go on; wait for it or end it (kill -9 ",
+                 pid, holder.stopped ? ") or end it (kill -9 " + pid + ")" : std::string(")"));
+}
 
 Result<uint64_t> resident_bytes(const ClientRecord& client) {
   if (client.memory_fd < 0) return uint64_t{client.committed_bytes};
@@ -23,10 +79,6 @@ Result<uint64_t> resident_bytes(const ClientRecord& client) {
 
 std::string name_of(const ClientRecord& client) {
   return {client.name, strnlen(client.name, sizeof(client.name))};
-}
-
-bool Ledger::is_alive(int slot) const {
-  return is_byte_locked(fd_, liveness_byte(slot)) || !is_over(owner_of(segment_->clients[slot]));
 }
 
 // Read without the mutex: a record that is being made has its byte locked already.
@@ -41,53 +93,108 @@ bool Ledger::free_the_dead(std::chrono::nanoseconds at_most_every) {
     if (now_ns - probed_ns_.load(std::memory_order_relaxed) < at_most_every.count()) return false;
     probed_ns_.store(now_ns, std::memory_order_relaxed);
   }
-  bool suspected = false;
-  for (int slot = 0; slot < kMaxClients && !suspected; ++slot) suspected = may_have_died(slot);
-  if (!suspected) return false;
-  const Lock lock(*segment_);
-  return lock.check().ok() && reap_locked() > 0;
+  return reap_dead() > 0;
 }
 
-int Ledger::reap_locked() {
-  int reaped = 0;
+// A byte that is not locked after its record was read is that client's no more, and never will be.
+std::vector<Ledger::Suspect> Ledger::find_dead() {
+  std::vector<Suspect> found;
   for (int slot = 0; slot < kMaxClients; ++slot) {
-    ClientRecord& client = record(slot);
-    if (client.used == 0 || is_alive(slot)) continue;
+    if (may_have_died(slot)) found.push_back({slot, 0, {}});
+  }
+  if (found.empty()) return found;
+  {
+    const Lock lock(*this);
+    if (!lock.check().ok()) return {};
+    for (Suspect& suspect : found) {
+      suspect.joined = record(suspect.slot).joined;
+      suspect.owner = owner_of(record(suspect.slot));
+    }
+  }
+  std::erase_if(found, [this](const Suspect& suspect) {
+    return !may_have_died(suspect.slot) || !is_over(suspect.owner);
+  });
+  return found;
+}
+
+int Ledger::reap_dead() {
+  const std::vector<Suspect> dead = find_dead();
+  if (dead.empty()) return 0;
+  const Lock lock(*this);
+  if (!lock.check().ok()) return 0;
+  int reaped = 0;
+  for (const Suspect& suspect : dead) {
+    ClientRecord& client = record(suspect.slot);
+    if (client.used == 0 || client.joined != suspect.joined) continue;
     vacate(client);
     ++reaped;
   }
   return reaped;
 }
 
+Status Ledger::check_usable() {
+  const Lock lock(*this);
+  return lock.check();
+}
+
 Result<int> Ledger::reap() {
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
-  return reap_locked();
+  KV_TRY(check_usable());
+  return reap_dead();
 }
 
 Result<LedgerUsage> Ledger::usage() {
   free_the_dead();
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
-  LedgerUsage usage{capacity_bytes(), page_bytes(), segment_->charged_bytes, {}};
+  LedgerUsage usage{capacity_bytes(), page_bytes(), 0, {}};
+  usage.clients.reserve(kMaxClients);
+  const Lock lock(*this);
+  KV_TRY(lock.check());
+  usage.charged_bytes = segment_->charged_bytes;
   for (ClientRecord& client : segment_->clients) {
     if (client.used != 0) usage.clients.push_back(copy_of(client));
   }
   return usage;
 }
 
+bool Ledger::look_is_over() const {
+  const int64_t now_ns = monotonic_ns();
+  return segment_->look_until_ns <= now_ns || segment_->look_until_ns > now_ns + kLookNs;
+}
+
+Result<int64_t> Ledger::begin_look(std::vector<ClientRecord>* clients) {
+  clients->clear();
+  clients->reserve(kMaxClients);
+  int64_t until_ns = 0;
+  KV_TRY(while_nobody_looks([&] {
+    until_ns = monotonic_ns() + kLookNs;
+    segment_->look_until_ns = until_ns;
+    step("look: begun");
+    for (ClientRecord& client : segment_->clients) {
+      if (client.used != 0) clients->push_back(copy_of(client));
+    }
+    return Status{};
+  }));
+  return until_ns;
+}
+
+Result<bool> Ledger::end_look(int64_t until_ns) {
+  const Lock lock(*this);
+  KV_TRY(lock.check());
+  const bool mine = segment_->look_until_ns == until_ns;
+  if (mine) segment_->look_until_ns = 0;
+  return mine && monotonic_ns() < until_ns;
+}
+
 Result<uint64_t> Ledger::resident_bytes() {
   free_the_dead();
-  const Lock lock(*segment_);
-  if (Status status = lock.check(); !status.ok()) return status;
-  uint64_t total = 0;
-  for (const ClientRecord& client : segment_->clients) {
-    if (client.used == 0) continue;
-    Result<uint64_t> bytes = kvcached::resident_bytes(client);
-    if (!bytes.ok()) return bytes;
-    total += bytes.value();
+  std::vector<ClientRecord> clients;
+  for (int look = 0; look < kLooks; ++look) {
+    KV_ASSIGN(int64_t until_ns, begin_look(&clients));
+    Result<uint64_t> total = sum_of_resident_bytes(clients);
+    KV_ASSIGN(bool in_time, end_look(until_ns));
+    if (in_time || !total.ok()) return total;
   }
-  return total;
+  return failure(Code::system_call, "this process was held up at each of ", kLooks,
+                 " looks at the clients' memory; look again when the machine has less to do");
 }
 
 }  // namespace kvcached

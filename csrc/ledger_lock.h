@@ -1,32 +1,45 @@
 // The mutex of a ledger segment, held for the length of a scope; private to the ledger's files.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
 #include <ctime>
+#include <thread>
 #include <vector>
 
 #include "futex.h"
 #include "ledger.h"
 #include "ledger_check.h"
 #include "ledger_file.h"
+#include "non_copyable.h"
 #include "steps.h"
 
 namespace kvcached {
 
-// A mutex that says it is held by nobody who lives would be waited for for ever. Tests of damaged
-// segments wait less.
+// How long a lock that another holds is waited for: its holder may be stopped, or not exist at all
+// in a damaged segment. Tests of damaged segments wait less.
 inline int64_t lock_patience_ns = 10'000'000'000;
+inline constexpr int64_t kShortLockPatienceNs = 100'000'000;
 
+// Once a wait was in vain, calls that ask wait for a moment only, until a lock is had again. Calls
+// that give memory back wait in full each time: what they cannot give stays charged until the
+// process ends.
+enum class Patience { short_after_timeout, full };
+
+// A process that is stopped inside stops all others, so there is no call to the system between
+// lock and unlock: no waiting, no file, no look at /proc (tests/kills checks that).
+//
 // If the last holder died inside, every record is whole all the same (each change is one store that
 // counts), and only the total has to be summed up again. Sleepers are woken after the unlock; those
 // whose waker dies before that look again by themselves (kLookAgainNs).
-class Ledger::Lock {
+class Ledger::Lock : private NonCopyable {
  public:
-  explicit Lock(LedgerSegment& segment) : segment_(segment) {
-    error_ = take(segment_.mutex);
+  explicit Lock(Ledger& ledger, Patience patience = Patience::short_after_timeout)
+      : segment_(*ledger.segment_) {
+    error_ = take(segment_.mutex, ledger.held_up_, patience);
     step("lock: taken");
     charged_bytes_ = segment_.charged_bytes;
     if (error_ != EOWNERDEAD) return;
@@ -45,20 +58,15 @@ class Ledger::Lock {
     if (room_) futex_wake_all(&segment_.room);
     for (ClientRecord* client : asked_) futex_wake_all(&client->asked);
   }
-  Lock(const Lock&) = delete;
-  Lock& operator=(const Lock&) = delete;
 
   // Whether the mutex is held at all, be the device destroyed or not.
   Status held() const {
     if (error_ == 0) return {};
-    if (error_ == ETIMEDOUT || error_ == EINVAL || error_ == ENOTRECOVERABLE) {
+    if (error_ == ETIMEDOUT) return held_up_by(segment_);
+    if (error_ == EINVAL || error_ == ENOTRECOVERABLE) {
       return failure(Code::corrupt,
-                     error_ == ETIMEDOUT
-                         ? "the ledger has been locked for 10 s: a process that uses the device is "
-                           "stopped inside, or the ledger is damaged; end it, or stop all engines "
-                           "of the device and unlink it"
-                         : "the ledger is damaged: its mutex is none; stop all engines of the "
-                           "device and unlink it");
+                     "the ledger is damaged: its mutex is none; stop all engines of the device and "
+                     "unlink it");
     }
     return system_failure("lock of the ledger", error_);
   }
@@ -71,8 +79,8 @@ class Ledger::Lock {
     return {};
   }
 
-  // Somebody who waits for room may find it now. Goes without saying when the charges have become
-  // less. REQUIRES: the mutex is held.
+  // A client that waits for room may find it now. Not needed when the charges have become less:
+  // the destructor does it. REQUIRES: the mutex is held.
   void announce_room() {
     if ((segment_.room & kSleepers) == 0) return;
     std::atomic_ref(segment_.room).store((segment_.room & ~kSleepers) + 2 * kSleepers);
@@ -86,14 +94,34 @@ class Ledger::Lock {
   }
 
  private:
-  static int take(pthread_mutex_t& mutex) {
+  static int take(pthread_mutex_t& mutex, std::atomic<bool>& held_up, Patience patience) {
     if (!is_ledger_mutex(mutex)) return EINVAL;
-    if (const int error = pthread_mutex_trylock(&mutex); error != EBUSY) return error;
+    const int error = pthread_mutex_trylock(&mutex);
+    const bool was_held_up = held_up.load(std::memory_order_relaxed);
+    if (error != EBUSY && !was_held_up) [[likely]]
+      return error;
+    return take_slowly(mutex, held_up, patience, error);
+  }
+
+  // Out of line, so that a lock which is free costs no more than the mutex does.
+  [[gnu::cold, gnu::noinline]] static int take_slowly(pthread_mutex_t& mutex,
+                                                      std::atomic<bool>& held_up, Patience patience,
+                                                      int error) {
+    if (error == EBUSY) {
+      const bool briefly = held_up && patience == Patience::short_after_timeout;
+      const int64_t short_ns = std::min(kShortLockPatienceNs, lock_patience_ns);
+      error = wait_for(mutex, briefly ? short_ns : lock_patience_ns);
+    }
+    held_up = error == ETIMEDOUT;
+    return error;
+  }
+
+  static int wait_for(pthread_mutex_t& mutex, int64_t patience_ns) {
     // By the wall clock, which every C library offers; one that is set forward counts for nothing.
-    for (const int64_t until_ns = monotonic_ns() + lock_patience_ns;;) {
+    for (const int64_t until_ns = monotonic_ns() + patience_ns;;) {
       timespec until = {};
       clock_gettime(CLOCK_REALTIME, &until);
-      const int64_t nanoseconds = until.tv_nsec + lock_patience_ns;
+      const int64_t nanoseconds = until.tv_nsec + patience_ns;
       until.tv_sec += nanoseconds / 1'000'000'000;
       until.tv_nsec = nanoseconds % 1'000'000'000;
       const int error = pthread_mutex_timedlock(&mutex, &until);
@@ -107,6 +135,20 @@ class Ledger::Lock {
   bool room_ = false;
   std::vector<ClientRecord*> asked_;
 };
+
+// Longer than a look at /proc takes, and short for those who wait for a process stopped in it.
+inline constexpr int64_t kLookNs = 100'000'000;
+
+// Inline, and the look at the clock out of line: this is the way of every reservation.
+template <class Act>
+[[gnu::always_inline]] inline Status Ledger::while_nobody_looks(Act act) {
+  for (;; std::this_thread::sleep_for(std::chrono::microseconds(50))) {
+    const Lock lock(*this);
+    KV_TRY(lock.check());
+    if (segment_->look_until_ns == 0 || look_is_over()) [[likely]]
+      return act();
+  }
+}
 
 // A copy; what clients write without the mutex may be of another moment than the rest.
 // REQUIRES: the mutex is held

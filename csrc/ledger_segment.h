@@ -9,10 +9,10 @@
 namespace kvcached {
 
 inline constexpr char kLedgerMagic[8] = {'K', 'V', 'L', 'E', 'D', 'G', 'E', 'R'};
-inline constexpr uint32_t kLedgerVersion = 2;
+inline constexpr uint32_t kLedgerVersion = 3;
 inline constexpr int kMaxClients = 128;
 inline constexpr uint64_t kNoLimit = UINT64_MAX;
-inline constexpr uint32_t kSleepers = 1;  // bit of LedgerSegment::room: somebody sleeps on it
+inline constexpr uint32_t kSleepers = 1;  // bit of LedgerSegment::room: a process sleeps on it
 
 struct ClientRecord {
   uint32_t used;  // written last when a client joins, first when it leaves
@@ -42,7 +42,7 @@ struct ClientRecord {
   uint32_t asked;  // a futex: its client sleeps on it
   uint32_t answered;
   uint64_t asked_bytes;       // beyond its limit it is asked anyway
-  int64_t asked_until_ns;     // after that nobody counts on it
+  int64_t asked_until_ns;     // after that it is not counted on
   int64_t ask_not_before_ns;  // it gave less than was asked for
   uint64_t given_bytes;       // of all answers
 
@@ -74,8 +74,9 @@ struct LedgerSegment {
   uint32_t room;           // a futex: those who wait for room sleep on it; see kSleepers
   uint32_t has_waiters;    // a record may have wanted_since set; 0: none has
   uint64_t tickets;        // the last one given out, for joined and wanted_since
-  uint64_t asks;           // how often anybody was asked: a plan made before is out of date
-  uint64_t reserved[5];
+  uint64_t asks;           // requests so far: a plan made before the last is out of date
+  int64_t look_until_ns;   // no pages are granted before, unless the one who looks is done; 0
+  uint64_t reserved[4];
   ClientRecord clients[kMaxClients];
 };
 

@@ -56,12 +56,22 @@ bool is_over(const ProcessId& process) {
   return stat.state == 'Z' || stat.state == 'X';
 }
 
+ThreadOwner owner_of_thread(int32_t tid) {
+  std::ifstream file("/proc/" + std::to_string(tid) + "/status");
+  ThreadOwner owner;
+  for (std::string word; file >> word;) {
+    if (word == "State:" && file >> word) owner.stopped = word == "T" || word == "t";
+    if (word == "Tgid:") file >> owner.pid;
+  }
+  return owner;
+}
+
 Result<uint64_t> resident_bytes(const ProcessId& process, int fd) {
   constexpr uint64_t kBlockBytes = 512;  // of st_blocks
   const std::string pid = std::to_string(process.pid);
   if (process.pid_namespace != this_process().pid_namespace) {
-    return failure(Code::permission,
-                   "process " + pid + " is of another pid namespace; look from inside it");
+    return failure(Code::permission, "process ", pid,
+                   " is of another pid namespace; look from inside it");
   }
   struct stat info = {};
   if (stat(("/proc/" + pid + "/fd/" + std::to_string(fd)).c_str(), &info) == 0) {
@@ -69,8 +79,8 @@ Result<uint64_t> resident_bytes(const ProcessId& process, int fd) {
   }
   if (errno == ENOENT || errno == ESRCH) return uint64_t{0};
   if (errno == EACCES || errno == EPERM) {
-    return failure(Code::permission,
-                   "may not look at the memory of process " + pid + "; run as its user");
+    return failure(Code::permission, "may not look at the memory of process ", pid,
+                   "; run as its user");
   }
   return system_failure("stat of a client's memory", errno);
 }
@@ -84,6 +94,12 @@ Status lock_byte(int fd, off_t byte, bool wait) {
   if (result == 0) return {};
   if (errno == EAGAIN || errno == EACCES) return failure(Code::busy, "the byte is locked");
   return system_failure("fcntl(F_OFD_SETLK)", errno);
+}
+
+void unlock_byte(int fd, off_t byte) {
+  struct flock lock = one_byte(byte);
+  lock.l_type = F_UNLCK;
+  fcntl(fd, F_OFD_SETLK, &lock);
 }
 
 Status share_byte(int fd, off_t byte) {

@@ -23,6 +23,13 @@ ProcessId this_process();
 // another pid namespace, which cannot be looked at, counts as over.
 bool is_over(const ProcessId& process);
 
+// The process that a thread belongs to; pid 0 if there is no such thread here.
+struct ThreadOwner {
+  int32_t pid = 0;
+  bool stopped = false;
+};
+ThreadOwner owner_of_thread(int32_t tid);
+
 // Memory behind a file that the process has open, as the OS counts it; 0 once the process is over
 // or has closed it. Code::permission if this user may not look.
 Result<uint64_t> resident_bytes(const ProcessId& process, int fd);
@@ -30,6 +37,8 @@ Result<uint64_t> resident_bytes(const ProcessId& process, int fd);
 // Write-locks one byte for this open file description (not for the process).
 // Code::busy if another one holds it and `wait` is false.
 Status lock_byte(int fd, off_t byte, bool wait);
+
+void unlock_byte(int fd, off_t byte);
 
 // Read-locks one byte for this open file description, beside all others that do.
 Status share_byte(int fd, off_t byte);

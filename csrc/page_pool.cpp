@@ -47,19 +47,20 @@ Status PagePool::reserve(uint64_t bytes, Need need) {
 
 Result<std::vector<Handle>> PagePool::create(size_t count, Need need) {
   const uint64_t bytes = count * client_->page_bytes();
-  if (Status status = reserve(bytes, need); !status.ok()) return status;
+  KV_TRY(reserve(bytes, need));
   // Ahead of need nobody waits for a device that is full in spite of the ledger.
   Result<std::vector<Handle>> handles =
       need == Need::now ? client_->create_pages(count) : client_->vmm()->create(count);
   Status outcome = handles.ok() ? client_->commit(bytes) : handles.status();
   if (outcome.ok()) return handles;
   if (handles.ok()) (void)client_->vmm()->release(handles.value());
-  if (Status status = client_->cancel(bytes); !status.ok()) return status;
+  KV_TRY(client_->cancel(bytes));
   return outcome;
 }
 
 Status PagePool::find_room(size_t count) {
-  const uint64_t bytes = count * client_->page_bytes();
+  uint64_t bytes = 0;
+  if (__builtin_mul_overflow(count, client_->page_bytes(), &bytes)) bytes = UINT64_MAX;
   KV_TRY(reserve(bytes, Need::now));
   return client_->cancel(bytes);
 }
@@ -68,9 +69,7 @@ Result<std::vector<Handle>> PagePool::take_as(size_t count, Need need) {
   const size_t reused = std::min(count, spares_.size());
   std::vector<Handle> handles;
   if (count > reused) {
-    Result<std::vector<Handle>> created = create(count - reused, need);
-    if (!created.ok()) return created;
-    handles = std::move(created.value());
+    KV_ASSIGN(handles, create(count - reused, need));
   }
   const std::vector<Handle> spares = remove_spares(reused, true);
   handles.insert(handles.begin(), spares.begin(), spares.end());
@@ -78,9 +77,8 @@ Result<std::vector<Handle>> PagePool::take_as(size_t count, Need need) {
 }
 
 Status PagePool::fill(size_t count) {
-  Result<std::vector<Handle>> created = create(count, Need::later);
-  if (!created.ok()) return created.status();
-  add_spares(created.value());
+  KV_ASSIGN(std::vector<Handle> created, create(count, Need::later));
+  add_spares(created);
   return {};
 }
 
@@ -98,7 +96,7 @@ Result<size_t> PagePool::trim(size_t keep) {
     return status;
   }
   const uint64_t bytes = excess.size() * client_->page_bytes();
-  if (Status status = client_->release(bytes); !status.ok()) return status;
+  KV_TRY(client_->release(bytes));
   return excess.size();
 }
 
@@ -117,9 +115,8 @@ Status PagePool::keep_below_high() {
 Result<size_t> PagePool::available_pages() {
   const size_t own = spare_count_;
   const uint64_t page = client_->page_bytes();
-  Result<uint64_t> bytes = client_->available(client_->spares().spare_pages(owner_) * page);
-  if (!bytes.ok()) return bytes.status();
-  return own + bytes.value() / page;
+  KV_ASSIGN(uint64_t bytes, client_->available(client_->spares().spare_pages(owner_) * page));
+  return own + bytes / page;
 }
 
 }  // namespace kvcached

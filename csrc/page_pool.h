@@ -17,13 +17,13 @@ Status check_watermarks(size_t low, size_t high);
 
 class PagePool {
  public:
-  // `owner` is whoever holds this pool's spares for others to ask, if anybody.
+  // `owner`, if any, holds this pool's spares for others to ask.
   explicit PagePool(std::shared_ptr<Client> client, const SpareHolder* owner = nullptr)
       : client_(std::move(client)), owner_(owner) {}
 
   // `count` pages, all or none; Code::no_room if the ledger does not grant them.
   Result<std::vector<Handle>> take(size_t count) { return take_as(count, Need::now); }
-  // The same ahead of need: nobody is asked for spare pages, and nothing is waited for.
+  // The same ahead of need: asks for no spare pages, and waits for nothing.
   Result<std::vector<Handle>> take_ahead(size_t count) { return take_as(count, Need::later); }
   // Code::no_room unless the ledger would grant `count` pages at this moment. Keeps none.
   Status find_room(size_t count);

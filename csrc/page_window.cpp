@@ -17,8 +17,6 @@ class HostWindow final : public PageWindow {
  public:
   HostWindow(void* start, uint64_t bytes) : start_(static_cast<char*>(start)), bytes_(bytes) {}
   ~HostWindow() override { munmap(start_, bytes_); }
-  HostWindow(const HostWindow&) = delete;
-  HostWindow& operator=(const HostWindow&) = delete;
 
   uint64_t address() const override { return reinterpret_cast<uint64_t>(start_); }
   uint64_t bytes() const override { return bytes_; }
@@ -83,8 +81,8 @@ Status check_shared(const SharedPages& pages, uint64_t page_bytes) {
   if (!pages.places.empty() && std::none_of(pages.places.begin(), pages.places.end(), is_wrong)) {
     return {};
   }
-  return failure(Code::invalid_argument, "these are no pages of " + std::to_string(page_bytes) +
-                                             " bytes that another process shares");
+  return failure(Code::invalid_argument, "these are no pages of ", page_bytes,
+                 " bytes that another process shares");
 }
 
 Status check_copy(std::span<const CopyRun> runs, uint64_t window_bytes) {
@@ -97,12 +95,12 @@ Status check_copy(std::span<const CopyRun> runs, uint64_t window_bytes) {
 
 Result<std::unique_ptr<PageWindow>> open_host_window(const SharedPages& pages,
                                                      uint64_t page_bytes) {
-  if (Status status = check_shared(pages, page_bytes); !status.ok()) return status;
+  KV_TRY(check_shared(pages, page_bytes));
   const uint64_t bytes = pages.places.size() * page_bytes;
   void* start = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start == MAP_FAILED) return system_failure("mmap of a window", errno);
   auto window = std::make_unique<HostWindow>(start, bytes);
-  if (Status status = window->show(pages, page_bytes); !status.ok()) return status;
+  KV_TRY(window->show(pages, page_bytes));
   return std::unique_ptr<PageWindow>(std::move(window));
 }
 

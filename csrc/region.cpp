@@ -5,9 +5,8 @@
 namespace kvcached {
 
 Result<std::shared_ptr<Region>> Region::reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes) {
-  Result<uint64_t> address = vmm->reserve(bytes);
-  if (!address.ok()) return address.status();
-  return std::shared_ptr<Region>(new Region(std::move(vmm), nullptr, address.value(), bytes));
+  KV_ASSIGN(uint64_t address, vmm->reserve(bytes));
+  return std::shared_ptr<Region>(new Region(std::move(vmm), nullptr, address, bytes));
 }
 
 std::shared_ptr<Region> Region::carve(std::shared_ptr<Vmm> vmm, std::shared_ptr<AddressSpace> space,
@@ -39,8 +38,8 @@ Status Region::check_runs(std::span<const PageRun> runs, bool mapped) const {
   for (const PageRun& run : runs) {
     if (run.pages == 0 || run.first_page >= handles_.size() ||
         run.pages > handles_.size() - run.first_page) {
-      return failure(Code::invalid_argument, "the range is empty or outside the tensor of " +
-                                                 std::to_string(bytes_) + " bytes");
+      return failure(Code::invalid_argument, "the range is empty or outside the tensor of ", bytes_,
+                     " bytes");
     }
     for (uint64_t i = 0; i < run.pages; ++i) {
       if ((handles_[run.first_page + i] != kNoHandle) == mapped) continue;
@@ -78,7 +77,7 @@ Status Region::strand(std::span<const Handle> handles, const Status& cause) {
       stranded_.push_back(handle);
     }
   }
-  return failure(Code::stranded, "a failed batch could not be undone: " + cause.message);
+  return failure(Code::stranded, "a failed batch could not be undone: ", cause.message);
 }
 
 Status Region::map(std::span<const PageRun> runs, std::span<const Handle> handles) {
@@ -99,7 +98,7 @@ Status Region::map(std::span<const PageRun> runs, std::span<const Handle> handle
 }
 
 Result<std::vector<Handle>> Region::unmap(std::span<const PageRun> runs) {
-  if (Status status = check_runs(runs, true); !status.ok()) return status;
+  KV_TRY(check_runs(runs, true));
   std::vector<Handle> handles;
   for (size_t i = 0; i < runs.size(); ++i) {
     const std::span<Handle> backing =
@@ -121,7 +120,7 @@ Result<std::vector<Handle>> Region::backing(std::span<const uint64_t> pages) con
   std::vector<Handle> handles;
   for (const uint64_t page : pages) {
     const PageRun run = {page, 1};
-    if (Status status = check_mapped(std::span(&run, 1)); !status.ok()) return status;
+    KV_TRY(check_mapped(std::span(&run, 1)));
     handles.push_back(handles_[page]);
   }
   return handles;
@@ -141,9 +140,8 @@ std::vector<PageRun> Region::mapped_runs() const {
 }
 
 Result<std::vector<Handle>> Region::unmap_all() {
-  Result<std::vector<Handle>> handles = unmap(mapped_runs());
-  if (!handles.ok()) return handles;
-  handles.value().insert(handles.value().end(), stranded_.begin(), stranded_.end());
+  KV_ASSIGN(std::vector<Handle> handles, unmap(mapped_runs()));
+  handles.insert(handles.end(), stranded_.begin(), stranded_.end());
   stranded_.clear();
   return handles;
 }

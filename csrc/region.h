@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "address_space.h"
+#include "non_copyable.h"
 #include "vmm.h"
 
 namespace kvcached {
@@ -24,7 +25,7 @@ struct MapCounters {
   uint64_t pages_unmapped = 0;
 };
 
-class Region {
+class Region : private NonCopyable {
  public:
   // Addresses of its own.
   static Result<std::shared_ptr<Region>> reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes);
@@ -32,8 +33,6 @@ class Region {
   static std::shared_ptr<Region> carve(std::shared_ptr<Vmm> vmm,
                                        std::shared_ptr<AddressSpace> space, uint64_t bytes);
   ~Region();
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
 
   uint64_t address() const { return address_; }
   uint64_t bytes() const { return bytes_; }
@@ -72,7 +71,7 @@ class Region {
   const uint64_t address_;
   const uint64_t bytes_;
   std::vector<Handle> handles_;   // by page; kNoHandle is a hole
-  std::vector<Handle> stranded_;  // of nobody else, and not mapped
+  std::vector<Handle> stranded_;  // owned by the region alone, and not mapped
   std::atomic<uint64_t> mapped_pages_ = 0;
   MapCounters counters_;
 };

@@ -6,27 +6,15 @@
 #include <cerrno>
 #include <cstring>
 
+#include "descriptor.h"
 #include "ledger.h"
+#include "ledger_check.h"
 #include "ledger_file.h"
 #include "liveness.h"
 
 namespace kvcached {
 
 namespace {
-
-class File {
- public:
-  explicit File(int fd) : fd_(fd) {}
-  ~File() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  int fd() const { return fd_; }
-
- private:
-  const int fd_;
-};
 
 // The first bytes of the file, zeros where it is too short.
 Status read_segment(int fd, LedgerSegment* segment) {
@@ -69,10 +57,7 @@ bool is_ledger(const LedgerSegment& segment) {
 std::string reason_of(const LedgerSegment& segment) {
   if (is_unfinished(segment)) return "its creator died before it was done";
   if (!is_ledger(segment)) return "it is not a ledger";
-  if (segment.version != kLedgerVersion || segment.segment_bytes != sizeof(LedgerSegment)) {
-    return "version " + std::to_string(segment.version) + " of the ledger, this library has " +
-           std::to_string(kLedgerVersion);
-  }
+  if (std::string conflict = version_conflict(segment); !conflict.empty()) return conflict;
   const std::string boot_id(segment.boot_id, strnlen(segment.boot_id, sizeof(segment.boot_id)));
   if (boot_id != current_boot_id()) return "it is of an earlier boot";
   return "no living process has it open";
@@ -80,12 +65,12 @@ std::string reason_of(const LedgerSegment& segment) {
 
 Result<SegmentReport> report_on(int fd) {
   LedgerSegment segment;
-  if (Status status = read_segment(fd, &segment); !status.ok()) return status;
+  KV_TRY(read_segment(fd, &segment));
   SegmentReport report;
   bool in_use = is_file_locked(fd);
   if (is_ledger(segment)) {
     report.version = segment.version;
-    if (segment.version == kLedgerVersion && segment.segment_bytes == sizeof(LedgerSegment)) {
+    if (version_conflict(segment).empty()) {
       report.capacity_bytes = segment.capacity_bytes;
       report.page_bytes = segment.page_bytes;
       report.clients = clients_of(segment, fd);
@@ -99,9 +84,9 @@ Result<SegmentReport> report_on(int fd) {
 }  // namespace
 
 Result<SegmentReport> inspect_segment(const std::string& path) {
-  const File file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
-  if (file.fd() < 0) return open_failure(path, errno);
-  return report_on(file.fd());
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  if (file.get() < 0) return open_failure(path, errno);
+  return report_on(file.get());
 }
 
 Result<bool> remove_if_stale(const std::string& path) {
@@ -110,9 +95,8 @@ Result<bool> remove_if_stale(const std::string& path) {
     if (lock.status().code == Code::unknown_device) return false;
     return lock.status();
   }
-  Result<SegmentReport> report = report_on(lock.value().fd());
-  if (!report.ok()) return report.status();
-  if (report.value().stale_reason.empty()) return false;
+  KV_ASSIGN(SegmentReport report, report_on(lock.value().fd()));
+  if (report.stale_reason.empty()) return false;
   if (::unlink(path.c_str()) != 0) return open_failure(path, errno);
   return true;
 }

@@ -6,10 +6,12 @@
 
 #include <csignal>
 
+#include "non_copyable.h"
+
 namespace kvcached {
 
 // A thread that is started while this lives has all signals blocked.
-class SignalsBlocked {
+class SignalsBlocked : private NonCopyable {
  public:
   SignalsBlocked() {
     sigset_t all;
@@ -17,8 +19,6 @@ class SignalsBlocked {
     pthread_sigmask(SIG_SETMASK, &all, &before_);
   }
   ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
 
  private:
   sigset_t before_;

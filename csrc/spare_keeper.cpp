@@ -18,6 +18,8 @@ using std::chrono::milliseconds;
 
 // How often the thread looks at limits and at the room on the device while nothing wakes it.
 constexpr milliseconds kPoll{100};
+// The same while pages wait for the engine's streams.
+constexpr milliseconds kPollStreams{5};
 constexpr milliseconds kShortestPause{100};
 constexpr milliseconds kLongestPause{1600};
 constexpr int kPausesForgiven = 8;  // of quiet after the last, until the next is a short one
@@ -120,9 +122,9 @@ void SpareKeeper::wake_to_fill() {
   if (!deaf_.load(std::memory_order_relaxed)) wake();
 }
 
-void SpareKeeper::sleep() {
+void SpareKeeper::sleep(milliseconds longest) {
   pollfd event = {wake_fd_, POLLIN, 0};
-  if (poll(&event, 1, static_cast<int>(kPoll.count())) <= 0) return;
+  if (poll(&event, 1, static_cast<int>(longest.count())) <= 0) return;
   uint64_t wakes = 0;
   [[maybe_unused]] const ssize_t got = read(wake_fd_, &wakes, sizeof(wakes));
 }
@@ -144,7 +146,8 @@ void SpareKeeper::run() {
     awake_ = false;
     Result<Slack> slack = look_();
     if (!slack.ok()) break;
-    if (step(slack.value()) != Tended::more) sleep();
+    const Tended left = step(slack.value());
+    if (left != Tended::more) sleep(left == Tended::waiting ? kPollStreams : kPoll);
   }
   runs_ = false;
 }

@@ -2,13 +2,12 @@
 // elsewhere, and a thread that keeps them between their watermarks, so that the engine's thread
 // waits neither for a map nor for an unmap.
 //
-// The thread works in batches and only where nobody else is inside the holder. It takes memory from
-// the device only while much of it is free, gives all spares back when little is (slack_of), and
-// after anything that pressed for room it takes none for a while, longer each time. Filling goes up
-// to the low watermark and giving back starts above the high one, so the two never undo each other.
-// It starts with the first watermark that needs it, if it was allowed at all, and never calls
-// Python. A forked child has no such thread.
-// Thread rule: any thread.
+// The thread works in batches and only where no other thread is inside the holder. It takes memory
+// from the device only while much of it is free, gives all spares back when little is (slack_of),
+// and after anything that pressed for room it takes none for a while, longer each time. Filling
+// goes up to the low watermark and giving back starts above the high one, so the two never undo
+// each other. It starts with the first watermark that needs it, if it was allowed at all, and never
+// calls Python. A forked child has no such thread. Thread rule: any thread.
 #pragma once
 
 #include <pthread.h>
@@ -20,11 +19,13 @@
 #include <vector>
 
 #include "ledger.h"
+#include "non_copyable.h"
 
 namespace kvcached {
 
-// What a batch of background work on a holder left to do, in ascending order of importance.
-enum class Tended { content, starved, more };
+// What a batch of background work on a holder left to do, in ascending order of importance:
+// nothing, what there is no room for, pages that the engine's streams may still touch, more now.
+enum class Tended { content, starved, waiting, more };
 
 // What spare pages may do to the device now.
 struct Slack {
@@ -33,7 +34,7 @@ struct Slack {
 };
 
 // Holds pages of a client that it could do without.
-class SpareHolder {
+class SpareHolder : private NonCopyable {
  public:
   virtual ~SpareHolder() = default;
   // Gives them back, unless another thread is inside the holder. Never waits for it.
@@ -50,12 +51,10 @@ class SpareHolder {
 // client is within its limit.
 Slack slack_of(const LedgerUsage& device, const ClientRecord& client, int64_t now_ns);
 
-class SpareKeeper {
+class SpareKeeper : private NonCopyable {
  public:
   // `look` answers on the keeper's thread; an error ends the thread.
   explicit SpareKeeper(std::function<Result<Slack>()> look) : look_(std::move(look)) {}
-  SpareKeeper(const SpareKeeper&) = delete;
-  SpareKeeper& operator=(const SpareKeeper&) = delete;
   // REQUIRES: stopped, or abandoned
   ~SpareKeeper();
 
@@ -71,6 +70,7 @@ class SpareKeeper {
 
   // The thread. start does nothing unless it was allowed and once it runs.
   void allow() { allowed_ = true; }
+  bool is_allowed() const { return allowed_; }
   Status start();
   void stop();
   bool runs() const { return runs_.load(std::memory_order_acquire); }
@@ -91,7 +91,7 @@ class SpareKeeper {
   void run();
   Tended step(const Slack& slack);
   void back_off(Clock::time_point now);
-  void sleep();
+  void sleep(std::chrono::milliseconds longest);
 
   const std::function<Result<Slack>()> look_;
   bool allowed_ = false;
@@ -104,7 +104,7 @@ class SpareKeeper {
   bool started_ = false;
   pthread_t thread_ = {};
   std::mutex thread_mutex_;  // of starting and stopping; before step_mutex_
-  std::mutex step_mutex_;    // whoever has it may be inside holders; before holders_mutex_
+  std::mutex step_mutex_;    // its holder may be inside SpareHolders; before holders_mutex_
   std::mutex holders_mutex_;
   std::vector<SpareHolder*> holders_;
   // Of the thread alone.

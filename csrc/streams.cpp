@@ -26,8 +26,7 @@ Status Streams::set(std::vector<Stream> streams, Clock::duration max_wait) {
   }
   for (const Stream stream : streams) {
     // A stream that cannot be waited for is refused now, not at the first free.
-    Result<std::unique_ptr<StreamEvent>> event = vmm_->record_event(stream);
-    if (!event.ok()) return event.status();
+    KV_ASSIGN(std::unique_ptr<StreamEvent> event, vmm_->record_event(stream));
   }
   const std::lock_guard lock(mutex_);
   streams_ = std::move(streams);
@@ -56,13 +55,11 @@ Result<Fence> Streams::make_fence() const {
 }
 
 Status Streams::wait() const {
-  Result<Fence> fence = make_fence();
-  if (!fence.ok()) return fence.status();
+  KV_ASSIGN(Fence fence, make_fence());
   const Clock::time_point deadline = Clock::now() + max_wait();
   for (Pause pause;; pause.sleep()) {
-    Result<bool> passed = fence.value().has_passed();
-    if (!passed.ok()) return passed.status();
-    if (passed.value()) return {};
+    KV_ASSIGN(bool passed, fence.has_passed());
+    if (passed) return {};
     if (Clock::now() >= deadline) break;
   }
   return failure(Code::in_use,

@@ -4,10 +4,8 @@ namespace kvcached {
 
 Result<std::shared_ptr<VirtualTensor>> VirtualTensor::create(std::shared_ptr<Client> client,
                                                              uint64_t bytes) {
-  Result<std::shared_ptr<Region>> region = client->reserve_region(bytes);
-  if (!region.ok()) return region.status();
-  return std::shared_ptr<VirtualTensor>(
-      new VirtualTensor(std::move(client), std::move(region.value())));
+  KV_ASSIGN(std::shared_ptr<Region> region, client->reserve_region(bytes));
+  return std::shared_ptr<VirtualTensor>(new VirtualTensor(std::move(client), std::move(region)));
 }
 
 VirtualTensor::VirtualTensor(std::shared_ptr<Client> client, std::shared_ptr<Region> region)
@@ -24,41 +22,37 @@ uint64_t VirtualTensor::mapped_bytes() const {
 
 Result<PageRun> VirtualTensor::run_of(uint64_t offset, uint64_t bytes) const {
   if (closed_) return failure(Code::closed, "the virtual tensor was freed");
-  if (Status status = client_->check_open(); !status.ok()) return status;
+  KV_TRY(client_->check_open());
   const uint64_t page = client_->page_bytes();
   if (offset % page != 0 || bytes % page != 0) {
-    return failure(Code::not_aligned, "offset and size must be multiples of the page size, " +
-                                          std::to_string(page) + " bytes");
+    return failure(Code::not_aligned, "offset and size must be multiples of the page size, ", page,
+                   " bytes");
   }
   return PageRun{offset / page, bytes / page};
 }
 
 Status VirtualTensor::map(uint64_t offset, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  Result<PageRun> run = run_of(offset, bytes);
-  if (!run.ok()) return run.status();
-  const std::span<const PageRun> runs(&run.value(), 1);
+  KV_ASSIGN(PageRun run, run_of(offset, bytes));
+  const std::span<const PageRun> runs(&run, 1);
   KV_TRY(region_->check_unmapped(runs));
-  Result<std::vector<Handle>> pages = pool_.take(run.value().pages);
-  if (!pages.ok()) return pages.status();
-  Status mapped = region_->map(runs, pages.value());
+  KV_ASSIGN(std::vector<Handle> pages, pool_.take(run.pages));
+  Status mapped = region_->map(runs, pages);
   if (mapped.ok()) client_->count_maps(1, 0);
   if (mapped.ok() || mapped.code == Code::stranded) return mapped;
-  KV_TRY(pool_.give(pages.value()));
+  KV_TRY(pool_.give(pages));
   return mapped;
 }
 
 Status VirtualTensor::unmap(uint64_t offset, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  Result<PageRun> run = run_of(offset, bytes);
-  if (!run.ok()) return run.status();
-  const std::span<const PageRun> runs(&run.value(), 1);
+  KV_ASSIGN(PageRun run, run_of(offset, bytes));
+  const std::span<const PageRun> runs(&run, 1);
   KV_TRY(region_->check_mapped(runs));
   KV_TRY(client_->streams().wait());
-  Result<std::vector<Handle>> pages = region_->unmap(runs);
-  if (!pages.ok()) return pages.status();
+  KV_ASSIGN(std::vector<Handle> pages, region_->unmap(runs));
   client_->count_maps(0, 1);
-  return pool_.give(pages.value());
+  return pool_.give(pages);
 }
 
 Status VirtualTensor::close() {
@@ -67,10 +61,9 @@ Status VirtualTensor::close() {
   if (client_->check_open().ok()) {
     KV_TRY(client_->streams().wait());
     const uint64_t unmaps_before = region_->counters().unmaps;
-    Result<std::vector<Handle>> pages = region_->unmap_all();
-    if (!pages.ok()) return pages.status();
+    KV_ASSIGN(std::vector<Handle> pages, region_->unmap_all());
     client_->count_maps(0, region_->counters().unmaps - unmaps_before);
-    KV_TRY(pool_.give(pages.value()));
+    KV_TRY(pool_.give(pages));
   }
   closed_ = true;
   return {};

@@ -2,18 +2,17 @@
 // Thread rule: any thread; calls are serialised.
 #pragma once
 
+#include "non_copyable.h"
 #include "page_pool.h"
 #include "region.h"
 
 namespace kvcached {
 
-class VirtualTensor {
+class VirtualTensor : private NonCopyable {
  public:
   static Result<std::shared_ptr<VirtualTensor>> create(std::shared_ptr<Client> client,
                                                        uint64_t bytes);
   ~VirtualTensor();
-  VirtualTensor(const VirtualTensor&) = delete;
-  VirtualTensor& operator=(const VirtualTensor&) = delete;
 
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t mapped_bytes() const;

@@ -26,7 +26,7 @@ Status Vmm::map_accessible(uint64_t address, std::span<const Handle> handles) {
   Status access = set_access(address, bytes);
   if (access.ok()) return access;
   if (!unmap(address, bytes).ok()) {
-    return failure(Code::stranded, "pages were mapped without access: " + access.message);
+    return failure(Code::stranded, "pages were mapped without access: ", access.message);
   }
   return access;
 }
@@ -37,12 +37,12 @@ Status check_device_name(const std::string& device) {
     const Result<const CudaDriver*> driver = CudaDriver::load();
     return driver.ok() ? Status{} : driver.status();
   }
-  return failure(Code::unknown_device,
-                 "device '" + device + "' is not known; write 'host:0' or 'cuda:0'");
+  return failure(Code::unknown_device, "device '", device,
+                 "' is not known; write 'host:0' or 'cuda:0'");
 }
 
 Result<std::shared_ptr<Vmm>> make_vmm(const std::string& device, uint64_t page_bytes) {
-  if (Status status = check_device_name(device); !status.ok()) return status;
+  KV_TRY(check_device_name(device));
   if (device.starts_with("host:")) return HostVmm::make(page_bytes);
   return CudaVmm::make(std::stoi(device.substr(device.find(':') + 1)), page_bytes);
 }

@@ -3,6 +3,9 @@
 //
 //   reserve      an address range: nothing resident, every access is a fault
 //   create       physical pages, each a handle of exactly page_bytes()
+//   create_block the same, made at once, which are then mapped, unmapped and released all together
+//                and in order (Code::invalid_argument otherwise): one call to a GPU's driver where
+//                single pages take one each
 //   map          whole handles, in order, at consecutive addresses that are all unmapped
 //   set_access   before the first access to a mapped page
 //   unmap        a range in which every page is mapped; the handles stay valid
@@ -13,13 +16,13 @@
 // Sizes and addresses are multiples of page_bytes(). Calls may come from any thread.
 //
 // Work runs on streams, after the call that submitted it has returned. No call here waits for it or
-// knows what it touches: whoever unmaps a page records an event behind the last work that may touch
-// it, and unmaps once that has passed.
+// knows what it touches: the caller of unmap records an event behind the last work that may touch
+// the page, and unmaps once that has passed.
 //
 // Holes, the unmapped parts of a reservation, fault: an access ends the process, on a GPU the
 // context and, under MPS, those of all its clients. After guard_holes a hole that is left by unmap
-// shows zeros instead, and map takes the place of that. A first access beyond what was ever mapped
-// still faults. It costs a page of the device, which whoever calls it has leased.
+// shows zeros instead, and so does a hole of a range that cover names; map takes the place of that.
+// Other holes still fault. It costs a page of the device, which the caller has leased.
 //
 // What a page contains when it is mapped: what it held when it was unmapped, so data of this
 // client, of other tensors of it as well. Fresh from create it is zero on a host device, where the
@@ -30,11 +33,11 @@
 // Other processes:
 //   export_pages files through which another process can map pages, for as long as it keeps them;
 //                only their contents are shared, who made them owns and pays for them
-//   open_window  such pages of somebody else, mapped read-only one behind the other, until the
-//                window goes. They are no handles here, and nobody's lease grows. A host device
+//   open_window  such pages of another process, mapped read-only one behind the other, until the
+//                window goes. They are no handles here, and no lease grows. A host device
 //                refuses files that end before their pages: to read there would be a signal.
 // Memory that is released while a window shows it is zeros on a host device; on a GPU it stays
-// until the window goes. So an owner keeps pages until whoever has a window is done.
+// until the window goes. So an owner keeps pages until the windows are gone.
 //
 // Streams:
 //   record_event an event behind everything that the stream was given so far
@@ -49,6 +52,7 @@
 #include <vector>
 
 #include "descriptor.h"
+#include "non_copyable.h"
 #include "status.h"
 
 namespace kvcached {
@@ -62,7 +66,7 @@ using Stream = uint64_t;
 
 // A point in a stream's work. Does not keep the stream alive.
 // Thread rule: the owner's. Dropped before its Vmm.
-class StreamEvent {
+class StreamEvent : private NonCopyable {
  public:
   virtual ~StreamEvent() = default;
   // Whether all work before it is done. Never waits. After an error (the stream's context is
@@ -94,7 +98,7 @@ struct CopyRun {
 };
 
 // Thread rule: one thread at a time. Goes before its Vmm closes; unmaps.
-class PageWindow {
+class PageWindow : private NonCopyable {
  public:
   virtual ~PageWindow() = default;
   virtual uint64_t address() const = 0;
@@ -104,7 +108,7 @@ class PageWindow {
   virtual Status copy(std::span<const CopyRun> runs) = 0;
 };
 
-class Vmm {
+class Vmm : private NonCopyable {
  public:
   virtual ~Vmm() = default;
 
@@ -115,11 +119,17 @@ class Vmm {
   virtual Status free_address(uint64_t address, uint64_t bytes) = 0;
 
   virtual Result<std::vector<Handle>> create(size_t count) = 0;
+  virtual Result<std::vector<Handle>> create_block(size_t count) = 0;
   virtual Status release(std::span<const Handle> handles) = 0;
 
   virtual Status map(uint64_t address, std::span<const Handle> handles) = 0;
   virtual Status set_access(uint64_t address, uint64_t bytes) = 0;
   virtual Status unmap(uint64_t address, uint64_t bytes) = 0;
+
+  // Sets every byte, and waits for that. REQUIRES: mapped with access, no pending work touches it
+  virtual Status fill(uint64_t address, uint64_t bytes, unsigned char value) = 0;
+  // Whether pages fresh from create are zero.
+  virtual bool makes_zeros() const = 0;
 
   // map and set_access in one step, for backends that can do both in one call to the OS.
   virtual Status map_accessible(uint64_t address, std::span<const Handle> handles);
@@ -134,6 +144,10 @@ class Vmm {
   // For all unmaps from now on; see above. Idempotent. An unmap whose hole the driver does not
   // cover is done all the same, and the next call tries again; until then that hole faults.
   virtual Status guard_holes() = 0;
+  // After guard_holes, else nothing: the range's holes show zeros as well where nothing was mapped
+  // yet. For tensors that kernels index by what a caller gave. As unmap, where the driver refuses.
+  // REQUIRES: the range is reserved
+  virtual Status cover(uint64_t address, uint64_t bytes) = 0;
   // For all unmaps from now on, close included: their pages are zeroed first, of those that a
   // failed unmap leaves mapped as well. REQUIRES of each: no work that may touch the pages is
   // pending.
@@ -155,7 +169,8 @@ class Vmm {
 };
 
 // `device` is "host:N" or "cuda:N". REQUIRES: page_bytes > 0
-// Code::unavailable for a backend that this version or machine lacks; Code::unknown_device else.
+// Code::no_driver, Code::old_driver, Code::unsupported or Code::hidden_device for a GPU that cannot
+// be used here; Code::unknown_device for a name that means nothing.
 Result<std::shared_ptr<Vmm>> make_vmm(const std::string& device, uint64_t page_bytes);
 
 // Checks the name alone and that its backend can be loaded. Makes no call to a driver, so that the

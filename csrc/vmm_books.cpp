@@ -29,8 +29,8 @@ void find_runs(uint64_t address, uint64_t page_bytes, std::span<const Handle> pa
 Status VmmBooks::check_range(uint64_t address, uint64_t bytes) const {
   if (bytes == 0) return failure(Code::invalid_argument, "size is 0 bytes; give a positive size");
   if (address % page_bytes_ != 0 || bytes % page_bytes_ != 0) {
-    return failure(Code::not_aligned, "offset and size must be multiples of the page size, " +
-                                          std::to_string(page_bytes_) + " bytes");
+    return failure(Code::not_aligned, "offset and size must be multiples of the page size, ",
+                   page_bytes_, " bytes");
   }
   return {};
 }
@@ -52,9 +52,8 @@ std::span<Handle> VmmBooks::find_pages(uint64_t address, uint64_t bytes) {
 Status VmmBooks::check_reserve(uint64_t bytes) const {
   KV_TRY(check_range(0, bytes));
   if (bytes / page_bytes_ <= kMaxPages) return {};
-  return failure(Code::invalid_argument, std::to_string(bytes) + " bytes are more than " +
-                                             std::to_string(kMaxPages) +
-                                             " pages; ask for less or use larger pages");
+  return failure(Code::invalid_argument, bytes, " bytes are more than ", kMaxPages,
+                 " pages; ask for less or use larger pages");
 }
 
 void VmmBooks::add_reservation(uint64_t address, uint64_t bytes) {
@@ -83,14 +82,46 @@ std::vector<Handle> VmmBooks::create(size_t count) {
   return handles;
 }
 
+std::vector<Handle> VmmBooks::create_block(size_t count) {
+  std::vector<Handle> handles = create(count);
+  if (count > 1) blocks_.emplace(handles[0], count);
+  return handles;
+}
+
+size_t VmmBooks::pages_from(Handle handle) const {
+  const auto block = blocks_.find(handle);
+  return block == blocks_.end() ? 1 : block->second;
+}
+
+bool VmmBooks::is_in_block(Handle handle) const {
+  const auto after = blocks_.upper_bound(handle);
+  if (after == blocks_.begin()) return false;
+  const auto block = std::prev(after);
+  return handle - block->first < block->second;
+}
+
+Status VmmBooks::check_whole(std::span<const Handle> handles) const {
+  size_t pages = 0;
+  for (size_t i = 0; i < handles.size(); i += pages) {
+    pages = pages_from(handles[i]);
+    bool whole = pages > 1 ? pages <= handles.size() - i : !is_in_block(handles[i]);
+    for (size_t k = 1; whole && k < pages; ++k) whole = handles[i + k] == handles[i] + k;
+    if (whole) continue;
+    return failure(Code::invalid_argument,
+                   "pages that were made as one block are moved together and in order");
+  }
+  return {};
+}
+
 Result<std::vector<Handle>> VmmBooks::mark_released(std::span<const Handle> handles) {
+  KV_TRY(check_whole(handles));
   std::vector<Handle> idle;
   for (size_t i = 0; i < handles.size(); ++i) {
     auto use = uses_.find(handles[i]);
     if (use == uses_.end() || use->second.released) {
       unmark_released(handles.first(i));
-      return failure(Code::unknown_handle, "page handle " + std::to_string(handles[i]) +
-                                               " was released or never created");
+      return failure(Code::unknown_handle, "page handle ", handles[i],
+                     " was released or never created");
     }
     use->second.released = true;
     if (!use->second.mapped) idle.push_back(handles[i]);
@@ -103,15 +134,17 @@ void VmmBooks::unmark_released(std::span<const Handle> handles) {
 }
 
 void VmmBooks::forget(std::span<const Handle> handles) {
-  for (const Handle handle : handles) uses_.erase(handle);
+  for (const Handle handle : handles) {
+    uses_.erase(handle);
+    blocks_.erase(handle);
+  }
 }
 
 Status VmmBooks::check_known(std::span<const Handle> handles) const {
   for (const Handle handle : handles) {
     const auto use = uses_.find(handle);
     if (use != uses_.end() && !use->second.released) continue;
-    return failure(Code::unknown_handle,
-                   "page handle " + std::to_string(handle) + " was released or never created");
+    return failure(Code::unknown_handle, "page handle ", handle, " was released or never created");
   }
   return {};
 }
@@ -126,8 +159,8 @@ Status VmmBooks::claim(std::span<const Handle> handles) {
     }
     unclaim(handles.first(i));
     const std::string name = "page handle " + std::to_string(handles[i]);
-    return known ? failure(Code::already_mapped, name + " is mapped already; unmap it first")
-                 : failure(Code::unknown_handle, name + " was released or never created");
+    return known ? failure(Code::already_mapped, name, " is mapped already; unmap it first")
+                 : failure(Code::unknown_handle, name, " was released or never created");
   }
   return {};
 }
@@ -143,16 +176,22 @@ Status VmmBooks::map(uint64_t address, std::span<const Handle> handles) {
   if (std::any_of(pages.begin(), pages.end(), is_mapped)) {
     return failure(Code::already_mapped, "part of the range is mapped already; unmap it first");
   }
+  KV_TRY(check_whole(handles));
   KV_TRY(claim(handles));
   std::copy(handles.begin(), handles.end(), pages.begin());
   return {};
+}
+
+Status VmmBooks::check_whole_mapped(uint64_t address, uint64_t bytes, const char* call) const {
+  KV_TRY(check_mapped(address, bytes, call));
+  return check_whole(mapped(address, bytes));
 }
 
 Status VmmBooks::check_mapped(uint64_t address, uint64_t bytes, const char* call) const {
   KV_TRY(check_range(address, bytes));
   const std::span<const Handle> pages = find_pages(address, bytes);
   if (!pages.empty() && std::all_of(pages.begin(), pages.end(), is_mapped)) return {};
-  return failure(Code::not_mapped, std::string(call) + " needs every page of the range mapped");
+  return failure(Code::not_mapped, std::string(call), " needs every page of the range mapped");
 }
 
 std::span<const Handle> VmmBooks::mapped(uint64_t address, uint64_t bytes) const {
@@ -195,6 +234,7 @@ void VmmBooks::clear() {
     std::fill(reservation.pages.begin(), reservation.pages.end(), kNoHandle);
   }
   uses_.clear();
+  blocks_.clear();
 }
 
 }  // namespace kvcached

@@ -40,6 +40,12 @@ class VmmBooks {
   Handle next_handle() const { return next_handle_; }
   // REQUIRES: count > 0
   std::vector<Handle> create(size_t count);
+  // The same as a block: map, unmap, set_access and release take it whole and in order.
+  std::vector<Handle> create_block(size_t count);
+  // How many pages there are from this one to the end of what begins with it: a block, or a page of
+  // its own.
+  size_t pages_from(Handle handle) const;
+  bool is_in_block(Handle handle) const;
   // Marks all handles as released, or none. Answers those that are not mapped: their memory can
   // go at once, and then they are forgotten.
   Result<std::vector<Handle>> mark_released(std::span<const Handle> handles);
@@ -53,6 +59,8 @@ class VmmBooks {
   Status map(uint64_t address, std::span<const Handle> handles);
   // `call` is named in the message if part of the range is not mapped.
   Status check_mapped(uint64_t address, uint64_t bytes, const char* call) const;
+  // The same, and that no block is cut.
+  Status check_whole_mapped(uint64_t address, uint64_t bytes, const char* call) const;
   // The handles mapped there. REQUIRES: check_mapped
   std::span<const Handle> mapped(uint64_t address, uint64_t bytes) const;
   // Leaves holes of a kind. Those of the handles mapped there that were released before: they are
@@ -77,6 +85,8 @@ class VmmBooks {
   // The pages of a range that lies within one reservation; empty if it does not.
   std::span<const Handle> find_pages(uint64_t address, uint64_t bytes) const;
   std::span<Handle> find_pages(uint64_t address, uint64_t bytes);
+  // Code::invalid_argument if a block is cut or out of order.
+  Status check_whole(std::span<const Handle> handles) const;
   // Marks every handle as mapped, or none.
   Status claim(std::span<const Handle> handles);
   void unclaim(std::span<const Handle> handles);
@@ -85,6 +95,7 @@ class VmmBooks {
   Handle next_handle_ = 1;
   std::map<uint64_t, Reservation> reservations_;  // by address
   std::unordered_map<Handle, Use> uses_;
+  std::map<Handle, size_t> blocks_;  // pages of each, by its first
 };
 
 }  // namespace kvcached

@@ -13,34 +13,31 @@ Status check_page_bytes(uint64_t page_bytes, uint64_t granularity_bytes) {
       std::has_single_bit(page_bytes / granularity_bytes)) {
     return {};
   }
-  return failure(Code::not_aligned, "page_bytes " + std::to_string(page_bytes) +
-                                        " must be the driver's granularity of " +
-                                        std::to_string(granularity_bytes) +
-                                        " bytes, or that times a power of two");
+  return failure(Code::not_aligned, "page_bytes ", page_bytes,
+                 " must be the driver's granularity of ", granularity_bytes,
+                 " bytes, or that times a power of two");
 }
 
 class CudaEvent final : public StreamEvent {
  public:
-  CudaEvent(std::shared_ptr<const CudaDevice> device, CuEvent event)
-      : device_(std::move(device)), event_(event) {}
+  CudaEvent(std::shared_ptr<const CudaDevice> device, CuEvent event, Stream stream)
+      : device_(std::move(device)), event_(event), stream_(stream) {}
   ~CudaEvent() override { device_->destroy_event(event_); }
-  CudaEvent(const CudaEvent&) = delete;
-  CudaEvent& operator=(const CudaEvent&) = delete;
-  Result<bool> has_passed() override { return device_->has_passed(event_); }
+  Result<bool> has_passed() override { return device_->has_passed(event_, stream_); }
 
  private:
   const std::shared_ptr<const CudaDevice> device_;
   const CuEvent event_;
+  const Stream stream_;
 };
 
 }  // namespace
 
 Result<std::shared_ptr<Vmm>> CudaVmm::make(int ordinal, uint64_t page_bytes) {
-  Result<std::unique_ptr<CudaDevice>> device = CudaDevice::open(ordinal);
-  if (!device.ok()) return device.status();
-  Status status = check_page_bytes(page_bytes, device.value()->granularity_bytes());
+  KV_ASSIGN(std::unique_ptr<CudaDevice> device, CudaDevice::open(ordinal));
+  Status status = check_page_bytes(page_bytes, device->granularity_bytes());
   if (!status.ok()) return status;
-  return std::shared_ptr<Vmm>(new CudaVmm(std::move(device.value()), page_bytes));
+  return std::shared_ptr<Vmm>(new CudaVmm(std::move(device), page_bytes));
 }
 
 CudaVmm::CudaVmm(std::shared_ptr<CudaDevice> device, uint64_t page_bytes)
@@ -73,8 +70,8 @@ Status CudaVmm::check_open() const {
 
 Result<uint64_t> CudaVmm::reserve(uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
-  if (Status status = books_.check_reserve(bytes); !status.ok()) return status;
+  KV_TRY(check_open());
+  KV_TRY(books_.check_reserve(bytes));
   Result<uint64_t> address = device_->reserve(bytes, page_bytes());
   if (address.ok()) books_.add_reservation(address.value(), bytes);
   return address;
@@ -90,75 +87,13 @@ Status CudaVmm::free_address(uint64_t address, uint64_t bytes) {
   return {};
 }
 
-void CudaVmm::drop(std::span<const CuHandle> unowned) {
-  for (const CuHandle handle : unowned) {
-    if (!device_->release(handle).ok()) owed_.push_back(handle);
-  }
-}
-
-Status CudaVmm::create_all(std::span<CuHandle> made) {
-  for (size_t i = 0; i < made.size(); ++i) {
-    Result<CuHandle> handle = device_->create(page_bytes());
-    if (!handle.ok()) {
-      drop(made.first(i));
-      return handle.status();
-    }
-    made[i] = handle.value();
-  }
-  return {};
-}
-
-Result<std::vector<Handle>> CudaVmm::create(size_t count) {
-  const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
-  if (count == 0) return failure(Code::invalid_argument, "cannot create 0 pages");
-  std::vector<CuHandle> made(count);
-  if (Status status = create_all(made); !status.ok()) return status;
-  std::vector<Handle> handles = books_.create(count);
-  for (size_t i = 0; i < count; ++i) made_.emplace(handles[i], made[i]);
-  return handles;
-}
-
-Status CudaVmm::release_all(std::span<const Handle> handles) {
-  for (const Handle handle : handles) {
-    const auto made = made_.find(handle);
-    if (made == made_.end()) continue;
-    // Those that are gone by now stay the caller's, without memory until they are mapped.
-    KV_TRY(device_->release(made->second));
-    made_.erase(made);
-  }
-  return {};
-}
-
-Result<CuHandle> CudaVmm::memory_of(Handle handle) {
-  const auto made = made_.find(handle);
-  if (made != made_.end()) return made->second;
-  Result<CuHandle> created = device_->create(page_bytes());
-  if (created.ok()) made_.emplace(handle, created.value());
-  return created;
-}
-
 Status CudaVmm::map_page(uint64_t address, Handle handle) {
-  Result<CuHandle> memory = memory_of(handle);
-  if (!memory.ok()) return memory.status();
-  return device_->map(address, page_bytes(), memory.value());
-}
-
-Status CudaVmm::release(std::span<const Handle> handles) {
-  const std::lock_guard lock(mutex_);
-  KV_TRY(check_open());
-  Result<std::vector<Handle>> idle = books_.mark_released(handles);
-  if (!idle.ok()) return idle.status();
-  if (Status status = release_all(idle.value()); !status.ok()) {
-    books_.unmark_released(handles);
-    return status;
-  }
-  books_.forget(idle.value());
-  return {};
+  KV_ASSIGN(CuHandle memory, memory_of(handle));
+  return device_->map(address, books_.pages_from(handle) * page_bytes(), memory);
 }
 
 Status CudaVmm::map_all(uint64_t address, std::span<const Handle> handles) {
-  for (size_t i = 0; i < handles.size(); ++i) {
+  for (size_t i = 0; i < handles.size(); i += books_.pages_from(handles[i])) {
     const Status status = map_page(address + i * page_bytes(), handles[i]);
     if (status.ok()) continue;
     const uint64_t done = i * page_bytes();
@@ -167,7 +102,7 @@ Status CudaVmm::map_all(uint64_t address, std::span<const Handle> handles) {
     const uint64_t kept = undone ? 0 : done;
     (void)books_.unmap(address + kept, handles.size() * page_bytes() - kept);
     return undone ? status
-                  : failure(Code::stranded, "a failed map could not be undone: " + status.message);
+                  : failure(Code::stranded, "a failed map could not be undone: ", status.message);
   }
   return {};
 }
@@ -215,10 +150,17 @@ Status CudaVmm::uncover(uint64_t address, uint64_t bytes) {
 }
 
 Status CudaVmm::scrub(uint64_t address, uint64_t bytes) {
-  if (!scrub_ || device_->zero(address, bytes).ok()) return {};
+  if (!scrub_ || device_->fill(address, bytes, 0).ok()) return {};
   // Pages that were mapped without access.
   KV_TRY(device_->set_access(address, bytes));
-  return device_->zero(address, bytes);
+  return device_->fill(address, bytes, 0);
+}
+
+Status CudaVmm::fill(uint64_t address, uint64_t bytes, unsigned char value) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  KV_TRY(books_.check_mapped(address, bytes, "fill"));
+  return device_->fill(address, bytes, value);
 }
 
 void CudaVmm::cover_bare() {
@@ -237,9 +179,16 @@ Status CudaVmm::guard_holes() {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
   if (guard_ != nullptr) return {};
-  Result<std::unique_ptr<CudaGuard>> guard = CudaGuard::make(device_, page_bytes());
-  if (!guard.ok()) return guard.status();
-  guard_ = std::move(guard.value());
+  KV_ASSIGN(guard_, CudaGuard::make(device_, page_bytes()));
+  return {};
+}
+
+Status CudaVmm::cover(uint64_t address, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  if (guard_ == nullptr) return {};
+  bared(books_.holes(address, bytes, kNoHandle));
+  cover_bare();
   return {};
 }
 
@@ -251,20 +200,22 @@ void CudaVmm::scrub_pages() {
 Status CudaVmm::set_access(uint64_t address, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
-  KV_TRY(books_.check_mapped(address, bytes, "set_access"));
+  KV_TRY(books_.check_whole_mapped(address, bytes, "set_access"));
   return device_->set_access(address, bytes);
 }
 
 Status CudaVmm::unmap(uint64_t address, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
-  KV_TRY(books_.check_mapped(address, bytes, "unmap"));
+  KV_TRY(books_.check_whole_mapped(address, bytes, "unmap"));
   KV_TRY(scrub(address, bytes));
   KV_TRY(device_->unmap(address, bytes));
   std::vector<CuHandle> unowned;
   for (const Handle handle : books_.unmap(address, bytes, guard_ ? kBare : kNoHandle)) {
-    unowned.push_back(made_[handle]);
-    made_.erase(handle);
+    if (const auto made = made_.find(handle); made != made_.end()) {
+      unowned.push_back(made->second);
+      made_.erase(made);
+    }
   }
   drop(unowned);
   if (guard_ == nullptr) return {};
@@ -275,10 +226,9 @@ Status CudaVmm::unmap(uint64_t address, uint64_t bytes) {
 }
 
 Result<std::unique_ptr<StreamEvent>> CudaVmm::record_event(Stream stream) {
-  if (Status status = check_open(); !status.ok()) return status;
-  Result<CuEvent> event = device_->record_event(stream);
-  if (!event.ok()) return event.status();
-  return std::unique_ptr<StreamEvent>(new CudaEvent(device_, event.value()));
+  KV_TRY(check_open());
+  KV_ASSIGN(CuEvent event, device_->record_event(stream));
+  return std::unique_ptr<StreamEvent>(new CudaEvent(device_, event, stream));
 }
 
 bool CudaVmm::can_share_with(const Location& other) const {
@@ -287,25 +237,26 @@ bool CudaVmm::can_share_with(const Location& other) const {
 
 Result<SharedPages> CudaVmm::export_pages(std::span<const Handle> handles) {
   const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
-  if (Status status = books_.check_known(handles); !status.ok()) return status;
+  KV_TRY(check_open());
+  KV_TRY(books_.check_known(handles));
   if (!device_->exports()) {
     return failure(Code::unavailable, "the driver shares no memory of this GPU between processes");
   }
   SharedPages shared;
   for (const Handle handle : handles) {
-    Result<CuHandle> memory = memory_of(handle);
-    if (!memory.ok()) return memory.status();
-    Result<int> file = device_->export_file(memory.value());
-    if (!file.ok()) return file.status();
+    if (books_.is_in_block(handle)) {
+      return failure(Code::unavailable, "pages that were made as one block are not shared");
+    }
+    KV_ASSIGN(CuHandle memory, memory_of(handle));
+    KV_ASSIGN(int file, device_->export_file(memory));
     shared.places.push_back({shared.files.size(), 0});
-    shared.files.emplace_back(file.value());
+    shared.files.emplace_back(file);
   }
   return shared;
 }
 
 Result<std::unique_ptr<PageWindow>> CudaVmm::open_window(const SharedPages& pages) {
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   return CudaWindow::open(device_, pages, page_bytes());
 }
 

@@ -1,6 +1,7 @@
 // The Vmm of a GPU: the CUDA driver's virtual memory calls, one allocation of page_bytes() per
-// handle. The driver enforces its rules by undefined behaviour as often as by errors; the books
-// refuse first, so that a mistake is the same named error as on a host device.
+// handle, or one for all the handles of a block. The driver enforces its rules by undefined
+// behaviour as often as by errors; the books refuse first, so that a mistake is the same named
+// error as on a host device.
 //
 // Calls per run of n pages: map n x cuMemMap and one cuMemSetAccess; unmap one cuMemUnmap (a range
 // of whole mappings is one call). Where a call fails half way, the driver's state is rolled back.
@@ -28,23 +29,25 @@ class CudaVmm final : public Vmm, private ForkGuarded {
   // driver's granularity times a power of two, Code::forked after a fork of a user of CUDA.
   static Result<std::shared_ptr<Vmm>> make(int ordinal, uint64_t page_bytes);
   ~CudaVmm() override;
-  CudaVmm(const CudaVmm&) = delete;
-  CudaVmm& operator=(const CudaVmm&) = delete;
 
   uint64_t page_bytes() const override { return books_.page_bytes(); }
   Location location() const override { return {true, device_->ordinal()}; }
   Result<uint64_t> reserve(uint64_t bytes) override;
   Status free_address(uint64_t address, uint64_t bytes) override;
   Result<std::vector<Handle>> create(size_t count) override;
+  Result<std::vector<Handle>> create_block(size_t count) override;
   Status release(std::span<const Handle> handles) override;
   Status map(uint64_t address, std::span<const Handle> handles) override;
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
+  Status fill(uint64_t address, uint64_t bytes, unsigned char value) override;
+  bool makes_zeros() const override { return false; }
   Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
   bool can_share_with(const Location& other) const override;
   Result<SharedPages> export_pages(std::span<const Handle> handles) override;
   Result<std::unique_ptr<PageWindow>> open_window(const SharedPages& pages) override;
   Status guard_holes() override;
+  Status cover(uint64_t address, uint64_t bytes) override;
   void scrub_pages() override;
   Status close() override;
   Status check_open() const override;
@@ -80,7 +83,7 @@ class CudaVmm final : public Vmm, private ForkGuarded {
 
   const std::shared_ptr<CudaDevice> device_;
   VmmBooks books_;
-  std::unordered_map<Handle, CuHandle> made_;  // the driver's handle of each of ours
+  std::unordered_map<Handle, CuHandle> made_;  // of each page of ours, and of a block's first
   std::vector<CuHandle> owed_;
   std::unique_ptr<CudaGuard> guard_;  // null: holes fault
   std::vector<AddressRange> bare_;    // where holes may be bare

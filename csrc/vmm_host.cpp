@@ -4,7 +4,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include "host_stream.h"
 #include "page_window.h"
@@ -46,9 +48,8 @@ Status mapping_failure(int error) {
 Result<std::shared_ptr<Vmm>> HostVmm::make(uint64_t page_bytes) {
   const auto os_page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (page_bytes == 0 || page_bytes % os_page_bytes != 0) {
-    return failure(Code::not_aligned, "page_bytes " + std::to_string(page_bytes) +
-                                          " must be a positive multiple of " +
-                                          std::to_string(os_page_bytes));
+    return failure(Code::not_aligned, "page_bytes ", page_bytes, " must be a positive multiple of ",
+                   os_page_bytes);
   }
   const int fd = memfd_create("kvcached", MFD_CLOEXEC);
   if (fd < 0) return system_failure("memfd_create", errno);
@@ -84,16 +85,15 @@ Status HostVmm::check_open() const {
 
 Result<uint64_t> HostVmm::reserve(uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
-  if (Status status = books_.check_reserve(bytes); !status.ok()) return status;
+  KV_TRY(check_open());
+  KV_TRY(books_.check_reserve(bytes));
   const uint64_t page = books_.page_bytes();
   // Aligned to the page as CUDA's reservations are: reserve a page more and cut both ends off.
   const uint64_t padded = bytes + page;
   void* raw = mmap(nullptr, padded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) {
-    return failure(Code::invalid_argument,
-                   "cannot reserve " + std::to_string(bytes) +
-                       " bytes of address space; ask for a smaller virtual size");
+    return failure(Code::invalid_argument, "cannot reserve ", bytes,
+                   " bytes of address space; ask for a smaller virtual size");
   }
   const auto begin = reinterpret_cast<uint64_t>(raw);
   const uint64_t address = (begin + page - 1) / page * page;
@@ -115,24 +115,34 @@ Status HostVmm::free_address(uint64_t address, uint64_t bytes) {
 
 Result<std::vector<Handle>> HostVmm::create(size_t count) {
   const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_create(count));
+  return books_.create(count);
+}
+
+Result<std::vector<Handle>> HostVmm::create_block(size_t count) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_create(count));
+  return books_.create_block(count);
+}
+
+Status HostVmm::check_create(size_t count) const {
+  KV_TRY(check_open());
   if (count == 0) return failure(Code::invalid_argument, "cannot create 0 pages");
   if (count > kFileBytes / page_bytes() - books_.next_handle()) {
     return failure(Code::system_call, "the client has used up its page handles; open a new client");
   }
-  return books_.create(count);
+  return {};
 }
 
 Status HostVmm::release(std::span<const Handle> handles) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
-  Result<std::vector<Handle>> idle = books_.mark_released(handles);
-  if (!idle.ok()) return idle.status();
-  if (Status status = punch(idle.value()); !status.ok()) {
+  KV_ASSIGN(std::vector<Handle> idle, books_.mark_released(handles));
+  if (Status status = punch(idle); !status.ok()) {
     books_.unmark_released(handles);
     return status;
   }
-  books_.forget(idle.value());
+  books_.forget(idle);
   return {};
 }
 
@@ -150,8 +160,9 @@ Status HostVmm::punch(std::span<const Handle> handles) {
   return {};
 }
 
-Status HostVmm::map_slots(uint64_t address, std::span<const Handle> handles, int protection) {
-  for (size_t first = 0; first < handles.size();) {
+Status HostVmm::map_slots(uint64_t address, std::span<const Handle> handles, int protection,
+                          size_t* mapped) {
+  for (size_t& first = *mapped; first < handles.size();) {
     const size_t count = run_length(handles, first);
     const uint64_t start = address + first * page_bytes();
     const auto offset = static_cast<off_t>(handles[first] * page_bytes());
@@ -171,17 +182,22 @@ Status HostVmm::map_with(uint64_t address, std::span<const Handle> handles, int 
   const uint64_t bytes = handles.size() * page_bytes();
   const std::vector<AddressRange> guarded = books_.holes(address, bytes, kGuard);
   KV_TRY(books_.map(address, handles));
-  Status mapped = map_slots(address, handles, protection);
+  size_t mapped_pages = 0;
+  Status mapped = map_slots(address, handles, protection, &mapped_pages);
   if (mapped.ok()) return mapped;
   (void)books_.unmap(address, bytes);
-  if (undo_map(address, bytes, guarded)) return mapped;
-  return failure(Code::stranded, "a failed map could not be undone: " + mapped.message);
+  if (undo_map(address, mapped_pages * page_bytes(), guarded)) return mapped;
+  return failure(Code::stranded, "a failed map could not be undone: ", mapped.message);
 }
 
 bool HostVmm::undo_map(uint64_t address, uint64_t bytes, std::span<const AddressRange> guarded) {
-  if (!make_hole(address, bytes)) return false;
+  // What was not mapped is the hole that it was. At the kernel's limit of mappings to make it again
+  // would fail: it may take a mapping more for a moment.
+  if (bytes > 0 && !make_hole(address, bytes)) return false;
   for (const AddressRange& range : guarded) {
-    if (!make_hole(range.address, range.bytes, PROT_READ)) return false;
+    const uint64_t end = std::min(range.address + range.bytes, address + bytes);
+    const bool was_mapped = range.address < end;
+    if (was_mapped && !make_hole(range.address, end - range.address, PROT_READ)) return false;
     books_.set_holes(range, kGuard);
   }
   return true;
@@ -198,17 +214,25 @@ Status HostVmm::map_accessible(uint64_t address, std::span<const Handle> handles
 Status HostVmm::set_access(uint64_t address, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
-  KV_TRY(books_.check_mapped(address, bytes, "set_access"));
+  KV_TRY(books_.check_whole_mapped(address, bytes, "set_access"));
   if (mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) {
     return system_failure("mprotect", errno);
   }
   return {};
 }
 
+Status HostVmm::fill(uint64_t address, uint64_t bytes, unsigned char value) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  KV_TRY(books_.check_mapped(address, bytes, "fill"));
+  std::memset(pointer(address), value, bytes);
+  return {};
+}
+
 Status HostVmm::unmap(uint64_t address, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   KV_TRY(check_open());
-  KV_TRY(books_.check_mapped(address, bytes, "unmap"));
+  KV_TRY(books_.check_whole_mapped(address, bytes, "unmap"));
   if (scrub_) KV_TRY(punch(books_.mapped(address, bytes)));
   if (!make_hole(address, bytes, guard_ ? PROT_READ : PROT_NONE)) return mapping_failure(errno);
   step("host: unmapped, not yet given back");
@@ -222,20 +246,31 @@ Status HostVmm::guard_holes() {
   return {};
 }
 
+Status HostVmm::cover(uint64_t address, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_open());
+  if (!guard_) return {};
+  for (const AddressRange& range : books_.holes(address, bytes, kNoHandle)) {
+    if (!make_hole(range.address, range.bytes, PROT_READ)) return mapping_failure(errno);
+    books_.set_holes(range, kGuard);
+  }
+  return {};
+}
+
 void HostVmm::scrub_pages() {
   const std::lock_guard lock(mutex_);
   scrub_ = true;
 }
 
 Result<std::unique_ptr<StreamEvent>> HostVmm::record_event(Stream stream) {
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   return HostStream::record(stream);
 }
 
 Result<SharedPages> HostVmm::export_pages(std::span<const Handle> handles) {
   const std::lock_guard lock(mutex_);
-  if (Status status = check_open(); !status.ok()) return status;
-  if (Status status = books_.check_known(handles); !status.ok()) return status;
+  KV_TRY(check_open());
+  KV_TRY(books_.check_known(handles));
   const std::string self = "/proc/self/fd/" + std::to_string(fd_);
   SharedPages shared;
   shared.files.emplace_back(open(self.c_str(), O_RDONLY | O_CLOEXEC));  // nobody else writes here
@@ -245,7 +280,7 @@ Result<SharedPages> HostVmm::export_pages(std::span<const Handle> handles) {
 }
 
 Result<std::unique_ptr<PageWindow>> HostVmm::open_window(const SharedPages& pages) {
-  if (Status status = check_open(); !status.ok()) return status;
+  KV_TRY(check_open());
   return open_host_window(pages, page_bytes());
 }
 

@@ -24,24 +24,26 @@ class HostVmm final : public Vmm, private ForkGuarded {
  public:
   static Result<std::shared_ptr<Vmm>> make(uint64_t page_bytes);
   ~HostVmm() override;
-  HostVmm(const HostVmm&) = delete;
-  HostVmm& operator=(const HostVmm&) = delete;
 
   uint64_t page_bytes() const override { return books_.page_bytes(); }
   Location location() const override { return {}; }
   Result<uint64_t> reserve(uint64_t bytes) override;
   Status free_address(uint64_t address, uint64_t bytes) override;
   Result<std::vector<Handle>> create(size_t count) override;
+  Result<std::vector<Handle>> create_block(size_t count) override;
   Status release(std::span<const Handle> handles) override;
   Status map(uint64_t address, std::span<const Handle> handles) override;
   Status map_accessible(uint64_t address, std::span<const Handle> handles) override;
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
+  Status fill(uint64_t address, uint64_t bytes, unsigned char value) override;
+  bool makes_zeros() const override { return true; }
   Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
   bool can_share_with(const Location& other) const override { return !other.on_gpu; }
   Result<SharedPages> export_pages(std::span<const Handle> handles) override;
   Result<std::unique_ptr<PageWindow>> open_window(const SharedPages& pages) override;
   Status guard_holes() override;
+  Status cover(uint64_t address, uint64_t bytes) override;
   void scrub_pages() override;
   Status close() override;
   Status check_open() const override;
@@ -50,9 +52,13 @@ class HostVmm final : public Vmm, private ForkGuarded {
  private:
   HostVmm(uint64_t page_bytes, int fd);
 
+  Status check_create(size_t count) const;
   Status map_with(uint64_t address, std::span<const Handle> handles, int protection);
-  Status map_slots(uint64_t address, std::span<const Handle> handles, int protection);
-  // Puts holes back where a map failed: what showed the guard before does so again.
+  // `mapped` says how many were, of the first, when it fails too.
+  Status map_slots(uint64_t address, std::span<const Handle> handles, int protection,
+                   size_t* mapped);
+  // Puts holes back where the first `bytes` of a map that failed were mapped: what showed the guard
+  // before does so again.
   bool undo_map(uint64_t address, uint64_t bytes, std::span<const AddressRange> guarded);
   // Gives back the memory of handles, runs of adjacent slots in one call.
   Status punch(std::span<const Handle> handles);

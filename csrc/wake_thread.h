@@ -10,18 +10,17 @@
 #include <memory>
 #include <thread>
 
+#include "non_copyable.h"
 #include "status.h"
 
 namespace kvcached {
 
-class WakeThread {
+class WakeThread : private NonCopyable {
  public:
   // Readable from the start if the word is not `seen`. The word outlives the object.
   static Result<std::unique_ptr<WakeThread>> start(uint32_t* word, uint32_t seen);
   // Adds one to the word to end its thread.
   ~WakeThread();
-  WakeThread(const WakeThread&) = delete;
-  WakeThread& operator=(const WakeThread&) = delete;
 
   int fd() const { return fd_; }
   // Not readable any more, until the next change.

@@ -4,18 +4,24 @@
 
 namespace kvcached {
 
+namespace {
+
+// One allocation of a GPU's driver, of pages that go together anyhow.
+constexpr uint64_t kBlockBytes = 64 << 20;
+
+}  // namespace
+
 Result<std::shared_ptr<WeightArena>> WeightArena::create(std::shared_ptr<Client> client,
                                                          uint64_t bytes) {
-  if (Status status = client->check_open(); !status.ok()) return status;
+  KV_TRY(client->check_open());
   const uint64_t page = client->page_bytes();
   if (bytes == 0 || bytes > UINT64_MAX - page) {
-    return failure(Code::invalid_argument, "an arena of " + std::to_string(bytes) + " bytes");
+    return failure(Code::invalid_argument, "an arena of ", bytes, " bytes");
   }
-  Result<std::shared_ptr<Region>> region = client->reserve_region((bytes + page - 1) / page * page);
-  if (!region.ok()) return region.status();
-  if (Status status = client->reserve_static(region.value()->bytes()); !status.ok()) return status;
-  return std::shared_ptr<WeightArena>(
-      new WeightArena(std::move(client), std::move(region.value())));
+  KV_ASSIGN(std::shared_ptr<Region> region,
+            client->reserve_region((bytes + page - 1) / page * page));
+  KV_TRY(client->reserve_static(region->bytes()));
+  return std::shared_ptr<WeightArena>(new WeightArena(std::move(client), std::move(region)));
 }
 
 WeightArena::WeightArena(std::shared_ptr<Client> client, std::shared_ptr<Region> region)
@@ -31,12 +37,13 @@ uint64_t WeightArena::backed_bytes() const {
 }
 
 Status WeightArena::back(uint64_t bytes, uint64_t ahead_bytes) {
+  // Lanes whose bytes are there wait for none that makes more.
+  if (bytes > 0 && bytes <= backed_bytes()) return client_->check_open();
   const std::lock_guard lock(mutex_);
-  if (closed_) return failure(Code::closed, "the arena was freed");
-  KV_TRY(client_->check_open());
+  KV_TRY(check_usable());
   if (bytes > region_->bytes()) {
-    return failure(Code::invalid_argument, "the arena has " + std::to_string(region_->bytes()) +
-                                               " bytes, not " + std::to_string(bytes));
+    return failure(Code::invalid_argument, "the arena has ", region_->bytes(), " bytes, not ",
+                   bytes);
   }
   const uint64_t page = client_->page_bytes();
   const uint64_t backed = backed_bytes();
@@ -44,27 +51,42 @@ Status WeightArena::back(uint64_t bytes, uint64_t ahead_bytes) {
   if (!owed_.empty()) return failure(Code::stranded, "pages could not be released; free the arena");
   if (bytes <= backed) return {};
   const uint64_t end = bytes + std::min(ahead_bytes, region_->bytes() - bytes);
-  return grow((end + page - 1) / page - region_->mapped_pages());
+  const uint64_t wanted_pages = (end + page - 1) / page;
+  const uint64_t block_pages = std::max<uint64_t>(1, kBlockBytes / page);
+  while (region_->mapped_pages() < wanted_pages) {
+    KV_TRY(grow(std::min(block_pages, wanted_pages - region_->mapped_pages())));
+  }
+  return {};
+}
+
+Status WeightArena::check_usable() const {
+  if (closed_) return failure(Code::closed, "the arena was freed");
+  return client_->check_open();
+}
+
+Status WeightArena::fill(unsigned char value) {
+  KV_TRY(back(bytes()));
+  const std::lock_guard lock(mutex_);
+  KV_TRY(check_usable());
+  return client_->vmm()->fill(region_->address(), region_->bytes(), value);
 }
 
 Status WeightArena::grow(uint64_t pages) {
-  Result<std::vector<Handle>> handles = client_->create_pages(pages);
-  if (!handles.ok()) return handles.status();
+  KV_ASSIGN(std::vector<Handle> handles, client_->create_block(pages));
   const PageRun run = {region_->mapped_pages(), pages};
-  Status mapped = region_->map(std::span(&run, 1), handles.value());
+  Status mapped = region_->map(std::span(&run, 1), handles);
   if (mapped.ok()) {
     client_->count_maps(1, 0);
   } else if (mapped.code != Code::stranded) {
-    if (!client_->vmm()->release(handles.value()).ok()) owed_ = std::move(handles.value());
+    if (!client_->vmm()->release(handles).ok()) owed_ = std::move(handles);
   }
   return mapped;
 }
 
 Status WeightArena::give_pages_back() {
-  Result<std::vector<Handle>> handles = region_->unmap_all();
-  if (!handles.ok()) return handles.status();
-  if (!handles.value().empty()) client_->count_maps(0, 1);
-  owed_.insert(owed_.end(), handles.value().begin(), handles.value().end());
+  KV_ASSIGN(std::vector<Handle> handles, region_->unmap_all());
+  if (!handles.empty()) client_->count_maps(0, 1);
+  owed_.insert(owed_.end(), handles.begin(), handles.end());
   if (owed_.empty()) return {};
   KV_TRY(client_->vmm()->release(owed_));
   owed_.clear();

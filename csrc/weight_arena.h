@@ -5,35 +5,37 @@
 #pragma once
 
 #include "client.h"
+#include "non_copyable.h"
 
 namespace kvcached {
 
-class WeightArena {
+class WeightArena : private NonCopyable {
  public:
   // Leases the memory and takes addresses for it (Client::reserve_region); `bytes` is rounded up
   // to whole pages. Code::no_room if the ledger does not grant it.
   static Result<std::shared_ptr<WeightArena>> create(std::shared_ptr<Client> client,
                                                      uint64_t bytes);
   ~WeightArena();
-  WeightArena(const WeightArena&) = delete;
-  WeightArena& operator=(const WeightArena&) = delete;
 
   const std::shared_ptr<Client>& client() const { return client_; }
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t bytes() const { return region_->bytes(); }
-  // Waits for nobody, as a load may hold the lock across a call to the driver.
+  // Never waits, as a load may hold the lock across a call to the driver.
   uint64_t backed_bytes() const;
 
   // Makes and maps pages until the first `bytes` bytes are backed, and some more in the same call
   // (`ahead_bytes`, as far as the arena goes). What was made before a failure stays until close.
   // Code::no_room if the device is full in spite of the lease.
   Status back(uint64_t bytes, uint64_t ahead_bytes = 0);
+  // Backs the whole arena and sets every byte of it: fresh pages of a GPU hold anything.
+  Status fill(unsigned char value);
   // Waits for the client's streams (Code::in_use if they take too long: nothing changed), then
   // gives every page and the lease back. Views keep the addresses, not the memory. Idempotent.
   Status close();
 
  private:
   WeightArena(std::shared_ptr<Client> client, std::shared_ptr<Region> region);
+  Status check_usable() const;
   Status grow(uint64_t pages);
   Status give_pages_back();
 

@@ -22,7 +22,7 @@ class HostLane final : public WeightLane {
 };
 
 Status read_failure(const std::string& path, const char* call, int error) {
-  return failure(Code::weight_file, path + ": " + call + ": " + std::strerror(error));
+  return failure(Code::weight_file, path, ": ", call, ": ", std::strerror(error));
 }
 
 // Of a file that has nothing at `wanted_end`. Several lanes meet the end at different offsets.
@@ -30,9 +30,8 @@ Status ended(int fd, const std::string& path, uint64_t wanted_end) {
   struct stat file = {};
   if (fstat(fd, &file) != 0) return read_failure(path, "fstat", errno);
   const auto size = static_cast<uint64_t>(file.st_size);
-  return failure(Code::weight_file, path + " ends at byte " + std::to_string(size) + "; " +
-                                        std::to_string(wanted_end) +
-                                        " were expected: replace the file");
+  return failure(Code::weight_file, path, " ends at byte ", size, "; ", wanted_end,
+                 " were expected: replace the file");
 }
 
 Status read_open(int fd, const std::string& path, uint64_t offset, std::span<char> target) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "non_copyable.h"
 #include "vmm.h"
 
 namespace kvcached {
@@ -17,7 +18,7 @@ struct WeightChunk {
   uint64_t address;  // backed device memory
 };
 
-class WeightLane {
+class WeightLane : private NonCopyable {
  public:
   virtual ~WeightLane() = default;
   // May return before the bytes have arrived. Code::weight_file, naming the file.

@@ -24,9 +24,13 @@ Status lease(Client* client, uint64_t bytes) {
 Result<std::shared_ptr<WeightLinks>> WeightLinks::open(const std::shared_ptr<Client>& target,
                                                        const LinkOptions& options) {
   if (options.threads == 0) return failure(Code::invalid_argument, "0 threads load nothing");
-  if (Status status = target->check_open(); !status.ok()) return status;
+  if (options.threads > kMaxThreads) {
+    return failure(Code::invalid_argument, "threads is ", options.threads, ", above ", kMaxThreads,
+                   "; give fewer");
+  }
+  KV_TRY(target->check_open());
   std::shared_ptr<WeightLinks> links(new WeightLinks(target->vmm()->location(), options));
-  if (Status status = links->open_own(); !status.ok()) return status;
+  KV_TRY(links->open_own());
   return links;
 }
 
@@ -36,9 +40,7 @@ Status WeightLinks::open_own() {
       lanes_.push_back({place_.ordinal, std::move(lane)});
     return {};
   }
-  Result<std::unique_ptr<CudaDevice>> opened = CudaDevice::open(place_.ordinal);
-  if (!opened.ok()) return opened.status();
-  target_ = std::move(opened.value());
+  KV_ASSIGN(target_, CudaDevice::open(place_.ordinal));
   chunk_bytes_max_ =
       std::max(kSmallestBuffer, options_.staging_bytes / options_.threads / kBuffersPerLane);
   return make_lanes(target_);
@@ -46,9 +48,8 @@ Status WeightLinks::open_own() {
 
 Status WeightLinks::make_lanes(const std::shared_ptr<CudaDevice>& link) {
   for (size_t i = 0; i < options_.threads; ++i) {
-    auto lane = CudaLane::make(target_, link, kBuffersPerLane, chunk_bytes_max_);
-    if (!lane.ok()) return lane.status();
-    lanes_.push_back({link->ordinal(), std::move(lane.value())});
+    KV_ASSIGN(auto lane, CudaLane::make(target_, link, kBuffersPerLane, chunk_bytes_max_));
+    lanes_.push_back({link->ordinal(), std::move(lane)});
   }
   return {};
 }
@@ -72,8 +73,7 @@ Status WeightLinks::check_helper(const Client& other) const {
   }
   for (const Lane& lane : lanes_) {
     if (lane.ordinal != place.ordinal) continue;
-    return failure(Code::invalid_argument,
-                   "cuda:" + std::to_string(place.ordinal) + " is named twice");
+    return failure(Code::invalid_argument, "cuda:", place.ordinal, " is named twice");
   }
   return {};
 }
@@ -93,9 +93,8 @@ Status WeightLinks::begin(const std::shared_ptr<Client>& other, uint64_t share_b
 }
 
 Status WeightLinks::open_helper(const Client& other) {
-  Result<std::unique_ptr<CudaDevice>> opened = CudaDevice::open(other.vmm()->location().ordinal);
-  if (!opened.ok()) return opened.status();
-  return make_lanes(std::shared_ptr<CudaDevice>(std::move(opened.value())));
+  KV_ASSIGN(std::unique_ptr<CudaDevice> opened, CudaDevice::open(other.vmm()->location().ordinal));
+  return make_lanes(std::shared_ptr<CudaDevice>(std::move(opened)));
 }
 
 Status WeightLinks::drop(const Client& other) {

@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "client.h"
+#include "non_copyable.h"
 #include "weight_lane.h"
 
 namespace kvcached {
@@ -17,15 +18,14 @@ struct LinkOptions {
 
 class CudaDevice;
 
-class WeightLinks {
+class WeightLinks : private NonCopyable {
  public:
-  // For arenas of `target`, over its own link. Code::invalid_argument for 0 threads.
+  static constexpr size_t kMaxThreads = 1023;
+  // For arenas of `target`, over its own link. Code::invalid_argument for 0 threads or too many.
   static Result<std::shared_ptr<WeightLinks>> open(const std::shared_ptr<Client>& target,
                                                    const LinkOptions& options);
   // REQUIRES: no load uses them
   ~WeightLinks();
-  WeightLinks(const WeightLinks&) = delete;
-  WeightLinks& operator=(const WeightLinks&) = delete;
 
   // The link of another GPU helps from now on, and `other` cannot close. Leases its staging there,
   // and `share_bytes` for what else this process has on that GPU: a context.

@@ -24,9 +24,8 @@ Status check_pieces(const std::vector<WeightPiece>& pieces, uint64_t arena_bytes
     if (piece.arena_offset <= arena_bytes && piece.bytes <= arena_bytes - piece.arena_offset) {
       continue;
     }
-    return failure(Code::invalid_argument, piece.path + ": its " + std::to_string(piece.bytes) +
-                                               " bytes do not fit into the arena at " +
-                                               std::to_string(piece.arena_offset));
+    return failure(Code::invalid_argument, piece.path, ": its ", piece.bytes,
+                   " bytes do not fit into the arena at ", piece.arena_offset);
   }
   return {};
 }
@@ -53,7 +52,7 @@ Result<std::shared_ptr<WeightLoad>> WeightLoad::start(std::shared_ptr<WeightAren
                                                       std::shared_ptr<WeightLinks> links,
                                                       const LoadOptions& options) {
   if (options.chunk_bytes == 0) return failure(Code::invalid_argument, "chunks of 0 bytes");
-  if (Status status = check_pieces(pieces, arena->bytes()); !status.ok()) return status;
+  KV_TRY(check_pieces(pieces, arena->bytes()));
   if (!links->lead_to(*arena->client())) {
     return failure(Code::invalid_argument, "these links lead to another device than the arena's");
   }
@@ -64,7 +63,7 @@ Result<std::shared_ptr<WeightLoad>> WeightLoad::start(std::shared_ptr<WeightAren
   }
   std::shared_ptr<WeightLoad> load(
       new WeightLoad(std::move(arena), std::move(pieces), std::move(links), options));
-  if (Status status = load->start_threads(); !status.ok()) return status;
+  KV_TRY(load->start_threads());
   return load;
 }
 

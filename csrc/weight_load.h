@@ -12,6 +12,7 @@
 #include <optional>
 #include <thread>
 
+#include "non_copyable.h"
 #include "weight_arena.h"
 #include "weight_links.h"
 
@@ -43,7 +44,7 @@ class ByteRate {
   std::mutex mutex_;
 };
 
-class WeightLoad {
+class WeightLoad : private NonCopyable {
  public:
   // Starts at once; until its threads are through, the arena's client cannot close.
   // Code::invalid_argument for a piece outside of the arena, chunks of 0 bytes or links to another
@@ -54,8 +55,6 @@ class WeightLoad {
                                                    const LoadOptions& options);
   // Cancels and waits.
   ~WeightLoad();
-  WeightLoad(const WeightLoad&) = delete;
-  WeightLoad& operator=(const WeightLoad&) = delete;
 
   uint64_t total_bytes() const { return total_bytes_; }
   // Handed to the lanes so far; not below what has arrived.

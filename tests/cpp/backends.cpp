@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "check.h"
+#include "control.h"
 #include "vmm_fault.h"
 
 namespace kvcached::testing {
@@ -45,8 +46,22 @@ uint64_t cuda_page_bytes() {
   return bytes;
 }
 
+// A driver takes memory of its own at the first memset: it is none of a Vmm's.
+bool fill_once(Vmm& vmm) {
+  const uint64_t page = vmm.page_bytes();
+  const uint64_t address = value_of(vmm.reserve(page));
+  const auto pages = value_of(vmm.create(1));
+  CHECK_OK(vmm.map_accessible(address, pages));
+  CHECK_OK(vmm.fill(address, page, 0));
+  CHECK_OK(vmm.unmap(address, page));
+  CHECK_OK(vmm.release(pages));
+  return true;
+}
+
 std::shared_ptr<Vmm> make_cuda() {
   auto vmm = value_of(make_vmm("cuda:0", cuda_page_bytes()));
+  static const bool is_warm = fill_once(*vmm);
+  CHECK(is_warm);
   cuda_bytes_before = cuda_used_bytes();
   return vmm;
 }
@@ -105,6 +120,15 @@ bool can_steer_cuda() {
   return cuda_library() != nullptr && dlsym(cuda_library(), "test_cuda_leaks") != nullptr &&
          cuda_page_bytes() == kPage;
 }
+
+uint64_t cpu_view(uint64_t address) {
+  if (!can_steer_cuda()) return address;
+  void* view =
+      cuda_function<decltype(test_cuda_kernel_view)>("test_cuda_kernel_view")(address, 1, 0);
+  return view != nullptr ? reinterpret_cast<uint64_t>(view) : address;
+}
+
+bool is_accessible(uint64_t address) { return is_readable(cpu_view(address)); }
 
 bool nothing_leaked() {
   if (!can_steer_cuda()) return true;

@@ -25,6 +25,8 @@ std::vector<Backend> backends();
 
 // What vmm.h says of windows (test_windows.cpp).
 void windows_conform(const Backend& backend);
+// What it says of blocks (test_blocks.cpp).
+void blocks_conform(const Backend& backend);
 
 // The library behind "cuda:0" (see cuda_driver.h), or null. backends() makes its primary context
 // current in the main thread, nothing_leaked() drops it.
@@ -33,6 +35,12 @@ void* cuda_library();
 bool can_steer_cuda();
 // Prints and answers false if there is something that was not given back.
 bool nothing_leaked();
+
+// Where this process reads memory at that address of a host device or of the test libcuda's
+// devices, whose own addresses no CPU reaches.
+uint64_t cpu_view(uint64_t address);
+// Whether the device can read the byte there.
+bool is_accessible(uint64_t address);
 
 void* find_cuda_symbol(const char* name);
 

@@ -76,7 +76,7 @@ void a_failed_map_leaves_the_range_unmapped() {
         CHECK_CODE(f.vmm->unmap(f.address, kPage), Code::not_mapped);
       });
   CHECK(calls == 4);  // a map for each page, one set_access
-  CHECK(is_readable(f.address + 2 * kPage));
+  CHECK(is_accessible(f.address + 2 * kPage));
 }
 
 // Also of those whose memory the driver took before it failed.
@@ -89,7 +89,7 @@ void a_failed_release_keeps_every_handle() {
         [&](const Status& status) {
           CHECK(status.code == Code::system_call);
           CHECK_OK(f.vmm->map_accessible(f.address, pages));
-          CHECK(f.used_pages() == 3 && is_readable(f.address + 2 * kPage));
+          CHECK(f.used_pages() == 3 && is_accessible(f.address + 2 * kPage));
           CHECK_OK(f.vmm->unmap(f.address, 3 * kPage));
         });
     CHECK(calls == 3 && f.used_pages() == 0);
@@ -105,7 +105,7 @@ void memory_that_cannot_be_made_again_is_a_failed_map() {
   (void)f.fail_everywhere(
       1, [&] { return f.vmm->map_accessible(f.address, pages); },
       [&](const Status&) { CHECK_CODE(f.vmm->unmap(f.address, kPage), Code::not_mapped); });
-  CHECK(f.used_pages() == 3 && is_readable(f.address + 2 * kPage));
+  CHECK(f.used_pages() == 3 && is_accessible(f.address + 2 * kPage));
 }
 
 void a_failed_unmap_leaves_the_range_mapped() {
@@ -114,7 +114,7 @@ void a_failed_unmap_leaves_the_range_mapped() {
   CHECK_OK(f.vmm->map_accessible(f.address, pages));
   const uint64_t calls = f.fail_everywhere(
       1, [&] { return f.vmm->unmap(f.address, 3 * kPage); },
-      [&](const Status&) { CHECK(is_readable(f.address)); });
+      [&](const Status&) { CHECK(is_accessible(f.address)); });
   CHECK(calls == 1);  // whatever the number of pages
 }
 
@@ -190,12 +190,17 @@ void holes_that_are_not_covered_are_tried_again() {
     f.driver.fail_at(nth, 1, kInvalidValue);
     CHECK_OK(f.vmm->unmap(f.address, 3 * kPage));
     f.driver.fail_at(0, 0, 0);
-    CHECK(is_readable(f.address + 2 * kPage) == false);
+    CHECK(is_accessible(f.address + 2 * kPage) == false);
     CHECK_OK(f.vmm->unmap(f.address + 4 * kPage, kPage));
-    for (const uint64_t i : {0, 1, 2, 4}) CHECK(is_readable(f.address + i * kPage));
+    for (const uint64_t i : {0, 1, 2, 4}) CHECK(is_accessible(f.address + i * kPage));
     CHECK_OK(f.vmm->map_accessible(f.address + 4 * kPage, all.subspan(3)));
   }
+  f.driver.fail_at(2, 1, kInvalidValue);
+  CHECK_OK(f.vmm->cover(f.address + 5 * kPage, 3 * kPage));  // it is in the way of no tensor
+  f.driver.fail_at(0, 0, 0);
+  CHECK(!is_accessible(f.address + 7 * kPage));
   CHECK_OK(f.vmm->unmap(f.address + 4 * kPage, kPage));
+  for (const uint64_t i : {5, 6, 7}) CHECK(is_accessible(f.address + i * kPage));
   f.driver.fail_at(1, 1, kInvalidValue);
   CHECK_CODE(f.vmm->free_address(f.address, 8 * kPage), Code::system_call);
   CHECK_OK(f.vmm->free_address(f.address, 8 * kPage));
@@ -211,7 +216,7 @@ void a_failed_map_shows_the_guard_again() {
       1, [&] { return f.vmm->map_accessible(f.address, pages); },
       [&](const Status& status) {
         CHECK(status.code == Code::system_call);
-        for (uint64_t i = 0; i < 3; ++i) CHECK(is_readable(f.address + i * kPage));
+        for (uint64_t i = 0; i < 3; ++i) CHECK(is_accessible(f.address + i * kPage));
         CHECK_CODE(f.vmm->unmap(f.address, kPage), Code::not_mapped);
       });
   CHECK(calls == 5);  // the guard's unmap, 3 maps, set_access
@@ -224,7 +229,7 @@ void a_failed_scrub_keeps_the_pages() {
   CHECK_OK(f.vmm->map_accessible(f.address, pages));
   const uint64_t calls = f.fail_everywhere(
       3, [&] { return f.vmm->unmap(f.address, 2 * kPage); },
-      [&](const Status&) { CHECK(is_readable(f.address)); });
+      [&](const Status&) { CHECK(is_accessible(f.address)); });
   CHECK(calls > 0);
 }
 
@@ -276,7 +281,7 @@ void names_and_page_sizes_are_checked() {
   const uint64_t address = value_of(large->reserve(8 * kPage));
   CHECK(address % (4 * kPage) == 0);
   CHECK_OK(large->map_accessible(address, value_of(large->create(2))));
-  CHECK(is_readable(address + 8 * kPage - 1));
+  CHECK(is_accessible(address + 8 * kPage - 1));
   CHECK(large->location().on_gpu && large->location().ordinal == 1);
 }
 

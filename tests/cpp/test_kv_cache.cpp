@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "backends.h"
 #include "check.h"
 #include "kv_cache.h"
 #include "streams.h"
@@ -211,7 +212,7 @@ void nothing_is_closed_under_work() {
   stream.submit(f.cache->region()->address(), kPage);
   CHECK_CODE(f.cache->close(), Code::in_use);
   CHECK_CODE(f.client->close(), Code::in_use);
-  CHECK(is_readable(f.cache->region()->address()) && f.charged() == 4 * kPage);
+  CHECK(is_accessible(f.cache->region()->address()) && f.charged() == 4 * kPage);
   stream.complete();
   CHECK_OK(f.cache->close());
 }
@@ -238,12 +239,12 @@ void virtual_tensors_map_and_unmap_ranges() {
 void a_forked_child_shares_nothing() {
   Fixture f;
   const auto address = f.cache->region()->address();
-  CHECK(is_readable(address));
+  CHECK(is_accessible(address));
   const pid_t child = fork();
   if (child == 0) {
     std::vector<int64_t> ids(1);
-    const bool dead =
-        f.cache->alloc(ids).code == Code::forked && !is_readable(address) && f.client->close().ok();
+    const bool dead = f.cache->alloc(ids).code == Code::forked && !is_accessible(address) &&
+                      f.client->close().ok();
     auto own = Client::open(f.ledger, "host:0", {.name = "child"});
     _exit(dead && own.ok() && own.value()->close().ok() ? 0 : 1);
   }

@@ -1,3 +1,4 @@
+#include "backends.h"
 #include "check.h"
 #include "region.h"
 #include "vmm_fault.h"
@@ -25,8 +26,8 @@ void a_batch_maps_and_unmaps_every_run() {
   CHECK_OK(f.region->map(kRuns, f.pages));
   CHECK(f.region->mapped_pages() == kRunPages);
   CHECK(f.region->counters().maps == 3 && f.region->counters().pages_mapped == kRunPages);
-  CHECK(is_readable(f.region->address() + 9 * kPage));
-  CHECK(!is_readable(f.region->address() + 2 * kPage));
+  CHECK(is_accessible(f.region->address() + 9 * kPage));
+  CHECK(!is_accessible(f.region->address() + 2 * kPage));
   CHECK(value_of(f.region->unmap(kRuns)) == f.pages);
   CHECK(f.region->mapped_pages() == 0);
 }
@@ -39,7 +40,7 @@ void a_failed_map_is_rolled_back_at_any_point() {
     CHECK_CODE(f.region->map(kRuns, f.pages), Code::system_call);
     CHECK(f.region->mapped_pages() == 0);
     for (uint64_t page = 0; page < 10; ++page) {
-      CHECK(!is_readable(f.region->address() + page * kPage));
+      CHECK(!is_accessible(f.region->address() + page * kPage));
     }
     CHECK_OK(f.region->map(kRuns, f.pages));
   }
@@ -52,7 +53,7 @@ void a_failed_unmap_is_rolled_back_at_any_point() {
     f.vmm->fail_at(call);
     CHECK_CODE(f.region->unmap(kRuns).status(), Code::system_call);
     CHECK(f.region->mapped_pages() == kRunPages);
-    CHECK(is_readable(f.region->address()));
+    CHECK(is_accessible(f.region->address()));
     CHECK(value_of(f.region->unmap(kRuns)) == f.pages);
   }
 }

@@ -135,6 +135,27 @@ void guarded_holes_read_as_zeros(const Backend& b) {
   CHECK(b.held_bytes(*vmm) <= 5 * page);
 }
 
+void a_covered_range_reads_as_zeros_before_its_first_page(const Backend& b) {
+  auto vmm = b.make();
+  const uint64_t page = vmm->page_bytes();
+  const uint64_t address = value_of(vmm->reserve(4 * page));
+  const auto pages = value_of(vmm->create(2));
+  CHECK_OK(vmm->cover(address, 4 * page));  // nothing without a guard page
+  CHECK(!b.is_readable(address));
+  CHECK_OK(vmm->guard_holes());
+  CHECK_OK(vmm->map_accessible(address + page, std::span(pages).first(1)));
+  b.fill(address + page, page, 9);
+  CHECK_OK(vmm->cover(address, 3 * page));
+  CHECK_OK(vmm->cover(address, 3 * page));
+  CHECK(b.read_at(address) == 0 && b.read_at(address + page) == 9);
+  CHECK(b.read_at(address + 2 * page) == 0 && !b.is_readable(address + 3 * page));
+  CHECK_CODE(vmm->unmap(address, page), Code::not_mapped);
+  CHECK_OK(vmm->map_accessible(address + 2 * page, std::span(pages).subspan(1)));
+  CHECK_OK(vmm->unmap(address + page, 2 * page));
+  CHECK(b.read_at(address + 2 * page) == 0);
+  CHECK_OK(vmm->free_address(address, 4 * page));
+}
+
 void scrubbed_pages_come_back_as_zeros(const Backend& b) {
   auto vmm = b.make();
   const uint64_t page = vmm->page_bytes();
@@ -172,9 +193,11 @@ void conforms(const Backend& b) {
   unmap_takes_what_is_mapped(b);
   memory_returns_when_released_and_unmapped(b);
   guarded_holes_read_as_zeros(b);
+  a_covered_range_reads_as_zeros_before_its_first_page(b);
   scrubbed_pages_come_back_as_zeros(b);
   close_returns_everything(b);
   windows_conform(b);
+  blocks_conform(b);
 }
 
 }  // namespace

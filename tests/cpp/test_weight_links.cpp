@@ -30,7 +30,7 @@ struct TwoDevices : WeightFixture {
 };
 
 bool holds(const WeightArena& arena, const std::string& content) {
-  const void* const address = reinterpret_cast<const void*>(arena.region()->address());
+  const void* const address = reinterpret_cast<const void*>(cpu_view(arena.region()->address()));
   return std::memcmp(address, content.data(), content.size()) == 0;
 }
 

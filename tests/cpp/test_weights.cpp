@@ -40,14 +40,14 @@ void an_arena_is_leased_before_its_first_page() {
   CHECK_OK(arena->back(5 * kPage, 100 * kPage));
   CHECK(arena->backed_bytes() == 6 * kPage);
   CHECK_CODE(arena->back(7 * kPage), Code::invalid_argument);
-  CHECK(is_readable(arena->region()->address() + 6 * kPage - 1));
+  CHECK(is_accessible(arena->region()->address() + 6 * kPage - 1));
   CHECK_CODE(WeightArena::create(f.client, kCapacity).status(), Code::no_room);
   CHECK_CODE(WeightArena::create(f.client, 0).status(), Code::invalid_argument);
   CHECK_OK(arena->close());
   CHECK_OK(arena->close());
   CHECK(f.static_bytes() == 0);
   CHECK_CODE(arena->back(1), Code::closed);
-  CHECK(!is_readable(arena->region()->address()));
+  CHECK(!is_accessible(arena->region()->address()));
 }
 
 // create, map and set_access fail in turn, then each with the release that follows.
@@ -148,7 +148,7 @@ void every_byte_arrives_whatever_the_chunks() {
     CHECK_OK(load->outcome());
     CHECK(load->started_bytes() == file.content.size() &&
           load->total_bytes() == file.content.size());
-    const char* const loaded = reinterpret_cast<const char*>(arena->region()->address());
+    const char* const loaded = reinterpret_cast<const char*>(cpu_view(arena->region()->address()));
     CHECK(std::memcmp(loaded, file.content.data(), half) == 0);
     CHECK(std::memcmp(loaded + half + 1, file.content.data() + half, file.content.size() - half) ==
           0);
@@ -234,6 +234,13 @@ class NoThreads {
   pthread_attr_t before_;
 };
 
+void threads_are_bounded() {
+  Fixture f;
+  for (const size_t count : {size_t{0}, WeightLinks::kMaxThreads + 1, size_t{1} << 31}) {
+    CHECK_CODE(WeightLinks::open(f.client, {.threads = count}).status(), Code::invalid_argument);
+  }
+}
+
 void threads_that_cannot_start_are_named() {
   const SourceFile file(kPage);
   Fixture f;
@@ -274,6 +281,7 @@ void test_weights(const std::string& device) {
   a_load_ends_with_the_first_failure();
   a_load_is_cancelled_at_once();
   a_client_does_not_close_under_its_load();
+  threads_are_bounded();
   threads_that_cannot_start_are_named();
   a_rate_spreads_transfers_over_time();
 }

@@ -16,12 +16,23 @@ enum Error {
   kInvalidDevice = 101,
   kInvalidContext = 201,
   kInvalidHandle = 400,
+  kIllegalState = 401,
   kNotFound = 500,
   kNotReady = 600,
+  kIllegalAddress = 700,
   kPeerAlreadyEnabled = 704,
   kLaunchFailed = 719,
   kPeerUnsupported = 217,
   kNotSupported = 801,
+  kCaptureUnsupported = 900,
+  kCaptureInvalidated = 901,
+  kCaptureMerge = 902,
+  kCaptureUnmatched = 903,
+  kCaptureUnjoined = 904,
+  kCaptureIsolation = 905,
+  kCaptureImplicit = 906,
+  kCapturedEvent = 907,
+  kCaptureWrongThread = 908,
 };
 
 struct MemLocation {
@@ -49,8 +60,16 @@ inline constexpr int kLocationDevice = 1;
 inline constexpr int kAllocationPinned = 1;
 inline constexpr int kAccessRead = 1;
 inline constexpr int kAccessReadWrite = 3;
-inline constexpr int kAttributeVirtualMemory = 102;
-inline constexpr int kAttributePosixFile = 103;
+enum Attribute {
+  kAttributeMultiprocessors = 16,
+  kAttributeIntegrated = 18,
+  kAttributeUnifiedAddressing = 41,
+  kAttributeCapabilityMajor = 75,
+  kAttributeCapabilityMinor = 76,
+  kAttributeVirtualMemory = 102,
+  kAttributePosixFile = 103,
+};
+
 inline constexpr int kHandlePosixFile = 1;
 
 }  // namespace test_libcuda

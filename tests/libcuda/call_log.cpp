@@ -31,7 +31,7 @@ bool CallLog::is_lost(int device) {
 
 int CallLog::record(const char* function, int device) {
   ++counts_[function];
-  ++total_;
+  ++counts_of_threads_[std::this_thread::get_id()][function];
   if (is_lost(device)) return kLaunchFailed;
   if (until_failure_ == 0 || failures_ == 0) return 0;
   if (until_failure_ > 1) {
@@ -42,15 +42,22 @@ int CallLog::record(const char* function, int device) {
   return error_;
 }
 
-uint64_t CallLog::count(const char* function) const {
-  if (function == nullptr) return total_;
-  const auto found = counts_.find(function);
-  return found == counts_.end() ? 0 : found->second;
+uint64_t CallLog::count_in(const Counts& counts, const char* function) {
+  uint64_t total = 0;
+  for (const auto& [name, count] : counts) {
+    if (function == nullptr || name == function) total += count;
+  }
+  return total;
+}
+
+uint64_t CallLog::count_of_thread(const char* function) const {
+  const auto found = counts_of_threads_.find(std::this_thread::get_id());
+  return found == counts_of_threads_.end() ? 0 : count_in(found->second, function);
 }
 
 void CallLog::reset() {
   counts_.clear();
-  total_ = 0;
+  counts_of_threads_.clear();
 }
 
 void CallLog::fail_at(uint64_t call, uint64_t times, int error) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <thread>
 
 namespace test_libcuda {
 
@@ -13,7 +14,8 @@ class CallLog {
 
   // 0, or the error that this call, in a context of that device, must answer.
   int record(const char* function, int device);
-  uint64_t count(const char* function) const;
+  uint64_t count(const char* function) const { return count_in(counts_, function); }
+  uint64_t count_of_thread(const char* function) const;
   void reset();
   void fail_at(uint64_t call, uint64_t times, int error);
   // After `calls` more, all calls in contexts of the device fail for good.
@@ -22,11 +24,14 @@ class CallLog {
  private:
   CallLog();
 
-  bool is_lost(int device);
+  using Counts = std::map<std::string, uint64_t>;
 
-  std::map<std::string, uint64_t> counts_;
+  bool is_lost(int device);
+  static uint64_t count_in(const Counts& counts, const char* function);
+
+  Counts counts_;
+  std::map<std::thread::id, Counts> counts_of_threads_;
   std::map<int, uint64_t> until_lost_;
-  uint64_t total_ = 0;
   uint64_t until_failure_ = 0;  // 0: none planned
   uint64_t failures_ = 0;
   int error_ = 0;

@@ -10,9 +10,11 @@
 extern "C" {
 // Counted calls since the last reset: of one function ("cuMemMap"), or of all (null).
 uint64_t test_cuda_calls(const char* function);
+// The same of those that this thread made.
+uint64_t test_cuda_thread_calls(const char* function);
 void test_cuda_reset_calls();
-// Fails the Nth counted call from now on (1: the next) and the `times` - 1 after it with `error`.
-// N = 0: none. The environment's KVCACHED_TEST_CUDA_FAIL_AT does the same from the start, with
+// Fails the Nth counted call from now on (1: the next) and the `times` - 1 after it with `error`. N
+// = 0: none. The environment's KVCACHED_TEST_CUDA_FAIL_AT does the same from the start, with
 // CUDA_ERROR_INVALID_VALUE once.
 void test_cuda_fail_at(uint64_t call, uint64_t times, int error);
 // After `calls` more counted calls in contexts of the device all of them fail, as on a GPU that has
@@ -24,9 +26,21 @@ const char* test_cuda_refusal();
 // What is not given back now, in words; empty if nothing.
 const char* test_cuda_leaks();
 
+// Where a kernel on the address's device reads the range, or writes it as well: device memory is
+// never accessible to the CPU at its own address. Null if the kernel may not; test_cuda_refusal()
+// says why: a hole, no access yet, read-only memory. The view goes with the mapping: it faults when
+// the range is unmapped or freed. Needs no current context; null before cuInit and after a fork.
+void* test_cuda_kernel_view(uint64_t address, uint64_t bytes, int write);
+// What every view is away from its address, from cuInit on; 0 before.
+uint64_t test_cuda_kernel_distance();
+// Does all work of the stream (0: the default one) so far, as before a kernel that runs at once.
+int test_cuda_kernel_start(uint64_t stream);
+
 // A kernel that may touch the range, until it is completed: on a stream (0: the default one) of the
 // current context's device. CUDA's answer for a stream or a range that is not there.
 int test_cuda_launch(uint64_t stream, uint64_t address, uint64_t bytes);
+// The same for a range with holes, of which the kernel touches what is mapped.
+int test_cuda_launch_over_holes(uint64_t stream, uint64_t address, uint64_t bytes);
 // The oldest `count` kernels of the stream are done.
 void test_cuda_complete(uint64_t stream, uint64_t count);
 // How often a page that a kernel may touch was unmapped, mapped elsewhere or filled. Each is

@@ -48,29 +48,18 @@ bool Copies::is_pinned(const void* address, uint64_t bytes) const {
   return number(address) - start < size && bytes <= size - (number(address) - start);
 }
 
-uint64_t Copies::allocate_plain(int device, uint64_t bytes) {
-  void* made = map_memory(bytes);
-  if (made != nullptr) plain_.emplace(number(made), Plain{device, bytes});
-  return number(made);
-}
-
 std::pair<int, uint64_t> Copies::plain(uint64_t address) const {
   const auto found = plain_.find(address);
   if (found == plain_.end()) return {-1, 0};
   return {found->second.device, found->second.bytes};
 }
 
-void Copies::free_plain(uint64_t address) {
-  munmap(reinterpret_cast<void*>(address), plain(address).second);
-  plain_.erase(address);
-}
-
-bool Copies::is_plain(int device, uint64_t address, uint64_t bytes) const {
+int Copies::owner_of(uint64_t address, uint64_t bytes) const {
   const auto after = plain_.upper_bound(address);
-  if (after == plain_.begin()) return false;
+  if (after == plain_.begin()) return -1;
   const auto& [start, range] = *std::prev(after);
-  return range.device == device && address - start < range.bytes &&
-         bytes <= range.bytes - (address - start);
+  const uint64_t offset = address - start;
+  return offset < range.bytes && bytes <= range.bytes - offset ? range.device : -1;
 }
 
 void Copies::forget_device(int device) {

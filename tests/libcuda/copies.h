@@ -20,12 +20,15 @@ class Copies {
   void free_pinned(void* address);
   bool is_pinned(const void* address, uint64_t bytes) const;
 
-  uint64_t allocate_plain(int device, uint64_t bytes);
+  // Plain memory of a device; its addresses are the simulator's.
+  void add_plain(uint64_t address, int device, uint64_t bytes) {
+    plain_.emplace(address, Plain{device, bytes});
+  }
   // {device, bytes}; {-1, 0} if nothing of that address was allocated.
   std::pair<int, uint64_t> plain(uint64_t address) const;
-  void free_plain(uint64_t address);
-  // Whether the range is plain memory of the device.
-  bool is_plain(int device, uint64_t address, uint64_t bytes) const;
+  void remove_plain(uint64_t address) { plain_.erase(address); }
+  // The device whose plain memory the range is, or -1.
+  int owner_of(uint64_t address, uint64_t bytes) const;
 
   // False if it was enabled before.
   bool enable_peer(int device, int peer) { return peers_.emplace(device, peer).second; }

@@ -14,25 +14,26 @@ namespace {
 
 uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 
-void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
-
-Work copy_of(uint64_t target, uint64_t source, size_t bytes) {
-  Work work{target, bytes};
-  work.run = [=] { std::memcpy(pointer(target), pointer(source), bytes); };
-  return work;
+// The source first: both ends are touched until the copy is made.
+Error submit(Simulator& cuda, uint64_t stream, Work from, Work to, void* target,
+             const void* source) {
+  const int device = test_libcuda::current_device();
+  to.run = [=, bytes = to.bytes] { std::memcpy(target, source, bytes); };
+  const Error error = cuda.enqueue(stream, device, std::move(from));
+  return error != 0 ? error : cuda.enqueue(stream, device, std::move(to));
 }
 
-// The source first: both ends are touched until the copy is made.
-void submit(Simulator& cuda, uint64_t stream, uint64_t target, uint64_t source, size_t bytes) {
-  const int device = test_libcuda::current_device();
-  cuda.streams().launch(stream, device, Work{source, bytes});
-  cuda.streams().launch(stream, device, copy_of(target, source, bytes));
+Error copy_between(Simulator& cuda, uint64_t stream, uint64_t target, uint64_t source,
+                   size_t bytes) {
+  return submit(cuda, stream, {source, bytes}, {target, bytes}, cuda.view(target),
+                cuda.view(source));
 }
 
 }  // namespace
 
 EXPORT int cuMemAllocHost_v2(void** memory, size_t bytes) {
   return test_libcuda::counted("cuMemAllocHost", [=](Simulator& cuda) {
+    if (const Error error = cuda.check_safe("cuMemAllocHost"); error != 0) return error;
     if (bytes == 0) return test_libcuda::kInvalidValue;
     *memory = cuda.copies().allocate_pinned(bytes);
     return *memory != nullptr ? test_libcuda::kSuccess : test_libcuda::kOutOfMemory;
@@ -41,6 +42,7 @@ EXPORT int cuMemAllocHost_v2(void** memory, size_t bytes) {
 
 EXPORT int cuMemFreeHost(void* memory) {
   return test_libcuda::served_in_context([=](Simulator& cuda) {
+    if (const Error error = cuda.check_safe("cuMemFreeHost"); error != 0) return error;
     const uint64_t bytes = cuda.copies().pinned_bytes(memory);
     if (bytes == 0) return test_libcuda::kInvalidValue;
     if (cuda.streams().is_touched(number(memory), bytes)) {
@@ -96,17 +98,35 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t byte
       return cuda.violate("cuMemcpyHtoDAsync: the source is pageable memory");
     }
     cuda.copies().count_from_host(device, bytes);
-    submit(cuda, number(stream), target, number(source), bytes);
-    return test_libcuda::kSuccess;
+    return submit(cuda, number(stream), {number(source), bytes}, {target, bytes}, cuda.view(target),
+                  source);
   });
 }
 
 // From pageable memory as well: for what the library is compared with.
 EXPORT int cuMemcpyHtoD_v2(uint64_t target, const void* source, size_t bytes) {
   return test_libcuda::served_in_context([=](Simulator& cuda) {
-    const Error error = cuda.check_target(test_libcuda::current_device(), target, bytes);
-    if (error == 0) std::memcpy(pointer(target), source, bytes);
+    Error error = cuda.check_synchronous("cuMemcpyHtoD");
+    if (error == 0) error = cuda.check_target(test_libcuda::current_device(), target, bytes);
+    if (error == 0) std::memcpy(cuda.view(target), source, bytes);
     return error;
+  });
+}
+
+EXPORT int cuMemcpyDtoHAsync_v2(void* target, uint64_t source, size_t bytes, void* stream) {
+  return test_libcuda::counted("cuMemcpyDtoHAsync", [=](Simulator& cuda) {
+    const int device = test_libcuda::current_device();
+    if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
+    const Error error = cuda.check_source(device, source, bytes);
+    if (error != 0) return error;
+    const uint64_t name = number(stream);
+    const Error submitted =
+        submit(cuda, name, {source, bytes}, {number(target), bytes}, target, cuda.view(source));
+    // Into pageable memory it is done before the call returns.
+    const bool waits = !cuda.copies().is_pinned(target, bytes) &&
+                       cuda.captures().status(name) == test_libcuda::CaptureStatus::none;
+    if (submitted == 0 && waits) cuda.streams().complete(name, device, UINT64_MAX);
+    return submitted;
   });
 }
 
@@ -116,8 +136,7 @@ EXPORT int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t bytes, 
     if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
     Error error = cuda.check_target(device, target, bytes);
     if (error == 0) error = cuda.check_source(device, source, bytes);
-    if (error == 0) submit(cuda, number(stream), target, source, bytes);
-    return error;
+    return error != 0 ? error : copy_between(cuda, number(stream), target, source, bytes);
   });
 }
 
@@ -129,14 +148,13 @@ EXPORT int cuMemcpyPeerAsync(uint64_t target, void* target_context, uint64_t sou
     const int from = test_libcuda::device_of(source_context);
     if (!cuda.streams().exists(number(stream), here)) return test_libcuda::kInvalidHandle;
     Error error = cuda.check_target(to, target, bytes);
-    if (error == 0) error = cuda.check_target(from, source, bytes);
+    if (error == 0) error = cuda.check_target(from, source, bytes, test_libcuda::kAccessRead);
     if (error != 0) return error;
     if (!cuda.copies().can_reach(here, to) || !cuda.copies().can_reach(here, from)) {
       return cuda.violate("cuMemcpyPeerAsync: without peer access it goes through the host");
     }
     cuda.copies().count_from_peer(to, bytes);
-    submit(cuda, number(stream), target, source, bytes);
-    return test_libcuda::kSuccess;
+    return copy_between(cuda, number(stream), target, source, bytes);
   });
 }
 

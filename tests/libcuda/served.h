@@ -14,6 +14,8 @@ namespace test_libcuda {
 std::mutex& mutex();
 // The device of the thread's current context, or -1.
 int current_device();
+// How the thread takes part in captures: cuThreadExchangeStreamCaptureMode.
+CaptureMode capture_mode();
 // The device whose primary context it is.
 int device_of(const void* context);
 

@@ -1,9 +1,11 @@
 // GPUs made of host memory that refuse whatever CUDA's documentation forbids. One sparse memfd per
-// device holds its physical memory, so that touching a hole, or a page without access, is a fault.
+// device holds its physical memory. The CPU never sees it at the devices' addresses; copies and
+// kernels use the views of addresses.h, where touching a hole, or a page without access, is a
+// fault.
 //
-// A refusal also says in words which rule was broken: refusal(). Everything here is called with
-// one lock held (driver_api.cpp), on behalf of the process that called init; in a forked child
-// the library is dead, as CUDA is, and none of the mapped memory is there.
+// A refusal also says in words which rule was broken: refusal(). Everything here is called with one
+// lock held (driver_api.cpp), on behalf of the process that called init; in a forked child the
+// library is dead, as CUDA is, and none of the mapped memory is there.
 #pragma once
 
 #include <map>
@@ -11,7 +13,11 @@
 #include <vector>
 
 #include "abi.h"
+#include "addresses.h"
+#include "book.h"
+#include "capture.h"
 #include "copies.h"
+#include "settings.h"
 #include "streams.h"
 
 namespace test_libcuda {
@@ -23,7 +29,8 @@ struct Allocation {
   int mappings = 0;
   bool released = false;
   bool exportable = false;
-  int imported_fd = -1;  // of another process's device file, or of the same process's
+  int imported_fd = -1;      // of another process's device file, or of the same process's
+  uint64_t shared_name = 0;  // in the book; 0: no other process can have it
 };
 
 struct Mapping {
@@ -34,19 +41,18 @@ struct Mapping {
 };
 
 struct Device {
+  int gpu = 0;  // of the machine
   int fd = -1;
-  uint64_t used_bytes = 0;
+  uint64_t used_bytes = 0;  // by this process's allocations
   uint64_t next_offset = 0;
   int context_uses = 0;
 };
 
-struct Settings {
-  int devices = 2;                     // KVCACHED_TEST_CUDA_DEVICES
-  uint64_t device_bytes = 1ULL << 30;  // KVCACHED_TEST_CUDA_BYTES, of each
-  uint64_t granularity_bytes = 4096;   // KVCACHED_TEST_CUDA_GRANULARITY; GPUs have 2 MiB
-  bool read_only = true;  // KVCACHED_TEST_CUDA_READ_ONLY=0: read access alone is refused
-  bool peers = true;      // KVCACHED_TEST_CUDA_PEERS=0: no device reads another
-  bool exports = true;    // KVCACHED_TEST_CUDA_EXPORTS=0: no memory is shared between processes
+// A captured graph, or an instance of one that can be launched.
+struct GraphMemory {
+  Graph graph;
+  int device = -1;  // -1: not instantiated
+  uint64_t bytes = 0;
 };
 
 class Simulator {
@@ -58,16 +64,33 @@ class Simulator {
   Error check_usable() const;
   const Settings& settings() const { return settings_; }
   const std::string& refusal() const { return refusal_; }
+  // By this process's allocations; and by all processes, with what the driver holds for them.
   uint64_t used_bytes(int device) const;
+  uint64_t device_used_bytes(int device);
+  int gpu_of(int device) const { return devices_[static_cast<size_t>(device)].gpu; }
   // What is not given back, in words; empty if nothing.
   std::string leaks() const;
 
   Streams& streams() { return streams_; }
   Copies& copies() { return copies_; }
+  Captures& captures() { return captures_; }
+  std::map<uint64_t, GraphMemory>& graphs() { return graphs_; }
+  uint64_t next_handle() { return next_handle_++; }
   // Calls that took memory away from a kernel, or copied as this library's users never mean to.
   uint64_t violations() const { return violations_; }
   Error violate(std::string why);
 
+  // Gives work to a stream, or records it if that captures.
+  Error enqueue(uint64_t stream, int device, Work work);
+  // Whether the call may be made now: a refusal during captures, which become invalid.
+  Error check_safe(const char* call);
+  // The same for calls that use the default stream and wait for it.
+  Error check_synchronous(const char* call);
+  Error launch_graph(uint64_t graph, uint64_t stream, int device);
+
+  // Memory that the driver takes for itself.
+  bool take_driver_memory(int device, uint64_t bytes);
+  void give_driver_memory(int device, uint64_t bytes);
   Error retain_context(int device);
   Error release_context(int device);
   bool has_context(int device) const;
@@ -78,8 +101,9 @@ class Simulator {
   Error create(uint64_t* handle, uint64_t bytes, const MemAllocationProp& prop);
   Error release(uint64_t handle);
   // A file stands for the allocation's memory: its position says where in the device's file that
-  // is, and a label behind all memory what it is. Stricter than CUDA, where an import keeps the
-  // memory: here it is gone with its owner's last use, so that whoever reads too late reads zeros.
+  // is, and a label behind all memory what it is. As on CUDA an import keeps the memory's bytes
+  // taken on the device. Stricter than CUDA, its content is gone with its owner's last use, so that
+  // whoever reads too late reads zeros.
   Error export_file(int* fd, uint64_t handle);
   Error import_file(uint64_t* handle, int fd);
   Error map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t handle);
@@ -91,10 +115,17 @@ class Simulator {
   Error check_accessible(uint64_t address, uint64_t bytes, int access = kAccessRead);
   // Whether a copy on the device may read the range: through a mapping of the device's own.
   Error check_source(int device, uint64_t address, uint64_t bytes);
-  // The same for the driver's own write, which is in no stream's order.
+  // Whether the driver may write the range: in no stream's order, or in that of one stream.
   Error check_fillable(uint64_t address, uint64_t bytes);
-  // Whether the range is memory of that device, mapped with access or plain.
-  Error check_target(int device, uint64_t address, uint64_t bytes);
+  Error check_fillable(uint64_t address, uint64_t bytes, uint64_t stream);
+  // Whether the range is memory of that device, mapped with at least this access or plain.
+  Error check_target(int device, uint64_t address, uint64_t bytes, int access = kAccessReadWrite);
+
+  // Where a kernel on the address's device touches the range; null if it may not.
+  void* kernel_view(uint64_t address, uint64_t bytes, bool write);
+  // The same for a copy that was checked.
+  void* view(uint64_t address) const { return addresses_.view(address); }
+  uint64_t kernel_distance() const { return addresses_.distance(); }
 
   Error allocate_plain(uint64_t* address, int device, uint64_t bytes);
   Error free_plain(uint64_t address, int device);
@@ -106,7 +137,14 @@ class Simulator {
   // Whether pending work may touch the handle's memory, wherever that is mapped.
   bool is_touched(uint64_t handle) const;
   Error check_size(const char* call, uint64_t address, uint64_t bytes);
-  bool is_reserved(uint64_t address, uint64_t bytes) const;
+  bool is_plain(uint64_t address) const;
+  // -1 if it is not seen here.
+  int device_of_gpu(int gpu) const;
+  uint64_t charged_bytes(uint64_t bytes) const;
+  Error check_mappable(const char* call);
+  bool take(int device, uint64_t bytes);
+  void give(int device, uint64_t bytes);
+  void* forbid(std::string why);
   bool overlaps_mapping(uint64_t address, uint64_t bytes) const;
   int file_of(const Allocation& allocation) const;
   // The mappings that make up the range exactly; empty if it cuts one or has a hole.
@@ -116,11 +154,14 @@ class Simulator {
 
   Settings settings_;
   std::vector<Device> devices_;
-  std::map<uint64_t, uint64_t> reservations_;  // address -> bytes
-  Mappings mappings_;                          // by address
+  DeviceAddresses addresses_;
+  Mappings mappings_;  // by address
   std::map<uint64_t, Allocation> allocations_;
   Streams streams_;
   Copies copies_;
+  Captures captures_;
+  std::map<uint64_t, GraphMemory> graphs_;
+  Book book_;
   uint64_t violations_ = 0;
   uint64_t next_handle_ = 0x1000;
   std::string refusal_;

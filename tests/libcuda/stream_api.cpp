@@ -6,6 +6,7 @@
 
 using test_libcuda::Error;
 using test_libcuda::Simulator;
+using test_libcuda::Work;
 
 namespace {
 
@@ -13,17 +14,46 @@ uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle);
 
 void* handle(uint64_t number) { return reinterpret_cast<void*>(number); }
 
-constexpr unsigned kStreamFlags = 1;  // CU_STREAM_NON_BLOCKING
+constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 constexpr unsigned kEventFlags = 7;
+
+Error make_stream(Simulator& cuda, void** stream, unsigned flags) {
+  if ((flags & ~kNonBlocking) != 0) return test_libcuda::kInvalidValue;
+  *stream = handle(cuda.streams().make(test_libcuda::current_device(), flags == 0));
+  return test_libcuda::kSuccess;
+}
+
+// Whether the host may wait for the stream or look at it.
+Error check_waitable(Simulator& cuda, const char* call, const void* stream) {
+  const int device = test_libcuda::current_device();
+  if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
+  if (stream == nullptr) return cuda.check_synchronous(call);
+  if (cuda.captures().status(number(stream)) != test_libcuda::CaptureStatus::none) {
+    cuda.captures().invalidate(number(stream));
+    return test_libcuda::kCaptureUnsupported;
+  }
+  return cuda.check_safe(call);
+}
+
+Error check_event(Simulator& cuda, const char* call, const void* event) {
+  if (!cuda.streams().has_event(number(event))) return test_libcuda::kInvalidHandle;
+  if (cuda.captures().has_event(number(event))) {
+    cuda.captures().invalidate_of_event(number(event));
+    return test_libcuda::kCapturedEvent;
+  }
+  return cuda.check_safe(call);
+}
 
 }  // namespace
 
 EXPORT int cuStreamCreate(void** stream, unsigned flags) {
-  return test_libcuda::served_in_context([=](Simulator& cuda) {
-    if ((flags & ~kStreamFlags) != 0) return test_libcuda::kInvalidValue;
-    *stream = handle(cuda.streams().make(test_libcuda::current_device()));
-    return test_libcuda::kSuccess;
-  });
+  return test_libcuda::served_in_context(
+      [=](Simulator& cuda) { return make_stream(cuda, stream, flags); });
+}
+
+EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
+  return test_libcuda::served_in_context(
+      [=](Simulator& cuda) { return make_stream(cuda, stream, flags); });
 }
 
 EXPORT int cuStreamDestroy_v2(void* stream) {
@@ -36,21 +66,57 @@ EXPORT int cuStreamDestroy_v2(void* stream) {
 // Whoever waits sees the work done.
 EXPORT int cuStreamSynchronize(void* stream) {
   return test_libcuda::counted("cuStreamSynchronize", [=](Simulator& cuda) {
-    const int device = test_libcuda::current_device();
-    if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
-    cuda.streams().complete(number(stream), device, UINT64_MAX);
+    const Error error = check_waitable(cuda, "cuStreamSynchronize", stream);
+    if (error != 0) return error;
+    cuda.streams().complete(number(stream), test_libcuda::current_device(), UINT64_MAX);
     return test_libcuda::kSuccess;
   });
 }
 
+EXPORT int cuStreamQuery(void* stream) {
+  return test_libcuda::counted("cuStreamQuery", [=](Simulator& cuda) {
+    const Error error = check_waitable(cuda, "cuStreamQuery", stream);
+    if (error != 0) return error;
+    return cuda.streams().has_work(number(stream), test_libcuda::current_device())
+               ? test_libcuda::kNotReady
+               : test_libcuda::kSuccess;
+  });
+}
+
+EXPORT int cuCtxSynchronize() {
+  return test_libcuda::counted("cuCtxSynchronize", [](Simulator& cuda) {
+    const Error error = cuda.check_synchronous("cuCtxSynchronize");
+    if (error == 0) cuda.streams().complete_device(test_libcuda::current_device());
+    return error;
+  });
+}
+
+// Done at once unless something of the stream, or a capture, comes before.
 EXPORT int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void* stream) {
   return test_libcuda::counted("cuMemsetD8Async", [=](Simulator& cuda) {
-    if (!cuda.streams().exists(number(stream), test_libcuda::current_device())) {
-      return test_libcuda::kInvalidHandle;
-    }
-    const Error error = cuda.check_fillable(address, bytes);
-    if (error == 0) std::memset(reinterpret_cast<void*>(address), value, bytes);
-    return error;
+    const int device = test_libcuda::current_device();
+    const uint64_t name = number(stream);
+    if (!cuda.streams().exists(name, device)) return test_libcuda::kInvalidHandle;
+    const Error error = cuda.check_fillable(address, bytes, name);
+    if (error != 0) return error;
+    const bool was_idle = !cuda.streams().has_work(name, device) &&
+                          cuda.captures().status(name) == test_libcuda::CaptureStatus::none;
+    Work work{address, bytes};
+    work.run = [=, to = cuda.view(address)] { std::memset(to, value, bytes); };
+    const Error refused = cuda.enqueue(name, device, std::move(work));
+    if (refused == 0 && was_idle) cuda.streams().complete(name, device, 1);
+    return refused;
+  });
+}
+
+// Called in the stream's order, with the library's lock held: it must not call the library.
+EXPORT int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
+  return test_libcuda::counted("cuLaunchHostFunc", [=](Simulator& cuda) {
+    const int device = test_libcuda::current_device();
+    if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
+    Work work;
+    work.run = [=] { function(argument); };
+    return cuda.enqueue(number(stream), device, std::move(work));
   });
 }
 
@@ -62,16 +128,22 @@ EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
         !cuda.streams().has_event(number(event))) {
       return test_libcuda::kInvalidHandle;
     }
-    cuda.streams().wait_for(number(stream), device, number(event));
+    const bool captures =
+        cuda.captures().status(number(stream)) != test_libcuda::CaptureStatus::none;
+    if (cuda.captures().has_event(number(event)) ||
+        (captures && cuda.streams().was_recorded(number(event)))) {
+      return cuda.captures().wait(number(stream), number(event));
+    }
+    if (!captures) cuda.streams().wait_for(number(stream), device, number(event));
     return test_libcuda::kSuccess;
   });
 }
 
 EXPORT int cuEventSynchronize(void* event) {
   return test_libcuda::counted("cuEventSynchronize", [=](Simulator& cuda) {
-    if (!cuda.streams().has_event(number(event))) return test_libcuda::kInvalidHandle;
-    cuda.streams().complete_until(number(event));
-    return test_libcuda::kSuccess;
+    const Error error = check_event(cuda, "cuEventSynchronize", event);
+    if (error == 0) cuda.streams().complete_until(number(event));
+    return error;
   });
 }
 
@@ -86,15 +158,29 @@ EXPORT int cuEventCreate(void** event, unsigned flags) {
 EXPORT int cuEventRecord(void* event, void* stream) {
   return test_libcuda::counted("cuEventRecord", [=](Simulator& cuda) {
     const int device = test_libcuda::current_device();
-    return cuda.streams().record(number(event), number(stream), device)
-               ? test_libcuda::kSuccess
-               : test_libcuda::kInvalidHandle;
+    if (!cuda.streams().record(number(event), number(stream), device)) {
+      return test_libcuda::kInvalidHandle;
+    }
+    cuda.captures().forget_event(number(event));
+    switch (cuda.captures().status(number(stream))) {
+      case test_libcuda::CaptureStatus::invalidated:
+        return test_libcuda::kCaptureInvalidated;
+      case test_libcuda::CaptureStatus::active:
+        cuda.captures().record_event(number(stream), number(event));
+        return test_libcuda::kSuccess;
+      case test_libcuda::CaptureStatus::none:
+        break;
+    }
+    if (stream != nullptr || !cuda.captures().blocks_default(device)) return test_libcuda::kSuccess;
+    cuda.captures().invalidate_blocking(device);
+    return test_libcuda::kCaptureImplicit;
   });
 }
 
 EXPORT int cuEventQuery(void* event) {
   return test_libcuda::counted("cuEventQuery", [=](Simulator& cuda) {
-    if (!cuda.streams().has_event(number(event))) return test_libcuda::kInvalidHandle;
+    const Error error = check_event(cuda, "cuEventQuery", event);
+    if (error != 0) return error;
     return cuda.streams().has_passed(number(event)) ? test_libcuda::kSuccess
                                                     : test_libcuda::kNotReady;
   });
@@ -102,6 +188,7 @@ EXPORT int cuEventQuery(void* event) {
 
 EXPORT int cuEventDestroy_v2(void* event) {
   return test_libcuda::served_in_context([=](Simulator& cuda) {
+    cuda.captures().forget_event(number(event));
     return cuda.streams().remove_event(number(event)) ? test_libcuda::kSuccess
                                                       : test_libcuda::kInvalidHandle;
   });
@@ -112,8 +199,17 @@ EXPORT int test_cuda_launch(uint64_t stream, uint64_t address, uint64_t bytes) {
     const int device = test_libcuda::current_device();
     if (!cuda.streams().exists(stream, device)) return test_libcuda::kInvalidHandle;
     const Error error = cuda.check_accessible(address, bytes);
-    if (error == 0) cuda.streams().launch(stream, device, {address, bytes});
-    return error;
+    return error != 0 ? error : cuda.enqueue(stream, device, {address, bytes});
+  });
+}
+
+EXPORT int test_cuda_launch_over_holes(uint64_t stream, uint64_t address, uint64_t bytes) {
+  return test_libcuda::served_in_context([=](Simulator& cuda) {
+    const int device = test_libcuda::current_device();
+    if (!cuda.streams().exists(stream, device)) return test_libcuda::kInvalidHandle;
+    Work work{address, bytes};
+    work.may_meet_holes = true;
+    return cuda.enqueue(stream, device, std::move(work));
   });
 }
 

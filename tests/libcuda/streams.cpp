@@ -27,12 +27,19 @@ Streams::Queue* Streams::find(uint64_t name) {
   return const_cast<Queue*>(std::as_const(*this).find(name));
 }
 
-uint64_t Streams::make(int device) {
-  streams_.emplace(next_, Queue{device, 0, {}});
+uint64_t Streams::make(int device, bool is_blocking) {
+  streams_.emplace(next_, Queue{device, 0, {}, is_blocking});
   return next_++;
 }
 
-bool Streams::remove(uint64_t stream) { return streams_.erase(stream) != 0; }
+// CUDA lets a destroyed stream finish its work.
+bool Streams::remove(uint64_t stream) {
+  const auto found = streams_.find(stream);
+  if (found == streams_.end()) return false;
+  complete(found->second, UINT64_MAX);
+  streams_.erase(found);
+  return true;
+}
 
 bool Streams::exists(uint64_t stream, int device) const {
   if (stream == 0) return true;
@@ -41,7 +48,7 @@ bool Streams::exists(uint64_t stream, int device) const {
 }
 
 void Streams::launch(uint64_t stream, int device, Work work) {
-  if (stream == 0) defaults_.try_emplace(name(0, device), Queue{device, 0, {}});
+  if (stream == 0) defaults_.try_emplace(name(0, device), Queue{device});
   find(name(stream, device))->pending.push_back(std::move(work));
   count_busy_devices();
 }
@@ -92,11 +99,36 @@ void Streams::wait_for(uint64_t stream, int device, uint64_t event) {
   launch(stream, device, std::move(work));
 }
 
+bool Streams::is_blocking(uint64_t stream) const {
+  const auto found = streams_.find(stream);
+  return found != streams_.end() && found->second.is_blocking;
+}
+
+bool Streams::has_work(uint64_t stream, int device) const {
+  const Queue* queue = find(name(stream, device));
+  return queue != nullptr && !queue->pending.empty();
+}
+
+void Streams::complete_device(int device) {
+  for (auto* queues : {&streams_, &defaults_}) {
+    for (auto& [name, queue] : *queues) {
+      if (queue.device == device) complete(queue, UINT64_MAX);
+    }
+  }
+}
+
 bool Streams::is_touched(uint64_t address, uint64_t bytes) const {
+  return is_touched_elsewhere(address, bytes, 0, -1);
+}
+
+bool Streams::is_touched_elsewhere(uint64_t address, uint64_t bytes, uint64_t stream,
+                                   int device) const {
+  const uint64_t own = name(stream, device);
   const auto touches = [=](const Work& work) {
     return work.address < address + bytes && address < work.address + work.bytes;
   };
   const auto touched = [&](const auto& entry) {
+    if (entry.first == own) return false;
     return std::any_of(entry.second.pending.begin(), entry.second.pending.end(), touches);
   };
   return std::any_of(streams_.begin(), streams_.end(), touched) ||

@@ -18,12 +18,15 @@ struct Work {
   uint64_t bytes = 0;
   std::function<void()> run = {};
   uint64_t after_event = 0;
+  bool may_meet_holes = false;  // a kernel over a range of which it touches what is mapped
 };
 
 class Streams {
  public:
   // Stream 0 of each device is always there; both it and 0 itself are never made.
-  uint64_t make(int device);
+  uint64_t make(int device, bool is_blocking = true);
+  // Whether the default stream waits for it.
+  bool is_blocking(uint64_t stream) const;
   bool remove(uint64_t stream);
   // Of the calls below, `device` is that of the current context, for stream 0.
   bool exists(uint64_t stream, int device) const;
@@ -32,13 +35,19 @@ class Streams {
   void launch(uint64_t stream, int device, Work work);
   // The oldest `count`, or what there is; and first what those wait for.
   void complete(uint64_t stream, int device, uint64_t count);
+  // All work of the device.
+  void complete_device(int device);
+  // By pending work of any stream, or of any but this one.
   bool is_touched(uint64_t address, uint64_t bytes) const;
+  bool is_touched_elsewhere(uint64_t address, uint64_t bytes, uint64_t stream, int device) const;
+  bool has_work(uint64_t stream, int device) const;
 
   uint64_t make_event(int device);
   bool remove_event(uint64_t event);
   // False for an event or stream that is not there, or of two devices.
   bool record(uint64_t event, uint64_t stream, int device);
   bool has_event(uint64_t event) const { return events_.count(event) != 0; }
+  bool was_recorded(uint64_t event) const { return events_.at(event).stream != 0; }
   // An event that was never recorded has passed. REQUIRES: has_event
   bool has_passed(uint64_t event) const;
   // Does all work before the event. REQUIRES: has_event
@@ -56,7 +65,8 @@ class Streams {
   struct Queue {
     int device;
     uint64_t completed = 0;
-    std::deque<Work> pending;
+    std::deque<Work> pending = {};
+    bool is_blocking = true;
   };
   struct Event {
     int device;

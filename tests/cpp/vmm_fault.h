@@ -21,6 +21,7 @@ enum class VmmCall {
   export_pages,
   open_window,
   guard_holes,
+  fill,
 };
 
 class FaultVmm final : public Vmm {
@@ -37,10 +38,13 @@ class FaultVmm final : public Vmm {
   Result<uint64_t> reserve(uint64_t bytes) override;
   Status free_address(uint64_t address, uint64_t bytes) override;
   Result<std::vector<Handle>> create(size_t count) override;
+  Result<std::vector<Handle>> create_block(size_t count) override;
   Status release(std::span<const Handle> handles) override;
   Status map(uint64_t address, std::span<const Handle> handles) override;
   Status set_access(uint64_t address, uint64_t bytes) override;
   Status unmap(uint64_t address, uint64_t bytes) override;
+  Status fill(uint64_t address, uint64_t bytes, unsigned char value) override;
+  bool makes_zeros() const override { return below_->makes_zeros(); }
   Result<std::unique_ptr<StreamEvent>> record_event(Stream stream) override;
   bool can_share_with(const Location& other) const override {
     return below_->can_share_with(other);
@@ -48,6 +52,7 @@ class FaultVmm final : public Vmm {
   Result<SharedPages> export_pages(std::span<const Handle> handles) override;
   Result<std::unique_ptr<PageWindow>> open_window(const SharedPages& pages) override;
   Status guard_holes() override;
+  Status cover(uint64_t address, uint64_t bytes) override;
   void scrub_pages() override { below_->scrub_pages(); }
   Status close() override { return below_->close(); }
   Status check_open() const override { return below_->check_open(); }

@@ -25,7 +25,7 @@ Status FaultVmm::pass(VmmCall call) {
 }
 
 Result<uint64_t> FaultVmm::reserve(uint64_t bytes) {
-  if (Status status = pass(VmmCall::reserve); !status.ok()) return status;
+  KV_TRY(pass(VmmCall::reserve));
   return below_->reserve(bytes);
 }
 
@@ -35,8 +35,13 @@ Status FaultVmm::free_address(uint64_t address, uint64_t bytes) {
 }
 
 Result<std::vector<Handle>> FaultVmm::create(size_t count) {
-  if (Status status = pass(VmmCall::create); !status.ok()) return status;
+  KV_TRY(pass(VmmCall::create));
   return below_->create(count);
+}
+
+Result<std::vector<Handle>> FaultVmm::create_block(size_t count) {
+  KV_TRY(pass(VmmCall::create));
+  return below_->create_block(count);
 }
 
 Status FaultVmm::release(std::span<const Handle> handles) {
@@ -55,23 +60,33 @@ Status FaultVmm::set_access(uint64_t address, uint64_t bytes) {
 }
 
 Result<std::unique_ptr<StreamEvent>> FaultVmm::record_event(Stream stream) {
-  if (Status status = pass(VmmCall::record_event); !status.ok()) return status;
+  KV_TRY(pass(VmmCall::record_event));
   return below_->record_event(stream);
 }
 
 Result<SharedPages> FaultVmm::export_pages(std::span<const Handle> handles) {
-  if (Status status = pass(VmmCall::export_pages); !status.ok()) return status;
+  KV_TRY(pass(VmmCall::export_pages));
   return below_->export_pages(handles);
 }
 
 Result<std::unique_ptr<PageWindow>> FaultVmm::open_window(const SharedPages& pages) {
-  if (Status status = pass(VmmCall::open_window); !status.ok()) return status;
+  KV_TRY(pass(VmmCall::open_window));
   return below_->open_window(pages);
 }
 
 Status FaultVmm::guard_holes() {
   KV_TRY(pass(VmmCall::guard_holes));
   return below_->guard_holes();
+}
+
+Status FaultVmm::cover(uint64_t address, uint64_t bytes) {
+  KV_TRY(pass(VmmCall::guard_holes));
+  return below_->cover(address, bytes);
+}
+
+Status FaultVmm::fill(uint64_t address, uint64_t bytes, unsigned char value) {
+  KV_TRY(pass(VmmCall::fill));
+  return below_->fill(address, bytes, value);
 }
 
 Status FaultVmm::unmap(uint64_t address, uint64_t bytes) {

@@ -1,0 +1,50 @@
+"""A CUDA that a CPU build of torch believes in: torch.cuda over the test libcuda."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.kvcached.compiling import build_libcuda, build_libnvml
+from tests.torchcuda.building import build_front
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+MIB = 1 << 20
+
+
+def cuda_environment(
+    devices: int = 2,
+    bytes: int = 1 << 30,
+    context_bytes: int = 64 * MIB,
+    graph_bytes: int = 2 * MIB,
+    **more: str,
+) -> dict[str, str]:
+    """The environment of a process that sees GPUs of `bytes` each.
+
+    `more` sets further variables; KVCACHED_TEST_CUDA_* are listed in tests/libcuda/settings.h.
+    """
+    standin = ROOT / "scripts" / "gpu_wheels" / "standin"
+    libraries = build_libcuda().parent
+    paths = [str(HERE / "site"), str(standin), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return (
+        dict(os.environ)
+        | {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "TORCHCUDA_FRONT": str(build_front()),
+            "KVCACHED_LIBCUDA": str(build_libcuda()),
+            "KVCACHED_LIBNVML": str(build_libnvml()),
+            "LD_LIBRARY_PATH": os.pathsep.join(
+                path for path in (str(libraries), os.environ.get("LD_LIBRARY_PATH", "")) if path
+            ),
+            "KVCACHED_TEST_CUDA_DEVICES": str(devices),
+            "KVCACHED_TEST_CUDA_BYTES": str(bytes),
+            "KVCACHED_TEST_CUDA_CONTEXT_BYTES": str(context_bytes),
+            "KVCACHED_TEST_CUDA_GRAPH_BYTES": str(graph_bytes),
+            "KVCACHED_TEST_CUDA_GRANULARITY": str(2 * MIB),
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
+        }
+        | more
+    )

@@ -1,0 +1,33 @@
+"""Puts the double of torch's CUDA front in place as soon as a process imports torch.
+
+Python imports this module at its start when the folder is on PYTHONPATH (see
+`tests.torchcuda.cuda_environment`); the processes that it starts in turn have it as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import os
+import sys
+
+
+class _WithinTorch(importlib.abc.MetaPathFinder):
+    """Acts at two points of `import torch`.
+
+    torch._C keeps the CUDA hooks that it finds when it is loaded, so ours must be registered by
+    then. The names in torch._C must be there before torch.cuda looks for them.
+    """
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname == "torch._C":
+            ctypes.CDLL(os.environ["TORCHCUDA_FRONT"])
+        elif fullname == "torch.cuda":
+            sys.meta_path.remove(self)
+            import torchcuda_front
+
+            torchcuda_front.install()
+
+
+if os.environ.get("TORCHCUDA_FRONT"):
+    sys.meta_path.insert(0, _WithinTorch())
