@@ -5,6 +5,8 @@ A `Device` is opened by name; a process registers as a `Client`; the client rese
 mapped before the device's ledger, which all processes share, has granted it.
 """
 
+from typing import TYPE_CHECKING
+
 from kvcached.distribution import refuse_conflicting_distribution
 
 refuse_conflicting_distribution()
@@ -24,6 +26,7 @@ from kvcached.balloon import (  # noqa: E402
 )
 from kvcached.client import Client, StaticLease  # noqa: E402
 from kvcached.device import Device, segment_path  # noqa: E402
+from kvcached.driver_memory import MemoryDrift, gpu_facts  # noqa: E402
 from kvcached.errors import KvcachedError, NoRoomError  # noqa: E402
 from kvcached.group import KVCacheGroup  # noqa: E402
 from kvcached.handover.offer import Offer  # noqa: E402
@@ -43,7 +46,15 @@ from kvcached.layouts import (  # noqa: E402
 from kvcached.ranks import RankKV  # noqa: E402
 from kvcached.segments import Segment, SegmentClient, collect_garbage, segments  # noqa: E402
 from kvcached.tensor import VirtualTensor  # noqa: E402
-from kvcached.usage import ClientUsage, DeviceUsage, Fragmentation, KVCounters  # noqa: E402
+from kvcached.usage import (  # noqa: E402
+    ClientUsage,
+    DeviceUsage,
+    DriverMemory,
+    Fragmentation,
+    GpuFacts,
+    KVCounters,
+    ProcessMemory,
+)
 from kvcached.weights.arena import (  # noqa: E402
     AddressUsage,
     LoadOptions,
@@ -67,7 +78,9 @@ __all__ = [
     "Demand",
     "Device",
     "DeviceUsage",
+    "DriverMemory",
     "Fragmentation",
+    "GpuFacts",
     "Heads",
     "Holder",
     "HybridLayout",
@@ -82,11 +95,13 @@ __all__ = [
     "LayoutChoice",
     "LoadOptions",
     "MLALayout",
+    "MemoryDrift",
     "MixedLayout",
     "NoRoomError",
     "Offer",
     "Prefetch",
     "PrefixCache",
+    "ProcessMemory",
     "RankKV",
     "Segment",
     "SegmentClient",
@@ -111,7 +126,20 @@ __all__ = [
     "choose_layout",
     "collect_garbage",
     "errors",
+    "gpu_facts",
     "segment_path",
     "segments",
     "spares_then_idle_caches",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """`__version__`, when it is asked for: importlib.metadata is slow to import."""
+        if name != "__version__":
+            raise AttributeError(f"module 'kvcached' has no attribute {name!r}")
+        from importlib.metadata import version
+
+        return version("prism-serving")

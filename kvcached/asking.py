@@ -78,41 +78,40 @@ def ask_for(
 
 
 @dataclass(frozen=True)
-class Asker:
-    """A client, and whom it asks for memory."""
+class Requester:
+    """A client that waits for memory, and the policy by which it asks others."""
 
     core: _core.Client
     policy: ShrinkPolicy
 
 
 @dataclass(frozen=True)
-class Want:
-    """What is waited for. `missing_bytes`: what would be reserved now, None if it can never be had.
+class MemoryRequest:
+    """What a client waits for."""
 
-    `is_static`: beyond the client's limit and minimum.
-    """
-
-    asker: Asker
+    requester: Requester
     missing_bytes: Callable[[], int | None]
+    """Bytes still to reserve; None if they can never be had."""
     is_static: bool = False
+    """Beyond the client's limit and minimum."""
 
 
-def wait_for(want: Want, take: Callable[[], T | None], wait_s: float) -> T | None:
+def wait_for(request: MemoryRequest, take: Callable[[], T | None], wait_s: float) -> T | None:
     """What `take` gives as soon as it gives something, None when `wait_s` are over.
 
     Others are asked to shrink meanwhile. The GIL is released while this sleeps.
     """
-    client = want.asker.core
+    client = request.requester.core
     until_ns = time.monotonic_ns() + int(wait_s * 1e9)
     had_room = False
     try:
         while (taken := take()) is None:
-            size_bytes = want.missing_bytes()
+            size_bytes = request.missing_bytes()
             if size_bytes is None or time.monotonic_ns() >= until_ns:
                 return None
-            seen = _core.want(client, size_bytes, want.is_static, until_ns)
+            seen = _core.want(client, size_bytes, request.is_static, until_ns)
             if seen is not None:
-                _ask_for_the_rest(want, until_ns)
+                _ask_for_the_rest(request, until_ns)
                 _core.sleep(_core.ledger_of(client), seen, until_ns)
             elif had_room:  # and could not be taken all the same
                 time.sleep(_RETRY_S)
@@ -122,22 +121,22 @@ def wait_for(want: Want, take: Callable[[], T | None], wait_s: float) -> T | Non
         _core.end_wait(client)
 
 
-def _ask_for_the_rest(want: Want, until_ns: int) -> None:
-    """Half of the time that is left is theirs, the other half for those who are asked instead."""
-    client = want.asker.core
+def _ask_for_the_rest(request: MemoryRequest, until_ns: int) -> None:
+    """They have half of the time that is left; the rest is for clients that are asked instead."""
+    client = request.requester.core
     slot = _core.slot_of(client)
     now_ns = time.monotonic_ns()
     ask_for(
         _core.ledger_of(client),
         missing=lambda view: _missing_bytes(view, slot),
         others=lambda holder: holder.key[0] != slot,
-        policy=want.asker.policy,
+        policy=request.requester.policy,
         until_ns=now_ns + (until_ns - now_ns) // 2,
     )
 
 
 def _missing_bytes(view: _core.BalloonView, slot: int) -> int:
-    """What this client and those who wait for longer want beyond what is free."""
+    """What this client and those that wait for longer want beyond what is free."""
     clients = view.clients
     me = clients[view.slots.index(slot)]
     if me.wanted_bytes == 0:
@@ -159,7 +158,7 @@ class _Part:
 
 
 class ShrinkOrder:
-    """Requests that were posted, and what has come of them. Polled, so that it blocks nobody."""
+    """Posted requests and their answers. `poll` never blocks."""
 
     def __init__(self, ledger: _core.Ledger, parts: Sequence[_Part], until_ns: int) -> None:
         self._ledger = ledger

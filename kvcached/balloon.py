@@ -1,8 +1,8 @@
-"""Who gives memory back when a client needs some: requests, the policy behind them, the answers.
+"""Which clients give memory back when one needs some: requests, policy, answers.
 
-A client that waits for room asks others to shrink. Whom, and for how much, is a `ShrinkPolicy`: a
-pure function over frozen data. The asked process frees on a thread of its own choosing (its
-engine's, between two steps), since nobody else knows which pages a kernel reads; see
+A client that waits for room asks others to shrink. A `ShrinkPolicy`, a pure function over frozen
+data, decides which ones and by how much. The asked process frees on a thread of its own choosing
+(its engine's, between two steps): it alone knows which pages a kernel reads. See
 `Client.answer_requests`.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvcached.checks import not_negative
+from kvcached.checks import not_negative, optional
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,10 +25,7 @@ IDLE_AFTER_S = 1.0
 class Holder:
     """A client as the policy sees it: what it holds, and what it says it could do without.
 
-    `held_bytes` are its pages; giving up those of the minimum helps nobody else. `spare_bytes` hold
-    no live block, `evictable_bytes` only prefix cache (whole slabs of it). `asked_bytes` it has
-    been asked for and not answered yet: on their way. `idle_s` is the time since its last
-    allocation.
+    `held_bytes` are its pages; giving up those of the minimum helps no other client.
     """
 
     key: tuple[int, int]
@@ -36,12 +33,12 @@ class Holder:
     pid: int
     held_bytes: int
     min_bytes: int
-    spare_bytes: int
-    evictable_bytes: int
-    asked_bytes: int
-    idle_s: float
+    spare_bytes: int  # without a live block
+    evictable_bytes: int  # whole slabs of prefix cache alone
+    asked_bytes: int  # asked for and not answered yet
+    idle_s: float  # since its last allocation
     waits: bool = False
-    """It waits for room itself, and its thread answers nobody meanwhile."""
+    """It waits for room itself; meanwhile its thread answers no request."""
     answers: bool = True
     """False: it let the time of a request pass, or has just given less than it was asked for."""
 
@@ -65,7 +62,7 @@ class Demand:
 
 
 class ShrinkPolicy(Protocol):
-    """(bytes that are missing, the other clients of the device) -> who shall give how much.
+    """(bytes that are missing, the other clients of the device) -> how much each shall give.
 
     A pure function. Called without any lock, between two reads of the ledger, and perhaps again for
     the rest.
@@ -75,7 +72,7 @@ class ShrinkPolicy(Protocol):
 
 
 def spares_then_idle_caches(missing_bytes: int, holders: Sequence[Holder]) -> list[Demand]:
-    """The default policy: what costs nobody anything first, then prefix cache, idle clients first.
+    """The default policy: first pages without a live block, then prefix cache; idle clients first.
 
     Spare pages of all before any prefix-cache page; within each, clients that have been idle for
     `IDLE_AFTER_S` before busy ones (Prism §6.1 evicts idle models first, and only when memory is
@@ -114,6 +111,10 @@ class ShrinkRequest:
     number: int
     size_bytes: int | None
 
+    def __post_init__(self) -> None:
+        not_negative("number", self.number)
+        optional(not_negative)("size_bytes", self.size_bytes)
+
 
 @dataclass(frozen=True)
 class Shrunk:
@@ -124,9 +125,8 @@ class Shrunk:
     evicted_bytes: int = 0
 
     def __post_init__(self) -> None:
-        not_negative("returned_bytes", self.returned_bytes)
-        not_negative("evicted_tokens", self.evicted_tokens)
-        not_negative("evicted_bytes", self.evicted_bytes)
+        for name, value in vars(self).items():
+            not_negative(name, value)
 
     def __add__(self, other: Shrunk) -> Shrunk:
         return Shrunk(

@@ -1,13 +1,53 @@
-"""Checks of arguments that come from users."""
+"""Checks of arguments that come from users.
+
+A rule takes an argument's name and value, and returns the value or raises InvalidArgumentError.
+`checked` applies rules to a function's arguments; a dataclass calls them in `__post_init__`.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
 from operator import index
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from kvcached.errors import InvalidArgumentError
 
-_MAX = 2**63 - 1
+P = ParamSpec("P")
+R = TypeVar("R")
+Rule = Callable[[str, Any], Any]
+
+MAX_BYTES = 2**63 - 1
 _DAY_S = 86400
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def checked(**rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Applies each rule to the argument of its name; a parameter's default always passes.
+
+    For calls that are not hot: it costs about a microsecond.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = signature(function).parameters
+        names = list(parameters)
+
+        def apply(name: str, value: object) -> Any:
+            rule = rules.get(name)
+            return value if rule is None or value is parameters[name].default else rule(name, value)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given: Any = list(map(apply, names, args)) + list(args[len(names) :])
+            named: Any = {name: apply(name, value) for name, value in kwargs.items()}
+            return function(*given, **named)
+
+        return call
+
+    return decorate
 
 
 def positive(name: str, value: int) -> int:
@@ -30,11 +70,112 @@ def patience(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidArgumentError(f"{name} must be a number, not {type(value).__name__}")
     if not 0 <= value <= _DAY_S:
-        raise InvalidArgumentError(f"{name} is {value}; it must be from 0 to {_DAY_S} seconds")
+        raise InvalidArgumentError(
+            f"{name} is {shown(value)}; it must be from 0 to {_DAY_S} seconds"
+        )
     return value
 
 
-def _in_range(name: str, value: int, low: int, high: int = _MAX) -> int:
+def text(name: str, value: str) -> str:
+    """`value` if it is a string that the OS can take."""
+    instance_of(str)(name, value)
+    if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise InvalidArgumentError(f"{name} {value!r} holds characters that no name can have")
+    return value
+
+
+def path(name: str, value: str | Path) -> Path:
+    """`value` as a Path."""
+    instance_of(str, Path)(name, value)
+    return Path(text(name, str(value)))
+
+
+def namespace_name(name: str, value: str) -> str:
+    """`value` if it can name a namespace."""
+    if not _NAMESPACE.fullmatch(text(name, value)):
+        raise InvalidArgumentError(
+            f"namespace {value!r} must be 1 to 64 letters, digits, '.', '_' or '-'"
+        )
+    return value
+
+
+def flag(name: str, value: bool) -> bool:
+    """`value` if it is True or False."""
+    instance_of(bool)(name, value)
+    return value
+
+
+def function(name: str, value: Callable[P, R]) -> Callable[P, R]:
+    """`value` if it can be called."""
+    if not callable(value):
+        raise InvalidArgumentError(f"{name} must be a function, not {type(value).__name__}")
+    return value
+
+
+def instance_of(*kinds: type) -> Rule:
+    """Takes objects of these classes."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise InvalidArgumentError(f"{name} must be a {wanted}, not {type(value).__name__}")
+        return value
+
+    return check
+
+
+def has(*methods: str) -> Rule:
+    """Takes objects with these methods."""
+
+    def check(name: str, value: Any) -> Any:
+        for method in methods:
+            if not callable(getattr(value, method, None)):
+                kind = type(value).__name__
+                raise InvalidArgumentError(f"{name} must have {method}(), which {kind} has not")
+        return value
+
+    return check
+
+
+def up_to(high: int) -> Rule:
+    """Takes integers from 1 to `high`, a power of two less 1."""
+    return lambda name, value: _in_range(name, value, 1, high)
+
+
+def optional(rule: Rule) -> Rule:
+    """Takes None beside what `rule` takes."""
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+def each(rule: Rule) -> Rule:
+    """Takes sequences, but no string, of what `rule` takes, and makes a list of them."""
+
+    def check(name: str, value: Any) -> list[Any]:
+        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+            raise InvalidArgumentError(f"{name} must be a sequence, not {type(value).__name__}")
+        return [rule(name, item) for item in value]
+
+    return check
+
+
+def by_name(rule: Rule) -> Rule:
+    """Takes mappings from strings to what `rule` takes."""
+
+    def check(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        for key, item in instance_of(Mapping)(name, value).items():
+            rule(f"{name}[{text(name, key)!r}]", item)
+        return value
+
+    return check
+
+
+def shown(value: object) -> str:
+    """`value` for a message. Python refuses to print integers of thousands of digits."""
+    is_huge = isinstance(value, int) and value.bit_length() > 128
+    return "a huge integer" if is_huge else repr(value)
+
+
+def _in_range(name: str, value: int, low: int, high: int = MAX_BYTES) -> int:
     try:
         number = index(value)  # numpy's integers too
     except TypeError:
@@ -43,5 +184,8 @@ def _in_range(name: str, value: int, low: int, high: int = _MAX) -> int:
         raise InvalidArgumentError(f"{name} must be an integer, not {type(value).__name__}")
     if not low <= number <= high:
         bound = f"2^{(high + 1).bit_length() - 1} - 1"
-        raise InvalidArgumentError(f"{name} is {number}; it must be from {low} to {bound}")
+        raise InvalidArgumentError(f"{name} is {shown(number)}; it must be from {low} to {bound}")
     return number
+
+
+threads = up_to(2**10 - 1)

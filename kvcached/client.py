@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 from kvcached import _core
-from kvcached.asking import NO_LIMIT, Asker, Want, wait_for
-from kvcached.balloon import (
-    ShrinkPolicy,
-    ShrinkRequest,
-    Shrunk,
-    spares_then_idle_caches,
+from kvcached.asking import NO_LIMIT, MemoryRequest, Requester, wait_for
+from kvcached.balloon import ShrinkPolicy, ShrinkRequest, Shrunk, spares_then_idle_caches
+from kvcached.checks import (
+    MAX_BYTES,
+    checked,
+    each,
+    function,
+    instance_of,
+    not_negative,
+    optional,
+    patience,
+    positive,
+    text,
 )
-from kvcached.checks import not_negative, patience, positive
-from kvcached.errors import NoRoomError
+from kvcached.errors import InvalidArgumentError, NoRoomError
 from kvcached.group import KVCacheGroup
 from kvcached.kvcache import KVCache
 from kvcached.layouts import HybridLayout, KVLayout
@@ -23,9 +28,7 @@ from kvcached.tensor import VirtualTensor
 from kvcached.usage import ClientUsage
 from kvcached.weights.arena import AddressUsage, WeightArena
 from kvcached.weights.links import STAGING_BYTES, WeightLinks
-
-if TYPE_CHECKING:
-    from kvcached.weights.spec import WeightLayout
+from kvcached.weights.spec import WeightLayout
 
 
 class StaticLease:
@@ -43,6 +46,10 @@ class StaticLease:
             self._client.release_static(self.size_bytes)
             self._client = None
 
+    def __repr__(self) -> str:
+        state = "" if self._client else ", released"
+        return f"StaticLease({self.what!r}, {self.size_bytes} bytes{state})"
+
 
 class Client:
     """One record in a device's ledger, and the memory charged to it.
@@ -55,49 +62,58 @@ class Client:
     def __init__(
         self,
         core: _core.Client,
+        name: str,
         page_bytes: int,
         shrink_policy: ShrinkPolicy = spares_then_idle_caches,
     ) -> None:
         self._core = core
+        self.name = name
         self.page_bytes = page_bytes
-        self._asker = Asker(core, shrink_policy)
+        self._requester = Requester(core, shrink_policy)
+
+    def __repr__(self) -> str:
+        return f"Client({self.name!r})"
 
     def usage(self) -> ClientUsage:
         """This client's record."""
         return ClientUsage.of(self._core.record())
 
+    @checked(limit_bytes=optional(not_negative))
     def set_limit(self, limit_bytes: int | None) -> None:
         """Bounds the client's pages (None: by the device alone). Takes effect at once.
 
         Below what is held it stops growth, spare pages go at once, and the rest is asked for: see
         `shrink_request`.
         """
-        if limit_bytes is not None:
-            not_negative("limit_bytes", limit_bytes)
         self._core.set_limit(limit_bytes)
 
+    @checked(min_bytes=not_negative)
     def set_min(self, min_bytes: int) -> None:
         """Guarantees pages: no other client can take them. NoRoomError if they are not free."""
-        self._core.set_min(not_negative("min_bytes", min_bytes))
+        self._core.set_min(min_bytes)
 
+    @checked(max_wait_s=patience)
     def set_create_wait(self, max_wait_s: float) -> None:
-        """How long a page that the ledger granted may take to be had. Default: 0.5 s.
+        """How long a page that the ledger granted may take to be had. Default: 10 s on a GPU, 0.5 s
+        on a host device.
 
-        A GPU can be full in spite of the ledger: the driver has not freed the memory of a process
-        that just died, or somebody uses the GPU outside of kvcached. The create is tried again, the
-        caller waiting, and then there is no room: None or NoRoomError, with the driver's error.
+        A GPU can be full in spite of the ledger: the driver frees the memory of a process that died
+        within seconds, and others use the GPU outside of kvcached. After `max_wait_s` there is no
+        room: None, or NoRoomError with the driver's error. From then on each create is tried once,
+        until none was refused for eight times `max_wait_s`.
         """
-        self._core.set_create_wait(patience("max_wait_s", max_wait_s))
+        self._core.set_create_wait(max_wait_s)
 
     def guard_holes(self) -> None:
-        """From now on an address whose page is unmapped reads as zeros instead of faulting.
+        """From now on an address of a KV cache without a page reads as zeros instead of faulting.
 
-        For engines under MPS, where the illegal access of one ends all that share the GPU. Every
-        hole shows one page of zeros that is only readable, or, on a driver without read-only
-        mappings, that nobody may write. Leases that page as static memory (NoRoomError). Addresses
-        that never held a page fault as before: no block that was ever handed out lies there. On a
-        GPU each page that goes then costs a map and each run that comes an unmap more; the default
-        is to fault, which finds the mistake.
+        For engines under MPS, where the illegal access of one ends all that share the GPU; they
+        pass `guard_holes=True` to `Device.client`, so that every KV cache comes after it. A hole
+        shows one read-only page of zeros, leased as static memory (NoRoomError); on a driver
+        without read-only mappings engines must not write there. KV caches that exist already, and
+        other tensors, are covered only where pages are unmapped from now on. On a GPU this costs a
+        map for each page of a new KV cache's addresses, and one more call for each page that comes
+        or goes.
         """
         self._core.guard_holes()
 
@@ -110,29 +126,30 @@ class Client:
         """
         self._core.scrub_pages()
 
+    @checked(handles=each(not_negative), max_wait_s=patience)
     def set_streams(self, handles: Sequence[int], max_wait_s: float = 1.0) -> None:
         """Names the streams that the engine's work runs on; nothing is unmapped under that work.
 
         `handles` are CUstreams on a GPU (`torch.cuda.Stream.cuda_stream`; 0 is the default stream)
         and those of `kvcached.testing.HostStream` on a host device. From then on `free_kv` is
         called after the last work on its blocks was submitted, and the pages stay mapped and
-        charged until everything submitted before is done. The blocks may be
-        handed out again at once; with several streams it is the engine that orders work on one
-        block. `trim`, unmapping and closing wait for the streams, at most `max_wait_s` each.
-        The streams outlive the client, or `set_streams([])` comes first. Not during the capture of
-        a graph, as nothing here. Without streams, the default, pages go at once: an engine on a
-        GPU then synchronises before it frees.
+        charged until everything submitted before is done. The blocks may be handed out again at
+        once; with several streams it is the engine that orders work on one block. `trim`, unmapping
+        and closing wait for the streams, at most `max_wait_s` each; what would have to wait for one
+        that captures a graph raises PagesInUseError. The streams outlive the client, or
+        `set_streams([])` comes first. Without streams, the default, pages go at once: an engine on
+        a GPU then synchronises before it frees.
         """
-        self._core.set_streams(list(handles), patience("max_wait_s", max_wait_s))
+        self._core.set_streams(list(handles), max_wait_s)
 
+    @checked(size_bytes=positive, what=text, wait_s=patience)
     def reserve_static(self, size_bytes: int, what: str, *, wait_s: float = 0.0) -> StaticLease:
         """Leases memory outside of kvcached (torch's, say) before it is allocated.
 
         `what` names it for people. Limit and minimum do not apply. Raises NoRoomError, after asking
         others to shrink and waiting for up to `wait_s` as `KVCache.alloc_kv` does.
         """
-        positive("size_bytes", size_bytes)
-        if patience("wait_s", wait_s) == 0:
+        if wait_s == 0:
             return StaticLease(self._core, size_bytes, what)
 
         def take() -> StaticLease | None:
@@ -141,8 +158,8 @@ class Client:
             except NoRoomError:
                 return None
 
-        want = Want(self._asker, lambda: size_bytes, is_static=True)
-        return wait_for(want, take, wait_s) or StaticLease(self._core, size_bytes, what)
+        request = MemoryRequest(self._requester, lambda: size_bytes, is_static=True)
+        return wait_for(request, take, wait_s) or StaticLease(self._core, size_bytes, what)
 
     # --- the balloon -------------------------------------------------------------------------
 
@@ -166,10 +183,13 @@ class Client:
         if found is None:
             return None
         number, size_bytes = found
-        return ShrinkRequest(number, None if size_bytes == NO_LIMIT else size_bytes)
+        if size_bytes == NO_LIMIT:
+            return ShrinkRequest(number, None)
+        return ShrinkRequest(number, min(size_bytes, MAX_BYTES))  # several asks add up to more
 
+    @checked(request=instance_of(ShrinkRequest), shrunk=instance_of(Shrunk))
     def answer(self, request: ShrinkRequest, shrunk: Shrunk) -> None:
-        """Says that all was given that could be; whoever waits goes on, or asks somebody else."""
+        """Reports that this client gave all it could. Waiting clients go on, or ask another one."""
         size_bytes = NO_LIMIT if request.size_bytes is None else request.size_bytes
         _core.answer(
             self._core,
@@ -190,6 +210,8 @@ class Client:
         give. None if nothing is asked for, which costs next to nothing: call it on every step, on
         the thread that steps, and when `fileno` is readable.
         """
+        if shrink is not None:
+            function("shrink", shrink)
         request = self.shrink_request()
         if request is None:
             return None
@@ -197,13 +219,15 @@ class Client:
         self.answer(request, shrunk)
         return shrunk
 
+    @checked(size_bytes=not_negative)
     def publish_evictable(self, size_bytes: int) -> None:
         """Tells the others how many bytes of prefix cache this client could give up.
 
-        They ask nobody for more than that; `KVCache.evictable_bytes` knows it to the page.
+        They ask for no more than that. `KVCache.evictable_bytes` computes it to the page.
         """
-        _core.publish_evictable(self._core, not_negative("size_bytes", size_bytes))
+        _core.publish_evictable(self._core, size_bytes)
 
+    @checked(size_bytes=positive)
     def reserve_addresses(self, size_bytes: int) -> None:
         """Reserves, once, the addresses that KV caches, weights and tensors are laid out in from
         then on, model after model (Prism §5.2). A multiple of the page size.
@@ -211,13 +235,14 @@ class Client:
         A range is free again when its last view is gone. What finds no range gets a reservation of
         its own, as everything does without this call. Raises InvalidArgumentError, AlignmentError.
         """
-        self._core.reserve_addresses(positive("size_bytes", size_bytes))
+        self._core.reserve_addresses(size_bytes)
 
     def addresses(self) -> AddressUsage | None:
         """The space that `reserve_addresses` made; None before."""
         sizes = self._core.addresses()
         return None if sizes is None else AddressUsage(*sizes)
 
+    @checked(layout=instance_of(WeightLayout), what=text)
     def alloc_weights(self, layout: WeightLayout, what: str) -> WeightArena:
         """Leases memory for a model's tensors, as `reserve_static` does, and takes addresses.
 
@@ -225,12 +250,9 @@ class Client:
         """
         return WeightArena(self._core, layout, what)
 
+    @checked(others=each(instance_of(object)))
     def open_weight_links(
-        self,
-        others: Sequence[Client] = (),
-        *,
-        threads: int = 4,
-        staging_bytes: int = STAGING_BYTES,
+        self, others: Sequence[Client] = (), *, threads: int = 4, staging_bytes: int = STAGING_BYTES
     ) -> WeightLinks:
         """The ways over which `WeightArena.load` fills this client's arenas.
 
@@ -247,17 +269,25 @@ class Client:
             raise
         return links
 
+    @checked(arena=instance_of(WeightArena))
     def free_weights(self, arena: WeightArena) -> None:
         """Gives its pages and its lease back; its address range is free with its last view."""
+        self._check_owner(arena._client, "arena")
         arena.free()
 
+    def _check_owner(self, owner: _core.Client, what: str) -> None:
+        if owner is not self._core:
+            raise InvalidArgumentError(f"the {what} is another client's; free it there")
+
+    @checked(size_bytes=positive)
     def alloc_virtual_tensor(self, size_bytes: int) -> VirtualTensor:
         """Reserves address space, a multiple of the page size; nothing is resident."""
-        positive("size_bytes", size_bytes)
-        return VirtualTensor(_core.VirtualTensor.create(self._core, size_bytes))
+        return VirtualTensor(self._core, size_bytes)
 
+    @checked(tensor=instance_of(VirtualTensor))
     def free_virtual_tensor(self, tensor: VirtualTensor) -> None:
         """Gives its pages back; its address range is free once the last view is gone."""
+        self._check_owner(tensor._client, "tensor")
         tensor._free()
 
     @overload
@@ -270,6 +300,11 @@ class Client:
         self, layout: HybridLayout, num_tokens: int, *, reserved_blocks: int = 1
     ) -> KVCacheGroup: ...
 
+    @checked(
+        layout=instance_of(KVLayout, HybridLayout),
+        num_tokens=positive,
+        reserved_blocks=not_negative,
+    )
     def alloc_kvcache(
         self, layout: KVLayout | HybridLayout, num_tokens: int, *, reserved_blocks: int = 1
     ) -> KVCache | KVCacheGroup:
@@ -279,11 +314,15 @@ class Client:
         if there is no room for them. Of a HybridLayout each group gets all of this for itself.
         """
         if isinstance(layout, HybridLayout):
-            return KVCacheGroup(self._asker, self.page_bytes, layout, num_tokens, reserved_blocks)
-        return KVCache(self._asker, self.page_bytes, layout, num_tokens, reserved_blocks)
+            return KVCacheGroup(
+                self._requester, self.page_bytes, layout, num_tokens, reserved_blocks
+            )
+        return KVCache(self._requester, self.page_bytes, layout, num_tokens, reserved_blocks)
 
+    @checked(kvcache=instance_of(KVCache, KVCacheGroup))
     def free_kvcache(self, kvcache: KVCache | KVCacheGroup) -> None:
         """Gives its pages back; its address range is free once the last view is gone."""
+        self._check_owner(kvcache._requester.core, "KV cache")
         kvcache._free()
 
     def close(self) -> None:
@@ -298,10 +337,5 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

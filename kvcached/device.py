@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcached import _core
 from kvcached.asking import ShrinkOrder, ask_for, order_shrink
 from kvcached.balloon import Holder, ShrinkAnswer, ShrinkPolicy, spares_then_idle_caches
-from kvcached.checks import not_negative, patience, positive, process_id
+from kvcached.checks import (
+    checked,
+    flag,
+    function,
+    namespace_name,
+    not_negative,
+    optional,
+    patience,
+    positive,
+    process_id,
+    text,
+)
 from kvcached.client import Client
+from kvcached.driver_memory import MemoryDrift, ask_driver, ask_host, drift, lack
 from kvcached.errors import (
     ClosedError,
     DeviceBusyError,
+    DeviceOccupiedError,
     InvalidArgumentError,
     LedgerCorruptError,
     LedgerPermissionError,
@@ -22,30 +35,41 @@ from kvcached.errors import (
     UnknownClientError,
     UnknownDeviceError,
 )
-from kvcached.usage import ClientUsage, DeviceUsage
+from kvcached.usage import ClientUsage, DeviceUsage, DriverMemory
 
 SHM_DIR = Path("/dev/shm")
 DEFAULT_PAGE_BYTES = 2 << 20
-_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+@checked(name=text, namespace=namespace_name)
 def segment_path(name: str, namespace: str = "default") -> Path:
     """Where a device's ledger lies. Raises UnknownDeviceError, BackendUnavailableError."""
     _core.check_device_name(name)
-    if not _NAMESPACE.fullmatch(namespace):
-        raise InvalidArgumentError(
-            f"namespace {namespace!r} must be 1 to 64 letters, digits, '.', '_' or '-'"
-        )
     return SHM_DIR / f"prism-kvcached.{namespace}.{name}"
 
 
-def _client_query(client: str | int, pid: int | None) -> tuple[str | None, int | None]:
-    """(name, pid) for the ledger; an absent part matches every client."""
-    if isinstance(client, str):
-        return client, None if pid is None else process_id("pid", pid)
-    if pid is not None:
+def _client(name: str, value: str | int) -> str | int:
+    return text(name, value) if isinstance(value, str) else process_id(name, value)
+
+
+class _ClientQuery(NamedTuple):
+    """Which clients are meant, for the ledger; an absent part matches every client."""
+
+    name: str | None
+    pid: int | None
+    number: int | None
+
+    @classmethod
+    def of(cls, client: str | int | None, pid: int | None, number: int | None) -> _ClientQuery:
+        if not isinstance(client, int):
+            return cls(client, pid, number)
+        if pid is None:
+            return cls(None, client, number)
         raise InvalidArgumentError("client is a pid already; give a name, or no pid beside it")
-    return None, process_id("client", client)
+
+    def matches(self, holder: Holder) -> bool:
+        found = (holder.name, holder.pid, holder.key[1])
+        return all(part in (None, its) for part, its in zip(self, found, strict=True))
 
 
 def _until_ns(wait_s: float) -> int:
@@ -69,7 +93,12 @@ class Device:
         self.namespace = namespace
         self._ledger: _core.Ledger | None = ledger
 
+    def __repr__(self) -> str:
+        state = "" if self._ledger else ", closed"
+        return f"Device({self.name!r}, namespace={self.namespace!r}{state})"
+
     @classmethod
+    @checked(capacity_bytes=positive, page_bytes=positive)
     def open(
         cls,
         name: str,
@@ -85,11 +114,8 @@ class Device:
         DeviceMismatchError, LedgerVersionError, LedgerPermissionError, SharedMemoryFullError.
         """
         path = segment_path(name, namespace)
-        if capacity_bytes is not None:
-            positive("capacity_bytes", capacity_bytes)
-            page_bytes = DEFAULT_PAGE_BYTES if page_bytes is None else page_bytes
-        if page_bytes is not None:
-            positive("page_bytes", page_bytes)
+        if capacity_bytes is not None and page_bytes is None:
+            page_bytes = DEFAULT_PAGE_BYTES
         return cls(name, namespace, _core.Ledger.open(str(path), capacity_bytes, page_bytes))
 
     @property
@@ -139,6 +165,44 @@ class Device:
         usage = self._usage(charged_bytes, records)
         return usage, tuple(_resident_bytes(record) for record in records)
 
+    def driver_memory(self) -> DriverMemory | None:
+        """The device's memory as the driver counts it; None where it does not tell.
+
+        Makes no CUDA context and uses no CUDA: by NVML, and on a host device from what the OS says
+        of the clients' pages. The GPU is the one that CUDA_VISIBLE_DEVICES makes of the name.
+        Raises UnknownDeviceError, HiddenDeviceError, UnsupportedDeviceError.
+        """
+        if self.name.startswith("cuda:"):
+            return ask_driver(self.name)
+        return ask_host(*self.residency())
+
+    def compare_with_driver(self) -> MemoryDrift | None:
+        """The ledger's figure beside `driver_memory`'s, read one after the other."""
+        memory = self.driver_memory()
+        return None if memory is None else drift(memory, self.usage())
+
+    @checked(wait_s=patience)
+    def check_capacity(self, wait_s: float = 0.0) -> None:
+        """Raises DeviceOccupiedError if processes outside of the ledger hold memory that its
+        capacity counts on, after waiting up to `wait_s` for it to come free.
+
+        Call it after `open`: a process that was killed a moment ago still holds memory.
+        Does nothing where the driver does not tell (`driver_memory`).
+        """
+        deadline = time.monotonic() + wait_s
+        while (why := lack(self.name, self.driver_memory(), self.usage())) is not None:
+            if time.monotonic() >= deadline:
+                raise DeviceOccupiedError(why)
+            time.sleep(0.05)
+
+    @checked(
+        name=text,
+        min_bytes=not_negative,
+        limit_bytes=not_negative,
+        shrink_policy=function,
+        background=flag,
+        guard_holes=flag,
+    )
     def client(
         self,
         name: str,
@@ -147,48 +211,66 @@ class Device:
         limit_bytes: int | None = None,
         shrink_policy: ShrinkPolicy = spares_then_idle_caches,
         background: bool = True,
+        guard_holes: bool = False,
     ) -> Client:
         """Registers this process in the ledger; the client's memory dies with it.
 
-        `min_bytes` are guaranteed, `limit_bytes` bounds its pages; `shrink_policy` says whom it
-        asks for memory when it waits for some. `background` allows a thread, which starts with the
-        first low watermark above 0 and keeps spare pages between their watermarks
-        (`KVCache.set_premapped_pages`); without it the client's own calls do. Raises NoRoomError if
-        the minimum is not free, TooManyClientsError, DeviceGoneError; on `cuda:N`
-        UnknownDeviceError if there is no such GPU, AlignmentError if page_bytes is not the driver's
-        granularity times a power of two, ForkedClientError in the child of a process that had used
-        CUDA.
+        `min_bytes` are guaranteed, `limit_bytes` bounds its pages. `shrink_policy` decides which
+        clients are asked for memory when this one waits. `background` allows a thread that keeps
+        spare pages between their watermarks (`KVCache.set_premapped_pages`); it starts with the
+        first low watermark above 0. Without it the client's own calls do that. `guard_holes` is for
+        GPUs that run MPS (`Client.guard_holes`); it takes effect before any KV cache.
+        Raises NoRoomError if the minimum, or the guard page, is not free, TooManyClientsError,
+        DeviceGoneError; on `cuda:N` UnknownDeviceError if there is no such GPU, HiddenDeviceError
+        if CUDA_VISIBLE_DEVICES may be why, UnsupportedDeviceError, AlignmentError if page_bytes is
+        not the driver's granularity times a power of two, ForkedClientError in the child of a
+        process that had used CUDA.
         """
         ledger = self._open_ledger()
-        not_negative("min_bytes", min_bytes)
-        if limit_bytes is not None:
-            not_negative("limit_bytes", limit_bytes)
         core = _core.Client.open(ledger, self.name, name, min_bytes, limit_bytes, background)
-        return Client(core, ledger.page_bytes, shrink_policy)
+        client = Client(core, name, ledger.page_bytes, shrink_policy)
+        if guard_holes:
+            try:
+                client.guard_holes()
+            except BaseException:
+                client.close()
+                raise
+        return client
 
+    @checked(client=_client, limit_bytes=optional(not_negative), pid=process_id, number=positive)
     def set_limit(
-        self, client: str | int, limit_bytes: int | None, *, pid: int | None = None
+        self,
+        client: str | int,
+        limit_bytes: int | None,
+        *,
+        pid: int | None = None,
+        number: int | None = None,
     ) -> None:
         """Bounds the pages of a client of any process, found by name or pid; None lifts the limit.
 
         It governs the client's next reservation. Below what is held it stops growth and the client
         is asked to shrink to it (`Client.shrink_request`); pages without a live block go within
         0.1 s if the client's thread runs (`KVCache.set_premapped_pages`). `pid` tells clients of
-        one name apart. Raises UnknownClientError, AmbiguousClientError, InvalidArgumentError below
-        the client's minimum.
+        one name apart, `number` (`ClientUsage.number`) those of one process too. Raises
+        UnknownClientError, AmbiguousClientError, InvalidArgumentError below the client's minimum.
         """
-        if limit_bytes is not None:
-            not_negative("limit_bytes", limit_bytes)
-        self._open_ledger().set_limit(*_client_query(client, pid), limit_bytes)
+        self._open_ledger().set_limit(*_ClientQuery.of(client, pid, number), limit_bytes)
 
-    def set_min(self, client: str | int, min_bytes: int, *, pid: int | None = None) -> None:
+    @checked(client=_client, min_bytes=not_negative, pid=process_id, number=positive)
+    def set_min(
+        self,
+        client: str | int,
+        min_bytes: int,
+        *,
+        pid: int | None = None,
+        number: int | None = None,
+    ) -> None:
         """Guarantees pages to a client of any process, found as by `set_limit`.
 
         Raises UnknownClientError, AmbiguousClientError, NoRoomError if they are not free,
         InvalidArgumentError above the client's limit.
         """
-        not_negative("min_bytes", min_bytes)
-        self._open_ledger().set_min(*_client_query(client, pid), min_bytes)
+        self._open_ledger().set_min(*_ClientQuery.of(client, pid, number), min_bytes)
 
     def shrink(
         self,
@@ -196,41 +278,42 @@ class Device:
         size_bytes: int | None = None,
         *,
         pid: int | None = None,
+        number: int | None = None,
         wait_s: float = 1.0,
     ) -> tuple[ShrinkAnswer, ...]:
-        """Asks clients, found by name or pid as by `set_limit` (None: all), to shrink, and waits.
+        """Asks clients, found as by `set_limit` (all if nothing is named), to shrink, and waits.
 
         Each for `size_bytes`, None for all that it can do without, minimum or not. One that does
         not answer within `wait_s` (stopped, or an engine that never looks) says so in its
         `outcome`. Several clients of one name are all asked. Raises UnknownClientError.
         """
-        return self.order_shrink(client, size_bytes, pid=pid, wait_s=wait_s).wait()
+        order = self.order_shrink(client, size_bytes, pid=pid, number=number, wait_s=wait_s)
+        return order.wait()
 
+    @checked(client=_client, size_bytes=positive, pid=process_id, number=positive, wait_s=patience)
     def order_shrink(
         self,
         client: str | int | None = None,
         size_bytes: int | None = None,
         *,
         pid: int | None = None,
+        number: int | None = None,
         wait_s: float = 1.0,
     ) -> ShrinkOrder:
         """`shrink` for event loops: posts the requests and returns; `ShrinkOrder.poll` has
         answers."""
-        if size_bytes is not None:
-            positive("size_bytes", size_bytes)
-        name, number = (None, None) if client is None else _client_query(client, pid)
+        query = _ClientQuery.of(client, pid, number)
 
         def wanted(holders: Sequence[Holder]) -> list[Holder]:
-            found = [h for h in holders if name in (None, h.name) and number in (None, h.pid)]
-            if not found and client is not None:
+            found = [holder for holder in holders if query.matches(holder)]
+            if not found and any(part is not None for part in query):
                 there = ", ".join(f"{h.name} (pid {h.pid})" for h in holders) or "none"
                 raise UnknownClientError(f"no such client; there are: {there}")
             return found
 
-        return order_shrink(
-            self._open_ledger(), wanted, size_bytes, _until_ns(patience("wait_s", wait_s))
-        )
+        return order_shrink(self._open_ledger(), wanted, size_bytes, _until_ns(wait_s))
 
+    @checked(missing_bytes=positive, for_client=text, within_s=patience, policy=function)
     def request_room(
         self,
         missing_bytes: int,
@@ -242,21 +325,21 @@ class Device:
         """Asks clients other than those named `for_client` to give back `missing_bytes` together.
 
         For schedulers that know of a need before an engine meets it. What others were asked for
-        already counts as on its way. Returns at once; nothing is kept for anybody.
+        already counts as on its way. Returns at once and keeps nothing.
         """
-        positive("missing_bytes", missing_bytes)
         ask_for(
             self._open_ledger(),
             missing=lambda _view: missing_bytes,
             others=lambda holder: holder.name != for_client,
             policy=policy,
-            until_ns=_until_ns(patience("within_s", within_s)),
+            until_ns=_until_ns(within_s),
         )
 
     def reap(self) -> int:
         """Frees the records of dead clients. Returns how many there were."""
         return self._open_ledger().reap()
 
+    @checked(force=flag)
     def destroy(self, *, force: bool = False) -> None:
         """Removes the ledger; the last one out does this. Closes this object.
 
@@ -270,9 +353,16 @@ class Device:
         """Detaches this object; clients opened from it stay."""
         self._ledger = None
 
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @staticmethod
+    @checked(force=flag)
     def unlink(namespace: str, name: str, *, force: bool = False) -> bool:
-        """Removes a device's ledger whoever made it; False if there is none.
+        """Removes a device's ledger, of any creator; False if there is none.
 
         A damaged one, or one of another library version, is removed as well. Raises
         DeviceBusyError while any client lives, or, where that cannot be told, while any process has

@@ -4,9 +4,14 @@ KvcachedError
 ├── InvalidArgumentError (also ValueError)   a size, count or name that can never work
 │   ├── AlignmentError                       not a multiple of the page size
 │   └── UnknownDeviceError                   no such device name, or no ledger to attach to
+│       └── HiddenDeviceError                CUDA_VISIBLE_DEVICES leaves no such GPU
 ├── NoRoomError                              expected: the device has no room for this client now
 ├── DeviceError
 │   ├── BackendUnavailableError              the machine lacks what the backend needs
+│   │   ├── NoDriverError                    NVIDIA's driver is missing or shows no GPU
+│   │   ├── DriverTooOldError                it lacks calls that are needed
+│   │   └── UnsupportedDeviceError           a GPU without virtual memory management, or a MIG part
+│   ├── DeviceOccupiedError                  others hold memory that the ledger counts on
 │   ├── DeviceMismatchError                  the ledger exists with other capacity or page size
 │   ├── DeviceBusyError                      live clients keep the device from being destroyed
 │   ├── DeviceGoneError                      another process destroyed the device
@@ -33,7 +38,7 @@ KvcachedError
 │   ├── StoreFullError                       all that the weight store holds is in use
 │   └── LoadCancelledError                   the caller ended it
 ├── ClosedError                              the object was closed or freed before
-├── ForkedClientError                        the object belongs to the parent process
+├── ForkedClientError                        the object, or CUDA, belongs to the parent process
 ├── SystemCallError                          the OS or the driver refused; names the call
 ├── InternalError                            a broken invariant: a bug in kvcached
 └── ConflictingPackageError (also ImportError)   another package of the same name is installed
@@ -44,24 +49,36 @@ given back when the KV cache, tensor or client is closed.
 
 from __future__ import annotations
 
+_BY_CODE: dict[str, type[KvcachedError]] = {}
+
 
 class KvcachedError(Exception):
     """Base of all exceptions of this package."""
 
+    def __init_subclass__(cls, *, code: str | None = None) -> None:
+        """`code` is the name of the C++ layers' status (csrc/status.h)."""
+        super().__init_subclass__()
+        if code is not None:
+            _BY_CODE[code] = cls
 
-class InvalidArgumentError(KvcachedError, ValueError):
+
+class InvalidArgumentError(KvcachedError, ValueError, code="invalid_argument"):
     """A size, count or name that can never work."""
 
 
-class AlignmentError(InvalidArgumentError):
+class AlignmentError(InvalidArgumentError, code="not_aligned"):
     """A size or offset that is not a multiple of the page size."""
 
 
-class UnknownDeviceError(InvalidArgumentError):
+class UnknownDeviceError(InvalidArgumentError, code="unknown_device"):
     """No such device name, or no ledger to attach to."""
 
 
-class NoRoomError(KvcachedError):
+class HiddenDeviceError(UnknownDeviceError, code="hidden_device"):
+    """CUDA_VISIBLE_DEVICES leaves no such GPU."""
+
+
+class NoRoomError(KvcachedError, code="no_room"):
     """The device has no room for this client now. Expected under load: free memory or wait.
 
     `need_bytes` were asked for, `free_bytes` could have been had.
@@ -80,47 +97,63 @@ class DeviceError(KvcachedError):
     """The device or its ledger cannot be used."""
 
 
-class BackendUnavailableError(DeviceError):
+class BackendUnavailableError(DeviceError, code="unavailable"):
     """The machine lacks what the backend needs: for `cuda:N`, NVIDIA's driver or a GPU."""
 
 
-class DeviceMismatchError(DeviceError):
+class NoDriverError(BackendUnavailableError, code="no_driver"):
+    """NVIDIA's driver is not installed, or shows no GPU."""
+
+
+class DriverTooOldError(BackendUnavailableError, code="old_driver"):
+    """NVIDIA's driver lacks calls that kvcached needs."""
+
+
+class UnsupportedDeviceError(BackendUnavailableError, code="unsupported"):
+    """A GPU without virtual memory management, or a part of one (MIG)."""
+
+
+class DeviceOccupiedError(DeviceError):
+    """Processes outside of the ledger hold memory that its capacity counts on."""
+
+
+class DeviceMismatchError(DeviceError, code="mismatch"):
     """The ledger exists with another capacity or page size."""
 
 
-class DeviceBusyError(DeviceError):
+class DeviceBusyError(DeviceError, code="busy"):
     """Live clients keep the device from being destroyed."""
 
 
-class DeviceGoneError(DeviceError):
+class DeviceGoneError(DeviceError, code="gone"):
     """Another process destroyed the device."""
 
 
-class LedgerVersionError(DeviceError):
+class LedgerVersionError(DeviceError, code="version"):
     """Another library version made the ledger."""
 
 
-class LedgerCorruptError(DeviceError):
+class LedgerCorruptError(DeviceError, code="corrupt"):
     """The file is no ledger, or a damaged one."""
 
 
-class LedgerPermissionError(DeviceError):
+class LedgerPermissionError(DeviceError, code="permission"):
     """The OS does not let this user use the ledger or look at a client's memory."""
 
 
-class SharedMemoryFullError(DeviceError):
+class SharedMemoryFullError(DeviceError, code="shm_full"):
     """No space in /dev/shm for the ledger."""
 
 
-class TooManyClientsError(DeviceError):
+class TooManyClientsError(DeviceError, code="too_many_clients"):
     """Every client record of the ledger is taken."""
 
 
-class UnknownClientError(DeviceError):
+class UnknownClientError(DeviceError, code="unknown_client"):
     """No live client of that name or process."""
 
 
-class AmbiguousClientError(DeviceError):
+class AmbiguousClientError(DeviceError, code="ambiguous_client"):
     """Several clients of that name or process; name and pid together tell them apart."""
 
 
@@ -128,23 +161,23 @@ class MappingError(KvcachedError):
     """A map or unmap that the state of the range does not allow."""
 
 
-class AlreadyMappedError(MappingError):
+class AlreadyMappedError(MappingError, code="already_mapped"):
     """Something is mapped in the range already."""
 
 
-class NotMappedError(MappingError):
+class NotMappedError(MappingError, code="not_mapped"):
     """Part of the range is not mapped."""
 
 
-class UnknownHandleError(MappingError):
+class UnknownHandleError(MappingError, code="unknown_handle"):
     """A page handle that was released or never created."""
 
 
-class PagesInUseError(MappingError):
+class PagesInUseError(MappingError, code="in_use"):
     """The engine's streams still have work that may touch the pages; synchronise and try again."""
 
 
-class StrandedPagesError(MappingError):
+class StrandedPagesError(MappingError, code="stranded"):
     """A batch failed half way and could not be rolled back."""
 
 
@@ -152,11 +185,11 @@ class BlockError(KvcachedError):
     """A block id that cannot be freed."""
 
 
-class UnknownBlockError(BlockError):
+class UnknownBlockError(BlockError, code="unknown_block"):
     """An id of no allocatable block of this KV cache."""
 
 
-class DoubleFreeError(BlockError):
+class DoubleFreeError(BlockError, code="double_free"):
     """An id that is not allocated, or that one call names twice."""
 
 
@@ -169,7 +202,7 @@ class WeightError(KvcachedError):
     """Weights that cannot be read, stored or loaded."""
 
 
-class WeightFileError(WeightError):
+class WeightFileError(WeightError, code="weight_file"):
     """A file of weights is missing, short, damaged or changing; the message names it."""
 
 
@@ -192,59 +225,29 @@ class StoreFullError(WeightError):
         return type(self), (str(self), self.need_bytes, self.missing_bytes)
 
 
-class LoadCancelledError(WeightError):
+class LoadCancelledError(WeightError, code="cancelled"):
     """The caller ended a load or a read; nothing of it stays."""
 
 
-class ClosedError(KvcachedError):
+class ClosedError(KvcachedError, code="closed"):
     """The object was closed or freed before."""
 
 
-class ForkedClientError(KvcachedError):
-    """The object belongs to the parent process; open one after the fork."""
+class ForkedClientError(KvcachedError, code="forked"):
+    """The object, or all of CUDA, belongs to the parent process: start a fresh one, or fork before
+    CUDA is used."""
 
 
-class SystemCallError(KvcachedError):
+class SystemCallError(KvcachedError, code="system_call"):
     """The OS or the CUDA driver refused a call; the message names it and the error."""
 
 
-class InternalError(KvcachedError):
+class InternalError(KvcachedError, code="internal"):
     """A broken invariant: a bug in kvcached."""
 
 
 class ConflictingPackageError(KvcachedError, ImportError):
     """Another distribution that provides the package `kvcached` is installed."""
-
-
-_BY_CODE: dict[str, type[KvcachedError]] = {
-    "invalid_argument": InvalidArgumentError,
-    "not_aligned": AlignmentError,
-    "unknown_device": UnknownDeviceError,
-    "unavailable": BackendUnavailableError,
-    "mismatch": DeviceMismatchError,
-    "busy": DeviceBusyError,
-    "gone": DeviceGoneError,
-    "version": LedgerVersionError,
-    "corrupt": LedgerCorruptError,
-    "permission": LedgerPermissionError,
-    "shm_full": SharedMemoryFullError,
-    "too_many_clients": TooManyClientsError,
-    "unknown_client": UnknownClientError,
-    "ambiguous_client": AmbiguousClientError,
-    "already_mapped": AlreadyMappedError,
-    "not_mapped": NotMappedError,
-    "unknown_handle": UnknownHandleError,
-    "in_use": PagesInUseError,
-    "stranded": StrandedPagesError,
-    "unknown_block": UnknownBlockError,
-    "double_free": DoubleFreeError,
-    "weight_file": WeightFileError,
-    "cancelled": LoadCancelledError,
-    "closed": ClosedError,
-    "forked": ForkedClientError,
-    "system_call": SystemCallError,
-    "internal": InternalError,
-}
 
 
 def from_status(code: str, message: str, need_bytes: int, free_bytes: int) -> KvcachedError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvcached.asking import Asker, Want, wait_for
+from kvcached.asking import MemoryRequest, Requester, wait_for
 from kvcached.balloon import PrefixCache, Shrunk
-from kvcached.checks import patience
+from kvcached.checks import by_name, checked, has, instance_of, not_negative, patience
 from kvcached.errors import InvalidArgumentError
 from kvcached.kvcache import KVCache
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from kvcached import _core
     from kvcached.layouts import HybridLayout
+
+_mapping = instance_of(Mapping)
 
 
 class KVCacheGroup:
@@ -29,20 +31,20 @@ class KVCacheGroup:
 
     def __init__(
         self,
-        asker: Asker,
+        requester: Requester,
         page_bytes: int,
         layout: HybridLayout,
         num_tokens: int,
         reserved_blocks: int,
     ) -> None:
         self.layout = layout
-        self._asker = asker
+        self._requester = requester
         self._page_bytes = page_bytes
         self.pools: dict[str, KVCache] = {}
         try:
             for group in layout.groups:
                 self.pools[group.name] = KVCache(
-                    asker, page_bytes, group.layout, num_tokens, reserved_blocks
+                    requester, page_bytes, group.layout, num_tokens, reserved_blocks
                 )
         except BaseException:
             self._free()
@@ -52,6 +54,9 @@ class KVCacheGroup:
             for group in layout.groups
             for index, layer in enumerate(group.layers)
         }
+
+    def __repr__(self) -> str:
+        return f"KVCacheGroup({', '.join(f'{name}: {pool}' for name, pool in self.pools.items())})"
 
     def __getitem__(self, name: str) -> KVCache:
         """The pool of a group: its views, counters and watermarks. Layers count from 0 in it."""
@@ -75,11 +80,12 @@ class KVCacheGroup:
         All or nothing: a failure, of the driver too, leaves every group the blocks it had. `wait_s`
         as in `KVCache.alloc_kv`.
         """
+        patience("wait_s", wait_s)
         taken = self._take(num_blocks)
-        if taken is not None or patience("wait_s", wait_s) == 0:
+        if taken is not None or wait_s == 0:
             return taken
-        want = Want(self._asker, lambda: self._missing_bytes(num_blocks))
-        return wait_for(want, lambda: self._take(num_blocks), wait_s)
+        request = MemoryRequest(self._requester, lambda: self._missing_bytes(num_blocks))
+        return wait_for(request, lambda: self._take(num_blocks), wait_s)
 
     def _take(self, num_blocks: Mapping[str, int]) -> dict[str, NDArray[np.int64]] | None:
         missing = self._missing_pages(num_blocks)
@@ -103,7 +109,7 @@ class KVCacheGroup:
 
         Blocks that a window has left behind go alone: {"window": ids}.
         """
-        for name, blocks in ids.items():
+        for name, blocks in _mapping("ids", ids).items():
             self[name].check_free(blocks)
         for name, blocks in ids.items():
             self.pools[name].free_kv(blocks)
@@ -114,7 +120,7 @@ class KVCacheGroup:
         Spare pages of this client's other caches are not counted.
         """
         missing_bytes = self._missing_bytes(num_blocks)
-        return missing_bytes is not None and missing_bytes <= self._asker.core.available_bytes()
+        return missing_bytes is not None and missing_bytes <= self._requester.core.available_bytes()
 
     def live_blocks(self) -> dict[str, int]:
         """Blocks that are allocated, by group, reserved ones not counted."""
@@ -132,6 +138,7 @@ class KVCacheGroup:
         """Gives every page without a live block back now. Returns how many pages went."""
         return sum(pool.trim() for pool in self.pools.values())
 
+    @checked(size_bytes=not_negative, caches=by_name(has("evictable", "evict")))
     def shrink(
         self, size_bytes: int | None = None, caches: Mapping[str, PrefixCache] | None = None
     ) -> Shrunk:
@@ -154,14 +161,14 @@ class KVCacheGroup:
             pool.check_integrity()
 
     def _place(self, layer: int) -> tuple[KVCache, int]:
-        if layer not in self._places:
+        if not_negative("layer", layer) not in self._places:
             raise InvalidArgumentError(f"layer {layer} is not in 0..{len(self._places) - 1}")
         return self._places[layer]
 
     def _missing_pages(self, num_blocks: Mapping[str, int]) -> dict[str, int] | None:
         """`KVCache.missing_pages` of each group; None if one of them answers that."""
         missing: dict[str, int] = {}
-        for name, count in num_blocks.items():
+        for name, count in _mapping("num_blocks", num_blocks).items():
             pages = self[name].missing_pages(count)
             if pages is None:
                 return None

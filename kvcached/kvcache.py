@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcached import _core
-from kvcached.asking import Asker, Want, wait_for
+from kvcached.asking import MemoryRequest, Requester, wait_for
 from kvcached.balloon import PrefixCache, Shrunk
-from kvcached.checks import not_negative, patience, positive
+from kvcached.checks import checked, has, not_negative, patience, shown, text
 from kvcached.errors import DoubleFreeError, InvalidArgumentError
-from kvcached.handover.plan import Shape
+from kvcached.handover.plan import LocalCache, Shape
 from kvcached.usage import Fragmentation, KVCounters
 
 if TYPE_CHECKING:
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
     from kvcached.handover.offer import Offer
     from kvcached.handover.offers import Offers
-    from kvcached.layouts import KVLayout, Placement
+    from kvcached.layouts import KVLayout, TensorPlacement
 
 _WRONG_IDS = "ids must be a 1-D int64 array on the CPU"
 
 _EVERYTHING = 2**63 - 1
+_AT_ONCE = 0.0  # known by its identity, so that a call without `wait_s` checks nothing
 
 
 class KVCache:
     """Made by `Client.alloc_kvcache`; used from one thread. Spare pages may be kept by another.
 
     Block b holds the tokens from b * block_tokens on, in every buffer. Blocks below
-    `reserved_blocks` are never handed out and always mapped: padding may be written there.
+    `reserved_blocks` are never handed out and always mapped, and hold zeros at first: padding may
+    be written and read there.
     """
 
     def __init__(
         self,
-        asker: Asker,
+        requester: Requester,
         page_bytes: int,
         layout: KVLayout,
         num_tokens: int,
         reserved_blocks: int,
     ) -> None:
-        positive("num_tokens", num_tokens)
-        not_negative("reserved_blocks", reserved_blocks)
         slab_tokens = layout.slab_tokens(page_bytes)
         slabs = -(-num_tokens // slab_tokens)
         slab_pages = layout.slab_pages(page_bytes)
@@ -51,17 +51,17 @@ class KVCache:
             raise InvalidArgumentError(f"num_tokens {num_tokens} is too large; ask for less")
         self.layout = layout
         self.num_tokens = slabs * slab_tokens
-        self._asker = asker
+        self._requester = requester
         self._page_bytes = page_bytes
         self._core = _core.KvCache.create(
-            asker.core,
-            slab_pages,
-            slabs,
-            blocks_per_slab,
-            reserved_blocks,
+            requester.core, slab_pages, slabs, blocks_per_slab, reserved_blocks
         )
         self._shape = Shape(page_bytes, tuple(slab_pages), blocks_per_slab, slabs)
         self._offers: Offers | None = None  # from the first one on
+
+    def __repr__(self) -> str:
+        mapped = f"{self.mapped_bytes()} bytes mapped"
+        return f"KVCache({self.num_blocks} blocks, {self.live_blocks()} live, {mapped})"
 
     @property
     def num_blocks(self) -> int:
@@ -95,7 +95,7 @@ class KVCache:
         """A part of a layer by blocks: (num_blocks, block_tokens, heads, dim), maybe strided."""
         return self._view(self.layout.blocks_of(layer, part, self.num_blocks))
 
-    def _view(self, place: Placement) -> _core.TensorView:
+    def _view(self, place: TensorPlacement) -> _core.TensorView:
         return self._core.buffer_view(
             place.buffer,
             place.offset_bytes,
@@ -104,24 +104,26 @@ class KVCache:
             self.layout.dtype,
         )
 
-    def alloc_kv(self, num_blocks: int, *, wait_s: float = 0.0) -> NDArray[np.int64] | None:
+    def alloc_kv(self, num_blocks: int, *, wait_s: float = _AT_ONCE) -> NDArray[np.int64] | None:
         """Ids of blocks that are mapped and yours, or None if there is no room now.
 
-        All or nothing. Maps pages as needed; what they contain is undefined. With `wait_s` others
-        are asked to shrink as the client's `shrink_policy` says, and this waits until there is
-        room, whoever made it, or the time is over. What comes free meanwhile is kept for those who
-        wait, in the order in which they came. An int64 array.
+        All or nothing. Maps pages as needed; what they contain is undefined. With `wait_s` other
+        clients are asked to shrink as the client's `shrink_policy` says. Blocks until room is
+        available or `wait_s` expires. Memory that comes free is kept for waiting clients in the
+        order in which they came. An int64 array.
         """
+        if wait_s is not _AT_ONCE:
+            patience("wait_s", wait_s)
         try:
             ids = self._core.alloc(num_blocks)
         except TypeError as error:
             raise InvalidArgumentError(
-                f"num_blocks must be an integer below 2^63, not {num_blocks!r}"
+                f"num_blocks must be an integer below 2^63, not {shown(num_blocks)}"
             ) from error
-        if ids is not None or patience("wait_s", wait_s) == 0:
+        if ids is not None or wait_s == 0:
             return ids
-        want = Want(self._asker, lambda: self._missing_bytes(num_blocks))
-        return wait_for(want, lambda: self._core.alloc(num_blocks), wait_s)
+        request = MemoryRequest(self._requester, lambda: self._missing_bytes(num_blocks))
+        return wait_for(request, lambda: self._core.alloc(num_blocks), wait_s)
 
     def free_kv(self, ids: NDArray[np.int64]) -> None:
         """Frees blocks; pages without a live block go back, but for what the watermarks keep.
@@ -137,7 +139,7 @@ class KVCache:
             raise InvalidArgumentError(_WRONG_IDS) from error
 
     def _not_offered(self, offers: Offers, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of `ids` that nobody waits for: the others go later."""
+        """Those of `ids` that no offer holds. The others are freed when their offers end."""
         self._core.check_free(ids)
         try:
             return offers.keep(ids)
@@ -146,45 +148,47 @@ class KVCache:
 
     # --- blocks of one process in another's --------------------------------------------------
 
+    @checked(deadline_s=patience)
     def offer_kv(self, ids: NDArray[np.int64], *, deadline_s: float = 10.0) -> Offer:
         """Offers live blocks to another process of this user on the machine, which copies their
         contents into blocks of its own (`fetch_kv`): from device to device, over no file.
 
-        The blocks stay as they are, and charged to this client, until they are fetched, withdrawn,
-        or `deadline_s` is over (a second later if somebody is reading them then), also if they are
-        freed in the meantime: free them at once, and they go when nobody waits for them any more.
-        Work on them that the streams were given is waited for (`Client.set_streams`). A thread
-        serves offers, the first of which starts it, and frees what its owner has freed when an
-        offer is over: not during the capture of a graph. Should this process die, its record in the
-        ledger stays until nobody reads its pages. Raises UnknownBlockError, DoubleFreeError,
-        PagesInUseError, BackendUnavailableError where the driver shares no memory, HandoverError
-        where the process has no descriptor or thread left to serve them.
+        The offer ends when the blocks are fetched, it is withdrawn or `deadline_s` expires (one
+        second later while they are being read). Until then the blocks stay as they are and charged
+        to this client, even if they are freed: free them at once, and they go when the offer ends.
+        Waits for the work that the streams were given (`Client.set_streams`). A thread serves
+        offers; the first one starts it. It frees blocks, so offer none while a graph is captured.
+        If this process dies, its record in the ledger stays while another one reads its pages.
+        Raises UnknownBlockError, DoubleFreeError, PagesInUseError, BackendUnavailableError where
+        the driver shares no memory, HandoverError where the process has no descriptor or thread
+        left to serve them.
         """
         self.check_free(ids)
         if len(ids) == 0:
             raise InvalidArgumentError("ids is empty; offer one block at least")
-        return self._all_offers().add(ids, patience("deadline_s", deadline_s))
+        return self._all_offers().add(ids, deadline_s)
 
     def _all_offers(self) -> Offers:
-        # With sockets and threads, which most who import kvcached never need.
-        from kvcached.handover.offers import Offers, Source
+        # Imports sockets and threads, which most users of kvcached never need.
+        from kvcached.handover.offers import Offers
 
         if self._offers is None:
-            source = Source(self._asker.core, self._core, self.layout, self._shape)
-            self._offers = Offers(source, self._core.free)
+            self._offers = Offers(self._local_cache(), self._core.free)
         return self._offers
 
+    @checked(device=text)
     def can_offer_to(self, device: str) -> bool:
         """Whether a client on `device` ("host:1", "cuda:0") could fetch blocks from this one: both
         on the host, or both on GPUs that read each other's memory."""
         _core.check_device_name(device)
         kind, _, ordinal = device.partition(":")
-        return _core.can_share_with(self._asker.core, kind == "cuda", int(ordinal))
+        return _core.can_share_with(self._requester.core, kind == "cuda", int(ordinal))
 
     def open_offers(self) -> int:
         """Offers that are not over. They end by themselves."""
         return 0 if self._offers is None else len(self._offers)
 
+    @checked(address=text, skip=not_negative, timeout_s=patience)
     def fetch_kv(
         self, address: str, ids: NDArray[np.int64], *, skip: int = 0, timeout_s: float = 5.0
     ) -> None:
@@ -197,11 +201,13 @@ class KVCache:
         `timeout_s` at the latest; the blocks hold anything then. Raises UnknownBlockError,
         DoubleFreeError.
         """
-        from kvcached.handover.fetch import Target, fetch
+        from kvcached.handover.fetch import fetch
 
         self.check_free(ids)
-        target = Target(self._asker.core, self._core, self.layout, self._shape)
-        fetch(target, address, ids, not_negative("skip", skip), patience("timeout_s", timeout_s))
+        fetch(self._local_cache(), address, ids, skip, timeout_s)
+
+    def _local_cache(self) -> LocalCache:
+        return LocalCache(self._requester.core, self._core, self.layout, self._shape)
 
     def missing_pages(self, num_blocks: int) -> int | None:
         """Pages that alloc_kv would take from the ledger: 0 if what is mapped or spare will do.
@@ -226,9 +232,7 @@ class KVCache:
 
     def can_alloc(self, num_blocks: int) -> bool:
         """Whether alloc_kv would succeed now; other clients may change that at any time."""
-        not_negative("num_blocks", num_blocks)
-        free = self._core.free_mapped_blocks
-        return num_blocks <= free or num_blocks <= self._core.available_blocks()
+        return self._core.can_alloc(not_negative("num_blocks", num_blocks))
 
     def available_blocks(self) -> int:
         """Blocks that alloc_kv would grant now.
@@ -259,7 +263,10 @@ class KVCache:
         return self._core.quarantined_bytes
 
     def settle(self) -> None:
-        """Unmaps what the streams are done with; for idle moments. Never waits for a stream."""
+        """Unmaps what the streams are done with, or has the client's thread do it.
+
+        For idle moments; never waits for a stream.
+        """
         self._core.settle()
 
     def floor_bytes(self) -> int:
@@ -270,24 +277,24 @@ class KVCache:
         """Mapped bytes against the fewest slabs that could hold what is live."""
         return Fragmentation(self._core.mapped_bytes, self._core.needed_bytes)
 
+    @checked(low=not_negative, high=not_negative)
     def set_premapped_pages(self, low: int, high: int) -> None:
         """Keeps pages mapped ahead of need, in whole slabs; alloc_kv takes them without the driver.
 
         When a free leaves more than `high` without a live block, all but `low` are unmapped; below
         `low` pages are mapped again. A thread of the client does both, unless it was opened with
-        `background=False`: then `free_kv` unmaps, and `refill` maps. It starts with the first `low`
-        above 0, never calls Python, and takes pages only while a sixteenth of the device stays free
-        (its own minimum aside); below a thirty-second, or when anybody waits for memory, it gives
-        all spare pages back. With streams (`Client.set_streams`), whose fences are the engine's to
-        make, it leaves mapped ones alone: they go when the engine frees, trims or answers, or when
-        an offer ends whose blocks it has freed (`offer_kv`), which another thread may do.
+        `background=False`: then `free_kv` unmaps, and `refill` maps. The thread takes pages only
+        while a sixteenth of the device stays free (its own minimum aside); below a thirty-second,
+        or while a client waits for memory, it gives all spare pages back. While a stream captures a
+        graph, pages stay.
 
-        They count as reserved, like spare pages, and go back at once in `trim`, when the client's
-        limit falls below what it holds (within 0.1 s if another process lowers it, by the thread),
-        and when another cache, tensor or static lease of this client would not find room; after
-        that the thread maps none for a while. Default: 0, 0.
+        They count as reserved and go back at once in `trim`, when the client's limit falls below
+        what it holds (within 0.1 s if another process lowers it), and when another cache, tensor or
+        static lease of this client would not find room. Default: 0, 0 on a host device and without
+        a thread; on a GPU two slabs or 128 MiB, whichever is more, to twice as much, the lower mark
+        at most a 32nd of the device.
         """
-        self._core.set_mapped_spares(not_negative("low", low), not_negative("high", high))
+        self._core.set_mapped_spares(low, high)
 
     def refill(self) -> int:
         """Maps pages ahead of need up to the low watermark, as far as there is room.
@@ -297,6 +304,7 @@ class KVCache:
         """
         return self._core.refill()
 
+    @checked(low=not_negative, high=not_negative)
     def set_spare_pages(self, low: int, high: int) -> None:
         """Keeps unmapped pages for reuse: up to `high`; above that all but `low` are given back.
 
@@ -304,7 +312,7 @@ class KVCache:
         Spare pages count as reserved and are not available to other clients; when this client needs
         room elsewhere they go back as premapped ones do. Default: 0, 0.
         """
-        self._core.set_spare_pages(not_negative("low", low), not_negative("high", high))
+        self._core.set_spare_pages(low, high)
 
     def trim(self) -> int:
         """Gives every page without a live block back now. Returns how many pages went.
@@ -313,6 +321,7 @@ class KVCache:
         """
         return self._core.trim()
 
+    @checked(size_bytes=not_negative)
     def choose_evictions(
         self, ids: NDArray[np.int64], last_used: NDArray[np.int64], size_bytes: int
     ) -> tuple[NDArray[np.int64], int]:
@@ -325,16 +334,17 @@ class KVCache:
         a block outside of `ids` never. Changes nothing. Raises UnknownBlockError, DoubleFreeError,
         InvalidArgumentError.
         """
-        not_negative("size_bytes", size_bytes)
         try:
             return self._core.choose_evictions(ids, last_used, size_bytes)
         except TypeError as error:
             raise InvalidArgumentError(f"{_WRONG_IDS}, and last_used too") from error
 
+    @checked(cache=has("evictable", "evict"))
     def evictable_bytes(self, cache: PrefixCache) -> int:
         """Bytes of pages that hold nothing but evictable blocks of the prefix cache."""
         return self.choose_evictions(*cache.evictable(), _EVERYTHING)[1]
 
+    @checked(size_bytes=not_negative, cache=has("evictable", "evict"))
     def shrink(self, size_bytes: int | None = None, cache: PrefixCache | None = None) -> Shrunk:
         """Gives memory back: every page without a live block, then pages of the prefix cache until
         `size_bytes` have gone (None: all that can).
@@ -342,7 +352,7 @@ class KVCache:
         The cache's blocks are chosen by page (`choose_evictions`) and freed by the cache itself;
         one that lets others go instead is asked again until there is room or it has no more.
         """
-        wanted_bytes = _EVERYTHING if size_bytes is None else not_negative("size_bytes", size_bytes)
+        wanted_bytes = _EVERYTHING if size_bytes is None else size_bytes
         held_bytes = self._committed_bytes()
         spare_bytes = returned_bytes = max(0, held_bytes - self._trimmed_bytes())
         evicted_tokens = 0
@@ -358,7 +368,7 @@ class KVCache:
         return Shrunk(returned_bytes, evicted_tokens, max(0, returned_bytes - spare_bytes))
 
     def _committed_bytes(self) -> int:
-        return self._asker.core.record().committed_bytes
+        return self._requester.core.record().committed_bytes
 
     def _trimmed_bytes(self) -> int:
         self.trim()

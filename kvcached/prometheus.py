@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcached.snapshot import DeviceSnapshot, take_snapshots
-from kvcached.usage import ClientUsage, DeviceUsage
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -35,46 +34,32 @@ class Family:
     samples: dict[Labels, float]
 
 
-_DEVICE: dict[str, tuple[str, Callable[[DeviceUsage], float]]] = {
-    "capacity_bytes": ("Bytes of the device", lambda usage: usage.capacity_bytes),
-    "reserved_bytes": (
-        "Bytes that clients take: static, pages, minimums",
-        lambda u: u.reserved_bytes,
-    ),
-    "committed_bytes": ("Bytes of pages that exist", lambda usage: usage.committed_bytes),
-    "static_bytes": ("Bytes that do not come and go", lambda usage: usage.static_bytes),
-    "free_bytes": ("Bytes that nobody takes", lambda usage: usage.free_bytes),
-    "clients": ("Live clients", lambda usage: len(usage.clients)),
+# By the name of a field of DeviceUsage; of `clients` the number.
+_DEVICE = {
+    "capacity_bytes": "Bytes of the device",
+    "reserved_bytes": "Bytes that clients take: static, pages, minimums",
+    "committed_bytes": "Bytes of pages that exist",
+    "static_bytes": "Bytes that do not come and go",
+    "free_bytes": "Bytes that no client takes",
+    "clients": "Live clients",
 }
 
-_Client = Callable[[ClientUsage, int | None], float | None]
-_CLIENT: dict[str, tuple[str, str, _Client]] = {
-    "reserved_bytes": ("gauge", "Bytes of pages reserved", lambda c, _: c.reserved_bytes),
-    "committed_bytes": ("gauge", "Bytes of pages that exist", lambda c, _: c.committed_bytes),
-    "static_bytes": ("gauge", "Bytes that do not come and go", lambda c, _: c.static_bytes),
-    "min_bytes": ("gauge", "Bytes of pages guaranteed", lambda c, _: c.min_bytes),
-    "limit_bytes": ("gauge", "Bound of its pages; absent: none", lambda c, _: c.limit_bytes),
-    "resident_bytes": ("gauge", "Memory behind its pages; absent: not told", lambda _, b: b),
-    "spare_bytes": ("gauge", "Bytes of pages without a live block", lambda c, _: c.spare_bytes),
-    "evictable_bytes": (
-        "gauge",
-        "Bytes of pages with prefix cache alone, as its engine says",
-        lambda c, _: c.evictable_bytes,
-    ),
-    "asked_bytes": ("gauge", "Bytes it is asked to give back", lambda c, _: c.asked_bytes),
-    "given_bytes": ("counter", "Bytes given back on request", lambda c, _: c.given_bytes),
-    "evicted_bytes": (
-        "counter",
-        "Bytes of those that evicting prefix cache made free",
-        lambda c, _: c.evicted_bytes,
-    ),
-    "evicted_tokens": (
-        "counter",
-        "Tokens of prefix cache evicted on request",
-        lambda c, _: c.evicted_tokens,
-    ),
-    "maps": ("counter", "Runs of pages mapped", lambda c, _: c.maps),
-    "unmaps": ("counter", "Runs of pages unmapped", lambda c, _: c.unmaps),
+# By the name of a field of ClientUsage; `resident_bytes` is a figure of the OS.
+_CLIENT = {
+    "reserved_bytes": ("gauge", "Bytes of pages reserved"),
+    "committed_bytes": ("gauge", "Bytes of pages that exist"),
+    "static_bytes": ("gauge", "Bytes that do not come and go"),
+    "min_bytes": ("gauge", "Bytes of pages guaranteed"),
+    "limit_bytes": ("gauge", "Bound of its pages; absent: none"),
+    "resident_bytes": ("gauge", "Memory behind its pages; absent: not told"),
+    "spare_bytes": ("gauge", "Bytes of pages without a live block"),
+    "evictable_bytes": ("gauge", "Bytes of pages with prefix cache alone, as its engine says"),
+    "asked_bytes": ("gauge", "Bytes it is asked to give back"),
+    "given_bytes": ("counter", "Bytes given back on request"),
+    "evicted_bytes": ("counter", "Bytes of those that evicting prefix cache made free"),
+    "evicted_tokens": ("counter", "Tokens of prefix cache evicted on request"),
+    "maps": ("counter", "Runs of pages mapped"),
+    "unmaps": ("counter", "Runs of pages unmapped"),
 }
 
 
@@ -113,18 +98,24 @@ class Collector:
 
 
 def _device_families(snapshots: list[DeviceSnapshot]) -> Iterator[Family]:
-    for name, (help_text, value) in _DEVICE.items():
-        samples: dict[Labels, float] = {(s.namespace, s.device): value(s.usage) for s in snapshots}
+    for name, help_text in _DEVICE.items():
+        samples: dict[Labels, float] = {}
+        for snapshot in snapshots:
+            figure = getattr(snapshot.usage, name)
+            samples[snapshot.namespace, snapshot.device] = (
+                len(figure) if name == "clients" else figure
+            )
         yield Family(f"kvcached_device_{name}", "gauge", help_text, DEVICE_LABELS, samples)
 
 
 def _client_families(snapshots: list[DeviceSnapshot]) -> Iterator[Family]:
-    for name, (kind, help_text, value) in _CLIENT.items():
+    for name, (kind, help_text) in _CLIENT.items():
         samples: dict[Labels, float] = {}
         for snapshot in snapshots:
             for client, resident_bytes in snapshot.clients:
                 labels = (snapshot.namespace, snapshot.device, client.name, str(client.pid))
-                figure = value(client, resident_bytes)
+                is_resident = name == "resident_bytes"
+                figure = resident_bytes if is_resident else getattr(client, name)
                 if figure is not None:
                     samples[labels] = samples.get(labels, 0.0) + figure
         yield Family(f"kvcached_client_{name}", kind, help_text, CLIENT_LABELS, samples)

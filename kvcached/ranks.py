@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvcached.balloon import Shrunk
+from kvcached.checks import checked, function, instance_of, not_negative, optional
 from kvcached.errors import KvcachedError
+from kvcached.kvcache import KVCache
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from kvcached.kvcache import KVCache
 
     Ids = NDArray[np.int64]
 
@@ -30,6 +30,7 @@ class RankKV:
     with any collective. Used from the cache's thread.
     """
 
+    @checked(kv=instance_of(KVCache), all_true=function)
     def __init__(self, kv: KVCache, all_true: Callable[[bool], bool]) -> None:
         self.kv = kv
         self._all_true = all_true
@@ -38,7 +39,7 @@ class RankKV:
         """Ids (int64) of blocks that are mapped on this rank, as they are on all; or None on all.
 
         One vote for each call, whatever happens. A rank whose cache raises votes no before it
-        raises, so that nobody waits for it; the others get None. If the vote itself raises, what
+        raises, so that no rank waits for it; the others get None. If the vote itself raises, what
         this rank took is given back.
         """
         ids = self._own(num_blocks)
@@ -54,6 +55,7 @@ class RankKV:
         """Frees blocks of this rank; no vote. Raises what KVCache.free_kv raises."""
         self.kv.free_kv(ids)
 
+    @checked(size_bytes=optional(not_negative), evict=function)
     def shrink(self, size_bytes: int | None, evict: Callable[[int | None], int]) -> Shrunk:
         """Gives memory back on this rank, by evicting what every other rank evicts too.
 

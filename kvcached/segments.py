@@ -1,4 +1,4 @@
-"""The ledgers in shared memory: which there are, who uses them, and removing those nobody does."""
+"""The ledgers in shared memory: lists them and their users, and removes unused ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvcached import _core
 from kvcached import device as devices
+from kvcached.checks import checked, flag, text
 from kvcached.errors import LedgerPermissionError, SystemCallError, UnknownDeviceError
 
 _PREFIX = "prism-kvcached."
@@ -27,8 +28,8 @@ class Segment:
     """One ledger file as a stranger finds it.
 
     `version`, `capacity_bytes` and `page_bytes` are None where they cannot be told: the file is no
-    ledger, was never finished or is of another version. `stale_reason` says why nobody will miss
-    it, None while somebody has it open. `problem` says why it could not be read.
+    ledger, was never finished or is of another version. `stale_reason` says why it may go,
+    None while a process has it open. `problem` says why it could not be read.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class Segment:
         return devices.Device(self.device, self.namespace, ledger)
 
 
+@checked(namespace=text)
 def segments(namespace: str | None = None) -> tuple[Segment, ...]:
     """Every ledger in shared memory, or in one namespace, in order of namespace and device.
 
@@ -73,6 +75,7 @@ def segments(namespace: str | None = None) -> tuple[Segment, ...]:
     return tuple(sorted(wanted, key=lambda s: (s.namespace, s.device)))
 
 
+@checked(dry_run=flag, namespace=text)
 def collect_garbage(dry_run: bool = False, namespace: str | None = None) -> tuple[Segment, ...]:
     """Removes the stale segments, none else, and returns them; `dry_run` only returns them.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcached.checks import checked, text
 from kvcached.errors import DeviceError, UnknownDeviceError
 from kvcached.segments import Segment, segments
 from kvcached.usage import ClientUsage, DeviceUsage
@@ -38,6 +39,7 @@ def used_segments(namespace: str | None = None, device: str | None = None) -> li
     ]
 
 
+@checked(namespace=text, device=text)
 def take_snapshots(namespace: str | None = None, device: str | None = None) -> list[DeviceSnapshot]:
     """Every device in use, or those of one namespace or name. One that goes meanwhile is left out.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvcached import _core
 from kvcached._core import TensorView
-from kvcached.checks import not_negative, positive
+from kvcached.checks import checked, each, not_negative, positive, text
 from kvcached.errors import InvalidArgumentError
 
 
@@ -17,8 +18,12 @@ class VirtualTensor:
     and as any other shape and type with `view`. Touching an unmapped page is a SIGSEGV.
     """
 
-    def __init__(self, core: _core.VirtualTensor) -> None:
-        self._core = core
+    def __init__(self, client: _core.Client, size_bytes: int) -> None:
+        self._client = client
+        self._core = _core.VirtualTensor.create(client, size_bytes)
+
+    def __repr__(self) -> str:
+        return f"VirtualTensor({self.size_bytes} bytes, {self.mapped_bytes} mapped)"
 
     @property
     def size_bytes(self) -> int:
@@ -30,43 +35,34 @@ class VirtualTensor:
         """Bytes that are backed by pages."""
         return self._core.mapped_bytes
 
+    @checked(offset_bytes=not_negative, size_bytes=positive)
     def map(self, offset_bytes: int, size_bytes: int) -> None:
         """Backs a range with pages; all or nothing.
 
         Raises NoRoomError, AlreadyMappedError, AlignmentError, InvalidArgumentError.
         """
-        not_negative("offset_bytes", offset_bytes)
-        self._core.map(offset_bytes, positive("size_bytes", size_bytes))
+        self._core.map(offset_bytes, size_bytes)
 
+    @checked(offset_bytes=not_negative, size_bytes=positive)
     def unmap(self, offset_bytes: int, size_bytes: int) -> None:
         """Gives the pages of a range back to the device; all or nothing.
 
         Raises NotMappedError, AlignmentError, InvalidArgumentError.
         """
-        not_negative("offset_bytes", offset_bytes)
-        self._core.unmap(offset_bytes, positive("size_bytes", size_bytes))
+        self._core.unmap(offset_bytes, size_bytes)
 
+    @checked(shape=each(positive), dtype=text, offset_bytes=not_negative)
     def view(self, shape: Sequence[int], dtype: str, offset_bytes: int = 0) -> TensorView:
         """A dense view for `torch.from_dlpack` or `numpy.from_dlpack`.
 
         It keeps the address range reserved for as long as it lives, not the pages.
         """
-        extents = [positive("shape", extent) for extent in shape]
-        if not extents:
+        if not shape:
             raise InvalidArgumentError("shape is empty; a view has one extent at least")
-        return self._core.view(not_negative("offset_bytes", offset_bytes), extents, dtype)
+        return self._core.view(offset_bytes, list(shape), dtype)
 
-    def __dlpack__(
-        self,
-        *,
-        stream: object = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> object:
-        return self.view([self.size_bytes], "uint8").__dlpack__(
-            stream=stream, max_version=max_version, dl_device=dl_device, copy=copy
-        )
+    def __dlpack__(self, **options: Any) -> object:
+        return self.view([self.size_bytes], "uint8").__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.view([self.size_bytes], "uint8").__dlpack_device__()

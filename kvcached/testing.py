@@ -1,8 +1,17 @@
-"""What users of kvcached test with on a host device."""
+"""What users of kvcached test with: streams of a host device, content of any."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvcached import _core
+from kvcached.weights.tensor_reader import read_bytes
+
+
+def read_tensor(array: Any) -> bytes:
+    """A copy of a contiguous DLPack tensor's content, wherever it is: the CPU cannot read a GPU's
+    memory. After the work on its owner's current stream; one of kvcached's own has no stream."""
+    return read_bytes(array)
 
 
 class HostStream:

@@ -1,9 +1,9 @@
-"""Plain data about who holds what."""
+"""Plain data: what clients, devices and processes hold."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class ClientUsage:
     `spare_bytes` and `evictable_bytes` are what it could do without: pages without a live block,
     and those with prefix cache alone, as its engine says. Asked to shrink, it owes `asked_bytes`;
     over its life it gave `given_bytes`, of which `evicted_bytes` cost `evicted_tokens` of prefix
-    cache.
+    cache. `number` is its own on the device: it tells clients of one name and process apart.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ClientUsage:
     given_bytes: int = 0
     evicted_tokens: int = 0
     evicted_bytes: int = 0
+    number: int = 0
 
     @property
     def evicted_bytes_per_token(self) -> float | None:
@@ -45,24 +46,12 @@ class ClientUsage:
 
     @classmethod
     def of(cls, record: ClientRecord) -> ClientUsage:
-        """From the extension's record."""
-        return cls(
-            name=record.name,
-            pid=record.pid,
-            reserved_bytes=record.reserved_bytes,
-            committed_bytes=record.committed_bytes,
-            static_bytes=record.static_bytes,
-            min_bytes=record.min_bytes,
-            limit_bytes=record.limit_bytes,
-            maps=record.maps,
-            unmaps=record.unmaps,
-            spare_bytes=record.spare_bytes,
-            evictable_bytes=record.evictable_bytes,
-            asked_bytes=record.asked_bytes if record.asked != record.answered else 0,
-            given_bytes=record.given_bytes,
-            evicted_tokens=record.evicted_tokens,
-            evicted_bytes=record.evicted_bytes,
-        )
+        """Copies the extension's record. A request that was answered asks for nothing."""
+        named = (field.name for field in fields(cls) if field.name != "number")
+        values = {name: getattr(record, name) for name in named}
+        if record.asked == record.answered:
+            values["asked_bytes"] = 0
+        return cls(**values, number=record.joined)
 
 
 @dataclass(frozen=True)
@@ -80,6 +69,43 @@ class DeviceUsage:
     static_bytes: int
     free_bytes: int
     clients: tuple[ClientUsage, ...]
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """A process with memory on a GPU. `used_bytes` is None where the driver does not say."""
+
+    pid: int
+    used_bytes: int | None
+    name: str
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a GPU is. `mig` says whether it is cut into instances."""
+
+    name: str
+    uuid: str
+    driver_version: str
+    mig: bool
+
+
+@dataclass(frozen=True)
+class DriverMemory:
+    """A device's memory as the driver counts it, or, for a host device, the OS.
+
+    `source` is "nvml" or "host". `processes` are those that the driver shows with memory there.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    source: str
+    processes: tuple[ProcessMemory, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all processes: contexts, graphs and everything else."""
+        return self.total_bytes - self.free_bytes
 
 
 @dataclass(frozen=True)

@@ -5,36 +5,23 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcached import _core
 from kvcached.errors import HandoverError, KvcachedError
 from kvcached.handover import wire
-from kvcached.handover.plan import Shape, pages_of, pieces_of, runs_in
+from kvcached.handover.plan import LocalCache, Shape, pages_of, pieces_of, runs_in
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from kvcached.layouts import KVLayout
 
     Ids = NDArray[np.int64]
 
 Runs = list[tuple[int, int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where it goes: a KV cache and its client."""
-
-    client: _core.Client
-    cache: _core.KvCache
-    layout: KVLayout
-    shape: Shape
-
-
-def fetch(target: Target, address: str, ids: Ids, skip: int, timeout_s: float) -> None:
+def fetch(target: LocalCache, address: str, ids: Ids, skip: int, timeout_s: float) -> None:
     """Raises HandoverError; the blocks hold anything then."""
     until_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
@@ -52,7 +39,7 @@ def fetch(target: Target, address: str, ids: Ids, skip: int, timeout_s: float) -
 
 
 def _connect(link: socket.socket, address: str, until_s: float) -> str:
-    """The key of the offer. Anybody can listen at a name that is not taken."""
+    """Connects; returns the offer's key. Any process can listen at a free name: check its user."""
     wire.hurry(link, until_s)
     try:
         name, key = address.rsplit("/", 1)
@@ -65,7 +52,7 @@ def _connect(link: socket.socket, address: str, until_s: float) -> str:
 
 
 def _agree(
-    link: socket.socket, target: Target, key: str, count: int, until_s: float
+    link: socket.socket, target: LocalCache, key: str, count: int, until_s: float
 ) -> tuple[Shape, Ids]:
     hello = wire.Hello(key, *_core.location(target.client))
     wire.send(link, wire.encode(hello), until_s)
@@ -93,7 +80,7 @@ def _ids_of(payload: bytes, shape: Shape) -> Ids:
 
 
 def _fetch_pages(
-    link: socket.socket, target: Target, runs: Runs, pages: tuple[int, int], until_s: float
+    link: socket.socket, target: LocalCache, runs: Runs, pages: tuple[int, int], until_s: float
 ) -> None:
     wire.send(link, wire.pack_pairs([pages]), until_s)
     payload, files = wire.receive(link, until_s, wire.BATCH_PAGES + 1)

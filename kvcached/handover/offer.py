@@ -1,4 +1,4 @@
-"""What `KVCache.offer_kv` answers; apart from what serves it, which takes sockets and threads."""
+"""What `KVCache.offer_kv` returns. Serving it is elsewhere: that imports sockets and threads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Offer:
         self._end = end
 
     def is_open(self) -> bool:
-        """Whether it was neither fetched nor withdrawn, its fetcher lives, and it is in time."""
+        """Whether the offer stands: not fetched, not withdrawn, in time, and its fetcher lives."""
         return self._is_open()
 
     def withdraw(self) -> None:
-        """Ends it; who fetches it now fails. What is over already stays so."""
+        """Ends the offer; a fetch under way fails. Does nothing if the offer is over."""
         self._end()

@@ -15,35 +15,23 @@ from kvcached import _core
 from kvcached.errors import ClosedError, HandoverError, KvcachedError
 from kvcached.handover import wire
 from kvcached.handover.offer import Offer
-from kvcached.handover.plan import Shape, pages_of
-from kvcached.handover.server import Server
+from kvcached.handover.plan import LocalCache, pages_of
+from kvcached.handover.server import OfferServer
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvcached.layouts import KVLayout
-
     Ids = NDArray[np.int64]
 
 GRACE_S = 1.0
-"""How much longer than its deadline an offer waits for somebody who is reading its pages."""
+"""An offer whose pages are being read stays this much longer than its deadline."""
 LOOK_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What is offered from: a KV cache and its client."""
-
-    client: _core.Client
-    cache: _core.KvCache
-    layout: KVLayout
-    shape: Shape
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """An offer that stands. `link`: who fetches it; `reading`: pages of it are out there."""
+    """An offer that stands. `link`: the fetcher's connection; `reading`: it has seen pages."""
 
     ids: Ids
     pages: Ids
@@ -59,13 +47,13 @@ class Offers:
     blocks back to the cache, from either thread. Thread rule: the cache's thread.
     """
 
-    def __init__(self, source: Source, free: Callable[[Ids], None]) -> None:
+    def __init__(self, source: LocalCache, free: Callable[[Ids], None]) -> None:
         self._source = source
         self._free = free
         self._lock = threading.Lock()
         self.standing: dict[str, _Open] = {}
         self._freed: set[int] = set()
-        self._server: Server | None = None
+        self._server: OfferServer | None = None
 
     def add(self, ids: Ids, deadline_s: float) -> Offer:
         """REQUIRES: live blocks, each once. Raises HandoverError if nothing could serve them."""
@@ -82,10 +70,10 @@ class Offers:
             name = self._server.name
         return Offer(f"{name}/{key}", lambda: key in self.standing, lambda: self.end(key))
 
-    def _serve(self) -> Server:
+    def _serve(self) -> OfferServer:
         """Its thread waits for the lock, which the caller has, before it looks for offers."""
         try:
-            return Server(self)
+            return OfferServer(self)
         except (OSError, RuntimeError) as error:
             raise HandoverError(f"blocks cannot be offered: {error}") from error
 
@@ -96,7 +84,7 @@ class Offers:
             return len(self.standing)
 
     def keep(self, ids: Ids) -> Ids:
-        """Of blocks that their owner frees, those that nobody waits for; the others go later.
+        """Splits freed blocks: returns those that no offer holds; the others are freed later.
         Raises KeyError with a block that was freed before."""
         import numpy as np
 
@@ -130,7 +118,7 @@ class Offers:
             if gone:
                 with contextlib.suppress(ClosedError):  # then they went with the cache
                     self._free(np.array(sorted(gone), dtype=np.int64))
-            del self.standing[key]  # last: who sees no offer takes the cache's word on its blocks
+            del self.standing[key]  # last: without an offer the cache alone decides on the blocks
             if self._server is not None:
                 self._server.wake()
 
@@ -167,20 +155,20 @@ class Offers:
             self.end(key)
         return min((_due_s(o) - now_s for o in list(self.standing.values())), default=LOOK_S)
 
-    def terms(self, hello: wire.Hello, link: socket.socket) -> tuple[wire.Terms, Ids | None]:
-        """What somebody gets who asks for a key."""
+    def terms(self, hello: wire.Hello, link: socket.socket) -> tuple[wire.OfferTerms, Ids | None]:
+        """The answer to a request for a key: terms, and the ids of the blocks."""
         source, shape = self._source, self._source.shape
         if hello.version != wire.VERSION:
-            return wire.Terms(f"this end speaks version {wire.VERSION}"), None
+            return wire.OfferTerms(f"this end speaks version {wire.VERSION}"), None
         if not _core.can_share_with(source.client, hello.on_gpu, hello.ordinal):
-            self.end(hello.key)  # nobody else was meant to come
-            return wire.Terms("the device there cannot read the memory of this one"), None
+            self.end(hello.key)  # the offer was for this fetcher alone
+            return wire.OfferTerms("the device there cannot read the memory of this one"), None
         with self._lock:
             offer = self.standing.get(hello.key)
             if offer is None or offer.link is not None:
-                return wire.Terms("the offer is over, or somebody fetches it"), None
+                return wire.OfferTerms("the offer is over, or somebody fetches it"), None
             offer.link = link
-        return wire.Terms(
+        return wire.OfferTerms(
             "",
             repr(source.layout),
             shape.page_bytes,

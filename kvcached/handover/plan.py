@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvcached import _core
+    from kvcached.layouts import KVLayout
+
     Numbers = NDArray[np.int64]
 
 
@@ -45,6 +48,16 @@ class Shape:
         """Whether blocks of the two hold the same bytes: any number of slabs will do."""
         mine = (self.page_bytes, self.slab_pages, self.blocks_per_slab)
         return mine == (other.page_bytes, other.slab_pages, other.blocks_per_slab)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCache:
+    """A KV cache of this process, and its client: what is offered from, or fetched into."""
+
+    client: _core.Client
+    cache: _core.KvCache
+    layout: KVLayout
+    shape: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +137,4 @@ def _cut(shape: Shape, buffer: int, ids: Numbers, places: Numbers) -> Iterator[t
         high = np.minimum(start + width, (first + nth + 1) * page_bytes)
         some = high > low
         low, high = low[some], high[some]
-        yield (
-            low // page_bytes,
-            low % page_bytes,
-            places[some] + low - start[some],
-            high - low,
-        )
+        yield (low // page_bytes, low % page_bytes, places[some] + low - start[some], high - low)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FRAME_S = 1.0
 """How long another process may take to send a question, and to take the answer."""
 PAUSE_S = 0.05
-"""Before somebody who could not be accepted, for want of descriptors here, is looked at again."""
+"""How long to wait before accepting again when this process has no descriptor left."""
 
 
 class Shelf(Protocol):
@@ -32,16 +32,16 @@ class Shelf(Protocol):
     def end(self, key: str) -> None: ...
     def terms(
         self, hello: wire.Hello, link: socket.socket
-    ) -> tuple[wire.Terms, NDArray[np.int64] | None]: ...
+    ) -> tuple[wire.OfferTerms, NDArray[np.int64] | None]: ...
     def export(self, key: str, first: int, count: int) -> tuple[bytes, list[int]]: ...
     def fetched(self, key: str, link: socket.socket) -> bool: ...
 
 
-class Server:
+class OfferServer:
     """Listens at an abstract address, which goes with the process and serves this user alone. Lives
     as long as there are offers.
 
-    An offer whose fetcher hangs up is over: nobody else was meant to come for it.
+    An offer whose fetcher hangs up is over.
     """
 
     def __init__(self, shelf: Shelf) -> None:
@@ -80,7 +80,7 @@ class Server:
             while not self._shelf.leave():
                 for key, _ in self._selector.select(self._shelf.expire()):
                     self._look_at(key.data)
-        except BaseException:  # what nobody serves must not wait for ever
+        except BaseException:  # offers must not wait for a dead thread
             self._shelf.give_up()
             raise
         finally:

@@ -2,7 +2,7 @@
 
 A frame is its length and its payload; descriptors travel with its first byte. The end that fetches
 speaks first:
-  Hello   (JSON)             -> Terms (JSON), or a refusal; and the ids of the blocks (int64)
+  Hello   (JSON)             -> OfferTerms (JSON), or a refusal; and the ids of the blocks (int64)
   first, count (int64 x 2)   -> file and offset of each page (int64 x 2 each), with the files and,
                                 as the last descriptor, the lock that keeps the owner's lease
   0, 0                       -> 0, 0: everything that was read was what the owner had offered
@@ -36,7 +36,7 @@ _PAIR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who fetches what: the key of an offer, and where the pages would be read."""
+    """What is fetched, and the device that will read it."""
 
     key: str
     on_gpu: bool
@@ -45,7 +45,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class OfferTerms:
     """What is offered. refusal: why it is not, "" if it is."""
 
     refusal: str = ""
@@ -60,7 +60,7 @@ class Terms:
         return Shape(self.page_bytes, tuple(self.slab_pages), self.blocks_per_slab, self.slabs)
 
 
-def encode(message: Hello | Terms) -> bytes:
+def encode(message: Hello | OfferTerms) -> bytes:
     return json.dumps(asdict(message)).encode()
 
 
@@ -71,12 +71,12 @@ def decode_hello(payload: bytes) -> Hello:
     return Hello(_text(found, "key"), bool(on_gpu), ordinal, version)
 
 
-def decode_terms(payload: bytes) -> Terms:
+def decode_terms(payload: bytes) -> OfferTerms:
     found = _object(payload)
     slab_pages = found.get("slab_pages")
     if not isinstance(slab_pages, list):
         raise HandoverError("the other end sent no slab_pages")
-    return Terms(
+    return OfferTerms(
         _text(found, "refusal"),
         _text(found, "layout"),
         _number(found, "page_bytes"),
@@ -109,14 +109,13 @@ def _number(found: dict[str, object], name: str, end: int = 1 << 40) -> int:
 
 
 def is_same_user(link: socket.socket) -> bool:
-    """Whether the other end runs as this user, who then could have had the memory anyway."""
+    """Whether the other end runs as this user, who may read this memory anyway."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
 
 
 def hurry(link: socket.socket, until_s: float) -> None:
-    """Let the link's next call end by then, on the monotonic clock. Raises HandoverError if that
-    has been."""
+    """Bounds the link's next call, on the monotonic clock. HandoverError if it is too late."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise HandoverError("the time for it is over")

@@ -6,7 +6,7 @@ config.json. Plain data: nothing here touches a device.
 """
 
 from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALayout
-from kvcached.layouts.base import ARRANGEMENTS, DTYPE_BYTES, Arrangement, KVLayout, Placement
+from kvcached.layouts.base import ARRANGEMENTS, DTYPE_BYTES, Arrangement, KVLayout, TensorPlacement
 from kvcached.layouts.choice import LayoutChoice, choose_layout
 from kvcached.layouts.hybrid import HybridLayout, LayerGroup
 from kvcached.layouts.model_config import layout_of_config
@@ -24,7 +24,7 @@ __all__ = [
     "LayoutChoice",
     "MLALayout",
     "MixedLayout",
-    "Placement",
+    "TensorPlacement",
     "choose_layout",
     "layout_of_config",
 ]

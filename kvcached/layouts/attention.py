@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from kvcached.checks import positive
+from kvcached.checks import positive, up_to
 from kvcached.errors import InvalidArgumentError
-from kvcached.layouts.base import KVLayout, Part
+from kvcached.layouts.base import KVLayout, TokenPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,11 @@ class Heads:
         if self.v_head_dim is not None:
             positive("v_head_dim", self.v_head_dim)
 
-    def parts(self, layer: int) -> tuple[Part, ...]:
+    def parts(self, layer: int) -> tuple[TokenPart, ...]:
         """K, then V."""
         return (
-            Part(layer, "k", self.num_kv_heads, self.head_dim),
-            Part(layer, "v", self.num_kv_heads, self.v_head_dim or self.head_dim),
+            TokenPart(layer, "k", self.num_kv_heads, self.head_dim),
+            TokenPart(layer, "v", self.num_kv_heads, self.v_head_dim or self.head_dim),
         )
 
 
@@ -44,32 +45,44 @@ class Latent:
         positive("kv_lora_rank", self.kv_lora_rank)
         positive("rope_dim", self.rope_dim)
 
-    def parts(self, layer: int) -> tuple[Part, ...]:
+    def parts(self, layer: int) -> tuple[TokenPart, ...]:
         """One row for all heads: kv_lora_rank numbers, then rope_dim."""
-        return (Part(layer, "latent", 1, self.kv_lora_rank + self.rope_dim),)
+        return (TokenPart(layer, "latent", 1, self.kv_lora_rank + self.rope_dim),)
 
 
 @dataclass(frozen=True)
-class Layout(KVLayout):
+class _UniformLayout(KVLayout):
+    """All layers keep the same."""
+
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        up_to(2**16 - 1)("num_layers", self.num_layers)
+        self._layer()
+        super().__post_init__()
+
+    @property
+    def parts(self) -> tuple[TokenPart, ...]:
+        """Those of layer 0, then those of layer 1, ..."""
+        return _parts([self._layer()] * self.num_layers)
+
+    def _of_layers(self, layers: Sequence[int]) -> Self:
+        return replace(self, num_layers=len(layers), padded_token_bytes=None)
+
+    @abstractmethod
+    def _layer(self) -> Heads | Latent: ...
+
+
+@dataclass(frozen=True)
+class Layout(_UniformLayout):
     """MHA, GQA and MQA with the same K and V heads in every layer: parts "k" and "v".
 
     `num_kv_heads` 1 is MQA. V may have its own `v_head_dim` (None: the same).
     """
 
-    num_layers: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int | None = None
-
-    def __post_init__(self) -> None:
-        positive("num_layers", self.num_layers)
-        self._heads()
-        super().__post_init__()
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """K0, V0, K1, V1, ..."""
-        return _parts([self._heads()] * self.num_layers)
 
     @property
     def k_token_bytes(self) -> int:
@@ -81,40 +94,21 @@ class Layout(KVLayout):
         """Bytes of one token's V in one layer."""
         return self._widths()[1]
 
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        """The layout of so many layers."""
-        return replace(self, num_layers=len(layers), padded_token_bytes=None)
-
-    def _heads(self) -> Heads:
+    def _layer(self) -> Heads:
         return Heads(self.num_kv_heads, self.head_dim, self.v_head_dim)
 
 
 @dataclass(frozen=True)
-class MLALayout(KVLayout):
+class MLALayout(_UniformLayout):
     """Multi-head latent attention: part "latent", (1, kv_lora_rank + rope_dim) a layer and token.
 
     There is no V: kernels read it from the first kv_lora_rank numbers.
     """
 
-    num_layers: int
     kv_lora_rank: int
     rope_dim: int
 
-    def __post_init__(self) -> None:
-        positive("num_layers", self.num_layers)
-        self._latent()
-        super().__post_init__()
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """One a layer."""
-        return _parts([self._latent()] * self.num_layers)
-
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        """The layout of so many layers."""
-        return replace(self, num_layers=len(layers), padded_token_bytes=None)
-
-    def _latent(self) -> Latent:
+    def _layer(self) -> Latent:
         return Latent(self.kv_lora_rank, self.rope_dim)
 
 
@@ -136,15 +130,14 @@ class MixedLayout(KVLayout):
         super().__post_init__()
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[TokenPart, ...]:
         """Those of layer 0, then those of layer 1, ..."""
         return _parts(self.layers)
 
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        """These layers, in this order."""
+    def _of_layers(self, layers: Sequence[int]) -> Self:
         chosen = tuple(self.layers[layer] for layer in layers)
         return replace(self, layers=chosen, padded_token_bytes=None)
 
 
-def _parts(layers: Iterable[Heads | Latent]) -> tuple[Part, ...]:
+def _parts(layers: Iterable[Heads | Latent]) -> tuple[TokenPart, ...]:
     return tuple(part for number, layer in enumerate(layers) for part in layer.parts(number))

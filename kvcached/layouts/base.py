@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
-from kvcached.checks import not_negative, positive
+from kvcached.checks import checked, each, not_negative, positive, text
 from kvcached.errors import InvalidArgumentError
 
 DTYPE_BYTES = {
@@ -27,7 +27,7 @@ ARRANGEMENTS: tuple[Arrangement, ...] = get_args(Arrangement)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TokenPart:
     """What a layer keeps of each token under a name ("k", "v", "latent"): (heads, dim) numbers."""
 
     layer: int
@@ -37,7 +37,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorPlacement:
     """Where a tensor lies: in which buffer, how far from its start, and strides in elements."""
 
     buffer: int
@@ -94,12 +94,19 @@ class KVLayout(ABC):
 
     @property
     @abstractmethod
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[TokenPart, ...]:
         """Every layer's parts in the order in which they lie in memory."""
 
-    @abstractmethod
+    @checked(layers=each(not_negative))
     def of_layers(self, layers: Sequence[int]) -> Self:
         """The layout of these layers alone, numbered from 0 in the order given."""
+        if not layers or max(layers) >= self.layer_count:
+            raise InvalidArgumentError(f"layers must be some of 0..{self.layer_count - 1}")
+        return self._of_layers(layers)
+
+    @abstractmethod
+    def _of_layers(self, layers: Sequence[int]) -> Self:
+        """REQUIRES: layers of this layout, one at least."""
 
     @property
     def layer_count(self) -> int:
@@ -138,22 +145,22 @@ class KVLayout(ABC):
         """Bytes of the smallest growth: one slab in every buffer."""
         return self.slab_tokens(page_bytes) * sum(self.buffer_token_bytes)
 
+    @checked(num_tokens=not_negative, page_bytes=positive, reserved_blocks=not_negative)
     def need_bytes(self, num_tokens: int, page_bytes: int, *, reserved_blocks: int = 1) -> int:
         """Bytes of the slabs that hold one sequence of `num_tokens` beside the reserved blocks."""
-        not_negative("num_tokens", num_tokens)
-        blocks = -(-num_tokens // self.block_tokens) + not_negative(
-            "reserved_blocks", reserved_blocks
-        )
+        blocks = -(-num_tokens // self.block_tokens) + reserved_blocks
         slabs = -(-blocks * self.block_tokens // self.slab_tokens(page_bytes))
         return slabs * self.quantum_bytes(page_bytes)
 
-    def blocks_of(self, layer: int, name: str, num_blocks: int) -> Placement:
+    @checked(num_blocks=not_negative)
+    def blocks_of(self, layer: int, name: str, num_blocks: int) -> TensorPlacement:
         """Where a part of a layer lies: (num_blocks, block_tokens, heads, dim)."""
         part, buffer, offset, token, block = self._place(layer, name)
         shape = (num_blocks, self.block_tokens, part.heads, part.dim)
-        return Placement(buffer, offset, shape, (block, token, part.dim, 1))
+        return TensorPlacement(buffer, offset, shape, (block, token, part.dim, 1))
 
-    def tokens_of(self, layer: int, name: str, num_tokens: int) -> Placement:
+    @checked(num_tokens=not_negative)
+    def tokens_of(self, layer: int, name: str, num_tokens: int) -> TensorPlacement:
         """The same as (num_tokens, heads, dim), where tokens lie at one stride.
 
         Raises InvalidArgumentError for "block_interleaved" with blocks of several tokens.
@@ -165,14 +172,14 @@ class KVLayout(ABC):
                 "arrangement='token_interleaved'"
             )
         strides = (block // self.block_tokens, part.dim, 1)
-        return Placement(buffer, offset, (num_tokens, part.heads, part.dim), strides)
+        return TensorPlacement(buffer, offset, (num_tokens, part.heads, part.dim), strides)
 
     def _widths(self) -> list[int]:
         element_bytes = DTYPE_BYTES[self.dtype]
         return [part.heads * part.dim * element_bytes for part in self.parts]
 
-    def _place(self, layer: int, name: str) -> tuple[Part, int, int, int, int]:
-        """Part, buffer, offset in bytes, strides of a token and of a block in elements."""
+    def _place(self, layer: int, name: str) -> tuple[TokenPart, int, int, int, int]:
+        """TokenPart, buffer, offset in bytes, strides of a token and of a block in elements."""
         index = self._find(layer, name)
         part = self.parts[index]
         row = part.heads * part.dim
@@ -185,6 +192,8 @@ class KVLayout(ABC):
         return part, 0, self.block_tokens * before_bytes, row, self.block_tokens * padded
 
     def _find(self, layer: int, name: str) -> int:
+        not_negative("layer", layer)
+        text("name", name)
         for index, part in enumerate(self.parts):
             if (part.layer, part.name) == (layer, name):
                 return index
@@ -194,6 +203,6 @@ class KVLayout(ABC):
         raise InvalidArgumentError(f"layer {layer} keeps no {name!r}; it keeps {names}")
 
 
-def _known(name: str, value: object, known: Sequence[str] | dict[str, int]) -> None:
-    if value not in known:
+def _known(name: str, value: str, known: Sequence[str] | dict[str, int]) -> None:
+    if text(name, value) not in known:
         raise InvalidArgumentError(f"{name} {value!r} is not supported; use {', '.join(known)}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from kvcached.checks import positive
+from kvcached.checks import checked, each, instance_of, positive, text
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.base import ARRANGEMENTS, DTYPE_BYTES, Arrangement, KVLayout
 
@@ -38,6 +38,13 @@ class LayoutChoice:
     reason: str
 
 
+@checked(
+    layout=instance_of(KVLayout),
+    page_bytes=positive,
+    device_bytes=positive,
+    models=positive,
+    accepted=each(text),
+)
 def choose_layout(
     layout: KVLayout,
     *,
@@ -53,8 +60,6 @@ def choose_layout(
     one is taken: per layer, by blocks, by tokens, those two with no more padding than it needs (at
     most PADDING_MAX of a token). If none is good, the one with the least quantum.
     """
-    positive("device_bytes", device_bytes)
-    positive("models", models)
     choices = [
         _judge(candidate, page_bytes, device_bytes, models)
         for arrangement in ARRANGEMENTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcached.checks import not_negative, positive
+from kvcached.checks import checked, each, instance_of, not_negative, positive, text
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.base import KVLayout
 
@@ -24,8 +24,10 @@ class LayerGroup:
     window_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
+        if not text("name", self.name):
             raise InvalidArgumentError("a group of layers needs a name")
+        instance_of(KVLayout)("layout", self.layout)
+        each(not_negative)("layers", self.layers)
         if len(self.layers) != self.layout.layer_count:
             raise InvalidArgumentError(
                 f"group {self.name!r} names {len(self.layers)} layers, and its layout is of "
@@ -71,7 +73,8 @@ class HybridLayout:
     groups: tuple[LayerGroup, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.groups, tuple) or not self.groups:
+        known = isinstance(self.groups, tuple) and {type(group) for group in self.groups}
+        if known != {LayerGroup}:
             raise InvalidArgumentError("groups must be a tuple of LayerGroup, not empty")
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
@@ -83,6 +86,7 @@ class HybridLayout:
             )
 
     @classmethod
+    @checked(layout=instance_of(KVLayout), window_layers=each(not_negative), window_tokens=positive)
     def sliding(
         cls, layout: KVLayout, window_layers: Iterable[int], window_tokens: int
     ) -> HybridLayout:
@@ -100,6 +104,7 @@ class HybridLayout:
             )
         )
 
+    @checked(name=text)
     def group(self, name: str) -> LayerGroup:
         """The group of this name."""
         for group in self.groups:
@@ -114,10 +119,12 @@ class HybridLayout:
         """Bytes that one token leaves behind over all layers while it is in every window."""
         return sum(group.layout.token_bytes for group in self.groups)
 
+    @checked(page_bytes=positive)
     def quantum_bytes(self, page_bytes: int) -> int:
         """Bytes of the largest step: one slab in every group."""
         return sum(group.layout.quantum_bytes(page_bytes) for group in self.groups)
 
+    @checked(num_tokens=not_negative, step_tokens=positive)
     def need_bytes(
         self, num_tokens: int, page_bytes: int, *, step_tokens: int = 1, reserved_blocks: int = 1
     ) -> int:

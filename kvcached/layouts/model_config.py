@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvcached.checks import checked, each, instance_of, not_negative, positive, text
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.attention import Heads, Layout, MixedLayout, MLALayout
 from kvcached.layouts.base import DTYPE_BYTES, KVLayout
@@ -15,6 +16,7 @@ _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
+@checked(config=instance_of(Mapping), dtype=text, block_tokens=positive)
 def layout_of_config(
     config: Mapping[str, Any], dtype: str | None = None, block_tokens: int = 16
 ) -> KVLayout | HybridLayout:
@@ -24,60 +26,65 @@ def layout_of_config(
     sliding windows (`layer_types`, or `sliding_window` and its pattern). Raises
     InvalidArgumentError, which names the key, for what is missing, and for layers that keep no KV.
     """
-    text = config.get("text_config") or config
+    model = instance_of(Mapping)("text_config", config.get("text_config") or config)
     if dtype is None:
-        named = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")
-        dtype = named if named in DTYPE_BYTES else "bfloat16"
-    layout = _all_layers(text, dtype, block_tokens)
-    kinds = _kinds(text, layout.layer_count)
+        named = model.get("dtype") or model.get("torch_dtype") or config.get("torch_dtype")
+        dtype = named if isinstance(named, str) and named in DTYPE_BYTES else "bfloat16"
+    layout = _all_layers(model, dtype, block_tokens)
+    kinds = _kinds(model, layout.layer_count)
     if _SLIDING not in kinds:
         return layout
-    window_tokens = _integer(text, "sliding_window")
+    window_tokens = _integer(model, "sliding_window")
     window = [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
     if len(window) < len(kinds):
         return HybridLayout.sliding(layout, window, window_tokens)
     return HybridLayout((LayerGroup("window", tuple(window), layout, window_tokens),))
 
 
-def _all_layers(text: Mapping[str, Any], dtype: str, block_tokens: int) -> KVLayout:
-    layers = _integer(text, "num_hidden_layers", "n_layer")
-    if text.get("kv_lora_rank"):
-        rank, rope = _integer(text, "kv_lora_rank"), _integer(text, "qk_rope_head_dim")
+def _all_layers(model: Mapping[str, Any], dtype: str, block_tokens: int) -> KVLayout:
+    layers = _integer(model, "num_hidden_layers", "n_layer")
+    if model.get("kv_lora_rank"):
+        rank, rope = _integer(model, "kv_lora_rank"), _integer(model, "qk_rope_head_dim")
         return MLALayout(layers, rank, rope, dtype=dtype, block_tokens=block_tokens)
-    heads = _integer(text, "num_attention_heads", "n_head")
-    head_dim = text.get("head_dim") or _integer(text, "hidden_size", "n_embd") // heads
-    v_head_dim = text.get("v_head_dim")
-    by_layer = text.get("num_key_value_heads_per_layer")
+    heads = _integer(model, "num_attention_heads", "n_head")
+    head_dim = model.get("head_dim") or _integer(model, "hidden_size", "n_embd") // heads
+    v_head_dim = model.get("v_head_dim")
+    by_layer = model.get("num_key_value_heads_per_layer")
     if by_layer:
+        by_layer = each(positive)("num_key_value_heads_per_layer", by_layer)
         kept = tuple(Heads(kv_heads, head_dim, v_head_dim) for kv_heads in by_layer)
         return MixedLayout(kept, dtype=dtype, block_tokens=block_tokens)
-    kv_heads = text.get("num_key_value_heads") or heads
+    kv_heads = model.get("num_key_value_heads") or heads
     return Layout(layers, kv_heads, head_dim, v_head_dim, dtype=dtype, block_tokens=block_tokens)
 
 
-def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
+def _kinds(model: Mapping[str, Any], layers: int) -> list[str]:
     """What each layer looks at."""
-    listed = text.get("layer_types")
+    listed = model.get("layer_types")
     if listed:
-        unknown = set(listed) - {_FULL, _SLIDING}
+        unknown = set(each(text)("layer_types", listed)) - {_FULL, _SLIDING}
         if unknown or len(listed) != layers:
             raise InvalidArgumentError(
                 f"layer_types must hold {_FULL} or {_SLIDING} for each of the {layers} layers, not "
                 f"{', '.join(sorted(unknown)) or len(listed)}; make a LayerGroup for each kind"
             )
         return list(listed)
-    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+    if not model.get("sliding_window") or model.get("use_sliding_window") is False:
         return [_FULL] * layers
-    every = text.get("sliding_window_pattern") or _FULL_EVERY.get(str(text.get("model_type")))
+    kind = model.get("model_type")
+    usual = _FULL_EVERY.get(kind) if isinstance(kind, str) else None
+    every = model.get("sliding_window_pattern") or usual
     if every:
+        positive("sliding_window_pattern", every)
         return [_SLIDING if (layer + 1) % every else _FULL for layer in range(layers)]
-    first = text.get("max_window_layers", 0) if text.get("use_sliding_window") else 0
+    first = model.get("max_window_layers", 0) if model.get("use_sliding_window") else 0
+    not_negative("max_window_layers", first)
     return [_SLIDING if layer >= first else _FULL for layer in range(layers)]
 
 
-def _integer(text: Mapping[str, Any], *names: str) -> int:
+def _integer(model: Mapping[str, Any], *names: str) -> int:
     for name in names:
-        value = text.get(name)
+        value = model.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     raise InvalidArgumentError(f"config.json lacks a positive {names[0]}; complete the file")

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+import kvcached
 from kvcached import Device, collect_garbage, segments
 from kvcached.errors import InvalidArgumentError, UnknownDeviceError
 from kvcached.snapshot import DeviceSnapshot, take_snapshots, used_segments
@@ -24,11 +24,7 @@ from kvcached.tools.records import Record, device_record, segment_record
 from kvcached.tools.sizes import format_size, parse_size
 from kvcached.tools.tables import answer_table, device_view, segment_table
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", help="only this namespace; all unless given")
@@ -39,11 +35,14 @@ DeviceName = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="for scripts: JSON, sizes in bytes")]
 ClientName = Annotated[str, typer.Argument(help="name of the client, or its process id")]
 Pid = Annotated[int | None, typer.Option("--pid", help="tells clients of one name apart")]
+Number = Annotated[
+    int | None, typer.Option("--number", help="tells clients of one process apart; see top --json")
+]
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvctl {version('prism-serving')}")
+        typer.echo(f"kvctl {kvcached.__version__}")
         raise typer.Exit
 
 
@@ -56,7 +55,7 @@ def main_command(
         ),
     ] = False,
 ) -> None:
-    """Who holds how much of which device, and changing it: the administration of kvcached."""
+    """Show what each client holds of each device, and change it."""
 
 
 _UNBOUNDED_CELLS = 10_000
@@ -188,6 +187,7 @@ def limit(
     namespace: Namespace = None,
     device: DeviceName = None,
     pid: Pid = None,
+    number: Number = None,
     as_json: Json = False,
 ) -> None:
     """Bound a client's pages, or lift the bound. It governs the client's next reservation.
@@ -198,7 +198,7 @@ def limit(
     """
     limit_bytes = None if size.lower() == "none" else parse_size(size)
     opened = _find_device(namespace, device)
-    opened.set_limit(_name_or_pid(client), limit_bytes, pid=pid)
+    opened.set_limit(_name_or_pid(client), limit_bytes, pid=pid, number=number)
     shown = "none" if limit_bytes is None else format_size(limit_bytes)
     _report(opened, client, {"limit_bytes": limit_bytes}, f"limit {shown}", as_json)
 
@@ -211,6 +211,7 @@ def min_command(
     namespace: Namespace = None,
     device: DeviceName = None,
     pid: Pid = None,
+    number: Number = None,
     as_json: Json = False,
 ) -> None:
     """Guarantee a client's pages: no other client can take them.
@@ -219,7 +220,7 @@ def min_command(
     """
     min_bytes = parse_size(size)
     opened = _find_device(namespace, device)
-    opened.set_min(_name_or_pid(client), min_bytes, pid=pid)
+    opened.set_min(_name_or_pid(client), min_bytes, pid=pid, number=number)
     _report(opened, client, {"min_bytes": min_bytes}, f"min {format_size(min_bytes)}", as_json)
 
 
@@ -237,6 +238,7 @@ def trim(
     namespace: Namespace = None,
     device: DeviceName = None,
     pid: Pid = None,
+    number: Number = None,
     as_json: Json = False,
 ) -> None:
     """Ask clients to shrink: spare pages first, then prefix cache. Says what each gave.
@@ -248,7 +250,7 @@ def trim(
     size_bytes = None if size is None else parse_size(size)
     opened = _find_device(namespace, device)
     who = None if client is None else _name_or_pid(client)
-    answers = opened.shrink(who, size_bytes, pid=pid, wait_s=wait_s)
+    answers = opened.shrink(who, size_bytes, pid=pid, number=number, wait_s=wait_s)
     _say(as_json, [asdict(answer) for answer in answers], lambda: answer_table(answers))
     if any(answer.outcome == "no answer" for answer in answers):
         raise typer.Exit(1)

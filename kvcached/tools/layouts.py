@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvcached.errors import InvalidArgumentError
@@ -22,6 +21,7 @@ from kvcached.layouts import (
     layout_of_config,
 )
 from kvcached.tools.sizes import format_size
+from kvcached.tools.tables import new_table
 
 COLUMNS = (
     *("", "GROUP", "LAYERS", "ARRANGEMENT", "KV/TOKEN"),
@@ -101,13 +101,9 @@ def row_record(row: Row, page_bytes: int) -> dict[str, Any]:
 
 def layout_table(rows: Sequence[Row], place: Place) -> RenderableType:
     """A line for each arrangement; an arrow at the one to take, and the reasons below."""
-    cells = [_cells(row, place.page_bytes) for row in rows]
-    table = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        left = column in ("", "GROUP", "ARRANGEMENT")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    for line in cells:
-        table.add_row(*(Text(cell) for cell in line))
+    table = new_table(COLUMNS, ("", "GROUP", "ARRANGEMENT"))
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in _cells(row, place.page_bytes)))
     return Group(table, *(Text(f"{r.group}: {r.choice.reason}") for r in rows if r.taken))
 
 

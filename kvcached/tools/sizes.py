@@ -9,11 +9,7 @@ from kvcached.errors import InvalidArgumentError
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
-    _FACTORS |= {
-        _letter: 1024**_power,
-        f"{_letter}ib": 1024**_power,
-        f"{_letter}b": 1000**_power,
-    }
+    _FACTORS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
 
 def parse_size(text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,25 +15,23 @@ from kvcached.tools.rates import Rates
 from kvcached.tools.sizes import format_size
 
 BAR_CELLS = 40
-CLIENT_COLUMNS = (
-    "used",
-    "reserved",
-    "can give",
-    "limit",
-    "min",
-    "static",
-    "resident",
-    "maps/s",
-)
+CLIENT_COLUMNS = ("used", "reserved", "can give", "limit", "min", "static", "resident", "maps/s")
+
+
+def new_table(columns: Iterable[str], left: Collection[str]) -> Table:
+    """Without a frame; numbers are to the right."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    return table
 
 
 def segment_table(segments: Sequence[Segment]) -> RenderableType:
     """A line for each segment."""
     if not segments:
         return Text("no segments")
-    table = Table(box=None, pad_edge=False)
-    for column in ("NAMESPACE", "DEVICE", "VERSION", "CAPACITY", "ALIVE", "DEAD", "STATE"):
-        table.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=True)
+    columns = ("NAMESPACE", "DEVICE", "VERSION", "CAPACITY", "ALIVE", "DEAD", "STATE")
+    table = new_table(columns, ("NAMESPACE", "DEVICE", "STATE"))
     for s in segments:
         version = "-" if s.version is None else str(s.version)
         alive, dead = str(s.clients_alive), str(s.clients_dead)
@@ -41,9 +39,6 @@ def segment_table(segments: Sequence[Segment]) -> RenderableType:
         cells = (s.namespace, s.device, version, capacity, alive, dead, _state(s))
         table.add_row(*(Text(cell) for cell in cells))
     return table
-
-
-_WORDS = ("NAMESPACE", "DEVICE", "STATE")
 
 
 def _state(segment: Segment) -> str:
@@ -81,11 +76,7 @@ def _bar(snapshot: DeviceSnapshot) -> Text:
 
 
 def _client_table(snapshot: DeviceSnapshot, rates: Rates) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("PID", justify="right")
-    table.add_column("CLIENT", no_wrap=True)
-    for column in CLIENT_COLUMNS:
-        table.add_column(column.upper(), justify="right", no_wrap=True)
+    table = new_table(("PID", "CLIENT", *map(str.upper, CLIENT_COLUMNS)), ("CLIENT",))
     for client, resident_bytes in snapshot.clients:
         rate = rates.maps_per_s(snapshot, client)
         table.add_row(
@@ -107,12 +98,8 @@ def answer_table(answers: Sequence[ShrinkAnswer]) -> RenderableType:
     """What each client that was asked to shrink gave."""
     if not answers:
         return Text("no clients")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("PID", justify="right")
-    table.add_column("CLIENT", no_wrap=True)
-    for column in ("GAVE", "EVICTED TOKENS"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("OUTCOME", no_wrap=True)
+    columns = ("PID", "CLIENT", "GAVE", "EVICTED TOKENS", "OUTCOME")
+    table = new_table(columns, ("CLIENT", "OUTCOME"))
     for answer in answers:
         gave = (_size(answer.returned_bytes), str(answer.evicted_tokens), answer.outcome)
         table.add_row(str(answer.pid), Text(answer.name), *gave)

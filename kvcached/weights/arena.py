@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from kvcached import _core
-from kvcached.checks import positive
+from kvcached.checks import checked, each, instance_of, not_negative, positive, text, threads
 from kvcached.errors import ClosedError, InvalidArgumentError
 from kvcached.weights.entry import StoredWeights
 from kvcached.weights.links import WeightLinks
-from kvcached.weights.spec import WeightLayout, check_specs
+from kvcached.weights.spec import TensorSpec, WeightLayout, check_specs
+from kvcached.weights.tensor_reader import TensorReader
 
 _WAIT_MS = 50
+_BYTE_MAX = 0xFF
+_GLANCE_BYTES = 4096  # tell most tensors from those that hold a pattern
+
+
+def _byte(name: str, value: int) -> int:
+    if not_negative(name, value) > _BYTE_MAX:
+        raise InvalidArgumentError(f"{name} is {value}; it must be from 0 to {_BYTE_MAX}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,7 @@ class LoadOptions:
     bytes_per_s: int | None = None
 
     def __post_init__(self) -> None:
-        positive("threads", self.threads)
+        threads("threads", self.threads)
         positive("chunk_bytes", self.chunk_bytes)
         if self.bytes_per_s is not None:
             positive("bytes_per_s", self.bytes_per_s)
@@ -101,6 +109,11 @@ class WeightArena:
         self.size_bytes = core.size_bytes  # leased: the layout's, rounded up to pages
         self._core: _core.WeightArena | None = core
         self._load: _core.WeightLoad | None = None
+        self._reader = TensorReader()
+
+    def __repr__(self) -> str:
+        state = f"{self.backed_bytes} backed" if self._core else "freed"
+        return f"WeightArena({self.what!r}, {self.size_bytes} bytes, {state})"
 
     @property
     def backed_bytes(self) -> int:
@@ -112,18 +125,55 @@ class WeightArena:
 
     def __getitem__(self, name: str) -> _core.TensorView:
         """A tensor for `torch.from_dlpack`; read it once it is loaded, and not after `free`."""
-        if name not in self.layout.specs:
-            raise InvalidArgumentError(f"there is no tensor {name!r} in this arena")
-        return self.view(name, self.layout.specs[name].dtype)
+        return self.view(name, self._spec(name).dtype)
 
+    @checked(name=text, dtype=text, shape=each(not_negative))
     def view(self, name: str, dtype: str, shape: tuple[int, ...] | None = None) -> _core.TensorView:
         """The same bytes as another type, for types that DLPack's consumers do not know."""
-        spec, offset = self.layout.specs[name], self.layout.offsets_bytes[name]
-        return self._open_core().view(offset, list(spec.shape if shape is None else shape), dtype)
+        extents = self._spec(name).shape if shape is None else shape
+        return self._open_core().view(self.layout.offsets_bytes[name], list(extents), dtype)
 
     def back(self) -> None:
         """Makes every page, for an engine that writes the tensors itself. Raises NoRoomError."""
         self._open_core().back(self.layout.size_bytes)
+
+    @checked(byte=_byte)
+    def fill(self, byte: int = 0xFF) -> None:
+        """Makes every page and sets every byte, padding included. Raises NoRoomError.
+
+        A GPU's fresh pages hold anything: only a fill before tells tensors that were written from
+        those that were not. 0xFF in every byte is no weight: it is NaN in all floating-point types
+        that have one.
+        """
+        self._open_core().fill(byte)
+
+    @checked(byte=_byte)
+    def unwritten(self, byte: int = 0xFF) -> tuple[str, ...]:
+        """Tensors of which every byte still is what `fill` set.
+
+        Copied from the device piece by piece, up to the first byte that differs. Synchronise the
+        streams that wrote them first.
+        """
+        return tuple(name for name in self if self._is_filled(name, byte))
+
+    def _is_filled(self, name: str, byte: int) -> bool:
+        with self._reader.open(self._bytes_of(name), name, _GLANCE_BYTES) as content:
+            return self.layout.specs[name].size_bytes > 0 and all(
+                bytes(piece).count(byte) == len(piece) for piece in content.pieces
+            )
+
+    def read(self, name: str) -> bytes:
+        """A copy of a tensor's content, for checks: the CPU cannot read a GPU's pages."""
+        with self._reader.open(self._bytes_of(name), name) as content:
+            return b"".join(bytes(piece) for piece in content.pieces)
+
+    def _bytes_of(self, name: str) -> _core.TensorView:
+        return self.view(name, "uint8", (self._spec(name).size_bytes,))
+
+    def _spec(self, name: str) -> TensorSpec:
+        if text("name", name) not in self.layout.specs:
+            raise InvalidArgumentError(f"there is no tensor {name!r} in this arena")
+        return self.layout.specs[name]
 
     def load(
         self,
@@ -134,6 +184,11 @@ class WeightArena:
         """Copies every tensor, while the pages are being made. See `WeightLoad.result`."""
         self.start_load(weights, options, links).result()
 
+    @checked(
+        weights=instance_of(StoredWeights),
+        options=instance_of(LoadOptions),
+        links=instance_of(WeightLinks),
+    )
     def start_load(
         self,
         weights: StoredWeights,
@@ -176,6 +231,7 @@ class WeightArena:
             while not self._load.wait(_WAIT_MS):
                 pass
         self._core.close()
+        self._reader.close()
         self._core = self._load = None
 
     def _open_core(self) -> _core.WeightArena:
@@ -186,12 +242,7 @@ class WeightArena:
     def __enter__(self) -> WeightArena:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.free()
 
 

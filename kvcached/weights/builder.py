@@ -6,20 +6,21 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvcached import _core
+from kvcached.checks import checked, has, instance_of, text
 from kvcached.errors import ClosedError, InvalidArgumentError, StoreFullError, WeightFileError
 from kvcached.weights.entry import StoredWeights, WeightKey, manifest_of
 from kvcached.weights.locks import FileLock
 from kvcached.weights.paths import LOCK, MANIFEST, StorePaths, remove_tree, write_whole
 from kvcached.weights.space import StoreSpace
 from kvcached.weights.spec import DTYPE_BYTES, TensorSpec
+from kvcached.weights.tensor_reader import TensorContent, TensorReader
 
 _GRANT_BYTES = 256 << 20  # room is asked for in such steps, since each counts what the store holds
 _PAGE_BYTES = 4096  # what a file takes at least
-_WRITE_BYTES = 16 << 20
 
 # DLPack's (type code, bits); float8 came with version 1.1.
 _NAMES = {(0, 8 * size): f"int{8 * size}" for size in (1, 2, 4, 8)}
@@ -36,41 +37,46 @@ class WeightBuilder:
         self.shared_bytes = 0  # that the store had already
         self._paths, self._space = paths, space
         self._folder = paths.new_partial()
-        self._names: list[str] = []
         self._specs: dict[str, TensorSpec] = {}
+        self._files: dict[str, Path] = {}
+        self._numbers = count()
         self._granted_bytes = 0
         self._mutex = threading.Lock()
+        self._reader = TensorReader()
         with FileLock.take(paths.mutex):
             (self._folder / "t").mkdir(parents=True)
             self._lock = FileLock.take(self._folder / LOCK)
 
+    @checked(name=text, dtype=text)
     def put(self, name: str, array: Any, *, dtype: str | None = None) -> None:
-        """Stores a copy of a contiguous tensor in CPU memory: numpy, torch or any DLPack source.
+        """Stores a copy of a contiguous tensor: numpy, torch or any DLPack source, in memory of the
+        CPU or of a CUDA device.
 
-        `dtype` names it where the source cannot (bytes of a packed type, say); the element size
-        stays. Raises StoreFullError, InvalidArgumentError.
+        One on a GPU is read through pinned memory, after the work that its owner's current stream
+        was given (`TensorReader`); nothing else is waited for. `dtype` names the type where the
+        source cannot (bytes of a packed type, say); the element size stays. Raises StoreFullError,
+        InvalidArgumentError, SystemCallError if the driver refuses the copy.
         """
-        try:
-            content, code, bits, shape = _core.array_content(array)
-        except TypeError as error:
-            raise InvalidArgumentError(
-                f"tensor {name} must be a contiguous array in CPU memory, not {type(array)}"
-            ) from error
-        found = _NAMES.get((code, bits))
-        if dtype is not None and DTYPE_BYTES.get(dtype) != bits // 8:
-            raise InvalidArgumentError(f"tensor {name} has elements of {bits} bits, not {dtype}")
-        if found is None and dtype is None:
-            raise InvalidArgumentError(f"tensor {name} has a type that needs a name: give dtype")
-        flat = content.cast("B")
-        chunks = (flat[at : at + _WRITE_BYTES] for at in range(0, len(flat), _WRITE_BYTES))
-        self.put_bytes(name, TensorSpec(dtype or str(found), tuple(shape)), chunks)
+        with self._reader.open(array, f"tensor {name}") as content:
+            self.put_bytes(name, _spec_of(name, content, dtype), content.pieces)
 
+    @checked(name=text, spec=instance_of(TensorSpec), chunks=has("__iter__"))
     def put_bytes(self, name: str, spec: TensorSpec, chunks: Iterable[memoryview | bytes]) -> None:
         """Stores a tensor from pieces of its bytes, in order."""
-        index = self._add(name, spec)
-        path = self._folder / "t" / str(index)
+        path = self._add(name, spec)
         try:
-            content = _write(path, chunks)
+            self._store(name, spec, path, chunks)
+        except BaseException:
+            with self._mutex:
+                del self._specs[name], self._files[name]
+            path.unlink(missing_ok=True)
+            raise
+
+    def _store(
+        self, name: str, spec: TensorSpec, path: Path, chunks: Iterable[memoryview | bytes]
+    ) -> None:
+        try:
+            content = _write(name, path, chunks)
         except OSError as error:
             raise StoreFullError(f"{path}: {error.strerror}", spec.size_bytes, 0) from error
         if path.stat().st_size != spec.size_bytes:
@@ -81,7 +87,7 @@ class WeightBuilder:
         with FileLock.take(self._paths.mutex):
             self._link(path, spec.size_bytes, content)
 
-    def _add(self, name: str, spec: TensorSpec) -> int:
+    def _add(self, name: str, spec: TensorSpec) -> Path:
         with self._mutex:
             if self._lock.fd < 0:
                 raise ClosedError("the entry was sealed or given up")
@@ -89,8 +95,8 @@ class WeightBuilder:
                 raise InvalidArgumentError(f"tensor {name} was put before")
             self._reserve(-(-spec.size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
             self._specs[name] = spec
-            self._names.append(name)
-            return len(self._names) - 1
+            self._files[name] = self._folder / "t" / str(next(self._numbers))
+            return self._files[name]
 
     def _reserve(self, size_bytes: int) -> None:
         if self._granted_bytes < size_bytes:
@@ -114,19 +120,21 @@ class WeightBuilder:
             os.link(blob, path)
             self.shared_bytes += size_bytes
         else:
-            blob.unlink(missing_ok=True)  # damaged: who has it already keeps it
+            blob.unlink(missing_ok=True)  # damaged: entries that have it keep it
             os.link(path, blob)
         self._space.spend(self._folder, -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
 
     def seal(self) -> StoredWeights:
         """The entry, whole and in use by this process."""
-        if not self._names:
+        if not self._specs:
             raise InvalidArgumentError(f"nothing was put for {self.key}")
+        self._reader.close()
         manifest = self._folder / MANIFEST
         entry = self._paths.entries / self.key.digest
-        write_whole(manifest, manifest_of(self.key, self._names, self._specs))
+        write_whole(manifest, manifest_of(self.key, self._specs))
         in_use = FileLock.take(manifest, create=False, shared=True)
-        specs = {name: self._specs[name] for name in self._names}
+        for index, path in enumerate(self._files.values()):  # those that failed left gaps
+            path.rename(self._folder / "t" / str(index))
         with FileLock.take(self._paths.mutex):
             for name in ("reserved", LOCK):
                 (self._folder / name).unlink(missing_ok=True)
@@ -136,10 +144,11 @@ class WeightBuilder:
                 in_use.release()
                 raise WeightFileError(f"{entry} is in the way: {error.strerror}") from error
             self._lock.release()
-        return StoredWeights(entry, self.key, specs, in_use)
+        return StoredWeights(entry, self.key, self._specs, in_use)
 
     def give_up(self) -> None:
         """Leaves nothing behind. After `seal`, or a second time, it does nothing."""
+        self._reader.close()
         if self._lock.fd < 0:
             return
         with FileLock.take(self._paths.mutex):
@@ -148,12 +157,26 @@ class WeightBuilder:
             self._space.clean()
 
 
-def _write(path: Path, chunks: Iterable[memoryview | bytes]) -> str:
+def _spec_of(name: str, content: TensorContent, dtype: str | None) -> TensorSpec:
+    found = _NAMES.get((content.code, content.bits))
+    if dtype is not None and DTYPE_BYTES.get(dtype) != content.bits // 8:
+        raise InvalidArgumentError(
+            f"tensor {name} has elements of {content.bits} bits, not {dtype}"
+        )
+    if found is None and dtype is None:
+        raise InvalidArgumentError(f"tensor {name} has a type that needs a name: give dtype")
+    return TensorSpec(dtype or str(found), content.shape)
+
+
+def _write(name: str, path: Path, chunks: Iterable[memoryview | bytes]) -> str:
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
         for chunk in chunks:
-            digest.update(chunk)
-            rest = memoryview(chunk)
+            try:
+                rest = memoryview(chunk).cast("B")
+            except TypeError as error:
+                raise InvalidArgumentError(f"a chunk of tensor {name}: {error}") from error
+            digest.update(rest)
             while rest:
                 rest = rest[file.write(rest) :]
         os.fsync(file.fileno())

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcached.checks import by_name, checked, instance_of
+from kvcached.checks import path as path_rule
 from kvcached.errors import InvalidArgumentError, WeightFileError
 from kvcached.weights.spec import TensorSpec, check_specs
 
@@ -57,6 +59,7 @@ class Checkpoint:
     tensors: Mapping[str, CheckpointTensor]
 
     @classmethod
+    @checked(path=path_rule, expected=by_name(instance_of(TensorSpec)))
     def open(
         cls, path: str | Path, *, expected: Mapping[str, TensorSpec] | None = None
     ) -> Checkpoint:
@@ -66,7 +69,10 @@ class Checkpoint:
         Raises WeightFileError, naming the file, if one is missing, cut short or damaged;
         WeightMismatchError if the tensors are not `expected`.
         """
-        files = _files_of(Path(path))
+        try:
+            files = _files_of(Path(path))
+        except OSError as error:
+            raise WeightFileError(f"{path}: {error.strerror}") from error
         tensors: dict[str, CheckpointTensor] = {}
         for file in files:
             for tensor in _read_header(file):

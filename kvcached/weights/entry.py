@@ -7,13 +7,12 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from kvcached.checks import not_negative, positive
+from kvcached.checks import by_name, checked, instance_of, not_negative, positive, text
 from kvcached.errors import ClosedError, InvalidArgumentError, WeightFileError
 from kvcached.weights.locks import FileLock
 from kvcached.weights.paths import MANIFEST
@@ -35,6 +34,8 @@ class WeightKey:
     ranks: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("content", "engine", "dtype"):
+            text(name, getattr(self, name))
         if not (self.content and self.engine and self.dtype):
             raise InvalidArgumentError("content, engine and dtype of a weight key are not empty")
         if not_negative("rank", self.rank) >= positive("ranks", self.ranks):
@@ -46,9 +47,9 @@ class WeightKey:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:32]
 
 
-def manifest_of(key: WeightKey, names: Sequence[str], specs: Mapping[str, TensorSpec]) -> bytes:
-    """The tensors by index of their file."""
-    tensors = [[name, specs[name].dtype, list(specs[name].shape)] for name in names]
+def manifest_of(key: WeightKey, specs: Mapping[str, TensorSpec]) -> bytes:
+    """The tensors in the order of their files' numbers."""
+    tensors = [[name, spec.dtype, list(spec.shape)] for name, spec in specs.items()]
     body = {"key": asdict(key), "tensors": tensors}
     return json.dumps({**body, "check": _check(body)}).encode()
 
@@ -73,6 +74,9 @@ class StoredWeights:
         self._index = {name: index for index, name in enumerate(specs)}
         self._lock = lock
         self._touch()
+
+    def __repr__(self) -> str:
+        return f"StoredWeights({self.key}, {len(self.specs)} tensors, {self.size_bytes} bytes)"
 
     @classmethod
     def open(cls, folder: Path) -> StoredWeights | None:
@@ -102,6 +106,7 @@ class StoredWeights:
         """For an arena of these tensors in this order."""
         return WeightLayout.of(self.specs)
 
+    @checked(name=text)
     def path(self, name: str) -> Path:
         """The file that holds a tensor's bytes and nothing else. Never write to it."""
         if self._lock.fd < 0:
@@ -115,9 +120,10 @@ class StoredWeights:
 
         Writes go to private pages of this process. It may outlive this object.
         """
+        path = self.path(name)
         if self.specs[name].size_bytes == 0:
             return bytearray()
-        with self.path(name).open("rb") as file:
+        with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def will_need(self) -> None:
@@ -126,6 +132,7 @@ class StoredWeights:
             with self.path(name).open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
+    @checked(specs=by_name(instance_of(TensorSpec)))
     def expect(self, specs: Mapping[str, TensorSpec]) -> None:
         """Raises WeightMismatchError unless the tensors have these names, types and shapes."""
         check_specs(f"the weights stored as {self.key}", self.specs, specs)
@@ -143,12 +150,7 @@ class StoredWeights:
     def __enter__(self) -> StoredWeights:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcached import _core
-from kvcached.checks import not_negative, positive
-from kvcached.errors import ClosedError
+from kvcached.checks import checked, not_negative, positive, threads
+from kvcached.errors import ClosedError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvcached.client import Client
 
 STAGING_BYTES = 32 << 20  # of each link, as in Prism §5.2
+
+
+def _core_of(client: Client) -> _core.Client:
+    core = getattr(client, "_core", None)
+    if not isinstance(core, _core.Client):
+        raise InvalidArgumentError(f"other must be a Client, not {type(client).__name__}")
+    return core
 
 
 class WeightLinks:
@@ -20,18 +27,12 @@ class WeightLinks:
     One load at a time uses them. Thread rule: any thread.
     """
 
+    @checked(threads=threads, staging_bytes=positive)
     def __init__(
-        self,
-        client: _core.Client,
-        *,
-        threads: int = 4,
-        staging_bytes: int = STAGING_BYTES,
+        self, client: _core.Client, *, threads: int = 4, staging_bytes: int = STAGING_BYTES
     ) -> None:
-        self._core: _core.WeightLinks | None = _core.WeightLinks.open(
-            client,
-            positive("threads", threads),
-            positive("staging_bytes", staging_bytes),
-        )
+        opened = _core.WeightLinks.open(client, threads, staging_bytes)
+        self._core: _core.WeightLinks | None = opened
 
     @property
     def core(self) -> _core.WeightLinks:
@@ -40,6 +41,7 @@ class WeightLinks:
             raise ClosedError("the links are closed; open others")
         return self._core
 
+    @checked(share_bytes=not_negative)
     def add(self, other: Client, *, share_bytes: int = 0) -> None:
         """From now on the link of `other`'s GPU to the host helps; its bytes go on to this GPU over
         the link between the two (Prism §5.2).
@@ -50,12 +52,12 @@ class WeightLinks:
         GPUs that are not connected, DeviceBusyError while a load runs, InvalidArgumentError for a
         host device or a GPU that helps already.
         """
-        self.core.add(other._core, not_negative("share_bytes", share_bytes))
+        self.core.add(_core_of(other), share_bytes)
 
     def drop(self, other: Client) -> None:
         """Gives back what `add` took. Nothing happens if it does not help; DeviceBusyError while a
         load runs."""
-        self.core.drop(other._core)
+        self.core.drop(_core_of(other))
 
     def close(self) -> None:
         """Gives buffers and leases back, once the load that uses them is done."""

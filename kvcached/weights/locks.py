@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 from weakref import WeakSet
 
 _held: WeakSet[FileLock] = WeakSet()
@@ -50,10 +49,6 @@ class FileLock:
             return None
         return lock
 
-    def share(self) -> None:
-        """From here on others may share the lock."""
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
-
     @property
     def fd(self) -> int:
         """The open file; -1 once released."""
@@ -77,12 +72,7 @@ class FileLock:
     def __enter__(self) -> FileLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __del__(self) -> None:

@@ -4,9 +4,9 @@
     mutex                    locked while tensors are linked, entries appear or go
     blobs/HASH               the bytes of a tensor, once, by their SHA-256
     entries/DIGEST/          a whole set of tensors: manifest.json, and in t/ a hard link to each
-                             blob; whoever uses it shares a lock on the manifest
+                             blob; its users share a lock on the manifest
     partial/ID/              one that is being made, its maker holding `lock`; an entry on its way
-                             out as well. What nobody locks here is removed
+                             out as well. What is not locked here is removed
     keys/DIGEST              locked by the one process that makes an entry, so that others wait
     hashes/DIGEST.json       the hash of a file on disk, as long as its name, size and times agree
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
@@ -30,11 +29,17 @@ MANIFEST = "manifest.json"
 LOCK = "lock"
 
 
-@dataclass(frozen=True, slots=True)
 class StorePaths:
     """Names of a store's files; see the module."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.mutex = root / "mutex"
+        self.blobs = root / "blobs"
+        self.entries = root / "entries"
+        self.partial = root / "partial"
+        self.keys = root / "keys"
+        self.hashes = root / "hashes"
 
     @classmethod
     def create(cls, root: Path) -> StorePaths:
@@ -67,32 +72,8 @@ class StorePaths:
                 f"{self.root} is a store of another version; remove it, or name another directory"
             )
 
-    @property
-    def mutex(self) -> Path:
-        return self.root / "mutex"
-
-    @property
-    def blobs(self) -> Path:
-        return self.root / "blobs"
-
-    @property
-    def entries(self) -> Path:
-        return self.root / "entries"
-
-    @property
-    def partial(self) -> Path:
-        return self.root / "partial"
-
-    @property
-    def keys(self) -> Path:
-        return self.root / "keys"
-
-    @property
-    def hashes(self) -> Path:
-        return self.root / "hashes"
-
     def new_partial(self) -> Path:
-        """A name in `partial` that nobody has."""
+        """A fresh name in `partial`."""
         return self.partial / uuid4().hex
 
 

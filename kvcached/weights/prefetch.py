@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvcached.errors import KvcachedError
+from kvcached.checks import checked, patience
 
 
 class Prefetch:
@@ -14,10 +14,11 @@ class Prefetch:
     def __init__(self, read: Callable[[threading.Event], None]) -> None:
         self._read = read
         self._cancel = threading.Event()
-        self._error: KvcachedError | OSError | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weights-prefetch", daemon=True)
         self._thread.start()
 
+    @checked(timeout_s=patience)
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it is through, after at most that long. Raises what ended it early."""
         self._thread.join(timeout_s)
@@ -39,5 +40,5 @@ class Prefetch:
     def _run(self) -> None:
         try:
             self._read(self._cancel)
-        except (KvcachedError, OSError) as error:
+        except BaseException as error:  # noqa: BLE001 (`wait` raises it, the caller's own too)
             self._error = error

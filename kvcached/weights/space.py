@@ -26,7 +26,7 @@ class StoreSpace:
         self.evicted_entries = 0
 
     def used_bytes(self) -> int:
-        """Tensors count once, whoever shares them."""
+        """A tensor that entries share counts once."""
         with os.scandir(self._paths.blobs) as blobs:
             stored = sum(blob.stat().st_blocks for blob in blobs) * _OS_BLOCK_BYTES
         return stored + sum(_reserved_bytes(folder) for folder in self._paths.partial.iterdir())
@@ -61,7 +61,7 @@ class StoreSpace:
             )
 
     def evict(self, entry: Path) -> bool:
-        """Removes an entry that nobody uses; its blobs go if no other entry has them."""
+        """Removes an entry that is not in use; its blobs go if no other entry has them."""
         lock = FileLock.try_take(entry / MANIFEST)
         if lock is None and (entry / MANIFEST).exists():
             return False

@@ -6,25 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from kvcached.checks import not_negative, positive
+from kvcached.checks import by_name, checked, each, instance_of, not_negative, positive, text
 from kvcached.errors import InvalidArgumentError, WeightMismatchError
 
 DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
 }
 ALIGNMENT_BYTES = 256  # what kernels' widest loads and torch's own allocator assume
 
@@ -37,11 +26,11 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
+        if text("dtype", self.dtype) not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise InvalidArgumentError(f"dtype {self.dtype!r} is not known; use one of {known}")
-        for extent in self.shape:
-            not_negative("shape", extent)
+        object.__setattr__(self, "shape", tuple(each(not_negative)("shape", self.shape)))
+        not_negative("the tensor's size", self.size_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -61,11 +50,11 @@ class WeightLayout:
     size_bytes: int
 
     @classmethod
+    @checked(specs=by_name(instance_of(TensorSpec)), alignment_bytes=positive)
     def of(
         cls, specs: Mapping[str, TensorSpec], *, alignment_bytes: int = ALIGNMENT_BYTES
     ) -> WeightLayout:
         """In the order of `specs`, each tensor at a multiple of `alignment_bytes`."""
-        positive("alignment_bytes", alignment_bytes)
         if not specs:
             raise InvalidArgumentError("a model without tensors needs no weights")
         offsets, end = {}, 0

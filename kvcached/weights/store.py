@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvcached.checks import positive
-from kvcached.errors import InvalidArgumentError, LoadCancelledError, WeightFileError
+from kvcached import checks
+from kvcached.checks import by_name, checked, function, instance_of, namespace_name, positive, text
+from kvcached.errors import LoadCancelledError, WeightFileError
 from kvcached.weights.builder import Produce, WeightBuilder
 from kvcached.weights.checkpoint import Checkpoint, CheckpointTensor
 from kvcached.weights.entry import StoredWeights, WeightKey
@@ -24,13 +24,20 @@ from kvcached.weights.space import StoreSpace
 from kvcached.weights.spec import TensorSpec
 
 _READ_BYTES = 8 << 20
-_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _AS_STORED = ("checkpoint", "as-stored")
 
 
 def default_store(namespace: str) -> Path:
     """Where the store of a namespace is unless a directory is named."""
     return Path(f"/dev/shm/prism-weights.{namespace}")
+
+
+_key = instance_of(WeightKey)
+_specs = by_name(instance_of(TensorSpec))
+
+
+def _model(name: str, value: str | Path | Checkpoint) -> Path | Checkpoint:
+    return value if isinstance(value, Checkpoint) else checks.path(name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,13 @@ class WeightStore:
         self._counters = StoreCounters()
         self._mutex = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"WeightStore({str(self.directory)!r}, max_bytes={self.max_bytes})"
+
     @classmethod
+    @checked(
+        directory=checks.path, max_bytes=positive, namespace=namespace_name, threads=checks.threads
+    )
     def open(
         cls,
         directory: str | Path | None = None,
@@ -74,17 +87,12 @@ class WeightStore:
         that is mounted with huge=within_size; for weights that outlive a reboot, one on a disk.
         `max_bytes` defaults to 80 % of its file system. `threads` read and hash files.
         """
-        if not _NAMESPACE.fullmatch(namespace):
-            raise InvalidArgumentError(
-                f"namespace {namespace!r} must be 1 to 64 letters, digits, '.', '_' or '-'"
-            )
-        positive("threads", threads)
         root = Path(directory) if directory else default_store(namespace)
         paths = StorePaths.create(root)
         if max_bytes is None:
             system = os.statvfs(paths.root)
             max_bytes = system.f_blocks * system.f_frsize * 8 // 10
-        store = cls(paths, positive("max_bytes", max_bytes), threads)
+        store = cls(paths, max_bytes, threads)
         with FileLock.take(paths.mutex):
             store._space.clean()
         return store
@@ -111,6 +119,7 @@ class WeightStore:
 
     # --- entries ---------------------------------------------------------------------------
 
+    @checked(key=_key)
     def find(self, key: WeightKey) -> StoredWeights | None:
         """The entry, in use from now on; None if it is not there.
 
@@ -121,11 +130,12 @@ class WeightStore:
             self._count(found_entries=1)
         return found
 
+    @checked(key=_key, produce=function)
     def get(self, key: WeightKey, produce: Produce) -> StoredWeights:
         """The entry, in use from now on; `produce` puts its tensors if it is not there.
 
         One process makes an entry while others wait for it; should it die, the next one does. A
-        damaged entry that nobody uses is made anew. If `produce` raises, nothing stays.
+        damaged entry that is not in use is made anew. If `produce` raises, nothing stays.
         """
         found = self._find_whole(key)
         if found is not None:
@@ -133,6 +143,7 @@ class WeightStore:
         with FileLock.take(self._paths.keys / key.digest):
             return self._find_whole(key) or self._make(key, produce)
 
+    @checked(key=_key)
     def discard(self, key: WeightKey) -> bool:
         """Removes an entry; False if it is not there or in use."""
         with FileLock.take(self._paths.mutex):
@@ -162,6 +173,7 @@ class WeightStore:
 
     # --- checkpoints -----------------------------------------------------------------------
 
+    @checked(checkpoint=instance_of(Checkpoint))
     def content_of(self, checkpoint: Checkpoint) -> str:
         """The checkpoint's hash: what `WeightKey.content` is.
 
@@ -174,6 +186,7 @@ class WeightStore:
         ]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
+    @checked(model=_model, expected=_specs, cancel=instance_of(threading.Event))
     def get_checkpoint(
         self,
         model: str | Path | Checkpoint,
@@ -205,6 +218,7 @@ class WeightStore:
                 raise
         return weights
 
+    @checked(content=text)
     def find_checkpoint(self, content: str) -> StoredWeights | None:
         """A checkpoint's own tensors, if some process has read them or is reading them now: then
         this waits for it. None otherwise. Raises as `find` does.
@@ -213,11 +227,9 @@ class WeightStore:
         with FileLock.take(self._paths.keys / key.digest):
             return self.find(key)
 
+    @checked(model=_model, unless=function)
     def prefetch(
-        self,
-        model: str | Path | Checkpoint,
-        *,
-        unless: Callable[[str], WeightKey] | None = None,
+        self, model: str | Path | Checkpoint, *, unless: Callable[[str], WeightKey] | None = None
     ) -> Prefetch:
         """`get_checkpoint` in the background, for a hint that the model will be needed.
 

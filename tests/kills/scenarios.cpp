@@ -150,6 +150,8 @@ void held_answers(World& world) {
   CHECK(!world.ledger->has_request(world.held->slot));
 }
 
+void look(const World& world) { (void)value_of(attach(world)->resident_bytes()); }
+
 void create_and_destroy(const World& world) {
   const auto ledger = value_of(Ledger::open({world.other_path, kCapacity, kPage}));
   {
@@ -219,6 +221,7 @@ constexpr Scenario kScenarios[] = {
     {"administrator", nothing, administrate, held_has_old_or_new_bounds},
     {"wait for room", nothing, wait_for_room, nothing},
     {"ask and answer", nothing, ask_and_answer, held_answers},
+    {"look at what is resident", nothing, look, nothing},
     {"create and destroy", nothing, create_and_destroy, other_starts_whole},
     {"create over an earlier boot", ledger_of_an_earlier_boot, create_and_destroy,
      other_starts_whole},

@@ -1,6 +1,7 @@
 // A process that is killed at a chosen step (csrc/steps.h) of what it does.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -20,5 +21,9 @@ void prepare_subjects();
 Outcome run_subject(const std::function<void()>& act, int die_at);
 // The same, at the first step of this name.
 Outcome run_subject(const std::function<void()>& act, const std::string& die_at);
+
+// The same, at no step, and which calls to the system it makes while it holds a ledger's mutex:
+// their numbers, without those of memory.
+std::vector<uint64_t> calls_under_lock(const std::function<void()>& act);
 
 }  // namespace kvcached::testing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,30 @@ import kvcached
 STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 
+def kernel_view(address: int) -> int:
+    """Where a kernel of this process reaches memory of the test libcuda's devices."""
+    distance = ctypes.CDLL(os.environ["KVCACHED_LIBCUDA"]).test_cuda_kernel_distance
+    distance.restype = ctypes.c_uint64
+    assert distance(), "no CUDA device was opened in this process"
+    return address + distance()
+
+
 def as_array(source: Any) -> Any:
     """A numpy array on the memory of a view or of a whole virtual tensor.
 
-    numpy takes no tensor of a GPU; the test libcuda's GPU is host memory at the same address. Types
-    that numpy lacks come as unsigned integers of their size.
+    numpy takes no tensor of a GPU; the test libcuda shows its GPU's memory at another address.
+    Types that numpy lacks come as unsigned integers of their size.
     """
     known = getattr(source, "dtype", "uint8") not in STORED_AS
-    if known and source.__dlpack_device__()[0] == 1:
+    on_cpu = source.__dlpack_device__()[0] == 1
+    if known and on_cpu:
         return np.from_dlpack(source)
     if isinstance(source, kvcached.VirtualTensor):
         source = source.view([source.size_bytes], "uint8")
     dtype = np.dtype(STORED_AS.get(source.dtype, source.dtype))
     last = [(extent - 1) * step for extent, step in zip(source.shape, source.strides, strict=True)]
-    raw = (ctypes.c_uint8 * ((sum(last) + 1) * dtype.itemsize)).from_address(source.address)
+    raw = (ctypes.c_uint8 * ((sum(last) + 1) * dtype.itemsize)).from_address(
+        source.address if on_cpu else kernel_view(source.address)
+    )
     strides = [step * dtype.itemsize for step in source.strides]
     return np.ndarray(source.shape, dtype, raw, strides=strides)

@@ -1,109 +1,97 @@
-"""Builds the C++ of the tests from the sources at hand, once for each state of them."""
+"""Builds the C++ of the tests with CMake (tests/CMakeLists.txt)."""
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from functools import cache
 from pathlib import Path
-from uuid import uuid4
 
 ROOT = Path(__file__).parent.parent.parent
 BUILD = ROOT / "build" / "cpp-tests"
-FLAGS = ["-std=c++20", "-g1", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
-STEPS = ["-O1", "-DKVCACHED_STEPS"]
-LIBCUDA = ROOT / "tests" / "libcuda"
-
-
-def layers() -> list[Path]:
-    """The sources of kvcached without its bindings."""
-    return sorted(path for path in (ROOT / "csrc").glob("*.cpp") if "bindings" not in path.name)
-
-
-def digest(sources: list[Path], flags: list[str]) -> str:
-    """Names one state of the sources, of every header, and of the flags."""
-    folders = {ROOT / "csrc", ROOT / "tests" / "cpp", LIBCUDA, *(path.parent for path in sources)}
-    headers = sorted(header for folder in folders for header in folder.glob("*.h"))
-    content = b"".join(path.read_bytes() for path in [*sources, *headers])
-    return hashlib.sha256(content + " ".join(flags).encode()).hexdigest()[:16]
+FLAGS = ("-DPRISM_CPP_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1 -g1")
+STEPS = "-DPRISM_STEPS=ON"
 
 
 def compiler() -> str:
-    found = shutil.which("c++") or shutil.which("g++")
+    """$CXX, where that names a program."""
+    names = (os.environ.get("CXX"), "c++", "g++")
+    found = next(filter(None, (shutil.which(name) for name in names if name)), None)
     assert found is not None, "building kvcached takes a C++ compiler; install one"
     return found
 
 
-def build(name: str, sources: list[Path], flags: list[str], suffix: str = "") -> Path:
-    """A program or library; one that several processes build at once is whole all the same."""
-    flags = [*FLAGS, *flags]
-    product = BUILD / f"{name}-{digest(sources, flags)}{suffix}"
-    if product.exists():
-        return product
-    BUILD.mkdir(parents=True, exist_ok=True)
-    for old in BUILD.glob(f"{name}-{'?' * 16}{suffix}"):
-        old.unlink(missing_ok=True)
-    with ThreadPoolExecutor(2) as workers:
-        objects = list(workers.map(lambda source: compiled(source, flags), sources))
-    partial = BUILD / f"{name}-{uuid4().hex[:8]}.part"
-    subprocess.run([compiler(), *flags, *objects, "-o", str(partial), "-ldl"], check=True)
-    os.replace(partial, product)
-    return product
+@cache  # one test process sees one state of the sources
+def build(tree: str, target: str, product: str, *options: str, source: Path = ROOT) -> Path:
+    """`product` of `target`, current. A tree is one set of options; several processes may ask."""
+    mark = hashlib.sha256(" ".join([compiler(), *options]).encode()).hexdigest()[:8]
+    folder = BUILD / f"{tree}-{mark}"
+    folder.mkdir(parents=True, exist_ok=True)
+    # This Python's cmake and ninja, wherever the shell's PATH points to, or the machine's.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    env = os.environ | {"PATH": path, "CXX": compiler()}
+    cmake = shutil.which("cmake", path=path)
+    assert cmake is not None, "building the tests takes cmake and ninja; install both"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "build.ninja").exists():
+            configure = [cmake, "-S", source, "-B", folder, "-G", "Ninja", *options]
+            subprocess.run(configure, check=True, env=env, stdout=subprocess.DEVNULL)
+        command = [cmake, "--build", folder, "--target", target]
+        done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    return folder / "products" / product
 
 
-def compiled(source: Path, flags: list[str]) -> str:
-    """The source's object, which every program of the same flags is linked from."""
-    folder = BUILD / f"objects-{hashlib.sha256(' '.join(flags).encode()).hexdigest()[:8]}"
-    target = folder / f"{source.stem}-{digest([source], flags)}.o"
-    if not target.exists():
-        folder.mkdir(exist_ok=True)
-        for old in folder.glob(f"{source.stem}-{'?' * 16}.o"):
-            old.unlink(missing_ok=True)
-        partial = folder / f"{source.stem}.{uuid4().hex[:8]}.part"
-        includes = (ROOT / "csrc", ROOT / "tests" / "cpp", LIBCUDA)
-        include = [word for path in includes for word in ("-I", str(path))]
-        command = [compiler(), *flags, *include, "-c", str(source), "-o", str(partial)]
-        subprocess.run(command, check=True)
-        os.replace(partial, target)
-    return str(target)
+def build_layers(tree: str, target: str, *options: str, product: str = "") -> Path:
+    return build(tree, target, product or target, *FLAGS, *options)
 
 
 def build_tests(sanitizers: str = "") -> Path:
     """The C++ test program."""
-    sources = layers() + sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
-    name = f"tests-{sanitizers.replace(',', '-') or 'plain'}"
-    return build(name, sources, sanitized(sanitizers) if sanitizers else STEPS)
-
-
-def sanitized(sanitizers: str = "address,undefined") -> list[str]:
-    return ["-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-
-
-def build_program(name: str, flags: list[str]) -> Path:
-    """The program of the folder tests/NAME."""
-    sources = [*layers(), ROOT / "tests" / "cpp" / "check.cpp"]
-    sources += sorted((ROOT / "tests" / name).glob("*.cpp"))
-    return build(name, sources, flags)
+    if sanitizers:
+        tree = sanitizers.replace(",", "-")
+        return build_layers(tree, "tests", f"-DPRISM_SANITIZE={sanitizers}")
+    return build_layers("steps", "tests", STEPS)
 
 
 def build_kills() -> Path:
     """The program that kills processes at every step of csrc."""
-    return build_program("kills", STEPS)
+    return build_layers("steps", "kills", STEPS)
 
 
 def build_race() -> Path:
     """The program of processes that want more than there is."""
-    return build_program("race", STEPS)
+    return build_layers("steps", "race", STEPS)
 
 
 def build_fuzz() -> Path:
     """The program that damages segments."""
-    return build_program("fuzz", sanitized())
+    return build_layers("address-undefined", "fuzz", "-DPRISM_SANITIZE=address,undefined")
 
 
 def build_libcuda() -> Path:
-    """The test libcuda: CUDA's memory calls on host memory."""
-    flags = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
-    return build("libcuda", sorted(LIBCUDA.glob("*.cpp")), flags, ".so")
+    """The test libcuda: CUDA's calls on host memory. This test run's processes share its devices,
+    and no others do."""
+    keep_own_book()
+    return build_layers("doubles", "test_libcuda", product="libcuda.so.1")
+
+
+def build_libnvml() -> Path:
+    """NVML's calls on the devices of the test libcuda. It lies beside that."""
+    keep_own_book()
+    return build_layers("doubles", "test_libnvml", product="libnvidia-ml.so.1")
+
+
+def keep_own_book() -> None:
+    """Names the file of the devices' memory (tests/libcuda/book.h) for this process and those that
+    it starts."""
+    if "KVCACHED_TEST_CUDA_BOOK" not in os.environ:
+        book = Path(f"/dev/shm/test-libcuda-{os.getpid()}.book")
+        os.environ["KVCACHED_TEST_CUDA_BOOK"] = str(book)
+        atexit.register(book.unlink, missing_ok=True)

@@ -87,6 +87,34 @@ def test_clients_of_one_process_are_told_apart_by_name(device: Device) -> None:
         assert a.usage().min_bytes == PAGE
 
 
+def test_clients_of_one_name_in_one_process_are_told_apart_by_number(device: Device) -> None:
+    with device.client("twin") as first, device.client("twin") as second:
+        numbers = [client.usage().number for client in (first, second)]
+        advice = f"by its number: {numbers[0]}, {numbers[1]}"
+        with pytest.raises(errors.AmbiguousClientError, match=advice):
+            device.set_limit("twin", PAGE, pid=first.usage().pid)
+        device.set_limit("twin", PAGE, number=numbers[1])
+        device.set_min(first.usage().pid, 2 * PAGE, number=numbers[0])
+        found = [(c.usage().limit_bytes, c.usage().min_bytes) for c in (first, second)]
+        assert found == [(None, 2 * PAGE), (PAGE, 0)]
+        device.order_shrink("twin", number=numbers[0], wait_s=60)
+        asked = [client.shrink_request() is not None for client in (first, second)]
+        assert asked == [True, False]
+
+
+def test_a_pid_alone_names_its_clients(device: Device, spawn: Spawn) -> None:
+    taker = Taker(spawn)
+    with device.client("bystander") as bystander:
+        for pid in (1, 999999):
+            with pytest.raises(errors.UnknownClientError, match="no such client"):
+                device.shrink(pid=pid)
+            with pytest.raises(errors.UnknownClientError, match="no such client"):
+                device.order_shrink(pid=pid)
+        device.order_shrink(pid=taker.process.pid, wait_s=60)
+        assert usage_of(device, "taker").asked_bytes > 0
+        assert bystander.shrink_request() is None
+
+
 def test_nobody_is_named(device: Device, spawn: Spawn) -> None:
     with pytest.raises(errors.UnknownClientError, match="there are none"):
         device.set_limit("ghost", PAGE)

@@ -53,7 +53,8 @@ class Room:
 
 @pytest.fixture
 def room(device: Device) -> Iterator[Room]:
-    with device.client("test", min_bytes=PAGE, limit_bytes=CAPACITY // 2) as client:
+    room_bytes = {"min_bytes": PAGE, "limit_bytes": CAPACITY // 2}
+    with device.client("test", background=False, **room_bytes) as client:
         kv, other = (client.alloc_kvcache(TINY, 1 << 12) for _ in range(2))
         tensor = client.alloc_virtual_tensor(4 * PAGE)
         tensor.map(0, 2 * PAGE)

@@ -49,7 +49,7 @@ def test_an_idle_engine_is_woken_and_gives_its_spares_first(device: Device, spaw
     cached, spare = spawn("shrink", "cached", half), spawn("shrink", "spare", 0, 0, half)
     ready(cached, spare)
     assert device.usage().free_bytes == 0
-    with device.client("waiter") as client:
+    with device.client("waiter", background=False) as client:
         kv = client.alloc_kvcache(TINY, 1 << 18, reserved_blocks=0)
         assert kv.alloc_kv(half) is None
         ids = kv.alloc_kv(half, wait_s=WAIT_S)
@@ -68,7 +68,7 @@ def test_an_idle_engine_is_woken_and_gives_its_spares_first(device: Device, spaw
 
 def test_a_static_lease_waits_as_well(device: Device, spawn: Spawn) -> None:
     ready(spawn("shrink", "cached", ALL_BLOCKS))
-    with device.client("waiter") as client:
+    with device.client("waiter", background=False) as client:
         with pytest.raises(NoRoomError):
             client.reserve_static(PAGE, "weights")
         lease = client.reserve_static(CAPACITY // 2, "weights", wait_s=WAIT_S)
@@ -102,7 +102,7 @@ def test_it_waits_in_vain_for_a_stopped_process_and_asks_another(
     frozen, awake = spawn("shrink", "frozen", ALL_BLOCKS * 3 // 4), spawn("shrink", "awake", 64)
     ready(frozen, awake)
     os.kill(frozen.pid, signal.SIGSTOP)
-    with device.client("waiter") as client:
+    with device.client("waiter", background=False) as client:
         kv = client.alloc_kvcache(TINY, 1 << 18, reserved_blocks=0)
         rest = kv.alloc_kv(kv.available_blocks())
         assert rest is not None
@@ -121,7 +121,7 @@ def test_it_waits_in_vain_for_a_stopped_process_and_asks_another(
 def test_what_a_killed_process_held_reaches_the_waiter(device: Device, spawn: Spawn) -> None:
     doomed = spawn("shrink", "doomed", 0, ALL_BLOCKS)
     ready(doomed)
-    with device.client("waiter") as client:
+    with device.client("waiter", background=False) as client:
         kv = client.alloc_kvcache(TINY, 1 << 18, reserved_blocks=0)
         killer = threading.Timer(0.05, doomed.kill)
         killer.start()
@@ -146,7 +146,7 @@ def test_a_limit_that_another_process_lowers_makes_its_client_shrink(
 
 def test_what_comes_free_goes_to_those_who_wait(device: Device, spawn: Spawn) -> None:
     """And not to whoever happens to ask at that moment, the one who gave it above all."""
-    with device.client("greedy") as client:
+    with device.client("greedy", background=False) as client:
         kv = client.alloc_kvcache(TINY, 1 << 18, reserved_blocks=0)
         ids = kv.alloc_kv(ALL_BLOCKS)
         assert ids is not None
@@ -176,7 +176,7 @@ def test_another_policy_is_asked(device: Device, spawn: Spawn) -> None:
         seen.append((missing_bytes, sorted(h.name for h in holders)))
         return [Demand(h, missing_bytes) for h in holders if h.evictable_bytes]
 
-    with device.client("waiter", shrink_policy=caches_only) as client:
+    with device.client("waiter", shrink_policy=caches_only, background=False) as client:
         kv = client.alloc_kvcache(TINY, 1 << 18, reserved_blocks=0)
         assert kv.alloc_kv(4 * SLAB_BLOCKS, wait_s=WAIT_S) is not None
     assert seen[0] == (4 * QUANTUM, ["cached", "spare"])
@@ -185,7 +185,10 @@ def test_another_policy_is_asked(device: Device, spawn: Spawn) -> None:
 
 
 def test_hopeless_waits_end_at_once_or_in_time_and_harm_nobody(device: Device) -> None:
-    with device.client("a", limit_bytes=4 * QUANTUM) as a, device.client("b") as b:
+    with (
+        device.client("a", limit_bytes=4 * QUANTUM, background=False) as a,
+        device.client("b", background=False) as b,
+    ):
         kv = a.alloc_kvcache(TINY, 1 << 12, reserved_blocks=0)
         assert kv.alloc_kv(kv.num_blocks + 1, wait_s=WAIT_S) is None  # no such addresses
         assert kv.alloc_kv(5 * SLAB_BLOCKS, wait_s=0.05) is None  # its limit
@@ -217,6 +220,20 @@ def test_a_step_asks_for_next_to_nothing(device: Device) -> None:
         client.shrink_request()
     with pytest.raises(errors.ClosedError):
         client.fileno()
+
+
+def test_asks_that_add_up_beyond_every_size_are_one_request(device: Device) -> None:
+    largest = 2**63 - 1
+    with device.client("a") as client:
+        orders = [device.order_shrink("a", largest, wait_s=WAIT_S) for _ in range(2)]
+        request = client.shrink_request()
+        assert request is not None
+        assert request.size_bytes == largest
+        assert client.answer_requests() is not None
+        assert [[answer.outcome for answer in order.wait()] for order in orders] == [
+            ["answered"],
+            ["answered"],
+        ]
 
 
 def test_orders_say_what_became_of_each(device: Device, spawn: Spawn) -> None:

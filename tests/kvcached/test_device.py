@@ -12,7 +12,7 @@ import pytest
 
 from kvcached import Device, errors, segment_path
 
-from .conftest import CAPACITY, PAGE, Spawn
+from .conftest import CAPACITY, PAGE, TINY, Spawn
 
 
 def test_a_second_open_attaches(device: Device, namespace: str) -> None:
@@ -202,3 +202,21 @@ def test_memory_that_may_not_be_looked_at_is_named(
     with device.client("owner"):
         said, _ = spawn("look_as_nobody").communicate(timeout=60)
     assert "may not look at the memory of process" in said
+
+
+def test_a_device_closes_with_its_block(namespace: str) -> None:
+    with Device.open("host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace) as it:
+        assert repr(it) == f"Device('host:0', namespace={namespace!r})"
+        with it.client("engine") as client:
+            kv = client.alloc_kvcache(TINY, 1)
+            tensor = client.alloc_virtual_tensor(PAGE)
+            assert [repr(each) for each in (client, tensor, client.reserve_static(1, "x"))] == [
+                "Client('engine')",
+                "VirtualTensor(65536 bytes, 0 mapped)",
+                "StaticLease('x', 1 bytes)",
+            ]
+            assert repr(kv).startswith(f"KVCache({kv.num_blocks} blocks, 0 live, ")
+    assert repr(it).endswith(", closed)")
+    with pytest.raises(errors.ClosedError):
+        it.usage()
+    Device.unlink(namespace, "host:0")

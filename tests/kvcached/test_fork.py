@@ -11,7 +11,7 @@ from .conftest import Spawn
 
 def test_fork(device: Device, spawn: Spawn) -> None:
     said, _ = spawn("fork").communicate(timeout=60)
-    assert said.splitlines() == ["child 3 child parent", "parent 7.0 [1]"]
+    assert said.splitlines() == ["child 5 child parent", "parent 7.0 [1]"]
     assert device.usage().clients == ()
 
 
@@ -27,6 +27,6 @@ def test_fork_with_a_gpu(device: Device, spawn: Spawn) -> None:
 
 @pytest.mark.parametrize("device_name", ["cuda:0"])
 def test_opening_a_gpu_device_does_not_touch_cuda(device: Device, spawn: Spawn) -> None:
-    """A nursery opens devices and forks; only clients may initialise the driver."""
+    """A fork server opens devices and forks; only clients may initialise the driver."""
     said, _ = spawn("fork_then_open").communicate(timeout=60)
     assert said.splitlines() == ["child 1"]

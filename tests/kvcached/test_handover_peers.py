@@ -83,7 +83,7 @@ def test_deadlines_hold_without_the_thread(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     silent = SimpleNamespace(name="nobody", wake=lambda: None, join=lambda: None)
-    monkeypatch.setattr(offers, "Server", lambda _: silent)
+    monkeypatch.setattr(offers, "OfferServer", lambda _: silent)
     ids = offered(ends)
     ends.source.offer_kv(ids, deadline_s=0.0)
     if call == "free_kv":
@@ -186,7 +186,7 @@ def impostor(
     """Offers as a process with such a cache would, but for its ids and its pages."""
     name, shape = f"kvcached-test-{secrets.token_hex(8)}", kv._shape
     size = (shape.page_bytes, shape.slab_pages, shape.blocks_per_slab, shape.slabs)
-    terms = wire.Terms("", repr(kv.layout), *size)
+    terms = wire.OfferTerms("", repr(kv.layout), *size)
 
     def serve() -> None:
         link, _ = listener.accept()

@@ -5,11 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvcached import Client, Device, KVCache, NoRoomError
+from kvcached import (
+    Client,
+    Device,
+    HybridLayout,
+    KVCache,
+    KVCacheGroup,
+    KVLayout,
+    MLALayout,
+    NoRoomError,
+)
 
 from .arrays import as_array
 from .conftest import CAPACITY, EVERY_DEVICE, PAGE, TINY
@@ -23,7 +33,7 @@ QUANTUM = TINY.quantum_bytes(PAGE)
 
 @pytest.fixture
 def client(device: Device) -> Iterator[Client]:
-    with device.client("test") as opened:
+    with device.client("test", background=False) as opened:
         yield opened
 
 
@@ -63,14 +73,14 @@ from kvcached import Device
 from tests.kvcached.arrays import as_array
 from tests.kvcached.conftest import TINY
 name, namespace, where = sys.argv[1:]
-client = Device.open(name, namespace=namespace).client("writes")
-client.guard_holes()
+client = Device.open(name, namespace=namespace).client(
+    "writes", background=False, guard_holes=True)
 kv = client.alloc_kvcache(TINY, 1 << 16)
 ids = kv.alloc_kv(40)
 kv.free_kv(ids)
 k = as_array(kv.k_buffer(0))
 token = int(ids[-1]) * TINY.block_tokens if where == "freed" else kv.num_tokens - 1
-print(float(k[token, 0, 0]) if where == "freed" else "never mapped", flush=True)
+print(float(k[token, 0, 0]), flush=True)
 k[token, 0, 0] = 1.0
 print("wrote", flush=True)
 """
@@ -82,8 +92,60 @@ def test_writing_to_a_hole_is_a_fault(
 ) -> None:
     program = [sys.executable, "-c", WRITE, device_name, namespace, where]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
-    first = "0.0" if where == "freed" else "never mapped"
-    assert (done.stdout, done.returncode) == (f"{first}\n", -11), done.stderr
+    assert (done.stdout, done.returncode) == ("0.0\n", -11), done.stderr
+
+
+ARRANGED = {
+    "per_layer": TINY,
+    "token_interleaved": replace(TINY, arrangement="token_interleaved"),
+    "block_interleaved": replace(TINY, arrangement="block_interleaved"),
+    "latent": MLALayout(
+        num_layers=2, kv_lora_rank=96, rope_dim=32, dtype="float32", block_tokens=16
+    ),
+    "hybrid": HybridLayout.sliding(TINY, [0], 64),
+}
+
+
+@pytest.mark.parametrize("layout", ARRANGED.values(), ids=ARRANGED.keys())
+def test_a_client_that_guards_its_holes_from_the_start(
+    device: Device, layout: KVLayout | HybridLayout
+) -> None:
+    """Every block can be read for ever, handed out once or never: a kernel's indices come from
+    outside of it."""
+    with device.client("guards", guard_holes=True) as client:
+        assert client.usage().static_bytes == PAGE
+        for _ in range(2):
+            cache = client.alloc_kvcache(layout, 1 << 12)
+            pools = list(cache.pools.values()) if isinstance(cache, KVCacheGroup) else [cache]
+            for kv in pools:
+                last = kv.num_blocks - 1
+                views = [as_array(kv.blocks(part.layer, part.name)) for part in kv.layout.parts]
+                assert all(float(np.abs(view[last]).sum()) == 0 for view in views)
+                ids = alloc(kv, kv.available_blocks() // 2)  # the thread moves pages meanwhile
+                kv.free_kv(ids[::2])
+                kv.free_kv(ids[1::2])
+                kv.trim()
+                views = [as_array(kv.blocks(part.layer, part.name)) for part in kv.layout.parts]
+                last = int(ids.max())
+                assert all(float(np.abs(view[last]).sum()) == 0 for view in views)
+                assert all(np.isfinite(view[0]).all() for view in views)  # padding stays
+            client.free_kvcache(cache)
+
+
+def test_a_client_that_cannot_have_its_guard_page_is_not_opened(device: Device) -> None:
+    with device.client("full") as full:
+        full.reserve_static(CAPACITY, "all of it")
+        with pytest.raises(NoRoomError):
+            device.client("guards", guard_holes=True)
+        assert [client.name for client in device.usage().clients] == ["full"]
+
+
+def test_padding_holds_zeros_and_nothing_else_is_promised(client: Client) -> None:
+    """Kernels read the reserved blocks as padding; fresh pages of a GPU hold anything."""
+    kv = client.alloc_kvcache(TINY, 1 << 14, reserved_blocks=SLAB + 1)
+    for part in kv.layout.parts:
+        view = as_array(kv.blocks(part.layer, part.name))
+        assert (view[: 2 * SLAB] == 0).all()
 
 
 def test_the_guard_page_is_leased(device: Device, client: Client) -> None:

@@ -25,7 +25,7 @@ SLAB_BLOCKS = 8
 
 @pytest.fixture
 def client(device: Device):  # type: ignore[no-untyped-def]
-    with device.client("test") as opened:
+    with device.client("test", background=False) as opened:
         yield opened
 
 

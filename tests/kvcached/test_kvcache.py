@@ -89,6 +89,17 @@ def test_freeing_makes_room_at_once(client: Client) -> None:
     kv.check_integrity()
 
 
+def test_free_blocks_on_mapped_pages_cost_no_look_at_the_ledger(device: Device) -> None:
+    with device.client("test", background=False) as client:
+        kv = client.alloc_kvcache(TINY, 1 << 20, reserved_blocks=1)
+        device.destroy(force=True)  # the ledger refuses all calls from here on
+        mapped = kv.free_mapped_blocks()
+        assert mapped > 0
+        assert kv.can_alloc(mapped)
+        with pytest.raises(errors.DeviceGoneError):
+            kv.can_alloc(mapped + 1)
+
+
 def test_virtual_space_is_a_bound_too(client: Client) -> None:
     kv = client.alloc_kvcache(TINY, 1, reserved_blocks=1)
     assert kv.num_blocks == BLOCKS_PER_SLAB

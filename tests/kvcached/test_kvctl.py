@@ -116,6 +116,16 @@ def test_trim_says_what_each_client_gave(device: Device, spawn: Spawn, namespace
     assert (done.exit_code, json.loads(done.output)[0]["outcome"]) == (1, "no answer")
 
 
+def test_twins_of_one_process_are_named_by_number(device: Device, namespace: str) -> None:
+    where = ("--namespace", namespace)
+    with device.client("twin") as first, device.client("twin") as second:
+        assert "by its number: " in refused("limit", "twin", "1MiB", *where)
+        kvctl("limit", "twin", "1MiB", "--number", str(second.usage().number), *where)
+        assert (first.usage().limit_bytes, second.usage().limit_bytes) == (None, 1 << 20)
+        assert "no such client" in refused("trim", "--pid", "999999", *where)
+        assert (first.shrink_request(), second.shrink_request()) == (None, None)
+
+
 @pytest.mark.parametrize("device_name", ["cuda:0"])
 def test_a_gpu_is_administered_without_its_driver(
     device: Device, namespace: str, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +250,7 @@ def test_without_the_extra_one_line_says_what_to_install() -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
         assert done.returncode == 2
-        assert done.stderr.endswith("run: pip install 'prism-serving[tools]'\n")
+        assert done.stderr.endswith("run in Prism's checkout: pip install '.[tools]'\n")
         assert done.stderr.count("\n") == 1
 
 

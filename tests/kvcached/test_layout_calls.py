@@ -50,7 +50,7 @@ def rows() -> dict[str, list[int]]:
 def client(libcuda: LibCuda) -> Iterator[Client]:
     namespace = f"t{uuid4().hex[:10]}"
     device = Device.open("cuda:0", capacity_bytes=512 * PAGE, page_bytes=PAGE, namespace=namespace)
-    with device.client("test") as opened:
+    with device.client("test", background=False) as opened:
         yield opened
     device.destroy()
 

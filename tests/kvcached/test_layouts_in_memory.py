@@ -33,7 +33,7 @@ def small_device(device_name: str, libcuda: object) -> Iterator[Device]:
 
 @pytest.fixture
 def client(small_device: Device) -> Iterator[Client]:
-    with small_device.client("test") as opened:
+    with small_device.client("test", background=False) as opened:
         yield opened
 
 

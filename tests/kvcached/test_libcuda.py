@@ -3,98 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
+from .driver import (
+    INVALID_CONTEXT,
+    INVALID_DEVICE,
+    INVALID_VALUE,
+    UNIT,
+    Driver,
+    open_driver,
+    run_with,
+)
 from .libcuda import LibCuda
-
-UNIT = 4096
-INVALID_VALUE, NOT_INITIALIZED, INVALID_DEVICE, INVALID_CONTEXT = 1, 3, 101, 201
-READ_WRITE = 3
-
-
-class Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class Prop(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("requested_handle_types", ctypes.c_int),
-        ("location", Location),
-        ("win32_handle_metadata", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class Access(ctypes.Structure):
-    _fields_ = (("location", Location), ("flags", ctypes.c_int))
-
-
-class Driver:
-    """CUDA's calls on device 1, answering the driver's result."""
-
-    DEVICE = 1
-
-    def __init__(self, libcuda: LibCuda) -> None:
-        self.cu = libcuda.library
-        self.refusal = libcuda.refusal
-        assert self.cu.cuInit(0) == 0
-        context = ctypes.c_void_p()
-        assert self.cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), self.DEVICE) == 0
-        assert self.cu.cuCtxPushCurrent_v2(context) == 0
-
-    def leave(self) -> None:
-        assert self.cu.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())) == 0
-        assert self.cu.cuDevicePrimaryCtxRelease_v2(self.DEVICE) == 0
-
-    def reserve(self, size: int, alignment: int = 0) -> tuple[int, int]:
-        address = ctypes.c_uint64()
-        result = self.cu.cuMemAddressReserve(ctypes.byref(address), *u64(size, alignment, 0, 0))
-        return result, address.value
-
-    def create(self, size: int, device: int = DEVICE, kind: int = 1) -> tuple[int, int]:
-        handle = ctypes.c_uint64()
-        prop = Prop(type=kind, location=Location(1, device))
-        result = self.cu.cuMemCreate(ctypes.byref(handle), *u64(size), ctypes.byref(prop), *u64(0))
-        return result, handle.value
-
-    def map(self, address: int, size: int, handle: int, offset: int = 0) -> int:
-        return self.cu.cuMemMap(*u64(address, size, offset, handle, 0))
-
-    def set_access(self, address: int, size: int, device: int = DEVICE) -> int:
-        access = Access(Location(1, device), READ_WRITE)
-        return self.cu.cuMemSetAccess(*u64(address, size), ctypes.byref(access), *u64(1))
-
-    def unmap(self, address: int, size: int) -> int:
-        return self.cu.cuMemUnmap(*u64(address, size))
-
-    def release(self, handle: int) -> int:
-        return self.cu.cuMemRelease(*u64(handle))
-
-    def free(self, address: int, size: int) -> int:
-        return self.cu.cuMemAddressFree(*u64(address, size))
-
-    def copy_out(self, address: int) -> int:
-        byte = ctypes.c_ubyte()
-        return self.cu.cuMemcpyDtoH_v2(ctypes.byref(byte), *u64(address, 1))
-
-
-def u64(*values: int) -> list[ctypes.c_uint64]:
-    return [ctypes.c_uint64(value) for value in values]
 
 
 @pytest.fixture
 def driver(libcuda: LibCuda) -> Iterator[Driver]:
-    left_before = libcuda.leaks()
-    made = Driver(libcuda)
-    yield made
-    made.leave()
-    assert libcuda.leaks() == left_before
+    with open_driver(libcuda) as made:
+        yield made
 
 
 def test_sizes_and_addresses_are_multiples_of_the_granularity(driver: Driver) -> None:
@@ -195,28 +123,11 @@ def test_the_chosen_calls_fail(driver: Driver, libcuda: LibCuda) -> None:
     assert (libcuda.calls("cuMemCreate"), libcuda.calls()) == (4, 4)
 
 
-def run_with(libcuda: LibCuda, code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A process that uses the library by hand."""
-    start = (
-        "import ctypes, os\n"
-        f"cu = ctypes.CDLL({str(libcuda.path)!r})\n"
-        "address, context = ctypes.c_uint64(), ctypes.c_void_p()\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", start + code],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 LEAK = """
 cu.cuInit(0)
 cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
 cu.cuCtxPushCurrent_v2(context)
-one = ctypes.c_uint64(4096)
-print(cu.cuMemAddressReserve(ctypes.byref(address), one, *[ctypes.c_uint64(0)] * 3))
+print(cu.cuMemAddressReserve(ctypes.byref(address), *u64(PAGE, 0, 0, 0)))
 """
 
 

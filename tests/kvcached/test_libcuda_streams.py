@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from .driver import UNIT, Driver, open_driver, u64
 from .libcuda import CudaStream, LibCuda
-from .test_libcuda import UNIT, Driver, u64
 
 INVALID_VALUE, INVALID_HANDLE, NOT_READY = 1, 400, 600
 
@@ -29,11 +29,8 @@ class Page:
 
 @pytest.fixture
 def driver(libcuda: LibCuda) -> Iterator[Driver]:
-    left_before = libcuda.leaks()
-    made = Driver(libcuda)
-    yield made
-    made.leave()
-    assert libcuda.leaks() == left_before
+    with open_driver(libcuda) as made:
+        yield made
 
 
 @pytest.fixture

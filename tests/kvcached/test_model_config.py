@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,17 @@ def test_kvctl_layout_refuses_what_is_no_config(tmp_path: Path) -> None:
         command = ["layout", str(tmp_path), "--device-size", "80GiB"]
         with pytest.raises(InvalidArgumentError, match=r"give a config\.json"):
             CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+def test_a_damaged_config_is_refused_by_name_or_means_something() -> None:
+    """Any value under any key that is read."""
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    keys = ("dtype", "torch_dtype", "v_head_dim", "num_key_value_heads_per_layer", "layer_types")
+    keys += ("sliding_window_pattern", "qk_rope_head_dim", "text_config", "model_type")
+    values = (None, True, -1, 0, 1.5, 2**70, 10**5000, "", "x", [], ["x"], [1], {}, {"x": 1})
+    for config in (LLAMA, LLAMA | sliding, GEMMA3["text_config"], DEEPSEEK_V3):
+        assert isinstance(config, dict)
+        for key in {*config, *keys}:
+            for value in values:
+                with contextlib.suppress(InvalidArgumentError):
+                    layout_of_config({**config, key: value})

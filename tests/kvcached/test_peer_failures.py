@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 BLOCKS_PER_SLAB = TINY.slab_tokens(PAGE) // TINY.block_tokens
 QUANTUM = TINY.quantum_bytes(PAGE)
 SLABS = CAPACITY // QUANTUM
+ROUNDS = 50  # the test libcuda fills 64 MiB of fresh pages in each
 
 
 def whole_device(client: Client) -> KVCache:
@@ -31,7 +32,7 @@ def whole_device(client: Client) -> KVCache:
 @EVERY_DEVICE
 def test_room_that_was_shown_to_two_engines_is_given_to_one(device: Device, spawn: Spawn) -> None:
     """Each is told that the whole device is free, then both take it at once, again and again."""
-    engines = [spawn("grab", name, 200) for name in ("a", "b")]
+    engines = [spawn("grab", name, ROUNDS) for name in ("a", "b")]
     for engine in engines:
         assert engine.stdout is not None
         assert engine.stdout.readline().split() == ["sees", str(SLABS * BLOCKS_PER_SLAB)]
@@ -41,7 +42,7 @@ def test_room_that_was_shown_to_two_engines_is_given_to_one(device: Device, spaw
         engine.stdin.flush()
     said = [engine.communicate(timeout=60)[0].split() for engine in engines]
     assert [engine.returncode for engine in engines] == [0, 0]
-    assert all(int(granted) + int(refused) == 200 for granted, refused in said)
+    assert all(int(granted) + int(refused) == ROUNDS for granted, refused in said)
     assert sum(int(granted) for granted, _ in said) > 0
     assert device.usage().free_bytes == CAPACITY
 
@@ -49,7 +50,7 @@ def test_room_that_was_shown_to_two_engines_is_given_to_one(device: Device, spaw
 @pytest.mark.parametrize("device_name", ["cuda:0"])
 def test_after_failed_unmaps_everything_comes_back(device: Device, libcuda: LibCuda) -> None:
     """While the driver refuses every call the pages stay charged and usable; nothing waits."""
-    with device.client("test") as client:
+    with device.client("test", background=False) as client:
         kv = whole_device(client)
         ids = kv.alloc_kv(4 * BLOCKS_PER_SLAB)
         libcuda.fail_at(1, times=1 << 30)
@@ -68,7 +69,8 @@ def test_after_failed_unmaps_everything_comes_back(device: Device, libcuda: LibC
 
 @EVERY_DEVICE
 def test_two_pools_of_one_process_have_records_of_their_own(device: Device) -> None:
-    with device.client("one") as one, device.client("two", limit_bytes=2 * QUANTUM) as two:
+    two_quanta = {"limit_bytes": 2 * QUANTUM, "background": False}
+    with device.client("one", background=False) as one, device.client("two", **two_quanta) as two:
         first, second = whole_device(one), whole_device(two)
         ids = first.alloc_kv(3 * BLOCKS_PER_SLAB)
         assert second.alloc_kv(2 * BLOCKS_PER_SLAB) is not None
@@ -84,7 +86,7 @@ def test_two_pools_of_one_process_have_records_of_their_own(device: Device) -> N
 @EVERY_DEVICE
 def test_a_lowered_limit_is_seen_and_rises_again(device: Device) -> None:
     """With nothing mapped ahead of need: every allocation asks the ledger."""
-    with device.client("test") as client:
+    with device.client("test", background=False) as client:
         kv = whole_device(client)
         ids = kv.alloc_kv(4 * BLOCKS_PER_SLAB)
         device.set_limit("test", 2 * QUANTUM)

@@ -3,14 +3,80 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import kvcached
 from kvcached import errors
+
+PUBLIC = [
+    "AddressUsage",
+    "Checkpoint",
+    "CheckpointTensor",
+    "Client",
+    "ClientUsage",
+    "Demand",
+    "Device",
+    "DeviceUsage",
+    "DriverMemory",
+    "Fragmentation",
+    "GpuFacts",
+    "Heads",
+    "Holder",
+    "HybridLayout",
+    "KVCache",
+    "KVCacheGroup",
+    "KVCounters",
+    "KVLayout",
+    "KvcachedError",
+    "Latent",
+    "LayerGroup",
+    "Layout",
+    "LayoutChoice",
+    "LoadOptions",
+    "MLALayout",
+    "MemoryDrift",
+    "MixedLayout",
+    "NoRoomError",
+    "Offer",
+    "Prefetch",
+    "PrefixCache",
+    "ProcessMemory",
+    "RankKV",
+    "Segment",
+    "SegmentClient",
+    "ShrinkAnswer",
+    "ShrinkOrder",
+    "ShrinkPolicy",
+    "ShrinkRequest",
+    "Shrunk",
+    "StaticLease",
+    "StoreCounters",
+    "StoredWeights",
+    "TensorSpec",
+    "TensorView",
+    "VirtualTensor",
+    "WeightArena",
+    "WeightBuilder",
+    "WeightKey",
+    "WeightLayout",
+    "WeightLinks",
+    "WeightLoad",
+    "WeightStore",
+    "choose_layout",
+    "collect_garbage",
+    "errors",
+    "gpu_facts",
+    "segment_path",
+    "segments",
+    "spares_then_idle_caches",
+]
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -24,63 +90,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_public_names_are_pinned() -> None:
-    assert kvcached.__all__ == [
-        "AddressUsage",
-        "Checkpoint",
-        "CheckpointTensor",
-        "Client",
-        "ClientUsage",
-        "Demand",
-        "Device",
-        "DeviceUsage",
-        "Fragmentation",
-        "Heads",
-        "Holder",
-        "HybridLayout",
-        "KVCache",
-        "KVCacheGroup",
-        "KVCounters",
-        "KVLayout",
-        "KvcachedError",
-        "Latent",
-        "LayerGroup",
-        "Layout",
-        "LayoutChoice",
-        "LoadOptions",
-        "MLALayout",
-        "MixedLayout",
-        "NoRoomError",
-        "Offer",
-        "Prefetch",
-        "PrefixCache",
-        "RankKV",
-        "Segment",
-        "SegmentClient",
-        "ShrinkAnswer",
-        "ShrinkOrder",
-        "ShrinkPolicy",
-        "ShrinkRequest",
-        "Shrunk",
-        "StaticLease",
-        "StoreCounters",
-        "StoredWeights",
-        "TensorSpec",
-        "TensorView",
-        "VirtualTensor",
-        "WeightArena",
-        "WeightBuilder",
-        "WeightKey",
-        "WeightLayout",
-        "WeightLinks",
-        "WeightLoad",
-        "WeightStore",
-        "choose_layout",
-        "collect_garbage",
-        "errors",
-        "segment_path",
-        "segments",
-        "spares_then_idle_caches",
-    ]
+    assert kvcached.__all__ == PUBLIC
     assert all(hasattr(kvcached, name) for name in kvcached.__all__)
 
 
@@ -127,3 +137,9 @@ def test_the_other_distribution_of_this_name_is_refused(tmp_path: Path) -> None:
     assert refused.stdout.startswith("ConflictingPackageError"), refused.stderr
     assert "kvcached 0.1.2" in refused.stdout
     assert "pip uninstall kvcached" in refused.stdout
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert kvcached.__version__ == importlib.metadata.version("prism-serving")
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        getattr(kvcached, "nonsense")  # noqa: B009 (mypy knows that it is not there)

@@ -84,8 +84,8 @@ def ranks(namespace: str, devices: tuple[str, str], libcuda: LibCuda) -> Iterato
     ]
     with (
         ThreadPoolExecutor(2) as pool,
-        opened[0].client("rank-0") as first,
-        opened[1].client("rank-1") as second,
+        opened[0].client("rank-0", background=False) as first,
+        opened[1].client("rank-1", background=False) as second,
     ):
         made = Ranks(opened, [first, second], pool)
         yield made
@@ -213,7 +213,7 @@ def test_two_processes_are_two_ranks(
     processes = Processes(namespace, devices)
     try:
         assert processes.heard() == ["ready", "ready"]
-        with opened[1].client("neighbour") as neighbour:
+        with opened[1].client("neighbour", background=False) as neighbour:
             lease = neighbour.reserve_static(CAPACITY - 4 * QUANTUM, "most of it")
             got, votes = processes.alloc(2 * BLOCKS_PER_SLAB)
             assert (got, votes) == ([2 * BLOCKS_PER_SLAB] * 2, [True, True])

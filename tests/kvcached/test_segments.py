@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcached import Device, Segment, collect_garbage, segment_path, segments
+from kvcached import Device, Segment, collect_garbage, errors, segment_path, segments
 
 from .conftest import CAPACITY, PAGE, Spawn
 from .test_sharing import wait_for
@@ -53,7 +53,7 @@ def test_a_device_in_use_is_described_and_stays(device: Device, namespace: str) 
     with device.client("engine"):
         found = segment_of(namespace)
         assert (found.device, found.path) == ("host:0", segment_path("host:0", namespace))
-        assert (found.version, found.capacity_bytes, found.page_bytes) == (2, CAPACITY, PAGE)
+        assert (found.version, found.capacity_bytes, found.page_bytes) == (3, CAPACITY, PAGE)
         assert [(c.name, c.pid, c.alive) for c in found.clients] == [("engine", os.getpid(), True)]
         assert found.stale_reason is None
         assert not collected(namespace)
@@ -104,6 +104,15 @@ def test_another_version_is_stale_once_nobody_uses_it(left_behind: str) -> None:
     assert not collected(left_behind)
     user.close()
     assert "version 99" in (segment_of(left_behind).stale_reason or "")
+    assert collected(left_behind)
+
+
+def test_another_size_is_no_other_version(left_behind: str) -> None:
+    overwrite(left_behind, 12, (16).to_bytes(4, "little"))
+    said = segment_of(left_behind).stale_reason or ""
+    assert said.startswith("a ledger of 16 bytes, this library's has ")
+    with pytest.raises(errors.LedgerVersionError, match="has a ledger of 16 bytes, this library's"):
+        Device.open("host:0", namespace=left_behind)
     assert collected(left_behind)
 
 

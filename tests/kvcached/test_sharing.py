@@ -32,7 +32,8 @@ def wait_free(device: Device, free_bytes: int) -> None:
 
 def test_a_client_borrows_what_another_leaves_but_not_its_minimum(device: Device) -> None:
     quantum = TINY.quantum_bytes(PAGE)
-    with device.client("a", min_bytes=CAPACITY // 4) as a, device.client("b") as b:
+    a_room = {"min_bytes": CAPACITY // 4, "background": False}
+    with device.client("a", **a_room) as a, device.client("b", background=False) as b:
         kv_a = a.alloc_kvcache(TINY, 1 << 18, reserved_blocks=0)
         kv_b = b.alloc_kvcache(TINY, 1 << 18, reserved_blocks=0)
         per_quantum = TINY.slab_tokens(PAGE) // TINY.block_tokens

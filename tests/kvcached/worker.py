@@ -60,7 +60,7 @@ def take(device: Device, name: str) -> None:
 
 def grab(device: Device, name: str, rounds: str) -> None:
     """Says how many blocks are free, waits for a line, then takes that many and gives them back."""
-    with device.client(name) as client:
+    with device.client(name, background=False) as client:
         kv = client.alloc_kvcache(LAYOUT, 1 << 20, reserved_blocks=0)
         free, granted = kv.available_blocks(), 0
         say("sees", free)
@@ -82,7 +82,7 @@ def rank(device: Device, number: str) -> None:
         say(json.dumps(ok))
         return bool(json.loads(sys.stdin.readline()))
 
-    with device.client(f"rank-{number}") as client:
+    with device.client(f"rank-{number}", background=False) as client:
         ranked = RankKV(client.alloc_kvcache(LAYOUT, 1 << 14), all_true)
         say(json.dumps("ready"))
         for line in sys.stdin:
@@ -176,7 +176,7 @@ def shrink(device: Device, name: str, cached: str, used: str = "0", spare: str =
 
 def wait_for_blocks(device: Device, name: str, blocks: str, wait_s: str) -> None:
     """Waits for blocks, says how many it has, and keeps them until stdin closes."""
-    client = device.client(name)
+    client = device.client(name, background=False)
     kv = client.alloc_kvcache(LAYOUT, 1 << 18, reserved_blocks=0)
     say("ready")
     ids = kv.alloc_kv(int(blocks), wait_s=float(wait_s))
@@ -266,7 +266,8 @@ def fork(device: Device) -> None:
     child = os.fork()
     if child == 0:
         refused = 0
-        for call in (lambda: kv.alloc_kv(1), client.usage, lambda: client.reserve_static(1, "x")):
+        calls = (lambda: kv.alloc_kv(1), client.usage, lambda: client.reserve_static(1, "x"))
+        for call in (*calls, lambda: kv.can_alloc(1), kv.available_blocks):
             try:
                 call()
             except ForkedClientError:

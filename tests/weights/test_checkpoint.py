@@ -165,3 +165,8 @@ def test_expected_tensors_are_compared(model: Path) -> None:
         Checkpoint.open(model, expected=expected)
     for words in (str(model), "head is missing", "scale is not expected", "not float32[1000, 64]"):
         assert words in str(refused.value)
+
+
+def test_a_path_that_the_os_refuses_is_named() -> None:
+    with pytest.raises(errors.WeightFileError, match="File name too long"):
+        Checkpoint.open("x" * 5000)

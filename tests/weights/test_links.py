@@ -27,7 +27,7 @@ MB = 1 << 20
 directory, namespace = sys.argv[1:]
 cuda = ctypes.CDLL(os.environ["KVCACHED_LIBCUDA"])
 for name in ("from_host_bytes", "from_peer_bytes", "busy_devices_max", "violations", "used_bytes",
-             "calls"):
+             "calls", "kernel_distance"):
     getattr(cuda, "test_cuda_" + name).restype = ctypes.c_uint64
 cuda.test_cuda_leaks.restype = ctypes.c_char_p
 
@@ -41,8 +41,9 @@ def produce(builder):
         builder.put(f"t{n}", rng.integers(0, 256, 3 * MB + n, np.uint8))
 
 def content(arena):
-    return b"".join(ctypes.string_at(arena[name].address, arena.layout.specs[name].size_bytes)
-                    for name in arena)
+    distance = cuda.test_cuda_kernel_distance()
+    return b"".join(ctypes.string_at(arena[name].address + distance,
+                                     arena.layout.specs[name].size_bytes) for name in arena)
 
 store = kvcached.WeightStore.open(directory)
 weights = store.get(WeightKey("c", "e", "uint8"), produce)

@@ -47,6 +47,17 @@ def test_prefetch_has_nothing_to_do_for_a_model_in_the_engines_form(
     assert store.counters().disk_bytes > before.disk_bytes
 
 
+def test_wait_raises_whatever_ended_it(store: WeightStore, model: Path) -> None:
+    failing = store.prefetch(model, unless=lambda _: 1 / 0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ZeroDivisionError):
+        failing.wait(60)
+    wrong = store.prefetch(model, unless=lambda _: "no key")  # type: ignore[arg-type,return-value]
+    with pytest.raises(errors.InvalidArgumentError, match="key must be a WeightKey, not str"):
+        wrong.wait(60)
+    with pytest.raises(errors.InvalidArgumentError, match="model must be a str or Path"):
+        store.prefetch(123)  # type: ignore[arg-type]
+
+
 def test_a_checkpoint_is_found_once_it_is_whole(
     store: WeightStore, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

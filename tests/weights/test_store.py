@@ -13,6 +13,7 @@ import pytest
 
 from kvcached import (
     Checkpoint,
+    LoadOptions,
     StoredWeights,
     TensorSpec,
     WeightBuilder,
@@ -105,9 +106,9 @@ def test_types_that_only_the_caller_knows(store: WeightStore) -> None:
             builder.put("x", np.zeros(8, np.uint8), dtype="float32")
         with pytest.raises(errors.InvalidArgumentError, match="give dtype"):
             builder.put("x", np.zeros(8, np.complex64))
-        with pytest.raises(errors.InvalidArgumentError, match="contiguous array in CPU memory"):
+        with pytest.raises(errors.InvalidArgumentError, match="contiguous array in CPU or CUDA"):
             builder.put("x", np.zeros((4, 4))[:, 1:3])
-        with pytest.raises(errors.InvalidArgumentError, match="contiguous array in CPU memory"):
+        with pytest.raises(errors.InvalidArgumentError, match="contiguous array in CPU or CUDA"):
             builder.put("x", "text")
         with pytest.raises(errors.InvalidArgumentError, match="was put before"):
             builder.put("packed", np.zeros(1))
@@ -326,3 +327,26 @@ def test_directories_are_checked(tmp_path: Path) -> None:
     (store.directory / "version").write_text("prism-weights 99\n")
     with pytest.raises(errors.WeightFileError, match="another version"):
         WeightStore.open(tmp_path / "store")
+
+
+def test_a_put_that_failed_leaves_nothing_in_the_entry(store: WeightStore) -> None:
+    def produce(builder: WeightBuilder) -> None:
+        builder.put("first", np.arange(3))
+        with pytest.raises(errors.InvalidArgumentError, match="takes 8 bytes, not 2"):
+            builder.put_bytes("second", TensorSpec("int64", (1,)), [b"ab"])
+        builder.put("third", np.arange(5))
+        builder.put("second", np.arange(4))
+
+    with store.get(key("x"), produce) as weights:
+        assert_same(
+            stored_arrays(weights),
+            {"first": np.arange(3), "third": np.arange(5), "second": np.arange(4)},
+        )
+
+
+@pytest.mark.parametrize("threads", [0, 1024, 2**31])
+def test_a_number_of_threads_has_a_bound(store: WeightStore, threads: int) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=r"from 1 to 2\^10 - 1"):
+        WeightStore.open(store.directory, threads=threads)
+    with pytest.raises(errors.InvalidArgumentError, match=r"from 1 to 2\^10 - 1"):
+        LoadOptions(threads=threads)
