@@ -27,7 +27,7 @@ LINE_CHARS = 88
 
 # page -> title, modules whose public names it holds
 PAGES = {
-    "device": ("Devices and who holds what", ["device", "usage"]),
+    "device": ("Devices and who holds what", ["device", "usage", "driver_memory"]),
     "client": ("Clients", ["client"]),
     "kvcache": ("KV caches", ["kvcache", "group", "ranks"]),
     "handover": ("Blocks of one process in another's", ["handover"]),

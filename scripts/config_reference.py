@@ -1,0 +1,156 @@
+"""Write the references of both YAMLs from their classes and the notes beside the fields.
+
+    python scripts/config_reference.py            rewrite what is out of date
+    python scripts/config_reference.py --check    name it; exit code 1 if anything is
+
+A field that is no section of its own and has no note is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import msgspec
+from msgspec.structs import FieldInfo
+
+from prism.config.schema import ServeYaml
+from prism.config.units import format_size
+from prism.sim.config import SimYaml
+
+DOCS = Path(__file__).parent.parent / "docs"
+KINDS = {
+    "str": "text",
+    "int": "whole number",
+    "float": "number",
+    "bool": "true or false",
+    "Seconds": "time",
+    "Bytes": "size",
+}
+UNITS = """
+A size is a number and a unit: `64KiB`, `1.5GiB`, `8GB`. A time is a number and a unit: `500ms`,
+`45s`, `10m`. An unknown key or a wrong value is an error that names the key.
+"""
+SERVE = """# Configuration
+
+One YAML file describes a cluster. `scripts/config_reference.py` writes this page.
+
+```sh
+prism-serve check --config examples/demo.yaml     # checks the file and shows what fits where
+prism-serve --config examples/demo.yaml           # checks the file and starts the cluster
+```
+
+Only `devices` and `models` are required; [examples/demo.yaml](../examples/demo.yaml) is a complete
+file.
+"""
+SIM = """# Configuration of prism-sim
+
+One YAML file describes a simulation. `scripts/config_reference.py` writes this page. `prism-sim
+example` prints a complete file; `--set engine.mixed_chunk=true` gives any key on the command line.
+[prism-sim.md](prism-sim.md) says what is simulated. Only `models` are required.
+"""
+PAGES = {"configuration.md": (SERVE, ServeYaml), "prism-sim-configuration.md": (SIM, SimYaml)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args(arguments).check
+    pages = {
+        DOCS / name: head + UNITS + "".join(section(struct, ""))
+        for name, (head, struct) in PAGES.items()
+    }
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        if check:
+            print(f"docs/{path.name} is out of date: run python scripts/config_reference.py")
+        else:
+            path.write_text(pages[path])
+    return 1 if check and stale else 0
+
+
+def section(struct: type[msgspec.Struct], path: str) -> Iterator[str]:
+    """The struct's table, then those of the structs in it."""
+    yield f"\n## `{path}`\n\n{inspect.getdoc(struct)}\n\n" if path else "\n## The whole file\n\n"
+    yield "| key | type | default | what it does |\n|---|---|---|---|\n"
+    fields, known = msgspec.structs.fields(struct), notes(struct)
+    yield from (row(field, known, path) for field in fields)
+    for field in fields:
+        if inner := struct_in(field.type):
+            yield from section(inner, place(path, field))
+
+
+def row(field: FieldInfo, known: dict[str, str], path: str) -> str:
+    inner, note = struct_in(field.type), known.get(field.name, "")
+    if inner:
+        where = place(path, field)
+        link = f"See [`{where}`](#{re.sub(r'[^a-z_-]', '', where.lower())})."
+        note = f"{note} {link}".strip()
+    if not note:
+        raise SystemExit(f"{place(path, field)} has no note beside its field")
+    cells = (f"`{field.encode_name}`", kind(field.type), default(field), note.replace("|", "\\|"))
+    return f"| {' | '.join(cells)} |\n"
+
+
+def place(path: str, field: FieldInfo) -> str:
+    listed = "[]" if struct_in(field.type) and get_origin(field.type) is list else ""
+    return f"{path}.{field.encode_name}{listed}".lstrip(".")
+
+
+def struct_in(annotation: Any) -> type[msgspec.Struct] | None:
+    """The struct that this is, or that this is a list of."""
+    inner = get_args(annotation)[0] if get_args(annotation) else annotation
+    return inner if isinstance(inner, type) and issubclass(inner, msgspec.Struct) else None
+
+
+def kind(annotation: Any) -> str:
+    if get_origin(annotation) in (list, tuple):
+        return f"list of {kind(get_args(annotation)[0])}s"
+    if isinstance(annotation, types.UnionType):
+        return " or ".join(kind(part) for part in get_args(annotation) if part is not type(None))
+    return "section" if struct_in(annotation) else KINDS[annotation.__name__]
+
+
+def default(field: FieldInfo) -> str:
+    if field.default is msgspec.NODEFAULT:
+        return "required"
+    if field.default in (None, ()) or struct_in(field.type):
+        return ""
+    match type(field.default).__name__:
+        case "Bytes":
+            return f"`{format_size(field.default)}`"
+        case "Seconds":
+            return f"`{field.default.text}`"
+        case "bool":
+            return f"`{str(field.default).lower()}`"
+    return f"`{field.default}`"
+
+
+def notes(struct: type) -> dict[str, str]:
+    """The comment lines right above each field, of the struct and those that it extends."""
+    found = notes(struct.__base__) if struct.__base__ not in (None, msgspec.Struct) else {}
+    lines = inspect.getsource(struct).splitlines()
+    (tree,) = ast.parse("\n".join(lines)).body
+    assert isinstance(tree, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = " ".join(comments_above(lines, node.lineno - 1))
+    return found
+
+
+def comments_above(lines: list[str], index: int) -> list[str]:
+    first = index
+    while lines[first - 1].strip().startswith("#"):
+        first -= 1
+    return [line.strip().lstrip("# ") for line in lines[first:index]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

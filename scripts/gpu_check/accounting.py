@@ -1,0 +1,92 @@
+"""Part of the step "models": what NVML says of processes' memory, which leases and the drift of
+free memory rest on."""
+
+from __future__ import annotations
+
+import os
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from scripts.gpu_check.driver import Driver
+from scripts.gpu_check.kv import ledger
+from scripts.gpu_check.peers import Peer
+from scripts.gpu_check.report import Skip
+from scripts.gpu_check.sizes import MIB, PAGE_BYTES, Sizes
+
+if TYPE_CHECKING:
+    from kvcached import Device
+
+SLACK_BYTES = 32 * MIB
+FREE_SLACK_BYTES = 256 * MIB  # as engine.memory_slack is by default
+GONE_S = 20.0
+ASKED = 30
+
+
+def process_figures(driver: Driver, sizes: Sizes) -> dict[str, Any]:
+    """Whether a process's figure follows its pages, and that of a killed one goes. NVML may name no
+    processes at all (other pid namespaces): Prism then estimates, and the facts say so.
+
+    Raises RuntimeError for a figure that does not follow, or for free memory that is not what the
+    driver says; Skip where there is no NVML.
+    """
+    pages = sizes.pages(256)
+    namespace = f"gpu-check-{uuid4().hex[:8]}"
+    with ledger(4 * pages, namespace) as device:
+        memory = device.driver_memory()
+        if memory is None:
+            raise Skip("no NVML: nothing tells processes' memory")
+        free, total = driver.memory()
+        off = {"free": memory.free_bytes - free, "total": memory.total_bytes - total}
+        facts: dict[str, Any] = {"ask_ms": round(asking_s(device) * 1e3, 3), "off_bytes": off}
+        if abs(off["free"]) > FREE_SLACK_BYTES:
+            raise RuntimeError(f"NVML's free memory is not the driver's: {off}")
+        with device.client("books", background=False) as client:
+            tensor = client.alloc_virtual_tensor(pages * PAGE_BYTES)
+            figures = [used_bytes(device, os.getpid())]
+            tensor.map(0, pages * PAGE_BYTES)
+            figures.append(used_bytes(device, os.getpid()))
+            tensor.unmap(0, pages * PAGE_BYTES)
+            figures.append(used_bytes(device, os.getpid()))
+        facts |= {"pages_bytes": pages * PAGE_BYTES, "own_figures": figures}
+        facts |= killed(device, namespace, pages)
+    empty, full, again = figures
+    if None not in figures:
+        moved = full - empty - pages * PAGE_BYTES, again - empty
+        if any(abs(bytes_) > SLACK_BYTES for bytes_ in moved):
+            raise RuntimeError(f"a process's figure does not follow its pages: {facts}")
+    return facts
+
+
+def asking_s(device: Device) -> float:
+    """Median seconds of a question: agents ask in their event loop."""
+    taken = []
+    for _ in range(ASKED):
+        began_s = time.perf_counter()
+        device.driver_memory()
+        taken.append(time.perf_counter() - began_s)
+    return median(taken)
+
+
+def used_bytes(device: Device, pid: int) -> int | None:
+    """What NVML counts for a process; None if it does not name it, or tells no size."""
+    memory = device.driver_memory()
+    found = [p.used_bytes for p in memory.processes if p.pid == pid] if memory else []
+    return found[0] if found else None
+
+
+def killed(device: Device, namespace: str, pages: int) -> dict[str, Any]:
+    """The figure of a process that holds pages, and how long it is there after its death."""
+    with Peer(namespace, str(pages), module="scripts.gpu_check.holder") as peer:
+        peer.answer()
+        pid = peer.process.pid
+        held_bytes = used_bytes(device, pid)
+        peer.kill()
+        began_s = time.monotonic()
+        while used_bytes(device, pid) is not None:
+            if time.monotonic() - began_s > GONE_S:
+                raise TimeoutError(f"NVML names a killed process for {GONE_S:.0f} s")
+            time.sleep(0.005)
+    gone_ms = round((time.monotonic() - began_s) * 1e3, 1)
+    return {"peer_bytes": held_bytes, "gone_ms": gone_ms if held_bytes is not None else None}

@@ -1,0 +1,111 @@
+"""Step 6: the benchmarks of bench/ that are for GPUs, sized by what is free, each in its time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+from scripts.gpu_check.driver import open_or_skip
+from scripts.gpu_check.kv import require_kvcached, torch_or_skip
+from scripts.gpu_check.report import ROOT, Report, Skip, run_as_step
+from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, Sizes
+
+LIMIT_S = 45.0
+_NUMBER = r"\s+([\d.]+)"
+RATIO = re.compile(rf"^(\S.*?){_NUMBER} against{_NUMBER} .*: ratio{_NUMBER}")
+RATE = re.compile(r"(?P<name>naive|pinned|pipeline|bus) (?P<rate>[\d.]+)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_as_step("benches", __doc__, body, arguments)
+
+
+def body(report: Report) -> None:
+    require_kvcached()
+    sizes = Sizes.of(open_or_skip().free_bytes())
+    with report.check("gpu_map"):
+        report.fact(map_us_per_page=ratios(run("gpu_map", *map_options(sizes))))
+    with report.check("gpu_weights"):
+        gigabytes = weight_gigabytes(sizes)
+        text = run("gpu_weights", *weight_options(gigabytes))
+        report.fact(weights_gb_per_s=rates(text))
+    with report.check("gpu_attention"):
+        torch_or_skip()
+        text = run("gpu_attention", *attention_options(sizes))
+        report.fact(attention=ratios(text), attention_text=text.strip().splitlines())
+
+
+def map_options(sizes: Sizes) -> list[str]:
+    """Each of the four ways keeps pages of its own: five times buffers x slabs, and some."""
+    buffers = 64 if sizes.free_bytes > 8 * 64 * 4 * PAGE_BYTES else 4
+    slabs = 4 if buffers == 64 else 2
+    return ["--buffers", str(buffers), "--slabs", str(slabs), "--pairs", "15"]
+
+
+def weight_gigabytes(sizes: Sizes) -> list[float]:
+    """One and three gigabytes where they fit: the store in /dev/shm, twice as much on the GPU."""
+    room = min(sizes.store_bytes // 2, sizes.free_bytes // 3)
+    found = [size for size in (1.0, 3.0) if size * 1e9 <= room]
+    return found or [round(min(room, 64 * MIB) / 1e9, 3)]
+
+
+def weight_options(gigabytes: list[float]) -> list[str]:
+    if gigabytes[0] <= 0:
+        raise Skip("/dev/shm is full: there is no room for a store")
+    tensor_mb = 64 if gigabytes[0] >= 1 else 4
+    sizes = ",".join(str(size) for size in gigabytes)
+    return ["--gigabytes", sizes, "--tensor-mb", str(tensor_mb), "--pairs", "3"]
+
+
+def attention_options(sizes: Sizes) -> list[str]:
+    """8.6 GB of KV twice on a large GPU, which no cache holds; a shape and no time on a small."""
+    if sizes.free_bytes >= 24 * GIB:
+        return ["--batch", "64", "--context", "2048"]
+    return ["--layers", "2", "--batch", "2", "--context", "64", "--pairs", "2"]
+
+
+def run(name: str, *options: str) -> str:
+    """What the benchmark prints. Raises RuntimeError with the end of what it complained of."""
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / f"{name}.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    print(f"{name} took {time.monotonic() - began_s:.1f} s\n{done.stdout}{done.stderr}", flush=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return done.stdout
+
+
+def ratios(text: str) -> dict[str, Any]:
+    """{name: [first, second, ratio]} of a benchmark's lines."""
+    found = {}
+    for line in text.splitlines():
+        if match := RATIO.match(line):
+            name, *values = match.groups()
+            found[name] = [float(value) for value in values]
+    if not found:
+        raise RuntimeError(f"no ratio in what it printed: {text[-200:]}")
+    return found
+
+
+def rates(text: str) -> dict[str, dict[str, float]]:
+    """{size: {way: GB/s}}."""
+    found = {}
+    for line in text.splitlines():
+        size, _, rest = line.partition(":")
+        if size.endswith(" GB") and (pairs := RATE.findall(rest)):
+            found[size] = {name: float(rate) for name, rate in pairs}
+    if not found:
+        raise RuntimeError(f"no rates in what it printed: {text[-200:]}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

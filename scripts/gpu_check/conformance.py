@@ -1,0 +1,66 @@
+"""Step 4: tests/gpu, with an ini of its own that needs no plugin (tests/gpu/bare.ini)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from scripts.gpu_check.build import LENIENT_NAME
+from scripts.gpu_check.driver import open_or_skip
+from scripts.gpu_check.kv import require_kvcached
+from scripts.gpu_check.report import ROOT, Report, run_as_step
+
+FOLDER = ROOT / "tests" / "gpu"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_as_step("conformance", __doc__, body, arguments)
+
+
+def body(report: Report) -> None:
+    require_kvcached()
+    open_or_skip()
+    file = report.work / "tests-gpu.xml"
+    file.unlink(missing_ok=True)
+    lenient = report.work / LENIENT_NAME
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-c", str(FOLDER / "bare.ini")),
+            *("--rootdir", str(ROOT), "--confcutdir", str(ROOT)),
+            *(f"--junitxml={file}", "--durations=8", str(FOLDER)),
+        ],
+        env={**os.environ, "CXX": str(lenient)} if lenient.exists() else None,
+        check=False,
+    )
+    with report.check("tests"):
+        outcome = outcome_of(file)
+        report.fact(**outcome)
+        if outcome["failed"]:
+            raise RuntimeError(f"failed: {', '.join(outcome['failed'])}")
+        if done.returncode or not outcome["passed"]:
+            raise RuntimeError(f"pytest ended with {done.returncode}, {outcome['passed']} passed")
+
+
+def outcome_of(file: Path) -> dict[str, Any]:
+    """Of pytest's report. Raises RuntimeError where it wrote none."""
+    if not file.exists():
+        raise RuntimeError("pytest wrote no report: see the log")
+    passed, failed, skipped = 0, [], {}
+    for case in ElementTree.parse(file).getroot().iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+        elif skip is not None:
+            skipped[name] = skip.get("message", "")
+        else:
+            passed += 1
+    return {"passed": passed, "failed": failed, "skipped": skipped}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

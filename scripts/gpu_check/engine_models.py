@@ -1,0 +1,102 @@
+"""For the step "engine": writes random models, and judges tokens by transformers.
+
+    python -m scripts.gpu_check.engine_models write large|small FOLDER...
+    python -m scripts.gpu_check.engine_models judge ROUNDS.json FOLDER...
+
+A folder is named after its family. The last line on stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_check.kv import CUDA, torch_or_skip
+from scripts.gpu_check.models import config_of
+
+
+def write(size: str, *folders: str) -> dict[str, Any]:
+    """Checkpoints as an engine reads them. Their tokenizer is none: engines are given token ids."""
+    torch = torch_or_skip()
+    facts = {}
+    for seed, folder in enumerate(map(Path, folders)):
+        began_s = time.monotonic()
+        config = config_of(folder.name, is_large=size == "large")
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        with torch.device(CUDA):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        folder.mkdir(parents=True, exist_ok=True)
+        model.to("cpu").save_pretrained(folder)
+        (folder / "tokenizer.json").write_text("{}")
+        parameters = sum(p.numel() for p in model.parameters())
+        facts[folder.name] = {
+            "parameters": parameters,
+            "write_s": round(time.monotonic() - began_s, 1),
+        }
+        del model
+        gc.collect()
+    return facts
+
+
+def judge(rounds_file: str, *folders: str) -> dict[str, Any]:
+    """Of each model's rounds, and of those with decode graphs apart: how many tokens are
+    transformers' own first choice, and by how much the worst one lies below that choice; `spread`
+    is one standard deviation of the logits. A model that was never served is left out."""
+    torch = torch_or_skip()
+    from transformers import AutoModelForCausalLM
+
+    rounds = json.loads(Path(rounds_file).read_text())["rounds"]
+    facts = {}
+    for folder in map(Path, folders):
+        served = [found for found in rounds if found["model"] == folder.name]
+        if not served:
+            continue
+        config_of(folder.name, is_large=False)  # prepares this machine's transformers
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(CUDA).eval()
+        for name, answers in answers_of(served).items():
+            judged = [gaps_of(torch, model, *answer) for answer in answers]
+            gaps = [gap for found, _ in judged for gap in found]
+            facts[f"{folder.name}{name}"] = {
+                "tokens": len(gaps),
+                "equal": sum(gap == 0 for gap in gaps),
+                "largest_gap": round(max(gaps), 5),
+                "spread": round(sum(spread for _, spread in judged) / len(judged), 5),
+            }
+        del model
+        gc.collect()
+    return facts
+
+
+def answers_of(served: list[dict[str, Any]]) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """Prompts and tokens, by what is said after the model's name; none where there are none."""
+    found = {
+        name: [
+            answer
+            for item in served
+            for answer in zip(item["prompts"], item[key], strict=bool(item[key]))
+        ]
+        for name, key in (("", "tokens"), (", with graphs", "tokens_graphs"))
+    }
+    return {name: answers for name, answers in found.items() if answers}
+
+
+def gaps_of(
+    torch: Any, model: Any, prompt: list[int], tokens: list[int]
+) -> tuple[list[float], float]:
+    """Below the best logit at each token's place, the tokens before it being what they are."""
+    sequence = torch.tensor([prompt + tokens[:-1]]).to(CUDA)
+    with torch.inference_mode():
+        logits = model(sequence, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return (logits.amax(1) - chosen).tolist(), float(logits.std())
+
+
+if __name__ == "__main__":
+    command = {"write": write, "judge": judge}[sys.argv[1]]
+    print(json.dumps(command(*sys.argv[2:])))

@@ -1,0 +1,218 @@
+"""Step 1: what this machine is. Fails where nothing else could work: no driver, no GPU, no VMM."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_check import driver as cuda
+from scripts.gpu_check.driver import Driver, DriverError
+from scripts.gpu_check.report import ROOT, Report, Skip, run_as_step
+
+PACKAGES = (
+    "torch", "triton", "transformers", "numpy", "cuda-bindings", "nanobind", "scikit-build-core",
+    "cmake", "ninja", "pytest", "pytest-timeout", "hypothesis", "safetensors", "sglang",
+    "sgl-kernel", "flashinfer-python", "msgspec", "pyzmq", "redis", "psutil", "fastapi",
+)  # fmt: skip
+SOURCES = ("csrc", "kvcached", "prism", "scripts", "tests/gpu", "bench")
+NVML_UNSUPPORTED = "not told"
+TORCH = """
+import json, torch
+cuda = torch.cuda
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "available": cuda.is_available(),
+    "devices": cuda.device_count() if cuda.is_available() else 0,
+    "bf16": cuda.is_available() and cuda.is_bf16_supported(),
+    "nccl": torch.distributed.is_available() and torch.distributed.is_nccl_available(),
+}))
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_as_step("facts", __doc__, body, arguments)
+
+
+def body(report: Report) -> None:
+    with report.check("machine"):
+        report.fact(machine=machine(), limits=limits(), compilers=compilers(), packages=packages())
+        report.fact(commit=commit(), sources=digest_of_sources())
+    with report.check("driver"):
+        report.fact(gpu=gpu())
+    with report.check("nvml"):
+        report.fact(nvml=nvml())
+    with report.check("torch"):
+        report.fact(torch=torch_facts())
+
+
+def machine() -> dict[str, Any]:
+    memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    shm = shutil.disk_usage("/dev/shm")
+    return {
+        "python": platform.python_version(),
+        "python_headers": (Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        "kernel": platform.release(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory["MemTotal"].strip(),
+        "memory_available": memory["MemAvailable"].strip(),
+        "shm_bytes": shm.total,
+        "shm_free_bytes": shm.free,
+        "disk_free_bytes": shutil.disk_usage(ROOT).free,
+    }
+
+
+def limits() -> dict[str, int]:
+    """Soft limits; -1 is none."""
+    names = ("RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_STACK")
+    return {name[7:].lower(): resource.getrlimit(getattr(resource, name))[0] for name in names}
+
+
+def compilers() -> dict[str, str]:
+    return {name: first_line([name, "--version"]) for name in ("c++", "nvcc", "cmake", "ninja")}
+
+
+def first_line(command: list[str]) -> str:
+    """Of what a program says; nvcc's version is in its last."""
+    if shutil.which(command[0]) is None:
+        return "not installed"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    lines = (done.stdout or done.stderr).strip().splitlines() or [f"status {done.returncode}"]
+    return lines[-1] if command[0] == "nvcc" else lines[0]
+
+
+def packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def commit() -> str:
+    """Empty where the checkout came without its history."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.strip()
+
+
+def digest_of_sources() -> str:
+    """Names the sources' state, with or without git."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h", ".lua"):
+                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def gpu() -> dict[str, Any]:
+    """Device 0 as the driver describes it. Raises RuntimeError saying what to do about a fault."""
+    try:
+        opened = Driver.open()
+    except OSError as error:
+        raise RuntimeError(f"no NVIDIA driver: {error}; install the driver") from error
+    except DriverError as error:
+        raise RuntimeError(
+            f"no usable GPU: {error}; nvidia-smi and CUDA_VISIBLE_DEVICES say more"
+        ) from error
+    if opened.attribute(cuda.VIRTUAL_MEMORY_SUPPORTED) != 1:
+        raise RuntimeError("this GPU and driver have no virtual memory management (VMM)")
+    free, total = opened.memory()
+    return {
+        "devices": opened.count(),
+        "cuda": opened.version(),
+        "name": opened.device_name(),
+        "total_bytes": total,
+        "free_bytes": free,
+        "posix_files": opened.attribute(cuda.POSIX_FILES_SUPPORTED),
+        "capability": [opened.attribute(cuda.CAPABILITY_MAJOR + n) for n in (0, 1)],
+        "granularity_bytes": [opened.granularity(0), opened.granularity(1)],
+    }
+
+
+def nvml() -> dict[str, Any]:
+    """What only the management library tells: driver, MIG, other processes, the host link."""
+    try:
+        library = ctypes.CDLL(os.environ.get("KVCACHED_LIBNVML", "libnvidia-ml.so.1"))
+    except OSError as error:
+        raise Skip(f"no NVML: {error}") from error
+    if code := library.nvmlInit_v2():
+        raise RuntimeError(f"nvmlInit answers {code}")
+    device = ctypes.c_void_p()
+    if code := library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)):
+        raise RuntimeError(f"nvmlDeviceGetHandleByIndex answers {code}")
+    text = ctypes.create_string_buffer(96)
+    library.nvmlSystemGetDriverVersion(text, 96)
+    facts: dict[str, Any] = {"driver": text.value.decode()}
+    numbers = {
+        "pcie_generation": "nvmlDeviceGetCurrPcieLinkGeneration",
+        "pcie_generation_max": "nvmlDeviceGetMaxPcieLinkGeneration",
+        "pcie_width": "nvmlDeviceGetCurrPcieLinkWidth",
+        "compute_mode": "nvmlDeviceGetComputeMode",
+        "persistence": "nvmlDeviceGetPersistenceMode",
+    }
+    for name, call in numbers.items():
+        facts[name] = _number(library, call, device)
+    facts["mig"] = _mig(library, device)
+    facts["processes"] = _processes(library, device)
+    return facts
+
+
+def _number(library: ctypes.CDLL, call: str, device: ctypes.c_void_p) -> int | str:
+    value = ctypes.c_uint()
+    function = getattr(library, call, None)
+    if function is None or function(device, ctypes.byref(value)):
+        return NVML_UNSUPPORTED
+    return value.value
+
+
+def _mig(library: ctypes.CDLL, device: ctypes.c_void_p) -> int | str:
+    current, pending = ctypes.c_uint(), ctypes.c_uint()
+    function = getattr(library, "nvmlDeviceGetMigMode", None)
+    if function is None or function(device, ctypes.byref(current), ctypes.byref(pending)):
+        return NVML_UNSUPPORTED
+    return current.value
+
+
+def _processes(library: ctypes.CDLL, device: ctypes.c_void_p) -> int | str:
+    """How many others compute on the GPU: this one has no context yet, or counts as one."""
+    count = ctypes.c_uint(0)
+    function = getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+    if function is None:
+        return NVML_UNSUPPORTED
+    function(device, ctypes.byref(count), None)  # answers "insufficient size" with the number
+    return count.value
+
+
+def torch_facts() -> dict[str, Any]:
+    """In a process of its own: importing torch takes seconds and much memory."""
+    import json
+
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=90, check=False
+    )
+    if "No module named 'torch'" in done.stderr:
+        raise Skip("torch is not installed")
+    if done.returncode:
+        raise RuntimeError(f"torch: {done.stderr.strip()[-300:]}")
+    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    if not facts["available"]:
+        raise RuntimeError(f"torch {facts['version']} sees no GPU: a build for CUDA is needed")
+    return facts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Step 5: CUDA graphs over KV views whose pages come and go, fences, and the keeper's thread.
+
+What kvcached rests on: a graph holds addresses, not pages, so pages may be replaced under it; pages
+stay until the work that may read them is done; the keeper's thread breaks no capture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from scripts.gpu_check.driver import Driver, Location, open_or_skip, u64
+from scripts.gpu_check.kv import CUDA, ledger, require_kvcached, torch_or_skip
+from scripts.gpu_check.report import Report, Skip, run_as_step
+from scripts.gpu_check.sizes import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from kvcached import Client, Device, KVCache
+
+LAYERS = 2
+HELD_BLOCKS = 8
+WAIT_S = 30.0
+BUSY_CYCLES = 1_500_000_000  # most of a second at 2 GHz
+CAPTURE_S = 0.4  # several turns of the keeper's thread
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_as_step("graphs", __doc__, body, arguments)
+
+
+def body(report: Report) -> None:
+    require_kvcached()
+    driver = open_or_skip()
+    torch = torch_or_skip()
+    with report.check("pages_move_under_a_graph"):
+        report.fact(moved=pages_move(torch, driver))
+    with report.check("fence_under_load"):
+        report.fact(fence=fence_under_load(torch))
+    with report.check("keeper_during_capture"):
+        report.fact(keeper=keeper_during_capture(torch))
+
+
+def new_cache(client: Client, slabs: int) -> KVCache:
+    """A cache of so many slabs that keeps no page without a live block."""
+    from kvcached import Layout
+
+    layout = Layout(
+        num_layers=LAYERS, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16
+    )
+    tokens = slabs * layout.slab_tokens(PAGE_BYTES)
+    kv = client.alloc_kvcache(layout, tokens, reserved_blocks=0)
+    kv.set_premapped_pages(0, 0)
+    return kv
+
+
+@contextmanager
+def opened(torch: Any, pages: int, *, keeper: bool = False) -> Iterator[tuple[Device, Client]]:
+    """A ledger and a client on it; `keeper`: with kvcached's own thread."""
+    with ledger(pages) as device, device.client("graphs", background=keeper) as client:
+        try:
+            yield device, client
+        finally:
+            torch.cuda.synchronize()  # a client whose streams are busy cannot be closed
+
+
+def other_client(device: Device) -> Client:
+    return device.client("waiting", background=False)
+
+
+class Subject:
+    """A captured step that sums up blocks whose ids it reads from `ids`."""
+
+    def __init__(self, torch: Any, kv: KVCache) -> None:
+        self.torch = torch
+        self.views = [torch.from_dlpack(kv.k_blocks(layer)) for layer in range(LAYERS)]
+        self.ids = torch.zeros(HELD_BLOCKS, dtype=torch.int64, device=CUDA)
+        self.sums = torch.zeros(LAYERS, HELD_BLOCKS, device=CUDA)
+        self.graph = torch.cuda.CUDAGraph()
+
+    def step(self) -> None:
+        for layer, view in enumerate(self.views):
+            self.sums[layer].copy_(view[self.ids].float().sum(dim=(1, 2, 3)))
+
+    def capture(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        stream = self.torch.cuda.Stream()
+        stream.wait_stream(self.torch.cuda.current_stream())
+        with self.torch.cuda.stream(stream):
+            self.step()  # libraries initialise themselves at the first call
+        self.torch.cuda.current_stream().wait_stream(stream)
+        self.torch.cuda.synchronize()
+        with self.torch.cuda.graph(self.graph):
+            self.step()
+            meanwhile()
+
+    def fill(self, ids: Any, first: int) -> None:
+        """The blocks' values, which bfloat16 and the sums hold exactly; and which blocks to sum."""
+        chosen = self.torch.from_numpy(ids.copy()).to(CUDA)
+        for layer, view in enumerate(self.views):
+            values = first + layer + self.torch.arange(len(ids), device=CUDA) % 8
+            view[chosen] = values.view(-1, 1, 1, 1).expand(-1, *view.shape[1:]).to(view.dtype)
+        self.ids.copy_(chosen[:: len(ids) // HELD_BLOCKS][:HELD_BLOCKS])
+
+    def replay(self) -> None:
+        """Raises RuntimeError unless the graph finds what a plain step finds."""
+        self.sums.zero_()
+        self.graph.replay()
+        replayed = self.sums.cpu().tolist()
+        self.step()
+        expected = self.sums.cpu().tolist()
+        if replayed != expected or 0.0 in replayed[0]:
+            raise RuntimeError(f"a replay gives {replayed}, a plain step {expected}")
+
+
+def pages_move(torch: Any, driver: Driver) -> dict[str, Any]:
+    """The graph is captured once; below it pages are unmapped, mapped again, and others mapped."""
+    with opened(torch, 64) as (_, client):
+        kv, other = new_cache(client, 6), new_cache(client, 6)
+        subject = Subject(torch, kv)
+        ids = taken(kv, kv.num_blocks // 3)
+        subject.fill(ids, 1)
+        subject.capture()
+        subject.replay()
+        address = kv.k_buffer(0).address
+        torch.cuda.synchronize()
+        kv.free_kv(ids)
+        if kv.mapped_bytes() or not is_hole(driver, address):
+            raise RuntimeError(f"pages stay mapped after the free: {kv.mapped_bytes()} bytes")
+        held = taken(other, other.num_blocks // 3)  # takes pages that the graph read from
+        again = taken(kv, kv.num_blocks // 3)
+        subject.fill(again, 2)
+        subject.replay()
+        more = taken(kv, kv.num_blocks // 3)  # at addresses that had no page at the capture
+        subject.fill(more, 3)
+        subject.replay()
+        counters = kv.counters()
+        torch.cuda.synchronize()
+        del subject
+        for cache, blocks in ((kv, again), (kv, more), (other, held)):
+            cache.free_kv(blocks)
+        return {"replays": 3, "counters": str(counters)}
+
+
+def is_hole(driver: Driver, address: int) -> bool:
+    """Of a reserved address without a page a driver may also say that nobody has access."""
+    flags, location = ctypes.c_ulonglong(), Location(1, 0)
+    arguments = ctypes.byref(flags), ctypes.byref(location), u64(address)
+    return driver.code("cuMemGetAccess", *arguments) != 0 or flags.value == 0
+
+
+def taken(kv: KVCache, blocks: int) -> Any:
+    ids = kv.alloc_kv(blocks)
+    if ids is None:
+        raise RuntimeError(f"no room for {blocks} blocks: {kv.available_blocks()} are free")
+    return ids
+
+
+def fence_under_load(torch: Any) -> dict[str, Any]:
+    """Blocks are freed while a kernel that will read them is queued: nobody gets their pages
+    before it is done, and it reads what was there."""
+    pages = 2 * LAYERS * 2
+    with opened(torch, pages) as (device, client), other_client(device) as second:
+        stream = torch.cuda.Stream()
+        client.set_streams([stream.cuda_stream], max_wait_s=WAIT_S)
+        kv, wanted = new_cache(client, 2), new_cache(second, 2)
+        ids = taken(kv, kv.num_blocks)
+        view = torch.from_dlpack(kv.k_blocks(0))
+        chosen = torch.from_numpy(ids.copy()).to(CUDA)
+        view[chosen] = 3.0
+
+        def read_behind(cycles: int) -> tuple[Any, Any]:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(cycles)
+                return view[chosen].float().amax(), view[chosen].float().amin()
+
+        torch.cuda.synchronize()
+        read_behind(1)  # kernels are loaded at their first call, which may wait for the GPU
+        torch.cuda.synchronize()
+        read = read_behind(BUSY_CYCLES)
+        kv.free_kv(ids)
+        early = wanted.alloc_kv(wanted.num_blocks)
+        held_bytes, runs = kv.quarantined_bytes(), not stream.query()
+        if not runs:
+            raise Skip("the queued work was over before the pages were asked for")
+        if early is not None or held_bytes == 0:
+            raise RuntimeError(f"pages were given away under a kernel; {held_bytes} bytes waited")
+        stream.synchronize()
+        settle_s = _until(lambda: (kv.settle(), kv.quarantined_bytes() == 0)[1])
+        late = taken(wanted, wanted.num_blocks)
+        found = [float(value.cpu()) for value in read]
+        wanted.free_kv(late)
+    if found != [3.0, 3.0]:
+        raise RuntimeError(f"the kernel read {found} where 3.0 was")
+    return {"quarantined_bytes": held_bytes, "settled_ms": round(settle_s * 1e3, 2)}
+
+
+def _until(call: Callable[[], bool]) -> float:
+    """Seconds until it is true."""
+    began_s = time.monotonic()
+    while not call():
+        if time.monotonic() - began_s > WAIT_S:
+            raise TimeoutError(f"not within {WAIT_S:.0f} s")
+        time.sleep(0.001)
+    return time.monotonic() - began_s
+
+
+def keeper_during_capture(torch: Any) -> dict[str, Any]:
+    """A global capture while the keeper's thread has fences to ask and pages to map, and while
+    blocks are allocated and freed in the capturing thread."""
+    with opened(torch, 256, keeper=True) as (_, client):
+        client.set_streams([torch.cuda.default_stream().cuda_stream], max_wait_s=WAIT_S)
+        kv = new_cache(client, 24)
+        subject = Subject(torch, kv)
+        ids, passing = taken(kv, kv.num_blocks // 6), taken(kv, kv.num_blocks // 6)
+        subject.fill(ids, 1)
+        kv.set_premapped_pages(16, 32)
+        before = kv.counters()
+
+        def meanwhile() -> None:
+            kv.free_kv(passing)
+            held = taken(kv, kv.num_blocks // 3)
+            time.sleep(CAPTURE_S)
+            kv.free_kv(held)
+
+        subject.capture(meanwhile)
+        subject.replay()
+        torch.cuda.synchronize()
+        kv.set_premapped_pages(0, 0)
+        kv.free_kv(ids)
+        settle_s = _until(lambda: (kv.settle(), kv.mapped_bytes() == 0)[1])
+        del subject
+        facts = {"before": str(before), "after": str(kv.counters())}
+        return facts | {"settled_ms": round(settle_s * 1e3, 2)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""kvcached and torch on device 0, for the steps that run on both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from scripts.gpu_check.driver import SEEN_GPU
+from scripts.gpu_check.report import Skip
+from scripts.gpu_check.sizes import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from kvcached import Device
+
+CUDA = "cuda:0"
+
+
+def require_kvcached() -> None:
+    """Raises Skip where the step "build" left nothing to run on."""
+    if find_spec("kvcached") is None or find_spec("kvcached._core") is None:
+        raise Skip("kvcached is not built: see the step build")
+
+
+def torch_or_skip() -> Any:
+    """torch with CUDA. Raises Skip; where the first step saw a GPU, RuntimeError."""
+    try:
+        import torch
+    except ImportError as error:
+        raise Skip(f"torch cannot be imported: {error}") from error
+    if not torch.cuda.is_available():
+        if os.environ.get(SEEN_GPU):
+            raise RuntimeError("torch sees no GPU any more")
+        raise Skip(f"torch {torch.__version__} sees no GPU")
+    torch.cuda.set_device(0)
+    return torch
+
+
+@contextmanager
+def ledger(pages: int, namespace: str = "") -> Iterator[Device]:
+    """A ledger of device 0 that is this step's own and goes with the block."""
+    from kvcached import Device
+
+    device = Device.open(
+        CUDA,
+        capacity_bytes=pages * PAGE_BYTES,
+        page_bytes=PAGE_BYTES,
+        namespace=namespace or f"gpu-check-{uuid4().hex[:8]}",
+    )
+    try:
+        yield device
+    finally:
+        device.destroy(force=True)

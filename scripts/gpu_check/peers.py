@@ -1,0 +1,193 @@
+"""Other processes that the probes need: one looks at the GPU, one holds memory until it is killed.
+
+python -m scripts.gpu_check.peers observe          each line in: free bytes out
+python -m scripts.gpu_check.peers hold BYTES PAGE   holds BYTES in pages of PAGE
+python -m scripts.gpu_check.peers pattern PAGES PAGE   fills pages, gives them back, ends
+python -m scripts.gpu_check.peers write PAGE   writes to a read-only page
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from scripts.gpu_check.driver import POSIX_FILE, READ, Driver
+
+ANSWER_S = 30.0
+PATTERN = 0xA5
+
+
+class Peer:
+    """A process of this module that answers in lines. Ends with the block, killed."""
+
+    def __init__(self, *arguments: str, module: str = "scripts.gpu_check.peers") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def answer(self, question: str = "", timeout_s: float = ANSWER_S) -> str:
+        """Its next line, after it was sent one."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if question:
+            self.process.stdin.write(f"{question}\n")
+            self.process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                raise TimeoutError(f"{self.process.args} did not answer in {timeout_s:.0f} s")
+        line = self.process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"{self.process.args} ended with {self.process.wait(5)}")
+        return line
+
+    def kill(self) -> float:
+        """Seconds until it is dead, its memory perhaps not."""
+        began_s = time.monotonic()
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(ANSWER_S)
+        return time.monotonic() - began_s
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Observer(Peer):
+    """Sees free memory from outside, with a context of its own from the start."""
+
+    def __init__(self) -> None:
+        super().__init__("observe")
+        self.free_bytes()
+
+    def free_bytes(self) -> int:
+        return int(self.answer("free"))
+
+
+def observe() -> None:
+    driver = Driver.open()
+    for _ in sys.stdin:
+        print(driver.free_bytes(), flush=True)
+
+
+def hold(size_bytes: int, page_bytes: int) -> None:
+    """Pages that are mapped and written: what a dead engine leaves."""
+    driver = Driver.open()
+    address = driver.reserve(size_bytes)
+    for offset in range(0, size_bytes, page_bytes):
+        driver.map(address + offset, page_bytes, driver.create(page_bytes))
+    driver.allow(address, size_bytes)
+    driver.fill(address, PATTERN, size_bytes)
+    print("holding", flush=True)
+    sys.stdin.read()
+
+
+def pattern(pages: int, page_bytes: int) -> None:
+    driver = Driver.open()
+    size_bytes = pages * page_bytes
+    address = driver.reserve(size_bytes)
+    handles = [driver.create(page_bytes) for _ in range(pages)]
+    for number, handle in enumerate(handles):
+        driver.map(address + number * page_bytes, page_bytes, handle)
+    driver.allow(address, size_bytes)
+    driver.fill(address, PATTERN, size_bytes)
+    driver.unmap(address, size_bytes)
+    for handle in handles:
+        driver.release(handle)
+    print("filled", flush=True)
+
+
+def write(page_bytes: int) -> None:
+    """Prints the driver's answers to a write where only reading is granted: the memset's, and the
+    context's afterwards. The context may be lost with it, which is why a process of its own asks.
+    """
+    driver = Driver.open()
+    address = driver.reserve(page_bytes)
+    driver.map(address, page_bytes, driver.create(page_bytes))
+    driver.allow(address, page_bytes)
+    driver.fill(address, 1, page_bytes)
+    driver.allow(address, page_bytes, READ)
+    size, value = page_bytes, 2
+    codes = [
+        _code(lambda: driver.fill(address, value, size)),
+        driver.code("cuCtxSynchronize"),
+        _code(lambda: driver.read(address, 1)),
+    ]
+    print(*codes, flush=True)
+
+
+def hole(page_bytes: int) -> None:
+    """Prints the answers of a graph's launch and of waiting for it, its page being unmapped."""
+    driver = Driver.open()
+    address, stream = driver.reserve(page_bytes), driver.stream()
+    handle = driver.create(page_bytes)
+    driver.map(address, page_bytes, handle)
+    driver.allow(address, page_bytes)
+    driver.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 0)
+    driver.fill_behind(stream, address, 1, page_bytes)
+    graph, program = ctypes.c_void_p(), ctypes.c_void_p()
+    driver.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+    driver.call("cuGraphInstantiateWithFlags", ctypes.byref(program), graph, ctypes.c_uint64(0))
+    mapped = driver.code("cuGraphLaunch", program, ctypes.c_void_p(stream))
+    mapped = mapped or driver.code("cuStreamSynchronize", ctypes.c_void_p(stream))
+    driver.unmap(address, page_bytes)
+    launch = driver.code("cuGraphLaunch", program, ctypes.c_void_p(stream))
+    wait = driver.code("cuStreamSynchronize", ctypes.c_void_p(stream))
+    print(mapped, launch, wait, flush=True)
+
+
+def share(path: str, pages: int, page_bytes: int) -> None:
+    """Makes pages that can be exported, sends their descriptors, and lives until it is killed."""
+    driver = Driver.open()
+    files = [driver.export_file(driver.create(page_bytes, POSIX_FILE)) for _ in range(pages)]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as there:
+        there.connect(path)
+        socket.send_fds(there, [b"pages"], files)
+        for file in files:
+            os.close(file)
+        print("shared", flush=True)
+        sys.stdin.read()
+
+
+def _code(call: Callable[[], object]) -> int:
+    from scripts.gpu_check.driver import DriverError
+
+    try:
+        call()
+    except DriverError as error:
+        return error.code
+    return 0
+
+
+def main(command: str, *arguments: str) -> None:
+    if command == "share":
+        share(arguments[0], int(arguments[1]), int(arguments[2]))
+    else:
+        commands = {
+            "observe": observe,
+            "hold": hold,
+            "pattern": pattern,
+            "write": write,
+            "hole": hole,
+        }
+        commands[command](*map(int, arguments))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,232 @@
+"""Part of the step "probe": contents and whereabouts of memory, seen from other processes too."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_check.driver import NOT_INITIALIZED, OUT_OF_MEMORY, Driver, DriverError, skipped
+from scripts.gpu_check.peers import PATTERN, Observer, Peer
+from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES
+
+GRANT_S = 20.0
+SETTLE_S = 1.0
+SHARE_HELD = 0.6
+
+
+def footprint() -> dict[str, int]:
+    """Bytes that a context takes, and then a first memset, a stream and pinned memory: seen from
+    another process, since the first one cannot look before it has a context.
+
+    REQUIRES: this process has used no CUDA yet.
+    """
+    try:
+        uninitialised = Driver().code("cuDeviceGetCount", _int())
+    except OSError as error:
+        raise skipped(error) from error
+    if uninitialised != NOT_INITIALIZED:
+        raise RuntimeError(f"cuDeviceGetCount answers {uninitialised} before cuInit, not 3")
+    try:
+        observer = Observer()
+    except RuntimeError as error:
+        raise skipped(error) from error
+    with observer:
+        before = observer.free_bytes()
+        driver = Driver.open()
+        with_context = observer.free_bytes()
+        small = driver.allocate(1)
+        with_byte = observer.free_bytes()
+        address = driver.allocate(PAGE_BYTES)
+        with_memory = observer.free_bytes()
+        driver.fill(address, 1, PAGE_BYTES)
+        with_memset = observer.free_bytes()
+        own = driver.free_bytes()
+        driver.free(address)
+        driver.free(small)
+        after = observer.free_bytes()
+    return {
+        "context_bytes": before - with_context,
+        "allocation_of_1_byte_bytes": with_context - with_byte,
+        "allocation_of_2MiB_bytes": with_byte - with_memory,
+        "first_memset_bytes": with_memory - with_memset,
+        "kept_after_free_bytes": with_context - after,
+        "seen_inside_minus_outside_bytes": own - with_memset,
+    }
+
+
+def _int() -> Any:
+    import ctypes
+
+    return ctypes.byref(ctypes.c_int())
+
+
+def fresh_pages(driver: Driver, pages: int) -> dict[str, Any]:
+    """What a new page holds: of this process, and of another one that is gone.
+
+    CUDA promises nothing. Not a fault either way: kvcached takes no page for zero.
+    """
+    _fill_and_release(driver, pages)
+    own = _contents(driver, pages)
+    with Peer("pattern", str(pages), str(PAGE_BYTES)) as peer:
+        peer.answer()
+        peer.process.wait(GRANT_S)
+    return {"pages": pages, "after_own": own, "after_other_process": _contents(driver, pages)}
+
+
+def _mapped(driver: Driver, pages: int) -> tuple[int, list[int]]:
+    address = driver.reserve(pages * PAGE_BYTES)
+    handles = [driver.create(PAGE_BYTES) for _ in range(pages)]
+    for number, handle in enumerate(handles):
+        driver.map(address + number * PAGE_BYTES, PAGE_BYTES, handle)
+    driver.allow(address, pages * PAGE_BYTES)
+    return address, handles
+
+
+def _give_back(driver: Driver, address: int, handles: list[int]) -> None:
+    size_bytes = len(handles) * PAGE_BYTES
+    driver.unmap(address, size_bytes)
+    for handle in handles:
+        driver.release(handle)
+    driver.free_address(address, size_bytes)
+
+
+def _fill_and_release(driver: Driver, pages: int) -> None:
+    address, handles = _mapped(driver, pages)
+    driver.fill(address, PATTERN, pages * PAGE_BYTES)
+    _give_back(driver, address, handles)
+
+
+def _contents(driver: Driver, pages: int) -> dict[str, int]:
+    """Of new pages: how many are zero, hold the pattern, hold anything else."""
+    address, handles = _mapped(driver, pages)
+    found = {"zero": 0, "pattern": 0, "other": 0}
+    for number in range(pages):
+        content = driver.read(address + number * PAGE_BYTES, PAGE_BYTES)
+        is_zero, is_pattern = not any(content), content == bytes([PATTERN]) * PAGE_BYTES
+        found["zero" if is_zero else "pattern" if is_pattern else "other"] += 1
+    _give_back(driver, address, handles)
+    return found
+
+
+def books(driver: Driver, pages: int) -> dict[str, Any]:
+    """Whether the driver's free bytes move by exactly what is created, mapped and released."""
+    free = [driver.free_bytes()]
+    address, handles = _mapped(driver, pages)
+    free.append(driver.free_bytes())
+    driver.fill(address, 1, pages * PAGE_BYTES)
+    free.append(driver.free_bytes())
+    _give_back(driver, address, handles)
+    free.append(driver.free_bytes())
+    facts = {
+        "bytes": pages * PAGE_BYTES,
+        "taken_bytes": free[0] - free[1],
+        "memset_bytes": free[1] - free[2],
+        "kept_bytes": free[0] - free[3],
+    }
+    if abs(facts["taken_bytes"] - facts["bytes"]) > 64 * MIB or facts["kept_bytes"] > 64 * MIB:
+        raise RuntimeError(f"free memory does not follow what is held: {facts}")
+    return facts
+
+
+def killed_process(driver: Driver) -> dict[str, Any]:
+    """How long the memory of a killed process is not to be had."""
+    free_bytes = driver.free_bytes()
+    piece_bytes = GIB if free_bytes > 16 * GIB else 8 * PAGE_BYTES
+    pieces = int(free_bytes * SHARE_HELD) // piece_bytes
+    held_bytes = pieces * piece_bytes
+    with Peer("hold", str(held_bytes), str(piece_bytes)) as peer:
+        peer.answer()
+        while_held = _grab(driver, pieces, piece_bytes)
+        death_s = peer.kill()
+        began_s = time.monotonic()
+        tries = 1
+        while not (granted := _grab(driver, pieces, piece_bytes)):
+            tries += 1
+            if time.monotonic() - began_s > GRANT_S:
+                break
+            time.sleep(0.002)
+        granted_s = time.monotonic() - began_s
+    if while_held:
+        raise RuntimeError("two processes hold more than the GPU has: its memory is not shared")
+    if not granted:
+        raise RuntimeError(f"{held_bytes} bytes of a killed process: not back in {GRANT_S:.0f} s")
+    return {
+        "held_bytes": held_bytes,
+        "death_ms": round(death_s * 1e3, 2),
+        "granted_ms_after_death": round(granted_s * 1e3, 2),
+        "tries": tries,
+    }
+
+
+def _grab(driver: Driver, pieces: int, piece_bytes: int) -> bool:
+    """Whether so much can be created at this moment; gives it back."""
+    handles = []
+    try:
+        for _ in range(pieces):
+            code, handle = driver.create_code(piece_bytes)
+            if code == OUT_OF_MEMORY:
+                return False
+            if code:
+                raise DriverError("cuMemCreate", code, driver.name_of(code))
+            handles.append(handle)
+        return True
+    finally:
+        for handle in handles:
+            driver.release(handle)
+
+
+def exported_memory(driver: Driver, folder: Path) -> dict[str, Any]:
+    """Pages that another process made and this one imported: counted once, and there until the last
+    of the two gives them up, also when the other one is killed."""
+    pages = 8
+    path = folder / f"pages-{os.getpid()}"
+    free = [driver.free_bytes()]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        listener.settimeout(GRANT_S)
+        with Peer("share", str(path), str(pages), str(PAGE_BYTES)) as peer:
+            connection, _ = listener.accept()
+            with connection:
+                _, files, _, _ = socket.recv_fds(connection, 16, pages)
+            peer.answer()
+            free.append(driver.free_bytes())
+            handles = [driver.import_file(file) for file in files]
+            for file in files:
+                os.close(file)
+            free.append(driver.free_bytes())
+            peer.kill()
+    path.unlink()
+    time.sleep(SETTLE_S)
+    free.append(driver.free_bytes())
+    for handle in handles:
+        driver.release(handle)
+    time.sleep(SETTLE_S)
+    free.append(driver.free_bytes())
+    return {
+        "pages_bytes": pages * PAGE_BYTES,
+        "with_exporter_bytes": free[0] - free[1],
+        "more_when_imported_bytes": free[1] - free[2],
+        "after_exporter_s_death_bytes": free[0] - free[3],
+        "after_release_bytes": free[0] - free[4],
+    }
+
+
+def forked_child(driver: Driver) -> dict[str, int]:
+    """What a child of a process that uses CUDA is answered: 3, which kvcached calls "forked"."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        codes = (driver.code("cuInit", 0), driver.code("cuDeviceGetCount", _int()))
+        os.write(writer, " ".join(map(str, codes)).encode())
+        os._exit(0)
+    os.close(writer)
+    answer = os.read(reader, 100).decode()
+    os.close(reader)
+    os.waitpid(pid, 0)
+    init, count = (int(code) for code in answer.split())
+    if init != NOT_INITIALIZED:
+        raise RuntimeError(f"cuInit answers {init} in a forked child, not 3")
+    return {"cuInit": init, "cuDeviceGetCount": count}

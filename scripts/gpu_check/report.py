@@ -1,0 +1,157 @@
+"""What a step's process says: facts, checks that passed, failed or were skipped, and its end.
+
+A step is a module with `main`, which calls `run_as_step`. It works alone too:
+
+    python -m scripts.gpu_check.probe [--out DIR] [--wheels FOLDER]
+
+prints its result as JSON and exits 1 if a check failed. Every fact is written to the result file
+at once, so that those of a step which hangs or crashes later are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEFAULT_OUT = ROOT / "build" / "gpu-check"
+DEFAULT_WORK = ROOT / "build" / "gpu-check-work"  # not in OUT: few files may come back of that
+LIMIT_VARIABLE = "PRISM_GPU_CHECK_LIMIT_S"
+
+PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
+
+
+class Skip(Exception):
+    """What cannot be checked here, and why."""
+
+
+class Report:
+    """Collects one step's facts and checks. `file` None: kept in memory alone."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.options = options
+        self.facts: dict[str, Any] = {}
+        self.checks: dict[str, str] = {}
+        self._file: Path | None = options.result
+        self._began_s = time.monotonic()
+
+    @property
+    def work(self) -> Path:
+        """A folder for what the steps leave for each other; not part of the results."""
+        work: Path = self.options.work
+        work.mkdir(parents=True, exist_ok=True)
+        return work
+
+    def left_s(self, stock_s: float) -> float:
+        """Of the step's time: of the runner's limit, or of `stock_s` without a runner."""
+        limit_s = float(os.environ.get(LIMIT_VARIABLE) or stock_s)
+        return limit_s - (time.monotonic() - self._began_s)
+
+    def fact(self, **values: Any) -> None:
+        """Facts by name: numbers, texts, lists and dicts of them."""
+        self.facts.update(values)
+        self._write(UNFINISHED, "")
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[None]:
+        """What the block raises fails this check, and the step goes on with the next one."""
+        print(f"-- {self.name}: {name}", flush=True)
+        try:
+            yield
+        except Skip as reason:
+            self.checks[name] = f"{SKIPPED}: {reason}"
+        except Exception as error:  # noqa: BLE001 - the next check is to run whatever failed here
+            traceback.print_exc()
+            self.checks[name] = f"{FAILED}: {type(error).__name__}: {error}"
+        else:
+            self.checks[name] = PASSED
+        self._write(UNFINISHED, "")
+
+    def skip(self, reason: object) -> None:
+        """The step cannot check anything here."""
+        self.checks[self.name] = f"{SKIPPED}: {reason}"
+
+    def conclude(self) -> dict[str, Any]:
+        """The step's result, from its checks."""
+        failed = {n: v for n, v in self.checks.items() if v.startswith(FAILED)}
+        skipped = {n: v for n, v in self.checks.items() if v.startswith(SKIPPED)}
+        if failed:
+            status, why = FAILED, failed
+        elif len(skipped) < len(self.checks):
+            status, why = PASSED, skipped
+        elif skipped:
+            status, why = SKIPPED, skipped
+        else:
+            status, why = FAILED, {self.name: "failed: it checked nothing"}
+        return self._write(status, "; ".join(f"{n} {v}" for n, v in why.items()))
+
+    def _write(self, status: str, reason: str) -> dict[str, Any]:
+        result = {
+            "name": self.name,
+            "status": status,
+            "reason": reason,
+            "seconds": round(time.monotonic() - self._began_s, 2),
+            "checks": self.checks,
+            "facts": self.facts,
+        }
+        if self._file is not None:
+            partial = self._file.with_suffix(".part")
+            partial.write_text(json.dumps(result, default=str))
+            os.replace(partial, self._file)
+        return result
+
+
+def options_of(about: str | None, arguments: list[str] | None) -> argparse.Namespace:
+    """The options that every step takes."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the folder of the results")
+    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="for what is built")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels with SGLang")
+    parser.add_argument("--result", type=Path, help="where to write the result as JSON")
+    options = parser.parse_args(arguments)
+    options.out = options.out.resolve()
+    options.work = options.work.resolve()
+    options.wheels = options.wheels and options.wheels.resolve()
+    return options
+
+
+def _die_with_parent() -> None:
+    """A runner that is killed takes the step with it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def run_as_step(
+    name: str,
+    about: str | None,
+    body: Callable[[Report], None],
+    arguments: list[str] | None = None,
+) -> int:
+    """Runs a step in this process. Returns its exit code: 1 if a check failed."""
+    options = options_of(about, arguments)
+    if options.result is not None:
+        _die_with_parent()
+    report = Report(name, options)
+    try:
+        body(report)
+    except Skip as reason:
+        report.skip(reason)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the result says so
+        traceback.print_exc()
+        report.checks[name] = f"{FAILED}: {type(error).__name__}: {error}"
+    result = report.conclude()
+    if options.result is None:
+        print(json.dumps(result, indent=1, default=str))
+    sys.stdout.flush()
+    return 1 if result["status"] == FAILED else 0

@@ -1,0 +1,40 @@
+"""How large the checks are: derived from the GPU's free memory, so that small ones do the same."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB, GIB = 1 << 20, 1 << 30
+PAGE_BYTES = 2 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What fits a GPU with so many bytes free."""
+
+    free_bytes: int
+    shm_free_bytes: int
+
+    @classmethod
+    def of(cls, free_bytes: int) -> Sizes:
+        return cls(free_bytes, shutil.disk_usage("/dev/shm").free)
+
+    @property
+    def is_large(self) -> bool:
+        """Room for two models of about a billion parameters and what they are compared with."""
+        return self.free_bytes >= 24 * GIB
+
+    def pages(self, most: int, share: float = 0.25) -> int:
+        """Pages of a share of the free memory, `most` at most."""
+        return max(8, min(most, int(self.free_bytes * share) // PAGE_BYTES))
+
+    @property
+    def store_bytes(self) -> int:
+        """For weights in /dev/shm: half of what is free there, for two models at most."""
+        return min(self.shm_free_bytes // 2, 8 * GIB)
+
+    def store_folder(self, fallback: Path, need_bytes: int) -> Path:
+        """/dev/shm, or a folder on disk where that is too small for what is to be stored."""
+        return Path("/dev/shm") if self.shm_free_bytes > 2 * need_bytes else fallback

@@ -1,0 +1,61 @@
+"""The command line of `scripts/gpu-wheels`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts.gpu_wheels import fetch, manifest, standin_wheel
+from scripts.gpu_wheels.manifest import Entry, TooLarge
+from scripts.gpu_wheels.strip import strip
+
+ROOT = Path(__file__).parent.parent.parent
+OUT = Path("build/gpu-wheels")
+LIMIT_BYTES = 64 << 20  # the checkout and the wheels together
+
+
+class NotOurs(RuntimeError):
+    """The folder for the wheels holds something else."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 1 and one line when it cannot."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu-wheels", description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / OUT, metavar="FOLDER")
+    parser.add_argument("--python", default="3.12", metavar="VERSION")
+    parser.add_argument("--limit", type=int, default=LIMIT_BYTES, metavar="BYTES")
+    options = parser.parse_args(arguments)
+    try:
+        entries = collect(options.out, options.python)
+        made = manifest.write(options.out, entries, options.python, ROOT, options.limit)
+    except (fetch.CannotFetch, NotOurs, TooLarge) as error:
+        print(f"gpu-wheels: {error}", file=sys.stderr)
+        return 1
+    print(manifest.describe(made))
+    return 0
+
+
+def collect(out: Path, python: str) -> list[Entry]:
+    """`out` holds the stripped wheels and nothing else."""
+    pins = fetch.read_pins(ROOT / "requirements" / "gpu-box.txt")
+    clear(out)
+    with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as folder:
+        wheels = fetch.download(pins, python, Path(folder))
+        entries = [strip(wheel, out) for wheel in wheels]
+    return [*entries, standin_wheel.build(out)]
+
+
+def clear(out: Path) -> None:
+    """Makes the folder, without the wheels of an earlier run. Refuses one that holds more."""
+    out.mkdir(parents=True, exist_ok=True)
+    ours = {*out.glob("*.whl"), *out.glob(manifest.NAME)}
+    if others := sorted(path.name for path in out.iterdir() if path not in ours):
+        raise NotOurs(f"{out} holds {others[0]} and is not a folder of wheels; name another")
+    for path in ours:
+        path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

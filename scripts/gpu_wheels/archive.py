@@ -1,0 +1,43 @@
+"""Writing a wheel (PEP 427) whose bytes depend on its contents alone."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+
+LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip file can hold
+MODE = 0o100644 << 16
+
+
+def write_wheel(path: Path, files: dict[str, bytes], info: str) -> None:
+    """`info` is the name of the folder of metadata; RECORD is added there, last."""
+    record = f"{info}/RECORD"
+    ordered = sorted(files, key=lambda name: (name.startswith(f"{info}/"), name))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name in ordered:
+            _add(archive, name, files[name])
+        _add(archive, record, _record(files, ordered, record))
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
+    entry = zipfile.ZipInfo(name, LONG_AGO)
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    entry.external_attr = MODE
+    archive.writestr(entry, content, compresslevel=9)
+
+
+def _record(files: dict[str, bytes], ordered: list[str], record: str) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for name in ordered:
+        writer.writerow((name, f"sha256={_digest(files[name])}", len(files[name])))
+    writer.writerow((record, "", ""))
+    return text.getvalue().encode()
+
+
+def _digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

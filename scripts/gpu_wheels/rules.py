@@ -1,0 +1,46 @@
+"""What is left out of a wheel. Patterns are matched against the path of a file in its wheel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Files that `pattern` (of fnmatch, where `*` crosses folders) matches are left out."""
+
+    pattern: str
+    why: str
+
+
+EVERYWHERE = (
+    Rule("*.pyi", "types, read by checkers"),
+    Rule("*/py.typed", "types, read by checkers"),
+    Rule("*/tests/*", "tests"),
+    Rule("*/locale/*", "translations"),
+    Rule("*.dist-info/RECORD*", "written anew"),
+)
+
+# By the distribution's name, in the form of wheels' file names.
+OF_DISTRIBUTION = {
+    "sglang": (
+        Rule("sglang/srt/rust_extensions/*.so", "servers and image codecs in Rust, loaded on use"),
+        # Built for torch 2.14: beside 2.11 it takes int64 tensors for bytes and no model activates.
+        # SGLang uses its Python implementation where the file is missing.
+        Rule("sglang/srt/mem_cache/rust_tree_core/*.so", "a prefix tree built for torch 2.14"),
+        Rule("sglang/multimodal_gen/*", "image and video generation"),
+        Rule("sglang/test/*", "tests"),
+        Rule("sglang/benchmark/*", "benchmarks"),
+        Rule("sglang/kernels/jit/benchmark/*", "benchmarks"),
+        Rule("sglang/kernels/jit/csrc/diffusion/*", "image and video generation"),
+        Rule("*.md", "documentation"),
+        Rule("*.hip", "kernels for AMD"),
+        Rule("*.co", "kernels for AMD"),
+    ),
+    "apache_tvm_ffi": (Rule("*.a", "static library"),),
+    "openai": (Rule("openai/cli/*", "a command line"),),
+}
+
+
+def rules_for(distribution: str) -> tuple[Rule, ...]:
+    return EVERYWHERE + OF_DISTRIBUTION.get(distribution, ())

@@ -1,0 +1,21 @@
+"""Tensors that do not keep their memory."""
+
+from __future__ import annotations
+
+import torch
+
+
+def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, type, shape and strides, without a share in the storage.
+
+    The caller guarantees that the memory outlives the result: it belongs to a CUDA graph's pool.
+    On a CPU, where there are no graphs, the tensor itself.
+    """
+    if tensor.device.type != "cuda":
+        return tensor
+    storage = tensor.untyped_storage()
+    weak = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(weak, tensor.storage_offset(), tensor.size(), tensor.stride())

