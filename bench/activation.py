@@ -34,14 +34,16 @@ from statistics import median, quantiles
 from uuid import uuid4
 
 from pairs import Pairs
+from specs import spec_of
 
 import kvcached
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.units import format_size, parse_size
 from prism.engines.core import EngineContext, EngineCore
-from prism.messages import Activate, Activated, ModelSpec, Request, Sampling
-from prism.model_spec import inspect_model
+from prism.messages.engine import Activated, ActivateEngine
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Request, Sampling
 from prism.models.store import default_directory
-from prism.units import format_size, parse_size
 
 DEVICE = "host:0"
 PROMPT = [1, 8, 15, 22]
@@ -148,7 +150,7 @@ def warm_engine(config: ClusterConfig, engine_id: str) -> EngineCore:
 def activation(core: EngineCore, spec: ModelSpec) -> tuple[float, float, Activated]:
     """Seconds, CPU seconds of all threads, and the stages."""
     begin_s, used_s = time.monotonic(), time.process_time()
-    activated = core.activate(Activate(spec, max_running=8))
+    activated = core.activate(ActivateEngine(spec, max_running=8))
     seconds, cpu_s = time.monotonic() - begin_s, time.process_time() - used_s
     core.deactivate()
     return seconds, cpu_s, activated
@@ -204,7 +206,7 @@ def request(spec: ModelSpec, number: int) -> Request:
 def decode_on(config: ClusterConfig, spec: ModelSpec, out_fd: int, streams: int = 4) -> None:
     """Decode until killed, writing the monotonic time of every step that gave tokens."""
     core = warm_engine(config, "neighbour")
-    core.activate(Activate(spec, max_running=streams))
+    core.activate(ActivateEngine(spec, max_running=streams))
     number = 0
     while True:
         if not core.status().running:
@@ -254,7 +256,7 @@ def beside(config: ClusterConfig, spec: ModelSpec, other: ModelSpec, seconds: fl
         activation(core, spec)
         time.sleep(seconds)
         begin_s = time.monotonic()
-        core.activate(Activate(spec, max_running=8))
+        core.activate(ActivateEngine(spec, max_running=8))
         end_s = time.monotonic()
         time.sleep(seconds)
         times_s = steps_s()
@@ -278,25 +280,6 @@ def beside(config: ClusterConfig, spec: ModelSpec, other: ModelSpec, seconds: fl
 
 
 # --- set-up -------------------------------------------------------------------------------------
-
-
-def spec_of(path: Path, context_length: int) -> ModelSpec:
-    files = inspect_model(path, "--model")
-    return ModelSpec(
-        name=path.name,
-        path=str(path),
-        architecture=files.architecture,
-        dtype="float32",
-        kv_dtype="float32",
-        context_length=min(context_length, files.context_length),
-        num_layers=files.num_layers,
-        num_kv_heads=files.num_kv_heads,
-        head_dim=files.head_dim,
-        weight_bytes=files.weight_bytes("float32"),
-        token_bytes=files.token_bytes("float32"),
-        slo_ttft_s=1.0,
-        slo_tpot_s=1.0,
-    )
 
 
 def config_of(capacity: str, page: str, rate: str | None, run_dir: str) -> ClusterConfig:

@@ -1,4 +1,4 @@
-"""A host device of one benchmark's own."""
+"""A device of one benchmark's own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ CAPACITY_BYTES = 1 << 40  # of the ledger alone: memory is what the benchmark to
 
 
 @contextmanager
-def bench_device(page_bytes: int) -> Iterator[Device]:
-    """Gone afterwards, whoever still holds memory of it."""
+def bench_device(
+    page_bytes: int, name: str = "host:0", capacity_bytes: int = CAPACITY_BYTES
+) -> Iterator[Device]:
+    """It holds `capacity_bytes`, rounded up to pages. Gone afterwards, whoever still holds memory
+    of it."""
     device = Device.open(
-        "host:0",
-        capacity_bytes=CAPACITY_BYTES,
+        name,
+        capacity_bytes=-(-capacity_bytes // page_bytes) * page_bytes,
         page_bytes=page_bytes,
         namespace=f"bench-{uuid4().hex[:8]}",
     )

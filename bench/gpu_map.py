@@ -40,7 +40,8 @@ class Subjects:
         self.clients: list[Client] = []
 
     def client(self, name: str) -> Client:
-        self.clients.append(self.device.client(name))
+        # kvcached's own thread would map and unmap ahead, and leave nothing to time.
+        self.clients.append(self.device.client(name, background=False))
         return self.clients[-1]
 
     def cache(self, client: Client, *, cached: bool) -> KVCache:

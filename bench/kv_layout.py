@@ -16,14 +16,14 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from uuid import uuid4
 
 import numpy as np
 import torch
+from devices import bench_device
 from pairs import measure
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcached import Client, Device, KVCache, Layout
+from kvcached import Client, KVCache, Layout
 from kvcached.layouts import Arrangement
 
 PAGE_BYTES = 2 << 20
@@ -178,15 +178,12 @@ def main(arguments: list[str] | None = None) -> None:
     tokens = options.batch * (options.context + BLOCK_TOKENS)
     row_bytes = 2 * options.layers * options.kv_heads * options.head_dim * 4
     capacity = 3 * tokens * row_bytes + 8 * 2 * options.layers * PAGE_BYTES
-    device = Device.open(
-        options.device,
-        capacity_bytes=-(-capacity // PAGE_BYTES) * PAGE_BYTES,
-        page_bytes=PAGE_BYTES,
-        namespace=f"bench-{uuid4().hex[:8]}",
-    )
-    with device.client("bench") as client, torch.inference_mode():
+    with (
+        bench_device(PAGE_BYTES, options.device, capacity) as device,
+        device.client("bench") as client,
+        torch.inference_mode(),
+    ):
         report(client, options)
-    device.destroy()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ LAYERS = (
     "ledger_file",
     "ledger_liveness",
     "liveness",
-    "status",
 )
 FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-D_GNU_SOURCE", "-pthread"]
 

@@ -16,7 +16,8 @@ from random import Random
 from pairs import measure
 
 from prism.policies import kvpr, moore_hodgson
-from prism.policies.data import GpuView, Job, ModelView
+from prism.policies.bins import empty_bins
+from prism.policies.data import AdmissionJob, GpuView, ModelView
 
 TARGET = "at most 10"
 GB = 10**9
@@ -49,18 +50,18 @@ def cluster(
     return made, devices
 
 
-def requests(count: int) -> list[Job]:
+def requests(count: int) -> list[AdmissionJob]:
     """A backlog that takes twice as long as its deadlines leave: half of it will be late."""
     random = Random(0)
     return [
-        Job(f"r{i:06}", "m", at := random.uniform(0, 60), at + random.uniform(1, 10), 0.01)
+        AdmissionJob(f"r{i:06}", "m", at := random.uniform(0, 60), at + random.uniform(1, 10), 0.01)
         for i in range(count)
     ]
 
 
 def placement(models: int, gpus: int, pairs: int, tp: int = 1) -> str:
     made, devices = cluster(models, gpus, tp)
-    bins = kvpr.empty_bins(made, devices)
+    bins = empty_bins(made, devices)
     found = measure(
         lambda: kvpr.place(made, devices, 0.2),
         lambda: (sorted(made, key=kvpr.by_pressure), sorted(bins.values(), key=kvpr.by_rank)),

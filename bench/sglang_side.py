@@ -21,12 +21,15 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from specs import spec_of
 
 import kvcached
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.units import Bytes
 from prism.engines.core import EngineContext, EngineCore
-from prism.engines.sglang.check import spec_of
-from prism.messages import Activate, ModelSpec, Request, Sampling
+from prism.messages.engine import ActivateEngine
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Request, Sampling
 
 DEVICE = "host:0"
 VOCABULARY = (16, 500)
@@ -126,7 +129,9 @@ def config_of(side: Side, spec: ModelSpec) -> ClusterConfig:
         policy="prism",
         devices=[DeviceConfig(DEVICE, capacity_bytes, side.page_bytes, 1)],
         models=[],
-        engine=EngineConfig(max_running=side.batch, static_bytes=side.page_bytes),
+        engine=EngineConfig(
+            max_running=side.batch, static_bytes=Bytes(side.page_bytes), weight_store=""
+        ),
     )
 
 
@@ -138,7 +143,7 @@ def make_core(side: Side, config: ClusterConfig, spec: ModelSpec) -> EngineCore:
     if side.pool == "stock":
         use_stock_pool()
     core = create(EngineContext("bench", DEVICE, config))
-    core.activate(Activate(model=spec, max_running=side.batch))
+    core.activate(ActivateEngine(model=spec, max_running=side.batch))
     return core
 
 
@@ -148,7 +153,7 @@ def set_arguments(side: Side) -> None:
 
     build = server_args.build
 
-    def changed(order: Activate, plan: Any, *others: Any, **named: Any) -> Any:
+    def changed(order: ActivateEngine, plan: Any, *others: Any, **named: Any) -> Any:
         made = build(order, plan, *others, **named)
         made.disable_radix_cache = not side.prefix_cache
         if side.pool == "stock":
@@ -170,13 +175,13 @@ def use_stock_pool() -> None:
     class StockAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         """What the engine core asks of its allocator beyond SGLang's own methods."""
 
-        def return_hand(self) -> None:
+        def return_held_blocks(self) -> None:
             """A static pool has nothing to return."""
 
         def attainable_tokens(self) -> int:
             return int(self.available_size())
 
-    def check_pool(scheduler: Any) -> None:
+    def check_pool(scheduler: Any, memory: Any) -> None:
         pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         if type(pool) is not MHATokenToKVPool:
             raise SystemExit(f"SGLang built {type(pool).__name__}, not its own pool")

@@ -32,8 +32,8 @@ from typing import Any
 from pairs import median_interval
 from sglang_side import Side
 
+from prism.config.units import parse_size
 from prism.models.store import default_directory
-from prism.units import parse_size
 
 TARGET = 0.98
 Round = dict[str, Any]

@@ -16,6 +16,7 @@ PrismError
 ├── ModelSourceError     a model cannot be prepared: its source is not installed
 ├── ActionError          an agent could not carry out what the cluster scheduler asked for
 ├── QueueUnavailableError    Redis cannot be reached
+├── MalformedRequestError    entries of a queue are no requests
 └── LeaseLostError           another agent holds this device's queue
 """
 
@@ -70,6 +71,10 @@ class EngineDiedError(EngineError):
     """The engine process ended while it held requests."""
 
 
+class RequestsFailedError(EngineError):
+    """An engine ends through requests that have failed by name; its others are not to blame."""
+
+
 class RankLostError(EngineError):
     """A rank of a tensor-parallel engine ended or went out of step; so must the others."""
 
@@ -99,6 +104,14 @@ class ActionError(PrismError):
 
 class QueueUnavailableError(PrismError):
     """Redis does not answer."""
+
+
+class MalformedRequestError(PrismError):
+    """Entries of a device's queue are no requests. `entries`: entry id -> request id, attempt."""
+
+    def __init__(self, entries: dict[str, tuple[str, int]]) -> None:
+        super().__init__(f"{len(entries)} entries of the queue are no requests")
+        self.entries = entries
 
 
 class LeaseLostError(PrismError):

@@ -6,6 +6,9 @@ wrapper asks for the signal and then becomes the program. Linux only (PR_SET_PDE
 
 The kernel sends the signal when the *thread* that started the child ends: start children from a
 thread that lives as long as the process.
+
+A child's event loop shows that it turns: it counts in a memfd that the child inherits, which needs
+no file system and no clock. A thread would go on beating beside a loop that hangs.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import logging
 import os
 import signal
 import sys
+import weakref
 from pathlib import Path
 from typing import BinaryIO
 
 PARENT_VARIABLE = "PRISM_PARENT_PID"
+HEARTBEAT_VARIABLE = "PRISM_HEARTBEAT_FD"
+HEARTBEAT_S = 0.5
 LOG_LEVEL_VARIABLE = "PRISM_LOG_LEVEL"
 _PR_SET_PDEATHSIG = 1
+_COUNT_BYTES = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -59,6 +66,36 @@ def configure_logging(
 def private_log(path: Path) -> BinaryIO:
     """A file to append to that this user alone may read: logs may quote what users sent."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+
+
+class Heartbeat:
+    """The supervisor's end. A child gets `fd`, and its number in HEARTBEAT_VARIABLE."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("prism-heartbeat")
+        weakref.finalize(self, os.close, self.fd)
+
+    def reset(self) -> None:
+        """Before the child is started."""
+        os.ftruncate(self.fd, 0)
+
+    def count(self) -> int:
+        """Beats since the child's start; 0: its loop does not run yet."""
+        return int.from_bytes(os.pread(self.fd, _COUNT_BYTES, 0), "little")
+
+
+async def beat() -> None:
+    """Beat until cancelled. Returns at once in a process that nobody watches."""
+    named = os.environ.pop(HEARTBEAT_VARIABLE, None)
+    if named is None:
+        return
+    import asyncio  # not above: the wrapper of a foreign program needs none
+
+    count = 0
+    while True:
+        count += 1
+        os.pwrite(int(named), count.to_bytes(_COUNT_BYTES, "little"), 0)
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 def wrapped_command() -> list[str]:

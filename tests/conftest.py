@@ -6,44 +6,92 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import pytest
 from hypothesis import settings
 
-from prism.queueing.server import BundledRedis
-
-HERE = Path(__file__).parent
-CLUSTERS = {
-    "acceptance", "agent", "bench", "cluster", "engines", "frontend", "models", "queueing",
-    "replay", "scheduler", "serve", "sglang",
-}  # fmt: skip
-"""Folders whose tests start processes that wait for each other; one worker runs them all, in order,
-so that two clusters never share the cores."""
-WHOLE = {"costs", "packaging", "parity"}
-"""Folders whose files go to one worker each: fixtures build a wheel or start engines, once."""
+if TYPE_CHECKING:
+    from prism.queueing.server import BundledRedis
 
 # a busy machine fails no test
 settings.register_profile("no-deadline", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=15)
 settings.load_profile("no-deadline")
 
 
-def pytest_configure() -> None:
-    """A shell has what it runs in the background ignore SIGINT, and children inherit that; tests
-    send it to theirs."""
+# What `scripts/test` leaves to `scripts/test --all`: folders and files that start engines or
+# clusters, or that compile or simulate for long.
+SLOW = (
+    "acceptance",
+    "agent/test_faults.py",
+    "agent/test_storm.py",
+    "bench",
+    "cluster/test_cluster_actions.py",
+    "cluster/test_cluster_faults.py",
+    "engines",
+    "gpu",
+    "gpu_check",
+    "kvcached/test_cpp.py",
+    "kvcached/test_fuzz.py",
+    "kvcached/test_kills.py",
+    "kvcached/test_race.py",
+    "kvcached/test_two_processes.py",
+    "models/test_smollm2.py",
+    "packaging",
+    "papers/test_all.py",
+    "papers/test_cli.py",
+    "replay/test_demo.py",
+    "serve",
+    "sglang",
+    "tools/parity/test_live.py",
+    "torchcuda",
+    "weights/test_deaths.py",
+)
+# One of each sort runs all the same: the fake engine, a cluster of such, an answer of SGLang.
+SAMPLES = (
+    "engines/test_fake",
+    "serve/test_cluster.py",
+    "sglang/test_serving.py::test_prefix_cache_changes_no_token_and_is_reported",
+)
+TESTS = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="without the tests of SLOW, few examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell has what it runs in the background ignore SIGINT, and children inherit that; tests
+    # send it to theirs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
+
+
+def is_slow(node_id: str) -> bool:
+    name = node_id.removeprefix("tests/")
+    slow = any(name == entry or name.startswith((f"{entry}/", f"{entry}::")) for entry in SLOW)
+    return slow and not name.startswith(SAMPLES)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers (`-n 2 --dist loadgroup`): one for clusters, the others for the rest."""
-    if not config.pluginmanager.hasplugin("xdist"):
+    if not config.getoption("--quick"):
         return
-    for item in items:
-        file = item.path.relative_to(HERE)
-        if file.parts[0] in CLUSTERS:
-            item.add_marker(pytest.mark.xdist_group("clusters"))
-        elif file.parts[0] in WHOLE:
-            item.add_marker(pytest.mark.xdist_group(str(file)))
+    slow = [item for item in items if is_slow(item.nodeid)]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not is_slow(item.nodeid)]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that have nothing for the quick tests are not even imported."""
+    if not config.getoption("--quick") or not collection_path.is_relative_to(TESTS):
+        return None
+    name = str(collection_path.relative_to(TESTS))
+    if any(sample.startswith(name) for sample in SAMPLES):
+        return None
+    return is_slow(name) or None
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +101,9 @@ def redis_server() -> Iterator[BundledRedis]:
     Tests share it: take a fresh `namespace`, and never stop or kill this one (start a
     `BundledRedis(short_dir)` of your own for that).
     """
+    # Imported here: a machine for the GPU tests has numpy and torch, and no Redis.
+    from prism.queueing.server import BundledRedis
+
     with (
         tempfile.TemporaryDirectory(prefix="prism-redis-") as directory,
         BundledRedis(Path(directory)) as server,

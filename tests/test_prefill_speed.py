@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prism.prefill_speed import Speed
+from prism.costs.prefill_speed import Speed
 
 
 def test_long_prefills_weigh_more_than_short_ones() -> None:

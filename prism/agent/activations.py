@@ -6,13 +6,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prism.agent.models import Served
-from prism.config import ClusterConfig
-from prism.messages import Activated
+from prism.agent.state import HostedModel
+from prism.config.schema import ClusterConfig
+from prism.messages.engine import Activated
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +29,18 @@ class ActivationRecord:
     activated: Activated | None = None
 
 
-def stages_of(served: Served, activated: Activated, now_s: float) -> dict[str, float]:
+def stages_of(hosted: HostedModel, activated: Activated, now_s: float) -> dict[str, float]:
     """The engine's own stages between the agent's: "engine" (until one was free), "shrink" (until
     others had made room; tries that failed included), and "ready" (messages between the two)."""
     inside_s = {name: s for name, s in activated.stages_s.items() if name != "total"}
     engine_s = activated.stages_s.get("total", 0.0)
-    shrink_s = served.sent_s - served.asked_s + inside_s.pop("shrink", 0.0)
+    shrink_s = hosted.sent_s - hosted.asked_s + inside_s.pop("shrink", 0.0)
     return {
-        "engine": served.asked_s - served.since_s,
+        "engine": hosted.asked_s - hosted.since_s,
         "shrink": shrink_s,
         **inside_s,
-        "ready": max(0.0, now_s - served.sent_s - engine_s),
-        "total": now_s - served.since_s,
+        "ready": max(0.0, now_s - hosted.sent_s - engine_s),
+        "total": now_s - hosted.since_s,
     }
 
 
@@ -72,10 +72,30 @@ class TraceFile:
 
     def add(self, record: ActivationRecord) -> None:
         """Append; a file that cannot be written is logged and is no reason to fail."""
-        now_us = time.time() * 1e6
-        lines = "".join(
-            f"{json.dumps(e)},\n" for e in _events(record, self._device, now_us)
-        ).encode()
+        self._append(_events(record, self._device, time.time() * 1e6))
+
+    def note(self, name: str, engine_id: str, arguments: Mapping[str, object]) -> None:
+        """An event of one moment."""
+        event = {
+            "name": name,
+            "cat": "engine",
+            "ph": "i",
+            "s": "t",
+            "ts": round(time.time() * 1e6),
+            "pid": self._device,
+            "tid": engine_id,
+            "args": dict(arguments),
+        }
+        self._append([event])
+
+    def captured(self, engine_id: str, model: str, seconds: Sequence[float]) -> None:
+        """CUDA graphs that the engine captured since it last said so."""
+        for duration_s in seconds:
+            arguments = {"model": model, "seconds": round(duration_s, 3)}
+            self.note("graph captured", engine_id, arguments)
+
+    def _append(self, events: Iterable[Mapping[str, object]]) -> None:
+        lines = "".join(f"{json.dumps(event)},\n" for event in events).encode()
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._path.open("ab") as file:

@@ -1,4 +1,4 @@
-"""What the local scheduler sees of this device's engines, and what it decides (EnginePort)."""
+"""What the local scheduler sees of this device's engines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcached import ClientUsage, Device
-from prism.agent.memory import Reclaimer
-from prism.agent.models import ModelState, Served
-from prism.agent.peers import PeerLedgers
-from prism.agent.pool import Engine
-from prism.agent.running import Load
-from prism.agent.state import State
-from prism.ports import EngineView
-from prism.prefill_speed import PRIOR_TOKENS_PER_S
+from prism.agent.memory import PeerLedgers
+from prism.agent.pool import EngineProcess
+from prism.agent.requests import EngineLoad
+from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.costs.prefill_speed import PRIOR_TOKENS_PER_S
+from prism.scheduler.ports import EngineView
 
 # Until a model's activation has been measured.
 ACTIVATION_PRIOR_S = 2.0
@@ -31,7 +29,7 @@ class Claim:
     peers_free_bytes: the room of its other ranks' devices, the least of them.
     """
 
-    engine: Engine
+    engine: EngineProcess
     own_tokens: int
     spill_bytes: int
     limit_bytes: int | None
@@ -52,74 +50,57 @@ class Claim:
         return max(0, size_bytes) // activated.quantum_bytes * activated.quantum_tokens
 
 
-class DevicePort:
+class EngineViews:
     """Memory is read from the ledger at each call: an engine's own figure of the device's free
     room is up to a second old, and others may have taken it since."""
 
-    def __init__(
-        self, state: State, device: Device, reclaimer: Reclaimer, peers: PeerLedgers
-    ) -> None:
+    def __init__(self, state: DeviceState, device: Device, peers: PeerLedgers) -> None:
         self._state = state
         self._device = device
-        self._reclaimer = reclaimer
         self._peers = peers
-        self._chosen: list[tuple[str, list[str]]] = []
 
-    def views(self) -> Sequence[EngineView]:
-        loads = self._state.running.loads()
+    def read(self) -> Sequence[EngineView]:
+        loads = self._state.requests.loads()
         usage = self._device.usage()
         clients = {client.name: client for client in usage.clients}
         claims = {
-            served.name: _claim(
+            hosted.name: _claim(
                 engine,
                 clients.get(engine.id),
-                loads.get(engine.id, Load()),
+                loads.get(engine.id, EngineLoad()),
                 self._peers.free_bytes(engine),
             )
-            for served in self._state.models.served.values()
-            if (engine := self._ready_engine(served)) is not None
+            for hosted in self._state.models.hosted.values()
+            if (engine := self._ready_engine(hosted)) is not None
         }
         free_bytes = usage.free_bytes - sum(claim.spill_bytes for claim in claims.values())
         views = []
-        for served in self._state.models.served.values():
-            if claim := claims.get(served.name):
-                load = loads.get(served.engine_id, Load())
-                views.append(self._active_view(served, claim, load, free_bytes))
-            elif served.takes_requests:
-                views.append(self._coming_view(served))
+        for hosted in self._state.models.hosted.values():
+            if claim := claims.get(hosted.name):
+                load = loads.get(hosted.engine_id, EngineLoad())
+                views.append(self._active_view(hosted, claim, load, free_bytes))
+            elif hosted.takes_requests:
+                views.append(self._coming_view(hosted))
         return views
 
-    def dispatch(self, model: str, request_ids: Sequence[str]) -> None:
-        self._chosen.append((model, list(request_ids)))
-
-    def ask_memory(self, model: str, tokens: int) -> None:
-        served = self._state.models.active(model)
-        engine = self._state.pool.get(served.engine_id) if served else None
-        if engine is not None and engine.activated is not None:
-            quanta = -(-tokens // engine.activated.quantum_tokens)
-            self._reclaimer.reclaim(quanta * engine.activated.quantum_bytes, engine.id)
-
-    def take_chosen(self) -> list[tuple[str, list[str]]]:
-        """(model, request ids) dispatched since the last call."""
-        chosen, self._chosen = self._chosen, []
-        return chosen
-
-    def _ready_engine(self, served: Served) -> Engine | None:
+    def _ready_engine(self, hosted: HostedModel) -> EngineProcess | None:
         """Its engine, once a status about this model says what it has."""
-        engine = self._state.pool.get(served.engine_id)
-        ready = served.state is ModelState.ACTIVE and engine is not None
+        engine = self._state.pool.get(hosted.engine_id)
+        ready = hosted.state is ModelState.ACTIVE and engine is not None
         return engine if ready and engine is not None and engine.status is not None else None
 
-    def _active_view(self, served: Served, claim: Claim, load: Load, free_bytes: int) -> EngineView:
+    def _active_view(
+        self, hosted: HostedModel, claim: Claim, load: EngineLoad, free_bytes: int
+    ) -> EngineView:
         activated = claim.engine.activated
         assert activated is not None
-        speed = self._speed(served.name)
+        speed = self._speed(hosted.name)
         if claim.peers_free_bytes is not None:  # each token is on every rank
             free_bytes = min(free_bytes, claim.peers_free_bytes)
         shared_tokens, limit_tokens = claim.tokens(free_bytes), claim.limit_tokens
         takes_tokens = shared_tokens if limit_tokens is None else min(shared_tokens, limit_tokens)
         return EngineView(
-            model=served.name,
+            model=hosted.name,
             available_tokens=max(0, claim.own_tokens) + takes_tokens,
             running=load.running,
             max_running=activated.max_running,
@@ -131,18 +112,19 @@ class DevicePort:
             quantum_tokens=activated.quantum_tokens,
             guaranteed_tokens=claim.guaranteed_tokens,
             limit_tokens=limit_tokens,
+            on_trial=load.on_trial,
         )
 
-    def _coming_view(self, served: Served) -> EngineView:
-        expected_s = served.activation_s or ACTIVATION_PRIOR_S
-        left_s = expected_s - (self._state.now_s() - served.since_s)
+    def _coming_view(self, hosted: HostedModel) -> EngineView:
+        expected_s = hosted.activation_s or ACTIVATION_PRIOR_S
+        left_s = expected_s - (self._state.now_s() - hosted.since_s)
         return EngineView(
-            model=served.name,
+            model=hosted.name,
             available_tokens=0,
             running=0,
             max_running=0,
             block_tokens=1,
-            prefill_tokens_per_s=self._speed(served.name),
+            prefill_tokens_per_s=self._speed(hosted.name),
             ready_in_s=max(READY_SOON_S, left_s),
         )
 
@@ -151,7 +133,10 @@ class DevicePort:
 
 
 def _claim(
-    engine: Engine, client: ClientUsage | None, load: Load, peers_free_bytes: int | None
+    engine: EngineProcess,
+    client: ClientUsage | None,
+    load: EngineLoad,
+    peers_free_bytes: int | None,
 ) -> Claim:
     status, activated = engine.status, engine.activated
     assert status is not None

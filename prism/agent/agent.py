@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,42 +16,31 @@ import zmq.asyncio
 
 from kvcached import Device, KvcachedError
 from prism.agent.activations import TraceFile, trace_path
-from prism.agent.admission import DevicePort
-from prism.agent.delivery import Delivery
+from prism.agent.admission import EngineViews
 from prism.agent.effects import AgentEffects
-from prism.agent.engines import EngineLink
-from prism.agent.errands import Errands
-from prism.agent.frontends import FrontendWatch
+from prism.agent.forkserver import ForkServerClient, ForkServerSupervisor
 from prism.agent.inbox import CancelInbox, EngineInbox, OrderInbox
-from prism.agent.intake import Intake
-from prism.agent.lease import Lease
 from prism.agent.lifecycle import Lifecycle
-from prism.agent.memory import Reclaimer
-from prism.agent.mirror import Mirror
-from prism.agent.nursery import Nursery
-from prism.agent.nursery_client import NurseryClient
-from prism.agent.peers import PeerLedgers
-from prism.agent.pool import Pool
+from prism.agent.memory import PeerLedgers, Reclaimer
+from prism.agent.overdraft import MemoryWatch
+from prism.agent.pool import EnginePool
 from prism.agent.prefetch import Prefetcher
-from prism.agent.reporter import Reporter
-from prism.agent.reports import build_report
-from prism.agent.scheduler_link import SchedulerLink
-from prism.agent.serving import Parts, Serving
-from prism.agent.state import State
-from prism.agent.strays import Strays
-from prism.agent.timing import Timing
-from prism.agent.turns import Turns
-from prism.config import ClusterConfig
+from prism.agent.queue import AdmissionLoop, FrontendWatch, Lease, OrphanedRequests, QueueReader
+from prism.agent.reports import Reporter, build_report
+from prism.agent.requests import RequestTable
+from prism.agent.serving import Serving
+from prism.agent.sockets import EngineLink, SchedulerLink, TokenSender
+from prism.agent.state import AgentTiming, DeviceState
+from prism.config.schema import ClusterConfig, is_gpu
 from prism.engines.kv_file import remove_abandoned
-from prism.engines.nursery import load_adapter
+from prism.engines.process import load_adapter
+from prism.engines.weight_store import open_store
 from prism.errors import LeaseLostError, QueueUnavailableError
-from prism.journal import open_journal
-from prism.messages import ActionResult, AgentReport
+from prism.messages.agent import ActionResult, AgentReport
 from prism.policies import registry
 from prism.queueing import RequestQueue
-from prism.scheduler.journaled import JournaledScheduler
+from prism.scheduler.journal import QueueJournal, open_journal
 from prism.scheduler.local import Limits, LocalScheduler
-from prism.weight_store import open_store
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +54,16 @@ class Agent:
     """
 
     def __init__(
-        self, config: ClusterConfig, config_path: Path, device: str, timing: Timing | None = None
+        self,
+        config: ClusterConfig,
+        config_path: Path,
+        device: str,
+        timing: AgentTiming | None = None,
     ) -> None:
         self._config = config
         self._config_path = config_path
         self._name = device
-        self._timing = timing or Timing()
+        self._timing = timing or AgentTiming()
         place = config.device(device)
         self._device = Device.open(
             device,
@@ -78,14 +71,18 @@ class Agent:
             page_bytes=place.page_bytes,
             namespace=config.namespace,
         )
-        self._drain_timeout_s = config.engine.drain_timeout_s
+        self._drain_timeout_s: float = config.engine.drain_timeout_s
         self._drain_action: int | None = None
         self._bound = False
         self._replaced = False
         self._stop = asyncio.Event()
-        self._state = State(Pool(device, place.engines, place.sm_percent), self._timing)
-        self._errands = Errands()
-        self._strays = Strays(self._state)
+        self._limits = Limits(prefill_chunk_tokens=config.engine.prefill_chunk_tokens)
+        self._state = DeviceState(
+            EnginePool(device, place.engines, place.sm_percent),
+            self._timing,
+            requests=RequestTable(self._local_scheduler()),
+        )
+        self._orphans = OrphanedRequests(self._state)
         self._open_sockets()
         self._wire_serving()
         self._wire_control()
@@ -95,72 +92,84 @@ class Agent:
         self._link = EngineLink(self._context, config.agent_engines_endpoint(self._name))
         self._orders = SchedulerLink(self._context, config.scheduler_endpoint, self._name)
         self._queue = RequestQueue.connect(config.redis_url, config.namespace)
-        self._delivery = Delivery(self._frontend_died)
+        self._tokens = TokenSender(self._frontend_died)
 
     def _wire_serving(self) -> None:
         """The request's way."""
         peers = PeerLedgers(self._config.namespace, self._state.pool)
         self._reclaimer = Reclaimer(self._state, self._device, peers)
-        port = DevicePort(self._state, self._device, self._reclaimer, peers)
-        limits = Limits(prefill_chunk_tokens=self._config.engine.prefill_chunk_tokens)
-        scheduler = self._local_scheduler(port, limits)
-        self._mirror = Mirror(scheduler, lambda: time.time() - time.monotonic())
         self._lease = Lease(
             queue=self._queue,
             device=self._name,
             owner=f"{os.getpid()}-{uuid4().hex}",
             timing=self._timing,
-            held=self._held,
-            on_retaken=self._replay,
+            held=self._state.requests.running_ids,
+            on_retaken=self._restore,
         )
-        self._turns = Turns(self._lease, self._timing)
-        parts = Parts(
+        self._admission = AdmissionLoop(self._lease, self._state)
+        self._serving = Serving(
             state=self._state,
-            device=self._name,
+            views=EngineViews(self._state, self._device, peers),
+            reclaimer=self._reclaimer,
             queue=self._queue,
-            mirror=self._mirror,
-            scheduler=scheduler,
-            limits=limits,
-            port=port,
-            link=self._link,
-            delivery=self._delivery,
-            errands=self._errands,
+            device=self._name,
+            engines=self._link,
+            tokens=self._tokens,
+            wake=self._admission.wake,
+            headroom_tokens=self._limits.headroom_tokens,
         )
-        self._serving = Serving(parts, self._turns.wake, time.time)
-        self._intake = Intake(
-            self._queue, self._name, self._timing, self._serving.arrived, self._serving.replayed
+        self._reader = QueueReader(
+            self._queue,
+            self._name,
+            self._timing,
+            on_entry=self._serving.arrived,
+            on_replayed=self._serving.replayed,
+            set_aside=self._set_aside,
         )
         self._frontends = FrontendWatch(
             self._state, self._queue, self._known_frontends, self._frontend_died
         )
 
-    def _local_scheduler(self, port: DevicePort, limits: Limits) -> LocalScheduler:
-        order = registry.live(self._config.policy).order
-        self._journal = open_journal(self._config, self._name, limits=limits)
-        if self._journal is None:
-            return LocalScheduler(port, limits, order)
-        return JournaledScheduler(port, limits, order, self._journal, self._state.now_s)
+    def _local_scheduler(self) -> LocalScheduler:
+        config = self._config
+        order = registry.live(config.policy).order
+        self._journal = open_journal(
+            config.journal, Path(config.run_dir), self._name, config.policy, limits=self._limits
+        )
+        journal = self._journal
+        observer = None if journal is None else QueueJournal(journal, time.monotonic)
+        return LocalScheduler(self._limits, order, observer)
 
     def _wire_control(self) -> None:
         """The model's way."""
         config = self._config
-        self._reporter = Reporter(self._orders, self._report, config.scheduler.report_interval_s)
+        self._reporter = Reporter(self._orders, self._report, config.report_interval_s)
         weight_key = partial(load_adapter(config.engine.adapter).weight_key, device=self._name)
         self._prefetcher = Prefetcher(open_store(config), weight_key, self._reporter.answer)
+        self._trace = TraceFile(trace_path(config, self._name), self._name)
         effects = AgentEffects(
             device=self._device,
             link=self._link,
-            running=self._state.running,
+            requests=self._state.requests,
             reclaimer=self._reclaimer,
             serving=self._serving,
             reporter=self._reporter,
-            trace=TraceFile(trace_path(config, self._name), self._name),
+            trace=self._trace,
             journal=self._journal,
         )
         self._lifecycle = Lifecycle(
             self._state, effects, config.engine.max_running, config.engine.drain_timeout_s
         )
-        self._nursery = Nursery(self._state, self._lifecycle, self._start_nursery)
+        self._watch = MemoryWatch(
+            self._state,
+            self._device,
+            is_gpu=is_gpu(self._name),
+            slack_bytes=config.engine.memory_slack_bytes,
+            replace=self._lifecycle.replace,
+        )
+        self._fork_server = ForkServerSupervisor(
+            self._state, self._lifecycle, self._start_fork_server
+        )
         self._cancels = CancelInbox(
             self._context, config.agent_cancel_endpoint(self._name), self._serving
         )
@@ -177,7 +186,7 @@ class Agent:
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._lease.acquire()
-            # Only now: binding takes the addresses away from whoever has them.
+            # Only now: binding takes the addresses from another agent.
             self._link.bind()
             self._cancels.bind()
             self._bound = True
@@ -193,7 +202,14 @@ class Agent:
             await self._close(tasks)
 
     def _loops(self) -> list[Coroutine[Any, Any, None]]:
-        engines = EngineInbox(self._state, self._link, self._lifecycle, self._serving)
+        engines = EngineInbox(
+            self._state,
+            self._link,
+            self._lifecycle,
+            self._serving,
+            self._watch.look_soon,
+            trace=self._trace,
+        )
         orders = OrderInbox(
             link=self._orders,
             models=self._state.models,
@@ -207,29 +223,30 @@ class Agent:
             engines.run(),
             orders.run(),
             self._cancels.run(),
-            self._intake.run(),
-            self._turns.run(self._serving),
+            self._reader.run(),
+            self._admission.run(self._serving),
             self._lease.run(),
             self._frontends.run(),
             self._reporter.run(),
-            self._nursery.run(),
+            self._fork_server.run(),
+            self._watch.run(),
             self._tick(),
             self._sweep(),
         ]
 
     async def _tick(self) -> None:
         while True:
-            self._nursery.tick()
+            self._fork_server.tick()
             self._lifecycle.tick()
             self._reclaimer.tick()
             self._prefetcher.tick()
-            given_up = self._strays.given_up(self._mirror.counts())
+            given_up = self._orphans.given_up(self._state.requests.waiting_counts())
             if given_up:
-                self._serving.hand_back(given_up.__contains__)
+                self._serving.hand_back(given_up)
             await asyncio.sleep(self._timing.tick_s)
 
     async def _sweep(self) -> None:
-        """Agents of a machine share the folder: whoever is first removes."""
+        """Agents of a machine share the folder: the first one removes."""
         while True:
             remove_abandoned(Path(self._config.moves_dir))
             await asyncio.sleep(self._timing.sweep_s)
@@ -242,13 +259,13 @@ class Agent:
 
     async def _drain(self) -> None:
         """Admit nothing more and let run what runs, for `drain_timeout_s` at most."""
-        log.info("draining: %d requests run", len(self._state.running))
+        log.info("draining: %d requests run", len(self._state.requests.running_ids()))
         self._serving.paused = True
         try:
             async with asyncio.timeout(self._drain_timeout_s):
-                await self._state.running.empty.wait()
+                await self._state.requests.none_runs.wait()
         except TimeoutError:
-            log.warning("%d requests did not end in time", len(self._state.running))
+            log.warning("%d requests did not end in time", len(self._state.requests.running_ids()))
 
     async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
         """Loops, requests, engines, memory, lease, sockets, in this order. Raises the first error
@@ -262,14 +279,14 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._serving.end_all("the agent of this device stops")
         self._prefetcher.stop()
-        await self._nursery.stop()
+        await self._fork_server.stop()
         self._leave_device()
         await self._leave_queue()
         if self._drain_action is not None:
             self._orders.send(ActionResult(self._drain_action, True))
         if self._journal is not None:
             self._journal.close()
-        self._delivery.close()
+        self._tokens.close()
         self._link.close()
         self._orders.close()
         self._cancels.close()
@@ -281,15 +298,15 @@ class Agent:
 
     async def _leave_queue(self) -> None:
         try:
-            await self._errands.run(self._queue, self._name, self._lease.epoch)
+            await self._state.requests.outbox.flush(self._queue, self._name, self._lease.epoch)
             await self._lease.release()
         except (QueueUnavailableError, LeaseLostError) as error:
             log.warning("%s", error)
         await self._queue.close()
 
     def _leave_device(self) -> None:
-        """The ledger goes with us, unless the next agent has it: its engines may be about to
-        start, so that nobody holds memory yet."""
+        """Remove the ledger, unless the next agent has it: it may have no engine yet that would
+        keep the ledger."""
         if self._replaced:
             self._device.close()
             return
@@ -315,26 +332,29 @@ class Agent:
         return build_report(
             self._state,
             self._device,
-            self._mirror.counts(),
             epoch=self._lease.epoch,
             time_unix_s=time.time(),
             cancel_endpoint=self._config.agent_cancel_endpoint(self._name),
+            gpu=self._watch.memory,
         )
 
-    def _start_nursery(self) -> Coroutine[Any, Any, NurseryClient]:
-        return NurseryClient.start(self._config.engine.adapter, self._config_path, self._name)
+    def _start_fork_server(self) -> Coroutine[Any, Any, ForkServerClient]:
+        return ForkServerClient.start(self._config.engine.adapter, self._config_path, self._name)
 
-    def _held(self) -> set[str]:
-        return self._serving.held()
+    def _restore(self) -> None:
+        self._frontends.forgive()
+        self._reader.replay()
+        self._state.requests.register()
+        self._admission.wake()
 
-    def _replay(self) -> None:
-        self._intake.replay()
+    async def _set_aside(self, entries: Mapping[str, tuple[str, int]]) -> None:
+        frontends = await self._queue.set_aside(self._name, self._lease.epoch, entries)
+        addresses = {name: self._config.frontend_endpoint(name) for name in frontends}
+        self._serving.malformed(entries, addresses)
 
     def _known_frontends(self) -> set[str]:
-        return (
-            self._state.running.frontends() | self._mirror.frontends() | self._delivery.frontends()
-        )
+        return self._state.requests.frontends() | self._tokens.frontends()
 
     def _frontend_died(self, frontend_id: str) -> None:
-        self._delivery.drop(frontend_id)
         self._serving.frontend_died(frontend_id)
+        self._tokens.drop(frontend_id)

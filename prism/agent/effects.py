@@ -9,14 +9,15 @@ import time
 
 from kvcached import Device
 from prism.agent.activations import ActivationRecord, TraceFile
-from prism.agent.engines import EngineLink
 from prism.agent.memory import Reclaimer
-from prism.agent.pool import Engine
-from prism.agent.reporter import Reporter
-from prism.agent.running import RunningBook
+from prism.agent.pool import EngineProcess
+from prism.agent.reports import Reporter
+from prism.agent.requests import RequestTable
 from prism.agent.serving import Serving
-from prism.journal import Served, Sink
-from prism.messages import ActionResult, ToEngine
+from prism.agent.sockets import EngineLink
+from prism.messages.agent import ActionResult
+from prism.messages.engine import ToEngine
+from prism.scheduler.journal import Served, Sink
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class AgentEffects:
         *,
         device: Device,
         link: EngineLink,
-        running: RunningBook,
+        requests: RequestTable,
         reclaimer: Reclaimer,
         serving: Serving,
         reporter: Reporter,
@@ -38,7 +39,7 @@ class AgentEffects:
     ) -> None:
         self._device = device
         self._link = link
-        self._running = running
+        self._requests = requests
         self._reclaimer = reclaimer
         self._serving = serving
         self._reporter = reporter
@@ -48,7 +49,7 @@ class AgentEffects:
     def send(self, engine_id: str, message: ToEngine) -> bool:
         return self._link.send(engine_id, message)
 
-    def kill(self, engine: Engine) -> None:
+    def kill(self, engine: EngineProcess) -> None:
         if engine.pid and not engine.ended:
             try:
                 os.kill(engine.pid, signal.SIGKILL)
@@ -56,11 +57,11 @@ class AgentEffects:
                 log.debug("%s had ended already", engine.id)
         self._device.reap()
 
-    def engine_lost(self, engine_id: str, why: str) -> None:
-        self._serving.engine_lost(engine_id, why)
+    def engine_lost(self, engine_id: str, why: str, by_request: bool) -> bool:
+        return self._serving.engine_lost(engine_id, why, by_request)
 
     def engine_load(self, engine_id: str) -> int:
-        return len(self._running.on_engine(engine_id))
+        return len(self._requests.on_engine(engine_id))
 
     def reclaim(self, need_bytes: int, for_engine: str) -> None:
         self._reclaimer.reclaim(need_bytes, for_engine)
@@ -83,6 +84,9 @@ class AgentEffects:
                     block_tokens=found.block_tokens,
                 )
             )
+
+    def replaced(self, engine: EngineProcess, model: str, why: str) -> None:
+        self._trace.note("replaced", engine.id, {"model": model, "why": why})
 
     def changed(self) -> None:
         self._reporter.changed()

@@ -5,55 +5,62 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import msgspec
 import zmq.asyncio
 
-from prism.agent.engines import EngineLink
+from prism.agent.activations import TraceFile
 from prism.agent.lifecycle import Lifecycle
 from prism.agent.memory import Reclaimer
-from prism.agent.models import Models, counters_of
-from prism.agent.pool import Engine, EngineState
+from prism.agent.pool import EngineProcess, EngineState, counters_of
 from prism.agent.prefetch import Prefetcher
-from prism.agent.reporter import Reporter
-from prism.agent.scheduler_link import Order, SchedulerLink
+from prism.agent.reports import Reporter
 from prism.agent.serving import Serving
-from prism.agent.state import State
-from prism.messages import (
+from prism.agent.sockets import EngineLink, SchedulerLink
+from prism.agent.state import DeviceState, Models
+from prism.messages.agent import (
     ActionResult,
-    Activated,
     ActivateModel,
-    ActivationFailed,
-    Cancel,
-    Deactivated,
+    AgentCommand,
     Drain,
-    EngineHello,
-    EngineOutput,
-    EngineStatus,
     EvictModel,
-    Exported,
-    FromEngine,
-    ModelSpec,
     PrefetchModel,
     TrimModel,
 )
+from prism.messages.engine import (
+    Activated,
+    ActivationFailed,
+    Deactivated,
+    EngineHello,
+    EngineStatus,
+    Exported,
+    FromEngine,
+)
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Cancel, EngineOutput, Failure
+from prism.transport import Channel
 
 log = logging.getLogger(__name__)
 
 
 class EngineInbox:
-    """What engines say. Messages of engines that are dead to us are dropped."""
+    """What engines say. Messages of engines that are dead to us are dropped. `on_evicted`: memory
+    has just come free."""
 
     def __init__(
         self,
-        state: State,
+        state: DeviceState,
         link: EngineLink,
         lifecycle: Lifecycle,
         serving: Serving,
+        on_evicted: Callable[[], None],
+        *,
+        trace: TraceFile | None = None,
     ) -> None:
         self._state = state
         self._link = link
         self._lifecycle = lifecycle
         self._serving = serving
+        self._on_evicted = on_evicted
+        self._trace = trace
 
     async def run(self) -> None:
         while True:
@@ -65,8 +72,10 @@ class EngineInbox:
             engine.seen_s = self._state.now_s()
             self._take(engine, message)
 
-    def _take(self, engine: Engine, message: FromEngine) -> None:
+    def _take(self, engine: EngineProcess, message: FromEngine) -> None:
         match message:
+            case EngineOutput(failures=[Failure(blame="suspect" | "other", message=why) as it, *_]):
+                self._lifecycle.engine_died(engine.id, why, by_request=it.blame == "suspect")
             case EngineOutput():
                 self._serving.output(engine.id, message)
             case Exported(requests=requests):
@@ -82,15 +91,19 @@ class EngineInbox:
                 self._lifecycle.activation_failed(engine, message)
             case Deactivated():
                 self._lifecycle.deactivated(engine, message)
+                self._on_evicted()
 
-    def _take_status(self, engine: Engine, status: EngineStatus) -> None:
-        engine.counters = counters_of(status)
+    def _take_status(self, engine: EngineProcess, status: EngineStatus) -> None:
+        engine.counters, engine.outside = counters_of(status), status.outside
         serves = engine.state in (EngineState.ACTIVE, EngineState.DRAINING)
         if serves and status.model == engine.model and engine.model is not None:
+            if self._trace is not None:
+                known = len(engine.status.captures_s) if engine.status is not None else 0
+                self._trace.captured(engine.id, engine.model, status.captures_s[known:])
             engine.status = status
-            self._state.running.status_came(engine.id)
+            self._state.requests.status_came(engine.id)
             self._state.models.totals(engine.model).observe(status)
-            if self._serving.has_waiting:
+            if self._state.requests.has_waiting:
                 self._serving.wake()
 
 
@@ -122,7 +135,7 @@ class OrderInbox:
             log.info("order %s", _headline(order))
             self._take(order)
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: AgentCommand) -> None:
         match order:
             case ActivateModel():
                 self._lifecycle.activate(order)
@@ -137,8 +150,8 @@ class OrderInbox:
 
     def _trim(self, order: TrimModel) -> None:
         """The engine of one model, or of all active ones."""
-        served = self._models.served.values()
-        names = [order.model] if order.model else [each.name for each in served]
+        hosted = self._models.hosted.values()
+        names = [order.model] if order.model else [each.name for each in hosted]
         active = [found for name in names if (found := self._models.active(name)) is not None]
         if order.model and not active:
             self._reporter.answer(
@@ -157,30 +170,24 @@ class CancelInbox:
     """What frontends cancel."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, serving: Serving) -> None:
-        self._socket = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._channel = Channel[Cancel](context, zmq.PULL, Cancel)
         self._endpoint = endpoint
         self._serving = serving
-        self._decoder = msgspec.msgpack.Decoder(Cancel)
 
     def bind(self) -> None:
         """Take the address, from a predecessor as well."""
-        self._socket.bind(self._endpoint)
+        self._channel.bind(self._endpoint)
 
     async def run(self) -> None:
-        """Malformed messages are logged and dropped."""
         while True:
-            frame = await self._socket.recv()
-            try:
-                self._serving.cancel(self._decoder.decode(frame).request_ids)
-            except msgspec.MsgspecError as error:
-                log.warning("dropped a malformed cancellation: %s", error)
+            _, cancel = await self._channel.receive()
+            self._serving.cancel(cancel.request_ids)
 
     def close(self) -> None:
-        self._socket.close()
+        self._channel.close()
 
 
-def _headline(order: Order) -> str:
+def _headline(order: AgentCommand) -> str:
     named = getattr(order, "model", "")
     model = named.name if isinstance(named, ModelSpec) else named
     reason = getattr(order, "reason", "")

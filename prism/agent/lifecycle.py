@@ -9,18 +9,15 @@ import logging
 from typing import Protocol
 
 from prism.agent.activations import ActivationRecord, Fingerprints, stages_of
-from prism.agent.models import ModelState, Served
-from prism.agent.pool import Engine, EngineState
-from prism.agent.state import State
-from prism.messages import (
-    ActionResult,
-    Activate,
+from prism.agent.pool import EngineProcess, EngineState
+from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.messages.agent import ActionResult, ActivateModel, EvictModel
+from prism.messages.engine import (
     Activated,
-    ActivateModel,
+    ActivateEngine,
     ActivationFailed,
     Deactivate,
     Deactivated,
-    EvictModel,
     Export,
     SetLimit,
     ToEngine,
@@ -34,11 +31,11 @@ class Effects(Protocol):
 
     def send(self, engine_id: str, message: ToEngine) -> bool: ...
 
-    def kill(self, engine: Engine) -> None:
+    def kill(self, engine: EngineProcess) -> None:
         """SIGKILL its process, and free what the ledger holds for dead ones."""
 
-    def engine_lost(self, engine_id: str, why: str) -> None:
-        """Its requests fail."""
+    def engine_lost(self, engine_id: str, why: str, by_request: bool) -> bool:
+        """Its requests fail. `by_request`: one of them may be to blame. Whether one is."""
 
     def engine_load(self, engine_id: str) -> int:
         """Requests that run on it."""
@@ -50,16 +47,20 @@ class Effects(Protocol):
     def record(self, activation: ActivationRecord) -> None:
         """A model became active."""
 
+    def replaced(self, engine: EngineProcess, model: str, why: str) -> None:
+        """It is about to make way for a fresh one."""
+
     def changed(self) -> None:
         """A model's or an engine's state is another one."""
 
 
 class Lifecycle:
-    """Not thread-safe. max_running: requests an engine may run at once."""
+    """Not thread-safe. max_running: requests an engine may run at once. import_s: how long its
+    fork server's imports took, which an engine in a fresh process does again."""
 
     def __init__(
         self,
-        state: State,
+        state: DeviceState,
         effects: Effects,
         max_running: int,
         drain_timeout_s: float,
@@ -73,154 +74,192 @@ class Lifecycle:
         self._drain_timeout_s = drain_timeout_s
         self._fingerprints = Fingerprints()
         self._ticked_s = self._now_s()
+        self.import_s = 0.0
 
     # --- the scheduler's orders -------------------------------------------------------------
 
     def activate(self, order: ActivateModel) -> None:
         """Answered when it is active or has failed. Active already: only its limit is set."""
-        served = self._models.served.get(order.model.name)
-        if served is None or served.state is ModelState.FAILED:
+        hosted = self._models.hosted.get(order.model.name)
+        if hosted is None or hosted.state is ModelState.FAILED:
             limit_bytes = order.kv_limit_bytes
-            served = Served(
+            hosted = HostedModel(
                 order.model, self._now_s(), kv_limit_bytes=limit_bytes, peers=order.peers
             )
-            self._models.served[served.name] = served
-            served.actions.append(order.action_id)
-            self._place(served)
-        elif served.state is ModelState.DRAINING:
-            self._answer(order.action_id, f"{served.name} is being evicted")
+            self._models.hosted[hosted.name] = hosted
+            hosted.actions.append(order.action_id)
+            self._place(hosted)
+        elif hosted.state is ModelState.DRAINING:
+            self._answer(order.action_id, f"{hosted.name} is being evicted")
         else:
-            self._set_limit(served, order)
+            self._set_limit(hosted, order)
 
     def evict(self, order: EvictModel) -> None:
         """Answered when the model is gone. A model that is not here is gone already."""
-        served = self._models.served.get(order.model)
-        if served is None or served.state is ModelState.FAILED:
-            self._models.served.pop(order.model, None)
+        hosted = self._models.hosted.get(order.model)
+        if hosted is None or hosted.state is ModelState.FAILED:
+            self._models.hosted.pop(order.model, None)
             self._effects.changed()
             self._answer(order.action_id)
-        elif served.state is ModelState.ACTIVATING:
-            self._answer(order.action_id, f"{served.name} is being activated: evict it afterwards")
+        elif hosted.state is ModelState.ACTIVATING:
+            self._answer(order.action_id, f"{hosted.name} is being activated: evict it afterwards")
         else:
-            served.actions.append(order.action_id)
-            if order.move_running and served.state is ModelState.ACTIVE:
-                self._effects.send(served.engine_id, Export(order.targets))
-            self._drain(served)
+            hosted.actions.append(order.action_id)
+            if order.move_running and hosted.state is ModelState.ACTIVE:
+                self._effects.send(hosted.engine_id, Export(order.targets))
+            self._drain(hosted)
 
-    def _set_limit(self, served: Served, order: ActivateModel) -> None:
-        if order.kv_limit_bytes != served.kv_limit_bytes:
-            served.kv_limit_bytes = order.kv_limit_bytes
-            if served.state is ModelState.ACTIVE:
-                self._effects.send(served.engine_id, SetLimit(order.kv_limit_bytes))
-        if served.state is ModelState.ACTIVE:
+    def _set_limit(self, hosted: HostedModel, order: ActivateModel) -> None:
+        if order.kv_limit_bytes != hosted.kv_limit_bytes:
+            hosted.kv_limit_bytes = order.kv_limit_bytes
+            if hosted.state is ModelState.ACTIVE:
+                self._effects.send(hosted.engine_id, SetLimit(order.kv_limit_bytes))
+        if hosted.state is ModelState.ACTIVE:
             self._answer(order.action_id)
         else:
-            served.actions.append(order.action_id)
+            hosted.actions.append(order.action_id)
 
-    def _drain(self, served: Served) -> None:
-        if served.state is ModelState.ACTIVE:
-            served.state, served.since_s = ModelState.DRAINING, self._now_s()
-            if engine := self._pool.get(served.engine_id):
+    def _drain(self, hosted: HostedModel) -> None:
+        if hosted.state is ModelState.ACTIVE:
+            hosted.state, hosted.since_s = ModelState.DRAINING, self._now_s()
+            if engine := self._pool.get(hosted.engine_id):
                 engine.state = EngineState.DRAINING
             self._effects.changed()
-        self._deactivate_when_idle(served)
+        self._deactivate_when_idle(hosted)
 
     # --- what engines say -------------------------------------------------------------------
 
-    def engine_ready(self, engine: Engine) -> None:
+    def engine_ready(self, engine: EngineProcess) -> None:
         """It said hello: it can serve any model."""
         engine.become(EngineState.FREE, self._now_s())
         self._effects.changed()
         self._place_those_waiting()
 
-    def activated(self, engine: Engine, message: Activated) -> None:
-        served = self._models.on_engine(engine.id)
-        if served is None or served.name != message.model:
-            log.warning("%s activated %s, which nobody asked for", engine.id, message.model)
+    def activated(self, engine: EngineProcess, message: Activated) -> None:
+        hosted = self._models.on_engine(engine.id)
+        if hosted is None or hosted.name != message.model:
+            log.warning("%s activated %s without an order", engine.id, message.model)
             self._effects.send(engine.id, Deactivate())
             return
         now_s = self._now_s()
-        served.activation_s = now_s - engine.since_s
-        served.state, served.error, served.memory_tries = ModelState.ACTIVE, "", 0
-        self._note_activation(served, engine, message)
-        engine.become(EngineState.ACTIVE, now_s, served.name)
+        hosted.activation_s = now_s - engine.since_s
+        hosted.state, hosted.error, hosted.memory_tries = ModelState.ACTIVE, "", 0
+        self._note_activation(hosted, engine, message)
+        engine.become(EngineState.ACTIVE, now_s, hosted.name)
         engine.activated = message
-        if served.kv_limit_bytes != served.sent_limit_bytes:
-            self._effects.send(engine.id, SetLimit(served.kv_limit_bytes))
-        log.info("%s serves %s after %.3f s", engine.id, served.name, served.activation_s)
+        if hosted.kv_limit_bytes != hosted.sent_limit_bytes:
+            self._effects.send(engine.id, SetLimit(hosted.kv_limit_bytes))
+        log.info("%s serves %s after %.3f s", engine.id, hosted.name, hosted.activation_s)
         self._effects.changed()
-        self._settle(served)
+        self._settle(hosted)
 
-    def _note_activation(self, served: Served, engine: Engine, message: Activated) -> None:
-        served.stages_s = stages_of(served, message, self._now_s())
-        self._models.totals(served.name).activations += 1
-        self._fingerprints.learn(served.name, message.fingerprint, engine.is_fresh)
-        engine.is_fresh = served.needs_fresh = False
-        self._effects.record(ActivationRecord(served.name, engine.id, served.stages_s, message))
+    def _note_activation(
+        self, hosted: HostedModel, engine: EngineProcess, message: Activated
+    ) -> None:
+        hosted.stages_s = stages_of(hosted, message, self._now_s())
+        self._models.totals(hosted.name).activations += 1
+        self._fingerprints.learn(hosted.name, message.fingerprint, engine.is_fresh)
+        engine.is_fresh = hosted.needs_fresh = False
+        self._effects.record(ActivationRecord(hosted.name, engine.id, hosted.stages_s, message))
 
-    def activation_failed(self, engine: Engine, message: ActivationFailed) -> None:
+    def activation_failed(self, engine: EngineProcess, message: ActivationFailed) -> None:
         """For lack of memory: others give their idle memory back, and it is tried again. For a
         failed self-check on a reused engine: that one is replaced, and a fresh one is tried."""
-        served = self._models.on_engine(engine.id)
-        if message.needs_fresh_engine and served is not None and not engine.is_fresh:
-            served.needs_fresh = True
+        hosted = self._models.on_engine(engine.id)
+        if message.needs_fresh_engine and hosted is not None and not engine.is_fresh:
+            hosted.needs_fresh = True
             self.engine_died(engine.id, f"it cannot serve {message.model}: {message.message}")
             return
         engine.become(EngineState.FREE, self._now_s())
-        if served is None:
+        if hosted is None:
             return
-        served.engine_id = ""
-        log.warning("%s could not activate %s: %s", engine.id, served.name, message.message)
-        if message.missing_bytes > 0 and served.memory_tries < self._timing.memory_tries:
-            served.memory_tries += 1
-            served.not_before_s = self._now_s() + self._timing.memory_retry_s
+        hosted.engine_id = ""
+        log.warning("%s could not activate %s: %s", engine.id, hosted.name, message.message)
+        if message.missing_bytes > 0 and hosted.memory_tries < self._timing.memory_tries:
+            hosted.memory_tries += 1
+            hosted.not_before_s = self._now_s() + self._timing.memory_retry_s
             self._effects.reclaim(message.missing_bytes, engine.id)
         else:
-            self._fail(served, message.message)
+            self._fail(hosted, message.message)
         self._place_those_waiting()
 
-    def deactivated(self, engine: Engine, message: Deactivated) -> None:
-        served = self._models.on_engine(engine.id)
-        if served is not None and served.state is ModelState.DRAINING:
-            del self._models.served[served.name]
-            log.info("%s gave %s up in %.3f s", engine.id, served.name, message.seconds)
+    def deactivated(self, engine: EngineProcess, message: Deactivated) -> None:
+        hosted = self._models.on_engine(engine.id)
+        if hosted is not None and hosted.state is ModelState.DRAINING:
+            del self._models.hosted[hosted.name]
+            log.info("%s gave %s up in %.3f s", engine.id, hosted.name, message.seconds)
         engine.become(EngineState.FREE, self._now_s())
         self._effects.changed()
-        if served is not None:
-            self._settle(served)
+        if hosted is not None:
+            self._settle(hosted)
         self._place_those_waiting()
 
     # --- deaths -----------------------------------------------------------------------------
 
-    def engine_died(self, engine_id: str, why: str) -> None:
+    def engine_died(self, engine_id: str, why: str, by_request: bool = True) -> None:
         """Its requests fail, its model goes to another engine, at most `revives_max` times in
-        `revive_window_s`. Unknown ids (killed by us before) are ignored."""
+        `revive_window_s`. Unknown ids (killed by us before) are ignored. `by_request`: one of its
+        requests may be to blame; if one is, then neither this death nor the one that made it a
+        suspect counts."""
         engine = self._pool.remove(engine_id)
         if engine is None:
             return
         log.warning("%s (pid %d, %s) died: %s", engine.id, engine.pid, engine.state.value, why)
         self._pool.restarts_total += 1
         self._effects.kill(engine)
-        served = self._models.on_engine(engine.id)
-        if served is not None:
-            self._leave_dead(served)
-        self._effects.engine_lost(engine.id, why)
+        hosted = self._models.on_engine(engine.id)
+        made_suspects = by_request and self._effects.engine_load(engine.id) > 0
+        explained = self._effects.engine_lost(engine.id, why, by_request)
+        if hosted is not None:
+            self._count_death(hosted, explained, made_suspects)
+            self._leave_dead(hosted)
         self._effects.changed()
 
-    def _leave_dead(self, served: Served) -> None:
-        served.engine_id = ""
+    def _count_death(self, hosted: HostedModel, explained: bool, made_suspects: bool) -> None:
         now_s = self._now_s()
-        if served.state is ModelState.DRAINING:
-            del self._models.served[served.name]
-            self._settle(served)
-            return
         recently_s = now_s - self._timing.revive_window_s
-        served.deaths_s = [*(t for t in served.deaths_s if t > recently_s), now_s]
-        if len(served.deaths_s) > self._timing.revives_max:
-            self._fail(served, f"its engines died {len(served.deaths_s)} times in a row")
+        hosted.deaths_s = [t for t in hosted.deaths_s if t > recently_s]
+        if not explained:
+            hosted.deaths_s.append(now_s)
+            hosted.suspects_s = now_s if made_suspects else hosted.suspects_s
             return
-        served.state, served.since_s, served.asked_s = ModelState.ACTIVATING, now_s, 0.0
-        self._place(served)
+        if hosted.suspects_s in hosted.deaths_s:
+            hosted.deaths_s.remove(hosted.suspects_s)
+        hosted.suspects_s = None
+
+    def _leave_dead(self, hosted: HostedModel) -> None:
+        hosted.engine_id = ""
+        now_s = self._now_s()
+        if hosted.state is ModelState.DRAINING:
+            del self._models.hosted[hosted.name]
+            self._settle(hosted)
+            return
+        if len(hosted.deaths_s) > self._timing.revives_max:
+            self._fail(hosted, f"its engines died {len(hosted.deaths_s)} times in a row")
+            return
+        hosted.state, hosted.since_s, hosted.asked_s = ModelState.ACTIVATING, now_s, 0.0
+        self._place(hosted)
+
+    def replace(self, engine: EngineProcess, why: str) -> None:
+        """It makes way for a fresh one. Its model stays: requests that run leave the engine with
+        what they have, at most `export_s` long, and go on where it comes up again."""
+        if engine.condemned:
+            return
+        log.warning("%s (pid %d) is replaced: %s", engine.id, engine.pid, why)
+        engine.condemned, engine.condemned_s = why, self._now_s()
+        hosted = self._models.on_engine(engine.id)
+        self._effects.replaced(engine, hosted.name if hosted else "", why)
+        if hosted is not None and hosted.state is ModelState.ACTIVE:
+            hosted.state, hosted.since_s = ModelState.ACTIVATING, self._now_s()
+            self._effects.send(engine.id, Export())
+            self._effects.changed()
+        self._end_condemned()
+
+    def _end_condemned(self) -> None:
+        for engine in self._pool:
+            overdue = self._now_s() - engine.condemned_s > self._timing.export_s
+            if engine.condemned and (overdue or not self._effects.engine_load(engine.id)):
+                self.engine_died(engine.id, engine.condemned, by_request=False)
 
     # --- time -------------------------------------------------------------------------------
 
@@ -228,13 +267,15 @@ class Lifecycle:
         """Looks at time limits; call it every `tick_s`."""
         self._forgive_own_absence()
         self._kill_silent_engines()
-        for served in list(self._models.served.values()):
-            if served.state is ModelState.DRAINING:
-                self._deactivate_when_idle(served)
+        self._end_condemned()
+        for hosted in list(self._models.hosted.values()):
+            if hosted.state is ModelState.DRAINING:
+                self._deactivate_when_idle(hosted)
         self._place_those_waiting()
 
     def _forgive_own_absence(self) -> None:
-        """An agent that was stopped itself (a suspended machine, SIGSTOP) has heard nobody."""
+        """If ticks are far apart, the agent itself was suspended (SIGSTOP, the machine): engines'
+        silence during the gap does not count."""
         now_s = self._now_s()
         away_s, self._ticked_s = now_s - self._ticked_s, now_s
         if away_s > self._timing.away_s:
@@ -243,7 +284,7 @@ class Lifecycle:
 
     def _kill_silent_engines(self) -> None:
         limits_s = {
-            EngineState.STARTING: self._timing.hello_s,
+            EngineState.STARTING: self._timing.hello_s + self.import_s,
             EngineState.ACTIVATING: self._timing.activation_s,
         }
         for engine in self._pool:
@@ -252,56 +293,57 @@ class Lifecycle:
             if silent_s > limit_s:
                 self.engine_died(engine.id, f"it has been silent for {silent_s:.1f} s")
 
-    def _deactivate_when_idle(self, served: Served) -> None:
-        if served.deactivating:
+    def _deactivate_when_idle(self, hosted: HostedModel) -> None:
+        if hosted.deactivating:
             return
-        overdue = self._now_s() - served.since_s > self._drain_timeout_s
-        if overdue or not self._effects.engine_load(served.engine_id):
-            served.deactivating = True
-            self._effects.send(served.engine_id, Deactivate())
+        overdue = self._now_s() - hosted.since_s > self._drain_timeout_s
+        if overdue or not self._effects.engine_load(hosted.engine_id):
+            hosted.deactivating = True
+            self._effects.send(hosted.engine_id, Deactivate())
 
     # --- engines for models -----------------------------------------------------------------
 
     def _place_those_waiting(self) -> None:
-        for served in list(self._models.served.values()):
-            if not served.needs_engine:
+        for hosted in list(self._models.hosted.values()):
+            if not hosted.needs_engine:
                 continue
-            if self._now_s() - served.since_s > self._timing.activation_s:
-                self._fail(served, "no engine became free in time")
-            elif self._now_s() >= served.not_before_s:
-                self._place(served)
+            if self._now_s() - hosted.since_s > self._timing.activation_s:
+                self._fail(hosted, "no engine became free in time")
+            elif self._now_s() >= hosted.not_before_s:
+                self._place(hosted)
 
-    def _place(self, served: Served) -> None:
+    def _place(self, hosted: HostedModel) -> None:
         """On a free engine; without one, as soon as one that starts is ready."""
-        engine = self._pool.free(served.peers, served.needs_fresh)
+        engine = self._pool.free(hosted.peers, hosted.needs_fresh)
         if engine is None:
-            self._wait_or_fail(served)
+            self._wait_or_fail(hosted)
             return
-        served.engine_id, served.sent_limit_bytes = engine.id, served.kv_limit_bytes
-        served.sent_s = self._now_s()
-        served.asked_s = served.asked_s or served.sent_s
-        engine.become(EngineState.ACTIVATING, served.sent_s, served.name)
-        self._models.totals(served.name).begin(engine.id, engine.counters)
-        log.info("%s shall serve %s", engine.id, served.name)
-        expected = self._fingerprints.expected(served.name, engine.is_fresh)
+        hosted.engine_id, hosted.sent_limit_bytes = engine.id, hosted.kv_limit_bytes
+        hosted.sent_s = self._now_s()
+        hosted.asked_s = hosted.asked_s or hosted.sent_s
+        engine.become(EngineState.ACTIVATING, hosted.sent_s, hosted.name)
+        self._models.totals(hosted.name).begin(engine.id, engine.counters)
+        log.info("%s shall serve %s", engine.id, hosted.name)
+        expected = self._fingerprints.expected(hosted.name, engine.is_fresh)
         self._effects.send(
-            engine.id, Activate(served.spec, served.kv_limit_bytes, self._max_running, expected)
+            engine.id,
+            ActivateEngine(hosted.spec, hosted.kv_limit_bytes, self._max_running, expected),
         )
         self._effects.changed()
 
-    def _wait_or_fail(self, served: Served) -> None:
+    def _wait_or_fail(self, hosted: HostedModel) -> None:
         # Fewer engines than configured: one has died and another one is about to start.
         if self._pool.count(EngineState.STARTING) or self._pool.is_short:
             return
         if unsuitable := self._pool.unsuitable():
-            self._replace(unsuitable, served)
+            self._replace(unsuitable, hosted)
             return
         busy = ", ".join(sorted(f"{e.model or e.state.value}" for e in self._pool))
-        self._fail(served, f"no engine is free ({busy})")
+        self._fail(hosted, f"no engine is free ({busy})")
 
-    def _replace(self, engine: Engine, served: Served) -> None:
-        """A free engine goes: its successor is forked as `served` needs it."""
-        log.info("%s makes way for an engine that suits %s", engine.id, served.name)
+    def _replace(self, engine: EngineProcess, hosted: HostedModel) -> None:
+        """A free engine goes: its successor is forked as `hosted` needs it."""
+        log.info("%s makes way for an engine that suits %s", engine.id, hosted.name)
         self._pool.remove(engine.id)
         self._effects.kill(engine)
         self._effects.changed()
@@ -309,26 +351,26 @@ class Lifecycle:
     def peers_wanted(self) -> tuple[str, ...]:
         """Those of the next engine to fork: what a model waits for that none on its way suits."""
         coming = [e.peers for e in self._pool if e.state is EngineState.STARTING]
-        for served in self._models.served.values():
-            if not served.needs_engine:
+        for hosted in self._models.hosted.values():
+            if not hosted.needs_engine:
                 continue
-            if served.peers not in coming:
-                return served.peers
-            coming.remove(served.peers)
+            if hosted.peers not in coming:
+                return hosted.peers
+            coming.remove(hosted.peers)
         return ()
 
     # --- answers ----------------------------------------------------------------------------
 
-    def _fail(self, served: Served, message: str) -> None:
-        served.state, served.error, served.since_s = ModelState.FAILED, message, self._now_s()
-        served.engine_id = ""
+    def _fail(self, hosted: HostedModel, message: str) -> None:
+        hosted.state, hosted.error, hosted.since_s = ModelState.FAILED, message, self._now_s()
+        hosted.engine_id = ""
         self._effects.changed()
-        self._settle(served, message)
+        self._settle(hosted, message)
 
-    def _settle(self, served: Served, problem: str = "") -> None:
-        actions, served.actions = served.actions, []
+    def _settle(self, hosted: HostedModel, problem: str = "") -> None:
+        actions, hosted.actions = hosted.actions, []
         for action_id in actions:
-            self._answer(action_id, problem, self._now_s() - served.since_s)
+            self._answer(action_id, problem, self._now_s() - hosted.since_s)
 
     def _answer(self, action_id: int, problem: str = "", seconds: float = 0.0) -> None:
         self._effects.answer(ActionResult(action_id, not problem, problem, seconds))

@@ -11,16 +11,20 @@ from pathlib import Path
 
 from kvcached import KvcachedError
 from prism.agent.agent import Agent
-from prism.config import ClusterConfig, read_resolved
+from prism.agent.state import AgentTiming
+from prism.config.schema import ClusterConfig, read_resolved
 from prism.errors import ConfigError, PrismError
-from prism.process import configure_logging, die_with_parent
+from prism.process import beat, configure_logging, die_with_parent
 
 
 async def _serve(config: ClusterConfig, config_path: Path, device: str) -> None:
-    agent = Agent(config, config_path, device)
+    beating = asyncio.create_task(beat())
+    timing = AgentTiming(activation_s=float(config.engine.activation_timeout_s))
+    agent = Agent(config, config_path, device, timing)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.stop)
     await agent.run()
+    beating.cancel()
 
 
 def _checked(config: ClusterConfig, device: str) -> ClusterConfig:

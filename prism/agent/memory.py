@@ -1,22 +1,47 @@
 """Memory that one engine needs and another holds for nothing: prefix cache, spare pages.
 
 Engines are asked through the device's ledger (`kvcached.Device.request_room`), which wakes them
-and knows what is on its way; the agent only says when, and waits for nobody.
+and knows what is on its way. The agent only says when, and never waits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvcached import Device, ShrinkOrder
 from kvcached.errors import UnknownClientError
-from prism.agent.peers import PeerLedgers
-from prism.agent.state import State
+from prism.agent.pool import EnginePool, EngineProcess
+from prism.agent.state import DeviceState
 from prism.engines.ranks.spread import rank_name
 
 log = logging.getLogger(__name__)
+
+
+class PeerLedgers:
+    """Kept open while the engine lives: as long, no agent replaces the ledger. For one loop."""
+
+    def __init__(self, namespace: str, pool: EnginePool) -> None:
+        self._namespace = namespace
+        self._pool = pool
+        self._open: dict[str, tuple[Device, ...]] = {}
+
+    def of(self, engine: EngineProcess) -> Sequence[Device]:
+        """By rank, from 1 on; empty for an engine on one device. Raises what
+        `kvcached.Device.open` raises. REQUIRES: the engine's ranks have started."""
+        if not engine.peers:
+            return ()
+        for gone in [name for name in self._open if self._pool.get(name) is None]:
+            del self._open[gone]
+        if engine.id not in self._open:
+            opened = (Device.open(name, namespace=self._namespace) for name in engine.peers)
+            self._open[engine.id] = tuple(opened)
+        return self._open[engine.id]
+
+    def free_bytes(self, engine: EngineProcess) -> int | None:
+        """The least that is free for it on any of them; None for an engine on one device."""
+        return min((device.usage().free_bytes for device in self.of(engine)), default=None)
 
 
 @dataclass(slots=True)
@@ -42,7 +67,7 @@ class Flush:
 class Reclaimer:
     """Asks engines to give idle memory back, so that no model starves on another's cache."""
 
-    def __init__(self, state: State, device: Device, peers: PeerLedgers) -> None:
+    def __init__(self, state: DeviceState, device: Device, peers: PeerLedgers) -> None:
         self._state = state
         self._device = device
         self._peers = peers
@@ -71,6 +96,14 @@ class Reclaimer:
         names = [for_engine, *(rank_name(for_engine, rank) for rank in range(1, 1 + len(others)))]
         for device, name in zip([self._device, *others], names, strict=True):
             self._ask(device, need_bytes - device.usage().free_bytes, name)
+
+    def reclaim_tokens(self, tokens: int, model: str) -> None:
+        """Room for so much KV, which the model's first waiting request lacks."""
+        hosted = self._state.models.active(model)
+        engine = self._state.pool.get(hosted.engine_id) if hosted else None
+        if engine is not None and engine.activated is not None:
+            quanta = -(-tokens // engine.activated.quantum_tokens)
+            self.reclaim(quanta * engine.activated.quantum_bytes, engine.id)
 
     def _ask(self, device: Device, need_bytes: int, for_client: str) -> None:
         if need_bytes > 0:

@@ -7,8 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from prism.agent.models import Counters
-from prism.messages import Activated, EngineStatus
+from prism.messages.engine import Activated, EngineStatus
+from prism.messages.gpu import OutsideMemory
+
+Counters = tuple[int, int, int]
+
+
+def counters_of(status: EngineStatus) -> Counters:
+    """What an engine counts: maps, unmaps, retractions."""
+    return status.maps_total, status.unmaps_total, status.retractions_total
 
 
 class EngineState(Enum):
@@ -20,26 +27,25 @@ class EngineState(Enum):
 
 
 @dataclass(slots=True)
-class Engine:
-    """Times are monotonic. `seen_s`: its last message; `since_s`: when its state began.
-    `status` is the last one about `model`;
-    `ended`: its process was reaped, so its pid may be somebody else's by now;
-    `counters` are those of the last status about anything; `is_fresh`: it has served no model;
-    `sm_percent`: the part of the GPU's SMs that it may use; `peers`: devices of its other ranks."""
+class EngineProcess:
+    """Times are monotonic."""
 
     id: str
-    since_s: float
-    seen_s: float
+    since_s: float  # when its state began
+    seen_s: float  # its last message
     state: EngineState = EngineState.STARTING
     pid: int = 0
-    ended: bool = False
+    ended: bool = False  # it was reaped: its pid may be another process's by now
     model: str | None = None
     activated: Activated | None = None
-    status: EngineStatus | None = None
-    counters: Counters = (0, 0, 0)
-    is_fresh: bool = True
-    sm_percent: int = 100
-    peers: tuple[str, ...] = ()
+    status: EngineStatus | None = None  # the last one about `model`
+    counters: Counters = (0, 0, 0)  # of the last status about any model
+    is_fresh: bool = True  # it has served no model
+    sm_percent: int = 100  # the part of the GPU's SMs that it may use
+    peers: tuple[str, ...] = ()  # devices of its other ranks
+    outside: OutsideMemory | None = None  # what it said last of its GPU's memory
+    condemned: str = ""  # why it is being replaced
+    condemned_s: float = 0.0  # since when
 
     def become(self, state: EngineState, now_s: float, model: str | None = None) -> None:
         self.state, self.since_s, self.seen_s = state, now_s, now_s
@@ -55,7 +61,7 @@ class Engine:
         return -(-self.activated.quantum_bytes // self.activated.quantum_tokens)
 
 
-class Pool:
+class EnginePool:
     """The engines that are alive or starting. An engine that died is removed at once.
     `sm_percent`: one for each of `size` engines; a successor gets that of the one that died."""
 
@@ -63,14 +69,14 @@ class Pool:
         self.size = size
         self._shares = Counter(sm_percent)
         self._prefix = device.replace(":", "")
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, EngineProcess] = {}
         self._count = 0
         self.restarts_total = 0
 
-    def create(self, now_s: float, peers: tuple[str, ...] = ()) -> Engine:
+    def create(self, now_s: float, peers: tuple[str, ...] = ()) -> EngineProcess:
         """A new record with a fresh id; its process is still to be started."""
         name = f"{self._prefix}-e{self._count}"
-        engine = Engine(name, now_s, now_s, sm_percent=self._free_share(), peers=peers)
+        engine = EngineProcess(name, now_s, now_s, sm_percent=self._free_share(), peers=peers)
         self._count += 1
         self._engines[engine.id] = engine
         return engine
@@ -80,23 +86,23 @@ class Pool:
         left = self._shares - Counter(engine.sm_percent for engine in self)
         return max(left, default=100)
 
-    def get(self, engine_id: str) -> Engine | None:
+    def get(self, engine_id: str) -> EngineProcess | None:
         return self._engines.get(engine_id)
 
-    def remove(self, engine_id: str) -> Engine | None:
+    def remove(self, engine_id: str) -> EngineProcess | None:
         return self._engines.pop(engine_id, None)
 
-    def free(self, peers: tuple[str, ...] = (), fresh_only: bool = False) -> Engine | None:
+    def free(self, peers: tuple[str, ...] = (), fresh_only: bool = False) -> EngineProcess | None:
         """Of those with these peers, the engine that has been free for the longest time."""
         suitable = (e for e in self._idle() if e.peers == peers and (e.is_fresh or not fresh_only))
         return min(suitable, key=lambda engine: engine.since_s, default=None)
 
-    def unsuitable(self) -> Engine | None:
+    def unsuitable(self) -> EngineProcess | None:
         """The engine to replace for a model that no free one suits: free the longest, one that has
         served rather than a fresh one."""
         return min(self._idle(), key=lambda engine: (engine.is_fresh, engine.since_s), default=None)
 
-    def _idle(self) -> Iterator[Engine]:
+    def _idle(self) -> Iterator[EngineProcess]:
         return (engine for engine in self if engine.state is EngineState.FREE)
 
     @property
@@ -107,7 +113,7 @@ class Pool:
     def count(self, state: EngineState) -> int:
         return sum(engine.state is state for engine in self)
 
-    def __iter__(self) -> Iterator[Engine]:
+    def __iter__(self) -> Iterator[EngineProcess]:
         return iter(list(self._engines.values()))
 
     def __len__(self) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcached import KvcachedError, Prefetch, WeightKey, WeightStore
-from prism.messages import ActionResult, ModelSpec, PrefetchModel
+from prism.messages.agent import ActionResult, PrefetchModel
+from prism.messages.models import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -1,33 +1,40 @@
-"""What the cluster scheduler learns about this device."""
+"""What the cluster scheduler learns about this device, and when."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 from kvcached import Device
-from prism.agent.models import Served, Totals
-from prism.agent.pool import Engine, EngineState
-from prism.agent.state import State
-from prism.messages import AgentReport, EngineStatus, ModelReport
+from prism.agent.pool import EngineProcess, EngineState
+from prism.agent.sockets import SchedulerLink
+from prism.agent.state import DeviceState, HostedModel, ModelTotals
+from prism.messages.agent import ActionResult, AgentReport, ModelReport
+from prism.messages.engine import EngineStatus
+from prism.messages.gpu import GpuMemory
+from prism.transport import malformed_total
+
+# Changes that come together are reported together.
+SETTLE_S = 0.01
 
 
 def build_report(
-    state: State,
+    state: DeviceState,
     device: Device,
-    waiting: Counter[str],
     *,
     epoch: int,
     time_unix_s: float,
     cancel_endpoint: str,
+    gpu: GpuMemory | None = None,
 ) -> AgentReport:
-    """`waiting`: model -> requests in the mirror. An engine that died and is not replaced yet
-    counts as starting."""
+    """An engine that died and is not replaced yet counts as starting."""
     usage = device.usage()
     pool, models = state.pool, state.models
-    runs = Counter(run.request.model for run in state.running)
+    waiting, runs = state.requests.waiting_counts(), state.requests.running_counts()
     reports = [
-        _model_report(served, models.totals(name), pool.get(served.engine_id), waiting, runs)
-        for name, served in models.served.items()
+        _model_report(hosted, models.totals(name), pool.get(hosted.engine_id), waiting, runs)
+        for name, hosted in models.hosted.items()
     ]
     return AgentReport(
         device=device.name,
@@ -44,25 +51,27 @@ def build_report(
         models=reports,
         engine_restarts_total=pool.restarts_total,
         cancel_endpoint=cancel_endpoint,
-        waiting_unplaced=sum(n for model, n in waiting.items() if model not in models.served),
+        waiting_unplaced=sum(n for model, n in waiting.items() if model not in models.hosted),
+        gpu=gpu,
+        malformed_total=malformed_total() + state.requests.malformed_total,
     )
 
 
 def _model_report(
-    served: Served,
-    totals: Totals,
-    engine: Engine | None,
+    hosted: HostedModel,
+    totals: ModelTotals,
+    engine: EngineProcess | None,
     waiting: Counter[str],
     runs: Counter[str],
 ) -> ModelReport:
-    status = engine.status if engine and engine.status else EngineStatus(served.engine_id, None)
+    status = engine.status if engine and engine.status else EngineStatus(hosted.engine_id, None)
     activated = engine.activated if engine else None
     return ModelReport(
-        model=served.name,
-        state=served.state.value,
-        waiting=waiting[served.name],
-        running=runs[served.name],
-        engine_id=served.engine_id,
+        model=hosted.name,
+        state=hosted.state.value,
+        waiting=waiting[hosted.name],
+        running=runs[hosted.name],
+        engine_id=hosted.engine_id,
         engine_pid=engine.pid if engine else 0,
         last_request_unix_s=totals.last_request_unix_s,
         prompt_tokens_total=totals.prompt_tokens,
@@ -75,10 +84,41 @@ def _model_report(
         maps_total=totals.maps,
         unmaps_total=totals.unmaps,
         retractions_total=totals.retractions,
-        activation_s=served.activation_s,
-        error=served.error,
-        stages_s=served.stages_s,
+        activation_s=hosted.activation_s,
+        error=hosted.error,
+        stages_s=hosted.stages_s,
         activations_total=totals.activations,
-        peers=served.peers,
+        peers=hosted.peers,
         link_bytes=activated.link_bytes if activated else {},
     )
+
+
+class Reporter:
+    """`build` makes a report of the present state."""
+
+    def __init__(
+        self, link: SchedulerLink, build: Callable[[], AgentReport], interval_s: float
+    ) -> None:
+        self._link = link
+        self._build = build
+        self._interval_s = interval_s
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        self._changed.set()
+
+    def answer(self, result: ActionResult) -> None:
+        """The report goes first: plans are made on reports, so it must not lag behind."""
+        self._link.send(self._build())
+        self._link.send(result)
+
+    async def run(self) -> None:
+        while True:
+            self._changed.clear()
+            self._link.send(self._build())
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(SETTLE_S)

@@ -1,101 +1,125 @@
 """A request's way through the agent: waiting, admitted, running, ended.
 
-Everything here runs in one event loop. `turn` is the only place that changes Redis on behalf of
-requests, so acknowledgements and admissions cannot overtake each other.
+Everything here runs in one event loop. Only `turn` changes Redis on behalf of requests, so
+acknowledgements and admissions cannot overtake each other.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from prism.agent.admission import DevicePort
-from prism.agent.delivery import Delivery, Parcels
-from prism.agent.engines import EngineLink
-from prism.agent.errands import Errands
-from prism.agent.mirror import Entry, Mirror
-from prism.agent.running import Running
-from prism.agent.state import State
+from prism.agent.admission import EngineViews
+from prism.agent.memory import Reclaimer
+from prism.agent.requests import RequestState, TrackedRequest, Update
+from prism.agent.sockets import EngineLink, OutputBatch, TokenSender
+from prism.agent.state import DeviceState
 from prism.errors import LeaseLostError, QueueUnavailableError
-from prism.messages import Cancel, Chunk, EngineOutput, Failure, Request, Submit
+from prism.messages.engine import Export, Submit
+from prism.messages.requests import (
+    FRONTEND_SILENT,
+    Cancel,
+    Chunk,
+    EngineOutput,
+    Failure,
+    Request,
+)
 from prism.queueing import RequestQueue
-from prism.scheduler.local import Limits, LocalScheduler
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What serving works with; wired in agent.py."""
-
-    state: State
-    device: str
-    queue: RequestQueue
-    mirror: Mirror
-    scheduler: LocalScheduler
-    limits: Limits
-    port: DevicePort
-    link: EngineLink
-    delivery: Delivery
-    errands: Errands
-
-
 class Serving:
-    """`wake`: something happened after which requests may start or errands wait.
-    now_unix_s: wall clock."""
+    """`wake`: something happened after which requests may start, or queue updates are pending.
+    headroom_tokens: as the scheduler's limits have it. now_unix_s: wall clock."""
 
     def __init__(
         self,
-        parts: Parts,
+        *,
+        state: DeviceState,
+        views: EngineViews,
+        reclaimer: Reclaimer,
+        queue: RequestQueue,
+        device: str,
+        engines: EngineLink,
+        tokens: TokenSender,
         wake: Callable[[], None],
-        now_unix_s: Callable[[], float],
+        headroom_tokens: int,
+        now_unix_s: Callable[[], float] = time.time,
     ) -> None:
-        self._parts = parts
+        self._state = state
+        self._requests = state.requests
+        self._views = views
+        self._reclaimer = reclaimer
+        self._queue = queue
+        self._device = device
+        self._engines = engines
+        self._tokens = tokens
         self.wake = wake
+        self._headroom_tokens = headroom_tokens
         self._now_unix_s = now_unix_s
-        self._admitting: dict[str, Entry] = {}
-        self._cancelled: set[str] = set()
-        self._postponed: dict[str, Entry] = {}
         self.paused = False
-
-    @property
-    def has_waiting(self) -> bool:
-        return len(self._parts.mirror) > 0
-
-    def held(self) -> set[str]:
-        """Ids of the requests that run here."""
-        return {run.request.id for run in self._parts.state.running}
 
     # --- arrivals ---------------------------------------------------------------------------
 
-    def arrived(self, entry: Entry) -> None:
+    def arrived(self, entry_id: str, request: Request) -> None:
         """An entry of the queue, perhaps seen before."""
-        run = self._parts.state.running.get(entry.request.id)
-        admitting = self._admitting.get(entry.request.id)
-        if admitting is not None:
-            if admitting.entry_id != entry.entry_id:
-                self._postponed[entry.request.id] = entry
-        elif run is None:
-            self._parts.mirror.add(entry)
-        elif entry.request.attempt > run.request.attempt:
-            self._stop(run)
-            self._postponed[entry.request.id] = entry
+        known = self._requests.get(request.id)
+        entry = TrackedRequest(request, entry_id)
+        if self._requests.has_ended(request):
+            self._end_again(entry)
+        elif known is None or known.state is RequestState.WAITING:
+            self._requests.wait(entry)
+        elif known.state is RequestState.ADMITTING:
+            if known.entry_id != entry_id:
+                known.newer = entry
+        elif request.attempt > known.request.attempt:
+            known.newer = entry
+            self._stop(known)
         else:
-            self._parts.errands.adopt(entry.entry_id)
+            self._requests.outbox.add(Update.REGISTER, request.id, known.request)
         self.wake()
 
-    def replayed(self, entry_ids: Collection[str]) -> None:
-        """These and no others wait in the queue."""
-        self._parts.mirror.keep_only(entry_ids)
+    def _end_again(self, entry: TrackedRequest) -> None:
+        """Redis lost its data, and the frontend, which had not seen this attempt's end, sent it
+        again. The end has gone out before this failure: if it is not there by now, it is lost."""
+        self._requests.outbox.add(Update.DISCARD, entry.entry_id)
+        text = "the request ended, and its output did not arrive"
+        batch = OutputBatch()
+        batch.failure(entry.request, _failure(entry.request, "output_lost", text))
+        self._tokens.send(batch)
 
-    def hand_back(self, given_up: Callable[[str], bool]) -> None:
-        """Waiting requests of the models that `given_up` names go to the unplaced ones."""
-        for entry in self._parts.mirror.take(lambda e: given_up(e.request.model)):
-            self._parts.errands.unplace(entry.entry_id)
-            self.wake()
+    def malformed(
+        self, entries: Mapping[str, tuple[str, int]], reply_to: Mapping[str, str]
+    ) -> None:
+        """Entries of the queue that are no requests have left it. Whoever sent them has the whole
+        request and may send it again. `reply_to`: by frontend."""
+        self._requests.malformed_total += len(entries)
+        batch = OutputBatch()
+        for request_id, attempt in entries.values():
+            log.error("the queue's entry of request %.100r is malformed", request_id)
+            text = "the queue's copy of the request is malformed"
+            failure = Failure(request_id, attempt, "malformed_request", text, retryable=True)
+            for frontend_id, address in reply_to.items():
+                batch.output(address, frontend_id).failures.append(failure)
+        self._tokens.send(batch)
+
+    def replayed(self, entry_ids: Collection[str]) -> None:
+        """These and no others wait in the queue: the rest has left it without our doing."""
+        for tracked in self._requests.waiting():
+            if tracked.entry_id not in entry_ids:
+                self._requests.drop(tracked)
+
+    def hand_back(self, models: Collection[str]) -> None:
+        """Waiting requests of these models go to the unplaced ones."""
+        for tracked in self._requests.waiting():
+            if tracked.request.model in models:
+                self._requests.outbox.add(Update.UNPLACE, tracked.entry_id)
+                self._requests.drop(tracked)
+                self.wake()
 
     # --- admission --------------------------------------------------------------------------
 
@@ -104,159 +128,188 @@ class Serving:
 
         Raises QueueUnavailableError, LeaseLostError; nothing is lost then.
         """
-        await self._parts.errands.run(self._parts.queue, self._parts.device, epoch)
-        if self.paused:
+        await self._requests.outbox.flush(self._queue, self._device, epoch)
+        if self.paused or not self._requests.has_waiting:
             return
-        self._parts.scheduler.step(self._parts.state.now_s())
-        chosen = self._parts.port.take_chosen()
-        if chosen:
-            await self._admit(chosen, epoch)
+        plan, admitting = self._requests.plan(self._state.now_s(), self._views.read())
+        for model, tokens in plan.lacking.items():
+            self._reclaimer.reclaim_tokens(tokens, model)
+        for model in plan.make_way:
+            self._make_way(model)
+        if admitting:
+            await self._admit(admitting, epoch)
 
-    async def _admit(self, chosen: list[tuple[str, list[str]]], epoch: int) -> None:
-        groups = [(model, self._take(ids)) for model, ids in chosen]
-        entry_ids = [entry.entry_id for _, entries in groups for entry in entries]
+    def _make_way(self, model: str) -> None:
+        """A suspect waits: the model's engine hands back what it runs, which goes on afterwards."""
+        hosted = self._state.models.active(model)
+        runs = self._requests.on_engine(hosted.engine_id) if hosted else []
+        asked = [run for run in runs if run.state is RequestState.RUNNING and not run.makes_way]
+        for run in asked:
+            run.makes_way = True
+        if hosted and asked:
+            self._engines.send(hosted.engine_id, Export())
+
+    async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
+        entry_ids = [tracked.entry_id for tracked in admitting]
         try:
-            admitted = await self._parts.queue.admit(self._parts.device, epoch, entry_ids)
+            admitted = await self._queue.admit(self._device, epoch, entry_ids)
         except (QueueUnavailableError, LeaseLostError):
-            self._put_back()
+            for tracked in admitting:
+                self._put_back(tracked)
             raise
-        taken = list(self._admitting)
-        self._admitting.clear()
-        for model, entries in groups:
-            self._submit(model, [e.request for e in entries if e.entry_id in admitted])
-        self._cancelled.clear()
-        self._resume_postponed(taken)
-
-    def _take(self, request_ids: list[str]) -> list[Entry]:
-        found = (self._parts.mirror.pop(request_id) for request_id in request_ids)
-        entries = [entry for entry in found if entry is not None]
-        self._admitting.update((entry.request.id, entry) for entry in entries)
-        return entries
-
-    def _put_back(self) -> None:
-        """Unless a newer attempt was read meanwhile. Redis may have admitted them all the same:
-        then they have left its queue, where a replay or a cancellation would look for them."""
-        for request_id, entry in self._admitting.items():
-            self._parts.errands.requeue(request_id)
-            if request_id in self._cancelled:
-                self._parts.errands.forget(request_id)
-            elif request_id not in self._parts.mirror:
-                self._parts.mirror.add(entry)
-        taken = list(self._admitting)
-        self._admitting.clear()
-        self._cancelled.clear()
-        self._resume_postponed(taken)
-
-    def _resume_postponed(self, request_ids: list[str]) -> None:
-        """Newer attempts that were read while older ones were being admitted."""
-        for request_id in request_ids:
-            if request_id not in self._postponed:
+        by_model: dict[str, list[TrackedRequest]] = {}
+        for tracked in admitting:
+            if tracked.entry_id in admitted:
+                by_model.setdefault(tracked.request.model, []).append(tracked)
                 continue
-            if (run := self._parts.state.running.get(request_id)) is not None:
-                self._stop(run)
-            else:
-                self._parts.mirror.add(self._postponed.pop(request_id))
+            if tracked.cancelled:  # its entry is stale; the request may wait in another one
+                self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
+            self._requests.drop(tracked)
+        for model, chosen in by_model.items():
+            self._submit(model, chosen)
 
-    def _submit(self, model: str, requests: list[Request]) -> None:
+    def _put_back(self, tracked: TrackedRequest) -> None:
+        """Redis may have admitted it all the same: then it has left its queue, where a replay or a
+        cancellation would look for it."""
+        self._requests.outbox.add(Update.REQUEUE, tracked.id)
+        if tracked.cancelled:
+            self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
+        if tracked.cancelled or tracked.newer is not None:
+            self._requests.drop(tracked)
+        else:
+            self._requests.wait(tracked)
+
+    def _submit(self, model: str, admitted: list[TrackedRequest]) -> None:
         """To the model's engine, if it is still there after the wait for Redis."""
-        served = self._parts.state.models.active(model)
-        wanted = []
-        for request in requests:
-            if request.id in self._cancelled:
-                self._parts.errands.finish(request.id)
-            elif served is None:
-                self._parts.errands.requeue(request.id)
+        hosted = self._state.models.active(model)
+        started = []
+        for tracked in admitted:
+            if tracked.cancelled:
+                self._requests.finish(tracked)
+            elif hosted is None:
+                self._requests.outbox.add(Update.REQUEUE, tracked.id)
+                self._requests.drop(tracked)
             else:
-                wanted.append(request)
-        if served is not None and wanted:
-            for request in wanted:
-                self._note_start(request, served.engine_id)
-            self._parts.link.send(served.engine_id, Submit(wanted))
+                self._note_start(tracked, hosted.engine_id)
+                started.append(tracked)
+        if hosted is not None and started:
+            self._engines.send(hosted.engine_id, Submit([each.request for each in started]))
+        for tracked in started:
+            self._choose_attempt(tracked)
 
-    def _note_start(self, request: Request, engine_id: str) -> None:
-        engine = self._parts.state.pool.get(engine_id)
+    def _choose_attempt(self, started: TrackedRequest) -> None:
+        """Between it and an entry that was read while it was being admitted."""
+        if started.newer is None:
+            return
+        if started.newer.request.attempt > started.request.attempt:
+            self._stop(started)
+        else:
+            started.newer = None
+            self._requests.outbox.add(Update.REGISTER, started.id, started.request)
+
+    def _note_start(self, tracked: TrackedRequest, engine_id: str) -> None:
+        request, engine = tracked.request, self._state.pool.get(engine_id)
         block = engine.activated.block_tokens if engine and engine.activated else 1
-        headroom = min(request.sampling.max_tokens, self._parts.limits.headroom_tokens)
+        headroom = min(request.sampling.max_tokens, self._headroom_tokens)
         need_tokens = -(-(request.known_tokens + headroom) // block) * block
-        self._parts.state.running.add(Running(request, engine_id, need_tokens))
-        totals = self._parts.state.models.totals(request.model)
+        self._requests.start(tracked, engine_id, need_tokens)
+        totals = self._state.models.totals(request.model)
         totals.prompt_tokens += len(request.prompt_ids)
         totals.last_request_unix_s = self._now_unix_s()
 
     # --- output -----------------------------------------------------------------------------
 
     def output(self, engine_id: str, output: EngineOutput) -> None:
-        """Forward what an engine produced. What nobody waits for is dropped."""
-        parcels = Parcels()
+        """Forward what an engine produced. Output of attempts that do not run here is dropped."""
+        batch = OutputBatch()
         for chunk in output.chunks:
-            if run := self._run_of(engine_id, chunk):
-                self._take_chunk(run, chunk, parcels)
+            if run := self._running(engine_id, chunk.request_id, chunk.attempt):
+                self._take_chunk(run, chunk, batch)
         for failure in output.failures:
-            if run := self._run_of(engine_id, failure):
-                self._take_failure(run, failure, parcels)
-        self._parts.delivery.send(parcels)
+            if run := self._running(engine_id, failure.request_id, failure.attempt):
+                self._take_failure(run, failure, batch)
+        self._tokens.send(batch)
 
     def moved(self, engine_id: str, requests: Sequence[Request]) -> None:
-        """The engine has stopped these; they go where their model is placed now. Their next token
-        is due as any token after the first is."""
+        """The engine has stopped these; they go where their model is placed now."""
         now_unix_s = self._now_unix_s()
         for request in requests:
-            run = self._parts.state.running.get(request.id)
-            if run is None or run.engine_id != engine_id or run.request.attempt != request.attempt:
+            run = self._running(engine_id, request.id, request.attempt)
+            if run is None:
                 continue
-            if run.silent or request.id in self._postponed:
+            if run.state is RequestState.ENDING:
                 self._ended(run)
                 continue
-            self._parts.state.running.pop(request.id)
-            due = {"arrival_unix_s": now_unix_s, "slo_ttft_s": request.slo_tpot_s}
-            self._parts.errands.move(msgspec.structs.replace(request, **due))
+            self._requests.drop(run)
+            self._requests.outbox.add(Update.MOVE, run.id, request.going_on(now_unix_s))
         self.wake()
 
-    def engine_lost(self, engine_id: str, why: str) -> None:
-        """Every request on this engine fails; its frontend may send it again."""
-        parcels = Parcels()
-        for run in self._parts.state.running.on_engine(engine_id):
+    def engine_lost(self, engine_id: str, why: str, by_request: bool = True) -> bool:
+        """Every request on this engine fails; its frontend may send it again, unless it is to
+        blame (see `RequestTable`). Whether one is. `by_request`: one of them may be."""
+        batch = OutputBatch()
+        runs = self._requests.on_engine(engine_id)
+        guilty = by_request and len(runs) == 1 and runs[0].is_on_trial
+        for run in runs:
+            if guilty:
+                self._convict(run, why, batch)
+                continue
             text = f"the engine process that served {run.request.model} died: {why}"
-            self._take_failure(run, _failure(run.request, "engine_died", text), parcels)
-        self._parts.delivery.send(parcels)
+            failure = _failure(run.request, "engine_died", text)
+            if by_request:
+                changes = {"blame": "suspect", "output_tokens": run.produced}
+                failure = msgspec.structs.replace(failure, **changes)
+            self._take_failure(run, failure, batch)
+        self._tokens.send(batch)
+        return guilty
+
+    def _convict(self, run: TrackedRequest, why: str, batch: OutputBatch) -> None:
+        """It ends for good, and so does a newer attempt that waits for its end."""
+        text = f"this request killed two engines; the last one: {why}"
+        log.error("%s ends: %s", run.id, text)
+        failure = Failure(run.id, run.request.attempt, "request_killed_engines", text)
+        if (newer := run.newer) is not None:
+            run.newer = None
+            self._requests.outbox.add(Update.FORGET, run.id, newer.request)
+            again = msgspec.structs.replace(failure, attempt=newer.request.attempt)
+            batch.failure(newer.request, again)
+        self._take_failure(run, failure, batch)
 
     def end_all(self, why: str) -> None:
         """This agent ends: what still runs fails, and may be sent again."""
-        parcels = Parcels()
-        for run in self._parts.state.running:
-            self._take_failure(run, _failure(run.request, "agent_stopped", why), parcels)
-        self._parts.delivery.send(parcels)
+        batch = OutputBatch()
+        for run in self._requests.on_engines():
+            self._take_failure(run, _failure(run.request, "agent_stopped", why), batch)
+        self._tokens.send(batch)
 
-    def _run_of(self, engine_id: str, message: Chunk | Failure) -> Running | None:
-        run = self._parts.state.running.get(message.request_id)
-        mine = run is not None and run.engine_id == engine_id
-        return run if mine and run and run.request.attempt == message.attempt else None
+    def _running(self, engine_id: str, request_id: str, attempt: int) -> TrackedRequest | None:
+        """This attempt, if it runs on this engine."""
+        run = self._requests.get(request_id)
+        here = run is not None and run.is_on_engine and run.engine_id == engine_id
+        return run if here and run and run.request.attempt == attempt else None
 
-    def _take_chunk(self, run: Running, chunk: Chunk, parcels: Parcels) -> None:
-        totals = self._parts.state.models.totals(run.request.model)
+    def _take_chunk(self, run: TrackedRequest, chunk: Chunk, batch: OutputBatch) -> None:
+        totals = self._state.models.totals(run.request.model)
         totals.output_tokens += len(chunk.token_ids)
-        if not run.prefilled:
+        was_on_trial, run.produced = run.is_on_trial, chunk.first_index + len(chunk.token_ids)
+        if not run.prefilled or was_on_trial:
             run.prefilled = True
             self.wake()
-        if not run.silent:
-            parcels.chunk(run.request, chunk)
+        if run.state is RequestState.RUNNING:
+            batch.chunk(run.request, chunk)
         if chunk.finish_reason is not None:
             totals.finished += 1
             self._ended(run)
 
-    def _take_failure(self, run: Running, failure: Failure, parcels: Parcels) -> None:
-        self._parts.state.models.totals(run.request.model).failed += 1
-        if not run.silent:
-            parcels.failure(run.request, failure)
+    def _take_failure(self, run: TrackedRequest, failure: Failure, batch: OutputBatch) -> None:
+        self._state.models.totals(run.request.model).failed += 1
+        if run.state is RequestState.RUNNING:
+            batch.failure(run.request, failure)
         self._ended(run)
 
-    def _ended(self, run: Running) -> None:
-        request = run.request
-        self._parts.state.running.pop(request.id)
-        self._parts.errands.finish(request.id)
-        self._parts.state.models.totals(request.model).last_request_unix_s = self._now_unix_s()
-        if (newer := self._postponed.pop(request.id, None)) is not None:
-            self._parts.mirror.add(newer)
+    def _ended(self, run: TrackedRequest) -> None:
+        self._requests.finish(run)
+        self._state.models.totals(run.request.model).last_request_unix_s = self._now_unix_s()
         self.wake()
 
     # --- cancellations ----------------------------------------------------------------------
@@ -264,36 +317,56 @@ class Serving:
     def cancel(self, request_ids: Collection[str]) -> None:
         """Their frontend asks to stop these. Ids that are not here are ignored: a cancellation
         goes to all agents."""
-        parcels = Parcels()
+        batch = OutputBatch()
         for request_id in request_ids:
-            self._postponed.pop(request_id, None)
-            if (run := self._parts.state.running.get(request_id)) is not None:
-                self._parts.link.send(run.engine_id, Cancel([request_id]))
-            elif (entry := self._parts.mirror.pop(request_id)) is not None:
-                self._parts.errands.forget(request_id)
-                parcels.chunk(entry.request, _cancelled(entry.request))
-            elif (admitting := self._admitting.get(request_id)) is not None:
-                self._cancelled.add(request_id)
-                parcels.chunk(admitting.request, _cancelled(admitting.request))
-        self._parts.delivery.send(parcels)
+            if (tracked := self._requests.get(request_id)) is None:
+                continue
+            if tracked.newer is not None:
+                self._requests.outbox.add(Update.FORGET, request_id, tracked.newer.request)
+                tracked.newer = None
+            if tracked.is_on_engine:
+                self._engines.send(tracked.engine_id, Cancel([request_id]))
+                continue
+            batch.chunk(tracked.request, _cancelled(tracked.request))
+            if tracked.state is RequestState.ADMITTING:
+                tracked.cancelled = True
+            else:
+                self._forget(tracked)
+        self._tokens.send(batch)
         self.wake()
 
     def frontend_died(self, frontend_id: str) -> None:
-        """Nobody wants these requests any more."""
-        for run in self._parts.state.running:
-            if run.request.frontend_id == frontend_id and not run.silent:
+        """Its requests are stopped; those that wait are dropped. It is told so for each: where it
+        was suspended for a while, it would wait for their output."""
+        batch = OutputBatch()
+        for run in self._requests.on_engines():
+            if run.request.frontend_id == frontend_id and run.state is RequestState.RUNNING:
                 self._stop(run)
-        for entry in self._parts.mirror.take(lambda e: e.request.frontend_id == frontend_id):
-            self._parts.errands.forget(entry.request.id)
+                batch.failure(run.request, _silent_frontend(run.request))
+        for tracked in self._requests.waiting():
+            if tracked.request.frontend_id == frontend_id:
+                self._forget(tracked)
+                batch.failure(tracked.request, _silent_frontend(tracked.request))
+        self._tokens.send(batch)
         self.wake()
 
-    def _stop(self, run: Running) -> None:
-        run.silent = True
-        self._parts.link.send(run.engine_id, Cancel([run.request.id]))
+    def _forget(self, waiting: TrackedRequest) -> None:
+        self._requests.drop(waiting)
+        self._requests.outbox.add(Update.FORGET, waiting.id, waiting.request)
+
+    def _stop(self, run: TrackedRequest) -> None:
+        """Its output is dropped from now on."""
+        run.state = RequestState.ENDING
+        self._engines.send(run.engine_id, Cancel([run.id]))
 
 
 def _failure(request: Request, code: str, message: str) -> Failure:
     return Failure(request.id, request.attempt, code, message, retryable=True)
+
+
+def _silent_frontend(request: Request) -> Failure:
+    why = "the frontend was suspended or cut off for seconds, and the request was stopped meanwhile"
+    return _failure(request, FRONTEND_SILENT, why)
 
 
 def _cancelled(request: Request) -> Chunk:

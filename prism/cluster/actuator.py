@@ -1,7 +1,7 @@
-"""Carries actions out, each as a task: orders to agents, routes in Redis, in the right sequence.
+"""Carries actions out, each as a task: commands to agents, routes in Redis, in the right sequence.
 
-An action's failure is logged, counted and remembered (bars); what it left half-done shows in the
-agents' reports and is mended by the next turn.
+A failure is logged, counted and followed by a pause (backoff.py). What it left half-done shows in
+the agents' reports, and the next turn mends it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Collection, Sequence
 
-from prism.cluster.link import Link, settle
-from prism.cluster.state import Move, State
+from prism.cluster.link import AgentLinks, settle
+from prism.cluster.state import Move, SchedulerState
 from prism.errors import ActionError, QueueUnavailableError
-from prism.journal import Ended, Started
-from prism.messages import ActionResult, ActivateModel, EvictModel, PrefetchModel
+from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.policies.data import Action, Activate, Evict, Migrate
 from prism.queueing.requests import RequestQueue
+from prism.scheduler.journal import Ended, Started
 
 log = logging.getLogger("prism.cluster")
 
@@ -25,7 +25,7 @@ class Actuator:
     """At most one action per model is under way; activations wait for the evictions that are
     under way on their device when they start. For one event loop."""
 
-    def __init__(self, state: State, link: Link, queue: RequestQueue) -> None:
+    def __init__(self, state: SchedulerState, link: AgentLinks, queue: RequestQueue) -> None:
         self._state = state
         self._link = link
         self._queue = queue
@@ -108,7 +108,7 @@ class Actuator:
         log.warning("%s of %s on %s failed: %s", move.kind, move.model, move.device, problem)
         self._state.actions_total[f"{move.kind}_failed"] += 1
         if move.brings_up:
-            self._state.bars.failed(move.model, move.device, problem, self._state.now_s())
+            self._state.backoff.failed(move.model, move.device, problem, self._state.now_s())
 
     def _evictions_on(self, devices: Collection[str]) -> list[tuple[str, asyncio.Task[str]]]:
         evictions = (m for m in self._state.moves.values() if m.kind == "evict")
@@ -129,11 +129,12 @@ class Actuator:
         await self._bring_up(action.model, action.device, action, route_at_once=True)
 
     async def _hint(self, action: Activate) -> None:
-        """The device's machine reads the model's files while others leave; nobody waits for it."""
+        """The device's machine reads the model's files while other models leave. The result is
+        not waited for."""
         config = self._state.config
         if config.engine.weight_store:
-            order = PrefetchModel(0, config.model(action.model), action.reason)
-            (await self._link.post(action.device, order)).add_done_callback(_note_hint)
+            command = PrefetchModel(0, config.model(action.model), action.reason)
+            self._link.post(action.device, command).add_done_callback(_note_hint)
 
     async def _evict(self, action: Evict) -> None:
         # First the route: no request may arrive at a model that is being taken down.
@@ -141,21 +142,21 @@ class Actuator:
         await self._take_down(EvictModel(0, action.model, action.reason), action.device)
 
     async def _migrate(self, action: Migrate) -> None:
-        """Make-before-break: the source serves until the target is ready. What runs there then
-        finishes there, or goes to the target with its KV."""
+        """Make before break: the source serves until the target is ready. Requests that run there
+        then finish there, or go to the target with their KV."""
         await self._bring_up(action.model, action.target, action, route_at_once=False)
         await self._queue.route(action.model, action.target)
         targets = (action.target, *action.peers)
-        order = EvictModel(0, action.model, action.reason, action.move_running, targets)
-        await self._take_down(order, action.source)
+        command = EvictModel(0, action.model, action.reason, action.move_running, targets)
+        await self._take_down(command, action.source)
 
     async def _bring_up(
         self, name: str, device: str, action: Activate | Migrate, route_at_once: bool
     ) -> None:
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
         spec = self._state.config.model(name)
-        order = ActivateModel(0, spec, limit_bytes, action.reason, action.peers)
-        result = await self._link.post(device, order)
+        command = ActivateModel(0, spec, limit_bytes, action.reason, action.peers)
+        result = self._link.post(device, command)
         try:
             if route_at_once:  # so that requests wait where they will be served
                 await self._queue.route(name, device)
@@ -164,20 +165,20 @@ class Actuator:
             result.cancel()
         await self._reported(device, name, "active")
 
-    async def _take_down(self, order: EvictModel, device: str) -> None:
+    async def _take_down(self, command: EvictModel, device: str) -> None:
         timing = self._state.timing
         timeout_s = self._state.config.engine.drain_timeout_s + timing.eviction_slack_s
-        await self._link.ask(device, order, timeout_s)
-        await self._reported(device, order.model, "absent")
+        await self._link.ask(device, command, timeout_s)
+        await self._reported(device, command.model, "absent")
 
     async def _reported(self, device: str, name: str, stage: str) -> None:
-        """Until the agent's report shows what its result said: plans are made on reports."""
+        """Wait until the agent's report shows the result, since plans are made on reports."""
         await self._state.changes.until(
             lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
         )
 
 
 def _note_hint(outcome: asyncio.Future[ActionResult]) -> None:
-    """A hint that failed costs time and nothing else; its reason stands in the agent's log."""
+    """A lost hint costs only time. The agent logs the reason."""
     if not outcome.cancelled() and (error := outcome.exception()) is not None:
         log.debug("a hint was lost: %s", error)

@@ -1,48 +1,45 @@
-"""What the agents last reported, and which of them still answer."""
+"""The last report of each agent, and which agents still answer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from prism.messages import AgentReport, ModelReport
+from prism.messages.agent import AgentReport, ModelReport
 
 ABSENT_STATES = ("failed",)
 
 
 @dataclass(slots=True)
-class Agent:
-    """`seen_s`: when its last report came, on the scheduler's monotonic clock. `started`: all its
-    engines have been up at once since it came."""
-
+class LiveAgent:
     report: AgentReport
-    seen_s: float
-    started: bool = False
+    seen_s: float  # when the report came, on the scheduler's monotonic clock
+    started: bool = False  # all its engines have been up at once since the agent started
 
 
 class AgentBook:
     """The latest report of every live agent. For one event loop.
 
-    A device whose agent was never heard of counts as lost only after `start_grace_s`: its agent
-    may be starting, or not have noticed yet that the scheduler is back.
+    An agent that has not reported yet counts as lost only after `start_grace_s`: it may be
+    starting, or it may not have noticed yet that the scheduler is back.
     """
 
     def __init__(self, devices: Collection[str], now_s: float, start_grace_s: float) -> None:
         self._devices = tuple(devices)
-        self._agents: dict[str, Agent] = {}
+        self._agents: dict[str, LiveAgent] = {}
         self._grace_until_s = now_s + start_grace_s
         self._ever_seen: set[str] = set()
 
     def take(self, report: AgentReport, now_s: float) -> set[str]:
-        """Note a report; returns the models that were up there, or coming up, and now are not.
+        """Note a report. Returns the models that were active or activating there, and now are not.
 
-        A model whose engine died while the agent brings it up on another one is still there.
+        A model whose engine died stays if the agent brings it up on another engine.
         """
         before = self._agents.get(report.device)
         started = report.engines_starting == 0 and report.engines_total > 0
         if before is not None and before.report.epoch == report.epoch:
             started = started or before.started
-        self._agents[report.device] = Agent(report, now_s, started)
+        self._agents[report.device] = LiveAgent(report, now_s, started)
         self._ever_seen.add(report.device)
         if before is None:
             return set()
@@ -72,7 +69,7 @@ class AgentBook:
         return self._agents[device].seen_s
 
     def is_gone(self, device: str, now_s: float) -> bool:
-        """No agent answers there, and none is expected to any moment."""
+        """No agent answers there, and none is expected to start."""
         expected = device not in self._ever_seen and now_s < self._grace_until_s
         return device not in self._agents and not (expected and self.knows(device))
 
@@ -81,10 +78,17 @@ class AgentBook:
         heard = self._ever_seen.issuperset(self._devices)
         return heard or (now_s >= self._grace_until_s and bool(self._agents))
 
-    def all_started(self) -> bool:
-        """Every device has a live agent whose engines have been up."""
-        agents = [self._agents.get(device) for device in self._devices]
-        return all(agent is not None and agent.started for agent in agents)
+    def all_started(self, now_s: float) -> bool:
+        """Each device has a live agent whose engines have been up, or was never heard from within
+        the grace. An agent that reported and died is expected again."""
+        absent = [d for d in self._devices if d not in self._agents]
+        never_came = now_s >= self._grace_until_s and self._ever_seen.isdisjoint(absent)
+        up = all(agent.started for agent in self._agents.values())
+        return up and (not absent or never_came)
+
+    def any_started(self) -> bool:
+        """A device has a live agent whose engines have been up."""
+        return any(agent.started for agent in self._agents.values())
 
     def model(self, device: str, name: str) -> ModelReport | None:
         report = self.report(device)

@@ -1,4 +1,4 @@
-"""Waiting for a condition over shared state, woken by those who change it."""
+"""Waiting for a condition over shared state."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from collections.abc import Callable
 
 
 class Changes:
-    """For one event loop; every change of the scheduler's state is followed by `notify`.
-
-    `version` counts the changes, so that none is missed by who was busy meanwhile.
-    """
+    """Every change of the scheduler's state is followed by `notify`. For one event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
-        self.version = 0
+        self.version = 0  # counts the changes, so that a busy task misses none
 
     def notify(self) -> None:
-        """Something changed: everybody who waits looks again."""
+        """Something changed: check all conditions that are waited for."""
         self.version += 1
         self._event.set()
         self._event = asyncio.Event()

@@ -1,7 +1,7 @@
 """The turns of the scheduler's process: observe, mend, plan, act, publish.
 
-A turn follows every change that matters (a request for an absent model, a finished action, an
-agent's news) at once, and the report interval at the latest.
+A turn follows at once when something changes that plans depend on: a request for an absent model,
+a finished action, news of an agent. Without a change it follows after the report interval.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import logging
 from uuid import uuid4
 
 from prism.cluster.actuator import Actuator
-from prism.cluster.link import Link
+from prism.cluster.link import AgentLinks
 from prism.cluster.repairs import Route, repairs
-from prism.cluster.state import State
+from prism.cluster.state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
-from prism.config import ClusterConfig
 from prism.errors import LeaseLostError, QueueUnavailableError
-from prism.journal import Planned, Refused, fields_of
-from prism.messages import AgentReport
-from prism.policies.data import Action, ClusterView, Refuse, Settings
+from prism.messages.agent import AgentReport
+from prism.policies.data import Action, ClusterView, Refuse
 from prism.queueing.requests import RequestQueue
 from prism.scheduler.cluster import ClusterScheduler
+from prism.scheduler.journal import Planned, Refused, fields_of
 
 TURN_GAP_S = 0.01
 LEASE_S = 1.0
@@ -31,10 +30,12 @@ BLOCK_S = 5.0
 log = logging.getLogger("prism.cluster")
 
 
-class Controller:
+class ClusterController:
     """A `ClusterPort` over the live cluster, and the loop that steps the scheduler on it."""
 
-    def __init__(self, state: State, queue: RequestQueue, link: Link, actuator: Actuator) -> None:
+    def __init__(
+        self, state: SchedulerState, queue: RequestQueue, link: AgentLinks, actuator: Actuator
+    ) -> None:
         self._state = state
         self._queue = queue
         self._link = link
@@ -42,7 +43,7 @@ class Controller:
         self._owner = f"scheduler-{uuid4().hex}"
         self._recovered: set[str] = set()
         self._scheduler = ClusterScheduler(
-            self, state.policy, settings_of(state.config), state.config.scheduler.interval_s
+            self, state.policy, state.config.scheduler.settings(), state.config.scheduler.interval_s
         )
         self._scheduler.observe = self._note_plan
 
@@ -79,7 +80,7 @@ class Controller:
         state.rates.observe(device, report.epoch, totals, now_s)
         state.sizes.observe(report)
         if before is None or _shape(before) != _shape(report):
-            self._abandon_orders(before, report)
+            self._give_up_on_predecessor(before, report)
             self._state.changes.notify()
 
     async def watch_arrivals(self) -> None:
@@ -110,14 +111,14 @@ class Controller:
                 available = False
                 await asyncio.sleep(self._state.timing.queue_retry_s)
             await asyncio.sleep(TURN_GAP_S)
-            interval_s = self._state.config.scheduler.report_interval_s
+            interval_s = self._state.config.report_interval_s
             await self._state.changes.since(version, interval_s)
 
     async def turn(self) -> None:
         """Once through everything. Raises QueueUnavailableError."""
         state = self._state
         await self._drop_lost_agents()
-        # What is read may be older than the end of an action that was under way meanwhile.
+        # An action may end while Redis is read; its model is mended in the next turn.
         moving = set(state.moves)
         state.placement = await self._queue.placement()
         state.unplaced = await self._queue.unplaced_counts()
@@ -146,7 +147,7 @@ class Controller:
 
     def _refuse(self, action: Refuse) -> None:
         state = self._state
-        failure = state.bars.message(action.model, self._state.now_s())
+        failure = state.backoff.message(action.model, self._state.now_s())
         reason = f"{action.reason}: {failure}" if failure else action.reason
         if state.refusals.get(action.model) != reason:
             log.warning("%s is not placed: %s", action.model, reason)
@@ -156,7 +157,7 @@ class Controller:
         state.refusals[action.model] = reason
         complete = len(state.book.reports()) == len(state.config.devices)
         if state.policy.evicts and complete and not failure:
-            # There is no room for it unless requests make some: it waits for the first one.
+            # The model has no room until a request for it evicts others.
             state.wanted.discard(action.model)
 
     def _note_refusal(self, action: Refuse) -> None:
@@ -171,11 +172,11 @@ class Controller:
         problem = (found.error if found else "") or f"its engine on {device} ended"
         log.warning("%s was lost on %s: %s", model, device, problem)
         self._state.actions_total["lost"] += 1
-        self._state.bars.died(model, device, problem, self._state.now_s())
+        self._state.backoff.died(model, device, problem, self._state.now_s())
         self._state.wanted.add(model)
 
-    def _abandon_orders(self, before: AgentReport | None, report: AgentReport) -> None:
-        """An agent that restarted will not answer what its predecessor was asked."""
+    def _give_up_on_predecessor(self, before: AgentReport | None, report: AgentReport) -> None:
+        """An agent that restarted will not answer commands to its predecessor."""
         if before is None or before.epoch == report.epoch:
             return
         for move in list(self._state.moves.values()):
@@ -185,14 +186,14 @@ class Controller:
                     self._link.give_up(device, f"the agent of {device} restarted", move.model)
 
     async def _drop_lost_agents(self) -> None:
-        """Agents whose process has ended, and those that have been silent for too long."""
+        """Drop agents whose process has ended, or that have been silent for too long."""
         state, timing = self._state, self._state.timing
         suspects = {
             *state.book.silent(state.now_s(), timing.probe_after_s),
             *self._link.unreachable,
         }
         for device in sorted(suspects):
-            if state.book.report(device) and not await self._link.is_connected(device):
+            if state.book.report(device) and not self._link.is_connected(device):
                 self._drop_agent(device, "its connection is closed")
         self._link.unreachable.clear()
         for device in state.book.silent(state.now_s(), timing.lost_after_s):
@@ -227,7 +228,7 @@ class Controller:
             self._state.unplaced[repair.model] = moved
 
     async def _recover_queues(self) -> None:
-        """What a lost agent left running waits again, where its model is routed by now."""
+        """Requests that a lost agent left running wait again, where their model is routed now."""
         for device in [d.name for d in self._state.config.devices]:
             if not self._state.book.is_gone(device, self._state.now_s()):
                 self._recovered.discard(device)
@@ -242,18 +243,6 @@ class Controller:
         await self._queue.release(device, self._owner, epoch)
         self._recovered.add(device)
         self._state.changes.notify()
-
-
-def settings_of(config: ClusterConfig) -> Settings:
-    """What the policy is tuned with."""
-    scheduler = config.scheduler
-    return Settings(
-        idle_threshold_s=scheduler.idle_threshold_s,
-        min_idle_s=scheduler.min_idle_s,
-        migration_threshold=scheduler.migration_threshold,
-        contended_requests=scheduler.contended_requests,
-        move_running=scheduler.move_running,
-    )
 
 
 def _shape(report: AgentReport) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""The scheduler's socket: reports and results come in, orders go out (§7.1: ZeroMQ)."""
+"""The scheduler's socket: reports and results come in, commands go out (§7.1: ZeroMQ)."""
 
 from __future__ import annotations
 
@@ -12,44 +12,37 @@ import zmq
 import zmq.asyncio
 
 from prism.errors import ActionError
-from prism.messages import (
-    ActionResult,
-    ActivateModel,
-    AgentReport,
-    EvictModel,
-    ModelSpec,
-    OperatorCommand,
-    PrefetchModel,
-    ToScheduler,
-    TrimModel,
-)
+from prism.messages.agent import ActionResult, AgentCommand, AgentReport
+from prism.messages.cluster import OperatorCommand, ToScheduler
+from prism.messages.models import ModelSpec
+from prism.transport import Channel
 
-Order = ActivateModel | EvictModel | PrefetchModel | TrimModel
 SEND_HIGH_WATER = 1000
 
 log = logging.getLogger("prism.cluster")
 
 
-class Link:
+class AgentLinks:
     """A ROUTER that agents (identity = device) and operators connect to. For one event loop.
 
     Action ids are unique over restarts, so that an answer to an earlier scheduler is dropped.
-    `unreachable`: whom something could not be sent to, for the owner to look at and clear.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         # An agent that starts again takes over its predecessor's identity, and a send to a
         # device without an agent is an error instead of silence.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(endpoint)
-        self._decoder = msgspec.msgpack.Decoder(ToScheduler)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._channel: Channel[ToScheduler] = Channel(
+            self._context,
+            zmq.ROUTER,
+            ToScheduler,
+            sndhwm=SEND_HIGH_WATER,
+            router_handover=1,
+            router_mandatory=1,
+        )
+        self._channel.bind(endpoint)
         self._last_id = time.time_ns() // 1_000_000
+        # Peers that a message could not be sent to; the owner looks at them and clears them.
         self.unreachable: set[str] = set()
         self._waiting: dict[int, tuple[str, str, asyncio.Future[ActionResult]]] = {}
 
@@ -58,58 +51,52 @@ class Link:
         on_report: Callable[[AgentReport], None],
         on_command: Callable[[bytes, OperatorCommand], None],
     ) -> None:
-        """Receive until cancelled. Malformed messages are logged and dropped."""
+        """Receive until cancelled."""
         while True:
-            identity, *frames = await self._socket.recv_multipart()
-            try:
-                message = self._decoder.decode(b"".join(frames))
-            except msgspec.MsgspecError as error:
-                log.warning("dropped a malformed message of %r: %s", identity, error)
-                continue
+            sender, message = await self._channel.receive()
             if isinstance(message, ActionResult):
                 self._settle(message)
             elif isinstance(message, OperatorCommand):
-                on_command(identity, message)
-            elif identity.decode(errors="replace") == message.device:
+                on_command(sender, message)
+            elif sender.decode(errors="replace") == message.device:
                 on_report(message)
             else:
-                log.warning("dropped a report about %s sent by %r", message.device, identity)
+                log.warning("dropped a report about %s sent by %r", message.device, sender)
 
-    async def post(self, device: str, order: Order) -> asyncio.Future[ActionResult]:
-        """Send `order` under a fresh action id; the future is its result.
+    def post(self, device: str, command: AgentCommand) -> asyncio.Future[ActionResult]:
+        """Send `command` under a fresh action id; the future is its result.
 
         Raises ActionError when no agent is connected for the device.
         """
         self._last_id += 1
         action_id = self._last_id
         result: asyncio.Future[ActionResult] = asyncio.get_running_loop().create_future()
-        model = order.model.name if isinstance(order.model, ModelSpec) else order.model or ""
-        self._waiting[action_id] = (device, model, result)
+        self._waiting[action_id] = (device, _model_of(command), result)
         result.add_done_callback(lambda _: self._waiting.pop(action_id, None))
         try:
-            await self._send(device.encode(), msgspec.structs.replace(order, action_id=action_id))
+            self._send(device.encode(), msgspec.structs.replace(command, action_id=action_id))
         except ActionError:
             result.cancel()
             raise
         return result
 
-    async def ask(self, device: str, order: Order, timeout_s: float) -> ActionResult:
+    async def ask(self, device: str, command: AgentCommand, timeout_s: float) -> ActionResult:
         """`post`, then wait for a good result; raises ActionError for any other outcome."""
-        return await settle(await self.post(device, order), device, timeout_s)
+        return await settle(self.post(device, command), device, timeout_s)
 
-    async def is_connected(self, device: str) -> bool:
-        """Whether an agent holds a connection for this device. It sees an ActionResult that
-        answers nothing, which agents ignore."""
+    def is_connected(self, device: str) -> bool:
+        """Whether an agent holds a connection for this device. Agents ignore the ActionResult
+        that this sends."""
         try:
-            await self._send(device.encode(), ActionResult(0, True))
+            self._send(device.encode(), ActionResult(0, True))
         except ActionError:
             return False
         return True
 
-    async def answer(self, identity: bytes, result: ActionResult) -> None:
-        """Reply to an operator; one who has gone is logged."""
+    def answer(self, identity: bytes, result: ActionResult) -> None:
+        """Reply to an operator. A reply that is not taken is logged."""
         try:
-            await self._send(identity, result)
+            self._send(identity, result)
         except ActionError as error:
             log.warning("an operator did not wait for its answer: %s", error)
 
@@ -120,7 +107,7 @@ class Link:
                 result.set_exception(ActionError(why))
 
     def close(self) -> None:
-        self._socket.close()
+        self._channel.close()
         self._context.term()
 
     def _settle(self, message: ActionResult) -> None:
@@ -128,19 +115,24 @@ class Link:
         if result is not None and not result.done():
             result.set_result(message)
 
-    async def _send(self, identity: bytes, message: Order | ActionResult) -> None:
+    def _send(self, to: bytes, message: AgentCommand | ActionResult) -> None:
         try:
-            await self._socket.send_multipart([identity, self._encoder.encode(message)])
+            self._channel.send(message, to)
         except zmq.ZMQError as error:
-            name = identity.decode(errors="replace")
+            name = to.decode(errors="replace")
             self.unreachable.add(name)
             raise ActionError(f"no agent is connected for {name}: {error}") from error
+
+
+def _model_of(command: AgentCommand) -> str:
+    model = getattr(command, "model", None)
+    return model.name if isinstance(model, ModelSpec) else model or ""
 
 
 async def settle(
     result: asyncio.Future[ActionResult], device: str, timeout_s: float
 ) -> ActionResult:
-    """Wait for an order's result; raises ActionError unless it is good."""
+    """Wait for a command's result; raises ActionError unless it is good."""
     try:
         async with asyncio.timeout(timeout_s):
             outcome = await result

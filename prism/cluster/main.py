@@ -13,32 +13,38 @@ from pathlib import Path
 from typing import Any
 
 from prism.cluster.actuator import Actuator
-from prism.cluster.controller import Controller, settings_of
-from prism.cluster.link import Link
+from prism.cluster.controller import ClusterController
+from prism.cluster.link import AgentLinks
 from prism.cluster.operator import Operator
 from prism.cluster.state import new_state
-from prism.cluster.timing import Timing
-from prism.config import ClusterConfig, read_resolved
+from prism.cluster.timing import SchedulerTiming, timing_of
+from prism.config.schema import ClusterConfig, read_resolved
 from prism.errors import ConfigError
-from prism.journal import CLUSTER, open_journal
 from prism.policies import registry
-from prism.process import configure_logging, die_with_parent
+from prism.process import beat, configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue
+from prism.scheduler.journal import CLUSTER, open_journal
 
 log = logging.getLogger("prism.cluster")
 
 
-async def run(config: ClusterConfig, timing: Timing, stop: asyncio.Event) -> None:
+async def run(config: ClusterConfig, timing: SchedulerTiming, stop: asyncio.Event) -> None:
     """Schedule the cluster until `stop` is set. Models stay as they are then."""
     policy = registry.live(config.policy)
     devices, models = len(config.devices), len(config.models)
     log.info("policy %s, %d devices, %d models", policy.name, devices, models)
     state = new_state(config, policy, timing, time.monotonic)
-    state.journal = journal = open_journal(config, CLUSTER, settings_of(config))
+    state.journal = journal = open_journal(
+        config.journal,
+        Path(config.run_dir),
+        CLUSTER,
+        config.policy,
+        settings=config.scheduler.settings(),
+    )
     queue = RequestQueue.connect(config.redis_url, config.namespace)
-    link = Link(config.scheduler_endpoint)
+    link = AgentLinks(config.scheduler_endpoint)
     actuator = Actuator(state, link, queue)
-    controller = Controller(state, queue, link, actuator)
+    controller = ClusterController(state, queue, link, actuator)
     operator = Operator(state, link, actuator)
     receiving = link.run(controller.on_report, operator.take)
     try:
@@ -70,7 +76,9 @@ async def _serve(config: ClusterConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await run(config, Timing(), stop)
+    beating = asyncio.create_task(beat())
+    await run(config, timing_of(config), stop)
+    beating.cancel()
 
 
 def main(arguments: list[str] | None = None) -> int:

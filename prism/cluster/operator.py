@@ -5,35 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from prism.cluster.actuator import Actuator
-from prism.cluster.link import Link, Order
-from prism.cluster.state import State
+from prism.cluster.link import AgentLinks
+from prism.cluster.state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
 from prism.errors import ActionError
-from prism.messages import ActionResult, OperatorCommand, PrefetchModel, TrimModel
+from prism.messages.agent import ActionResult, AgentCommand, PrefetchModel, TrimModel
+from prism.messages.cluster import OperatorCommand
 from prism.policies.data import Evict, Migrate
 
 COMMANDS = ("activate", "evict", "prefetch", "flush", "status")
 log = logging.getLogger("prism.cluster")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    ok: bool
-    message: str
-    stages_s: dict[str, float] = field(default_factory=dict)
-    link_bytes: dict[str, int] = field(default_factory=dict)
-
-
 class Operator:
     """Carries commands out, each in a task of its own. For one event loop."""
 
-    def __init__(self, state: State, link: Link, actuator: Actuator) -> None:
+    def __init__(self, state: SchedulerState, link: AgentLinks, actuator: Actuator) -> None:
         self._state = state
         self._link = link
         self._actuator = actuator
@@ -56,25 +48,22 @@ class Operator:
         outcome = await self.carry_out(command)
         log.info("operator: %s %s: %s", command.kind, command.model or "", outcome.message[:200])
         seconds = self._state.now_s() - begun_s
-        result = ActionResult(
-            0, outcome.ok, outcome.message, seconds, outcome.stages_s, outcome.link_bytes
-        )
-        await self._link.answer(identity, result)
+        self._link.answer(identity, msgspec.structs.replace(outcome, seconds=seconds))
 
-    async def carry_out(self, command: OperatorCommand) -> Outcome:
-        """Never raises for a bad command: the outcome says what to change."""
+    async def carry_out(self, command: OperatorCommand) -> ActionResult:
+        """For a bad command the result says what to change."""
         problem = self._problem(command)
         if problem:
-            return Outcome(False, problem)
+            return _result(False, problem)
         if command.kind == "status":
             return self._status()
         if command.kind == "flush":
             return await self._flush(command)
         if command.model is None:
-            return Outcome(False, f"{command.kind}: name a model")
+            return _result(False, f"{command.kind}: name a model")
         return await self._about(command.model, command)
 
-    async def _about(self, model: str, command: OperatorCommand) -> Outcome:
+    async def _about(self, model: str, command: OperatorCommand) -> ActionResult:
         if command.kind == "evict":
             return await self._evict(model)
         if command.kind == "prefetch":
@@ -92,65 +81,65 @@ class Operator:
             return f"there is no device {command.device!r}; the devices are {', '.join(devices)}"
         return ""
 
-    def _status(self) -> Outcome:
+    def _status(self) -> ActionResult:
         status = build_status(self._state, build_view(self._state, self._state.now_s()))
-        return Outcome(True, msgspec.json.encode(status).decode())
+        return _result(True, msgspec.json.encode(status).decode())
 
-    async def _flush(self, command: OperatorCommand) -> Outcome:
+    async def _flush(self, command: OperatorCommand) -> ActionResult:
         """Idle memory goes back: spare pages and unused prefix cache."""
         live = [r.device for r in self._state.book.reports()]
         devices = [command.device] if command.device else live
         if command.model is not None:
             devices = [d for d in devices if d in self._state.book.where(command.model, "active")]
-        order = TrimModel(0, command.model)
-        return await self._ask_all("flush", devices, order, self._state.timing.trim_s)
+        trim = TrimModel(0, command.model)
+        return await self._ask_all("flush", devices, trim, self._state.timing.trim_s)
 
     async def _ask_all(
-        self, what: str, devices: Sequence[str], order: Order, timeout_s: float
-    ) -> Outcome:
-        outcomes = await asyncio.gather(*(self._ask(d, order, timeout_s) for d in devices))
+        self, what: str, devices: Sequence[str], command: AgentCommand, timeout_s: float
+    ) -> ActionResult:
+        outcomes = await asyncio.gather(*(self._ask(d, command, timeout_s) for d in devices))
         if not outcomes:
-            return Outcome(False, f"{what}: nothing is active there")
-        return Outcome(all(o.ok for o in outcomes), "; ".join(o.message for o in outcomes))
+            return _result(False, f"{what}: nothing is active there")
+        return _result(all(o.ok for o in outcomes), "; ".join(o.message for o in outcomes))
 
-    async def _ask(self, device: str, order: Order, timeout_s: float) -> Outcome:
+    async def _ask(self, device: str, command: AgentCommand, timeout_s: float) -> ActionResult:
         try:
-            result = await self._link.ask(device, order, timeout_s)
+            result = await self._link.ask(device, command, timeout_s)
         except ActionError as error:
-            return Outcome(False, f"{device}: {error}")
-        return Outcome(True, f"{device}: {result.message or 'done'}")
+            return _result(False, f"{device}: {error}")
+        return _result(True, f"{device}: {result.message or 'done'}")
 
-    async def _prefetch(self, model: str, device: str | None) -> Outcome:
+    async def _prefetch(self, model: str, device: str | None) -> ActionResult:
         """On one device's machine, or on all."""
         devices = [device] if device else [r.device for r in self._state.book.reports()]
-        order = PrefetchModel(0, self._state.config.model(model), "an operator asked for it")
-        return await self._ask_all("prefetch", devices, order, self._state.timing.prefetch_s)
+        prefetch = PrefetchModel(0, self._state.config.model(model), "an operator asked for it")
+        return await self._ask_all("prefetch", devices, prefetch, self._state.timing.prefetch_s)
 
-    async def _evict(self, model: str) -> Outcome:
+    async def _evict(self, model: str) -> ActionResult:
         if self._state.config.model(model).never_evict:
-            return Outcome(False, f"{model} is never_evict in the configuration; change it there")
+            return _result(False, f"{model} is never_evict in the configuration; change it there")
         if model in self._state.moves:
-            return Outcome(False, _busy(self._state, model))
+            return _result(False, _busy(self._state, model))
         devices = self._state.book.where(model, "active")
         if not devices:
-            return Outcome(True, f"{model} is not active")
+            return _result(True, f"{model} is not active")
         placed = self._state.placement.get(model)
         device = placed if placed in devices else devices[0]
         problem = await self._done(Evict(model, device, "an operator asked for it"))
-        return Outcome(not problem, problem or f"{model} evicted from {device}")
+        return _result(not problem, problem or f"{model} evicted from {device}")
 
     async def _done(self, action: Evict | Migrate) -> str:
         task = self._actuator.start(action)
         return await asyncio.shield(task) if task else _busy(self._state, action.model)
 
-    async def _activate(self, model: str, device: str | None) -> Outcome:
+    async def _activate(self, model: str, device: str | None) -> ActionResult:
         spec = self._state.config.model(model)
         pinned = spec.pinned_device
         if device and spec.tp > 1:
             why = f"{model} is spread over {spec.tp} devices, which the scheduler chooses"
-            return Outcome(False, f"{why}: leave the device out")
+            return _result(False, f"{why}: leave the device out")
         if device and pinned and device != pinned:
-            return Outcome(False, f"{model} is pinned to {pinned}; it cannot go to {device}")
+            return _result(False, f"{model} is pinned to {pinned}; it cannot go to {device}")
         active = self._state.book.where(model, "active")
         if active and device in (None, *active):
             return self._active(model, device or active[0], "is active on")
@@ -159,15 +148,15 @@ class Operator:
             reason = "an operator asked for it"
             action = Migrate(model, active[0], device, reason, move_running=move)
             problem = await self._done(action)
-            return Outcome(False, problem) if problem else self._active(model, device, "moved to")
+            return _result(False, problem) if problem else self._active(model, device, "moved to")
         return await self._demand(model, device)
 
-    async def _demand(self, model: str, device: str | None) -> Outcome:
+    async def _demand(self, model: str, device: str | None) -> ActionResult:
         """Let the policy place it as if a request waited, and wait for the outcome."""
         state = self._state
         if model in state.demands:
-            return Outcome(False, f"{model}: another operator is activating it")
-        state.bars.clear(model)
+            return _result(False, f"{model}: another operator is activating it")
+        state.backoff.clear(model)
         state.refusals.pop(model, None)
         state.demands[model] = device
         self._state.changes.notify()
@@ -179,22 +168,30 @@ class Operator:
         if active:
             return self._active(model, active[0], "is active on")
         now_s = self._state.now_s()
-        why = state.bars.message(model, now_s) or state.refusals.get(model) or "no answer in time"
-        return Outcome(False, f"{model} was not activated: {why}")
+        why = (
+            state.backoff.message(model, now_s) or state.refusals.get(model) or "no answer in time"
+        )
+        return _result(False, f"{model} was not activated: {why}")
 
-    def _active(self, model: str, device: str, verb: str) -> Outcome:
+    def _active(self, model: str, device: str, verb: str) -> ActionResult:
         report = self._state.book.model(device, model)
         stages_s, link_bytes = (report.stages_s, report.link_bytes) if report else ({}, {})
-        return Outcome(True, f"{model} {verb} {device}", stages_s, link_bytes)
+        return ActionResult(
+            0, True, f"{model} {verb} {device}", stages_s=stages_s, link_bytes=link_bytes
+        )
 
     def _settled(self, model: str) -> bool:
         """Active, refused or failed, with nothing under way any more."""
         state = self._state
-        ended = state.book.where(model, "active") or state.bars.count(model)
+        ended = state.book.where(model, "active") or state.backoff.count(model)
         return model not in state.moves and bool(ended or model in state.refusals)
 
 
-def _busy(state: State, model: str) -> str:
+def _busy(state: SchedulerState, model: str) -> str:
     move = state.moves.get(model)
     what = f"{move.kind} on {move.device}" if move else "an action"
     return f"{model}: {what} is under way; try again when it is done"
+
+
+def _result(ok: bool, message: str) -> ActionResult:
+    return ActionResult(0, ok, message)

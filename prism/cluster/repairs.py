@@ -1,11 +1,12 @@
-"""What to mend where Redis and the agents disagree: after a restart of any of them, and after
-actions that failed half-way. Pure."""
+"""Repairs where Redis and the agents disagree: after a restart, or an action that failed half-way.
+
+Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prism.cluster.state import State
+from prism.cluster.state import SchedulerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class DropCopy:
-    """`model` is active on `device` besides its home, where it is routed."""
+    """`model` is active on `device` as well as on `home`, where its requests go."""
 
     model: str
     device: str
@@ -29,9 +30,8 @@ class DropCopy:
 Repair = Route | DropCopy
 
 
-def repairs(state: State, now_s: float) -> list[Repair]:
-    """Models with an action under way are left to it; devices whose agent may still come are
-    left alone."""
+def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
+    """Leaves out models with an action under way, and devices whose agent may still come."""
     names = [model.name for model in state.config.models]
     gone = [name for name in state.placement if name not in names]
     mended: list[Repair] = [Route(name, None, "not in the configuration") for name in gone]
@@ -41,7 +41,7 @@ def repairs(state: State, now_s: float) -> list[Repair]:
     return mended
 
 
-def _mend(state: State, name: str, now_s: float) -> list[Repair]:
+def _mend(state: SchedulerState, name: str, now_s: float) -> list[Repair]:
     placed = state.placement.get(name)
     if placed is not None and _may_come(state, placed, now_s):
         return []
@@ -55,11 +55,11 @@ def _mend(state: State, name: str, now_s: float) -> list[Repair]:
     return mended + [DropCopy(name, copy, home) for copy in copies[:1] if home is not None]
 
 
-def _may_come(state: State, device: str, now_s: float) -> bool:
+def _may_come(state: SchedulerState, device: str, now_s: float) -> bool:
     return state.book.report(device) is None and not state.book.is_gone(device, now_s)
 
 
-def _home(state: State, name: str, placed: str | None) -> str | None:
+def _home(state: SchedulerState, name: str, placed: str | None) -> str | None:
     serving = state.book.where(name, "active") or state.book.where(name, "activating")
     if placed in serving:
         return placed

@@ -1,20 +1,20 @@
-"""What each model takes of a device: computed at first, measured once it has been active."""
+"""Memory that each model takes: computed at first, measured once it has been active."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prism.config import ClusterConfig
-from prism.messages import AgentReport, ModelSpec
-from prism.model_memory import MemoryNeed, memory_need
+from prism.config.memory import MemoryNeed, memory_need
+from prism.config.schema import ClusterConfig
+from prism.messages.agent import AgentReport
+from prism.messages.models import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes, over all devices of a tensor-parallel model. `weight_bytes` includes its engines'
-    non-elastic shares."""
+    """Of a whole model, over all devices if it is tensor parallel."""
 
-    weight_bytes: int
+    weight_bytes: int  # with the non-elastic shares of its engines
     kv_floor_bytes: int
 
     @property
@@ -23,8 +23,8 @@ class Size:
 
 
 class Sizes:
-    """`learn`: let measurements replace what was computed. A policy whose placement is fixed
-    needs sizes that never change."""
+    """The size of each model. With `learn`, measurements replace what was computed; a policy with
+    a fixed placement needs sizes that never change."""
 
     def __init__(self, config: ClusterConfig, learn: bool) -> None:
         self._sizes = {model.name: _computed(model, config) for model in config.models}

@@ -1,4 +1,4 @@
-"""All that the scheduler's process knows; nothing of it outlives the process."""
+"""All that the scheduler's process knows. Nothing of it outlives the process."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prism.cluster.agents import AgentBook
-from prism.cluster.bars import Bars
+from prism.cluster.backoff import ActivationBackoff
 from prism.cluster.changes import Changes
 from prism.cluster.sizes import Sizes
-from prism.cluster.timing import Timing
-from prism.config import ClusterConfig
-from prism.journal import Sink
+from prism.cluster.timing import SchedulerTiming
+from prism.config.schema import ClusterConfig
 from prism.policies.registry import Policy
+from prism.scheduler.journal import Sink
 from prism.scheduler.rates import TokenRates
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An action under way. kind: "activate" (on device), "evict" (from device), "migrate" (from
-    source to device), "drop_copy" (a second copy on device goes; source keeps serving). peers: the
-    devices of its other ranks, `device` being that of rank 0."""
+    """An action under way.
+
+    kind: "activate" (on device), "evict" (from device), "migrate" (from source to device), or
+    "drop_copy" (a second copy on device goes; source keeps serving).
+    """
 
     kind: str
     model: str
-    device: str
+    device: str  # of rank 0
     source: str | None = None
-    peers: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()  # devices of the other ranks
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -46,50 +48,46 @@ class Move:
 
 
 @dataclass(slots=True)
-class State:
-    """placement, unplaced: as last read from Redis. moves: at most one action per model.
-    wanted: models to be resident although no request waits. demands: operators' activations
-    that are not finished, model -> device or None. activated_s: when models became active.
-    journal: None where none is kept.
-    now_s: a monotonic clock, which all times `*_s` here are on. Whoever changes the state calls
-    `changes.notify`."""
+class SchedulerState:
+    """A change of the state that plans depend on is followed by `changes.notify`."""
 
     config: ClusterConfig
     policy: Policy
-    timing: Timing
+    timing: SchedulerTiming
     book: AgentBook
     rates: TokenRates
-    bars: Bars
+    backoff: ActivationBackoff
     sizes: Sizes
-    now_s: Callable[[], float]
+    now_s: Callable[[], float]  # a monotonic clock, of which all times `*_s` here are
     changes: Changes
     started_s: float
-    placement: dict[str, str] = field(default_factory=dict)
-    unplaced: dict[str, int] = field(default_factory=dict)
-    moves: dict[str, Move] = field(default_factory=dict)
-    wanted: set[str] = field(default_factory=set)
+    placement: dict[str, str] = field(default_factory=dict)  # as last read from Redis
+    unplaced: dict[str, int] = field(default_factory=dict)  # as last read from Redis
+    moves: dict[str, Move] = field(default_factory=dict)  # by model
+    wanted: set[str] = field(default_factory=set)  # to be resident although no request waits
+    # Operators' activations that are not finished: model -> device or None.
     demands: dict[str, str | None] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
-    activated_s: dict[str, float] = field(default_factory=dict)
+    activated_s: dict[str, float] = field(default_factory=dict)  # when models became active
     actions_total: Counter[str] = field(default_factory=Counter)
     planned_once: bool = False
     started_all: bool = False
-    journal: Sink | None = None
+    journal: Sink | None = None  # None: no journal is kept
 
 
 def new_state(
-    config: ClusterConfig, policy: Policy, timing: Timing, now_s: Callable[[], float]
-) -> State:
-    """The state of a scheduler that has heard of nobody yet."""
+    config: ClusterConfig, policy: Policy, timing: SchedulerTiming, now_s: Callable[[], float]
+) -> SchedulerState:
+    """The state of a scheduler that has heard from no agent yet."""
     started_s = now_s()
     devices = [device.name for device in config.devices]
-    return State(
+    return SchedulerState(
         config=config,
         policy=policy,
         timing=timing,
         book=AgentBook(devices, started_s, timing.start_grace_s),
         rates=TokenRates(config.scheduler.rate_window_s),
-        bars=Bars(timing),
+        backoff=ActivationBackoff(timing),
         sizes=Sizes(config, learn=policy.evicts),
         now_s=now_s,
         changes=Changes(),

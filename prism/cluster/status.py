@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
-from prism.cluster.state import State
-from prism.messages import ClusterStatus
-from prism.policies import kvpr
+from prism.cluster.state import SchedulerState
+from prism.messages.cluster import ClusterStatus
+from prism.messages.troubles import read_troubles
+from prism.policies.bins import current_bins
 from prism.policies.data import ClusterView
+from prism.transport import malformed_total
 
 
-def build_status(state: State, view: ClusterView) -> ClusterStatus:
-    """Times are wall-clock; placement is what requests are routed by."""
-    bins = kvpr.current_bins(view.models, view.gpus)
+def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
+    """What frontends and operators see. Placement is what requests are routed by."""
+    bins = current_bins(view.models, view.gpus)
     return ClusterStatus(
         time_unix_s=time.time(),
         policy=state.policy.name,
@@ -24,14 +27,25 @@ def build_status(state: State, view: ClusterView) -> ClusterStatus:
         actions_total=dict(state.actions_total),
         ready=is_ready(state, view),
         refusals=dict(state.refusals),
+        malformed_total=malformed_total(),
+        degraded=degraded(state),
     )
 
 
-def is_ready(state: State, view: ClusterView) -> bool:
-    """Every device has an agent whose engines have been up, and the initial placement is over:
-    each of its models was activated, refused or failed at least once."""
-    if not state.started_all and state.planned_once:
+def degraded(state: SchedulerState) -> dict[str, str]:
+    """Part or device -> what is wrong with it. Empty while the cluster starts and all goes well."""
+    found = read_troubles(Path(state.config.run_dir))
+    if state.started_all:
+        silent = [d.name for d in state.config.devices if state.book.report(d.name) is None]
+        found |= dict.fromkeys(silent, "its agent does not report; its models may go elsewhere")
+    return found
+
+
+def is_ready(state: SchedulerState, view: ClusterView) -> bool:
+    """Every device had an agent whose engines were up, and each model of the initial placement was
+    activated, refused, or failed at least once. From then on: any device has such an agent."""
+    if not state.started_all and state.planned_once and state.book.all_started(state.now_s()):
         absent = {m.name for m in view.models if m.state in ("absent", "activating")}
         pending = state.wanted & absent - set(state.refusals)
-        state.started_all = not any(state.bars.count(name) == 0 for name in pending)
-    return state.started_all and state.book.all_started()
+        state.started_all = not any(state.backoff.count(name) == 0 for name in pending)
+    return state.started_all and state.book.any_started()

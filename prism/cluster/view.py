@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from prism.cluster.agents import ABSENT_STATES
-from prism.cluster.state import Move, State
-from prism.config import DeviceConfig
-from prism.messages import AgentReport, ModelReport, ModelSpec
+from prism.cluster.state import Move, SchedulerState
+from prism.config.schema import DeviceConfig
+from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.models import ModelSpec
 from prism.policies.bins import devices_of
 from prism.policies.data import ClusterView, GpuView, ModelView
 
 _MOVING = {"activate": "activating", "evict": "draining"}
 
 
-def build_view(state: State, now_s: float) -> ClusterView:
-    """`now_s`: the monotonic clock of the state's times. An action under way shows as if its
-    memory and engine were taken already, and given back only when it is over."""
+def build_view(state: SchedulerState, now_s: float) -> ClusterView:
+    """`now_s` is by the state's clock. An action under way shows as if its memory and engine
+    were taken already, and given back only when it is over."""
     rates = state.rates.rates(now_s)
     models = tuple(_model(state, m, rates.get(m.name, 0.0), now_s) for m in state.config.models)
     gpus = tuple(_gpu(state, device, models) for device in state.config.devices)
     return ClusterView(now_s, models, gpus)
 
 
-def home_of(state: State, name: str) -> tuple[tuple[str, ...], str]:
+def home_of(state: SchedulerState, name: str) -> tuple[tuple[str, ...], str]:
     """(devices, rank 0 first, state) of a model in ModelView's terms."""
     move = state.moves.get(name)
     if move is not None and move.source is not None:
@@ -38,11 +39,11 @@ def home_of(state: State, name: str) -> tuple[tuple[str, ...], str]:
     return (), "absent"
 
 
-def _ranks(state: State, device: str, name: str) -> tuple[str, ...]:
+def _ranks(state: SchedulerState, device: str, name: str) -> tuple[str, ...]:
     return (device, *state.book.peers(device, name))
 
 
-def _model(state: State, spec: ModelSpec, rate: float, now_s: float) -> ModelView:
+def _model(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) -> ModelView:
     devices, stage = home_of(state, spec.name)
     size = state.sizes.of(spec.name)
     reports = _reports(state, spec.name)
@@ -66,17 +67,17 @@ def _model(state: State, spec: ModelSpec, rate: float, now_s: float) -> ModelVie
         pinned_device=state.demands.get(spec.name) or spec.pinned_device,
         static_share=spec.static_share,
         wanted=spec.name in state.wanted,
-        barred=state.bars.devices(spec.name, now_s),
+        barred=state.backoff.devices(spec.name, now_s),
         tp=spec.tp,
         peers=devices[1:],
     )
 
 
-def _reports(state: State, name: str) -> list[tuple[str, ModelReport]]:
+def _reports(state: SchedulerState, name: str) -> list[tuple[str, ModelReport]]:
     return [(r.device, m) for r in state.book.reports() for m in r.models if m.model == name]
 
 
-def _idle_s(state: State, name: str, now_s: float) -> float:
+def _idle_s(state: SchedulerState, name: str, now_s: float) -> float:
     """Since the last request, or since the model became active if that was later.
 
     The agent's own clock dates its requests, so that clocks of two machines are never compared.
@@ -90,12 +91,12 @@ def _idle_s(state: State, name: str, now_s: float) -> float:
     return max(0.0, idle_s)
 
 
-def _gpu(state: State, device: DeviceConfig, models: tuple[ModelView, ...]) -> GpuView:
+def _gpu(state: SchedulerState, device: DeviceConfig, models: tuple[ModelView, ...]) -> GpuView:
     report = state.book.report(device.name)
     if report is None:
         return GpuView(
             device.name,
-            device.capacity_bytes,
+            device.models_bytes,
             engines_total=device.engines,
             alive=False,
             node=device.node,
@@ -104,9 +105,11 @@ def _gpu(state: State, device: DeviceConfig, models: tuple[ModelView, ...]) -> G
     unseen = {m.model for m in coming if state.book.state(m.device, m.model) == "absent"}
     seated = {m.model for m in coming if m.device == device.name} & unseen
     pending_bytes = sum(_pending_bytes(state, m) for m in coming)
+    pending_bytes += report.engines_starting * device.idle_bytes
     return GpuView(
         name=device.name,
-        capacity_bytes=report.capacity_bytes,
+        # Placement divides what engine processes without a model leave.
+        capacity_bytes=max(0, report.capacity_bytes - device.engines_bytes),
         fixed_bytes=_elsewhere_bytes(state, device.name, models, unseen),
         free_bytes=max(0, report.capacity_bytes - report.reserved_bytes - pending_bytes),
         engines_free=_engines_free(report) - len(seated | _guests(state, device.name)),
@@ -116,25 +119,25 @@ def _gpu(state: State, device: DeviceConfig, models: tuple[ModelView, ...]) -> G
 
 
 def _engines_free(report: AgentReport) -> int:
-    """The agent lets an activation wait for an engine that is starting; such a model may show in
-    the report without holding an engine yet."""
+    """Engines that are starting count: activations wait for them, and models that wait may show in
+    the report without an engine."""
     here = sum(m.state not in ABSENT_STATES for m in report.models)
     return min(report.engines_free + report.engines_starting, report.engines_total - here)
 
 
-def _guests(state: State, device: str) -> set[str]:
+def _guests(state: SchedulerState, device: str) -> set[str]:
     """Models with a rank above 0 here: each takes the place of an engine."""
     coming = {m.model for m in state.moves.values() if m.brings_up and device in m.peers}
     return coming | {m.model for _, m in _present(state) if device in m.peers}
 
 
-def _present(state: State) -> list[tuple[str, ModelReport]]:
+def _present(state: SchedulerState) -> list[tuple[str, ModelReport]]:
     """(device of rank 0, model) of all that are anywhere."""
     reports = state.book.reports()
     return [(r.device, m) for r in reports for m in r.models if m.state not in ABSENT_STATES]
 
 
-def _pending_bytes(state: State, move: Move) -> int:
+def _pending_bytes(state: SchedulerState, move: Move) -> int:
     """What a model on its way will still reserve on each of its devices."""
     model = state.book.model(move.device, move.model)
     held = model.static_bytes + model.kv_reserve_bytes if model else 0
@@ -142,10 +145,10 @@ def _pending_bytes(state: State, move: Move) -> int:
 
 
 def _elsewhere_bytes(
-    state: State, device: str, models: tuple[ModelView, ...], unseen: Collection[str]
+    state: SchedulerState, device: str, models: tuple[ModelView, ...], unseen: Collection[str]
 ) -> int:
-    """Taken here by models whose ModelView stands on other devices: copies on their way in
-    or out."""
+    """Bytes here of models that their ModelView shows on other devices: copies on their way in or
+    out."""
     copies = {m.model for home, m in _present(state) if device in (home, *m.peers)}
     here = copies.union(unseen)
     away = [m.name for m in models if m.name in here and device not in devices_of(m)]

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 import prism
-from prism.costs.fit import Fitted, Measured, fit
+from prism.costs.fit import Fitted, MeasuredStep, fit
 from prism.costs.grid import Grid, read_grid, write_grid
 from prism.costs.table import StepTable
 from prism.errors import ConfigError
@@ -29,15 +29,17 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure. Each batch decodes `output_tokens` after the shortest and after half of the
-    longest prompt; everything `repeats` times, medians are kept. Prompts are sent once more before,
-    since an engine's first step of a size takes longer."""
+class CalibrationPlan:
+    """What to measure."""
 
     model: str
+    # Tokens. Each prompt is sent once more before, since an engine's first step of a size takes
+    # longer.
     prompts: tuple[int, ...]
+    # Each decodes `output_tokens` after the shortest and after half of the longest prompt.
     batches: tuple[int, ...]
     output_tokens: int = 32
+    # Of each measurement; medians are kept.
     repeats: int = 3
     source: PromptSource = field(default_factory=PromptSource)
     timeout_s: float = 600.0
@@ -64,10 +66,12 @@ class TimedStream(Stream):
         self.times_s += [now_s] * ((self.ids or self.events) - before)
 
 
-Observer = Callable[[Measured], None]
+Observer = Callable[[MeasuredStep], None]
 
 
-async def measure(url: str, plan: Plan, observe: Observer | None = None) -> list[Measured]:
+async def measure(
+    url: str, plan: CalibrationPlan, observe: Observer | None = None
+) -> list[MeasuredStep]:
     """`observe` gets each step once it is measured. Raises ConfigError: no server, an unknown
     model, a request that fails."""
     async with connect(url) as http:
@@ -77,7 +81,7 @@ async def measure(url: str, plan: Plan, observe: Observer | None = None) -> list
         _check_context(plan, models[plan.model].max_model_len)
         probe = _Probe(Sender(http, plan.timeout_s), plan)
         await probe.streams(1, WARM_UP_TOKENS, WARM_UP_TOKENS)
-        steps: list[Measured] = []
+        steps: list[MeasuredStep] = []
         async for step in probe.steps():
             steps.append(step)
             if observe is not None:
@@ -86,8 +90,8 @@ async def measure(url: str, plan: Plan, observe: Observer | None = None) -> list
 
 
 def calibrate(
-    url: str, plan: Plan, gpu: str, tp: int, observe: Observer | None = None
-) -> tuple[list[Measured], Fitted]:
+    url: str, plan: CalibrationPlan, gpu: str, tp: int, observe: Observer | None = None
+) -> tuple[list[MeasuredStep], Fitted]:
     """Measure and fit; the table's source says how well. Raises ConfigError."""
     steps = asyncio.run(measure(url, plan, observe))
     fitted = fit(steps, gpu, plan.model, tp, "")
@@ -113,10 +117,10 @@ def save(path: Path, table: StepTable) -> None:
 @dataclass
 class _Probe:
     sender: Sender
-    plan: Plan
+    plan: CalibrationPlan
     sent: int = 0
 
-    async def steps(self) -> AsyncIterator[Measured]:
+    async def steps(self) -> AsyncIterator[MeasuredStep]:
         """All of the plan, one after the other."""
         for tokens in self.plan.prompts:
             yield await self.prompt(tokens)
@@ -124,12 +128,12 @@ class _Probe:
             for context in self.plan.contexts:
                 yield await self.decode(batch, context)
 
-    async def prompt(self, tokens: int) -> Measured:
+    async def prompt(self, tokens: int) -> MeasuredStep:
         await self._first_token_s(tokens)
         found = [await self._first_token_s(tokens) for _ in range(self.plan.repeats)]
-        return Measured(True, tokens, 0, float(np.median(found)))
+        return MeasuredStep(True, tokens, 0, float(np.median(found)))
 
-    async def decode(self, batch: int, context: int) -> Measured:
+    async def decode(self, batch: int, context: int) -> MeasuredStep:
         output = self.plan.output_tokens
         paces_s: list[float] = []
         for _ in range(self.plan.repeats):
@@ -140,7 +144,7 @@ class _Probe:
                 " raise --output-tokens or leave this batch out"
             )
         held = batch * (context + output // 2)
-        return Measured(False, batch, held, float(np.median(paces_s)))
+        return MeasuredStep(False, batch, held, float(np.median(paces_s)))
 
     async def _first_token_s(self, tokens: int) -> float:
         start_s = time.monotonic()
@@ -178,7 +182,7 @@ def common_paces_s(streams: Sequence[TimedStream]) -> list[float]:
     ]
 
 
-def _check_context(plan: Plan, context: int | None) -> None:
+def _check_context(plan: CalibrationPlan, context: int | None) -> None:
     needed = max(max(plan.prompts) + 1, plan.contexts[1] + plan.output_tokens)
     if context is not None and needed > context:
         raise ConfigError(

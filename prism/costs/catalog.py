@@ -1,16 +1,19 @@
-"""Which table serves a (GPU, model, TP): a user's, the shipped grid's, or the roofline."""
+"""A model's shape by its name, and the table that serves a (GPU, model, TP): a user's, the shipped
+grid's, or the roofline."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 
+from prism.costs.checkpoint import read_shape
 from prism.costs.gpus import gpu_spec
 from prism.costs.grid import read_grid, shipped_grid
 from prism.costs.model import CostModel
 from prism.costs.roofline import roofline
-from prism.costs.shapes import ModelShape, model_shape, short_name
+from prism.costs.shapes import MODELS, ModelShape, known_shape, short_name
 from prism.costs.table import StepTable, TableCost, with_host
+from prism.errors import ConfigError
 
 HOST_S = 1e-3
 """Per step: minimises the median TPOT error over the rows of docs/cost-validation.md."""
@@ -52,3 +55,14 @@ def _shipped_tables() -> dict[Key, StepTable]:
         (table.gpu, model_shape(table.model).geometry, table.tp): table
         for table in shipped_grid().tables
     }
+
+
+def model_shape(name: str) -> ModelShape:
+    """Of a model that `known_shape` knows, else of the folder `name`, by its config.json. Raises
+    ConfigError that lists the known models."""
+    known = known_shape(name)
+    if known is not None:
+        return known
+    if (Path(name) / "config.json").is_file():
+        return read_shape(Path(name))
+    raise ConfigError(f"model {name!r}: known models are {', '.join(MODELS)}")

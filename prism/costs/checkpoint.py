@@ -7,7 +7,7 @@ from typing import Any
 
 from prism.costs.shapes import ModelShape
 from prism.errors import ConfigError
-from prism.model_spec import DTYPE_BYTES, Lookup, read_config
+from prism.models.files import DTYPE_BYTES, Lookup, read_config
 
 PLAIN_FFN = {"opt", "gpt2", "gpt_neox", "gptj", "phi", "falcon", "bloom"}
 """model_type of architectures without gated MLPs."""

@@ -29,25 +29,28 @@ attention."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One step. tokens: of the prompt, or requests that decode; context_tokens: KV that the
-    decodes read, 0 for a prompt, whose seconds include what a request costs outside of steps."""
+class MeasuredStep:
+    """One step."""
 
     prompt: bool
+    # Of the prompt, or requests that decode.
     tokens: int
+    # KV that the decodes read; 0 for a prompt.
     context_tokens: int
+    # A prompt's include what a request costs outside of steps.
     seconds: float
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The table, and per measured step predicted / measured - 1."""
+    """What a fit found."""
 
     table: StepTable
+    # Per measured step, predicted / measured - 1.
     errors: tuple[float, ...]
 
 
-def fit(steps: Sequence[Measured], gpu: str, model: str, tp: int, source: str) -> Fitted:
+def fit(steps: Sequence[MeasuredStep], gpu: str, model: str, tp: int, source: str) -> Fitted:
     """Raises ConfigError if `steps` cannot tell the unknowns apart."""
     _check(steps)
     knots = dense_knots(steps)
@@ -74,13 +77,13 @@ def fit(steps: Sequence[Measured], gpu: str, model: str, tp: int, source: str) -
     return Fitted(table, tuple(predict(cost, step) / step.seconds - 1 for step in steps))
 
 
-def predict(cost: TableCost, step: Measured) -> float:
+def predict(cost: TableCost, step: MeasuredStep) -> float:
     if step.prompt:
         return cost.table.request_s + cost.prefill_s(step.tokens)
     return cost.decode_s(step.tokens, step.context_tokens)
 
 
-def dense_knots(steps: Sequence[Measured]) -> list[float]:
+def dense_knots(steps: Sequence[MeasuredStep]) -> list[float]:
     """Measured token counts, each at least twice the one before, where the dense part may bend. Not
     at the shortest prompt, unless as many decoded together: a rise just up to there could not be
     told from what every request costs, and all of it would be taken for that."""
@@ -140,7 +143,7 @@ def _descend(matrix: Floats, target: Floats, found: Floats, free: NDArray[np.boo
         found[~free] = 0.0
 
 
-def _row(step: Measured, knots: Sequence[float]) -> list[float]:
+def _row(step: MeasuredStep, knots: Sequence[float]) -> list[float]:
     pairs = step.tokens * (step.tokens + 1) / 2 if step.prompt else 0.0
     return [float(step.prompt), pairs, float(step.context_tokens), *_rises(step.tokens, knots)]
 
@@ -151,7 +154,7 @@ def _rises(tokens: float, knots: Sequence[float]) -> list[float]:
     return [1.0, *(min(max(part, 0.0), 1.0) for part in along[:-1]), max(along[-1], 0.0)]
 
 
-def _check(steps: Sequence[Measured]) -> None:
+def _check(steps: Sequence[MeasuredStep]) -> None:
     prompts = {step.tokens for step in steps if step.prompt}
     decodes = {(step.tokens, step.context_tokens) for step in steps if not step.prompt}
     if len(prompts) < PROMPTS_MIN or len({context for _, context in decodes}) < 2:

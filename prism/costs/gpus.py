@@ -11,21 +11,20 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One GPU type.
-
-    flops_s: dense 16-bit peak. nvlink_bytes_s, pcie_bytes_s: one direction, per GPU; without
-    NVLink peers talk over PCIe. *_efficiency: part of the peak that large kernels reach.
-    allreduce_s: latency of one small all-reduce.
-    """
+    """One GPU type."""
 
     name: str
     memory_bytes: int
     bandwidth_bytes_s: float
+    # Dense 16-bit peak.
     flops_s: float
+    # One direction, per GPU, as nvlink_bytes_s is. Without NVLink peers talk over PCIe.
     pcie_bytes_s: float
     nvlink_bytes_s: float | None = None
+    # The part of the peak that large kernels reach.
     compute_efficiency: float = 0.65
     bandwidth_efficiency: float = 0.8
+    # Latency of one small all-reduce.
     allreduce_s: float = 12e-6
 
     @property

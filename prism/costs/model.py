@@ -1,7 +1,7 @@
 """The interface through which the simulator and policies ask how long an engine's steps take.
 
 All functions are pure and deterministic, in seconds and tokens, for one (GPU, model, TP): a GPU
-that the engine has to itself. `Usage` says what a step needs of the GPU, from which a simulator
+that the engine has to itself. `GpuUsage` says what a step needs of the GPU, from which a simulator
 derives what engines that share one do to each other.
 """
 
@@ -15,14 +15,14 @@ BANDWIDTH_SM_SHARE = 0.4
 hardly slower, where prefill slows down in proportion."""
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """A piece of one request's prompt: `tokens` new ones after `context_tokens` already in KV."""
 
     tokens: int
     context_tokens: int = 0
 
 
-class Usage(NamedTuple):
+class GpuUsage(NamedTuple):
     """Parts (0..1) of the compute and of the memory bandwidth that a step keeps busy, averaged
     over the step. Host time leaves both idle."""
 
@@ -37,7 +37,7 @@ class CostModel(Protocol):
     summed over the batch, at the first step. A step without work (no chunk, batch 0) takes 0 s.
     """
 
-    def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> float:
         """A mixed step: prompt chunks and decodes in one forward pass."""
         ...
 
@@ -58,7 +58,7 @@ class CostModel(Protocol):
         """The most steps n <= limit with decode_run_s(batch, context_tokens, n) <= seconds."""
         ...
 
-    def usage(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> Usage:
+    def usage(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> GpuUsage:
         """What the step keeps busy of the GPU."""
         ...
 
@@ -72,7 +72,7 @@ def prompt_s(model: CostModel, tokens: int, chunk_tokens: int, context_tokens: i
     )
 
 
-def slowdown(usage: Usage, sm_share: float) -> float:
+def slowdown(usage: GpuUsage, sm_share: float) -> float:
     """Factor >= 1 on the time of a step that gets `sm_share` (0..1] of the GPU's SMs: compute
     falls in proportion, bandwidth only below BANDWIDTH_SM_SHARE."""
     bandwidth_share = min(1.0, sm_share / BANDWIDTH_SM_SHARE)

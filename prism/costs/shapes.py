@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-from prism.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder. ffn_matrices: 3 for gated MLPs, 2 for plain ones. tied: the output matrix
-    is the embedding. weight_dtype_bytes: 1 for 8-bit checkpoints, whose KV stays in 16 bits."""
+    """A dense decoder."""
 
     name: str
     layers: int
@@ -21,9 +17,12 @@ class ModelShape:
     head_dim: int
     ffn: int
     vocab: int
+    # The output matrix is the embedding.
     tied: bool = False
+    # 3 for gated MLPs, 2 for plain ones.
     ffn_matrices: int = 3
     positions: int = 0
+    # 1 for 8-bit checkpoints, whose KV stays in 16 bits.
     weight_dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
 
@@ -94,20 +93,13 @@ MODELS: dict[str, ModelShape] = {
 }
 
 
-def model_shape(name: str) -> ModelShape:
+def known_shape(name: str) -> ModelShape | None:
     """By its full name or the part after the slash, in any case, "-Instruct" or not; "-FP8" at the
-    end means 8-bit weights. Or the folder of a model, by its config.json. Raises ConfigError that
-    lists the known models."""
+    end means 8-bit weights."""
     short = short_name(name)
     stem = short.removesuffix(FP8)
-    found = [shape for known, shape in MODELS.items() if short_name(known) == stem]
-    if not found and (Path(name) / "config.json").is_file():
-        from prism.costs.checkpoint import read_shape
-
-        return read_shape(Path(name))
-    if not found:
-        raise ConfigError(f"model {name!r}: known models are {', '.join(MODELS)}")
-    return in_fp8(found[0]) if short.endswith(FP8) else found[0]
+    found = next((shape for known, shape in MODELS.items() if short_name(known) == stem), None)
+    return in_fp8(found) if found is not None and short.endswith(FP8) else found
 
 
 def in_fp8(shape: ModelShape) -> ModelShape:
@@ -116,7 +108,7 @@ def in_fp8(shape: ModelShape) -> ModelShape:
 
 
 def short_name(name: str) -> str:
-    """What `model_shape` compares."""
+    """The name that `known_shape` compares."""
     short = name.rpartition("/")[2].lower()
     stem = short.removesuffix(FP8)
     return stem.removesuffix("-instruct").removesuffix("-hf") + short[len(stem) :]

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import msgspec
 
-from prism.costs.model import Chunk, Usage
+from prism.costs.model import GpuUsage, PromptChunk
 from prism.errors import ConfigError
 
 Row = tuple[float, ...]
@@ -25,30 +25,29 @@ CHUNKS_KEPT = 1 << 14
 class StepTable(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Points of one (GPU, model, TP), as they are in files.
-
-    dense_s[i]: seconds at dense_tokens[i] tokens. pair_s: prefill attention per pair of a new
-    token and a token it attends to; prefill_s[i][j] is added to it at prefill_tokens[i] new tokens
-    after prefill_context[j] (empty: nothing). decode_s[i][j]: attention of decode_batch[i] requests
-    of decode_context[j] tokens each. host_s: per step, not hidden behind the GPU. request_s: before
-    a request's first token, outside of steps (HTTP, queues), where it was measured. Between points
-    linear, beyond the last with its slope.
-    """
+    """Points of one (GPU, model, TP), as they are in files. Between points linear, beyond the last
+    with its slope."""
 
     gpu: str
     model: str
     tp: int
     source: str
+    # dense_s[i]: seconds at dense_tokens[i] tokens.
     dense_tokens: Row
     dense_s: Row
+    # Prefill attention per pair of a new token and a token it attends to; prefill_s[i][j] is added
+    # to it at prefill_tokens[i] new tokens after prefill_context[j] (empty: nothing).
     pair_s: float
     prefill_tokens: Row = ()
     prefill_context: Row = ()
     prefill_s: tuple[Row, ...] = ()
+    # decode_s[i][j]: attention of decode_batch[i] requests of decode_context[j] tokens each.
     decode_batch: Row
     decode_context: Row
     decode_s: tuple[Row, ...]
+    # Per step, not hidden behind the GPU.
     host_s: float = 0.0
+    # Before a request's first token, outside of steps (HTTP, queues), where it was measured.
     request_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -84,10 +83,10 @@ class TableCost:
         self.table = table
         self._token_compute_s = table.dense_s[-1] / table.dense_tokens[-1]
         self._lines: dict[int, _Line] = {}
-        self._chunks_s: dict[Chunk, float] = {}
-        self._alone_s: dict[Chunk, float] = {}
+        self._chunks_s: dict[PromptChunk, float] = {}
+        self._alone_s: dict[PromptChunk, float] = {}
 
-    def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> float:
         if not batch and len(chunks) == 1:
             return self._chunk_s(chunks[0])
         tokens = batch + sum([chunk.tokens for chunk in chunks])
@@ -97,7 +96,7 @@ class TableCost:
         return self._dense_s(tokens) + prefill_s + self._decode_attention_s(batch, context_tokens)
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        return self._chunk_s(Chunk(tokens, context_tokens))
+        return self._chunk_s(PromptChunk(tokens, context_tokens))
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         return self._line(batch).at(context_tokens) if batch else 0.0
@@ -108,20 +107,20 @@ class TableCost:
     def decode_steps(self, batch: int, context_tokens: int, seconds: float, limit: int) -> int:
         return self._line(batch).steps_in(context_tokens, seconds, limit) if batch else limit
 
-    def usage(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> Usage:
+    def usage(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> GpuUsage:
         total_s = self.step_s(chunks, batch, context_tokens)
         if total_s <= 0:
-            return Usage(0.0, 0.0)
+            return GpuUsage(0.0, 0.0)
         tokens = batch + sum(chunk.tokens for chunk in chunks)
         compute_s = tokens * self._token_compute_s
         compute_s += self._chunks_attention_s(chunks)
         memory_s = self.table.dense_s[0] + self._decode_attention_s(batch, context_tokens)
-        return Usage(min(1.0, compute_s / total_s), min(1.0, memory_s / total_s))
+        return GpuUsage(min(1.0, compute_s / total_s), min(1.0, memory_s / total_s))
 
     def _dense_s(self, tokens: int) -> float:
         return self.table.host_s + _interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
 
-    def _chunk_s(self, chunk: Chunk) -> float:
+    def _chunk_s(self, chunk: PromptChunk) -> float:
         """A step of one chunk, kept like the chunks' attention."""
         found = self._alone_s.get(chunk)
         if found is None:
@@ -133,7 +132,7 @@ class TableCost:
             self._alone_s[chunk] = found
         return found
 
-    def _chunks_attention_s(self, chunks: Sequence[Chunk]) -> float:
+    def _chunks_attention_s(self, chunks: Sequence[PromptChunk]) -> float:
         """The same chunks are asked for again and again: they are kept."""
         total_s, kept = 0.0, self._chunks_s
         last_s, last = 0.0, None
@@ -149,7 +148,7 @@ class TableCost:
             total_s += last_s
         return total_s
 
-    def _prefill_attention_s(self, chunk: Chunk) -> float:
+    def _prefill_attention_s(self, chunk: PromptChunk) -> float:
         table = self.table
         pairs = chunk.tokens * (chunk.context_tokens + (chunk.tokens + 1) / 2)
         seconds = table.pair_s * pairs

@@ -1,9 +1,11 @@
 """What the worker loop asks of an engine adapter.
 
-An adapter is a package `prism.engines.<name>` with four functions:
+An adapter is a package `prism.engines.<name>` with five functions:
   lacks(device: str) -> str                  what keeps it from serving there, "" if nothing does;
                                              imports nothing heavy
-  preload(device: str) -> None               heavy imports, once, in the nursery before any fork
+  needs(device: str) -> GpuNeeds             what its processes take there outside of kvcached, as
+                                             planned; imports nothing heavy
+  preload(device: str) -> None               heavy imports, once, in the fork server before any fork
   create(context: EngineContext) -> EngineCore   in the forked engine process
   weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0")
       -> WeightKey
@@ -21,31 +23,26 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import kvcached
-from prism.config import ClusterConfig
+from prism.config.schema import ClusterConfig
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.errors import ActivationError, SelfCheckError
-from prism.messages import (
-    Activate,
-    Activated,
-    ActivationFailed,
-    Chunk,
-    EngineStatus,
-    Failure,
-    Request,
-)
+from prism.messages.engine import Activated, ActivateEngine, ActivationFailed, EngineStatus
+from prism.messages.requests import Chunk, Failure, Request
 
 ShrinkCall = Callable[[int | None], kvcached.Shrunk]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """`ranks`: what this process agrees through with the other ranks of a tensor-parallel engine;
-    `device` and `engine_id` are this rank's own, `rank_devices` those of all ranks."""
+    """What an engine process is started with, or one rank of it."""
 
+    # This rank's own.
     engine_id: str
     device: str
     config: ClusterConfig
+    # Through which the ranks of a tensor-parallel engine agree.
     ranks: RankGroup = ALONE
+    # Of all ranks.
     rank_devices: tuple[str, ...] = ()
 
     def open_device(self) -> kvcached.Device:
@@ -61,17 +58,26 @@ class EngineContext:
 
 @dataclass(slots=True)
 class StepOutput:
-    """`busy`: there is more to compute; the worker steps again without waiting for messages."""
-
     chunks: list[Chunk] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    # There is more to compute: the worker steps again without waiting for messages.
     busy: bool = False
+
+
+@dataclass(slots=True)
+class RequestTotals:
+    """What an engine has done since it began, over all its models."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    imported_tokens: int = 0
 
 
 class EngineCore(Protocol):
     """One engine process serving at most one model at a time (Prism §5.2)."""
 
-    def activate(self, order: Activate) -> Activated:
+    def activate(self, order: ActivateEngine) -> Activated:
         """Reserve weights and static share in the ledger, lay out KV space, load the weights.
 
         Raises ActivationError (nothing stays reserved) when there is no room or the files are bad.
@@ -90,13 +96,13 @@ class EngineCore(Protocol):
         Unknown ids are ignored."""
 
     def export(self, targets: Sequence[str] = ()) -> list[Request]:
-        """Stop all requests that nobody cancelled, and return them with where they stand
-        (`Request.resume`), their KV offered to an engine whose ranks lie on `targets`, or in files
-        of `moves_dir`. They are gone from this engine."""
+        """Stop all requests that are not cancelled, and return them with their progress
+        (`Request.resume`). Their KV is offered to an engine whose ranks lie on `targets`, or lies
+        in files of `moves_dir`. This engine forgets them."""
 
     def handing_over(self) -> bool:
-        """Whether KV that was offered so is still kept for who fetches it; not for long. REQUIRES:
-        `deactivate` comes after that, or it is computed again."""
+        """Whether exported KV still waits to be fetched, which does not last long. A `deactivate`
+        meanwhile loses it: it is computed again."""
 
     def step(self) -> StepOutput:
         """Run one continuous-batching step if there is work."""

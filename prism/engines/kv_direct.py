@@ -1,8 +1,8 @@
 """KV of a request on its way to another engine of the machine, from device to device.
 
-The engine that it leaves offers the blocks, the one that it comes to fetches them: one copy, page
-to page (`kvcached.KVCache.offer_kv`). Where the devices cannot, it goes through a file (`kv_file`).
-With several ranks each offers its part, and each fetches that of its rank.
+The source engine offers the blocks and the target fetches them: one copy, page to page
+(`kvcached.KVCache.offer_kv`). Devices that cannot read each other use a file (`kv_file`). With
+several ranks each rank offers its part, and fetches that of its rank.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 
 import kvcached
 from kvcached.errors import KvcachedError
-from prism.config import EngineConfig
+from prism.config.schema import ClusterConfig
 from prism.engines.ranks.group import RankGroup
-from prism.messages import Request, Resume
+from prism.messages.requests import Request, Resume
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,11 +32,11 @@ log = logging.getLogger("prism.engine")
 class DirectMoves:
     """One rank's end of it, for the model that it serves. Thread rule: the engine's thread.
 
-    `kv_offer_s`: how long the source keeps the blocks, and its deactivation waits. The request has
-    to be admitted at the target in that time, and fetched in `kv_fetch_s`; or it is computed again.
+    The source keeps the blocks for `kv_offer_s`, and its deactivation waits as long. The target has
+    to admit the request in that time and to fetch it in `kv_fetch_s`, or it is computed again.
     """
 
-    def __init__(self, kv: kvcached.KVCache, ranks: RankGroup, times: EngineConfig) -> None:
+    def __init__(self, kv: kvcached.KVCache, ranks: RankGroup, times: ClusterConfig) -> None:
         self._kv = kv
         self._ranks = ranks
         self._offer_s = times.kv_offer_s
@@ -57,14 +57,14 @@ class DirectMoves:
             return ()
 
     def fetch(self, resume: Resume, blocks: Ids, skip: int = 0) -> bool:
-        """Fill `blocks` with those that came, but for the first `skip`. False, logged: they hold
-        anything, on all ranks. A collective of the ranks."""
+        """Fill `blocks` with those that came, but for the first `skip`. False, logged: their
+        content is undefined, on all ranks. A collective of the ranks."""
         came = len(resume.kv_offers) == self._ranks.size
         ok = came and self._fetch(resume.kv_offers[self._ranks.rank], blocks, skip)
         return self._ranks.all_true(ok) if self._ranks.size > 1 else ok
 
     def _fetch(self, address: str, blocks: Ids, skip: int) -> bool:
-        """A source that stands still is waited for once, not for each of its requests."""
+        """Waits for a suspended source once, not for each of its requests."""
         source = address.rpartition("/")[0]
         if source in self._silent:
             return False

@@ -1,8 +1,8 @@
 """KV of a request on its way to another engine of the machine.
 
-One file for each request in shared memory: its bytes are copied once out of the source's pages and
-once into the target's, layer by layer. Who reads a file removes it; what nobody came for, because
-the request was cancelled on its way or a process was killed, goes after `ABANDONED_AFTER_S`.
+Each request has one file in shared memory. Its bytes are copied out of the source's pages and into
+the target's, layer by layer. The reader removes the file. A file that is never read, because the
+request was cancelled on its way or a process was killed, is removed after `ABANDONED_AFTER_S`.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def _bytes_of(buffer: NDArray[Any]) -> Rows:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Files that nobody came for."""
+    """Removes files that were never read."""
     oldest_s = time.time() - ABANDONED_AFTER_S
     for path in folder.glob("*.npy"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < oldest_s:
-                log.info("%s is removed: nobody came for it", path)
+                log.info("%s is removed: it was not read", path)
                 path.unlink()

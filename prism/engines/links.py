@@ -2,8 +2,8 @@
 node's other GPUs, which hand their part on to it (Prism §5.2). On a host device: threads.
 
 What this takes on another GPU (staging, and this process's CUDA context) is leased in that GPU's
-ledger as memory that can be given back: it goes when somebody there is short of it, when no load
-has used it for `IDLE_S`, and with the engine.
+ledger as memory that can be given back: it goes when an engine there is short of memory, when no
+load has used it for `IDLE_S`, and with the engine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import kvcached
-from kvcached import KvcachedError, LoadOptions, NoRoomError, Shrunk, StoredWeights, WeightArena
+from kvcached import KvcachedError, LoadOptions, Shrunk, StoredWeights, WeightArena
+from prism.config.schema import is_gpu
 from prism.engines.core import EngineContext
+from prism.engines.room import await_room
 
 IDLE_S = 60.0
 ROOM_S = 0.5  # for others to make room
 STAGING_BYTES = 32 << 20
-_LOOK_AGAIN_S = 0.005
 
 log = logging.getLogger("prism.engine")
 
@@ -30,10 +31,10 @@ def helpers_of(context: EngineContext) -> tuple[str, ...]:
     """The GPUs whose links help this engine, or this rank of it: ranks load at once, each over its
     own link and its part of those that no rank has."""
     engine, ranks = context.config.engine, context.ranks
-    if engine.weight_links != "node" or not context.device.startswith("cuda:"):
+    if engine.weight_links != "node" or not is_gpu(context.device):
         return ()
     taken = {context.device, *context.rank_devices}
-    names = [d.name for d in context.config.devices if d.name.startswith("cuda:")]
+    names = [d.name for d in context.config.devices if is_gpu(d.name)]
     return tuple([name for name in names if name not in taken][ranks.rank :: ranks.size])
 
 
@@ -124,15 +125,7 @@ class LoadLinks:
         """In a thread. The context comes before its lease, so nothing is begun without room; spare
         pages and prefix cache of others make some."""
         device = kvcached.Device.open(name, namespace=self._context.config.namespace)
-        until_s = time.monotonic() + ROOM_S
-        missing_bytes = self._link_bytes - device.usage().free_bytes
-        if missing_bytes > 0:
-            device.request_room(missing_bytes, within_s=ROOM_S)
-        while (free_bytes := device.usage().free_bytes) < self._link_bytes:
-            if time.monotonic() >= until_s or not _can_come(device, self._link_bytes):
-                text = f"{free_bytes} bytes are free there, {self._link_bytes} are needed"
-                raise NoRoomError(text, self._link_bytes, free_bytes)
-            time.sleep(_LOOK_AGAIN_S)
+        await_room(device, self._link_bytes, ROOM_S, only_offered=True)
         return device.client(f"{self._context.engine_id}.links")
 
     def _join(self) -> None:
@@ -174,15 +167,8 @@ class LoadLinks:
         log.info("what loads over %s took there is given back", name)
 
 
-def _can_come(device: kvcached.Device, need_bytes: int) -> bool:
-    """Whether others could do without so much."""
-    usage = device.usage()
-    offered = sum(client.spare_bytes + client.evictable_bytes for client in usage.clients)
-    return usage.free_bytes + offered >= need_bytes
-
-
 def _is_asked(client: kvcached.Client) -> bool:
-    """Also when nobody can ask any more: the ledger is gone."""
+    """Also when the ledger is gone."""
     try:
         return client.shrink_request() is not None
     except KvcachedError:

@@ -13,30 +13,28 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 import zmq
 
 from prism.engines.core import EngineContext, EngineCore, StepOutput, activation_failed
-from prism.errors import ActivationError, RankLostError
-from prism.messages import (
-    Activate,
+from prism.errors import ActivationError, RankLostError, RequestsFailedError
+from prism.messages.engine import (
+    ActivateEngine,
     ActivationFailed,
-    Cancel,
     Deactivate,
     Deactivated,
     EngineHello,
-    EngineOutput,
     Export,
     Exported,
-    Failure,
-    FromEngine,
-    Request,
     SetLimit,
     Shutdown,
     Submit,
     ToEngine,
 )
+from prism.messages.requests import Cancel, EngineOutput, Failure, Request
+from prism.transport import ENGINE_MESSAGE_BYTES_MAX, BlockingChannel
 
 STATUS_MIN_S = 0.020
 STATUS_MAX_S = 1.0
@@ -48,22 +46,26 @@ MESSAGES_PER_TURN = 64
 log = logging.getLogger("prism.engine")
 
 
-class Link:
+class AgentChannel:
     """The engine's end of the socket to its agent.
 
-    A blocked send is the back-pressure of an agent that reads slower than its engines write.
+    A send blocks while the agent reads slower than its engines write.
     """
 
     def __init__(self, context: EngineContext) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, context.engine_id.encode())
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._socket.connect(context.config.agent_engines_endpoint(context.device))
+        self._channel: BlockingChannel[ToEngine] = BlockingChannel(
+            self._context,
+            zmq.DEALER,
+            ToEngine,
+            identity=context.engine_id.encode(),
+            linger=LINGER_MS,
+            maxmsgsize=ENGINE_MESSAGE_BYTES_MAX,
+        )
+        self._channel.connect(context.config.agent_engines_endpoint(context.device))
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._poller.register(self._channel.socket, zmq.POLLIN)
+        self.send = self._channel.send
 
     def wake_on_signals(self) -> None:
         """Let a signal end `receive` early. Its handler runs before `receive` returns."""
@@ -78,35 +80,14 @@ class Link:
         """Let this descriptor end `receive` early as long as it is readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
-    def send(self, message: FromEngine) -> None:
-        self._socket.send(self._encoder.encode(message))
-
     def receive(self, patience_s: float) -> list[ToEngine]:
-        """Messages that are there, after waiting up to `patience_s` for the first.
-
-        Malformed messages are logged and dropped.
-        """
+        """Messages that have arrived, after waiting up to `patience_s` for the first."""
         self._poller.poll(max(0, round(patience_s * 1000)))
-        frames = (self._take() for _ in range(MESSAGES_PER_TURN))
-        return [m for f in iter(lambda: next(frames, None), None) if (m := self._decode(f))]
+        return self._channel.receive(MESSAGES_PER_TURN)
 
     def close(self) -> None:
-        self._socket.close()
+        self._channel.close()
         self._context.term()
-
-    def _take(self) -> list[bytes] | None:
-        try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-
-    def _decode(self, frames: list[bytes]) -> ToEngine | None:
-        try:
-            message: ToEngine = self._decoder.decode(b"".join(frames))
-            return message
-        except msgspec.MsgspecError as error:
-            log.warning("dropped a malformed message of %d bytes: %s", len(frames[0]), error)
-            return None
 
 
 class Worker:
@@ -118,7 +99,7 @@ class Worker:
     def __init__(
         self,
         core: EngineCore,
-        link: Link,
+        link: AgentChannel,
         engine_id: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -165,9 +146,9 @@ class Worker:
             self._step()
 
     def _patience_s(self) -> float:
-        """A core that holds requests but cannot compute (no room) is stepped again soon: memory
-        of other engines may have come free, and nobody tells us. `_stalled` finds it also when
-        it calls itself busy: a step without output and without work."""
+        """A core that holds requests but has no room is stepped again soon: other engines may have
+        freed memory, which is not announced. `_stalled` detects this also in a core that calls
+        itself busy: its last step took no time and put nothing out."""
         if self._busy and not self._stalled:
             return 0.0
         until_status_s = self._status_due_s() - self._clock()
@@ -215,7 +196,7 @@ class Worker:
                 self._submit(requests)
             case Cancel(request_ids=ids):
                 self._core.cancel([i for i in ids if i in self._open])
-            case Activate():
+            case ActivateEngine():
                 self._activate(message)
             case Deactivate():
                 self._leave()
@@ -242,7 +223,7 @@ class Worker:
             self._open.pop(request.id, None)
         self._link.send(Exported(requests))
 
-    def _activate(self, order: Activate) -> None:
+    def _activate(self, order: ActivateEngine) -> None:
         name = order.model.name
         if self._model is not None:
             text = f"{self._model} is active on {self._engine_id}: deactivate it first"
@@ -260,7 +241,7 @@ class Worker:
         self._activating = None
 
     def _leave(self) -> None:
-        """Answers also when no model is active, so that an agent that lost count recovers."""
+        """Answers also when no model is active, so that an agent with an old view recovers."""
         model, self._model = self._model or "", None
         self._fail(self._open, "model_evicted", f"{model} left this engine while serving")
         self._open = {}
@@ -269,7 +250,7 @@ class Worker:
         self._deactivate()
 
     def _deactivate(self) -> None:
-        """Once KV that requests left behind is where they are, or too late."""
+        """Waits until exported KV was fetched, or its time is over."""
         if self._leaving is None or self._core.handing_over():
             return
         (model, started_s), self._leaving = self._leaving, None
@@ -283,18 +264,27 @@ class Worker:
 
     # --- failures --------------------------------------------------------------------------
 
-    def _fail(self, attempts: dict[str, int], code: str, message: str) -> None:
+    def _fail(
+        self,
+        attempts: dict[str, int],
+        code: str,
+        message: str,
+        blame: Literal["", "suspect", "other"] = "",
+    ) -> None:
         failures = [
-            Failure(request_id=i, attempt=n, code=code, message=message, retryable=True)
-            for i, n in attempts.items()
+            Failure(i, n, code, message, retryable=True, blame=blame) for i, n in attempts.items()
         ]
         if failures:
             self._link.send(EngineOutput(failures=failures))
 
     def _report_crash(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        log.error("engine failed: %s", text)
-        self._fail(self._open, "engine_error", text)
+        # Before the agent hears of it, which then kills this process.
+        log.error("engine failed: %s", text, exc_info=error)
+        blame: Literal["suspect", "other"] = (
+            "other" if isinstance(error, RequestsFailedError) else "suspect"
+        )
+        self._fail(self._open, "engine_error", text, blame)
         # A lost rank says nothing about the model: the agent sees the end and takes another one.
         if self._activating is not None and not isinstance(error, RankLostError):
             self._link.send(ActivationFailed(model=self._activating, message=text))
@@ -305,7 +295,7 @@ def run_engine(context: EngineContext, create: Callable[[EngineContext], EngineC
 
     SIGTERM ends it like Shutdown. Raises what the core raises, after its requests were failed.
     """
-    link = Link(context)
+    link = AgentChannel(context)
     link.wake_on_signals()
     try:
         core = create(context)

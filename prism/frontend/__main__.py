@@ -18,21 +18,24 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
-from prism.config import ClusterConfig, read_resolved
+from prism.config.schema import ClusterConfig, read_resolved
 from prism.errors import ConfigError
 from prism.frontend.app import create_app
+from prism.frontend.connections import guarded_protocol
 from prism.frontend.listener import open_listener
 from prism.frontend.services import Services
-from prism.process import configure_logging, die_with_parent
+from prism.process import beat, configure_logging, die_with_parent
 
 _CLOSE_TIMEOUT_S = 3
 # Longer than clients keep idle connections, or they would meet one that is just being closed.
 _KEEP_ALIVE_S = 75
 _OPEN_FILES_MAX = 65536
+_OTHER_FILES = 256
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """uvicorn without its signal handling: a signal must not close the door before the drain."""
 
     @contextmanager
@@ -48,22 +51,24 @@ def main() -> int:
     try:
         config = read_resolved(arguments.config)
         listener = _listener(config, arguments.listen_fd)
-        ended_in_order = uvloop.run(serve(config, arguments.frontend_id, listener))
+        app = create_app(config, arguments.frontend_id, arguments.without_unreadable)
+        ended_in_order = uvloop.run(serve(app, listener))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0 if ended_in_order else 1
 
 
-async def serve(config: ClusterConfig, frontend_id: str, listener: socket.socket) -> bool:
+async def serve(app: FastAPI, listener: socket.socket) -> bool:
     """Serve on `listener` until a signal, then drain. Raises ConfigError.
 
     Returns False, without a drain, when the dispatcher broke: a new process must take over.
     """
-    app = create_app(config, frontend_id)
-    server = Server(
+    beating = asyncio.create_task(beat())
+    server = UvicornServer(
         uvicorn.Config(
             app,
+            http=guarded_protocol(_connections_max()),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -84,6 +89,7 @@ async def serve(config: ClusterConfig, frontend_id: str, listener: socket.socket
         dispatcher.break_all("internal_error", "the frontend failed; try again")
         server.should_exit = True
         await serving
+        beating.cancel()
         return not dispatcher.broken.is_set()
 
 
@@ -111,6 +117,12 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _connections_max() -> int:
+    """Some files stay for sockets to agents and Redis, and for the answer to one client more."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft // 2, soft - _OTHER_FILES)
+
+
 def _signal_queue() -> asyncio.Queue[int]:
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -128,6 +140,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="prism.frontend", description="One OpenAI frontend.")
     parser.add_argument("--config", type=Path, required=True, help="resolved cluster.json")
     parser.add_argument("--frontend-id", default="f0", help="unique in the cluster")
+    parser.add_argument(
+        "--without-unreadable",
+        action="store_true",
+        help="leave models out whose tokenizer cannot be loaded",
+    )
     parser.add_argument(
         "--listen-fd", type=int, help="a listening socket inherited from the parent"
     )

@@ -9,23 +9,30 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from prism.config import ClusterConfig
+from prism.config.schema import ClusterConfig
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import install_handlers
 from prism.frontend.metrics import Metrics
 from prism.frontend.routes import chat, completions, health, models
 from prism.frontend.services import Services
-from prism.frontend.tokenizers import load_tokenizers
+from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
 from prism.queueing.requests import RequestQueue
 
+RETRY_S = 10.0
 
-def create_app(config: ClusterConfig, frontend_id: str) -> FastAPI:
-    """An application that serves `config`; it connects and loads tokenizers at its start-up."""
+
+def create_app(
+    config: ClusterConfig, frontend_id: str, without_unreadable: bool = False
+) -> FastAPI:
+    """An application that serves `config`; it connects and loads tokenizers at its start-up.
+
+    `without_unreadable`: a model whose tokenizer cannot be loaded is left out until it can be.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running_services(config, frontend_id) as found:
+        async with running_services(config, frontend_id, without_unreadable) as found:
             app.state.services = found
             yield
 
@@ -37,13 +44,17 @@ def create_app(config: ClusterConfig, frontend_id: str) -> FastAPI:
 
 
 @asynccontextmanager
-async def running_services(config: ClusterConfig, frontend_id: str) -> AsyncIterator[Services]:
-    """Raises ConfigError where a tokenizer cannot be loaded."""
-    tokenizers = await asyncio.to_thread(load_tokenizers, config.models)
+async def running_services(
+    config: ClusterConfig, frontend_id: str, without_unreadable: bool = False
+) -> AsyncIterator[Services]:
+    """Raises ConfigError where a tokenizer cannot be loaded, unless such models are left out."""
+    unreadable: dict[str, str] | None = {} if without_unreadable else None
+    tokenizers = await asyncio.to_thread(load_tokenizers, config.models, unreadable)
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     metrics = Metrics()
     dispatcher = Dispatcher(config, frontend_id, queue, metrics)
     await dispatcher.start()
+    retrying = asyncio.create_task(_retry(config, tokenizers, unreadable or {}))
     try:
         yield Services(
             config=config,
@@ -52,8 +63,26 @@ async def running_services(config: ClusterConfig, frontend_id: str) -> AsyncIter
             metrics=metrics,
             cluster=ClusterCollector(),
             tokenizers=tokenizers,
+            unreadable=unreadable or {},
             started_unix_s=int(time.time()),
         )
     finally:
+        retrying.cancel()
         await dispatcher.close()
         await queue.close()
+
+
+async def _retry(
+    config: ClusterConfig, tokenizers: dict[str, ModelTokenizer], unreadable: dict[str, str]
+) -> None:
+    """Until every tokenizer is loaded."""
+    while unreadable:
+        await asyncio.sleep(RETRY_S)
+        models = [model for model in config.models if model.name in unreadable]
+        still: dict[str, str] = {}
+        tokenizers |= await asyncio.to_thread(load_tokenizers, models, still)
+        for model in models:
+            if model.name in still:
+                unreadable[model.name] = still[model.name]
+            else:
+                del unreadable[model.name]

@@ -3,37 +3,115 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 
-from prism.frontend.errors import BodyTooLargeError, from_validation
+from prism.frontend.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    OverloadedError,
+    bad_request,
+    from_validation,
+)
 from prism.frontend.openai_types import GenerationBody
 
 # A million tokens as text or ids; a larger body would hold up every other request.
 _BODY_BYTES_MAX = 8 << 20
 # Below this, parsing takes less time than handing it to a thread.
 _INLINE_BYTES_MAX = 64 << 10
+# Of all bodies that are being received or parsed, beyond the first part of each.
+BODIES_BYTES_MAX = 128 << 20
+BODY_TIMEOUT_S = 60.0
+# Objects and lists together. Making millions of them takes seconds, and nothing else runs.
+_CONTAINERS_MAX = 32 << 10
+# A string without an end goes to the end of the body, so that no part is searched twice.
+_STRING_OR_CONTAINER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{]', re.DOTALL)
+# One large body at a time: the event loop gets its turn between two steps of the parser.
+_parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+
+class BodyMemory:
+    """Bytes of the large bodies in flight."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """For one body: a function that says how many bytes it has by now. That raises
+        OverloadedError where the others leave no room."""
+        held_bytes = 0
+
+        def grow(to_bytes: int) -> None:
+            nonlocal held_bytes
+            more_bytes = max(0, to_bytes - held_bytes)
+            if self.used_bytes + more_bytes > BODIES_BYTES_MAX:
+                raise OverloadedError("too many large bodies are being received; try again later")
+            self.used_bytes += more_bytes
+            held_bytes += more_bytes
+
+        try:
+            yield grow
+        finally:
+            self.used_bytes -= held_bytes
+
+
+memory = BodyMemory()
 Body = TypeVar("Body", bound=GenerationBody)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """The body as `kind`, whatever content type the client names (curl -d sends a form's).
 
-    Raises BadRequestError naming the first wrong field, or BodyTooLargeError.
+    Raises BadRequestError naming the first wrong field, BodyTooLargeError, BodyTimeoutError, or
+    OverloadedError while many large bodies are being received.
     """
+    with memory.share() as grow:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                data = await _receive(request, grow)
+        except TimeoutError as error:
+            raise BodyTimeoutError(
+                f"the body was not complete after {BODY_TIMEOUT_S:g} s; send it faster"
+            ) from error
+        if len(data) <= _INLINE_BYTES_MAX:
+            return parse_body(kind, data)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_parser, parse_body, kind, data)
+
+
+async def _receive(request: Request, grow: Callable[[int], None]) -> bytes:
     data = bytearray()
     async for part in request.stream():
         data += part
         if len(data) > _BODY_BYTES_MAX:
             raise BodyTooLargeError(f"the body exceeds {_BODY_BYTES_MAX >> 20} MiB; shorten it")
+        grow(len(data) - _INLINE_BYTES_MAX)
+    return bytes(data)
+
+
+def parse_body(kind: type[Body], data: bytes) -> Body:
+    """Raises BadRequestError naming the first wrong field."""
+    if _has_too_many_containers(data):
+        raise bad_request(f"the body has more than {_CONTAINERS_MAX} objects and lists; send fewer")
     try:
-        if len(data) <= _INLINE_BYTES_MAX:
-            body = kind.model_validate_json(bytes(data))
-        else:
-            body = await asyncio.to_thread(kind.model_validate_json, bytes(data))
+        body = kind.model_validate_json(data)
     except ValidationError as error:
         raise from_validation(error) from error
     body.refuse_unsupported()
     return body
+
+
+def _has_too_many_containers(data: bytes) -> bool:
+    if data.count(b"{") + data.count(b"[") <= _CONTAINERS_MAX:
+        return False
+    found = _STRING_OR_CONTAINER.finditer(data)
+    containers = (each for each in found if data[each.start()] != ord('"'))
+    return next(islice(containers, _CONTAINERS_MAX, None), None) is not None

@@ -14,6 +14,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from prism.errors import ConfigError
 from prism.frontend.errors import bad_request
 
+# Of the template, and of what `chat_template_kwargs` may bring it to compute.
+_REFUSALS = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+
 
 class ChatTemplate:
     """A compiled template and the special tokens that it may name (bos_token, ...)."""
@@ -28,7 +34,7 @@ class ChatTemplate:
         values = {"add_generation_prompt": True, **self._special_tokens, **options}
         try:
             return self._template.render(messages=messages, **values)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except _REFUSALS as error:
             raise bad_request(
                 f"messages: the model's chat template refuses them: {error}", "messages"
             ) from error
@@ -56,7 +62,10 @@ def token_text(entry: Any) -> str | None:
 def _source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text()
+        try:
+            return file.read_text()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {file}: {error}; repair the file") from error
     entry = tokenizer_config.get("chat_template")
     if isinstance(entry, list):
         named = {str(e.get("name")): e.get("template") for e in entry if isinstance(e, dict)}

@@ -9,7 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from prism.messages import AgentReport, ClusterStatus, ModelReport
+from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.cluster import ClusterStatus
+from prism.messages.gpu import GpuMemory
+from prism.transport import malformed_total
 
 # metric name -> (field of the report, help)
 _DEVICE_GAUGES = {
@@ -23,6 +26,21 @@ _DEVICE_GAUGES = {
 }
 _DEVICE_COUNTERS = {
     "prism_engine_restarts": ("engine_restarts_total", "Engine processes replaced"),
+}
+_DRIVER_GAUGES = {
+    "prism_device_memory_drift_bytes": (
+        "drift_bytes",
+        "Held on the GPU by the ledger's processes, each beyond what it was granted",
+    ),
+    "prism_device_memory_short_bytes": (
+        "short_bytes",
+        "Promised by the ledger and not free on the GPU",
+    ),
+    "prism_device_foreign_bytes": ("foreign_bytes", "Held on the GPU by other processes"),
+    "prism_device_driver_free_bytes": ("free_bytes", "Free on the GPU, as its driver says"),
+}
+_DRIVER_COUNTERS = {
+    "prism_engine_overdrafts": ("replaced_total", "Engines replaced for holding too much"),
 }
 _MODEL_GAUGES = {
     "prism_model_waiting_requests": ("waiting", "Requests in the device's queue"),
@@ -42,7 +60,21 @@ _MODEL_COUNTERS = {
     "prism_model_activations": ("activations_total", "Times the model became active"),
     "prism_model_retractions": ("retractions_total", "Running requests put back for memory"),
 }
-_Labelled = Sequence[tuple[list[str], AgentReport | ModelReport]]
+# metric name -> (label that tells values of a model apart, help, values by that label)
+_PER_MODEL: dict[str, tuple[str, str, Callable[[ModelReport], Mapping[str, float]]]] = {
+    "prism_model_state": ("state", "1 for the model's state", lambda report: {report.state: 1}),
+    "prism_model_activation_stage_seconds": (
+        "stage",
+        "Stages of the last activation",
+        lambda report: {stage: s for stage, s in report.stages_s.items() if stage != "total"},
+    ),
+    "prism_model_activation_link_bytes": (
+        "link",
+        "What the last activation brought over each GPU's link to the host",
+        lambda report: report.link_bytes,
+    ),
+}
+_Labelled = Sequence[tuple[list[str], AgentReport | ModelReport | GpuMemory]]
 
 
 class ClusterCollector(Collector):
@@ -62,13 +94,15 @@ class ClusterCollector(Collector):
         yield from _cluster(status)
         devices = [([a.device], a) for a in status.agents]
         models = [([a.device, m.model], m) for a in status.agents for m in a.models]
-        yield from _gauges(_DEVICE_GAUGES, ["device"], devices)
-        yield from _counters(_DEVICE_COUNTERS, ["device"], devices)
-        yield from _gauges(_MODEL_GAUGES, ["device", "model"], models)
-        yield from _counters(_MODEL_COUNTERS, ["device", "model"], models)
-        yield _states(status)
-        yield _stages(status)
-        yield _links(status)
+        yield from _families(GaugeMetricFamily, _DEVICE_GAUGES, ["device"], devices)
+        yield from _families(CounterMetricFamily, _DEVICE_COUNTERS, ["device"], devices)
+        gpus = [([a.device], a.gpu) for a in status.agents if a.gpu is not None]
+        yield from _families(GaugeMetricFamily, _DRIVER_GAUGES, ["device"], gpus)
+        yield from _families(CounterMetricFamily, _DRIVER_COUNTERS, ["device"], gpus)
+        yield from _families(GaugeMetricFamily, _MODEL_GAUGES, ["device", "model"], models)
+        yield from _families(CounterMetricFamily, _MODEL_COUNTERS, ["device", "model"], models)
+        for name, (label, text, values) in _PER_MODEL.items():
+            yield _per_model(status, name, text, label, values)
 
 
 def _cluster(status: ClusterStatus) -> Iterator[Metric]:
@@ -87,6 +121,18 @@ def _cluster(status: ClusterStatus) -> Iterator[Metric]:
     for action, count in status.actions_total.items():
         actions.add_metric([action], count)
     yield actions
+    dropped = CounterMetricFamily(
+        "prism_malformed_messages", "Messages dropped as malformed", labels=["process"]
+    )
+    for name, count in _malformed(status).items():
+        dropped.add_metric([name], count)
+    yield dropped
+
+
+def _malformed(status: ClusterStatus) -> dict[str, int]:
+    """By process; "frontend" is the one that answers."""
+    agents = {agent.device: agent.malformed_total for agent in status.agents}
+    return {"frontend": malformed_total(), "scheduler": status.malformed_total, **agents}
 
 
 def _by_label(
@@ -98,49 +144,17 @@ def _by_label(
     return family
 
 
-def _gauges(
-    table: dict[str, tuple[str, str]], labels: list[str], rows: _Labelled
+def _families(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    table: dict[str, tuple[str, str]],
+    labels: list[str],
+    rows: _Labelled,
 ) -> Iterator[Metric]:
     for name, (attribute, text) in table.items():
-        family = GaugeMetricFamily(name, text, labels=labels)
+        family = kind(name, text, labels=labels)
         for values, report in rows:
             family.add_metric(values, getattr(report, attribute))
         yield family
-
-
-def _counters(
-    table: dict[str, tuple[str, str]], labels: list[str], rows: _Labelled
-) -> Iterator[Metric]:
-    for name, (attribute, text) in table.items():
-        family = CounterMetricFamily(name, text, labels=labels)
-        for values, report in rows:
-            family.add_metric(values, getattr(report, attribute))
-        yield family
-
-
-def _states(status: ClusterStatus) -> Metric:
-    return _per_model(
-        status,
-        "prism_model_state",
-        "1 for the model's state",
-        "state",
-        lambda report: {report.state: 1},
-    )
-
-
-def _stages(status: ClusterStatus) -> Metric:
-    def stages(report: ModelReport) -> dict[str, float]:
-        return {stage: s for stage, s in report.stages_s.items() if stage != "total"}
-
-    what = "Stages of the last activation"
-    return _per_model(status, "prism_model_activation_stage_seconds", what, "stage", stages)
-
-
-def _links(status: ClusterStatus) -> Metric:
-    what = "What the last activation brought over each GPU's link to the host"
-    return _per_model(
-        status, "prism_model_activation_link_bytes", what, "link", lambda report: report.link_bytes
-    )
 
 
 def _per_model(

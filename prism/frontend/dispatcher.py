@@ -9,36 +9,36 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
-from prism.config import ClusterConfig
+from prism.config.schema import ClusterConfig
 from prism.errors import QueueUnavailableError
+from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics import Metrics
 from prism.frontend.refusals import RefusalWatch
-from prism.frontend.request_log import OpenRequest, RequestLog, Verdict
-from prism.messages import Cancel, EngineOutput, Failure
+from prism.frontend.request_log import ChunkOutcome, OpenRequest, RequestLog
+from prism.messages.requests import Cancel, EngineOutput, Failure
 from prism.queueing.requests import RequestQueue
+from prism.transport import Channel
 
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_TTL_S = 6.0
 _HEARTBEAT_S = 2.0
 _REQUEUE_DELAYS_S = (0.0, 0.2, 1.0, 3.0)
-_STRANGERS_MAX = 1024
+_RESTORED_AT_ONCE = 16
+_UNKNOWN_MAX = 1024
 _CANCEL_BATCH_MAX = 1024
 _CLOSE_TIMEOUT_S = 2.0
 _LINGER_MS = 200
 
 
 class Dispatcher:
-    """One per frontend process; every method is called from its event loop.
+    """Owns the log of a frontend's open requests. For one event loop.
 
-    `broken` is set when a bug has ended one of its loops: nothing is served from then on.
-
-    The log of open requests lives here. Whatever ends a request (its last chunk, an error, a
-    client that goes away) must reach `close_requests` or `cancel`.
+    Every end of a request (its last chunk, an error, a client that goes away) must reach
+    `close_requests` or `cancel`.
     """
 
     def __init__(
@@ -46,35 +46,33 @@ class Dispatcher:
     ) -> None:
         self.frontend_id = frontend_id
         self.reply_to = config.frontend_endpoint(frontend_id)
-        self.log = RequestLog(config.frontend.max_open_requests)
+        self.log = RequestLog(config.frontend.max_open_requests, len(config.models))
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
+        self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
         self._metrics = metrics
         self._cancel_endpoints = [config.agent_cancel_endpoint(d.name) for d in config.devices]
         self._context = zmq.asyncio.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._cancels: list[zmq.asyncio.Socket] = []
+        self._inbox: Channel[EngineOutput] = Channel(self._context, zmq.PULL, EngineOutput, hwm=0)
+        self._cancels = [Channel[None](self._context, zmq.PUSH) for _ in self._cancel_endpoints]
         self._loops: list[asyncio.Task[None]] = []
+        # Set when a bug has ended one of the loops: nothing is served from then on.
         self.broken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: OrderedDict[str, None] = OrderedDict()
-        self._decoder = msgspec.msgpack.Decoder(EngineOutput)
+        self._unknown: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> None:
-        self._inbox.set_hwm(0)
         self._inbox.bind(self.reply_to)
-        for endpoint in self._cancel_endpoints:
-            socket = self._context.socket(zmq.PUSH)
-            socket.connect(endpoint)
-            self._cancels.append(socket)
-        loops = (self._receive(), self._beat(), self._refusals.run())
+        for channel, endpoint in zip(self._cancels, self._cancel_endpoints, strict=True):
+            channel.connect(endpoint)
+        loops = (self._receive(), self._beat(), self._refusals.run(), self._lost.run())
         self._loops = [self._spawn(loop) for loop in loops]
 
     async def close(self) -> None:
         """Cancels what is open and lets the cancellations go out (bounded)."""
         self.cancel([entry.request.id for entry in self.log])
-        while errands := self._tasks.difference(self._loops):
-            _, late = await asyncio.wait(errands, timeout=_CLOSE_TIMEOUT_S)
+        while pending := self._tasks.difference(self._loops):
+            _, late = await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT_S)
             for task in late:
                 task.cancel()
         for task in self._loops:
@@ -90,6 +88,7 @@ class Dispatcher:
         try:
             for entry in opened:
                 await self._queue.enqueue(entry.request)
+                entry.enqueued = True
         except BaseException:
             self.cancel([entry.request.id for entry in opened])
             raise
@@ -100,7 +99,7 @@ class Dispatcher:
             self.log.close(request_id)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """Nobody wants their output any more: take them out of the queue and the engines."""
+        """Take them out of the queue and the engines: their output is not wanted any more."""
         closed = [i for i in request_ids if self.log.close(i) is not None]
         if closed:
             self._spawn(self._withdraw(closed))
@@ -122,62 +121,62 @@ class Dispatcher:
     def _send_cancel(self, request_ids: list[str]) -> None:
         for start in range(0, len(request_ids), _CANCEL_BATCH_MAX):
             batch = request_ids[start : start + _CANCEL_BATCH_MAX]
-            message = msgspec.msgpack.encode(Cancel(batch))
-            for socket in self._cancels:
-                self._spawn(self._push(socket, message))
-
-    async def _push(self, socket: zmq.asyncio.Socket, message: bytes) -> None:
-        try:
-            await socket.send(message, zmq.NOBLOCK)
-        except zmq.Again:
-            log.debug("an agent does not take cancellations now")
+            for channel in self._cancels:
+                try:
+                    channel.send(Cancel(batch))
+                except zmq.ZMQError as error:
+                    log.debug("an agent does not take cancellations now: %s", error)
 
     # --- output -----------------------------------------------------------------------------
 
     async def _receive(self) -> None:
         while True:
-            frame = await self._inbox.recv()
-            try:
-                output = self._decoder.decode(frame)
-            except msgspec.DecodeError as error:
-                log.error("dropped a message that is no EngineOutput: %s", error)
-                continue
+            _, output = await self._inbox.receive()
             self._take(output)
 
     def _take(self, output: EngineOutput) -> None:
-        strangers = []
+        unknown = []
         for chunk in output.chunks:
-            verdict = self.log.take_chunk(chunk)
-            if verdict is Verdict.UNKNOWN and self._is_new_stranger(chunk.request_id):
-                strangers.append(chunk.request_id)
-            elif verdict in (Verdict.RETRY, Verdict.BREAK):
-                self._recover(_lost(chunk.request_id, chunk.attempt), verdict)
+            outcome = self.log.take_chunk(chunk)
+            if outcome is ChunkOutcome.UNKNOWN and self._is_unknown_and_new(chunk.request_id):
+                unknown.append(chunk.request_id)
+            elif outcome in (ChunkOutcome.RETRY, ChunkOutcome.BREAK):
+                self._recover(_lost(chunk.request_id, chunk.attempt), outcome)
         for failure in output.failures:
             self._recover(failure, self.log.take_failure(failure))
-        if strangers:
-            self._send_cancel(strangers)
+        if unknown:
+            self._send_cancel(unknown)
 
-    def _is_new_stranger(self, request_id: str) -> bool:
-        """Output for a request that nobody has open here (this frontend was restarted, or a
-        cancellation was lost): cancel it, once."""
-        if request_id in self._strangers:
+    def _is_unknown_and_new(self, request_id: str) -> bool:
+        """Whether output came for the first time for a request that is not open here: the
+        frontend was restarted, or a cancellation was lost. Such a request is cancelled once."""
+        if request_id in self._unknown:
             return False
-        self._strangers[request_id] = None
-        if len(self._strangers) > _STRANGERS_MAX:
-            self._strangers.popitem(last=False)
+        self._unknown[request_id] = None
+        if len(self._unknown) > _UNKNOWN_MAX:
+            self._unknown.popitem(last=False)
         return True
 
-    def _recover(self, failure: Failure, verdict: Verdict) -> None:
+    def _recover(self, failure: Failure, outcome: ChunkOutcome) -> None:
         entry = self.log.get(failure.request_id)
-        if entry is None or verdict is Verdict.NOTHING:
+        if entry is None or outcome is ChunkOutcome.NOTHING:
             return
-        if verdict is Verdict.RETRY:
+        if outcome is ChunkOutcome.RETRY:
             self._metrics.retries.labels(entry.request.model).inc()
             log.info("%s is sent again: %s", failure.request_id, failure.code)
-            entry.restart(entry.request.attempt + 1)
+            entry.go_on()
             self._spawn(self._requeue(entry))
         else:
             entry.break_off(failure.code, failure.message)
+
+    def _resend(self, entry: OpenRequest) -> None:
+        """The same attempt again: where an agent has it after all, nothing changes."""
+        if not entry.note_resend():
+            entry.break_off("output_lost", "the request left its queue, and its end never came")
+            return
+        self._metrics.retries.labels(entry.request.model).inc()
+        log.warning("%s is sent again: it left its queue without an end", entry.request.id)
+        self._spawn(self._requeue(entry))
 
     async def _requeue(self, entry: OpenRequest) -> None:
         for delay_s in _REQUEUE_DELAYS_S:
@@ -189,31 +188,39 @@ class Dispatcher:
             except QueueUnavailableError as error:
                 log.warning("%s: %s", entry.request.id, error)
             else:
+                entry.enqueued = True
                 return
         entry.break_off("queue_unavailable", "the request queue (Redis) cannot be reached")
 
     # --- heartbeat --------------------------------------------------------------------------
 
     async def _beat(self) -> None:
-        healthy = True
+        """What is open is restored at the second heartbeat that Redis answers after an outage, or
+        with another incarnation of its data: by then agents have registered what they run."""
+        restored: str | None = None
+        seen: str | None = ""
         while True:
             began_s = time.monotonic()
             try:
-                await self._queue.beat(self.frontend_id, _HEARTBEAT_TTL_S)
-                if not healthy:
+                incarnation = await self._queue.beat(self.frontend_id, _HEARTBEAT_TTL_S)
+                if incarnation == seen != restored:
                     await self._restore()
-                healthy = True
+                    restored = incarnation
+                seen = incarnation
             except QueueUnavailableError as error:
-                log.log(logging.WARNING if healthy else logging.DEBUG, "%s", error)
-                healthy = False
+                log.log(logging.DEBUG if seen is None else logging.WARNING, "%s", error)
+                restored = seen = None
             await asyncio.sleep(max(0.1, _HEARTBEAT_S - (time.monotonic() - began_s)))
 
     async def _restore(self) -> None:
-        """Redis is back, perhaps without its data: enqueue what is open and has no output yet.
-        Where the data survived this changes nothing (idempotent by id and attempt)."""
-        for entry in self.log:
-            if not entry.received_tokens and self.log.get(entry.request.id) is entry:
-                await self._queue.enqueue(entry.request)
+        """Redis may have lost its data: enqueue what is open. Where the data survived this changes
+        nothing (idempotent by id and attempt); an agent knows what it runs, and what ended."""
+        entries = list(self.log)
+        # Some at a time: the next heartbeat waits for all of them.
+        for start in range(0, len(entries), _RESTORED_AT_ONCE):
+            some = entries[start : start + _RESTORED_AT_ONCE]
+            still_open = [each for each in some if self.log.get(each.request.id) is each]
+            await asyncio.gather(*(self._queue.enqueue(each.request) for each in still_open))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

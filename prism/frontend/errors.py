@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 2
 STATUS_CLIENT_GONE = 499
 _RETRY_STATUSES = (429, 503)
+# The rest of the body is not read: the connection is of no further use.
+_CLOSE_STATUSES = (408, 413)
 # Failure codes of engines and agents that are the request's own fault.
 _CLIENT_CODES = ("context_length_exceeded", "invalid_request_error")
 
@@ -25,6 +27,11 @@ _CLIENT_CODES = ("context_length_exceeded", "invalid_request_error")
 class BodyTooLargeError(RequestError):
     code = "request_too_large"
     status = 413
+
+
+class BodyTimeoutError(RequestError):
+    code = "request_timeout"
+    status = 408
 
 
 class OverloadedError(RequestError):
@@ -86,7 +93,11 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def respond(error: RequestError) -> JSONResponse:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in _RETRY_STATUSES else None
+    headers: dict[str, str] = {}
+    if error.status in _RETRY_STATUSES:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.status in _CLOSE_STATUSES:
+        headers["Connection"] = "close"
     return JSONResponse(error_body(error), error.status, headers)
 
 
@@ -116,7 +127,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 async def _on_client_gone(_: Request, _error: Exception) -> Response:
-    """It went before its body was complete; nobody reads this."""
+    """The client went before its body was complete; this answer is not read."""
     return Response(status_code=STATUS_CLIENT_GONE)
 
 

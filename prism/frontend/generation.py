@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
 
 from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import GenerationError
 from prism.frontend.metrics import Metrics, RequestTimer
-from prism.frontend.request_log import Broken, Mailbox, OpenRequest, Restarted, Tokens
+from prism.frontend.request_log import Mailbox, OpenRequest
 from prism.frontend.stop_strings import StopMatcher
 from prism.frontend.tokenizers import ModelTokenizer
-from prism.messages import ModelSpec, Request, Sampling
+from prism.messages.requests import Chunk, Failure, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to generate: one output (choice) per prompt, all with the same parameters.
+class GenerationSpec:
+    """What to generate for one HTTP request: a choice for each of `requests`.
 
-    `began_s` is the monotonic time of arrival, `arrival_unix_s` the wall clock's.
+    The requests differ in their prompts alone. They go to the queue; the other fields stay in the
+    frontend, which turns tokens into text.
     """
 
     id: str
-    model: ModelSpec
-    prompts: list[list[int]]
-    sampling: Sampling
+    requests: list[Request]
     stops: tuple[str, ...]
-    slo_ttft_s: float
-    slo_tpot_s: float
-    show_token_ids: bool = False
-    began_s: float = field(default_factory=time.monotonic)
-    arrival_unix_s: float = field(default_factory=time.time)
+    show_token_ids: bool
+    began_s: float  # monotonic time of arrival
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """New output of one choice; the update with a finish_reason is its last."""
+class TextUpdate:
+    """New text of one choice, for the client. An update with a finish_reason is its last."""
 
     choice: int
     text: str
@@ -46,49 +42,43 @@ class Update:
     finish_reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
+class GeneratedChoice:
+    """One choice as it grows: tokens of an OpenRequest in, text out."""
 
-
-class Choice:
-    """One output as it grows."""
-
-    def __init__(self, order: Order, tokenizer: ModelTokenizer, opened: OpenRequest) -> None:
+    def __init__(
+        self, spec: GenerationSpec, tokenizer: ModelTokenizer, opened: OpenRequest
+    ) -> None:
         self.opened = opened
-        self._order = order
-        self._tokenizer = tokenizer
         self.finish_reason: str | None = None
         self.cached_tokens = 0
-        self.reset()
-
-    def reset(self) -> None:
-        prompt_ids = self.opened.request.prompt_ids
-        self._detokenizer = Detokenizer(self._tokenizer.tokenizer, prompt_ids)
-        self._stops = StopMatcher(self._order.stops)
+        self._detokenizer = Detokenizer(tokenizer.tokenizer, opened.request.prompt_ids)
+        self._stops = StopMatcher(spec.stops)
         self.texts: list[str] = []
         self.token_ids: list[int] = []
 
-    def take(self, tokens: Tokens) -> Update:
+    def take(self, chunk: Chunk) -> TextUpdate:
         """Advance by these tokens, up to a stop string if one completes."""
-        self.cached_tokens = tokens.cached_tokens or self.cached_tokens
-        text, taken = self._advance(tokens.token_ids, self._shown(tokens))
+        self.cached_tokens = chunk.cached_tokens or self.cached_tokens
+        text, taken = self._advance(chunk.token_ids, self._shown(chunk))
         if self._stops.stopped:
             self.finish_reason = "stop"
-        elif tokens.finish_reason is not None:
-            self.finish_reason = tokens.finish_reason
+        elif chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
             text += self._end()
         self.texts.append(text)
-        return Update(self.opened.choice, text, taken, self.finish_reason)
+        return TextUpdate(self.opened.choice, text, taken, self.finish_reason)
 
-    def _shown(self, tokens: Tokens) -> int:
+    def so_far(self) -> TextUpdate:
+        """All its output in one update."""
+        text = "".join(self.texts)
+        return TextUpdate(self.opened.choice, text, self.token_ids, self.finish_reason)
+
+    def _shown(self, chunk: Chunk) -> int:
         """How many of the ids show text: a token that ended the output does not, even where the
         vocabulary calls it ordinary."""
-        ids = tokens.token_ids
-        ended = tokens.finish_reason == "stop" and ids
-        hide = ended and ids[-1] in self._order.sampling.stop_token_ids
+        ids = chunk.token_ids
+        ended = chunk.finish_reason == "stop" and ids
+        hide = ended and ids[-1] in self.opened.request.sampling.stop_token_ids
         return len(ids) - bool(hide)
 
     def _advance(self, token_ids: list[int], shown: int) -> tuple[str, list[int]]:
@@ -115,43 +105,36 @@ class Generation:
 
     def __init__(
         self,
-        order: Order,
+        spec: GenerationSpec,
         tokenizer: ModelTokenizer,
         dispatcher: Dispatcher,
         metrics: Metrics,
         progress_timeout_s: float,
     ) -> None:
-        self.order = order
+        self.spec = spec
         self._dispatcher = dispatcher
         self._progress_timeout_s = progress_timeout_s
         self._mailbox: Mailbox = asyncio.Queue()
+        first = spec.requests[0]
         self._timer = RequestTimer(
-            metrics, order.model.name, order.slo_ttft_s, order.slo_tpot_s, len(order.prompts)
+            metrics, first.model, first.slo_ttft_s, first.slo_tpot_s, len(spec.requests)
         )
         self.choices = [
-            Choice(order, tokenizer, OpenRequest(request, number, self._mailbox))
-            for number, request in enumerate(_requests(order, dispatcher))
+            GeneratedChoice(spec, tokenizer, OpenRequest(request, number, self._mailbox))
+            for number, request in enumerate(spec.requests)
         ]
 
     async def start(self) -> None:
         """Raises OverloadedError or QueueUnavailableError; then nothing is left in the queue.
         `finish` must follow in any case."""
-        self._timer.begin(self.order.began_s, sum(len(p) for p in self.order.prompts))
+        self._timer.begin(self.spec.began_s, self._prompt_tokens())
         await self._dispatcher.submit([choice.opened for choice in self.choices])
 
-    async def updates(self, visible: bool) -> AsyncIterator[Update]:
-        """Output as it comes, until every choice has ended. Raises GenerationError.
-
-        visible: each update goes to the client at once, so its choice can no longer begin anew.
-        """
+    async def updates(self) -> AsyncIterator[TextUpdate]:
+        """Output as it comes, until every choice has ended. Raises GenerationError."""
         while any(choice.finish_reason is None for choice in self.choices):
-            update = await self._next()
-            if update is None:
-                continue
-            shows = update.text or (self.order.show_token_ids and update.token_ids)
-            if visible and shows:
-                self.choices[update.choice].opened.visible = True
-            yield update
+            if (update := await self._next()) is not None:
+                yield update
 
     def finish(self, outcome: str | None = None) -> None:
         """Cancel what still runs; call it once, however the request ended. `outcome` (default:
@@ -160,61 +143,51 @@ class Generation:
         self._timer.end(outcome or ("ok" if ended else "cancelled"))
         self._dispatcher.cancel([choice.opened.request.id for choice in self.choices])
 
-    @property
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=sum(len(p) for p in self.order.prompts),
-            completion_tokens=sum(len(c.token_ids) for c in self.choices),
-            cached_tokens=sum(c.cached_tokens for c in self.choices),
-        )
+    def head(self, kind: str) -> dict[str, Any]:
+        """What each answer to this HTTP request begins with, in OpenAI's words."""
+        first = self.spec.requests[0]
+        created = int(first.arrival_unix_s)
+        return {"id": self.spec.id, "object": kind, "created": created, "model": first.model}
 
-    async def _next(self) -> Update | None:
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far, in OpenAI's words."""
+        prompt_tokens = self._prompt_tokens()
+        completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        cached_tokens = sum(choice.cached_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+    def _prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.spec.requests)
+
+    async def _next(self) -> TextUpdate | None:
         try:
             async with asyncio.timeout(self._progress_timeout_s):
-                event = await self._mailbox.get()
+                number, event = await self._mailbox.get()
         except TimeoutError as error:
             raise GenerationError(
                 "timeout", f"no token for {self._progress_timeout_s:g} s; the request was cancelled"
             ) from error
-        choice = self.choices[event.choice]
-        if isinstance(event, Broken):
+        if isinstance(event, Failure):
             raise GenerationError(event.code, event.message)
-        if isinstance(event, Restarted):
-            self._timer.restart(len(choice.token_ids))
-            choice.reset()
-            return None
-        return self._take(choice, event)
+        return self._take(self.choices[number], event)
 
-    def _take(self, choice: Choice, tokens: Tokens) -> Update | None:
-        stale = tokens.attempt != choice.opened.request.attempt
-        if stale or choice.finish_reason is not None:
+    def _take(self, choice: GeneratedChoice, chunk: Chunk) -> TextUpdate | None:
+        if choice.finish_reason is not None:
             return None
-        update = choice.take(tokens)
+        update = choice.take(chunk)
         self._timer.tokens(len(update.token_ids))
         if choice.finish_reason is not None:
-            self._end_choice(choice, by_engine=tokens.finish_reason is not None)
+            self._end_choice(choice, by_engine=chunk.finish_reason is not None)
         return update
 
-    def _end_choice(self, choice: Choice, by_engine: bool) -> None:
+    def _end_choice(self, choice: GeneratedChoice, by_engine: bool) -> None:
         request_id = choice.opened.request.id
         if by_engine:
             self._dispatcher.close_requests([request_id])
         else:
             self._dispatcher.cancel([request_id])
-
-
-def _requests(order: Order, dispatcher: Dispatcher) -> Sequence[Request]:
-    return [
-        Request(
-            id=f"{order.id}-{number}",
-            model=order.model.name,
-            prompt_ids=prompt,
-            sampling=order.sampling,
-            arrival_unix_s=order.arrival_unix_s,
-            slo_ttft_s=order.slo_ttft_s,
-            slo_tpot_s=order.slo_tpot_s,
-            frontend_id=dispatcher.frontend_id,
-            reply_to=dispatcher.reply_to,
-        )
-        for number, prompt in enumerate(order.prompts)
-    ]

@@ -21,8 +21,8 @@ def open_listener(host: str, port: int) -> socket.socket:
         number = error.errno or 0
         if number < 0 or number == errno.EADDRNOTAVAIL:
             raise ConfigError(
-                f"frontend.host: {host!r} is no address of this machine; use 127.0.0.1, or 0.0.0.0"
-                " for all"
+                f"frontend.host: {host!r} is not an address of this machine; use 127.0.0.1, or"
+                " 0.0.0.0 for all"
             ) from error
         raise ConfigError(
             f"frontend.port: cannot listen on {host}:{port}: {os.strerror(number)};"

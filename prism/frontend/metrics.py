@@ -67,12 +67,6 @@ class RequestTimer:
         self._tokens += count
         self._metrics.output_tokens.labels(self._model).inc(count)
 
-    def restart(self, forgotten_tokens: int) -> None:
-        """The request begins anew; the client has seen nothing yet."""
-        self._tokens -= forgotten_tokens
-        if self._tokens == 0:
-            self._first_s = None
-
     def end(self, outcome: str) -> None:
         self._metrics.open.labels(self._model).dec()
         self._metrics.requests.labels(self._model, outcome).inc()

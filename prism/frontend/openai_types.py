@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's completion requests, as far as they are served.
+"""The bodies of OpenAI's completion requests.
 
 Fields that change nothing here are accepted and ignored; fields whose effect is missing are
 refused by name unless they hold their neutral value: nothing is dropped silently.
@@ -6,6 +6,8 @@ refused by name unless they hold their neutral value: nothing is dropped silentl
 
 from __future__ import annotations
 
+import json
+import reprlib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -13,7 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from prism.frontend.errors import bad_request
 
 STOPS_MAX = 16
+STOP_CHARS_MAX = 1024
+STOP_IDS_MAX = 1024
 PROMPTS_MAX = 128
+MESSAGES_MAX = 4096
+PARTS_MAX = 1024  # of one message
+TEMPLATE_OPTIONS_CHARS_MAX = 1 << 20
+# Engines keep counts and ids in 32 bits.
+INT32_MAX = 2**31 - 1
 
 _IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 # name -> values that ask for nothing
@@ -35,8 +44,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
 }
 
+_SHORT_MESSAGES = 32
+_SHORT_CHARS = 16 << 10
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Milliseconds = Annotated[float, Field(gt=0, le=3.6e6)]
 
 
@@ -53,13 +66,13 @@ class GenerationBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: list[str] | None = None
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_IDS_MAX)] = []
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     ignore_eos: bool = False
@@ -79,6 +92,8 @@ class GenerationBody(BaseModel):
             raise ValueError("must be a non-empty string or a list of them")
         if len(stops) > STOPS_MAX:
             raise ValueError(f"has {len(stops)} strings; at most {STOPS_MAX} are allowed")
+        if (longest := max(map(len, stops), default=0)) > STOP_CHARS_MAX:
+            raise ValueError(f"has {longest} characters; at most {STOP_CHARS_MAX} are allowed")
         return stops
 
     @field_validator("top_k")
@@ -103,8 +118,14 @@ class GenerationBody(BaseModel):
                 continue
             if name not in _NEUTRAL:
                 raise bad_request(f"{name}: unknown field; remove it", name)
-            if value not in _NEUTRAL[name]:
-                raise bad_request(f"{name}: {value!r:.80} is not supported; remove it", name)
+            if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+                shown = f"{reprlib.repr(value):.80}"
+                raise bad_request(f"{name}: {shown} is not supported; remove it", name)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, where True is not 1 and 0 not False: `logprobs: 0` asks for something."""
+    return isinstance(value, bool) is isinstance(neutral, bool) and value == neutral
 
 
 class CompletionBody(GenerationBody):
@@ -161,6 +182,8 @@ class Message(BaseModel):
     def _content_text(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
+        if len(value) > PARTS_MAX:
+            raise ValueError(f"has {len(value)} parts; at most {PARTS_MAX} are allowed")
         for number, part in enumerate(value):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
@@ -175,15 +198,39 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions. `chat_template_kwargs` are passed to the model's template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: TokenCount | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
-    @model_validator(mode="after")
-    def _one_limit(self) -> ChatBody:
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_messages(cls, value: Any) -> Any:
+        # Before each of them is checked: that takes seconds for hundreds of thousands.
+        if isinstance(value, list) and len(value) > MESSAGES_MAX:
+            raise ValueError(f"has {len(value)} messages; at most {MESSAGES_MAX} are allowed")
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _short_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if (length := len(json.dumps(value))) > TEMPLATE_OPTIONS_CHARS_MAX:
+            most = TEMPLATE_OPTIONS_CHARS_MAX
+            raise ValueError(f"has {length} characters; at most {most} are allowed")
+        return value
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
-        return self
+            message = "max_tokens and max_completion_tokens differ; give one of them"
+            raise bad_request(message, "max_completion_tokens")
+
+    @property
+    def is_short(self) -> bool:
+        """Its template is rendered in less time than a thread takes."""
+        plain = all(isinstance(v, bool | int | str) for v in self.chat_template_kwargs.values())
+        texts = [m.content for m in self.messages[: _SHORT_MESSAGES + 1]]
+        texts += [str(value) for value in self.chat_template_kwargs.values() if plain]
+        return plain and len(texts) <= _SHORT_MESSAGES and sum(map(len, texts)) <= _SHORT_CHARS
 
     @property
     def tokens_asked(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Requests whose model finds no place: answered, instead of waiting for the progress timeout."""
+"""Answers requests whose model finds no place, before the progress timeout does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 from prism.errors import QueueUnavailableError
 from prism.frontend.request_log import RequestLog
-from prism.messages import ClusterStatus
+from prism.messages.cluster import ClusterStatus
 from prism.queueing.requests import RequestQueue
 
 LOOK_S = 1.0
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class RefusalWatch:
-    """Breaks off requests that have waited `after_s` for a model that the cluster scheduler has
-    refused for as long and refuses now. A model that was active in between starts anew; one that
-    is tried and fails does not. For one event loop."""
+    """Breaks off requests that have waited `after_s` for a model which the cluster scheduler has
+    refused for as long. The time starts over when the model becomes active, and goes on when it is
+    tried and fails. For one event loop."""
 
     def __init__(self, requests: RequestLog, queue: RequestQueue, after_s: float) -> None:
         self._requests = requests
@@ -52,5 +52,5 @@ class RefusalWatch:
             reason = status.refusals.get(request.model)
             since_unix_s = self._since_unix_s.get(request.model, now_unix_s)
             waited_s = now_unix_s - max(since_unix_s, request.arrival_unix_s)
-            if reason and not entry.received_tokens and waited_s >= self._after_s:
+            if reason and entry.waits and waited_s >= self._after_s:
                 entry.break_off("model_unavailable", f"{request.model} has no place now: {reason}")

@@ -6,7 +6,7 @@ Both watch the connection: a client that goes away ends the generation, which ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from prism.frontend.errors import STATUS_CLIENT_GONE, error_body
 from prism.frontend.generation import Generation
 from prism.frontend.services import Services
 
-Events = AsyncGenerator[dict[str, Any], None]
+Events = AsyncGenerator[dict[str, Any], None]  # in OpenAI's shape
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -40,7 +40,7 @@ async def reply_whole(
     try:
         await generation.start()
         outcome = None
-        if not await _finished_before_disconnect(request, _drain(generation)):
+        if not await _finished_before_disconnect(request.receive, _drain(generation)):
             return Response(status_code=STATUS_CLIENT_GONE)
         return Response(msgspec.json.encode(render()), media_type="application/json")
     except RequestError as error:
@@ -52,13 +52,13 @@ async def reply_whole(
 
 
 async def _drain(generation: Generation) -> None:
-    async for _ in generation.updates(visible=False):
+    async for _ in generation.updates():
         pass
 
 
-async def _finished_before_disconnect(request: Request, work: Any) -> bool:
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+async def _finished_before_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -66,18 +66,14 @@ async def _finished_before_disconnect(request: Request, work: Any) -> bool:
             return True
         return False
     finally:
-        await _cancelled(task, gone)
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -95,15 +91,10 @@ class EventStream(Response):
         self._outcome: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                with suppress(OSError):
-                    await sending
+            with suppress(OSError):
+                await _finished_before_disconnect(receive, self._send_all(send))
         finally:
-            await _cancelled(sending, gone)
             await self._events.aclose()
             self._generation.finish(self._outcome)
             self._services.leave()
@@ -125,8 +116,10 @@ async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def reply_stream(services: Services, generation: Generation, events: Events) -> EventStream:
-    """Enqueue first, so that a refusal still has its HTTP status; then stream `events`."""
+async def reply_stream(
+    services: Services, generation: Generation, kind: str, choices: Events, include_usage: bool
+) -> EventStream:
+    """Enqueue first, so that a refusal still has its HTTP status; then stream `choices`."""
     services.enter()
     try:
         await generation.start()
@@ -134,4 +127,19 @@ async def reply_stream(services: Services, generation: Generation, events: Event
         generation.finish(error.code if isinstance(error, RequestError) else "failed")
         services.leave()
         raise
-    return EventStream(services, generation, events)
+    return EventStream(services, generation, _events(generation, kind, choices, include_usage))
+
+
+async def _events(
+    generation: Generation, kind: str, choices: Events, include_usage: bool
+) -> Events:
+    """include_usage: a null in every event, and the counts in one more at the end."""
+    head = generation.head(kind)
+    usage = {"usage": None} if include_usage else {}
+    try:
+        async for choice in choices:
+            yield {**head, "choices": [choice], **usage}
+        if include_usage:
+            yield {**head, "choices": [], "usage": generation.usage()}
+    finally:
+        await choices.aclose()

@@ -1,57 +1,32 @@
-"""The open requests of this frontend: for each the prompt, the attempt, and what has arrived.
+"""The open requests of this frontend: the prompt and the attempt of each, and its output so far.
 
-Pure bookkeeping; no I/O. Chunks carry (request, attempt, first index), so what an older attempt
-or a second run of the same attempt sends is recognised.
+Pure bookkeeping; no I/O. Chunks carry (request, attempt, first index), so that output of an older
+attempt, or of a second run of the same attempt, is recognised. Another attempt goes on behind the
+output that has arrived, so no output is shown twice and none is computed twice.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import msgspec
 
 from prism.frontend.errors import OverloadedError
-from prism.messages import Chunk, Failure, Request
+from prism.messages.requests import Chunk, Failure, Request, Resume
 
 ATTEMPTS_MAX = 3
+RESENDS_MAX = 3
+
+# What happens to a choice, by its number: new tokens, or its failure.
+Mailbox = asyncio.Queue[tuple[int, Chunk | Failure]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New output of one choice."""
-
-    choice: int
-    attempt: int
-    token_ids: list[int]
-    finish_reason: str | None
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """The choice begins anew: forget its output (none of it was seen by the client)."""
-
-    choice: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The choice cannot be finished."""
-
-    choice: int
-    code: str
-    message: str
-
-
-Event = Tokens | Restarted | Broken
-Mailbox = asyncio.Queue[Event]
-
-
-class Verdict(Enum):
+class ChunkOutcome(Enum):
     """What to do about a chunk or failure after the log has taken it."""
 
     NOTHING = auto()
@@ -62,33 +37,60 @@ class Verdict(Enum):
 
 @dataclass(slots=True)
 class OpenRequest:
-    """`visible`: the client has seen output of this choice, so it cannot begin anew."""
+    """An entry of the log: a request until it ends, and where its events go."""
 
     request: Request
     choice: int
     mailbox: Mailbox
-    received_tokens: int = 0
-    visible: bool = False
+    received: list[int] = field(default_factory=list)  # its output so far
+    enqueued: bool = False  # Redis has this attempt, or had it
+    resends: int = 0  # of attempts that the queue had lost
+    progress_s: float = field(default_factory=time.monotonic)  # when it was sent or output came
 
     @property
-    def greedy(self) -> bool:
-        return self.request.sampling.temperature == 0
+    def waits(self) -> bool:
+        """No output of this attempt has come."""
+        return len(self.received) == self.request.resumed_tokens
 
-    def restart(self, attempt: int) -> None:
-        self.request = msgspec.structs.replace(self.request, attempt=attempt)
-        self.received_tokens = 0
-        self.mailbox.put_nowait(Restarted(self.choice, attempt))
+    def go_on(self) -> None:
+        """Another attempt, behind the output that has arrived."""
+        request, resume = self.request, self.request.resume
+        if self.received:
+            request, resume = request.going_on(time.time()), Resume(list(self.received))
+        attempt = request.attempt + 1
+        self.request = msgspec.structs.replace(request, attempt=attempt, resume=resume)
+        self.enqueued, self.progress_s = False, time.monotonic()
+
+    def note_blame(self, failure: Failure) -> None:
+        """A suspect of its engine's death is tried alone."""
+        if failure.blame == "suspect":
+            suspected_at = max(failure.output_tokens, len(self.received))
+            self.request = msgspec.structs.replace(self.request, suspected_at=suspected_at)
+
+    def note_resend(self) -> bool:
+        """The attempt is to be sent once more. False: that was done too often."""
+        self.enqueued, self.progress_s = False, time.monotonic()
+        self.resends += 1
+        return self.resends <= RESENDS_MAX
 
     def break_off(self, code: str, message: str) -> None:
-        self.mailbox.put_nowait(Broken(self.choice, code, message))
+        failure = Failure(self.request.id, self.request.attempt, code, message)
+        self.mailbox.put_nowait((self.choice, failure))
 
 
 class RequestLog:
-    """At most `open_max` requests. For one event loop."""
+    """At most `open_max` requests. For one event loop.
 
-    def __init__(self, open_max: int) -> None:
+    Half of that is for whoever comes, the other half is kept in equal parts for each of `models`
+    models: a flood of one model's requests leaves the others their part.
+    """
+
+    def __init__(self, open_max: int, models: int = 1) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._open_max = open_max
+        self._models = models
+        self._share = open_max // (2 * models)
+        self._by_model: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -98,59 +100,62 @@ class RequestLog:
 
     def add(self, opened: list[OpenRequest]) -> None:
         """Raises OverloadedError, adding none, where they do not all have room."""
-        if len(self._open) + len(opened) > self._open_max:
+        asked = Counter(entry.request.model for entry in opened)
+        kept = self._kept_for_others(asked)
+        if len(self._open) + len(opened) + kept > self._open_max:
             raise OverloadedError(
                 f"{len(self._open)} requests are open here and {self._open_max} is the limit"
-                " (frontend.max_open_requests); try again later"
+                f" (frontend.max_open_requests), of which {kept} are kept for other models; try"
+                " again later"
             )
         self._open.update({entry.request.id: entry for entry in opened})
+        self._by_model += asked
+
+    def _kept_for_others(self, asking: Collection[str]) -> int:
+        """What the other models have not used of their part."""
+        used = [min(n, self._share) for m, n in self._by_model.items() if m not in asking]
+        return self._share * (self._models - len(asking)) - sum(used)
 
     def get(self, request_id: str) -> OpenRequest | None:
         return self._open.get(request_id)
 
     def close(self, request_id: str) -> OpenRequest | None:
         """The request is over; later chunks for it are UNKNOWN."""
-        return self._open.pop(request_id, None)
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            self._by_model[entry.request.model] -= 1
+        return entry
 
-    def take_chunk(self, chunk: Chunk) -> Verdict:
+    def take_chunk(self, chunk: Chunk) -> ChunkOutcome:
         entry = self._open.get(chunk.request_id)
         if entry is None:
-            return Verdict.UNKNOWN if chunk.finish_reason is None else Verdict.NOTHING
+            return ChunkOutcome.UNKNOWN if chunk.finish_reason is None else ChunkOutcome.NOTHING
         if chunk.attempt != entry.request.attempt:
-            return Verdict.NOTHING
-        if chunk.first_index > entry.received_tokens or chunk.finish_reason == "cancelled":
-            # Output was lost, or an agent took this frontend for dead.
+            return ChunkOutcome.NOTHING
+        first, received = chunk.first_index, len(entry.received)
+        # Output was lost; or an agent took this frontend for dead; or a replaced agent runs the
+        # attempt from its start, and only greedy output repeats itself.
+        lost = first > received or chunk.finish_reason == "cancelled"
+        if lost or (first < received and entry.request.sampling.temperature > 0):
             return self._again_or_break(entry)
-        if chunk.first_index < entry.received_tokens and not self._rerun(entry):
-            return Verdict.BREAK
         self._deliver(entry, chunk)
-        return Verdict.NOTHING
+        return ChunkOutcome.NOTHING
 
-    def take_failure(self, failure: Failure) -> Verdict:
+    def take_failure(self, failure: Failure) -> ChunkOutcome:
         entry = self._open.get(failure.request_id)
         if entry is None or failure.attempt != entry.request.attempt:
-            return Verdict.NOTHING
-        return self._again_or_break(entry) if failure.retryable else Verdict.BREAK
+            return ChunkOutcome.NOTHING
+        entry.note_blame(failure)
+        return self._again_or_break(entry) if failure.retryable else ChunkOutcome.BREAK
 
-    def _again_or_break(self, entry: OpenRequest) -> Verdict:
-        again = not entry.visible and entry.request.attempt < ATTEMPTS_MAX
-        return Verdict.RETRY if again else Verdict.BREAK
-
-    def _rerun(self, entry: OpenRequest) -> bool:
-        """Another engine serves the same attempt from its start (its agent was replaced). Greedy
-        output repeats itself and is skipped over; sampled output begins anew if unseen."""
-        if entry.greedy:
-            return True
-        if entry.visible:
-            return False
-        entry.restart(entry.request.attempt)
-        return True
+    def _again_or_break(self, entry: OpenRequest) -> ChunkOutcome:
+        return ChunkOutcome.RETRY if entry.request.attempt < ATTEMPTS_MAX else ChunkOutcome.BREAK
 
     def _deliver(self, entry: OpenRequest, chunk: Chunk) -> None:
-        fresh = chunk.token_ids[entry.received_tokens - chunk.first_index :]
-        entry.received_tokens += len(fresh)
+        first = len(entry.received)
+        fresh = chunk.token_ids[first - chunk.first_index :]
+        entry.received += fresh
+        entry.progress_s = time.monotonic()
         if fresh or chunk.finish_reason is not None:
-            event = Tokens(
-                entry.choice, chunk.attempt, fresh, chunk.finish_reason, chunk.cached_tokens
-            )
-            entry.mailbox.put_nowait(event)
+            new = msgspec.structs.replace(chunk, first_index=first, token_ids=fresh)
+            entry.mailbox.put_nowait((entry.choice, new))

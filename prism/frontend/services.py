@@ -1,4 +1,4 @@
-"""What the routes of one frontend share."""
+"""What all routes of one frontend use."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from prism.config import ClusterConfig
+from prism.config.schema import ClusterConfig
 from prism.errors import UnknownModelError
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import UnavailableError
-from prism.frontend.generation import Generation, Order
+from prism.frontend.generation import Generation, GenerationSpec
 from prism.frontend.metrics import Metrics
 from prism.frontend.tokenizers import ModelTokenizer
-from prism.messages import ModelSpec
+from prism.messages.models import ModelSpec
 from prism.queueing.requests import RequestQueue
 
 
 @dataclass(slots=True)
 class Services:
-    """`draining` is set once the frontend shall end: new requests are refused."""
+    """The parts of a running frontend, and how many of its HTTP requests are open."""
 
     config: ClusterConfig
     queue: RequestQueue
@@ -31,18 +31,26 @@ class Services:
     cluster: ClusterCollector
     tokenizers: Mapping[str, ModelTokenizer]
     started_unix_s: int
-    draining: bool = False
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # model -> why it is left out
+    draining: bool = False  # the frontend is about to end and refuses new requests
     _active: int = 0
     _left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def model(self, name: str) -> ModelSpec:
         for model in self.config.models:
             if model.name == name:
+                self._check_readable(name)
                 return model
         known = ", ".join(m.name for m in self.config.models)
         error = UnknownModelError(f"the model {name!r:.200} does not exist; models here: {known}")
         error.param = "model"
         raise error
+
+    def _check_readable(self, name: str) -> None:
+        if reason := self.unreadable.get(name):
+            error = UnavailableError(f"{name} cannot be served now: {reason}")
+            error.code = "model_unavailable"
+            raise error
 
     def enter(self) -> None:
         """A request begins; `leave` must follow. Raises UnavailableError while draining."""
@@ -62,10 +70,10 @@ class Services:
             self._left.clear()
             await self._left.wait()
 
-    def generation(self, order: Order) -> Generation:
+    def generation(self, spec: GenerationSpec) -> Generation:
         return Generation(
-            order,
-            self.tokenizers[order.model.name],
+            spec,
+            self.tokenizers[spec.requests[0].model],
             self.dispatcher,
             self.metrics,
             self.config.frontend.progress_timeout_s,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from tokenizers import Tokenizer
 
 from prism.errors import ConfigError
 from prism.frontend.chat_template import ChatTemplate, load_chat_template, token_text
-from prism.messages import ModelSpec
+from prism.messages.models import ModelSpec
+
+log = logging.getLogger(__name__)
 
 # Below this, encoding takes less time than handing it to a thread.
 _INLINE_CHARS_MAX = 4096
@@ -24,31 +26,46 @@ _TOKEN_CHARS_MIN = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """vocab_size: ids below it are valid in a prompt. eos_ids end a completion; chat_eos_ids end
-    a turn of a conversation (they include eos_ids). token_chars_max: no token stands for more
-    characters of a text."""
+    """A tokenizer, and what the model's files say about its special tokens."""
 
     tokenizer: Tokenizer
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    chat_eos_ids: tuple[int, ...]
+    vocab_size: int  # ids below it are valid in a prompt
+    eos_ids: tuple[int, ...]  # end a completion
+    chat_eos_ids: tuple[int, ...]  # end a turn of a conversation; they include eos_ids
     chat_template: ChatTemplate | None
-    token_chars_max: int
+    token_chars_max: int  # longest text of one token
 
     async def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
         """Token ids of each; `special_tokens` adds what the model wants around a text (BOS). Long
         texts are encoded in a thread, so that streams do not stall."""
+        if sum(map(len, texts)) <= _INLINE_CHARS_MAX:
+            return self._ids(texts, special_tokens)
+        return await asyncio.to_thread(self._ids, texts, special_tokens)
+
+    def _ids(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
         # The call for a batch, since it alone lets go of the interpreter's lock.
-        call = partial(self.tokenizer.encode_batch_fast, texts, add_special_tokens=special_tokens)
-        inline = sum(map(len, texts)) <= _INLINE_CHARS_MAX
-        encodings = call() if inline else await asyncio.to_thread(call)
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [list(encoding.ids) for encoding in encodings]
 
 
-def load_tokenizers(models: Sequence[ModelSpec]) -> dict[str, ModelTokenizer]:
-    """Model name -> its tokenizer. Equal files are loaded once. Raises ConfigError."""
+def load_tokenizers(
+    models: Sequence[ModelSpec], unreadable: dict[str, str] | None = None
+) -> dict[str, ModelTokenizer]:
+    """Model name -> its tokenizer. Equal files are loaded once.
+
+    Raises ConfigError for one that cannot be loaded, or puts the reason into `unreadable`.
+    """
     shared: dict[bytes, Tokenizer] = {}
-    return {model.name: _load(Path(model.path), shared) for model in models}
+    loaded: dict[str, ModelTokenizer] = {}
+    for model in models:
+        try:
+            loaded[model.name] = _load(Path(model.path), shared)
+        except ConfigError as error:
+            if unreadable is None:
+                raise
+            log.error("%s is not served: %s", model.name, error)
+            unreadable[model.name] = str(error)
+    return loaded
 
 
 def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:

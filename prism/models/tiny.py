@@ -23,13 +23,12 @@ WEIGHT_STD = 0.08
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """`settings`: fields of the architecture's transformers config."""
-
     name: str
     model_type: str
     summary: str
     context_length: int
     settings: dict[str, Any]
+    """Fields of the architecture's transformers config."""
     recipe: int = 1
 
     def make(self, directory: Path, progress: Progress) -> None:

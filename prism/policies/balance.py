@@ -10,9 +10,9 @@ from functools import partial
 from msgspec import structs
 
 from prism.policies import kvpr
+from prism.policies.bins import Bin, current_bins, devices_of, need_bytes, part
+from prism.policies.builder import PlanBuilder, settled
 from prism.policies.data import ClusterView, Migrate, ModelView, Settings, beside
-from prism.policies.draft import Draft, settled
-from prism.policies.kvpr import Bin
 
 PRESSED_FREE = 0.25
 """A device with a smaller part of its memory free may lack it before the next burst is over."""
@@ -28,71 +28,74 @@ def movable(b: Bin) -> list[ModelView]:
 
 
 def elsewhere(
-    draft: Draft, model: ModelView, avoided: Collection[str] = ()
+    builder: PlanBuilder, model: ModelView, avoided: Collection[str] = ()
 ) -> tuple[Bin, ...] | None:
     """The least pressed devices for all its parts among those that hold none of it and are not
     `avoided`: old and new ranks are there at the same time, and no device has two."""
-    now = (*kvpr.devices_of(model), *avoided)
-    rest = {name: b for name, b in draft.bins.items() if name not in now}
+    now = (*devices_of(model), *avoided)
+    rest = {name: b for name, b in builder.bins.items() if name not in now}
     return kvpr.homes(model, rest, kvpr.by_rank, 0.0)
 
 
-def migrate(draft: Draft, model: ModelView, home: Sequence[Bin], reason: str) -> None:
+def migrate(builder: PlanBuilder, model: ModelView, home: Sequence[Bin], reason: str) -> None:
     """`model` is active, so that it has a device."""
     assert model.device is not None
     first, *peers = home
-    ranks, move = tuple(b.name for b in peers), draft.settings.move_running
-    draft.actions.append(
+    ranks, move = tuple(b.name for b in peers), builder.settings.move_running
+    builder.actions.append(
         Migrate(model.name, model.device, first.name, reason, peers=ranks, move_running=move)
     )
     # The source keeps the model until the target serves it: no other model gets its room yet.
-    for b in (*home, *_held_by(draft, model)):
+    for b in (*home, *_held_by(builder, model)):
         b.put(structs.replace(model, state="migrating"))
 
 
-def _held_by(draft: Draft, model: ModelView) -> list[Bin]:
-    return [draft.bins[device] for device in kvpr.devices_of(model) if device in draft.bins]
+def _held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:
+    return [builder.bins[device] for device in devices_of(model) if device in builder.bins]
 
 
-def rebalance(draft: Draft) -> None:
+def rebalance(builder: PlanBuilder) -> None:
     """The first move of Algorithm 1's placement off a contended device that alone lowers the worst
     KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
     the least pressed devices. One at a time: the next interval sees its effect."""
-    if draft.changes():
+    if builder.changes():
         return
-    models, gpus = settled(draft.view)
-    residents = [m for m in models if m.device in draft.bins]
+    models, gpus = settled(builder.view)
+    residents = [m for m in models if m.device in builder.bins]
     # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
     free = [m for m in residents if m.tp == 1 and m.token_rate > 0]
     staying = [m for m in residents if m.tp > 1 or m.token_rate == 0]
-    tau = draft.settings.migration_threshold
-    start = partial(kvpr.current_bins, residents, gpus, staying)
+    tau = builder.settings.migration_threshold
+    start = partial(current_bins, residents, gpus, staying)
     placement = kvpr.place(free, gpus, tau, start)
     for model in sorted(free, key=kvpr.by_pressure):
-        target = draft.bins.get(placement.devices.get(model.name, ""))
-        if target is None or target.name == model.device or not target.fits(model):
+        if model.name not in placement.homes:
             continue
-        if _relieved(draft, model, [target]):
+        (device,) = placement.homes[model.name]
+        target = builder.bins[device]
+        if device == model.device or not target.fits(model):
+            continue
+        if _relieved(builder, model, [target]):
             return
     for model in sorted((m for m in residents if m.tp > 1), key=kvpr.by_pressure):
-        home = elsewhere(draft, kvpr.part(model)) if model.token_rate > 0 else None
-        if home is not None and _relieved(draft, kvpr.part(model), home):
+        home = elsewhere(builder, part(model)) if model.token_rate > 0 else None
+        if home is not None and _relieved(builder, part(model), home):
             return
 
 
-def _relieved(draft: Draft, model: ModelView, home: Sequence[Bin]) -> bool:
+def _relieved(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bool:
     """Plans the move if `model` is contended where it is, relief is above tau, and the room that it
     needs is free now: it must not press on requests that run there."""
-    sources, tau = _held_by(draft, model), draft.settings.migration_threshold
-    free = all(b.gpu.free_bytes >= kvpr.need_bytes(model) for b in home)
-    if model.state != "active" or not _contended(sources, draft.settings) or not free:
+    sources, tau = _held_by(builder, model), builder.settings.migration_threshold
+    free = all(b.gpu.free_bytes >= need_bytes(model) for b in home)
+    if model.state != "active" or not _contended(sources, builder.settings) or not free:
         return False
     relief = _relief_of(model, sources, home)
     if relief <= tau:
         return False
     names = ", ".join(b.name for b in sources)
     reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"
-    migrate(draft, model, home, reason)
+    migrate(builder, model, home, reason)
     return True
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from prism.policies.data import GpuView, ModelView
+from prism.policies.data import ClusterView, GpuView, ModelView
 
 
 def weight_of(model: ModelView) -> float:
@@ -57,20 +57,18 @@ def ratio(pressure: float, shared_kv_bytes: int) -> float:
 @dataclass(slots=True)
 class Bin:
     """A device while a plan is being made: which parts it would hold, and what is left. At most
-    one part of a model.
-
-    engines: how many parts it can hold at a time. shared_kv_bytes: KV memory left after the
-    weights, the denominator of KVPR. room_bytes: what is left after weights and KV floors, the
-    most that another model may need. rank: least pressed first; equal ones by room, so that idle
-    models spread out.
-    """
+    one part of a model."""
 
     gpu: GpuView
+    # How many parts it can hold at a time.
     engines: int
     models: dict[str, ModelView] = field(default_factory=dict)
+    # KV memory left after the weights, the denominator of KVPR.
     shared_kv_bytes: int = field(init=False)
+    # What is left after weights and KV floors, the most that another model may need.
     room_bytes: int = field(init=False)
     kvpr: float = field(init=False, default=0.0)
+    # Least pressed first; equal ones by room, so that idle models spread out.
     rank: tuple[float, int, str] = field(init=False)
     _pressures: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -162,6 +160,11 @@ Bins = dict[str, Bin]
 def devices_of(model: ModelView) -> tuple[str, ...]:
     """Rank 0 first; empty for a model that is nowhere."""
     return (model.device, *model.peers) if model.device else ()
+
+
+def asked_for(view: ClusterView) -> list[ModelView]:
+    """Absent models that requests wait for or that are to be resident."""
+    return [m for m in view.models if m.state == "absent" and (m.wanted or m.waiting)]
 
 
 def empty_bins(models: Iterable[ModelView], gpus: Iterable[GpuView]) -> Bins:

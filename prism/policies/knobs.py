@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from prism.policies import adbs, doubling_budget, qlm, seallm, static
-from prism.policies.adbs import AdbsSettings
-from prism.policies.doubling_budget import DbSettings
-from prism.policies.qlm import QlmSettings
+from prism.policies import static
+from prism.policies.baselines import adbs, doubling_budget, qlm, seallm
+from prism.policies.baselines.adbs import AdbsSettings
+from prism.policies.baselines.doubling_budget import DbSettings
+from prism.policies.baselines.qlm import QlmSettings
+from prism.policies.baselines.seallm import SeallmSettings
 from prism.policies.registry import Policy
-from prism.policies.seallm import SeallmSettings
 from prism.policies.static import StaticSettings
 
 
@@ -29,11 +30,15 @@ class Knobs:
 SHIPPED = Knobs()
 TUNED: dict[str, Callable[[Policy, Knobs], Policy]] = {
     "static": lambda p, k: replace(p, plan=partial(static.plan, chosen=k.static)),
-    "qlm": lambda p, k: replace(p, assign=qlm.assigner(k.qlm)),
-    "qlm-aware": lambda p, k: replace(p, assign=qlm.assigner(replace(k.qlm, swap_aware=True))),
+    "qlm": lambda p, k: replace(p, assign=partial(qlm.assign, settings=k.qlm)),
+    "qlm-aware": lambda p, k: replace(
+        p, assign=partial(qlm.assign, settings=replace(k.qlm, swap_aware=True))
+    ),
     "muxserve": lambda p, k: replace(p, steps=adbs.control(k.adbs)),
     "seallm": lambda p, k: replace(
-        p, search=seallm.searcher(k.seallm), steps=doubling_budget.control(k.budgets)
+        p,
+        search=partial(seallm.search, settings=k.seallm),
+        steps=doubling_budget.control(k.budgets),
     ),
 }
 

@@ -12,56 +12,35 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 from prism.policies.bins import (
     Bin,
     Bins,
-    current_bins,
     devices_of,
     empty_bins,
     need_bytes,
     part,
     shortfall,
-    size_text,
     weight_of,
 )
 from prism.policies.data import GpuView, ModelView
-
-__all__ = [
-    "Bin",
-    "Bins",
-    "Placement",
-    "by_pressure",
-    "by_rank",
-    "by_size",
-    "current_bins",
-    "devices_of",
-    "empty_bins",
-    "gain",
-    "homes",
-    "need_bytes",
-    "part",
-    "place",
-    "shortfall",
-    "size_text",
-    "weight_of",
-]
 
 Rank = Callable[[Bin], tuple[float, int, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """`devices`: model -> device, of rank 0 where it is tensor-parallel; `peers`: model -> devices
-    of the other ranks. `refused`: model -> why it fits nowhere. `kvpr`: per device."""
+class Assignment:
+    """Where models go."""
 
-    devices: Mapping[str, str]
+    # Model -> its devices, rank 0 first.
+    homes: Mapping[str, tuple[str, ...]]
+    # Model -> why it fits nowhere.
     refused: Mapping[str, str]
+    # Of each device.
     kvpr: Mapping[str, float]
-    peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def _mobility(model: ModelView) -> int:
@@ -93,7 +72,7 @@ def place(
     gpus: Sequence[GpuView],
     tau: float,
     start: Callable[[], Bins] | None = None,
-) -> Placement:
+) -> Assignment:
     """Algorithm 1: a device for every model, greedily by pressure.
 
     start: makes bins with what devices hold already and keep; `models` has none of that, and `gpus`
@@ -113,12 +92,7 @@ def place(
         packed = _packed(parts, origin(), first)
         bins = packed if len(packed.homes) > len(first.homes) else first
     refused = {m.name: shortfall(m, bins.bins) for m in parts if m.name not in bins.homes}
-    return Placement(
-        {name: devices[0] for name, devices in bins.homes.items()},
-        refused,
-        {name: b.kvpr for name, b in bins.bins.items()},
-        {name: devices[1:] for name, devices in bins.homes.items() if len(devices) > 1},
-    )
+    return Assignment(bins.homes, refused, {name: b.kvpr for name, b in bins.bins.items()})
 
 
 # --- one model at a time -------------------------------------------------------------------

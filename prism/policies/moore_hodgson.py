@@ -10,10 +10,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from prism.policies.data import Job, Order
+from prism.policies.data import AdmissionJob, AdmissionOrder
 
 
-def order(jobs: Iterable[Job], now_s: float, busy_s: float = 0.0) -> Order:
+def order(jobs: Iterable[AdmissionJob], now_s: float, busy_s: float = 0.0) -> AdmissionOrder:
     """Split `jobs` into the largest on-time set, earliest deadline first, and the late ones.
 
     busy_s: prefill work in flight, before which none of them can start. A job that could not be on
@@ -21,8 +21,8 @@ def order(jobs: Iterable[Job], now_s: float, busy_s: float = 0.0) -> Order:
     than that, and takes no time from the others. Late jobs come oldest first. Ties go by deadline,
     arrival, id, so the same jobs always give the same order. O(n log n).
     """
-    alone: list[Job] = []
-    late: list[Job] = []
+    alone: list[AdmissionJob] = []
+    late: list[AdmissionJob] = []
     for job in jobs:
         in_time = now_s + job.ready_in_s + job.prefill_s <= job.deadline_s
         (alone if in_time else late).append(job)
@@ -39,4 +39,4 @@ def order(jobs: Iterable[Job], now_s: float, busy_s: float = 0.0) -> Order:
             removed.add(longest)
     on_time = tuple(job for index, job in enumerate(by_deadline) if index not in removed)
     late.extend(by_deadline[index] for index in removed)
-    return Order(on_time, tuple(sorted(late, key=lambda job: (job.arrival_s, job.id))))
+    return AdmissionOrder(on_time, tuple(sorted(late, key=lambda job: (job.arrival_s, job.id))))

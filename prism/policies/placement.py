@@ -9,40 +9,50 @@ A model may be in several units; each is a replica of it. Times are seconds, siz
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpecView:
-    """One GPU. capacity_bytes: what models may use of it. Devices of one `node` have fast links.
-    models_max: how many models it can hold at a time."""
+    """One GPU."""
 
     name: str
+    # What models may use of it.
     capacity_bytes: int
+    # Devices of one node have fast links.
     node: str = ""
+    # How many models it can hold at a time.
     models_max: int = sys.maxsize
+
+
+def by_node(devices: Iterable[DeviceSpecView]) -> list[list[DeviceSpecView]]:
+    """The devices of each node, in order of their names."""
+    nodes: dict[str, list[DeviceSpecView]] = {}
+    for device in sorted(devices, key=lambda d: (d.node, d.name)):
+        nodes.setdefault(device.node, []).append(device)
+    return list(nodes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecView:
-    """A model and its expected load. weight_bytes, token_bytes and kv_floor_bytes are of the whole
-    model; with tensor parallelism each device holds one part in `tp`. share_bytes: what its engine
-    holds besides on each device, at whatever degree. prompt_tokens and output_tokens are means;
-    tp_degrees: those it can run at; tp: the one that its operator gave it, which a search may
-    overrule. max_context_tokens: the longest sequence that may be asked of it."""
+    """A model and its expected load. Sizes are of the whole model; with tensor parallelism each
+    device holds one part in `tp`."""
 
     name: str
     weight_bytes: int
     token_bytes: int
     kv_floor_bytes: int
     rate_rps: float
+    # A mean, as output_tokens is.
     prompt_tokens: float
     output_tokens: float
     slo_s: float = float("inf")
+    # Those it can run at.
     tp_degrees: tuple[int, ...] = (1,)
-    max_context_tokens: int = 0
+    # The degree that its operator gave it, which a search may overrule.
     tp: int = 1
+    # What its engine holds besides on each device, at any degree.
     share_bytes: int = 0
 
     def held_bytes(self, tp: int) -> int:
@@ -56,16 +66,14 @@ class ModelSpecView:
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """A model in a unit.
-
-    sm_share: the part of the devices' compute that its decoding jobs may take (MuxServe §3.4).
-    batch: the requests decoded together that its load needs (MuxServe eq. 3); 0: not computed.
-    kv_limit_bytes: its part of the KV memory of one device; None: shared freely.
-    """
+    """A model in a unit."""
 
     model: str
+    # The part of the devices' compute that its decoding jobs may take (MuxServe §3.4).
     sm_share: float = 1.0
+    # The requests decoded together that its load needs (MuxServe eq. 3); 0: not computed.
     batch: int = 0
+    # Its part of the KV memory of one device; None: shared freely.
     kv_limit_bytes: int | None = None
 
 
@@ -83,10 +91,12 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """refused: model -> why no unit holds it. score: what the search maximised (its own scale)."""
+    """Units of models on devices, as a search found them."""
 
     units: tuple[Unit, ...]
+    # Model -> why no unit holds it.
     refused: Mapping[str, str] = field(default_factory=dict)
+    # What the search maximised, on its own scale.
     score: float = 0.0
 
     def homes(self, model: str) -> tuple[Unit, ...]:
@@ -95,16 +105,14 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a simulation of a placement on the recent requests says, per model.
-
-    requests: how many there were; unserved: those that missed their SLO or had no home;
-    normalized_latency: mean of latency / mean execution time on one GPU, of the served ones
-    (SeaLLM eq. 1), 0 where none was served.
-    """
+class PlacementOutcome:
+    """What a simulation of a placement on the recent requests says, per model."""
 
     requests: Mapping[str, int]
+    # Requests that missed their SLO or had no home.
     unserved: Mapping[str, int]
+    # Mean of latency / mean execution time on one GPU, of the served requests (SeaLLM eq. 1); 0
+    # where none was served.
     normalized_latency: Mapping[str, float]
 
     @property
@@ -143,7 +151,7 @@ class Problem:
     models: tuple[ModelSpecView, ...]
     devices: tuple[DeviceSpecView, ...]
     times: StepTimes | None = None
-    simulate: Callable[[Placement], Outcome] | None = None
+    simulate: Callable[[Placement], PlacementOutcome] | None = None
 
 
 Search = Callable[[Problem], Placement]

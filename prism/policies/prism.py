@@ -17,6 +17,16 @@ from prism.policies.balance import (
     movable,
     rebalance,
 )
+from prism.policies.bins import (
+    Bin,
+    current_bins,
+    devices_of,
+    need_bytes,
+    part,
+    shortfall,
+    size_text,
+)
+from prism.policies.builder import PlanBuilder, settled, starved
 from prism.policies.data import (
     Action,
     Activate,
@@ -28,8 +38,6 @@ from prism.policies.data import (
     Settings,
     beside,
 )
-from prism.policies.draft import Draft, settled, starved
-from prism.policies.kvpr import Bin
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
@@ -42,13 +50,13 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     if not (asked or wanted or relieve):
         return ()
     models, gpus = settled(view)
-    draft = Draft(view, settings, kvpr.current_bins(models, gpus))
-    _seat(draft, asked, _make_room)
-    _seat(draft, wanted, _refuse)
+    builder = PlanBuilder(view, settings, current_bins(models, gpus))
+    _seat(builder, asked, _make_room)
+    _seat(builder, wanted, _refuse)
     if relieve:
-        _free_short_devices(draft)
-        rebalance(draft)
-    return tuple(draft.actions)
+        _free_short_devices(builder)
+        rebalance(builder)
+    return tuple(builder.actions)
 
 
 def calm(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
@@ -75,65 +83,64 @@ def _loads(view: ClusterView) -> list[DeviceLoad]:
 # --- absent models -------------------------------------------------------------------------
 
 
-def _seat(draft: Draft, seekers: list[ModelView], otherwise: Callable[..., None]) -> None:
+def _seat(builder: PlanBuilder, seekers: list[ModelView], otherwise: Callable[..., None]) -> None:
     """Algorithm 1 over the seekers, the residents staying where they are; `otherwise` deals with
     those that have no room."""
     if not seekers:
         return
-    tau = draft.settings.migration_threshold
-    placement = kvpr.place(seekers, draft.view.gpus, tau, draft.copied_bins)
-    parts = sorted(map(kvpr.part, seekers), key=kvpr.by_pressure)
+    tau = builder.settings.migration_threshold
+    placement = kvpr.place(seekers, builder.view.gpus, tau, builder.copied_bins)
+    parts = sorted(map(part, seekers), key=kvpr.by_pressure)
     for model in parts:
-        if model.name in placement.devices:
-            devices = (placement.devices[model.name], *placement.peers.get(model.name, ()))
-            _activate(draft, model, [draft.bins[device] for device in devices])
+        if model.name in placement.homes:
+            _activate(builder, model, [builder.bins[d] for d in placement.homes[model.name]])
     for model in parts:
-        if model.name not in placement.devices:
-            otherwise(draft, model)
+        if model.name not in placement.homes:
+            otherwise(builder, model)
 
 
-def _activate(draft: Draft, model: ModelView, home: Sequence[Bin], note: str = "") -> None:
+def _activate(builder: PlanBuilder, model: ModelView, home: Sequence[Bin], note: str = "") -> None:
     """`model`: a part, as everywhere below; `home`: a bin for each, rank 0 first."""
     why = "requests wait" if model.waiting else "never_evict" if model.never_evict else "wanted"
     first, *peers = home
-    pressure = f"KVPR {first.kvpr:.3g}, {kvpr.size_text(first.room_bytes)} left"
+    pressure = f"KVPR {first.kvpr:.3g}, {size_text(first.room_bytes)} left"
     reason = f"{why}; {note or 'least pressed device with room'} ({pressure})"
     ranks = tuple(b.name for b in peers)
-    draft.actions.append(Activate(model.name, first.name, reason, peers=ranks))
+    builder.actions.append(Activate(model.name, first.name, reason, peers=ranks))
     for b in home:
         b.put(model)
 
 
-def _refuse(draft: Draft, model: ModelView) -> None:
-    draft.actions.append(Refuse(model.name, kvpr.shortfall(model, draft.bins)))
+def _refuse(builder: PlanBuilder, model: ModelView) -> None:
+    builder.actions.append(Refuse(model.name, shortfall(model, builder.bins)))
 
 
-def _make_room(draft: Draft, model: ModelView) -> None:
+def _make_room(builder: PlanBuilder, model: ModelView) -> None:
     """Evict idle models, else move one model away, else evict younger idle ones, else refuse.
 
     Models idle for less than the threshold go only when requests would starve otherwise.
     """
-    home = kvpr.homes(model, draft.bins, kvpr.by_rank, 0.0)
+    home = kvpr.homes(model, builder.bins, kvpr.by_rank, 0.0)
     if home is not None:  # what was evicted for another model is enough for this one as well
-        return _activate(draft, model, home)
-    if _evict_for(draft, model, _over_threshold(draft), "idle over the threshold"):
+        return _activate(builder, model, home)
+    if _evict_for(builder, model, _over_threshold(builder), "idle over the threshold"):
         return
     # While a model moves, the room that it leaves behind may be the one this model waits for.
-    moving = any(m.state == "migrating" for m in draft.view.models)
-    if not moving and _move_for(draft, model):
+    moving = any(m.state == "migrating" for m in builder.view.models)
+    if not moving and _move_for(builder, model):
         return
     starving = model.waiting > 0 and not moving
-    if not (starving and _evict_for(draft, model, _longest_idle(draft), "requests starve")):
-        _refuse(draft, model)
+    if not (starving and _evict_for(builder, model, _longest_idle(builder), "requests starve")):
+        _refuse(builder, model)
 
 
 # --- eviction ------------------------------------------------------------------------------
 
 
-def _idle(draft: Draft, longer_than_s: float) -> list[ModelView]:
+def _idle(builder: PlanBuilder, longer_than_s: float) -> list[ModelView]:
     found = {
         model.name: model
-        for b in draft.bins.values()
+        for b in builder.bins.values()
         for model in b.models.values()
         if model.state == "active"
         and not (model.never_evict or model.running or model.waiting)
@@ -142,14 +149,14 @@ def _idle(draft: Draft, longer_than_s: float) -> list[ModelView]:
     return list(found.values())
 
 
-def _over_threshold(draft: Draft) -> list[ModelView]:
+def _over_threshold(builder: PlanBuilder) -> list[ModelView]:
     """Idle models in the paper's order: larger SLO first."""
-    idle = _idle(draft, draft.settings.idle_threshold_s)
+    idle = _idle(builder, builder.settings.idle_threshold_s)
     return sorted(idle, key=lambda m: (-m.slo_ttft_s, -m.slo_tpot_s, -m.idle_s, m.name))
 
 
-def _longest_idle(draft: Draft) -> list[ModelView]:
-    idle = _idle(draft, draft.settings.min_idle_s)
+def _longest_idle(builder: PlanBuilder) -> list[ModelView]:
+    idle = _idle(builder, builder.settings.min_idle_s)
     return sorted(idle, key=lambda m: (-m.idle_s, -m.slo_ttft_s, m.name))
 
 
@@ -185,10 +192,10 @@ Option = tuple[tuple[int, float, str], list[Bin], list[ModelView]]
 """(rank, a bin for each part, who leaves them)"""
 
 
-def _evict_for(draft: Draft, model: ModelView, idle: Sequence[ModelView], why: str) -> bool:
+def _evict_for(builder: PlanBuilder, model: ModelView, idle: Sequence[ModelView], why: str) -> bool:
     """Evict where that costs the fewest models, then where pressure is least afterwards."""
     options = []
-    for b in draft.bins.values():
+    for b in builder.bins.values():
         victims = _victims(b, model, idle)
         if victims is not None:
             rank = (len(victims), b.kvpr_without(v.name for v in victims), b.name)
@@ -200,8 +207,8 @@ def _evict_for(draft: Draft, model: ModelView, idle: Sequence[ModelView], why: s
     _, home, victims = min(options, key=lambda option: option[0])
     for victim in victims:
         reason = f"{why}: idle for {victim.idle_s:.1f} s, makes room for {model.name}"
-        _evict(draft, victim, reason)
-    _activate(draft, model, home, f"after evicting {', '.join(v.name for v in victims)}")
+        _evict(builder, victim, reason)
+    _activate(builder, model, home, f"after evicting {', '.join(v.name for v in victims)}")
     return True
 
 
@@ -221,32 +228,32 @@ def _on_one_node(options: Iterable[Option], tp: int) -> list[Option]:
     return found
 
 
-def _evict(draft: Draft, victim: ModelView, reason: str) -> None:
+def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
     """All parts leave; `victim` is active, so that it has a device."""
     assert victim.device is not None
-    draft.actions.append(Evict(victim.name, victim.device, reason))
-    for b in draft.bins.values():
+    builder.actions.append(Evict(victim.name, victim.device, reason))
+    for b in builder.bins.values():
         if victim.name in b.models:
             b.take(victim.name)
 
 
-def _free_short_devices(draft: Draft) -> None:
+def _free_short_devices(builder: PlanBuilder) -> None:
     """Memory short on a device where a busy model has a backlog: the first idle model goes."""
-    if draft.changes():
+    if builder.changes():
         return
-    for b in draft.bins.values():
-        if not starved(b, draft.settings):
+    for b in builder.bins.values():
+        if not starved(b, builder.settings):
             continue
-        if idle := [m for m in _over_threshold(draft) if m.name in b.models]:
-            free = kvpr.size_text(b.gpu.free_bytes)
+        if idle := [m for m in _over_threshold(builder) if m.name in b.models]:
+            free = size_text(b.gpu.free_bytes)
             reason = f"idle for {idle[0].idle_s:.1f} s while a backlog waits and {free} are free"
-            _evict(draft, idle[0], reason)
+            _evict(builder, idle[0], reason)
 
 
 # --- migration -----------------------------------------------------------------------------
 
 
-def _move_for(draft: Draft, model: ModelView) -> bool:
+def _move_for(builder: PlanBuilder, model: ModelView) -> bool:
     """Repack: one resident moves to another device so that all parts of `model` have room.
 
     On each device idle residents first, then smaller ones. Make-before-break, so the room on the
@@ -255,41 +262,43 @@ def _move_for(draft: Draft, model: ModelView) -> bool:
     it back.
     """
     roomy: dict[str, list[str]] = {}
-    for b in draft.bins.values():
+    for b in builder.bins.values():
         if b.fits(model):
             roomy.setdefault(b.gpu.node, []).append(b.name)
-    most_bytes = max((b.room_bytes for b in draft.bins.values()), default=0)
-    for b in draft.bins.values():
+    most_bytes = max((b.room_bytes for b in builder.bins.values()), default=0)
+    for b in builder.bins.values():
         beside = roomy.get(b.gpu.node, [])
-        for mover in sorted(movable(b), key=lambda m: (m.running > 0, kvpr.need_bytes(m), m.name)):
-            enough = len(beside) + len(kvpr.devices_of(mover)) >= model.tp
-            if not enough or kvpr.need_bytes(mover) > most_bytes:
+        for mover in sorted(movable(b), key=lambda m: (m.running > 0, need_bytes(m), m.name)):
+            enough = len(beside) + len(devices_of(mover)) >= model.tp
+            if not enough or need_bytes(mover) > most_bytes:
                 continue
             if _victims(b, model, [mover]) is None:
                 continue
-            if (home := _other_home(draft, model, mover, beside)) is not None:
-                migrate(draft, mover, home, f"makes room for {model.name}")
+            if (home := _other_home(builder, model, mover, beside)) is not None:
+                migrate(builder, mover, home, f"makes room for {model.name}")
                 return True
     return False
 
 
 def _other_home(
-    draft: Draft, model: ModelView, mover: ModelView, roomy: Sequence[str]
+    builder: PlanBuilder, model: ModelView, mover: ModelView, roomy: Sequence[str]
 ) -> tuple[Bin, ...] | None:
     """Where `mover` is not in the way of `model`: on none of `roomy`, which have room for a part of
     it already, if possible."""
     for avoided in (roomy, ()) if roomy else ((),):
-        home = elsewhere(draft, mover, avoided)
-        if home is not None and _fits_after(draft, model, mover, home):
+        home = elsewhere(builder, mover, avoided)
+        if home is not None and _fits_after(builder, model, mover, home):
             return home
     return None
 
 
-def _fits_after(draft: Draft, model: ModelView, mover: ModelView, home: Sequence[Bin]) -> bool:
+def _fits_after(
+    builder: PlanBuilder, model: ModelView, mover: ModelView, home: Sequence[Bin]
+) -> bool:
     """Whether all parts of `model` have room once `mover` has moved to `home`."""
-    held = [device for device in kvpr.devices_of(mover) if device in draft.bins]
+    held = [device for device in devices_of(mover) if device in builder.bins]
     changed = {*held, *(b.name for b in home)}
-    bins = draft.bins | {name: draft.bins[name].copy() for name in changed}
+    bins = builder.bins | {name: builder.bins[name].copy() for name in changed}
     for device in held:
         bins[device].take(mover.name)
     for b in home:

@@ -12,37 +12,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """output_tokens: expected, from the model's history."""
+    """A waiting request."""
 
     id: str
     model: str
     arrival_s: float
     deadline_s: float
     prompt_tokens: int
+    # Expected, from the model's history.
     output_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class RequestGroup:
-    """Requests of one model and one SLO, in order of arrival. deadline_s: the earliest of theirs;
-    output_tokens: expected, of all of them."""
+    """Requests of one model and one SLO, in order of arrival."""
 
     id: str
     model: str
     slo_s: float
+    # The earliest of theirs.
     deadline_s: float
     requests: tuple[str, ...]
+    # Expected, of all of them.
     output_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDevice:
-    """A serving instance: a device, or a tensor-parallel group named by its rank 0. model: resident
-    or on its way. running: requests it executes. serves: models that it can hold."""
+    """A serving instance: a device, or a tensor-parallel group named by its rank 0."""
 
     name: str
+    # Resident or on its way.
     model: str | None
+    # Requests that it executes.
     running: int
+    # Models that it can hold.
     serves: frozenset[str]
 
 
@@ -57,16 +61,17 @@ class VirtualQueue:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """queues: as last assigned, with the requests still waiting; `waiting` has all of them.
-
-    tokens_per_s: model -> output tokens per second of a device that runs it at full batch;
-    swap_s: model -> seconds to bring it up in place of another."""
+    """What requests are assigned from."""
 
     now_s: float
+    # All of them, in a queue or not.
     waiting: tuple[QueuedRequest, ...]
     devices: tuple[QueueDevice, ...]
+    # As last assigned.
     queues: tuple[VirtualQueue, ...]
+    # Model -> output tokens per second of a device that runs it at full batch.
     tokens_per_s: Mapping[str, float]
+    # Model -> seconds to bring it up in place of another.
     swap_s: Mapping[str, float]
 
 

@@ -6,27 +6,31 @@ simulator's engines have everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from prism.errors import ConfigError
-from prism.policies import (
+from prism.policies import fcfs, moore_hodgson, prism, static, target
+from prism.policies.baselines import (
     adbs,
     alpaserve,
     dedicated,
     doubling_budget,
-    fcfs,
-    moore_hodgson,
     mux_placement,
-    prism,
     qlm,
     seallm,
     serverlessllm,
-    static,
-    target,
     temporal,
 )
-from prism.policies.data import Action, ClusterView, DeviceLoad, Job, Order, Settings
+from prism.policies.data import (
+    Action,
+    AdmissionJob,
+    AdmissionOrder,
+    ClusterView,
+    DeviceLoad,
+    Settings,
+)
 from prism.policies.kv_blocks import KvBlocks
 from prism.policies.placement import Search
 from prism.policies.queues import Assign
@@ -41,51 +45,40 @@ UNIFIED_KV = "unified KV blocks"  # models of a device share one pool of blocks
 PLACEMENT_SEARCH = "placement search"  # profiles and recent requests feed a search for a placement
 VIRTUAL_QUEUES = "virtual queues"  # requests are bound to devices before their model is there
 
-ALL_NEEDS = frozenset(
-    {
-        ADMISSION_ORDER,
-        ELASTIC_MEMORY,
-        KV_LIMIT,
-        STEP_CONTROL,
-        SM_SHARES,
-        UNIFIED_KV,
-        PLACEMENT_SEARCH,
-        VIRTUAL_QUEUES,
-    }
-)
 LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT})
 """What the engines of the live system offer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Every member is pure: frozen data in, actions and orders out.
-
-    plan: the actions to start now. A policy that never `evicts` keeps every model resident.
-    calm: says without a view that the plan would be empty, where nothing that is asked for is
-    absent; None: it cannot be told.
-    order: a device's waiting requests, for admission. search: finds `ClusterView.target` before
-    anything starts, and again after each replacement interval where next_interval is given:
-    (last interval, real, estimated performance) -> the next interval in seconds.
-    steps: decides over each step of co-located engines; None: they compute side by side, each
-    free to take the whole device (Prism §7.1, MPS at 100 %).
-    assign: binds waiting requests to devices instead of to their model's device.
-    restarts_engine: an activation starts a new engine process instead of reusing one.
-    asks_startup: its plan reads `ModelView.startup_s`; without them all devices are alike to it.
-    """
+    """A cluster policy. Every member is pure: frozen data in, actions and orders out."""
 
     name: str
+    # The actions to start now.
     plan: Callable[[ClusterView, Settings], tuple[Action, ...]]
     needs: frozenset[str]
+    # False: every model stays resident.
     evicts: bool = True
-    order: Callable[[Iterable[Job], float, float], Order] = fcfs.order
+    # A device's waiting requests, for admission.
+    order: Callable[[Iterable[AdmissionJob], float, float], AdmissionOrder] = fcfs.order
+    # Finds `ClusterView.target` before anything starts, and again after each replacement interval
+    # if there is a next_interval.
     search: Search | None = None
+    # (last interval, real, estimated performance) -> the next interval in seconds.
     next_interval: Callable[[float, float, float], float] | None = None
+    # Decides over each step of co-located engines. None: they compute side by side, each free to
+    # take the whole device (Prism §7.1, MPS at 100 %).
     steps: StepControl | None = None
+    # Binds waiting requests to devices instead of to their model's device.
     assign: Assign | None = None
-    kv_blocks: KvBlocks = KvBlocks.PAGES
+    # The pool that the models of a device share. None: each has blocks of its own.
+    kv_blocks: KvBlocks | None = None
+    # An activation starts a new engine process instead of reusing one.
     restarts_engine: bool = False
+    # Its plan reads `ModelView.startup_s`; without them all devices are alike to it.
     asks_startup: bool = False
+    # Says without a view that the plan would be empty, if no model that is asked for is absent.
+    # None: it cannot tell.
     calm: Callable[[Iterable[DeviceLoad], Settings], bool] | None = None
 
 
@@ -110,7 +103,6 @@ _POLICIES = {
             frozenset({ADMISSION_ORDER, KV_LIMIT}),
             evicts=False,
             calm=_always,
-            kv_blocks=KvBlocks.OWN,
         ),
         Policy(
             "muxserve++",  # Prism §7.2: MuxServe's placement, KV memory on demand, no eviction
@@ -160,7 +152,7 @@ _POLICIES = {
             qlm.plan,
             frozenset({ADMISSION_ORDER, PLACEMENT_SEARCH, VIRTUAL_QUEUES}),
             search=qlm.search,
-            assign=qlm.assigner(qlm.QlmSettings(swap_aware=True)),
+            assign=partial(qlm.assign, settings=qlm.QlmSettings(swap_aware=True)),
             restarts_engine=True,
         ),
         Policy(
@@ -193,9 +185,9 @@ def get(name: str) -> Policy:
     return _POLICIES[name]
 
 
-def missing(policy: Policy, offered: Collection[str] = LIVE_ENGINES) -> tuple[str, ...]:
-    """What the policy needs and the engines lack, sorted; empty when it can run."""
-    return tuple(sorted(policy.needs.difference(offered)))
+def missing(policy: Policy) -> tuple[str, ...]:
+    """What the policy needs and the live engines lack, sorted; empty when it can run."""
+    return tuple(sorted(policy.needs - LIVE_ENGINES))
 
 
 def live(name: str) -> Policy:

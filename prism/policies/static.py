@@ -13,59 +13,60 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from prism.policies import kvpr
+from prism.policies.bins import Bin, asked_for, empty_bins, part, shortfall, size_text
 from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """`devices`: model -> device, of rank 0 where it is tensor-parallel; `peers`: of the other
-    ranks; `limits_bytes`: model -> its KV memory on each device; `refused`: why not."""
+    """A place and a share for every model."""
 
-    devices: dict[str, str] = field(default_factory=dict)
-    peers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Model -> its devices, rank 0 first.
+    homes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Model -> its KV memory on each device.
     limits_bytes: dict[str, int] = field(default_factory=dict)
+    # Model -> why it has no place.
     refused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StaticSettings:
-    """by_tokens: a device's KV memory goes to models without a `static_share` so that each has room
-    for as many tokens, instead of in equal parts."""
+    """What the policy can be tuned with."""
 
+    # A device's KV memory goes to models without a `static_share` so that each has room for as many
+    # tokens, instead of in equal parts.
     by_tokens: bool = False
 
 
-EQUAL_PARTS = StaticSettings()
+SHIPPED = StaticSettings()
 
 
 def plan(
-    view: ClusterView, settings: Settings, chosen: StaticSettings = EQUAL_PARTS
+    view: ClusterView, settings: Settings, chosen: StaticSettings = SHIPPED
 ) -> tuple[Action, ...]:
     """Activate every absent model at its place; `settings` has nothing for this policy."""
     division = partition(view.models, view.gpus, chosen)
     engines = {g.name: g.engines_free if g.alive else 0 for g in view.gpus}
-    asked = [m for m in view.models if m.state == "absent" and (m.wanted or m.waiting)]
-    return tuple(_action(m, division, engines) for m in sorted(asked, key=kvpr.by_size))
+    return tuple(_action(m, division, engines) for m in sorted(asked_for(view), key=kvpr.by_size))
 
 
 def _action(model: ModelView, division: Partition, engines: dict[str, int]) -> Action:
     if model.name in division.refused:
         return Refuse(model.name, division.refused[model.name])
-    device, limit_bytes = division.devices[model.name], division.limits_bytes[model.name]
-    peers = division.peers[model.name]
-    for each in (device, *peers):
-        if each in model.barred:
-            return Refuse(model.name, f"its activation failed a moment ago on {each}")
-        if engines[each] <= 0:
-            return Refuse(model.name, f"no engine is free on {each} now")
-    for each in (device, *peers):
-        engines[each] -= 1
-    reason = f"static partition: {kvpr.size_text(limit_bytes)} of KV memory on {device}"
-    return Activate(model.name, device, reason, limit_bytes, peers)
+    devices, limit_bytes = division.homes[model.name], division.limits_bytes[model.name]
+    for device in devices:
+        if device in model.barred:
+            return Refuse(model.name, f"its activation failed a moment ago on {device}")
+        if engines[device] <= 0:
+            return Refuse(model.name, f"no engine is free on {device} now")
+    for device in devices:
+        engines[device] -= 1
+    reason = f"static partition: {size_text(limit_bytes)} of KV memory on {devices[0]}"
+    return Activate(model.name, devices[0], reason, limit_bytes, devices[1:])
 
 
 def partition(
-    models: Sequence[ModelView], gpus: Sequence[GpuView], chosen: StaticSettings = EQUAL_PARTS
+    models: Sequence[ModelView], gpus: Sequence[GpuView], chosen: StaticSettings = SHIPPED
 ) -> Partition:
     """Devices by size (largest model first, to the device with the most room; pinned ones at
     their device), then each device's KV memory by `static_share`, the rest in equal parts unless
@@ -75,25 +76,24 @@ def partition(
     whole = [
         structs.replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus
     ]
-    bins = kvpr.empty_bins(fresh, whole)
+    bins = empty_bins(fresh, whole)
     division = Partition()
-    for model in sorted(map(kvpr.part, fresh), key=kvpr.by_size):
+    for model in sorted(map(part, fresh), key=kvpr.by_size):
         home = kvpr.homes(model, bins, kvpr.by_rank, 0.0)
         if home is None:
-            division.refused[model.name] = kvpr.shortfall(model, bins)
+            division.refused[model.name] = shortfall(model, bins)
             continue
-        division.devices[model.name], *peers = (b.name for b in home)
-        division.peers[model.name] = tuple(peers)
+        division.homes[model.name] = tuple(b.name for b in home)
         for b in home:
             b.put(model)
     for b in bins.values():
         _share(b, division, chosen)
     for name in division.refused:
-        division.devices.pop(name, None)
+        division.homes.pop(name, None)
     return division
 
 
-def _share(b: kvpr.Bin, division: Partition, chosen: StaticSettings) -> None:
+def _share(b: Bin, division: Partition, chosen: StaticSettings) -> None:
     given = sum(m.static_share for m in b.models.values() if m.static_share is not None)
     parts = {
         m.name: m.token_bytes if chosen.by_tokens else 1
@@ -113,14 +113,14 @@ def _share(b: kvpr.Bin, division: Partition, chosen: StaticSettings) -> None:
             division.limits_bytes[model.name] = min(limit_bytes, least)
 
 
-def _problem(model: ModelView, b: kvpr.Bin, given: float, limit_bytes: int) -> str:
+def _problem(model: ModelView, b: Bin, given: float, limit_bytes: int) -> str:
     if given > 1.0 + 1e-9:
         return f"the static_share values of the models on {b.name} add up to {given:.2f}, over 1"
     missing = model.kv_floor_bytes - limit_bytes
     if missing > 0:
         return (
-            f"its static share on {b.name} is {kvpr.size_text(limit_bytes)}, {missing} bytes less "
-            f"than the KV floor of {kvpr.size_text(model.kv_floor_bytes)}: raise static_share, the "
+            f"its static share on {b.name} is {size_text(limit_bytes)}, {missing} bytes less "
+            f"than the KV floor of {size_text(model.kv_floor_bytes)}: raise static_share, the "
             "device's capacity or lower context_length"
         )
     return ""

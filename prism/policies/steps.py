@@ -20,82 +20,88 @@ class Phase(Enum):
 
 
 class StepRequest(NamedTuple):
-    """A request that an engine could step. executed_s: the time that its steps have taken so far;
-    waiting_s: since its last step ended, or since its arrival. kv_tokens: KV tokens that it will
-    hold after its next step."""
+    """A request that an engine could step."""
 
     id: str
     arrival_s: float
     prompt_tokens: int
+    # That it will hold after its next step.
     kv_tokens: int
+    # The time that its steps have taken so far.
     executed_s: float = 0.0
+    # Since its last step ended, or since its arrival.
     waiting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStepView:
-    """A co-located engine. `prefill`: requests not yet prefilled, oldest first; `decode`: those
-    that have their first token. busy: phases that are executing now; their requests are in neither;
-    executing: how many these are.
-
-    kv_bytes: what its requests hold of the unit's KV space, reported per device; kv_peak_bytes:
-    the most since the quotas were last adapted. execution_s and execution_std_s: mean and standard
-    deviation of a request's execution time (SeaLLM's profile). weight: arrival rate x mean tokens
-    x token bytes, its fair part of the KV space up to a factor (MuxServe §3.3)."""
+    """A co-located engine."""
 
     model: str
+    # Requests not yet prefilled, oldest first.
     prefill: tuple[StepRequest, ...] = ()
+    # Those that have their first token.
     decode: tuple[StepRequest, ...] = ()
+    # Phases that are executing now; their requests are in neither of the two.
     busy: frozenset[Phase] = frozenset()
     token_bytes: int = 1
+    # What its requests hold of the unit's KV space, per device.
     kv_bytes: int = 0
+    # The most since the quotas were last adapted.
     kv_peak_bytes: int = 0
+    # Arrival rate x mean tokens x token bytes: its fair part of the KV space up to a factor
+    # (MuxServe §3.3).
     weight: float = 1.0
     decode_sm_share: float = 1.0
     batch_max: int = 256
+    # Mean and standard deviation of a request's execution time (SeaLLM's profile).
     execution_s: float = 1.0
     execution_std_s: float = 0.0
+    # Requests that are executing now.
     executing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStepView:
-    """kv_capacity_bytes: KV space that the engines share, per device. sm_free: the part of the
-    compute that no executing job holds."""
+    """What step control chooses from."""
 
     now_s: float
     engines: tuple[EngineStepView, ...]
+    # KV space that the engines share, per device.
     kv_capacity_bytes: int
+    # The part of the compute that no executing job holds.
     sm_free: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepJob:
-    """Start one step. sm_share: the part of the compute it gets."""
+    """Start one step."""
 
     model: str
     phase: Phase
     requests: tuple[str, ...]
+    # The part of the compute that it gets.
     sm_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepChoice:
-    """`jobs`: start these now, beside what executes; empty: wait. holds_s: for so long the same
-    engine, phase and requests would be chosen after each step, as long as no request is admitted
-    or ends; equal steps of that time need not be asked for one by one."""
+    """What to run."""
 
+    # To start now, beside what executes; empty: wait.
     jobs: tuple[StepJob, ...]
+    # For so long the same engine, phase and requests would be chosen after each step, as long as no
+    # request is admitted or ends; equal steps of that time need not be asked for one by one.
     holds_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepControl:
-    """`start` makes the state for a device's set of engines, and makes it anew when that set
-    changes; `choose` is given the last state and returns the next. States are frozen and opaque to
-    the caller. kv_quotas(state): model -> bytes it may hold per device; admission keeps to them;
-    empty: no quota."""
+    """Pure functions. States are frozen and opaque to the caller."""
 
+    # Makes the state for a device's set of engines, and makes it anew when that set changes.
     start: Callable[[DeviceStepView], Any]
+    # From the last state to the next.
     choose: Callable[[DeviceStepView, Any], tuple[StepChoice, Any]]
+    # Model -> bytes it may hold per device; admission keeps to them. Empty: no quota.
     kv_quotas: Callable[[Any], Mapping[str, int]] = lambda state: {}

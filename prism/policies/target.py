@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prism.policies.bins import devices_of, size_text
+from prism.policies.bins import asked_for, devices_of, size_text
 from prism.policies.data import (
     Action,
     Activate,
@@ -28,17 +28,20 @@ Devices = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class Draft:
-    """What is still to be done, and what the actions so far leave of each device: beside weights,
-    engines and KV floors, and of what is free at this moment."""
+class TargetDiff:
+    """What is still to be done, and what the actions so far leave of each device."""
 
+    # Beside weights, engines and KV floors.
     free_bytes: dict[str, int]
+    # Of what is free at this moment.
     now_bytes: dict[str, int]
     engines: Counter[str]
+    # Model -> places that the target has and the cluster lacks.
     missing: dict[str, list[tuple[Devices, Hosted]]] = field(default_factory=dict)
+    # Model -> copies where the target has none.
     surplus: dict[str, list[ModelView]] = field(default_factory=dict)
+    # Model -> copies that are, or will be, where the target has them.
     staying: dict[str, list[ModelView]] = field(default_factory=dict)
-    """Copies that are, or will be, where the target has them."""
     actions: list[Action] = field(default_factory=list)
 
     def fits(self, model: ModelView, devices: Devices) -> bool:
@@ -87,25 +90,24 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
 
 
 def _asked(view: ClusterView) -> list[ModelView]:
-    absent = (m for m in view.models if m.state == "absent" and (m.wanted or m.waiting))
-    return sorted(absent, key=lambda m: m.name)
+    return sorted(asked_for(view), key=lambda m: m.name)
 
 
-def _draft(view: ClusterView, target: Placement) -> Draft:
+def _draft(view: ClusterView, target: Placement) -> TargetDiff:
     held = Counter[str]()
     for model in view.models:
         for device in devices_of(model):
             held[device] += part_bytes(model, model.tp)
     free = {g.name: g.capacity_bytes - g.fixed_bytes - held[g.name] for g in view.gpus}
     engines = Counter({g.name: g.engines_free if g.alive else 0 for g in view.gpus})
-    draft = Draft(free, {g.name: g.free_bytes for g in view.gpus}, engines)
+    draft = TargetDiff(free, {g.name: g.free_bytes for g in view.gpus}, engines)
     names = sorted({m.name for m in view.models})
     for name in names:
         _compare(draft, name, [m for m in view.models if m.name == name], target)
     return draft
 
 
-def _compare(draft: Draft, name: str, views: list[ModelView], target: Placement) -> None:
+def _compare(draft: TargetDiff, name: str, views: list[ModelView], target: Placement) -> None:
     """What `name` has too little and too much; a copy on its way counts where it will be, and one
     that leaves for nothing but the place that it still takes."""
     wanted = {
@@ -121,7 +123,7 @@ def _compare(draft: Draft, name: str, views: list[ModelView], target: Placement)
         (draft.staying if devices in wanted else draft.surplus)[name].append(model)
 
 
-def _drop_surplus(draft: Draft) -> None:
+def _drop_surplus(draft: TargetDiff) -> None:
     """Replicas beyond the target's number go, but for the last one that serves while those that the
     target has are still on their way."""
     for name, extra in draft.surplus.items():
@@ -136,13 +138,13 @@ def _drop_surplus(draft: Draft) -> None:
             _evict(draft, model, "the placement has no place for it here", goes_on)
 
 
-def _evict(draft: Draft, model: ModelView, reason: str, move_running: bool) -> None:
+def _evict(draft: TargetDiff, model: ModelView, reason: str, move_running: bool) -> None:
     """SeaLLM §5: it "migrates ongoing requests after the ongoing iteration"."""
     draft.actions.append(Evict(model.name, devices_of(model)[0], reason, move_running))
     draft.surplus[model.name].remove(model)
 
 
-def _move(draft: Draft) -> None:
+def _move(draft: TargetDiff) -> None:
     for name, extra in draft.surplus.items():
         for model in [m for m in extra if m.state == "active"]:
             home = _first_fitting(draft, model, draft.missing[name])
@@ -158,7 +160,7 @@ def _move(draft: Draft) -> None:
 
 
 def _first_fitting(
-    draft: Draft, model: ModelView, homes: Iterable[tuple[Devices, Hosted]]
+    draft: TargetDiff, model: ModelView, homes: Iterable[tuple[Devices, Hosted]]
 ) -> tuple[Devices, Hosted] | None:
     """A copy does not move to another degree on its own first device, whose queue is the one's that
     it would take over from: it leaves first. Nor does it wait for room that another one holds which
@@ -175,7 +177,7 @@ def _first_fitting(
     return next((home for home in homes if may_begin(home[0])), None)
 
 
-def _activate(draft: Draft, by_name: Mapping[str, ModelView]) -> None:
+def _activate(draft: TargetDiff, by_name: Mapping[str, ModelView]) -> None:
     for name, homes in draft.missing.items():
         model = by_name[name]
         # What stands elsewhere moves here as soon as there is room for it.
@@ -187,7 +189,7 @@ def _activate(draft: Draft, by_name: Mapping[str, ModelView]) -> None:
                 draft.actions.append(activate)
 
 
-def _break_a_cycle(draft: Draft) -> None:
+def _break_a_cycle(draft: TargetDiff) -> None:
     """The one with fewest requests goes; one whose other copies are not up yet last."""
     waiting = (extra for name, extra in draft.surplus.items() if draft.missing[name])
     stuck = [m for extra in waiting for m in extra if m.state == "active"]

@@ -7,6 +7,10 @@
 --                    waiting and "=" .. the entry's id while running
 -- placement          hash model -> device
 -- lease:<device>     "owner|epoch" with a time to live;   epoch:<device>  the last one given out
+-- frontend:<id>      a heartbeat with a time to live
+-- frontends          set of those whose heartbeat has ever come, less those found dead
+-- incarnation        a random value: another one than before means that the data was lost
+-- malformed          stream of entries whose body is no request
 local prefix = KEYS[1]
 local UNPLACED = 'unplaced'
 
@@ -59,6 +63,17 @@ end
 local function move_waiting(source, entry, fields, target)
   redis.call('XDEL', queue_key(source), entry)
   add_waiting(target, fields.id, fields.model, fields.attempt, fields.body)
+end
+
+-- Takes a waiting entry out for good; returns its fields as they are, or nil when it has left.
+local function drop_entry(device, entry)
+  local found = redis.call('XRANGE', queue_key(device), entry, entry)[1]
+  if not found then return nil end
+  redis.call('XDEL', queue_key(device), entry)
+  local id = found[2][2]
+  local record = open_read(id)
+  if record and record.entry == entry then redis.call('HDEL', prefix .. 'open', id) end
+  return found[2]
 end
 
 -- The fencing token is the epoch, not the lease: a lease that ran out while nobody else took the

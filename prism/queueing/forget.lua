@@ -1,8 +1,10 @@
--- ARGV: request ids. Returns those that were waiting and are gone now.
+-- ARGV: pairs of request id and attempt. These and older attempts that wait are gone now; returns
+-- their ids. A newer attempt stays.
 local dropped = {}
-for _, id in ipairs(ARGV) do
+for i = 1, #ARGV, 2 do
+  local id = ARGV[i]
   local record = open_read(id)
-  if record and not record.running then
+  if record and not record.running and tonumber(record.attempt) <= tonumber(ARGV[i + 1]) then
     take_out(id, record)
     redis.call('HDEL', prefix .. 'open', id)
     table.insert(dropped, id)

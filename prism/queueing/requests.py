@@ -9,8 +9,9 @@ one reached the server. Redis stores and never sorts: order is the agent's (Pris
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
-from collections.abc import Awaitable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,16 +23,20 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.commands.core import AsyncScript
 
-from prism.errors import LeaseLostError, QueueUnavailableError
-from prism.messages import ClusterStatus, Request
+from prism.errors import LeaseLostError, MalformedRequestError, QueueUnavailableError
+from prism.messages import MALFORMED_ERRORS
+from prism.messages.cluster import ClusterStatus
+from prism.messages.requests import Request
 
 UNPLACED = "unplaced"
 _SOCKET_TIMEOUT_S = 10.0
 _CONNECTIONS_MAX = 32
 _BLOCK_MAX_S = 5.0
+_LAST_ATTEMPT = 2**31 - 1
+_WRITABLE_TTL_S = 60.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
-    "release", "move", "unplaced_counts",
+    "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside",
 )  # fmt: skip
 _HERE = Path(__file__).parent
 
@@ -84,13 +89,27 @@ class RequestQueue:
 
     async def forget(self, request_ids: Collection[str]) -> set[str]:
         """Drop these if they wait; returns those dropped. Running ones: cancel at the agent."""
-        if not request_ids:
-            return set()
-        return _texts(await self._run("forget", *request_ids))
+        return await self.forget_attempts(dict.fromkeys(request_ids, _LAST_ATTEMPT))
 
-    async def beat(self, frontend_id: str, ttl_s: float) -> None:
-        """This frontend lives for another `ttl_s`."""
-        await self._call(self._redis.set(self._key("frontend", frontend_id), b"1", px=_ms(ttl_s)))
+    async def forget_attempts(self, attempts: Mapping[str, int]) -> set[str]:
+        """The same of requests up to these attempts, by id: what was sent again stays."""
+        if not attempts:
+            return set()
+        pairs = [part for pair in attempts.items() for part in pair]
+        return _texts(await self._run("forget", *pairs))
+
+    async def open_attempts(self, request_ids: Sequence[str]) -> dict[str, int]:
+        """Request id -> attempt, of those that wait or run."""
+        if not request_ids:
+            return {}
+        found = await self._call(self._redis.hmget(self._prefix + "open", list(request_ids)))
+        pairs = zip(request_ids, found, strict=True)
+        return {i: int(_text(value).partition("|")[0]) for i, value in pairs if value is not None}
+
+    async def beat(self, frontend_id: str, ttl_s: float) -> str:
+        """This frontend lives for another `ttl_s`. Returns the incarnation of the data: another
+        one than before means that the server lost its data, or is another server."""
+        return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8)))
 
     # --- the device's agent -----------------------------------------------------------------
 
@@ -119,16 +138,44 @@ class RequestQueue:
     ) -> list[tuple[str, Request]]:
         """(entry id, request) pairs after `cursor`, oldest first; "0" replays all that wait.
 
-        Waits up to `block_s` (at most 5 s) for the first one; 0 does not wait.
+        Waits up to `block_s` (at most 5 s) for the first one; 0 does not wait. Raises
+        MalformedRequestError where one of them is no request; `set_aside` makes way for the rest.
         """
-        entries = await self._read_stream(device, cursor, block_s, count)
-        return [(entry, self._requests.decode(fields[b"body"])) for entry, fields in entries]
+        requests: list[tuple[str, Request]] = []
+        malformed: dict[str, tuple[str, int]] = {}
+        for entry, fields in await self._read_stream(device, cursor, block_s, count):
+            try:
+                requests.append((entry, self._requests.decode(fields.get(b"body", b""))))
+            except MALFORMED_ERRORS:
+                malformed[entry] = _headline(fields)
+        if malformed:
+            raise MalformedRequestError(malformed)
+        return requests
 
     async def admit(self, device: str, epoch: int, entry_ids: Collection[str]) -> set[str]:
         """Waiting -> running. Returns the entries that run here now; the others have left."""
         if not entry_ids:
             return set()
         return _texts(await self._run("admit", device, epoch, *entry_ids))
+
+    async def register(self, device: str, epoch: int, requests: Collection[Request]) -> None:
+        """These run here, whether or not the server still knows of them. A newer attempt stays."""
+        if not requests:
+            return
+        rows: list[str | int | bytes] = []
+        for each in requests:
+            rows += (each.id, each.model, each.attempt, msgspec.msgpack.encode(each))
+        await self._run("register", device, epoch, *rows)
+
+    async def discard(self, device: str, epoch: int, entry_ids: Collection[str]) -> None:
+        """These waiting entries are gone, whatever newer attempts of their requests there are."""
+        if entry_ids:
+            await self._run("discard", device, epoch, *entry_ids)
+
+    async def set_aside(self, device: str, epoch: int, entry_ids: Collection[str]) -> set[str]:
+        """These waiting entries are no requests: they go to a stream of their own, for a look at
+        them. Returns the frontends that live; one of them may have sent them."""
+        return _texts(await self._run("set_aside", device, epoch, *entry_ids))
 
     async def finish(self, device: str, epoch: int, request_ids: Collection[str]) -> None:
         """Acknowledge: these are gone from Redis. Unknown ids are ignored."""
@@ -158,10 +205,14 @@ class RequestQueue:
         return int(await self._run("unplace", device, epoch, *entry_ids))
 
     async def live_frontends(self, frontend_ids: Sequence[str]) -> set[str]:
-        """Those whose heartbeat has not run out."""
+        """Those whose heartbeat has not run out.
+
+        Raises QueueUnavailableError while Redis takes no writes too: no heartbeat arrives then.
+        """
         if not frontend_ids:
             return set()
         keys = [self._key("frontend", name) for name in frontend_ids]
+        await self._call(self._redis.set(self._prefix + "writable", b"1", px=_ms(_WRITABLE_TTL_S)))
         beats = await self._call(self._redis.mget(keys))
         return {name for name, beat in zip(frontend_ids, beats, strict=True) if beat is not None}
 
@@ -248,6 +299,13 @@ def _named_errors() -> Iterator[None]:
         if str(error).startswith(("MISCONF", "NOREPLICAS")):  # a full disk; replicas are missing
             raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
         raise
+
+
+def _headline(fields: dict[bytes, bytes]) -> tuple[str, int]:
+    """Id and attempt of a malformed entry, as far as it has them."""
+    attempt = fields.get(b"attempt", b"")
+    request_id = fields.get(b"id", b"").decode(errors="replace")
+    return request_id, int(attempt) if attempt.isdigit() else 0
 
 
 def _text(value: bytes) -> str:

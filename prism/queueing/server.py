@@ -65,11 +65,22 @@ class BundledRedis:
         """Whether it was started and has not ended, by itself or by a signal."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, or when it was not started."""
+        return self._process.poll() if self._process is not None else None
+
     def start(self) -> str:
         """Start (again, after `stop` or `kill`: same address, same data) and return the URL.
 
         Raises QueueUnavailableError with the end of the server's log when it does not come up.
         """
+        self.launch()
+        self._await_ready()
+        return self.url
+
+    def launch(self) -> None:
+        """`start` without waiting until it answers."""
         if self._process is not None:
             raise QueueUnavailableError("the bundled server is already started: stop it first")
         self.socket_path.unlink(missing_ok=True)
@@ -85,8 +96,6 @@ class BundledRedis:
                 env=child_environment(),
             )
         self._tell_settings(self._process)
-        self._await_ready()
-        return self.url
 
     def stop(self) -> None:
         """End the server and remove its socket; a no-op when it is not running."""
@@ -122,6 +131,9 @@ class BundledRedis:
             'save ""',
             "appendonly yes",
             "appendfsync everysec",
+            # Token ids of requests that have ended leave the file early.
+            "auto-aof-rewrite-percentage 100",
+            "auto-aof-rewrite-min-size 4mb",
             "daemonize no",
             "databases 1",
         ]

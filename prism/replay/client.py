@@ -1,4 +1,4 @@
-"""One server with OpenAI's routes, as the replay sees it."""
+"""The client of one server with OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from prism.errors import ConfigError
-from prism.messages import ClusterStatus
+from prism.messages.cluster import ClusterStatus
 from prism.replay.results import RequestRecord
 from prism.replay.trace import TraceRequest
 
@@ -32,20 +32,20 @@ class ErrorBody(msgspec.Struct, frozen=True):
     type: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class StreamChoice(msgspec.Struct, frozen=True):
     text: str | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
     @property
     def carries_token(self) -> bool:
-        """Servers that report no ids may send an empty text for half a character."""
+        """Without ids, an empty text may still be a token: half a character."""
         if self.token_ids is not None:
             return bool(self.token_ids)
         return bool(self.text) or self.finish_reason is None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class StreamUsage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
 
 
@@ -53,14 +53,14 @@ class StreamEvent(msgspec.Struct, frozen=True):
     """One `data:` line of a streamed completion, or an error response's body."""
 
     id: str | None = None
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[StreamChoice] = []
+    usage: StreamUsage | None = None
     error: ErrorBody | None = None
 
 
 @dataclass
 class Stream:
-    """What has arrived of one answer; times from time.monotonic()."""
+    """What has arrived of one answer. Times are those of time.monotonic()."""
 
     first_s: float | None = None
     last_s: float | None = None
@@ -74,7 +74,7 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        """Tokens received: by their ids, else the server's count, else one an event."""
+        """Tokens received: by their ids, else the server's count, else one per event."""
         return self.ids or self.usage_tokens or self.events
 
     @property
@@ -101,7 +101,7 @@ class Stream:
         self.error, self.message = self.error or code, self.message or message
 
     def check_complete(self, expected_tokens: int) -> None:
-        """An answer that ended early without saying so is an error."""
+        """An answer that ended early without an error becomes one."""
         if self.error is None and self.finish_reason is None:
             self.fail("truncated", "the stream ended without a finish reason")
         if self.finish_reason == "length" and self.tokens < expected_tokens:
@@ -110,28 +110,24 @@ class Stream:
 
 @dataclass
 class Sender:
-    """Sends completions. One event loop, any number of requests at a time.
-
-    start_s: the replay's zero on time.monotonic().
-    """
+    """Sends completions, any number at a time. Lives on one event loop."""
 
     http: httpx.AsyncClient
     timeout_s: float
     start_s: float = field(default_factory=time.monotonic)
+    """The replay's zero on time.monotonic()."""
 
     async def send(
         self, index: int, request: TraceRequest, prompt: str | list[int]
     ) -> RequestRecord:
-        """Send one request and read its answer to the end; never raises for a failed one.
-
-        Cancelling the task gives a record with the error "interrupted".
-        """
+        """Send one request and read its answer to the end. A failed request gives a record with its
+        error; a cancelled task gives the error "interrupted"."""
         sent_s, stream = time.monotonic(), Stream()
         await self.answer(request, prompt, stream)
         return self._record(index, request, sent_s, stream)
 
     async def answer(self, request: TraceRequest, prompt: str | list[int], stream: Stream) -> None:
-        """Send one request and let `stream` take its answer, or what went wrong."""
+        """Send one request; `stream` takes its answer or its error."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._read(completion_body(request, prompt), stream)
@@ -185,8 +181,8 @@ class Sender:
 
 
 async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The lines of a stream of events. httpx would also split where a text holds one of Unicode's
-    line separators, which JSON lets stand."""
+    """The lines of a stream of events. httpx would also split at Unicode's line separators, which
+    JSON permits in texts."""
     rest = b""
     async for part in parts:
         *whole, rest = (rest + part).split(b"\n")
@@ -196,10 +192,10 @@ async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
-    """Greedy, and of exactly `output_length` tokens where the server knows `ignore_eos`.
+    """A greedy request for exactly `output_length` tokens, if the server knows `ignore_eos`.
 
-    The trace's SLOs go along, so that a server that schedules by deadline (Prism §6.3) works
-    towards those that the replay judges by.
+    It carries the trace's SLOs, so that a server that schedules by deadline (Prism §6.3) works
+    towards the SLOs that the replay judges by.
     """
     body: dict[str, Any] = {
         "model": request.model,
@@ -216,7 +212,7 @@ def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
 
 
 def decode_error(body: bytes) -> ErrorBody:
-    """OpenAI's error object, or the body's text where it is none."""
+    """OpenAI's error object, or one with the body's text."""
     try:
         found = msgspec.json.decode(body, type=StreamEvent).error
     except msgspec.DecodeError:
@@ -252,13 +248,13 @@ async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
         ) from error
     except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"{where}: GET /v1/models is not answered as OpenAI's: {error}"
+            f"{where}: the answer to GET /v1/models is not OpenAI's: {error}"
         ) from error
     return {card.id: card for card in cards}
 
 
 async def cluster_status(http: httpx.AsyncClient) -> ClusterStatus | None:
-    """The server's counters; None where it has none to give (not Prism, or not ready)."""
+    """The server's counters; None if it has none (not Prism, or not ready)."""
     try:
         answer = await http.get("/status", timeout=5.0)
         if answer.status_code != 200:

@@ -1,10 +1,9 @@
-"""What the terminal shows: live progress, the result tables, a trace's statistics."""
+"""What the terminal shows: live progress, result tables, a trace's statistics."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,19 +11,21 @@ from rich.table import Table
 
 from prism.replay.metrics import meets_all
 from prism.replay.report import milliseconds, percent
-from prism.replay.results import GroupSummary, RequestRecord, Results
+from prism.replay.results import RequestRecord, Results
 from prism.replay.stats import TraceStats
 from prism.replay.trace import TraceRequest
-from prism.replay.trace_report import published, ratio
+from prism.replay.trace_report import HEADS, model_cells, published
 
 ROLLING_REQUESTS = 50
 PLAIN_INTERVAL_S = 10.0
+SHOWN_FIGURES = 7
+"""Of a model's statistics: as many as fit 80 columns."""
 
 
 class LiveProgress:
-    """Follows a replay: a live bar on a terminal, one line each 10 s elsewhere.
+    """Follows a replay: a live bar on a terminal, elsewhere a line each 10 s.
 
-    The attainment shown is that of the last 50 answers, all SLOs together, at one scale.
+    Shows the attainment of the last 50 answers, all SLOs together, at one scale.
     """
 
     def __init__(self, console: Console, requests: int, scale: float) -> None:
@@ -106,10 +107,9 @@ def print_results(console: Console, results: Results) -> None:
 
 def attainment_table(results: Results) -> Table:
     """A row per model and SLO scale; narrow enough for 80 columns."""
-    table = Table(title="SLO attainment (% of requests)")
-    for column in ("model", "requests", "errors", "SLO x", "TTFT", "TPOT", "E2E", "all"):
-        table.add_column(column, **_column(column))
-    for name, group in _groups(results).items():
+    columns = ("model", "requests", "errors", "SLO x", "TTFT", "TPOT", "E2E", "all")
+    table = new_table("SLO attainment (% of requests)", *columns)
+    for name, group in results.summary.groups.items():
         heads = [name, str(group.requests), str(group.requests - group.completed)]
         last = len(group.attainment) - 1
         for number, (scale, found) in enumerate(group.attainment.items()):
@@ -121,11 +121,8 @@ def attainment_table(results: Results) -> Table:
 
 
 def latency_table(results: Results) -> Table:
-    """A row per model and latency."""
-    table = Table(title="Latency of finished requests")
-    for column in ("model", "", "mean", "P50", "P95", "P99"):
-        table.add_column(column, **_column(column))
-    for name, group in _groups(results).items():
+    table = new_table("Latency of finished requests", "model", "", "mean", "P50", "P95", "P99")
+    for name, group in results.summary.groups.items():
         rows = {"TTFT": group.ttft_ms, "TPOT": group.tpot_ms, "E2E": group.e2e_ms}
         for label, found in rows.items():
             values = (found.mean, found.p50, found.p95, found.p99)
@@ -137,39 +134,24 @@ def latency_table(results: Results) -> Table:
 
 def print_stats(console: Console, stats: TraceStats) -> None:
     """The statistics of Prism §3.1 with the published values beside them."""
-    table = Table(title=f"{stats.requests} requests in {stats.duration_s:.0f} s")
-    columns = "model,share,rate CV,gap CV,idles per h,median idle,idle,active"
-    for column in columns.split(","):
-        table.add_column(column, **_column(column))
+    title = f"{stats.requests} requests in {stats.duration_s:.0f} s"
+    name, _, *rest = HEADS
+    models = new_table(title, name, *rest[:SHOWN_FIGURES])
     for model in stats.models:
-        table.add_row(
-            model.model,
-            percent(model.share),
-            ratio(model.rate_cv),
-            ratio(model.gap_cv),
-            f"{model.idle_per_hour:.0f}",
-            "-" if model.median_idle_s is None else f"{model.median_idle_s:.0f} s",
-            percent(model.idle_time),
-            percent(model.active_time),
-        )
-    console.print(table)
-    console.print(summary_table(stats))
-
-
-def summary_table(stats: TraceStats) -> Table:
-    table = Table(title="All models, and what Prism reports of production traces")
-    for column in ("statistic", "here", "published"):
-        table.add_column(column, **_column(column))
+        name, _, *cells = model_cells(model)
+        models.add_row(name, *cells[:SHOWN_FIGURES])
+    console.print(models)
+    title = "All models, and what Prism reports of production traces"
+    summary = new_table(title, "statistic", "here", "published")
     for row in published(stats):
-        table.add_row(*row)
-    return table
+        summary.add_row(*row)
+    console.print(summary)
 
 
-def _column(name: str) -> dict[str, Any]:
+def new_table(title: str | None, *columns: str) -> Table:
     """Names stay whole and on the left, numbers stand on the right."""
-    named = name in {"model", "statistic"}
-    return {"justify": "left" if named else "right", "no_wrap": named}
-
-
-def _groups(results: Results) -> dict[str, GroupSummary]:
-    return {**results.summary.models, "total": results.summary.total}
+    table = Table(title=title)
+    for column in columns:
+        named = column in {"model", "statistic"}
+        table.add_column(column, justify="left" if named else "right", no_wrap=named)
+    return table

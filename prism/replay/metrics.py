@@ -29,11 +29,17 @@ def latency(values_ms: Sequence[float]) -> Latency:
     return Latency(float(np.mean(values_ms)), p50, p95, p99)
 
 
-def meets(record: RequestRecord, metric: str, scale: float) -> bool | None:
-    """Whether `record` is within scale x its SLO; None where it has no such SLO.
+def latency_of(records: Records, metric: str) -> Latency:
+    """Of the records that have the metric, one of METRICS."""
+    values = [record.value_ms(metric) for record in records]
+    return latency([value for value in values if value is not None])
 
-    A request with an error misses every SLO it has. One that finished with a single token has
-    no time between tokens and so meets its TPOT.
+
+def meets(record: RequestRecord, metric: str, scale: float) -> bool | None:
+    """Whether `record` is within scale x its SLO; None if it has no such SLO.
+
+    A request with an error misses all its SLOs. One that finished with a single token has no time
+    between tokens and so meets its TPOT.
     """
     slo_ms = record.slo_ms(metric)
     if slo_ms is None:
@@ -45,14 +51,14 @@ def meets(record: RequestRecord, metric: str, scale: float) -> bool | None:
 
 
 def meets_all(record: RequestRecord, scale: float) -> bool | None:
-    """Whether every SLO that `record` has is met; None where it has none."""
+    """Whether `record` meets all its SLOs; None if it has none."""
     verdicts = [meets(record, metric, scale) for metric in METRICS]
     judged = [verdict for verdict in verdicts if verdict is not None]
     return all(judged) if judged else None
 
 
 def attainment(records: Records, scale: float) -> Attainment:
-    """Requests that the user interrupted are not judged."""
+    """Part of the requests within their SLOs. Interrupted requests are not judged."""
     judged = [record for record in records if record.error != "interrupted"]
     parts = {m: _part([meets(record, m, scale) for record in judged]) for m in METRICS}
     every = _part([meets_all(record, scale) for record in judged])
@@ -67,9 +73,9 @@ def summarize_group(records: Records, scales: Sequence[float]) -> GroupSummary:
         errors=dict(sorted(Counter(r.error for r in records if r.error).items())),
         input_tokens=sum(record.input_tokens for record in done),
         output_tokens=sum(record.output_tokens for record in records),
-        ttft_ms=_latency_of(done, "ttft"),
-        tpot_ms=_latency_of(done, "tpot"),
-        e2e_ms=_latency_of(done, "e2e"),
+        ttft_ms=latency_of(done, "ttft"),
+        tpot_ms=latency_of(done, "tpot"),
+        e2e_ms=latency_of(done, "e2e"),
         attainment={scale_key(scale): attainment(records, scale) for scale in scales},
     )
 
@@ -97,11 +103,6 @@ def summarize(
             name: summarize_group([r for r in records if r.model == name], scales) for name in names
         },
     )
-
-
-def _latency_of(records: Records, metric: str) -> Latency:
-    values = [record.value_ms(metric) for record in records]
-    return latency([value for value in values if value is not None])
 
 
 def _part(verdicts: Sequence[bool | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""Options that commands on traces share, and how their texts are read."""
+"""Options that commands on traces share, and their parsers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import typer
 
 from prism.errors import ConfigError
 from prism.replay.formats import FORMATS, read_format
-from prism.replay.generate import EmpiricalLengths, Lengths
-from prism.replay.sampled import lengths_of
+from prism.replay.lengths import EmpiricalLengths, Lengths, lengths_of
 
 TraceFile = Annotated[
     Path, typer.Argument(metavar="TRACE", help="JSON lines, or --format's; .gz and .xz allowed.")
@@ -38,7 +37,7 @@ LengthsOption = Annotated[
 
 
 def check_writable(path: Path | None) -> None:
-    """Before minutes of work: raise ConfigError if `path` cannot be written afterwards."""
+    """Raise ConfigError before minutes of work whose result could not be written to `path`."""
     if path is None:
         return
     try:

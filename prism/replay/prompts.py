@@ -14,19 +14,18 @@ _OWN, _SHARED = 0, 1
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Token ids drawn from [low, high): a range that every vocabulary holds and that is free
-    of special tokens. `block_tokens`: tokens that one of Mooncake's hash ids stands for."""
-
     seed: int = 0
     low: int = 100
     high: int = 1000
+    """Ids are in [low, high), a range that every vocabulary has and without special tokens."""
     block_tokens: int = 512
+    """Tokens that one of Mooncake's hash ids stands for."""
 
     def prompt(self, request: TraceRequest, index: int) -> str | list[int]:
         """The request's text, or `input_length` token ids.
 
-        The k-th hash id decides the k-th block; what the ids do not cover is drawn for this
-        request (`index`) alone. Same seed, same tokens.
+        The k-th hash id decides the k-th block. Tokens without an id are drawn for this request
+        (`index`) alone. Same seed, same tokens.
         """
         if request.prompt is not None:
             return request.prompt

@@ -19,13 +19,12 @@ def write_report(results: Results, path: Path) -> None:
 
 
 def render(results: Results) -> str:
-    """The page's HTML."""
     page = environment("prism.replay").get_template("report.html")
     return page.render(**sections(results), counters=results.counters)
 
 
 def environment(*packages: str) -> jinja2.Environment:
-    """Templates of `packages`, the first one that has a name winning."""
+    """Templates of `packages`; the first package that has a template wins."""
     return jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader(package) for package in packages]),
         autoescape=True,
@@ -36,7 +35,6 @@ def environment(*packages: str) -> jinja2.Environment:
 
 
 def sections(results: Results) -> dict[str, Any]:
-    """What the template shows of the requests."""
     return {
         "config": results.config,
         "summary": results.summary,
@@ -54,7 +52,7 @@ def cards(results: Results) -> list[tuple[str, str, str]]:
     """(label, value, note) of the figures at the top."""
     summary, total = results.summary, results.summary.total
     failed = total.requests - total.completed
-    found = [attainment_card(total)]
+    found = [attainment_card(total, scale_key(results.config.main_scale))]
     found += [
         ("requests", f"{total.requests}", f"{failed} failed" if failed else "none failed"),
         ("output", f"{summary.output_tokens_per_s:.1f} tok/s", f"in {summary.duration_s:.0f} s"),
@@ -66,9 +64,8 @@ def cards(results: Results) -> list[tuple[str, str, str]]:
     return found
 
 
-def attainment_card(total: GroupSummary) -> tuple[str, str, str]:
-    """The scale nearest to 1 large, the others as a note."""
-    main = min(total.attainment, key=lambda scale: abs(float(scale) - 1))
+def attainment_card(total: GroupSummary, main: str) -> tuple[str, str, str]:
+    """The value is that of the main scale, the note has the others."""
     others = [
         f"{percent(value.all)} at x{scale}"
         for scale, value in total.attainment.items()
@@ -82,7 +79,7 @@ def attainment_rows(results: Results) -> list[tuple[str, int, list[list[str]]]]:
     """(model, requests, per scale the cells in the order of LABELS), the total last."""
     return [
         (name, group.requests, [_cells(found) for found in group.attainment.values()])
-        for name, group in _groups(results).items()
+        for name, group in results.summary.groups.items()
     ]
 
 
@@ -90,7 +87,7 @@ def latency_rows(results: Results) -> list[tuple[str, int, list[str]]]:
     """(model, output tokens, mean/P50/P95/P99 of each of LATENCIES), the total last."""
     return [
         (name, group.output_tokens, [c for key in LATENCIES for c in _times(getattr(group, key))])
-        for name, group in _groups(results).items()
+        for name, group in results.summary.groups.items()
     ]
 
 
@@ -116,10 +113,6 @@ def _cells(found: Attainment) -> list[str]:
 
 def _times(found: Latency) -> list[str]:
     return [milliseconds(value) for value in (found.mean, found.p50, found.p95, found.p99)]
-
-
-def _groups(results: Results) -> dict[str, GroupSummary]:
-    return {**results.summary.models, "total": results.summary.total}
 
 
 def _unmaps(results: Results) -> str:

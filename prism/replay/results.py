@@ -1,8 +1,8 @@
 """The results file of a replay, schema "prism-replay/1": one JSON object, written and read here.
 
 {schema, config, records: [one per request sent], samples: [server state each second],
- counters: totals over the run, summary}. Absent values are null; times of day appear nowhere
-but in config.started_unix_s.
+ counters: totals over the run, summary}. Absent values are null. Only config.started_unix_s is a
+time of day.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ METRICS = ("ttft", "tpot", "e2e")
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as the client saw it.
-
-    arrival_s: when the trace wanted it sent, seconds since the replay's start; send_lag_ms: how
-    much later it was sent. ttft_ms and e2e_ms count from arrival_s, so that a slow client makes
-    results worse, never better. tpot_ms = (last - first token) / (tokens - 1), null with fewer
-    than 2 tokens. error: null, or a code such as "timeout", "connection", "http_503", "short",
-    or the server's own; "interrupted" when the user ended the replay.
-    response_id: the server's name of its answer.
-    """
+    """One request as the client saw it."""
 
     index: int
     model: str
     arrival_s: float
+    """When the trace asks for it, in seconds since the replay's start."""
     send_lag_ms: float
+    """How much later it was sent."""
     input_tokens: int
     expected_tokens: int
     output_tokens: int = 0
     ttft_ms: float | None = None
+    """Like e2e_ms, it counts from arrival_s: a slow client makes results worse, never better."""
     tpot_ms: float | None = None
+    """(last - first token) / (tokens - 1); null with fewer than 2 tokens."""
     e2e_ms: float | None = None
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     slo_e2e_ms: float | None = None
     error: str | None = None
+    """A code such as "timeout", "connection", "http_503" or "short", or the server's own;
+    "interrupted" where the user ended the replay."""
     message: str = ""
     response_id: str | None = None
+    """The server's name of its answer."""
 
     @property
     def ok(self) -> bool:
@@ -58,7 +57,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """What the server's counters grew by."""
+    """By how much the server's counters grew."""
 
     maps: int = 0
     unmaps: int = 0
@@ -69,22 +68,21 @@ class Counters(msgspec.Struct, frozen=True):
     engine_restarts: int = 0
 
 
-class Sample(msgspec.Struct, frozen=True):
-    """The server's state `t_s` after the replay's start; counters since then.
-
-    kv_bytes: model -> mapped KV bytes over all devices; resident_bytes, capacity_bytes: over
-    all devices.
-    """
+class StatusSample(msgspec.Struct, frozen=True):
+    """The server's state at one moment, over all devices."""
 
     t_s: float
+    """Since the replay's start."""
     kv_bytes: dict[str, int]
+    """Model -> mapped KV memory."""
     resident_bytes: int
     capacity_bytes: int
     counters: Counters
+    """Since the replay's start."""
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Milliseconds over the requests that finished; null without any."""
+    """Milliseconds, over the requests that finished; null without any."""
 
     mean: float | None = None
     p50: float | None = None
@@ -103,7 +101,7 @@ class Attainment(msgspec.Struct, frozen=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
-    """All requests, or those of one model. attainment: SLO scale as text, such as "0.5"."""
+    """All requests, or those of one model."""
 
     requests: int
     completed: int
@@ -114,12 +112,14 @@ class GroupSummary(msgspec.Struct, frozen=True):
     tpot_ms: Latency
     e2e_ms: Latency
     attainment: dict[str, Attainment]
+    """By `scale_key` of the SLO scale, such as "0.5"."""
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """duration_s: from the start to the last answer. Rates are per `duration_s`."""
+    """Of the whole replay. Rates are per `duration_s`."""
 
     duration_s: float
+    """From the start to the last answer."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -128,6 +128,11 @@ class Summary(msgspec.Struct, frozen=True):
     send_lag_p99_ms: float
     total: GroupSummary
     models: dict[str, GroupSummary]
+
+    @property
+    def groups(self) -> dict[str, GroupSummary]:
+        """The models, and last the total."""
+        return {**self.models, "total": self.total}
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,11 +151,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_s: float = 0.0
     interrupted: bool = False
 
+    @property
+    def main_scale(self) -> float:
+        """The SLO scale nearest to 1, which single figures show."""
+        return min(self.slo_scales, key=lambda scale: abs(scale - 1))
+
 
 class Results(msgspec.Struct, frozen=True):
     config: RunConfig
     records: list[RequestRecord]
-    samples: list[Sample]
+    samples: list[StatusSample]
     counters: Counters | None
     summary: Summary
     schema: str = SCHEMA
@@ -163,11 +173,15 @@ def scale_key(scale: float) -> str:
 
 def write_results(path: Path, results: Results) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    write_json(path, results)
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 def read_results(path: Path) -> Results:
-    """Raises ConfigError where the file is no results file of this schema."""
+    """Raises ConfigError where the file is not a results file of this schema."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Results)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Rows of CSV files as requests; every complaint names file and line."""
+"""Rows of CSV files as requests. Every error names file and line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import csv
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from prism.errors import TraceError
-from prism.replay.generate import Lengths, LengthSource
+from prism.replay.lengths import ARENA, LengthSource
 from prism.replay.trace import TraceRequest, numbered_lines
 
 Row = Mapping[str, str]
@@ -27,25 +28,33 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What a reader draws where its source lacks it.
-
-    seed: of all that is drawn. rate_rps: of sources without times. lengths: of sources without
-    token counts. start_s, seconds: window of sources that are rates over days. thin: part of their
-    requests to keep.
-    """
+    """How readers draw what their sources lack, and what they read of rates over days."""
 
     seed: int = 0
     rate_rps: float = 1.0
-    lengths: LengthSource = field(default_factory=Lengths)
+    """Of sources without times."""
+    lengths: LengthSource = ARENA
+    """Of sources without token counts."""
     start_s: float = 0.0
+    """With `seconds`, the window of sources that are rates over days."""
     seconds: float = 3600.0
     thin: float = 1.0
+    """Part of their requests to keep."""
 
     def __post_init__(self) -> None:
         if not (0 < self.rate_rps < math.inf and 0 < self.seconds < math.inf):
             raise TraceError("rate and seconds: must be above 0 and finite")
         if not (0 <= self.start_s < math.inf and 0 < self.thin <= 1):
             raise TraceError("start: must not be below 0; thin: must be above 0 and at most 1")
+
+
+def poisson_times_s(options: ReadOptions) -> Iterator[float]:
+    """Endless arrivals at options.rate_rps."""
+    rng = np.random.default_rng([options.seed, 3])
+    now_s = 0.0
+    while True:
+        now_s += float(rng.exponential(1 / options.rate_rps))
+        yield now_s
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -62,7 +71,7 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def read_rows(path: Path, request: Callable[[Row], TraceRequest | None]) -> list[Numbered]:
-    """`request` of every row, with its place; None leaves the row out. Raises TraceError."""
+    """`request` of every row, with its place. None leaves the row out. Raises TraceError."""
     found = []
     for where, row in numbered_rows(path):
         made = converted(partial(request, row), where)
@@ -72,7 +81,7 @@ def read_rows(path: Path, request: Callable[[Row], TraceRequest | None]) -> list
 
 
 def converted(convert: Callable[[], T], where: str) -> T:
-    """convert(), its complaints as a TraceError that names the line."""
+    """convert(); its errors become a TraceError that names the line."""
     try:
         return convert()
     except KeyError as error:
@@ -82,7 +91,7 @@ def converted(convert: Callable[[], T], where: str) -> T:
 
 
 def checked(request: TraceRequest, where: str) -> TraceRequest:
-    """Raises TraceError for what no request can have."""
+    """`request`. Raises TraceError for impossible values."""
     if not math.isfinite(request.timestamp):
         raise TraceError(f"{where}: the time is {request.timestamp}; give a number")
     if request.timestamp < 0:
@@ -96,7 +105,7 @@ def checked(request: TraceRequest, where: str) -> TraceRequest:
 
 
 def bounded(requests: float, path: Path) -> None:
-    """Raises TraceError before a source of rates fills the memory."""
+    """Raises TraceError where a source of rates would fill the memory."""
     if requests > REQUESTS_MAX:
         raise TraceError(
             f"{path}: over {REQUESTS_MAX:,} requests in this window; take fewer seconds or thin it"
@@ -105,14 +114,14 @@ def bounded(requests: float, path: Path) -> None:
 
 @cache
 def say(text: str) -> None:
-    """Once, and in none of the processes of a sweep: a warning, which goes to stderr where no
-    handler is set."""
+    """Warn once, and not in the worker processes of a sweep. Without a handler, a warning goes to
+    stderr."""
     if parent_process() is None:
         _log.warning(text)
 
 
 def starting_at_zero(path: Path, trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """By arrival, the first at 0. Raises TraceError for an empty trace."""
+    """Ordered by arrival, the first at 0. Raises TraceError for an empty trace."""
     if not trace:
         raise TraceError(f"{path}: the trace is empty")
     requests = sorted(trace, key=lambda request: request.timestamp)
@@ -124,7 +133,7 @@ def starting_at_zero(path: Path, trace: Sequence[TraceRequest]) -> list[TraceReq
 
 
 def strict_order(path: Path, rows: Sequence[Numbered]) -> list[TraceRequest]:
-    """As they are, if they are ordered by time. Raises TraceError that names the line."""
+    """The rows' requests. Raises TraceError with the line that is not in order of time."""
     if not rows:
         raise TraceError(f"{path}: the trace is empty")
     last_ms = 0.0

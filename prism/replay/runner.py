@@ -16,13 +16,13 @@ from prism.errors import ConfigError
 from prism.replay.client import ModelCard, Sender, cluster_status, connect, served_models
 from prism.replay.metrics import summarize
 from prism.replay.prompts import PromptSource
-from prism.replay.results import Counters, RequestRecord, Results, RunConfig, Sample
+from prism.replay.results import Counters, RequestRecord, Results, RunConfig, StatusSample
 from prism.replay.sampling import StatusTracker, sample_status
 from prism.replay.trace import Trace, TraceRequest, models_of
 
 
 class Observer(Protocol):
-    """Follows a replay; called on its event loop and must return at once."""
+    """Follows a replay. It is called on the event loop and must return at once."""
 
     def sent(self, request: TraceRequest) -> None: ...
 
@@ -32,7 +32,7 @@ class Observer(Protocol):
 async def run_replay(trace: Trace, config: RunConfig, observer: Observer) -> Results:
     """Replay `trace` (already scaled) and wait for every answer.
 
-    SIGINT stops sending, drops what is in flight and gives partial results, marked
+    SIGINT stops sending and cancels requests in flight; the partial results are marked
     `interrupted`. Raises ConfigError when the server is unreachable or lacks a model.
     """
     async with connect(config.url) as http:
@@ -42,7 +42,7 @@ async def run_replay(trace: Trace, config: RunConfig, observer: Observer) -> Res
 
 
 def check_served(trace: Trace, cards: dict[str, ModelCard]) -> None:
-    """Raise ConfigError naming models that the server lacks or requests it can never take."""
+    """Raise ConfigError for models that the server lacks and for requests that are too long."""
     missing = [name for name in models_of(trace) if name not in cards]
     if missing:
         raise ConfigError(
@@ -67,7 +67,7 @@ class Replay:
         low, high = config.token_ids
         self.source = PromptSource(config.seed, low, high, config.block_tokens)
         self.records: list[RequestRecord] = []
-        self.samples: list[Sample] = []
+        self.samples: list[StatusSample] = []
         self.tracker = StatusTracker()
         self.stop = asyncio.Event()
 
@@ -87,7 +87,7 @@ class Replay:
         return self._results(duration_s, started_unix_s, counters)
 
     async def _send_all(self, trace: Trace, sender: Sender) -> None:
-        """Send each request at its time, answered or not: arrivals never wait (open loop)."""
+        """Send each request at its time, without waiting for answers (open loop)."""
         tasks: list[asyncio.Task[None]] = []
         for index, request in enumerate(trace):
             await self._pause_until(sender.start_s + request.arrival_s)
@@ -122,7 +122,7 @@ class Replay:
             return
 
     async def _first_status(self) -> None:
-        """The counters' zero, taken before the first request."""
+        """Take the counters' zero before the first request."""
         status = await cluster_status(self.http)
         if status is not None:
             self.tracker.counters(status)

@@ -1,4 +1,4 @@
-"""Readers for sources that are rates, counts or texts: times and lengths are drawn, seeded."""
+"""Readers of Azure Functions and ShareGPT, which lack times or lengths: these are drawn, seeded."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ import msgspec
 import numpy as np
 
 from prism.errors import TraceError
-from prism.replay.generate import EmpiricalLengths, requests_at
-from prism.replay.rows import ReadOptions, Row, bounded, converted, numbered_rows, starting_at_zero
-from prism.replay.trace import Trace, TraceRequest, numbered_lines
+from prism.replay.lengths import requests_at
+from prism.replay.rows import (
+    ReadOptions,
+    Row,
+    bounded,
+    converted,
+    numbered_rows,
+    poisson_times_s,
+    starting_at_zero,
+)
+from prism.replay.trace import TraceRequest, numbered_lines
 
 MINUTES_OF_DAY = 1440
 BYTES_PER_TOKEN = 4
-"""Of English text in the tokenizers of the last years."""
+"""Of English text, in recent tokenizers."""
 USERS, ASSISTANTS = ("human", "user"), ("gpt", "chatgpt", "bing", "bard", "assistant")
 
 
-def poisson_times_s(options: ReadOptions) -> Iterator[float]:
-    """Endless arrivals at options.rate_rps."""
-    rng = np.random.default_rng([options.seed, 3])
-    now_s = 0.0
-    while True:
-        now_s += float(rng.exponential(1 / options.rate_rps))
-        yield now_s
-
-
 def read_maf(path: Path, options: ReadOptions) -> list[TraceRequest]:
-    """Azure Functions, one function taken as one model: the counts per minute of 2019 (HashOwner,
-    HashApp, HashFunction, Trigger, 1 to 1440; times are drawn within the minute) or the
-    invocations of 2021 (app, func, end_timestamp, duration). Lengths are options.lengths; only
+    """Azure Functions; a function becomes a model. The file holds the counts per minute of 2019
+    (HashOwner, HashApp, HashFunction, Trigger, 1 to 1440; times are drawn within the minute) or
+    the invocations of 2021 (app, func, end_timestamp, duration). Lengths are options.lengths. Only
     the window [start_s, start_s + seconds) is read. Raises TraceError."""
     arrivals_s: dict[str, list[float]] = {}
     size = 0
@@ -53,8 +52,8 @@ def read_maf(path: Path, options: ReadOptions) -> list[TraceRequest]:
 
 
 def read_sharegpt(path: Path, options: ReadOptions) -> list[TraceRequest]:
-    """ShareGPT conversations: the first question and answer of each, at Poisson times. Token
-    counts are those of the text at 4 bytes a token; the question's text is the prompt."""
+    """ShareGPT conversations: the first question and answer of each, at Poisson times. The
+    question's text is the prompt. A token is taken as 4 bytes of text. Raises TraceError."""
     times_s = poisson_times_s(options)
     trace = [
         TraceRequest(
@@ -67,11 +66,6 @@ def read_sharegpt(path: Path, options: ReadOptions) -> list[TraceRequest]:
         for question, answer in _exchanges(path)
     ]
     return starting_at_zero(path, trace)
-
-
-def lengths_of(trace: Trace) -> EmpiricalLengths:
-    """The (input, output) pairs of a trace, as a source for another."""
-    return EmpiricalLengths(tuple((r.input_length, r.output_length) for r in trace))
 
 
 def tokens_of(text: str) -> int:
@@ -104,7 +98,7 @@ def _invocation(
 
 
 def _exchanges(path: Path) -> Iterator[tuple[str, str]]:
-    """First question and answer of every conversation that has both."""
+    """The first question and answer of every conversation that has both."""
     content = b"\n".join(line for _, line in numbered_lines(path))
     try:
         conversations = msgspec.json.decode(content, type=list[dict[str, Any]])

@@ -1,4 +1,4 @@
-"""The server's counters and KV memory over the run, from its /status."""
+"""The server's counters and KV memory during the replay, from its /status."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from prism.messages import AgentReport, ClusterStatus
+from prism.messages.agent import AgentReport
+from prism.messages.cluster import ClusterStatus
 from prism.replay.client import cluster_status
-from prism.replay.results import Counters, Sample
+from prism.replay.results import Counters, StatusSample
 
 INTERVAL_S = 1.0
 FROM_ZERO = {"activations", "evictions", "migrations", "engine_restarts"}
@@ -21,12 +22,13 @@ FROM_ZERO = {"activations", "evictions", "migrations", "engine_restarts"}
 class Growth:
     """How much counters grew since the first observation, as a Prometheus `increase`.
 
-    A value below the last one means that the counter began anew with its process; a counter
-    that is gone keeps what it had grown by. `from_zero`: whether one that is first seen later
-    began at 0, or had its value already (a model that comes back keeps its device's count).
+    A value below the last one means that the counter's process restarted. A counter that
+    disappears keeps its growth.
     """
 
     from_zero: bool = False
+    """Whether a counter that is first seen later began at 0. Otherwise it had its value already: a
+    model that comes back keeps its device's count."""
     last: dict[str, int] = field(default_factory=dict)
     total: int = 0
     started: bool = False
@@ -43,7 +45,7 @@ class Growth:
 
 @dataclass
 class StatusTracker:
-    """Turns the server's absolute counters into growth since the first status seen."""
+    """Turns the server's absolute counters into growth since the first status."""
 
     growths: dict[str, Growth] = field(default_factory=dict)
 
@@ -54,8 +56,8 @@ class StatusTracker:
     def _growth(self, name: str) -> Growth:
         return self.growths.setdefault(name, Growth(name in FROM_ZERO))
 
-    def sample(self, status: ClusterStatus, t_s: float) -> Sample:
-        return Sample(
+    def sample(self, status: ClusterStatus, t_s: float) -> StatusSample:
+        return StatusSample(
             t_s=round(t_s, 3),
             kv_bytes=kv_bytes(status.agents),
             resident_bytes=sum(agent.resident_bytes for agent in status.agents),
@@ -92,7 +94,7 @@ def kv_bytes(agents: list[AgentReport]) -> dict[str, int]:
 
 
 async def sample_status(
-    http: httpx.AsyncClient, start_s: float, samples: list[Sample], tracker: StatusTracker
+    http: httpx.AsyncClient, start_s: float, samples: list[StatusSample], tracker: StatusTracker
 ) -> None:
     """Append a sample each second until cancelled. start_s: the replay's zero (monotonic)."""
     due_s = start_s

@@ -1,4 +1,4 @@
-"""ServeGen's client rates (one client taken as one model) as a trace of drawn requests."""
+"""The reader of ServeGen's client rates: requests are drawn, a client becomes a model."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prism.errors import TraceError
-from prism.replay.generate import LengthSource, requests_at
+from prism.replay.lengths import Floats, LengthSource, QuantileLengths, requests_at
 from prism.replay.rows import ReadOptions, Row, bounded, converted, numbered_rows
 from prism.replay.trace import TraceRequest, numbered_lines
-
-Floats = NDArray[np.float64]
 
 WINDOW_S = 600.0
 
 
 def read_servegen(path: Path, options: ReadOptions) -> list[TraceRequest]:
-    """ServeGen's client rates, one client taken as one model: model, client, t_s, rate_rps,
-    iat_cv, dist (G: Gamma, W: Weibull), p1 (shape), p2 (scale) per window of 600 s.
+    """A row per client and window of 600 s: model, client, t_s, rate_rps, iat_cv, dist (G: Gamma,
+    W: Weibull), p1 (shape), p2 (scale).
 
     Requests are drawn for the windows that start in [start_s, start_s + seconds) after the first
-    one. Lengths are those of `*lengths*` beside the file (model, client, t_s, field, mean and
-    quantiles), for clients that it lacks options.lengths. Raises TraceError.
+    one. Lengths come from `*lengths*` beside the file (model, client, t_s, field, mean and
+    quantiles); clients that it lacks get options.lengths. Raises TraceError.
     """
-    windows = [_window(row, where) for where, row in numbered_rows(path)]
+    windows = [converted(partial(_window, row), where) for where, row in numbered_rows(path)]
     if not windows:
         raise TraceError(f"{path}: the trace is empty")
     start_s = min(window.t_s for window in windows) + options.start_s
@@ -87,40 +84,14 @@ class ClientLengths:
         return QuantileLengths(self.levels, _latest(self.inputs, t_s), _latest(self.outputs, t_s))
 
 
-@dataclass(frozen=True)
-class QuantileLengths:
-    """Input and output tokens drawn independently from quantiles at `levels`."""
-
-    levels: Floats
-    inputs: Floats
-    outputs: Floats
-
-    def sample(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-        drawn = (
-            np.maximum(1, np.rint(np.interp(rng.random(count), self.levels, values))).astype(int)
-            for values in (self.inputs, self.outputs)
-        )
-        return [(int(i), int(o)) for i, o in zip(*drawn, strict=True)]
-
-
 def thinned(times_s: Floats, part: float, rng: np.random.Generator) -> Floats:
     return times_s if part >= 1 else np.asarray(times_s[rng.random(len(times_s)) < part])
 
 
-def _window(row: Row, where: str) -> ClientWindow:
-    window = converted(partial(_parsed, row), where)
-    for key, value in (("t_s", window.t_s + 1), ("p1", window.shape), ("p2", window.scale)):
-        if not 0 < value < math.inf:
-            raise TraceError(f"{where}: {key}: {row[key]} is out of range")
-    if not 0 <= window.rate_rps < math.inf:
-        raise TraceError(f"{where}: rate_rps: {row['rate_rps']} is out of range")
-    return window
-
-
-def _parsed(row: Row) -> ClientWindow:
+def _window(row: Row) -> ClientWindow:
     if row["dist"] not in {"G", "W"}:
         raise ValueError(f"dist: {row['dist']!r} is neither G nor W")
-    return ClientWindow(
+    window = ClientWindow(
         client=f"{row['model']}-{row['client']}",
         t_s=float(row["t_s"]),
         rate_rps=float(row["rate_rps"]),
@@ -128,6 +99,12 @@ def _parsed(row: Row) -> ClientWindow:
         shape=float(row["p1"]),
         scale=float(row["p2"]),
     )
+    for key, value in (("t_s", window.t_s + 1), ("p1", window.shape), ("p2", window.scale)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{key}: {row[key]} is out of range")
+    if not 0 <= window.rate_rps < math.inf:
+        raise ValueError(f"rate_rps: {row['rate_rps']} is out of range")
+    return window
 
 
 def _client_lengths(path: Path) -> dict[str, ClientLengths]:
@@ -155,7 +132,7 @@ def _client_lengths(path: Path) -> dict[str, ClientLengths]:
 
 
 def _latest(quantiles: Mapping[float, Floats], t_s: float) -> Floats:
-    """Those that hold at t_s: the last ones from before it, else the first."""
+    """The quantiles that hold at t_s: the last ones that began before it, else the first."""
     before = [start_s for start_s in quantiles if start_s <= t_s]
     return quantiles[max(before) if before else min(quantiles)]
 

@@ -1,4 +1,4 @@
-"""Service-level objectives that a generated or converted trace carries."""
+"""Service-level objectives of generated and converted traces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from prism.replay.trace import Trace, TraceRequest
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Objectives of one model. whole_ms: end to end; without it, that follows:
-    TTFT + TPOT x (output - 1)."""
-
     ttft_ms: float = 2000.0
     tpot_ms: float = 200.0
     whole_ms: float | None = None
+    """End to end; None for TTFT + TPOT x (output - 1)."""
 
     def e2e_ms(self, output_tokens: int) -> float:
         if self.whole_ms is not None:
@@ -29,18 +27,15 @@ def parse_slo(text: str) -> Slo:
     """`"2000/200"` is TTFT and TPOT in ms, `"2000/200/9000"` end to end as well. Raises
     ConfigError."""
     try:
-        ttft_ms, tpot_ms, *whole_ms = (float(part) for part in text.split("/"))
+        ttft_ms, tpot_ms, *rest = times_ms = [float(part) for part in text.split("/")]
+        (whole_ms,) = rest or (None,)
     except ValueError as error:
-        raise ConfigError(_write(text)) from error
-    if len(whole_ms) > 1:
-        raise ConfigError(_write(text))
-    if not all(0 < time_ms < math.inf for time_ms in (ttft_ms, tpot_ms, *whole_ms)):
+        raise ConfigError(
+            f"SLO {text!r}: write TTFT/TPOT or TTFT/TPOT/E2E in ms, such as 2000/200"
+        ) from error
+    if not all(0 < time_ms < math.inf for time_ms in times_ms):
         raise ConfigError(f"SLO {text!r}: every time must be above 0 ms")
-    return Slo(ttft_ms, tpot_ms, *whole_ms)
-
-
-def _write(text: str) -> str:
-    return f"SLO {text!r}: write TTFT/TPOT or TTFT/TPOT/E2E in ms, such as 2000/200"
+    return Slo(ttft_ms, tpot_ms, whole_ms)
 
 
 def parse_slos(texts: list[str]) -> tuple[Slo, dict[str, Slo]]:
@@ -56,7 +51,6 @@ def parse_slos(texts: list[str]) -> tuple[Slo, dict[str, Slo]]:
 
 
 def with_slos(trace: Trace, default: Slo, per_model: Mapping[str, Slo]) -> list[TraceRequest]:
-    """Give every request the objectives of its model."""
     return [_with_slo(request, per_model.get(request.model, default)) for request in trace]
 
 

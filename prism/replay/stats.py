@@ -1,4 +1,4 @@
-"""What Prism §3.1 reports about traces, measured on one: popularity, idleness, burstiness."""
+"""Popularity, idleness and burstiness of a trace: what Prism §3.1 reports of production traces."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prism.replay.generate import tail_share
+from prism.replay.lengths import Floats
 from prism.replay.trace import Trace, TraceRequest, models_of
-
-Floats = NDArray[np.float64]
 
 IDLE_S = 10.0
 ACTIVE_WINDOW_S = 120.0
@@ -21,36 +20,36 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class ModelStats:
-    """One model. Idle intervals are gaps above 10 s between arrivals (and to the trace's ends);
-    rate_cv is that of requests per minute, gap_cv that of the times between arrivals.
-    median_idle_s is None for a model without idle intervals; the CVs need two values."""
+    """One model. Idle intervals are gaps above 10 s between arrivals, and to the trace's ends."""
 
     model: str
     requests: int
     share: float
     rate_cv: float | None
+    """Coefficient of variation of requests per minute; None below two values."""
     gap_cv: float | None
+    """The same of the times between arrivals."""
     idle_per_hour: float
     median_idle_s: float | None
+    """None without idle intervals."""
     idle_time: float
+    """Part (0..1) of the trace's time."""
     active_time: float
+    """Part (0..1) of the time with a request in the last 2 minutes."""
     input_tokens: int
     output_tokens: int
 
 
 @dataclass(frozen=True)
 class TraceStats:
-    """All models, the most popular first. Fractions are 0..1 of models unless named otherwise.
-
-    active_*: part of the models with a request in the last 2 minutes, sampled every 10 s.
-    day_correlation: of a model's requests per hour with those of the day before, mean over the
-    models; None for traces below 2 days.
-    """
+    """A whole trace. Fractions are 0..1 of the models."""
 
     duration_s: float
     requests: int
     models: tuple[ModelStats, ...]
+    """The most popular first."""
     tail_share: float
+    """Part of the requests that the last 60 % of the models give."""
     rate_cv_above_half: float
     rate_cv_above_1: float
     median_idle_above_30_s: float
@@ -58,10 +57,13 @@ class TraceStats:
     idle_per_hour_above_40: float
     idle_time_above_70: float
     active_mean: float
+    """active_*: models with a request in the last 2 minutes, sampled every 10 s."""
     active_p10: float
     active_p90: float
     active_changes_per_hour: float
     day_correlation: float | None
+    """Of a model's requests per hour with those of the day before, mean over the models. None for
+    traces below 2 days."""
 
 
 def describe(trace: Trace, duration_s: float | None = None) -> TraceStats:
@@ -69,7 +71,7 @@ def describe(trace: Trace, duration_s: float | None = None) -> TraceStats:
     end_s = max(duration_s or 0.0, trace[-1].arrival_s, 1e-3)
     groups = by_model(trace)
     models = tuple(_describe_model(name, groups[name], len(trace), end_s) for name in groups)
-    times_s = [_arrivals_s(requests) for requests in groups.values()]
+    times_s = [arrivals_s(requests) for requests in groups.values()]
     active = active_matrix(times_s, end_s)
     fraction = active.mean(axis=0)
     return TraceStats(
@@ -99,29 +101,29 @@ def by_model(trace: Trace) -> dict[str, list[TraceRequest]]:
     return groups
 
 
-def day_correlation(arrivals_s: Sequence[Floats], end_s: float) -> float | None:
+def day_correlation(times_s: Sequence[Floats], end_s: float) -> float | None:
     """Pearson's, of requests per hour on one day and the next, mean over the models for which it
-    exists; None where it exists for none."""
+    exists. None if it exists for no model."""
     days = int(end_s // DAY_S)
     found = []
-    for times_s in arrivals_s if days > 1 else ():
-        hours = np.histogram(times_s, bins=24 * days, range=(0, days * DAY_S))[0].astype(float)
+    for each_s in times_s if days > 1 else ():
+        hours = np.histogram(each_s, bins=24 * days, range=(0, days * DAY_S))[0].astype(float)
         today, tomorrow = hours[:-24], hours[24:]
         if today.std() > 0 and tomorrow.std() > 0:
             found.append(float(np.corrcoef(today, tomorrow)[0, 1]))
     return float(np.mean(found)) if found else None
 
 
-def active_matrix(arrivals_s: Sequence[Floats], end_s: float) -> NDArray[np.int64]:
+def active_matrix(times_s: Sequence[Floats], end_s: float) -> NDArray[np.int64]:
     """[model, sample] 1 where the model had a request in the 2 minutes before the sample.
 
     Samples start after the first window, or at the end of a trace shorter than that.
     """
     samples_s = np.arange(min(ACTIVE_WINDOW_S, end_s), end_s + 1e-9, ACTIVE_STEP_S)
     rows = [
-        np.searchsorted(times_s, samples_s, side="right")
-        > np.searchsorted(times_s, samples_s - ACTIVE_WINDOW_S, side="left")
-        for times_s in arrivals_s
+        np.searchsorted(each_s, samples_s, side="right")
+        > np.searchsorted(each_s, samples_s - ACTIVE_WINDOW_S, side="left")
+        for each_s in times_s
     ]
     return np.array(rows, dtype=np.int64)
 
@@ -135,7 +137,7 @@ def coefficient_of_variation(values: Floats) -> float | None:
 def _describe_model(
     model: str, requests: Sequence[TraceRequest], total: int, end_s: float
 ) -> ModelStats:
-    times_s = _arrivals_s(requests)
+    times_s = arrivals_s(requests)
     gaps_s = np.diff(np.concatenate([[0.0], times_s, [end_s]]))
     idle_s = gaps_s[gaps_s > IDLE_S]
     minutes = np.histogram(times_s, bins=max(1, int(end_s // 60)), range=(0, end_s))[0]
@@ -154,7 +156,7 @@ def _describe_model(
     )
 
 
-def _arrivals_s(requests: Sequence[TraceRequest]) -> Floats:
+def arrivals_s(requests: Sequence[TraceRequest]) -> Floats:
     return np.array([request.arrival_s for request in requests])
 
 

@@ -1,79 +1,45 @@
 """Steady traffic with skewed popularity: MuxServe's synthetic workloads (§4.1).
 
-Rates fall with rank^-alpha; each model's requests come as a Poisson process, or with Gamma gaps.
+Rates fall with rank^-alpha. Each model's requests are a Poisson process, or have Gamma gaps.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prism.errors import ConfigError
-from prism.replay.generate import Lengths, LengthSource, power_law, requests_at
-from prism.replay.slo import Slo, with_slos
-from prism.replay.trace import TraceRequest
-
-Floats = NDArray[np.float64]
-
-SHAREGPT = Lengths(
-    input_median=69,
-    input_sigma=1.3,
-    input_max=2048,
-    output_median=207,
-    output_sigma=1.0,
-    output_max=2048,
-)
-"""Log-normals with the means that MuxServe reports of ShareGPT: 161 tokens in, 338 out."""
+from prism.replay.generate import Arrivals, GeneratorConfig, power_law
+from prism.replay.lengths import SHAREGPT, Floats, LengthSource
 
 
 @dataclass(frozen=True)
-class SteadyConfig:
-    """What to generate.
+class SteadyConfig(GeneratorConfig):
+    """`--kind steady`."""
 
-    models: the most popular first. alpha: 0 for equal rates; at 0.9 the first 20 % of the models
-    get 50 % of the requests, at 2.1 90 % (MuxServe, Figure 6). rate_rps: of all models. gap_cv:
-    coefficient of variation of the gaps, 1 for Poisson.
-    """
-
-    models: tuple[str, ...]
-    seconds: float
-    rate_rps: float
+    lengths: LengthSource = SHAREGPT
     alpha: float = 0.9
+    """0 for equal rates. At 0.9 the first 20 % of the models get 50 % of the requests, at 2.1
+    90 % (MuxServe, Figure 6)."""
     gap_cv: float = 1.0
-    seed: int = 0
-    lengths: LengthSource = field(default=SHAREGPT)
-    slo: Slo = field(default_factory=Slo)
+    """Coefficient of variation of the gaps, 1 for Poisson."""
 
+    POSITIVE: ClassVar[tuple[str, ...]] = ("seconds", "rate_rps", "gap_cv")
 
-def generate_steady(config: SteadyConfig) -> list[TraceRequest]:
-    """A trace ordered by arrival. The same config gives the same trace. Raises ConfigError."""
-    check(config)
-    rates_rps = config.rate_rps * power_law(len(config.models), config.alpha)
-    trace: list[TraceRequest] = []
-    for rank, (model, rate_rps) in enumerate(zip(config.models, rates_rps, strict=True)):
-        rng = np.random.default_rng([config.seed, 2, rank])
-        moments_s = renewals(float(rate_rps), config.gap_cv, config.seconds, rng)
-        trace += requests_at(model, moments_s, config.lengths, rng)
-    if not trace:
-        raise ConfigError(f"rate: no request in {config.seconds:g} s; raise the rate or the time")
-    trace.sort(key=lambda request: request.timestamp)
-    return with_slos(trace, config.slo, {})
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.alpha < math.inf:
+            raise ConfigError(f"alpha: {self.alpha:g} must be at least 0 and finite")
 
-
-def check(config: SteadyConfig) -> None:
-    """Raise ConfigError for values no trace can have."""
-    for key, value in (
-        ("seconds", config.seconds),
-        ("rate", config.rate_rps),
-        ("gap_cv", config.gap_cv),
-    ):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{key}: {value:g} must be above 0 and finite")
-    if not config.models or not 0 <= config.alpha < math.inf:
-        raise ConfigError("models, alpha: give at least one model, alpha not below 0")
+    def arrivals(self) -> Iterator[Arrivals]:
+        rates_rps = self.rate_rps * power_law(len(self.models), self.alpha)
+        for rank, rate_rps in enumerate(rates_rps.tolist()):
+            rng = np.random.default_rng([self.seed, 2, rank])
+            yield renewals(rate_rps, self.gap_cv, self.seconds, rng), rng
 
 
 def renewals(rate_rps: float, gap_cv: float, seconds: float, rng: np.random.Generator) -> Floats:

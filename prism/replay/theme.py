@@ -1,18 +1,24 @@
-"""matplotlib figures as inline SVG whose colours are CSS variables: one file, dark and light.
+"""Figures as inline SVG whose colours are CSS variables, so that one page is dark and light.
 
-Figures are drawn in marker colours that no figure uses otherwise; in the SVG text each marker
-is replaced by its variable, which the page's style sheet defines for both schemes.
+matplotlib draws in marker colours that no figure uses otherwise. In the SVG text each marker is
+replaced by its variable, which the page's style sheet defines for both schemes.
 """
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from numpy.typing import NDArray
 
+HALF = (6.2, 3.3)
+"""Inches of a figure that takes half of the page's width."""
 SERIES_MAX = 8
 _NAMES = ["fg", "muted", "grid", "ttft", "tpot", "e2e", "all"]
 _NAMES += [f"s{number}" for number in range(SERIES_MAX)]
@@ -45,6 +51,17 @@ RC = {
 }
 
 
+def draw(plots: Mapping[str, Callable[[], Any]], last_wide: bool = False) -> dict[str, str]:
+    """Name -> SVG of each plot that gives a figure; None is a plot without data. last_wide: the
+    page gives an odd last figure its whole width."""
+    with mpl.rc_context(RC):
+        drawn = {name: plot() for name, plot in plots.items()}
+        figures = {name: figure for name, figure in drawn.items() if figure}
+        if last_wide and len(figures) % 2:
+            list(figures.values())[-1].set_size_inches(2 * HALF[0], HALF[1])
+        return {name: to_svg(figure, name) for name, figure in figures.items()}
+
+
 def series_color(number: int) -> str:
     return MARKERS[f"s{number % SERIES_MAX}"]
 
@@ -59,8 +76,26 @@ def new_axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float]) ->
     return figure, axes
 
 
+def draw_cdf(
+    axes: Any, values: Sequence[float] | NDArray[np.float64], color: str, label: str | None
+) -> None:
+    """A step curve: per cent of `values` at or below."""
+    ordered = np.sort(np.asarray(values, dtype=float))
+    points = np.concatenate([ordered[:1], ordered])
+    axes.step(points, np.linspace(0, 100, len(points)), where="post", color=color, label=label)
+
+
+def log_x(axes: Any) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def legend_below(figure: Any, columns: int) -> None:
+    figure.legend(loc="outside lower center", ncols=columns)
+
+
 def to_svg(figure: Any, name: str) -> str:
-    """An <svg> element without anything that a browser would fetch; ids start with `name`."""
+    """An <svg> element from which a browser fetches nothing; ids start with `name`."""
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(out, format="svg", metadata={"Date": None})

@@ -10,9 +10,10 @@ from __future__ import annotations
 import gzip
 import lzma
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -25,23 +26,19 @@ Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
 class TraceRequest(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One request.
-
-    timestamp: arrival, ms since the trace's start; input_length, output_length: tokens;
-    slo_*_ms: None where the request has no such objective; hash_ids: one id per prompt block,
-    equal ids mean equal tokens (Mooncake's prefix sharing); prompt: text sent instead of
-    synthetic tokens, whose own length then replaces input_length.
-    """
-
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    """Arrival, ms since the trace's start."""
     model: Annotated[str, msgspec.Meta(min_length=1)]
     input_length: Tokens
     output_length: Tokens
     slo_ttft_ms: Milliseconds | None = None
+    """Objectives; None where the request has no such one."""
     slo_tpot_ms: Milliseconds | None = None
     slo_e2e_ms: Milliseconds | None = None
     hash_ids: tuple[int, ...] = ()
+    """One id per prompt block. Equal ids mean equal tokens (Mooncake's prefix sharing)."""
     prompt: str | None = None
+    """Text sent instead of synthetic tokens. Its own length then replaces input_length."""
 
     @property
     def arrival_s(self) -> float:
@@ -53,14 +50,15 @@ DAY_MS = 86_400_000.0
 LONGEST_GAP_MS = 30 * DAY_MS
 DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
 _DECODER = msgspec.json.Decoder(TraceRequest)
+Line = TypeVar("Line")
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """All requests of a `.jsonl` or `.jsonl.gz` file. Raises TraceError: file:line and key."""
+    """All requests of a `.jsonl` or `.jsonl.gz` file. Raises TraceError with file:line and key."""
     requests: list[TraceRequest] = []
     before_ms = 0.0
     for where, line in numbered_lines(path):
-        request = _parse(line, where)
+        request = decode_line(_DECODER, line, where)
         _check_time(where, request.timestamp, before_ms)
         requests.append(request)
         before_ms = request.timestamp
@@ -84,13 +82,13 @@ def _check_time(where: str, timestamp_ms: float, before_ms: float) -> None:
 
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
-    """Compressed where the name ends in .gz. The same trace gives the same bytes. Raises
+    """Compressed if the name ends in .gz. The same trace gives the same bytes. Raises
     TraceError."""
     write_bytes(path, b"".join(msgspec.json.encode(request) + b"\n" for request in trace))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """As write_trace does it. Raises TraceError."""
+    """Compressed if the name ends in .gz. Raises TraceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
@@ -100,9 +98,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def models_of(trace: Trace) -> list[str]:
     """Model names, the most requested first, ties by name."""
-    counts: dict[str, int] = {}
-    for request in trace:
-        counts[request.model] = counts.get(request.model, 0) + 1
+    counts = Counter(request.model for request in trace)
     return sorted(counts, key=lambda name: (-counts[name], name))
 
 
@@ -118,17 +114,18 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{path}:{number}", line
 
 
-def _parse(line: bytes, where: str) -> TraceRequest:
+def decode_line(decoder: msgspec.json.Decoder[Line], line: bytes, where: str) -> Line:
+    """Raises TraceError that begins with `where`."""
     try:
-        return _DECODER.decode(line)
+        return decoder.decode(line)
     except msgspec.ValidationError as error:
-        raise TraceError(f"{where}: {explain(error)}") from error
+        raise TraceError(f"{where}: {_explain(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"{where}: not a JSON object: {error}") from error
 
 
-def explain(error: msgspec.ValidationError) -> str:
-    """msgspec's message with the key in front: "input_length: Expected `int` >= 1"."""
+def _explain(error: msgspec.ValidationError) -> str:
+    """msgspec's message with the key first: "input_length: Expected `int` >= 1"."""
     reason, _, location = str(error).partition(" - at `$.")
     if "required field `model`" in reason:
         remedy = "prism-replay convert --format mooncake --models NAME"

@@ -1,4 +1,4 @@
-"""One page about a trace: figures after Prism §3.1 and its numbers, everything inline."""
+"""One page about a trace: its figures and statistics beside those of Prism §3.1."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from prism.replay.trace import Trace
 from prism.replay.trace_plots import trace_plots
 
 MODELS_SHOWN = 200
+HEADS = (
+    "model",
+    "requests",
+    "share",
+    "rate CV",
+    "gap CV",
+    "idles per h",
+    "median idle",
+    "idle",
+    "active",
+    "input",
+    "output",
+)
 
 
 def write_page(name: str, trace: Trace, stats: TraceStats, path: Path) -> None:
@@ -22,22 +35,19 @@ def write_page(name: str, trace: Trace, stats: TraceStats, path: Path) -> None:
 
 
 def render(name: str, trace: Trace, stats: TraceStats) -> str:
-    """The page's HTML."""
-    return (
-        environment("prism.replay")
-        .get_template("trace.html")
-        .render(
-            name=name,
-            stats=stats,
-            rows=published(stats),
-            models=[model_cells(model) for model in stats.models[:MODELS_SHOWN]],
-            plots=trace_plots(trace, stats),
-        )
+    page = environment("prism.replay").get_template("trace.html")
+    return page.render(
+        name=name,
+        stats=stats,
+        rows=published(stats),
+        heads=HEADS,
+        models=[model_cells(model) for model in stats.models[:MODELS_SHOWN]],
+        plots=trace_plots(trace, stats),
     )
 
 
 def model_cells(model: ModelStats) -> list[str]:
-    """A model's row, in the order of the page's heads."""
+    """A model's row, in the order of HEADS."""
     return [
         model.model,
         str(model.requests),
@@ -54,8 +64,7 @@ def model_cells(model: ModelStats) -> list[str]:
 
 
 def published(stats: TraceStats) -> list[tuple[str, str, str]]:
-    """(statistic, here, what Prism §3.1 and its published version report of production traces)."""
-    days = "-" if stats.day_correlation is None else f"{stats.day_correlation:.2f}"
+    """(statistic, here, what Prism §3.1 and the published paper report of production traces)."""
     return [
         ("requests from the last 60 % of models", percent(stats.tail_share), "about 25 %"),
         ("models with CV of req/min above 0.5", percent(stats.rate_cv_above_half), "many"),
@@ -72,7 +81,7 @@ def published(stats: TraceStats) -> list[tuple[str, str, str]]:
         ("models active at a time, P10", percent(stats.active_p10), ""),
         ("models active at a time, P90", percent(stats.active_p90), ""),
         ("changes of the active set per hour", f"{stats.active_changes_per_hour:.0f}", "54-766"),
-        ("correlation of a model's days", days, "near 0"),
+        ("correlation of a model's days", ratio(stats.day_correlation), "near 0"),
     ]
 
 

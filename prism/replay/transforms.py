@@ -19,10 +19,10 @@ def scale_rate(
 ) -> list[TraceRequest]:
     """Multiply the number of requests by `factor`, keeping the traffic's pattern (Prism §7.2).
 
-    Below 1 requests are thinned at random; above 1 each is replicated, the last time with the
-    fraction's probability, copies moved by up to `jitter_s` seconds. Copies share prompt
-    prefixes among themselves as the originals do, but not with the originals: otherwise the
-    prefix cache would serve the added load. Raises TraceError if nothing is left.
+    Below 1, requests are thinned at random. Above 1, each is replicated, the last time with the
+    fraction's probability; copies move by up to `jitter_s` seconds. Copies share prompt prefixes
+    among themselves as the originals do, but not with the originals: otherwise the prefix cache
+    would serve the added load. Raises TraceError if no request is left.
     """
     if not 0 < factor < math.inf:
         raise TraceError(f"rate scale {factor:g}: must be above 0 and finite")
@@ -38,7 +38,8 @@ def scale_rate(
             moment_ms = round(min(end_ms, max(0.0, request.timestamp + float(shift_ms))))
             ids = tuple(block + number * stride for block in request.hash_ids)
             scaled.append(msgspec.structs.replace(request, timestamp=moment_ms, hash_ids=ids))
-    return _not_empty(sorted(scaled, key=_arrival), f"rate scale {factor:g}")
+    scaled.sort(key=lambda request: request.timestamp)
+    return _not_empty(scaled, f"rate scale {factor:g}")
 
 
 def scale_time(trace: Trace, factor: float) -> list[TraceRequest]:
@@ -76,7 +77,7 @@ def map_models(trace: Trace, mapping: Mapping[str, str]) -> list[TraceRequest]:
 
 def sample_models(trace: Trace, count: int, seed: int = 0) -> list[TraceRequest]:
     """The requests of `count` models from all ranks of popularity (Prism §7.2: popular and
-    long-tail models): ranks are cut into `count` runs, one model of each is drawn."""
+    long-tail models). Ranks are cut into `count` runs; one model of each is drawn."""
     names = models_of(trace)
     if not 1 <= count <= len(names):
         raise TraceError(f"sample of {count} models: the trace has {len(names)}")
@@ -96,7 +97,7 @@ def only_models(trace: Trace, names: Collection[str]) -> list[TraceRequest]:
 
 def round_robin_map(sources: list[str], targets: list[str]) -> dict[str, str]:
     """Deal `sources` out to `targets` in turn, as SeaLLM and AlpaServe do with the functions of
-    Azure's trace: targets come out about equally popular."""
+    Azure's trace. Targets become about equally popular."""
     if not targets:
         raise TraceError("model map: name at least one model")
     return {name: targets[rank % len(targets)] for rank, name in enumerate(sources)}
@@ -105,9 +106,9 @@ def round_robin_map(sources: list[str], targets: list[str]) -> dict[str, str]:
 def popularity_map(sources: list[str], targets: list[str]) -> dict[str, str]:
     """Map `sources` (most popular first) onto `targets` (to be most popular first).
 
-    Sources are cut into len(targets) runs of equal length by rank, so the long tail stays: the
-    most popular sources share the first target, the least popular ones the last. Targets
-    beyond the number of sources get nothing.
+    Sources are cut into len(targets) runs of equal length by rank: the most popular sources share
+    the first target, the least popular ones the last. So the long tail stays. Targets beyond the
+    number of sources get nothing.
     """
     if not targets:
         raise TraceError("model map: name at least one model")
@@ -127,14 +128,12 @@ def map_onto(trace: Trace, targets: list[str], how: str, where: str) -> list[Tra
 
 @dataclass(frozen=True)
 class LengthRule:
-    """Lengths times `scale`, then clipped so that input and output fit `context_tokens`.
-
-    The output gets at most `output_max_tokens` (None: half of the context), the input the rest.
-    """
+    """Lengths times `scale`, then clipped so that input and output fit `context_tokens`."""
 
     context_tokens: int
     scale: float = 1.0
     output_max_tokens: int | None = None
+    """None: half of the context. The input gets the rest."""
 
     @property
     def output_limit(self) -> int:
@@ -159,10 +158,6 @@ def _fit(request: TraceRequest, rule: LengthRule) -> TraceRequest:
         input_length=min(room, max(1, round(request.input_length * rule.scale))),
         output_length=output,
     )
-
-
-def _arrival(request: TraceRequest) -> float:
-    return request.timestamp
 
 
 def _not_empty(trace: list[TraceRequest], what: str) -> list[TraceRequest]:

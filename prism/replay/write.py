@@ -15,9 +15,9 @@ PLACE = "{model}"
 
 
 def write_mooncake(path: Path, trace: Trace) -> list[Path]:
-    """Mooncake's JSON lines (FAST '25), which name no model and hold no SLO: a file per model
-    where the path holds "{model}". Requests without hash_ids get blocks of their own. Raises
-    TraceError: several models for one file, or it cannot be written."""
+    """Mooncake's JSON lines (FAST '25), which name no model and hold no SLO. A path with "{model}"
+    gives a file per model. Requests without hash_ids get blocks of their own. Raises TraceError
+    for several models in one file, or if it cannot be written."""
     names = models_of(trace)
     if PLACE not in path.name and len(names) > 1:
         raise TraceError(
@@ -47,7 +47,7 @@ def _line(request: TraceRequest, fresh: Iterator[int]) -> bytes:
 
 
 def _fresh_ids(trace: Trace) -> Iterator[int]:
-    """Ids that no request of the trace has."""
+    """Ids that are not in the trace."""
     last = max((max(r.hash_ids) for r in trace if r.hash_ids), default=-1)
     while True:
         last += 1

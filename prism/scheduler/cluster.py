@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.registry import Policy
-from prism.ports import ClusterPort
+from prism.scheduler.ports import ClusterPort
 
 
 class ClusterScheduler:

@@ -7,47 +7,53 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from prism.process import child_environment, private_log
+from prism.process import HEARTBEAT_VARIABLE, Heartbeat, child_environment, private_log
+from prism.serve.logs import log_tail
 
-_RESTARTS_MAX = 5
-_RESTART_WINDOW_S = 60.0
 _DELAY_MIN_S = 0.5
-_DELAY_MAX_S = 8.0
+_DELAY_MAX_S = 30.0
+_PEACE_S = 60.0
 EXIT_CONFIG = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """`python -m MODULE ARGUMENTS`. drain_s: how long it may take to end after SIGTERM."""
+    """`python -m MODULE ARGUMENTS`."""
 
     name: str
     module: str
     arguments: Sequence[str]
-    drain_s: float
+    drain_s: float  # how long it may take to end after SIGTERM
     pass_fds: Sequence[int] = ()
+    restart_arguments: Sequence[str] = ()  # added when it is started again
 
 
 @dataclass(slots=True)
-class RestartBudget:
-    """At most 5 restarts a minute, each after twice the delay of the one before."""
+class RestartBackoff:
+    """Each restart waits twice as long as the one before it. After a minute of peace the pauses
+    start over."""
 
-    _restarts_s: deque[float] = field(default_factory=deque)
+    deaths: int = 0
+    _restart_at_s: float = float("-inf")
 
-    def delay_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the next restart, which this call counts; None: give up."""
-        while self._restarts_s and now_s - self._restarts_s[0] > _RESTART_WINDOW_S:
-            self._restarts_s.popleft()
-        recent = len(self._restarts_s)
-        if recent >= _RESTARTS_MAX:
-            return None
-        self._restarts_s.append(now_s)
-        return min(_DELAY_MAX_S, _DELAY_MIN_S * 2.0**recent)
+    def died(self, now_s: float, well_until_s: float | None = None) -> float:
+        """Counts a death; returns how many seconds the restart waits. `well_until_s`: when it last
+        answered; the time in which it hung is no peace. None: now."""
+        if not self.is_recent(now_s if well_until_s is None else well_until_s):
+            self.deaths = 0
+        delay_s = min(_DELAY_MAX_S, _DELAY_MIN_S * 2.0**self.deaths)
+        self.deaths += 1
+        self._restart_at_s = now_s + delay_s
+        return delay_s
+
+    def is_recent(self, now_s: float) -> bool:
+        """Whether the last death was less than a minute of running ago."""
+        return now_s - self._restart_at_s <= _PEACE_S
 
 
 class Child:
@@ -61,7 +67,9 @@ class Child:
     ) -> None:
         self.spec = spec
         self._variables = variables or {}
+        self.name = spec.name
         self.log = logs / f"{spec.name}.log"
+        self._heartbeat = Heartbeat()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -69,23 +77,31 @@ class Child:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        environment = {**child_environment(), **self._variables}
+        """Raises OSError."""
+        again = self.spec.restart_arguments if self._process is not None else ()
+        fd = self._heartbeat.fd
+        self._heartbeat.reset()
+        environment = {**child_environment(), **self._variables, HEARTBEAT_VARIABLE: str(fd)}
         # More than one OpenMP thread per engine spins against the other engines.
         environment.setdefault("OMP_NUM_THREADS", "1")
         with private_log(self.log) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.spec.module, *self.spec.arguments],
+                [sys.executable, "-m", self.spec.module, *self.spec.arguments, *again],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=environment,
-                pass_fds=self.spec.pass_fds,
+                pass_fds=(*self.spec.pass_fds, fd),
                 start_new_session=True,
             )
 
     def exit_code(self) -> int | None:
         """None while it runs, or when it was not started."""
         return self._process.poll() if self._process else None
+
+    def beats(self) -> int:
+        """How often its event loop has answered since the start."""
+        return self._heartbeat.count()
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -104,19 +120,15 @@ class Child:
 
     def kill(self) -> None:
         """The process, and whatever it left in its session."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process is not None:
+            self.end_at_once()
+            self._process.wait()
 
-    def last_line(self) -> str:
-        """The last line of its log: for a configuration error, the message."""
-        lines = self.tail(1)
-        return lines[0] if lines else f"{self.spec.name} said nothing"
+    def end_at_once(self) -> None:
+        """SIGKILL, also to a process that hangs; `exit_code` shows when it has ended."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def tail(self, lines: int) -> list[str]:
-        try:
-            return self.log.read_text(errors="replace").splitlines()[-lines:]
-        except OSError:
-            return []
+        return log_tail(self.log, lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import secrets
 import signal
 import socket
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -17,18 +20,22 @@ import msgspec
 import redis
 from rich.console import Console
 
-from prism.config import ClusterConfig, write_resolved
+from prism.config.schema import ClusterConfig, write_resolved
 from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.listener import open_listener
-from prism.messages import ClusterStatus
+from prism.messages.cluster import ClusterStatus
+from prism.messages.troubles import read_troubles, write_troubles
 from prism.process import LOG_LEVEL_VARIABLE
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
+from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
-from prism.serve.progress import Probe, make_display
-from prism.serve.run_dir import RunDir, remove_ledgers, sweep
+from prism.serve.progress import Probe, display
+from prism.serve.run_dir import REDIS_FOLDER, RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _PROBE_EVERY_TICKS = 3
@@ -39,10 +46,10 @@ _AGENT_DRAIN_MAX_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """From the command line. log_dir: where logs survive the cluster."""
+    """From the command line."""
 
     run_dir: Path | None = None
-    log_dir: Path | None = None
+    log_dir: Path | None = None  # where logs survive the cluster
     log_level: str = "info"
 
 
@@ -88,54 +95,90 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
         stack.callback(remove_ledgers, resolved)
         if redis_server is None:
             stack.callback(_forget_keys, resolved)
-        _run(
-            resolved,
-            _Cluster(run_dir, listener, redis_server, options, variables),
-            signals,
-            console,
-        )
+        variables[LOG_LEVEL_VARIABLE] = options.log_level
+        children = _children(resolved, run_dir, listener.fileno(), variables)
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        supervisor = Supervisor(children, redis_server, say, resolved.hang_timeout_s)
+        parts = [child.name for group in children for child in group]
+        logs = log_names(parts, [device.name for device in resolved.devices])
+        watch = Watch(supervisor, run_dir, resolved, logs, say)
+        try:
+            supervisor.start()
+            _until_ready(resolved, watch, signals, console)
+            supervisor.settled = True
+            while not signals.count:
+                watch()
+                time.sleep(_TICK_S)
+            say("shutting down: open requests are finished first; once more ends at once")
+        finally:
+            # Only the frontend holds the port from here on: it refuses new requests by itself.
+            listener.close()
+            supervisor.stop(signals.hurry)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cluster:
-    run_dir: RunDir
-    listener: socket.socket
-    redis: BundledRedis | None
-    options: Options
-    variables: Mapping[str, str]
+class Watch:
+    """Called a few times a second: what was removed is made again, what has died is started
+    again, full logs are emptied."""
 
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        run_dir: RunDir,
+        config: ClusterConfig,
+        logs: re.Pattern[str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._supervisor, self._run_dir, self._config = supervisor, run_dir, config
+        self._logs, self._say = logs, say
+        self._warned: dict[str, str] = {}
 
-def _run(config: ClusterConfig, cluster: _Cluster, signals: Signals, console: Console) -> None:
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def __call__(self) -> None:
+        path = self._run_dir.path
+        self._try(f"{path} cannot be repaired", self._repair)
+        self._warn("logs cannot be kept", rotate_full(self._run_dir.logs, self._logs))
+        self._warn("Redis's log cannot be kept", rotate_full(path / REDIS_FOLDER, REDIS_LOGS))
+        self._supervisor.watch(time.monotonic())
+        self._try("the state of the parts cannot be written", self._tell)
 
-    supervisor = Supervisor(_children(config, cluster), cluster.redis, say)
-    try:
-        supervisor.start()
-        _until_ready(config, supervisor, signals, console)
-        while not signals.count:
-            supervisor.watch(time.monotonic())
-            time.sleep(_TICK_S)
-        say("shutting down: open requests are finished first; once more ends at once")
-    finally:
-        # Only the frontend holds the port from here on: it refuses new requests by itself.
-        cluster.listener.close()
-        supervisor.stop(signals.hurry)
+    def _repair(self) -> None:
+        if self._run_dir.repair(self._config):
+            self._say(f"something removed files of {self._run_dir.path}; they are there again")
+
+    def _tell(self) -> None:
+        """Compares with the file itself: a write may have failed, or the file been removed."""
+        path, troubles = self._run_dir.path, self._supervisor.troubles
+        if read_troubles(path) != troubles:
+            write_troubles(path, troubles)
+
+    def _try(self, what: str, act: Callable[[], None]) -> None:
+        """What fails, as on a full disk, is tried again with the next call."""
+        try:
+            act()
+        except (OSError, ConfigError) as error:
+            self._warn(what, str(error))
+        else:
+            self._warn(what, "")
+
+    def _warn(self, what: str, problem: str) -> None:
+        """Once for each change: the same is found with every call."""
+        if problem and problem != self._warned.get(what):
+            log.warning("%s: %s", what, problem)
+        self._warned[what] = problem
 
 
 def _until_ready(
-    config: ClusterConfig, supervisor: Supervisor, signals: Signals, console: Console
+    config: ClusterConfig, watch: Callable[[], None], signals: Signals, console: Console
 ) -> None:
     began_s = time.monotonic()
     probe = Probe(_url(config))
     reason: str | None = "starting"
     tick = 0
-    with make_display(console) as display:
+    with display(console) as show:
         while not signals.count and reason is not None:
-            supervisor.watch(time.monotonic())
+            watch()
             if tick % _PROBE_EVERY_TICKS == 0:
                 reason = probe.reason()
-                display.show(reason or "ready", probe.status())
+                show(reason or "ready", probe.status())
             tick += 1
             time.sleep(_TICK_S)
     if reason is None:
@@ -159,9 +202,11 @@ def _announce(
         say(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _children(config: ClusterConfig, cluster: _Cluster) -> list[list[Child]]:
+def _children(
+    config: ClusterConfig, run_dir: RunDir, listen_fd: int, variables: Mapping[str, str]
+) -> list[list[Child]]:
     """In the order of starting; they are ended in the reverse one."""
-    arguments = ("--config", str(cluster.run_dir.config_file))
+    arguments = ("--config", str(run_dir.config_file))
     drain_s = config.engine.drain_timeout_s
     scheduler = ChildSpec("scheduler", "prism.cluster", arguments, _GRACE_S)
     agents = [
@@ -174,7 +219,6 @@ def _children(config: ClusterConfig, cluster: _Cluster) -> list[list[Child]]:
         )
         for device in config.devices
     ]
-    listen_fd = cluster.listener.fileno()
     extra = ("--frontend-id", "f0", "--listen-fd", str(listen_fd))
     frontend = ChildSpec(
         "frontend-f0",
@@ -182,11 +226,11 @@ def _children(config: ClusterConfig, cluster: _Cluster) -> list[list[Child]]:
         (*arguments, *extra),
         drain_s + _GRACE_S,
         (listen_fd,),
+        # It was checked at the start: one model's files must not keep the others from being served.
+        restart_arguments=("--without-unreadable",),
     )
-    logs = cluster.run_dir.logs
     groups = [[scheduler], agents, [frontend]]
-    variables = {LOG_LEVEL_VARIABLE: cluster.options.log_level, **cluster.variables}
-    return [[Child(spec, logs, variables) for spec in group] for group in groups]
+    return [[Child(spec, run_dir.logs, variables) for spec in group] for group in groups]
 
 
 def _mps(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> dict[str, str]:
@@ -201,7 +245,7 @@ def _redis(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> BundledR
     if config.redis_url:
         asyncio.run(_check_redis(config.redis_url))
         return None
-    directory = run_dir.path / "redis"
+    directory = run_dir.path / REDIS_FOLDER
     directory.mkdir()
     return stack.enter_context(BundledRedis(directory))
 

@@ -1,9 +1,9 @@
 """NVIDIA's Multi-Process Service: engines of one GPU compute side by side instead of in turns.
 
 The control daemon is a child of the launcher, with its pipe and log in the run directory, so that
-several clusters, and other users' daemons, do not meet. Every process that finds the pipe in its
-environment is a client. What part of the SMs an engine may use is its own environment's to say
-(`ForkEngine.sm_percent`): 100 % unless the device's `sm_percent` divides them, as MuxServe does.
+several clusters, and other users' daemons, do not meet. A process is a client if its environment
+names the pipe. The environment also limits an engine's share of the SMs (`ForkEngine.sm_percent`):
+100 % unless the device's `sm_percent` divides them, as MuxServe does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from prism.config import ClusterConfig
+from prism.config.schema import ClusterConfig, is_gpu
 from prism.errors import ConfigError
 from prism.process import child_environment, private_log, wrapped_command
 
@@ -38,7 +38,7 @@ def wants_mps(config: ClusterConfig) -> bool:
     """Raises ConfigError where it is asked for and cannot be."""
     if not config.engine.mps:
         return False
-    if not any(device.name.startswith("cuda:") for device in config.devices):
+    if not any(is_gpu(device.name) for device in config.devices):
         raise ConfigError("engine.mps: there is no GPU among the devices; leave it off")
     if shutil.which(PROGRAM) is None:
         raise ConfigError(
@@ -49,8 +49,8 @@ def wants_mps(config: ClusterConfig) -> bool:
 
 
 def end_left_behind(folder: Path) -> None:
-    """Kill what a killed launcher's daemon left: it dies with the launcher, but its servers, which
-    hold the GPU, do not. They are known by their name and environment."""
+    """Kill the servers of a killed launcher's daemon. The daemon dies with the launcher; its
+    servers, which hold the GPU, do not. Their name and environment identify them."""
     pipe = _variables(folder)["CUDA_MPS_PIPE_DIRECTORY"]
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -133,7 +133,7 @@ class MpsDaemon:
         return done.returncode == 0
 
     def _end(self) -> None:
-        """In order, so that it ends its servers; hard, with its whole session, if it does not."""
+        """Ask it to end its servers and itself; then kill what is left of its session."""
         process, self._process = self._process, None
         if process is None:
             return

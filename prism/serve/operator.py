@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
+from contextlib import closing
+from pathlib import Path
+
 import zmq
 
-from prism.config import ClusterConfig
+from prism.config.schema import ClusterConfig
 from prism.errors import PrismError
-from prism.messages import ActionResult, OperatorCommand
+from prism.messages.agent import ActionResult
+from prism.messages.cluster import OperatorCommand
+from prism.messages.troubles import read_troubles
+from prism.transport import BlockingChannel
 
 
 class OperatorError(PrismError):
@@ -16,13 +21,17 @@ class OperatorError(PrismError):
 
 def ask(config: ClusterConfig, command: OperatorCommand, timeout_s: float) -> ActionResult:
     """Send `command` to the scheduler of `config`. Raises OperatorError when nothing comes back."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.set(zmq.LINGER, 0)
-        socket.connect(config.scheduler_endpoint)
-        socket.send(msgspec.msgpack.encode(command))
-        if not socket.poll(round(timeout_s * 1000)):
-            raise OperatorError(
-                f"the scheduler gave no answer in {timeout_s:g} s; see"
-                f" {config.run_dir}/logs/scheduler.log"
-            )
-        return msgspec.msgpack.decode(socket.recv(), type=ActionResult)
+    with zmq.Context() as context:
+        channel: BlockingChannel[ActionResult] = BlockingChannel(context, zmq.DEALER, ActionResult)
+        with closing(channel):
+            channel.connect(config.scheduler_endpoint)
+            channel.send(command)
+            channel.socket.poll(round(timeout_s * 1000))
+            for result in channel.receive(1):
+                return result
+    troubles = read_troubles(Path(config.run_dir))
+    known = "".join(f"; {part}: {trouble}" for part, trouble in troubles.items())
+    raise OperatorError(
+        f"the scheduler gave no answer in {timeout_s:g} s{known};"
+        f" see {config.run_dir}/logs/scheduler.log"
+    )

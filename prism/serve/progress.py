@@ -1,9 +1,9 @@
-"""What the user sees while a cluster starts: a live table on a terminal, else a line a change."""
+"""What the user sees while a cluster starts: on a terminal a table, elsewhere a line per change."""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import httpx
 import msgspec
@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from prism.messages import AgentReport, ClusterStatus
+from prism.messages.agent import AgentReport
+from prism.messages.cluster import ClusterStatus
 
 _PROBE_TIMEOUT_S = 2.0
 
@@ -43,59 +44,31 @@ class Probe:
         self._http.close()
 
 
-class Display(Protocol):
-    """Shows the start-up. Use as a context manager."""
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def show(self, reason: str, status: ClusterStatus | None) -> None: ...
+Show = Callable[[str, ClusterStatus | None], None]
 
 
-class Lines:
+@contextmanager
+def display(console: Console) -> Iterator[Show]:
+    """Gives what shows the reason why the cluster is not ready, and its status."""
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    live = Live(console=console, auto_refresh=False, transient=True)
+    with live:
+        yield lambda reason, status: live.update(_table(reason, status), refresh=True)
+
+
+def _lines(console: Console) -> Show:
     """For logs and pipes: one line whenever the reason changes."""
+    last = ""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._last = ""
+    def show(reason: str, _status: ClusterStatus | None) -> None:
+        nonlocal last
+        if reason != last:
+            last = reason
+            console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def show(self, reason: str, status: ClusterStatus | None) -> None:
-        if reason != self._last:
-            self._last = reason
-            self._console.print(reason, markup=False, highlight=False, soft_wrap=True)
-
-
-class LiveTable:
-    """For a terminal: devices and their models, drawn over itself (no thread of its own)."""
-
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> LiveTable:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def show(self, reason: str, status: ClusterStatus | None) -> None:
-        self._live.update(_table(reason, status), refresh=True)
-
-
-def make_display(console: Console) -> Display:
-    return LiveTable(console) if console.is_terminal else Lines(console)
+    return show
 
 
 def _table(reason: str, status: ClusterStatus | None) -> Table:

@@ -1,16 +1,22 @@
-"""Tables for people: a configuration that was checked, a cluster that runs."""
+"""Tables: a configuration that was checked, a cluster that runs."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import psutil
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prism.config import ClusterConfig, DeviceConfig
-from prism.messages import ActionResult, ClusterStatus, ModelSpec
-from prism.model_memory import MemoryNeed, memory_need
-from prism.units import format_size
+from prism.config.memory import MemoryNeed, memory_need
+from prism.config.schema import ClusterConfig, DeviceConfig, is_gpu
+from prism.config.units import format_size
+from prism.messages.agent import ActionResult
+from prism.messages.cluster import ClusterStatus
+from prism.messages.models import ModelSpec
+from prism.serve.gpu_probe import GpuFound
 
 _STAGES = {
     "engine": "waits for a free engine",
@@ -25,14 +31,19 @@ _STAGES = {
 }
 
 
-def configuration(config: ClusterConfig) -> RenderableType:
-    """Models and what they take; devices and what fits on them."""
-    return Group(_models_table(config), _devices_table(config))
+def configuration(
+    config: ClusterConfig, gpus: Mapping[str, GpuFound] = MappingProxyType({})
+) -> RenderableType:
+    """Models and what they take; devices and what fits on them; of GPUs, what is beside models."""
+    parts: list[RenderableType] = [_models_table(config), _devices_table(config)]
+    if any(is_gpu(device.name) for device in config.devices):
+        parts += [_gpus_table(config, gpus), _fits_table(config)]
+    return Group(*parts)
 
 
 def memory_warning(config: ClusterConfig) -> str | None:
     """Host devices stand for RAM: say so where the machine has less of it free."""
-    wanted = sum(device.capacity_bytes for device in config.devices)
+    wanted = sum(d.capacity_bytes for d in config.devices if not is_gpu(d.name))
     free = psutil.virtual_memory().available
     if wanted <= free:
         return None
@@ -69,7 +80,7 @@ def _devices_table(config: ClusterConfig) -> Table:
     for device in config.devices:
         models = [m for m in config.models if m.pinned_device in (None, device.name)]
         needs = [memory_need(m, device, config.engine).total_bytes for m in models]
-        names = [m.name for m, n in zip(models, needs, strict=True) if n <= device.capacity_bytes]
+        names = [m.name for m, n in zip(models, needs, strict=True) if n <= device.models_bytes]
         table.add_row(
             device.name,
             format_size(device.capacity_bytes),
@@ -82,8 +93,55 @@ def _devices_table(config: ClusterConfig) -> Table:
 
 
 def _together(total_bytes: int, device: DeviceConfig) -> str:
-    fits = total_bytes <= device.capacity_bytes
+    fits = total_bytes <= device.models_bytes
     return f"{format_size(total_bytes)}{'' if fits else ': in turn'}"
+
+
+def _gpus_table(config: ClusterConfig, gpus: Mapping[str, GpuFound]) -> Table:
+    table = Table(
+        "device", "GPU", "driver", "memory", "free now", "capacity", "engines without a model",
+        "left for models", title="GPUs", title_justify="left",
+    )  # fmt: skip
+    for device in config.devices:
+        if not is_gpu(device.name):
+            continue
+        found = gpus.get(device.name, GpuFound())
+        table.add_row(
+            device.name,
+            found.name,
+            found.driver_version,
+            format_size(found.total_bytes) if found.total_bytes else "unknown",
+            format_size(found.free_bytes) if found.total_bytes else "unknown",
+            format_size(device.capacity_bytes),
+            f"{device.engines} x {format_size(device.idle_bytes)}",
+            format_size(device.models_bytes),
+        )
+    return table
+
+
+def _fits_table(config: ClusterConfig) -> Table:
+    """Each model on each GPU that it may be on."""
+    table = Table(
+        "device", "model", "weights", "engine", "KV of one request", "together", "beside it free",
+        title="models on GPUs", title_justify="left",
+        caption="engine: torch's memory, graphs and NCCL, beside the context",
+        caption_justify="left",
+    )  # fmt: skip
+    for device in config.devices:
+        models = [m for m in config.models if m.pinned_device in (None, device.name)]
+        for model in models if is_gpu(device.name) else ():
+            need = memory_need(model, device, config.engine)
+            left_bytes = device.models_bytes - need.total_bytes
+            table.add_row(
+                device.name,
+                f"{model.name}, one of {model.tp} parts" if model.tp > 1 else model.name,
+                format_size(need.weight_bytes),
+                format_size(need.static_bytes),
+                format_size(need.kv_bytes),
+                format_size(need.total_bytes),
+                format_size(left_bytes) if left_bytes >= 0 else "does not fit",
+            )
+    return table
 
 
 def _need(config: ClusterConfig, model: ModelSpec) -> MemoryNeed:
@@ -94,8 +152,32 @@ def _need(config: ClusterConfig, model: ModelSpec) -> MemoryNeed:
 def cluster(status: ClusterStatus) -> RenderableType:
     """Devices, their models, and what waits without a device."""
     parts: list[RenderableType] = [_agents_table(status), _active_table(status)]
+    if any(agent.gpu for agent in status.agents):
+        parts.append(_drivers_table(status))
     parts += [Text(f"{model}: {n} requests wait unplaced") for model, n in status.unplaced.items()]
+    parts += [Text(f"{name}: {trouble}") for name, trouble in status.degraded.items()]
     return Group(*parts)
+
+
+def _drivers_table(status: ClusterStatus) -> Table:
+    table = Table(
+        "GPU", "free, by its driver", "held beyond leases", "promised, not there",
+        "engines replaced for it", "other processes", title="memory", title_justify="left",
+    )  # fmt: skip
+    for agent in status.agents:
+        if (gpu := agent.gpu) is None:
+            continue
+        table.add_row(
+            agent.device,
+            f"{format_size(gpu.free_bytes)} of {format_size(gpu.total_bytes)}",
+            format_size(gpu.drift_bytes),
+            format_size(gpu.short_bytes),
+            str(gpu.replaced_total),
+            ", ".join(
+                f"{p.pid} ({p.name or 'unknown'}) {format_size(p.used_bytes)}" for p in gpu.foreign
+            ),
+        )
+    return table
 
 
 def activation(result: ActionResult) -> RenderableType:

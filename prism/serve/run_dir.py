@@ -18,7 +18,7 @@ import msgspec
 
 import kvcached
 from kvcached.weights.store import default_store
-from prism.config import AUTO_STORE, ClusterConfig, read_resolved
+from prism.config.schema import AUTO_STORE, ClusterConfig, read_resolved, write_resolved
 from prism.errors import ConfigError
 from prism.serve import mps
 
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "prism-"
 CONFIG_FILE = "cluster.json"
+REDIS_FOLDER = "redis"
 _LOCK_FILE = "lock"
 # sun_path holds 107 bytes (unix(7)); the longest socket name is "redis/redis.sock" or
 # "engines-host9999".
@@ -35,9 +36,10 @@ _PATH_BYTES_MAX = 107 - len("/engines-host9999")
 class RunDir:
     """Created with mode 0700 and held until `remove`. `path` is absolute and short."""
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    def __init__(self, path: Path, lock_fd: int, log_dir: Path | None = None) -> None:
         self.path = path
         self._lock_fd = lock_fd
+        self._log_dir = log_dir
 
     @classmethod
     def create(cls, wanted: Path | None, log_dir: Path | None = None) -> RunDir:
@@ -51,7 +53,7 @@ class RunDir:
         lock_fd = _lock(path)
         if lock_fd is None:
             raise ConfigError(f"--run-dir: {path} was taken by another prism-serve; choose another")
-        made = cls(path, lock_fd)
+        made = cls(path, lock_fd, log_dir)
         try:
             _make_logs(path, log_dir)
         except ConfigError:
@@ -66,6 +68,31 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    def repair(self, config: ClusterConfig) -> bool:
+        """Make again what a cleaner of temporary files removed; whether that was anything. Raises
+        OSError or ConfigError."""
+        whole = self.config_file.exists() and self.logs.exists() and self._is_locked()
+        if whole:
+            return False
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._is_locked() and (lock_fd := _lock(self.path)) is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = lock_fd
+        if not self.config_file.exists():
+            write_resolved(config, self.config_file)
+        if not self.logs.exists():
+            self.logs.unlink(missing_ok=True)  # a link into a folder that is gone
+            _make_logs(self.path, self._log_dir)
+        return True
+
+    def _is_locked(self) -> bool:
+        """Whether the lock that this process holds is the one that others find."""
+        try:
+            found = (self.path / _LOCK_FILE).stat()
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self._lock_fd))
 
     def remove(self) -> None:
         """The directory and everything in it; then the lock."""
@@ -103,8 +130,8 @@ def sweep() -> None:
 
 
 def remove_ledgers(config: ClusterConfig) -> None:
-    """The shared-memory segments of all devices of a cluster whose processes have ended, KV that
-    nobody came for, and the weight store if it is the cluster's own."""
+    """After a cluster's processes have ended: the shared-memory segments of its devices, KV that
+    was never fetched, and the weight store if it is the cluster's own."""
     shutil.rmtree(config.moves_dir, ignore_errors=True)
     if config.engine.weight_store == AUTO_STORE:
         shutil.rmtree(default_store(config.namespace), ignore_errors=True)
@@ -169,8 +196,8 @@ def _is_held(path: Path) -> bool:
 
 
 def _is_left_behind(path: Path) -> bool:
-    """Whether a killed prism-serve made the directory: only then it may be removed. Others have
-    files called cluster.json, too."""
+    """Whether a killed prism-serve made the directory, so that it may be removed. Other programs
+    may have files called cluster.json."""
     if not (path / _LOCK_FILE).is_file() or _is_held(path):
         return False
     try:
@@ -183,27 +210,29 @@ def _read(path: Path) -> ClusterConfig:
     file = path / CONFIG_FILE
     try:
         return read_resolved(file)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--run-dir: {file} is not this version's: {error}; choose another directory"
         ) from error
 
 
 def _candidates() -> Iterator[Path]:
-    """Run directories of this user, running or left behind."""
+    """Run directories of this user, running or left behind. One whose start was killed early, or
+    whose files a cleaner removed, may have no configuration."""
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         try:
             mine = path.stat().st_uid == os.getuid()
-            if mine and (path / _LOCK_FILE).is_file() and (path / CONFIG_FILE).is_file():
+            ours = any((path / name).exists() for name in (CONFIG_FILE, REDIS_FOLDER))
+            if mine and ours and (path / _LOCK_FILE).is_file():
                 yield path
         except OSError:
             continue
 
 
 def _end_cluster(path: Path) -> None:
-    """What a killed prism-serve of this directory left outside of it."""
+    """Remove what a killed prism-serve of this directory left outside of it."""
     mps.end_left_behind(path / mps.FOLDER)
     try:
-        remove_ledgers(read_resolved(path / CONFIG_FILE))
-    except (OSError, msgspec.MsgspecError) as error:
+        remove_ledgers(_read(path))
+    except (OSError, ConfigError) as error:
         log.warning("%s names no ledgers: %s", path / CONFIG_FILE, error)

@@ -5,22 +5,93 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from prism.errors import ConfigError, PrismError
 from prism.queueing.server import BundledRedis
-from prism.serve.children import EXIT_CONFIG, Child, RestartBudget
+from prism.serve.children import EXIT_CONFIG, Child, RestartBackoff
+from prism.serve.redis_part import RedisPart
 
 _TAIL_LINES = 15
+_START_TRIES = 6
+# So many deaths with less than a minute between them are reported while the part runs, too.
+_DEATHS_REPORTED = 3
+# If looks are further apart, this process itself was suspended, and most likely the others too.
+_LOOK_MAX_S = 1.0
+_FIRST_BEAT_S = 120.0  # imports come before the first one; tokenizers are loaded after it
 
 
 class ClusterFailedError(PrismError):
     """A process keeps dying; the message holds the end of its log."""
 
 
+class Part(Protocol):
+    """A process that is kept running."""
+
+    name: str
+
+    def start(self) -> None: ...
+    def exit_code(self) -> int | None: ...
+    def beats(self) -> int: ...
+    def end_at_once(self) -> None: ...
+    def tail(self, lines: int) -> list[str]: ...
+
+
+@dataclass(slots=True)
+class Watched:
+    """What is known of one part. Times are monotonic."""
+
+    part: Part
+    backoff: RestartBackoff = field(default_factory=RestartBackoff)
+    due_s: float | None = None  # it has ended; the restart
+    why: str = ""  # how it ended the last time
+    hung: str = ""  # it was killed for this, and has not ended yet
+    _beats: int = 0
+    _looked_s: float = float("inf")
+    _silent_s: float = 0.0
+
+    def silent_s(self, now_s: float) -> float:
+        """How long it has not answered, counting only while this process ran."""
+        beats, passed_s = self.part.beats(), max(0.0, now_s - self._looked_s)
+        self._looked_s = now_s
+        changed = beats != self._beats
+        self._silent_s = 0.0 if changed else self._silent_s + min(passed_s, _LOOK_MAX_S)
+        self._beats = beats
+        return self._silent_s
+
+    @property
+    def has_answered(self) -> bool:
+        return self._beats > 0
+
+    def well_until_s(self, now_s: float) -> float:
+        """When it last answered, as of the last look."""
+        return now_s - self._silent_s
+
+    def started(self) -> None:
+        self.due_s, self.hung, self._beats = None, "", 0
+        self._looked_s, self._silent_s = float("inf"), 0.0
+
+    def trouble(self, now_s: float) -> str:
+        """Empty: it is well."""
+        deaths = self.backoff.deaths
+        if self.due_s is not None:
+            return f"ended ({self.why}); it is started again"
+        if self.hung:
+            return f"{self.hung}; it was killed and has not ended yet"
+        if deaths >= _DEATHS_REPORTED and self.backoff.is_recent(self.well_until_s(now_s)):
+            return f"ended {deaths} times in a row (the last time: {self.why})"
+        return ""
+
+
 class Supervisor:
     """`groups` start in this order and are ended in the reverse one; `say` prints a line.
 
-    A child that dies is started again after a growing delay, a bounded number of times.
+    A part that dies, or does not answer for `hang_s`, is started again after a growing delay.
+    Until `settled` is set, a part that keeps dying ends the cluster: most likely it was never
+    right. From then on only `stop` does.
+
+    troubles: part -> what is wrong with it, as of the last `watch`.
     """
 
     def __init__(
@@ -28,39 +99,47 @@ class Supervisor:
         groups: Sequence[Sequence[Child]],
         redis: BundledRedis | None,
         say: Callable[[str], None],
+        hang_s: float = float("inf"),
     ) -> None:
         self._groups = groups
-        self._redis = redis
         self._say = say
-        self._budgets = {child.spec.name: RestartBudget() for child in self._children()}
-        self._redis_budget = RestartBudget()
-        self._due_s: dict[str, float] = {}
+        self._hang_s = hang_s
+        self._redis = RedisPart(redis) if redis is not None else None
+        parts: list[Part] = [self._redis] if self._redis is not None else []
+        parts += [child for group in groups for child in group]
+        self._watched = [Watched(part) for part in parts]
+        self.settled = False
+        self.troubles: dict[str, str] = {}
 
     def start(self) -> None:
-        for child in self._children():
-            child.start()
-
-    def watch(self, now_s: float) -> None:
-        """Start again what has died; call a few times a second.
-
-        Raises ConfigError when a child says that the configuration is wrong, and
-        ClusterFailedError when one keeps dying.
-        """
-        if self._redis is not None and not self._redis.running:
-            self._restart_redis(self._redis, now_s)
-        for child in self._children():
-            code = child.exit_code()
-            if code is None:
-                continue
-            due_s = self._due_s.get(child.spec.name)
-            if due_s is None:
-                self._due_s[child.spec.name] = now_s + self._delay_s(child, code, now_s)
-            elif now_s >= due_s:
-                del self._due_s[child.spec.name]
+        """All but Redis, which runs. Raises OSError."""
+        for group in self._groups:
+            for child in group:
                 child.start()
 
+    def watch(self, now_s: float) -> None:
+        """Start again what has died or hangs; call a few times a second. Never blocks.
+
+        Until `settled`: raises ConfigError when a child says that the configuration is wrong, and
+        ClusterFailedError when a part keeps dying.
+        """
+        for each in self._watched:
+            if each.due_s is not None:
+                if now_s >= each.due_s:
+                    self._start_again(each, now_s)
+            elif (code := each.part.exit_code()) is not None:
+                why = each.hung or _how(code)
+                self._ended(each, why, now_s, wrong_input=code == EXIT_CONFIG)
+            else:
+                self._end_if_hung(each, now_s)
+        found = {each.part.name: each.trouble(now_s) for each in self._watched}
+        self.troubles = {name: trouble for name, trouble in found.items() if trouble}
+
     def stop(self, hurry: Callable[[], bool]) -> None:
-        """End every child, bounded: SIGTERM, its drain time, SIGKILL. `hurry` true: at once."""
+        """End every child, bounded: SIGTERM, its drain time, SIGKILL. `hurry` true: at once. Redis
+        runs on."""
+        if self._redis is not None:
+            self._redis.close()
         for group in reversed(self._groups):
             alive = [child for child in group if child.running()]
             for child in alive:
@@ -77,27 +156,41 @@ class Supervisor:
                 self._say(f"{child.spec.name} did not end in time and was killed")
                 return
 
-    def _delay_s(self, child: Child, code: int, now_s: float) -> float:
-        if code == EXIT_CONFIG:
-            raise ConfigError(child.last_line().removeprefix("error: "))
-        delay_s = self._budgets[child.spec.name].delay_s(now_s)
-        if delay_s is None:
-            tail = "\n  ".join(child.tail(_TAIL_LINES))
+    def _start_again(self, each: Watched, now_s: float) -> None:
+        try:
+            each.part.start()
+        except OSError as error:  # no memory, no process, no file: that may pass
+            self._ended(each, f"it cannot be started: {error}", now_s)
+        else:
+            each.started()
+
+    def _ended(self, each: Watched, why: str, now_s: float, *, wrong_input: bool = False) -> None:
+        name, each.why = each.part.name, why
+        delay_s = each.backoff.died(now_s, each.well_until_s(now_s))
+        each.due_s = now_s + delay_s
+        if not self.settled:
+            self._give_up_if_hopeless(each, wrong_input=wrong_input)
+        again = f"{name} ended ({why}); starting it again in {delay_s:g} s"
+        last = "".join(each.part.tail(1)) if wrong_input else ""
+        self._say(f"{again}: {last.removeprefix('error: ')}" if last else again)
+
+    def _give_up_if_hopeless(self, each: Watched, *, wrong_input: bool) -> None:
+        if wrong_input:
+            last = "".join(each.part.tail(1)) or f"{each.part.name} said nothing"
+            raise ConfigError(last.removeprefix("error: "))
+        if each.backoff.deaths >= _START_TRIES:
+            tail = "\n  ".join(each.part.tail(_TAIL_LINES))
             raise ClusterFailedError(
-                f"{child.spec.name} keeps ending ({_how(code)}); its log ends:\n  {tail}"
+                f"{each.part.name} keeps ending ({each.why}); its log ends:\n  {tail}"
             )
-        self._say(f"{child.spec.name} ended ({_how(code)}); starting it again in {delay_s:g} s")
-        return delay_s
 
-    def _restart_redis(self, redis: BundledRedis, now_s: float) -> None:
-        if self._redis_budget.delay_s(now_s) is None:
-            raise ClusterFailedError("the bundled Redis server keeps ending")
-        self._say("the bundled Redis server ended; starting it again")
-        redis.kill()
-        redis.start()
-
-    def _children(self) -> list[Child]:
-        return [child for group in self._groups for child in group]
+    def _end_if_hung(self, each: Watched, now_s: float) -> None:
+        silent_s = each.silent_s(now_s)
+        bound_s = self._hang_s if each.has_answered else max(self._hang_s, _FIRST_BEAT_S)
+        if silent_s > bound_s and not each.hung:
+            each.hung = f"did not answer for {silent_s:.0f} s"
+            self._say(f"{each.part.name} {each.hung} and was killed")
+            each.part.end_at_once()
 
 
 def _how(code: int) -> str:

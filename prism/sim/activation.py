@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from prism.sim.setup import ActivationSettings, ClusterSetup, DeviceSetup, ModelSetup
 
 
-def home_node(model: ModelSetup, nodes: Sequence[str]) -> str:
+def home_node(model: ModelSetup, setup: ClusterSetup) -> str:
     """The node whose host memory holds the model's weights where not all do."""
+    nodes = list(dict.fromkeys(d.node for d in setup.devices))
     return nodes[model.index % len(nodes)]
 
 
@@ -38,8 +39,7 @@ def activation_s(
 
 def startup_s(model: ModelSetup, setup: ClusterSetup) -> dict[str, float]:
     """Device -> how long the model takes to come up there, its peers on the same node."""
-    nodes = list(dict.fromkeys(d.node for d in setup.devices))
-    where, settings = home_node(model, nodes), setup.activation
+    where, settings = home_node(model, setup), setup.activation
     per_node = {
         d.node: activation_s(model, [d] * model.tp, settings, restarts=False, weights_node=where)
         for d in setup.devices

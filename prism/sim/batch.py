@@ -7,8 +7,31 @@ which it ends, and which of its KV blocks are full follows from the step's numbe
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
-from prism.sim.request import Request
+from prism.sim.compute import Job
+from prism.sim.request import SimRequest
+
+
+@dataclass(slots=True)
+class Flight:
+    """What a job in flight does: a prefill step, or a run of decode steps."""
+
+    job: Job
+    # Requests and how many tokens of their prompts are computed.
+    chunks: list[tuple[SimRequest, int]]
+    # Decode steps of the run, and how many it began with.
+    steps: int = 0
+    context_tokens: int = 0
+    run_steps: int = 0
+    # KV of run_steps.
+    blocks: int = 0
+    # Steps whose KV is taken, and how much that is.
+    allocated: int = 0
+    allocated_blocks: int = 0
+    # Steps that are over at seen_s.
+    done: int = 0
+    seen_s: float = -1.0
 
 
 class Batch:
@@ -21,16 +44,16 @@ class Batch:
         self.block_tokens = block_tokens
         self.step = 0
         self.context_tokens = 0
-        self.members: dict[int, Request] = {}
+        self.members: dict[int, SimRequest] = {}
         # block_tokens phases: members that need a new block when step % block_tokens is the index
         self._fills = [0] * block_tokens
-        self._ends: list[tuple[int, int, Request]] = []
+        self._ends: list[tuple[int, int, SimRequest]] = []
         self._serial = 0
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def join(self, request: Request) -> None:
+    def join(self, request: SimRequest) -> None:
         """REQUIRES: at least one token of it is left to decode."""
         request.join_step = self.step
         request.end_step = self.step + request.output_tokens - request.generated
@@ -40,7 +63,7 @@ class Batch:
         self._serial += 1
         heapq.heappush(self._ends, (request.end_step, self._serial, request))
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: SimRequest) -> None:
         """Its counts are what they are after the steps so far; it may join again."""
         del self.members[request.index]
         self._settle(request)
@@ -48,7 +71,7 @@ class Batch:
         self._fills[(self.step - request.kv_tokens) % self.block_tokens] -= 1
         request.end_step = -1
 
-    def newest(self) -> Request:
+    def newest(self) -> SimRequest:
         """Who joined last: the one to retract first."""
         return next(reversed(self.members.values()))
 
@@ -70,7 +93,7 @@ class Batch:
         found = rounds * len(self.members) + sum(fills[first : first + rest])
         return found + sum(fills[: first + rest - size]) if first + rest > size else found
 
-    def advance(self, steps: int) -> list[Request]:
+    def advance(self, steps: int) -> list[SimRequest]:
         """`steps` steps are over; returns who ends with the last, in the order of joining.
         REQUIRES: steps <= steps_to_end()."""
         self.step += steps
@@ -82,7 +105,7 @@ class Batch:
             ended.append(request)
         return ended
 
-    def _settle(self, request: Request) -> None:
+    def _settle(self, request: SimRequest) -> None:
         steps = self.step - request.join_step
         request.generated += steps
         request.kv_tokens += steps

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from prism.policies.placement import Placement, Unit
 from prism.policies.queues import Assign, QueueDevice, QueuedRequest, QueueView, VirtualQueue
 from prism.sim.activation import activation_s, home_node
-from prism.sim.device import Device
-from prism.sim.moves import Model
-from prism.sim.profile import Load
-from prism.sim.request import Request
+from prism.sim.device import SimDevice
+from prism.sim.moves import SimModel
+from prism.sim.profile import ModelLoad
+from prism.sim.request import SimRequest
 from prism.sim.resident import Resident, Stage
 from prism.sim.setup import ClusterSetup, ModelSetup
 
@@ -20,15 +20,15 @@ ASSIGN_S_PER_REQUEST = 1e-4
 
 
 class Bindings:
-    """The queues of one cluster. Requests stay in `Model.unplaced` until they start."""
+    """The queues of one cluster. Requests stay in `SimModel.unplaced` until they start."""
 
     def __init__(
         self,
         assign: Assign,
         setup: ClusterSetup,
-        loads: Sequence[Load],
-        models: Sequence[Model],
-        devices: Mapping[str, Device],
+        loads: Sequence[ModelLoad],
+        models: Sequence[SimModel],
+        devices: Mapping[str, SimDevice],
     ) -> None:
         self._assign = assign
         self._setup = setup
@@ -68,10 +68,10 @@ class Bindings:
         self._again_s = now_s + len(waiting) * ASSIGN_S_PER_REQUEST
         return self.queues
 
-    def starting(self) -> list[tuple[Resident, Request]]:
+    def starting(self) -> list[tuple[Resident, SimRequest]]:
         """The requests of the groups at the front whose model is up, with where they start; they
-        leave `Model.unplaced`."""
-        found: list[tuple[Resident, Request]] = []
+        leave `SimModel.unplaced`."""
+        found: list[tuple[Resident, SimRequest]] = []
         for queue in self.queues:
             for group in queue.groups:
                 resident = self._devices[queue.device].residents.get(group.model)
@@ -84,7 +84,7 @@ class Bindings:
             self._shown.pop(request.index, None)
         return found
 
-    def _queued(self, model: Model, request: Request) -> QueuedRequest:
+    def _queued(self, model: SimModel, request: SimRequest) -> QueuedRequest:
         """Kept until the request starts: it is the same at each assignment."""
         found = self._shown[request.index] = QueuedRequest(
             str(request.index),
@@ -116,8 +116,6 @@ class Bindings:
         return batch / cost.decode_s(batch, round(batch * tokens))
 
     def _startup_s(self, model: ModelSetup, unit: Unit) -> float:
-        nodes = list(dict.fromkeys(d.node for d in self._setup.devices))
         ranks = [self._devices[name].setup for name in unit.devices]
-        where = home_node(model, nodes)
-        settings = self._setup.activation
+        where, settings = home_node(model, self._setup), self._setup.activation
         return activation_s(model, ranks, settings, restarts=True, weights_node=where)

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prism.costs.model import Usage, slowdown
+from prism.costs.model import GpuUsage, slowdown
 from prism.sim.kernel import Kernel
 
 
 class Gpu:
-    """One GPU's compute. speed: of the jobs that run there, 1 while nothing is overcommitted."""
+    """One GPU's compute."""
 
     __slots__ = ("busy_s", "jobs", "name", "since_s", "speed")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.jobs: list[Job] = []
+        # Of the jobs that run there, 1 while nothing is overcommitted.
         self.speed = 1.0
         self.busy_s = 0.0
         self.since_s = 0.0
@@ -36,8 +37,8 @@ class Gpu:
 
 
 class Job:
-    """work_s: seconds that it takes alone; done_s of them are done at since_s. usage: asked for
-    only when it matters, beside another job or with an SM share."""
+    """work_s: seconds that it takes alone. usage: asked for only when it matters: beside another
+    job, or with an SM share."""
 
     __slots__ = (
         "_asked",
@@ -57,28 +58,29 @@ class Job:
         self,
         gpus: Sequence[Gpu],
         work_s: float,
-        usage: Callable[[], Usage],
+        usage: Callable[[], GpuUsage],
         on_end: Callable[[], None],
         sm_share: float = 1.0,
     ) -> None:
         self.gpus = gpus
         self.sm_share = sm_share
         self._asked = usage
-        self._usage: Usage | None = None
+        self._usage: GpuUsage | None = None
         self.stretch = slowdown(usage(), sm_share) if sm_share < 1.0 else 1.0
         self.work_s = work_s * self.stretch
         self.on_end = on_end
         self.speed = 0.0
+        # Seconds of work_s that are done at since_s.
         self.done_s = 0.0
         self.since_s = 0.0
         self.version = 0
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> GpuUsage:
         """Parts of the GPU's compute and bandwidth that it keeps busy at full speed."""
         if self._usage is None:
             found = self._asked()
-            self._usage = Usage(found.compute / self.stretch, found.bandwidth / self.stretch)
+            self._usage = GpuUsage(found.compute / self.stretch, found.bandwidth / self.stretch)
         return self._usage
 
     def done_at(self, now_s: float) -> float:

@@ -2,168 +2,221 @@
 
 from __future__ import annotations
 
-from prism.config import SchedulerYaml, SloYaml, Strict
+from prism.config.schema import SchedulerConfig, SloYaml, Strict
+from prism.config.units import Bytes, Seconds
 
 
 class GpusYaml(Strict, frozen=True):
-    """type: a GPU that `prism.costs` knows. memory: default the type's; memory_fraction: the part
-    of it that models may use. engines: models per GPU at most. network_rate: bytes per second
-    between nodes."""
+    """The GPUs."""
 
+    # A type that `prism-sim calibrate show` knows.
     type: str = "h100"
+    # How many in all.
     count: int = 1
+    # Over how many machines they are spread evenly.
     nodes: int = 1
-    memory: str | None = None
+    # Of each GPU. Default: the type's.
+    memory: Bytes | None = None
+    # The part of the memory that models may use.
     memory_fraction: float = 0.9
-    page: str = "2MiB"
+    # The unit in which KV memory is mapped.
+    page: Bytes = Bytes("2MiB")
+    # The most models on a GPU at a time.
     engines: int = 16
-    network_rate: str = "12.5GB"
+    # Bytes per second between nodes.
+    network_rate: Bytes = Bytes("12.5GB")
 
 
 class SimSloYaml(SloYaml, frozen=True):
-    """e2e: from arrival to the last token; default TTFT + TPOT x (output tokens - 1) of each
-    request."""
+    """The latencies that a request should keep to."""
 
-    e2e: str | None = None
+    # From arrival to the last token. Default: TTFT + TPOT x (output tokens - 1) of each request.
+    e2e: Seconds | None = None
 
 
 class SimModelYaml(Strict, frozen=True):
-    """shape: a public model whose shape `prism.costs` knows; default the name. weights: size,
-    default from the shape. count: so many models of this kind, named NAME-0, NAME-1, ... .
-    kv_reserve_tokens: KV that is always the model's own; default its longest request.
-    share: its part of the requests of a generated trace."""
+    """One model, or `count` equal ones."""
 
+    # What the trace calls the model.
     name: str
+    # A public model whose shape `prism.costs` knows, or a folder with a config.json. Default: the
+    # name.
     shape: str | None = None
+    # Over how many GPUs it is spread (tensor parallel).
     tp: int = 1
+    # With more than 1: so many models of this kind, called NAME-0, NAME-1, ...
     count: int = 1
+    # Default: the SLO of the whole file.
     slo: SimSloYaml | None = None
-    weights: str | None = None
+    # Size of the weights. Default: from the shape.
+    weights: Bytes | None = None
+    # KV that is always the model's own. Default: its longest request.
     kv_reserve_tokens: int | None = None
+    # Whether the model keeps its place while it is idle.
     never_evict: bool = False
+    # The only GPU that may serve the model. Default: the scheduler chooses.
     device: str | None = None
+    # This model's fraction of its GPU's KV memory under the static policy.
     static_share: float | None = None
+    # Its part of the requests of a generated trace. Default: by the trace's kind.
     share: float | None = None
 
 
 class GenerateYaml(Strict, frozen=True):
-    """kind: production, calm sessions with the statistics of Prism §3.1; bursty, groups that come
-    and go, perhaps by a preset of `prism-sim trace generate`, which has as many models as the file;
-    steady, MuxServe's power law. Models are most popular first. rate: requests per second of all
-    models, 4 unless a preset's. active_fraction: production, 0.5. gap_cv: production, 2.5, and
-    steady, 1. alpha: steady, 0.9. Lengths: default those of the Chatbot Arena sample, of ShareGPT
-    for steady."""
+    """A trace that is generated. Models are most popular first."""
 
+    # "production": calm sessions with the statistics of Prism §3.1. "bursty": groups of models that
+    # come and go. "steady": MuxServe's power law.
     kind: str = "production"
+    # Of bursty: a preset of `prism-sim trace generate`. It needs as many models as the file has.
     preset: str | None = None
+    # How long the trace is.
     seconds: float = 600.0
+    # Requests per second of all models. Default: 4, or the preset's.
     rate: float | None = None
+    # Of production: the part of the models that is active at a time. Default: 0.5.
     active_fraction: float | None = None
+    # The coefficient of variation of gaps. Default: 2.5 for production, 1 for steady.
     gap_cv: float | None = None
+    # Of steady: the exponent of the power law. Default: 0.9.
     alpha: float | None = None
+    # Default of these four: the lengths of the Chatbot Arena sample, of ShareGPT for steady.
     input_median: float | None = None
+    # The longest prompt.
     input_max: int | None = None
+    # The median answer.
     output_median: float | None = None
+    # The longest answer.
     output_max: int | None = None
 
 
 class SourceYaml(Strict, frozen=True):
-    """How the file of `trace` is read. format: prism, arena, azure, burstgpt, csv (a folder has a
-    file per model), maf, mooncake, servegen, sharegpt, vidur. map: its models onto those of
-    `models`, most popular first, by "popularity" or "round-robin"; without it names must agree.
-    start, window:
-    the part to take. limit: of requests. rate: requests per second of sources without times; thin:
-    the part to keep of sources of rates; lengths: FORMAT=FILE that lengths are drawn from, for
-    sources without any."""
+    """How the file of `trace` is read."""
 
+    # prism, arena, azure, burstgpt, csv (a folder has a file per model), maf, mooncake, servegen,
+    # sharegpt or vidur.
     format: str = "prism"
+    # Puts its models onto those of `models`, most popular first: "popularity" or "round-robin".
+    # Default: names must agree.
     map: str | None = None
+    # Where the part to take begins.
     start: str = "0s"
-    window: str | None = None
+    # How long the part to take is. Default: to the end.
+    window: Seconds | None = None
+    # The most requests to take.
     limit: int | None = None
+    # Requests per second of sources without times.
     rate: float = 1.0
+    # The part to keep of sources of rates.
     thin: float = 1.0
+    # FORMAT=FILE that lengths are drawn from, for sources without any.
     lengths: str | None = None
 
 
 class SimEngineYaml(Strict, frozen=True):
-    """static: non-elastic memory of an active engine on each of its GPUs. host: time per step not
-    hidden behind the GPU, default that of the cost table. request: from a request's arrival to its
-    device's queue (HTTP, tokenizer, queues). kv_layout: as in prism-serve.
-    memory_reserve: false lets an engine start without KV of its own. prefix_reuse: prompts whose
-    beginning (by the trace's hash_ids) an engine still has are computed from there on."""
+    """The engines."""
 
+    # The most requests that an engine runs at a time.
     max_running: int = 256
-    static: str = "1GiB"
+    # Memory of an active engine beside weights and KV, on each of its GPUs.
+    static: Bytes = Bytes("1GiB")
+    # The most prompt tokens that one step computes.
     prefill_chunk_tokens: int = 8192
+    # Whether a step computes prompts and decodes together.
     mixed_chunk: bool = False
+    # Tokens of a KV block.
     block_tokens: int = 16
+    # As in prism-serve.
     kv_layout: str = "per_layer"
-    host: str | None = None
-    request: str | None = None
+    # Time per step that the GPU does not hide. Default: the cost table's.
+    host: Seconds | None = None
+    # From a request's arrival to its device's queue (HTTP, tokenizer, queues). Default: none.
+    request: Seconds | None = None
+    # Whether an engine needs KV of its own to start.
     memory_reserve: bool = True
+    # Room for output tokens that admission asks for.
     headroom_tokens: int = 64
+    # Whether engines keep the beginnings of prompts that the trace names by hash_ids.
     prefix_reuse: bool = False
 
 
 class ActivationYaml(Strict, frozen=True):
-    """See `setup.ActivationSettings`; rates are bytes per second."""
+    """How long a model takes to come up. Rates are bytes per second."""
 
-    layout: str = "30ms"
-    restart: str = "15s"
-    load_rate: str = "23GB"
-    node_load_rate: str = "95GB"
-    plain_load_rate: str = "4GB"
-    peer_rate: str = "400GB"
+    # Laying out the virtual space in a running engine.
+    layout: Seconds = Seconds("30ms")
+    # A new engine process, for policies that restart engines.
+    restart: Seconds = Seconds("15s")
+    # One GPU's share of a parallel load from host memory.
+    load_rate: Bytes = Bytes("23GB")
+    # All GPUs of a node together.
+    node_load_rate: Bytes = Bytes("95GB")
+    # The load of a restarted engine.
+    plain_load_rate: Bytes = Bytes("4GB")
+    # From another GPU of the node.
+    peer_rate: Bytes = Bytes("400GB")
+    # Whether every node holds all weights in host memory. If not, each model's lie on one node.
     weights_everywhere: bool = True
+    # Whether the first plan's activations take no time.
     warm_start: bool = True
 
 
 class BaselinesYaml(Strict, frozen=True):
-    """What single policies can be tuned with; their papers leave it open. search_rates: the rates
-    that placement searches are given, each model's "mean" over the trace, its "peak" in the busiest
-    tenth, or "equal" ones. static_kv: how static divides a device's KV memory among models without
-    a static_share, into "equal" parts or with room for as many "tokens" each. qlm_group: requests
-    of a group at most. muxserve_prefill: the part of a GPU's compute that a prefill waits for;
-    muxserve_adapt: how often token-block quotas move. seallm_services: in a sharing group at most;
-    seallm_starvation: a request that has waited for so many budgets goes first."""
+    """What single policies can be tuned with; their papers leave it open."""
 
+    # The rates that placement searches are given: each model's "mean" over the trace, its "peak" in
+    # the busiest tenth, or "equal" ones.
     search_rates: str = "mean"
+    # How static divides a device's KV memory among models without a static_share: "equal" parts, or
+    # room for as many "tokens" each.
     static_kv: str = "equal"
+    # The most requests of a group of qlm.
     qlm_group: int = 64
+    # Of muxserve: the part of a GPU's compute that a prefill waits for.
     muxserve_prefill: float = 0.5
-    muxserve_adapt: str = "5s"
+    # Of muxserve: how often quotas of token blocks move.
+    muxserve_adapt: Seconds = Seconds("5s")
+    # The most services in a sharing group of seallm.
     seallm_services: int = 2
+    # Of seallm: a request that has waited for so many budgets goes first.
     seallm_starvation: float = 5.0
 
 
 class SimYaml(Strict, frozen=True):
-    """The whole file. trace: a file, relative to this one, read as `source` says; or generate: one.
-    rate_scale multiplies the requests, slo_scale every SLO. base_slos: SLOs are P95 latencies of
-    each model on GPUs of its own at rate scale 1 (Prism §7.2), times slo_scale, whatever `slo` and
-    the trace say. cost_files: step costs that
-    `prism-sim calibrate engine` measured, relative to the file, for the (GPU, model, TP) in them.
-    search_requests: of the trace, on which placement searches with a simulator try placements.
-    replacement_interval: the first one of seallm, whose placement is searched anew.
-    """
+    """The whole file."""
 
+    # At least one model.
     models: list[SimModelYaml]
     gpus: GpusYaml = GpusYaml()
+    # A file with requests, relative to this one. Give this or `generate`.
     trace: str | None = None
     source: SourceYaml = SourceYaml()
     generate: GenerateYaml | None = None
+    # `prism-sim policies` lists all.
     policy: str = "prism"
     slo: SimSloYaml = SimSloYaml()
+    # Multiplies the requests.
     rate_scale: float = 1.0
+    # Multiplies every SLO.
     slo_scale: float = 1.0
+    # SLOs are P95 latencies of each model on GPUs of its own at rate scale 1 (Prism §7.2), times
+    # slo_scale, whatever `slo` and the trace say.
     base_slos: bool = False
+    # Of all that is drawn by chance.
     seed: int = 0
+    # Step costs that `prism-sim calibrate engine` measured, relative to this file, for the GPU,
+    # model and TP in them.
     cost_files: tuple[str, ...] = ()
-    scheduler: SchedulerYaml = SchedulerYaml()
+    scheduler: SchedulerConfig = SchedulerConfig()
     engine: SimEngineYaml = SimEngineYaml()
     activation: ActivationYaml = ActivationYaml()
     baselines: BaselinesYaml = BaselinesYaml()
+    # Requests of the trace on which searches with a simulator inside try placements.
     search_requests: int = 600
-    patience: str = "10m"
-    replacement_interval: str = "5m"
+    # After the last arrival, requests that still wait are given up after this time.
+    patience: Seconds = Seconds("10m")
+    # The time to seallm's first new placement.
+    replacement_interval: Seconds = Seconds("5m")
+    # "runs" takes runs of decode steps as one event. "single" takes one step per event: the same
+    # results, slower.
     steps: str = "runs"

@@ -1,5 +1,5 @@
-"""An engine whose steps somebody else starts, and who starts them: step control (MuxServe §3.3,
-SeaLLM §4.2, AlpaServe's temporal sharing).
+"""An externally stepped engine and its controller: step control (MuxServe §3.3, SeaLLM §4.2,
+AlpaServe's temporal sharing).
 
 Admission is part of the control here: requests wait in the engine until a prefill names them.
 """
@@ -18,42 +18,41 @@ from prism.policies.steps import (
     StepJob,
     StepRequest,
 )
-from prism.sim import holding
+from prism.sim.batch import Flight
 from prism.sim.compute import Gpu
-from prism.sim.engine import Engine
-from prism.sim.flight import Flight
+from prism.sim.engine import SimEngine
 from prism.sim.kernel import Kernel
 from prism.sim.memory import Ledger
-from prism.sim.profile import Load
-from prism.sim.request import Request
+from prism.sim.profile import ModelLoad
+from prism.sim.request import SimRequest
 from prism.sim.setup import UNBOUNDED_STEPS
 
 CHOICES_MAX = 64
 
 
-class ControlledEngine(Engine):
-    """Prefill and decode may run side by side. parked: requests with KV that the last decode step
-    left out. short: a prefill found no memory, so that those who wait are not shown until something
-    changes; what a control reckons in tokens, the ledger grants in quanta. In the batch a request's
-    executed_s is less by the engine's clock, which runs for all of its members; it is put right
-    when the request leaves."""
+class ControlledEngine(SimEngine):
+    """Prefill and decode may run side by side. While a request is in the batch, its executed_s
+    lacks the engine's clock, which runs for all members; it is added when the request leaves."""
 
-    def begin(self, load: Load, sm_share: float) -> None:
+    def begin(self, load: ModelLoad, sm_share: float) -> None:
         """What the control is told of the model; call once."""
         self.load = load
         self.decode_sm_share = sm_share
-        self.waiting: dict[int, Request] = {}
-        self.parked: dict[int, Request] = {}
+        self.waiting: dict[int, SimRequest] = {}
+        # Requests with KV that the last decode step left out.
+        self.parked: dict[int, SimRequest] = {}
         self.kv_peak_bytes = 0
+        # A prefill found no memory: waiting requests are not shown until something changes. A
+        # control reckons in tokens, the ledger grants quanta.
         self.short = False
         self._clock_s = 0.0
         self._decode_since_s = 0.0
         self._seen: set[int] = set()
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[SimRequest]:
         return [*super().requests(), *self.parked.values(), *self.waiting.values()]
 
-    def admit(self, requests: Iterable[Request]) -> None:
+    def admit(self, requests: Iterable[SimRequest]) -> None:
         for request in requests:
             self.running += 1
             request.last_s = request.arrival_s
@@ -74,20 +73,20 @@ class ControlledEngine(Engine):
         if self.leaving and not self.busy:
             self._rest()
 
-    def release(self) -> list[Request]:
+    def release(self) -> list[SimRequest]:
         for request in self.batch.members.values():
             request.executed_s += self._clock_s
         parked, waiting = list(self.parked.values()), list(self.waiting.values())
         for request in parked:
-            holding.give(self.kv, request, self._kernel.time_s)
+            self.kv.release(request, self._kernel.time_s)
         self.parked.clear()
         self.waiting.clear()
         self.running -= len(parked) + len(waiting)
         return [*super().release(), *parked, *waiting]
 
-    def take_over(self, requests: Iterable[Request]) -> None:
+    def take_over(self, requests: Iterable[SimRequest]) -> None:
         """Those with KV stand where decodes that were left out stand; the others wait."""
-        moved: dict[int, Request] = {}
+        moved: dict[int, SimRequest] = {}
         for request in requests:
             self.running += 1
             if request.todo_tokens == 0 and self.kv.take(self.kv.blocks(request.kv_tokens)):
@@ -105,7 +104,7 @@ class ControlledEngine(Engine):
     def prefill_now(self, ids: Sequence[str], sm_share: float) -> bool:
         """One step of the whole prompts named, those whose KV fits. False: none did."""
         assert not self.leaving
-        chunks: list[tuple[Request, int]] = []
+        chunks: list[tuple[SimRequest, int]] = []
         for key in ids:
             request = self.waiting.get(int(key))
             if request is None or not self.kv.take(self.kv.blocks(request.kv_tokens)):
@@ -155,7 +154,7 @@ class ControlledEngine(Engine):
         if not ends:
             self._listener.freed()
 
-    def _token_came(self, request: Request) -> None:
+    def _token_came(self, request: SimRequest) -> None:
         joins = self._decode is None and request.generated + 1 < request.output_tokens
         super()._token_came(request)
         if joins:
@@ -169,17 +168,17 @@ class ControlledEngine(Engine):
         """Between two views a run may grow and end."""
         self.kv_peak_bytes = max(self.kv_peak_bytes, self.kv.kv_bytes)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: SimRequest) -> None:
         self.batch.leave(request)
         request.executed_s += self._clock_s
         self._usage_changed = True
 
-    def _join(self, request: Request) -> None:
+    def _join(self, request: SimRequest) -> None:
         self.batch.join(request)
         request.executed_s -= self._clock_s
         self._usage_changed = True
 
-    def _retract(self, victim: Request) -> None:
+    def _retract(self, victim: SimRequest) -> None:
         victim.executed_s += self._clock_s
         super()._retract(victim)
 
@@ -205,7 +204,7 @@ class ControlledEngine(Engine):
             self.running - len(self.waiting) - len(decodes),
         )
 
-    def _shown(self, requests: Iterable[Request], tokens: int = 0) -> tuple[StepRequest, ...]:
+    def _shown(self, requests: Iterable[SimRequest], tokens: int = 0) -> tuple[StepRequest, ...]:
         now_s = self._kernel.time_s
         return tuple(
             [
@@ -247,11 +246,11 @@ def _by_arrival(request: StepRequest) -> tuple[float, str]:
     return (request.arrival_s, request.id)
 
 
-class Controller:
-    """Asks a policy's step control for one device and starts what it says. Decode steps go on for
-    `holds_s` of a choice without being asked for. They end with the present step at any admission,
-    end or retraction of a request on the device, and when a choice that does not hold starts
-    something: step by step the control would be asked anew then."""
+class StepController:
+    """Asks a policy's step control for one device and starts the jobs that it chooses. Decode steps
+    go on for `holds_s` of a choice without another question. They end with the present step when a
+    request is admitted, ends or is retracted on the device, and when a choice that does not hold
+    starts something: step by step the control would be asked anew then."""
 
     def __init__(
         self,
@@ -316,7 +315,7 @@ class Controller:
             return started
         steps_max = UNBOUNDED_STEPS if choice.holds_s > 0 else 1
         started = engine.decode_now(job.requests, job.sm_share, steps_max)
-        # everyone may have been retracted, and waits again
+        # all requests may have been retracted, and wait again
         self._again = self._again or not started
         return started
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prism.journal import Sink
+from prism.costs.prefill_speed import Speed
 from prism.policies.registry import Policy
-from prism.ports import EngineView
-from prism.prefill_speed import Speed
-from prism.scheduler.journaled import JournaledScheduler
+from prism.scheduler.journal import QueueJournal, Sink
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
+from prism.scheduler.ports import EngineView
 from prism.sim.compute import Gpu
-from prism.sim.controlled import ControlledEngine, Controller
-from prism.sim.engine import Engine
+from prism.sim.controlled import ControlledEngine, StepController
+from prism.sim.engine import SimEngine
 from prism.sim.kernel import Kernel
-from prism.sim.kv import MemorySite
+from prism.sim.kv import MemorySite, idle_bytes, returnable_bytes
 from prism.sim.memory import Ledger
-from prism.sim.reclaim import idle_bytes, returnable_bytes
-from prism.sim.request import Request
+from prism.sim.request import SimRequest
 from prism.sim.resident import Resident, Stage
 from prism.sim.setup import DeviceSetup, ModelSetup
 
@@ -25,16 +23,10 @@ from prism.sim.setup import DeviceSetup, ModelSetup
 READY_SOON_S = 0.05
 
 
-class Device:
-    """The `prism.ports.EnginePort` of one simulated device.
-
-    number: of the device in the cluster, as in `Records`. residents: model -> the copy whose rank 0
-    is here; guests: copies that have any rank here.
-    speeds: model -> of its prefills here, which outlives its copies.
-    pending_bytes: what activations wait for; admission leaves it alone, so that those that run now
-    do not starve the newcomer. gpu: one that it shares, default one of its own. journal: where its
-    queue's records go.
-    """
+class SimDevice:
+    """Carries out the local scheduler's plans on one simulated device. number: of the device in the
+    cluster, as in `Records`. gpu: one that it shares, default one of its own. journal: where its
+    queue's records go."""
 
     def __init__(
         self,
@@ -54,31 +46,33 @@ class Device:
         self.gpu = gpu or Gpu(setup.name)
         self.ledger = Ledger(setup.capacity_bytes, setup.page_bytes)
         self.site = MemorySite(setup.name, self.ledger)
+        # model -> the copy whose rank 0 is here
         self.residents: dict[str, Resident] = {}
+        # copies that have any rank here
         self.guests: list[Resident] = []
+        # model -> of its prefills here, which outlives its copies
         self.speeds: dict[str, Speed] = {}
-        self._homes: tuple[Device, ...] | None = None
+        self._homes: tuple[SimDevice, ...] | None = None
+        # what activations wait for; admission leaves it alone, so that those that run now do not
+        # starve the newcomer
         self.pending_bytes = 0
-        self.scheduler = (
-            LocalScheduler(self, limits, policy.order)
-            if journal is None
-            else JournaledScheduler(self, limits, policy.order, journal, kernel.now_s)
-        )
+        observer = None if journal is None else QueueJournal(journal, kernel.now_s)
+        self.scheduler = LocalScheduler(limits, policy.order, observer)
         self._limits = limits
         self.controller = (
-            Controller(kernel, policy.steps, self.gpu, self.ledger, self._expired)
+            StepController(kernel, policy.steps, self.gpu, self.ledger, self._expired)
             if policy.steps
             else None
         )
         # a journal tells of every request in the queue, and step control of every request
         self._may_skip_queue = journal is None and self.controller is None
         self._changed = False
-        self._requests: dict[str, Request] = {}
-        self._touched: list[Engine] = []
+        self._requests: dict[str, SimRequest] = {}
+        self._touched: list[SimEngine] = []
         self._tick_due = False
 
     @property
-    def homes(self) -> tuple[Device, ...]:
+    def homes(self) -> tuple[SimDevice, ...]:
         """Those whose queues memory freed here may let start: this one and its guests' homes."""
         if self._homes is None:
             self._homes = tuple(dict.fromkeys((self, *(guest.home for guest in self.guests))))
@@ -107,15 +101,15 @@ class Device:
 
     # --- the queue --------------------------------------------------------------------------
 
-    def come(self, resident: Resident, request: Request) -> None:
+    def on_arrival(self, resident: Resident, request: SimRequest) -> None:
         """A request arrives: it starts at once if it can, else it waits."""
         resident.last_use_s = self._kernel.time_s
         request.device = self.number
         if not self._start_alone(resident, request):
             self.enqueue(resident, request)
-            self.poke()
+            self.try_dispatch()
 
-    def _start_alone(self, resident: Resident, request: Request) -> bool:
+    def _start_alone(self, resident: Resident, request: SimRequest) -> bool:
         """Nobody waits, and it can start: it needs no place in the queue."""
         engine = resident.engine
         if engine is None or self._requests or self.site.starved or not self._may_skip_queue:
@@ -123,13 +117,15 @@ class Device:
         if not self._surely_starts(resident, engine, request):
             self._look(resident, engine)
             view = self._active_view(resident, engine)
-            if not self.scheduler.passes(view, request.prompt_tokens, request.output_tokens):
+            if not self.scheduler.would_start_now(
+                view, request.prompt_tokens, request.output_tokens
+            ):
                 return False
         engine.admit((request,))
         engine.turn()
         return True
 
-    def _surely_starts(self, resident: Resident, engine: Engine, request: Request) -> bool:
+    def _surely_starts(self, resident: Resident, engine: SimEngine, request: SimRequest) -> bool:
         """There is memory whatever the runs in flight still take, and nothing else to wait for: no
         view is needed to see that it `passes`."""
         if resident.stage is not Stage.ACTIVE or engine.running >= engine.max_running:
@@ -146,8 +142,8 @@ class Device:
                 return False
         return True
 
-    def enqueue(self, resident: Resident, request: Request) -> None:
-        """`poke` lets it start."""
+    def enqueue(self, resident: Resident, request: SimRequest) -> None:
+        """`try_dispatch` lets it start."""
         resident.last_use_s = self._kernel.time_s
         request.device = self.number
         self._changed = True
@@ -168,7 +164,7 @@ class Device:
             )
         )
 
-    def receive(self, resident: Resident, requests: Sequence[Request]) -> None:
+    def receive(self, resident: Resident, requests: Sequence[SimRequest]) -> None:
         """Requests of another copy go on in this one's engine. REQUIRES: it is active."""
         assert resident.engine is not None
         resident.last_use_s = self._kernel.time_s
@@ -178,9 +174,9 @@ class Device:
         self._changed = True
         if self.controller is None:
             self._touched.append(resident.engine)
-        self.poke()
+        self.try_dispatch()
 
-    def withdraw(self, resident: Resident) -> list[Request]:
+    def withdraw(self, resident: Resident) -> list[SimRequest]:
         """The copy's waiting requests, oldest first; they are here no more."""
         model = resident.model.index
         keys = [key for key, request in self._requests.items() if request.model == model]
@@ -188,7 +184,7 @@ class Device:
         resident.waiting = 0
         return [self._requests.pop(key) for key in keys]
 
-    def poke(self) -> None:
+    def try_dispatch(self) -> None:
         """Something changed: start all that can start now."""
         if self.controller is not None:
             self._consult(self.controller)
@@ -196,13 +192,21 @@ class Device:
         if self.site.starved:
             self._readmit()
         if self._requests:
-            self.scheduler.step(self._kernel.time_s)
+            plan = self.scheduler.step(self._kernel.time_s, self._views())
+            for model, keys in plan.starts.items():
+                self._start(self.residents[model], keys)
             if self._requests:
                 self._expect_tick()
         if self._touched:
             touched, self._touched = self._touched, []
             for engine in touched:
                 engine.turn()
+
+    def _start(self, resident: Resident, keys: Sequence[str]) -> None:
+        assert resident.engine is not None
+        resident.waiting -= len(keys)
+        resident.engine.admit([self._requests.pop(key) for key in keys])
+        self._touched.append(resident.engine)
 
     def _readmit(self) -> None:
         for resident in self.residents.values():
@@ -218,9 +222,9 @@ class Device:
     def _expired(self) -> None:
         """A choice of step control holds no more."""
         self.note_change()
-        self.poke()
+        self.try_dispatch()
 
-    def _consult(self, controller: Controller) -> None:
+    def _consult(self, controller: StepController) -> None:
         engines: dict[str, ControlledEngine] = {}
         for name, resident in self.residents.items():
             if isinstance(resident.engine, ControlledEngine) and not resident.engine.leaving:
@@ -240,12 +244,12 @@ class Device:
     def _tick(self) -> None:
         self._tick_due = False
         if self._requests:
-            self.poke()
+            self.try_dispatch()
 
-    # --- EnginePort -------------------------------------------------------------------------
+    # --- what the local scheduler sees ------------------------------------------------------
 
-    def views(self) -> Sequence[EngineView]:
-        found: list[tuple[Resident, Engine | None]] = []
+    def _views(self) -> Sequence[EngineView]:
+        found: list[tuple[Resident, SimEngine | None]] = []
         for resident in self.residents.values():
             engine = resident.engine
             if resident.waiting or (engine is not None and engine.prefills):
@@ -257,7 +261,7 @@ class Device:
             for resident, engine in found
         ]
 
-    def _look(self, resident: Resident, engine: Engine | None) -> None:
+    def _look(self, resident: Resident, engine: SimEngine | None) -> None:
         """Memory that its devices' engines hold is as of now."""
         if engine is not None:
             engine.catch_up()
@@ -265,17 +269,7 @@ class Device:
             if device.gpu.jobs:
                 device.site.sync()
 
-    def dispatch(self, model: str, request_ids: Sequence[str]) -> None:
-        resident = self.residents[model]
-        assert resident.engine is not None
-        resident.waiting -= len(request_ids)
-        resident.engine.admit([self._requests.pop(key) for key in request_ids])
-        self._touched.append(resident.engine)
-
-    def ask_memory(self, model: str, tokens: int) -> None:
-        """Simulated engines hold no memory for nothing: there is nobody to ask."""
-
-    def _active_view(self, resident: Resident, engine: Engine) -> EngineView:
+    def _active_view(self, resident: Resident, engine: SimEngine) -> EngineView:
         kv, account = engine.kv, engine.kv.accounts[0]
         quantum_bytes, quantum_tokens, kv_bytes = kv.quantum_bytes, kv.quantum_tokens, kv.kv_bytes
         free_bytes = min([d.room_bytes() for d in resident.devices])

@@ -12,24 +12,22 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from prism.costs.model import Chunk, CostModel, Usage
+from prism.costs.model import CostModel, GpuUsage, PromptChunk
+from prism.costs.prefill_speed import Speed
 from prism.policies.steps import Phase
-from prism.prefill_speed import Speed
-from prism.sim import holding
-from prism.sim.batch import Batch
+from prism.sim.batch import Batch, Flight
 from prism.sim.compute import Compute, Gpu, Job
-from prism.sim.flight import Flight
 from prism.sim.kv import KvSpace
-from prism.sim.request import Listener, Request
+from prism.sim.request import Listener, SimRequest
 from prism.sim.setup import UNBOUNDED_STEPS, EngineSettings
 
 
-class Engine:
+class SimEngine:
     """One active model on one GPU or tensor-parallel group.
 
-    `prefills`: admitted requests without their next token, oldest first; `retracted`: those that
-    wait for memory to come back; running: all that it holds. slower: factor on the time of every
-    step. submit_s: from an admission until the engine knows of it.
+    `prefills`: admitted requests without their next token, oldest first. `retracted`: requests that
+    wait for memory to come back. running: all requests that it holds. slower: factor on the time of
+    every step. submit_s: from an admission until the engine knows of it.
     """
 
     def __init__(
@@ -51,9 +49,9 @@ class Engine:
         self.max_running = settings.max_running
         self._listener = listener
         self.batch = Batch(kv.block_tokens)
-        self.prefills: deque[Request] = deque()
-        self.retracted: deque[Request] = deque()
-        self._joining: list[Request] = []
+        self.prefills: deque[SimRequest] = deque()
+        self.retracted: deque[SimRequest] = deque()
+        self._joining: list[SimRequest] = []
         self._prefill_since_s = 0.0
         self._prefill: Flight | None = None
         self._decode: Flight | None = None
@@ -102,13 +100,13 @@ class Engine:
         done = self._steps_done(self._decode) if self._decode is not None else 0
         return self.output_tokens_total + done * len(self.batch.members)
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[SimRequest]:
         """All that it holds."""
         return [*self.batch.members.values(), *self._joining, *self.prefills, *self.retracted]
 
     # --- orders -----------------------------------------------------------------------------
 
-    def admit(self, requests: Iterable[Request]) -> None:
+    def admit(self, requests: Iterable[SimRequest]) -> None:
         """Take requests whose KV fits; `turn` starts them. One that does not fit after all waits
         for memory like a retracted one."""
         # what the run in flight has begun is taken before others take its claim
@@ -122,7 +120,7 @@ class Engine:
             if request.started_s < 0:  # else it comes from a copy that is gone
                 request.started_s = self._kernel.time_s
                 self.prompt_tokens_total += request.prompt_tokens
-            if holding.take(self.kv, request, self._kernel.time_s):
+            if self.kv.hold(request, self._kernel.time_s):
                 self.prefills.append(request)
             else:
                 self._starve(request)
@@ -167,7 +165,7 @@ class Engine:
             headroom = min(left, self._settings.headroom_tokens) if self.running > 1 else 1
             spare = self.kv.blocks(request.kv_tokens + headroom) + len(self.batch.members)
             spare -= self.kv.blocks(request.kv_tokens)
-            if not holding.take(self.kv, request, self._kernel.time_s, spare):
+            if not self.kv.hold(request, self._kernel.time_s, spare):
                 break
             self.prefills.append(self.retracted.popleft())
             came = True
@@ -176,12 +174,12 @@ class Engine:
         if came:
             self.end_run()
 
-    def _recompute(self, request: Request) -> None:
+    def _recompute(self, request: SimRequest) -> None:
         """Its KV is gone: it waits for memory to compute all of it again."""
         request.forget_kv()
         self._starve(request)
 
-    def _starve(self, request: Request) -> None:
+    def _starve(self, request: SimRequest) -> None:
         self.retracted.append(request)
         self.kv.sites[0].starved.add(self)
 
@@ -198,14 +196,14 @@ class Engine:
             self._kernel.after(0.0, self._rested)
             self._rested = None
 
-    def release(self) -> list[Request]:
-        """Everybody goes, with what KV they have computed so far; their memory is free. REQUIRES:
+    def release(self) -> list[SimRequest]:
+        """All requests leave, with the KV computed so far, and their memory is free. REQUIRES:
         nothing is in flight."""
         held = [*self.batch.members.values(), *self.prefills]
         for request in held:
             if request.index in self.batch.members:
                 self.batch.leave(request)
-            holding.give(self.kv, request, self._kernel.time_s)
+            self.kv.release(request, self._kernel.time_s)
         left = [*held, *self.retracted]
         self.prefills.clear()
         self.retracted.clear()
@@ -213,11 +211,11 @@ class Engine:
         self.running -= len(left)
         return left
 
-    def take_over(self, requests: Iterable[Request]) -> None:
+    def take_over(self, requests: Iterable[SimRequest]) -> None:
         """Of another engine, with their KV where there is memory for it; else they are computed
         again when there is. `turn` starts them."""
         self.end_run()
-        prefills: list[Request] = []
+        prefills: list[SimRequest] = []
         for request in requests:
             self.running += 1
             request.prefix, request.ready_s = [], self._kernel.time_s
@@ -229,7 +227,7 @@ class Engine:
                 self._continue(request)
         self.prefills.extendleft(reversed(prefills))
 
-    def _continue(self, request: Request) -> None:
+    def _continue(self, request: SimRequest) -> None:
         """Its prompt is computed: the next step of the batch is its next as well."""
         if self._decode is None and (self._prefill is None or not self._prefill.steps):
             self.batch.join(request)
@@ -247,7 +245,7 @@ class Engine:
     def start_prefill(self) -> None:
         """One step of the oldest prompts. REQUIRES: the first may start, and nothing in flight."""
         left = self._settings.prefill_chunk_tokens
-        chunks: list[tuple[Request, int]] = []
+        chunks: list[tuple[SimRequest, int]] = []
         for request in self.prefills:
             if request.ready_s > self._kernel.time_s:
                 break
@@ -261,8 +259,10 @@ class Engine:
             self.kv.take(self.batch.new_blocks(1))
         self._prefill_step(chunks, len(self.batch.members) if mixed else 0, 1.0)
 
-    def _prefill_step(self, chunks: list[tuple[Request, int]], batch: int, sm_share: float) -> None:
-        costs = [Chunk(tokens, r.kv_tokens - r.todo_tokens) for r, tokens in chunks]
+    def _prefill_step(
+        self, chunks: list[tuple[SimRequest, int]], batch: int, sm_share: float
+    ) -> None:
+        costs = [PromptChunk(tokens, r.kv_tokens - r.todo_tokens) for r, tokens in chunks]
         context_tokens = self.batch.context_tokens if batch else 0
         work_s = self.cost.step_s(costs, batch, context_tokens)
         usage = partial(self.cost.usage, costs, batch, context_tokens)
@@ -282,8 +282,7 @@ class Engine:
             request.todo_tokens -= tokens
             if request.todo_tokens == 0:
                 self.prefills.remove(request)
-                if self.kv.cache is not None:
-                    holding.keep_prompt(self.kv, request, self.kv.cache)
+                self.kv.keep_prompt(request)
                 self._token_came(request)
         self._usage_changed = True
         self._listener.freed()
@@ -297,7 +296,7 @@ class Engine:
             self.speed.add(tokens, seconds)
             self.prefill_tokens_per_s = self.speed.tokens_per_s
 
-    def _token_came(self, request: Request) -> None:
+    def _token_came(self, request: SimRequest) -> None:
         request.generated += 1
         self.output_tokens_total += 1
         if request.first_s < 0:
@@ -310,8 +309,8 @@ class Engine:
     # --- decode -----------------------------------------------------------------------------
 
     def start_decode(self, sm_share: float = 1.0, steps_max: int = UNBOUNDED_STEPS) -> bool:
-        """A run of decode steps of the whole batch: until a member ends, memory ends, somebody
-        calls `end_run`, or `steps_max`. False: everyone had to be retracted.
+        """A run of decode steps of the whole batch: until a member ends, memory ends, `end_run`
+        is called, or `steps_max`. False: all requests had to be retracted.
         REQUIRES: no decode in flight, a batch."""
         if not self._make_room():
             self.turn()
@@ -353,7 +352,7 @@ class Engine:
         return bool(ended)
 
     def _make_room(self) -> bool:
-        """Retract until the next step of the batch fits. False: nobody is left."""
+        """Retract until the next step of the batch fits. False: no member is left."""
         while self.batch.members:
             if self.kv.fits(self.batch.new_blocks(1)):
                 return True
@@ -362,13 +361,13 @@ class Engine:
             self._retract(victim)
         return False
 
-    def _retract(self, victim: Request) -> None:
-        holding.give(self.kv, victim, self._kernel.time_s)
+    def _retract(self, victim: SimRequest) -> None:
+        self.kv.release(victim, self._kernel.time_s)
         self._recompute(victim)
         self._usage_changed = True
         self._listener.retracted(victim)
 
-    def _batch_usage(self) -> Usage:
+    def _batch_usage(self) -> GpuUsage:
         """Of the batch in flight, at the context it had when it last changed: the same whether its
         steps are taken one by one or in runs."""
         return self.cost.usage((), *self._usage_of)
@@ -393,8 +392,8 @@ class Engine:
             self.kv.take_claimed(blocks - step.allocated_blocks)
         step.allocated, step.allocated_blocks = begun, blocks
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: SimRequest) -> None:
         self.running -= 1
         self._usage_changed = True
-        holding.give(self.kv, request, self._kernel.time_s)
+        self.kv.release(request, self._kernel.time_s)
         self._listener.ended(request)

@@ -5,34 +5,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prism.policies.kv_blocks import KvBlocks, Pool, pool
-from prism.policies.placement import Placement
+from prism.costs.prefill_speed import Speed
+from prism.policies.kv_blocks import PoolUse, pool
+from prism.policies.placement import Hosted, Placement
 from prism.policies.registry import Policy
-from prism.prefill_speed import Speed
 from prism.sim.compute import Compute
 from prism.sim.controlled import ControlledEngine
-from prism.sim.engine import Engine
+from prism.sim.engine import SimEngine
 from prism.sim.kv import KvSpace
-from prism.sim.prefix import HASH_TOKENS, PrefixCache
-from prism.sim.profile import Load
+from prism.sim.prefix import HASH_TOKENS, SimPrefixCache
+from prism.sim.profile import ModelLoad
 from prism.sim.request import Listener
 from prism.sim.resident import Resident
 from prism.sim.setup import ClusterSetup
 
-POOLED = (KvBlocks.HEADWISE, KvBlocks.MERGED)
-
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class EngineTerms:
     """What an engine is made with. target: the placement that it belongs to."""
 
     setup: ClusterSetup
     policy: Policy
-    load: Load
+    load: ModelLoad
     target: Placement | None
 
 
-def make_engine(resident: Resident, compute: Compute, terms: Terms, listener: Listener) -> Engine:
+def make_engine(
+    resident: Resident, compute: Compute, terms: EngineTerms, listener: Listener
+) -> SimEngine:
     """REQUIRES: the copy's accounts are open."""
     model, tp = resident.model, resident.tp
     part = model.parts[tp]
@@ -45,10 +45,10 @@ def make_engine(resident: Resident, compute: Compute, terms: Terms, listener: Li
     sites = [device.site for device in resident.devices]
     space = KvSpace(sites, resident.accounts, block_tokens, quantum_blocks, quantum_bytes)
     if terms.setup.engine.prefix_reuse and terms.policy.steps is None:
-        space.cache = PrefixCache(HASH_TOKENS // block_tokens)
+        space.cache = SimPrefixCache(HASH_TOKENS // block_tokens)
         for site in sites:
             site.reuses = True
-    kind = ControlledEngine if terms.policy.steps is not None else Engine
+    kind = ControlledEngine if terms.policy.steps is not None else SimEngine
     engine = kind(
         compute,
         [device.gpu for device in resident.devices],
@@ -66,32 +66,33 @@ def make_engine(resident: Resident, compute: Compute, terms: Terms, listener: Li
     return engine
 
 
-def _pool(resident: Resident, terms: Terms) -> Pool | None:
+def _pool(resident: Resident, terms: EngineTerms) -> PoolUse | None:
     """None where each model has blocks of its own: by the policy, or because heads differ in size,
     which neither way of pooling can share (the unit's models then keep their own pages)."""
-    if terms.policy.kv_blocks not in POOLED:
+    kind = terms.policy.kv_blocks
+    if kind is None:
         return None
     tp = resident.tp
     names = _unit_names(resident, terms.target)
     shapes = [m.parts[tp].shape for m in terms.setup.models if m.name in names and tp in m.parts]
     try:
-        return pool(terms.policy.kv_blocks, resident.model.parts[tp].shape, shapes)
+        return pool(kind, resident.model.parts[tp].shape, shapes)
     except ValueError:
         return None
 
 
 def _unit_names(resident: Resident, target: Placement | None) -> set[str]:
     """The models that share the copy's devices."""
-    home = resident.home.name
-    units = target.units if target is not None else ()
-    found = {h.model for u in units if u.devices[0] == home for h in u.models}
+    found = {hosted.model for hosted in _unit(resident, target)}
     return found | {guest.model.name for guest in resident.home.guests}
 
 
 def _sm_share(resident: Resident, target: Placement | None) -> float:
-    home, name = resident.home.name, resident.model.name
+    name = resident.model.name
+    return next((h.sm_share for h in _unit(resident, target) if h.model == name), 1.0)
+
+
+def _unit(resident: Resident, target: Placement | None) -> list[Hosted]:
+    """What the target has on the copy's devices."""
     units = target.units if target is not None else ()
-    shares = [
-        h.sm_share for u in units if u.devices[0] == home for h in u.models if h.model == name
-    ]
-    return shares[0] if shares else 1.0
+    return [h for u in units if u.devices[0] == resident.home.name for h in u.models]

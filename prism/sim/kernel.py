@@ -15,7 +15,7 @@ Callback = Callable[..., None]
 
 
 class Kernel:
-    """A clock that jumps from event to event. Single-threaded; also a `prism.ports.Clock`."""
+    """A clock that jumps from event to event. Single-threaded; a `Clock` of the ports."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self.time_s = start_s
@@ -44,11 +44,6 @@ class Kernel:
             self.time_s, _, callback, args = pop(heap)
             self.events += 1
             callback(*args)
-
-    @property
-    def idle(self) -> bool:
-        """No event is left."""
-        return not self._heap
 
 
 class Alarm:

@@ -5,33 +5,23 @@ them or on none. Blocks are packed as tightly as they could be (the live allocat
 fullest page first), so `quanta` is the fewest that hold the live blocks.
 
 Runs of decode steps take their KV step by step, which others see in the ledgers as it happens
-(`MemorySite.sync`). What a run may still take is its claim: nobody starts a run that counts on it,
-and who really needs the memory ends the run with its present step.
+(`MemorySite.sync`). What a run may still take is its claim. No other run counts on claimed memory
+at its start; an engine that really needs the memory ends the run with its present step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prism.sim.batch import Batch
 from prism.sim.memory import Account, Ledger
-from prism.sim.prefix import PrefixCache
-from prism.sim.reclaim import make_room
+from prism.sim.prefix import HASH_TOKENS, SimPrefixCache
+from prism.sim.request import SimRequest
 
-
-class Runner(Protocol):
-    """The engine whose KV it is."""
-
-    def sync(self) -> None:
-        """Take the quanta of all steps that have begun."""
-
-    def catch_up(self) -> None:
-        """Take the blocks of all steps that have begun."""
-
-    def end_run(self) -> None:
-        """End the run in flight with its present step and drop its claim."""
+if TYPE_CHECKING:
+    from prism.sim.engine import SimEngine
 
 
 class MemorySite:
@@ -43,7 +33,7 @@ class MemorySite:
         self.ledger = ledger
         self.spaces: list[KvSpace] = []
         self.reuses = False
-        self.starved: set[Runner] = set()
+        self.starved: set[SimEngine] = set()
 
     def sync(self) -> None:
         """Every engine's quanta as of now."""
@@ -80,8 +70,8 @@ class KvSpace:
         self.quanta = 0
         self.target_quanta = 0
         self._target_blocks = 0
-        self.cache: PrefixCache | None = None
-        self.runner: Runner
+        self.cache: SimPrefixCache | None = None
+        self.runner: SimEngine
         self._ranks = [(s.ledger, a) for s, a in zip(sites, accounts, strict=True)]
 
     @property
@@ -145,9 +135,41 @@ class KvSpace:
         self.live_blocks -= blocks
         self._resize()
 
+    def hold(self, request: SimRequest, now_s: float, spare_blocks: int = 0) -> bool:
+        """KV for all of the request that is not cached, if `spare_blocks` fit as well."""
+        cache, need = self.cache, self.blocks(request.kv_tokens)
+        if cache is None:
+            return (not spare_blocks or self.fits(need + spare_blocks)) and self.take(need)
+        if request.hashes:
+            # at least its last token is computed
+            request.prefix = cache.use(request.hashes, (request.kv_tokens - 1) // HASH_TOKENS)
+            need -= len(request.prefix) * cache.kv_blocks
+        if (spare_blocks and not self.fits(need + spare_blocks)) or not self.take(need):
+            cache.leave(request.prefix, now_s)
+            return False
+        cached_tokens = len(request.prefix) * HASH_TOKENS
+        request.todo_tokens = request.kv_tokens - cached_tokens
+        if not request.retractions:
+            request.cached_tokens = cached_tokens
+        return True
+
+    def keep_prompt(self, request: SimRequest) -> None:
+        """The cache takes the prompt's blocks. A block that others computed at the same time is
+        freed."""
+        if self.cache is not None and (twice := self.cache.extend(request.prefix, request.hashes)):
+            self.give(twice * self.cache.kv_blocks)
+
+    def release(self, request: SimRequest, now_s: float) -> None:
+        """Free the request's own blocks; the cache keeps the rest."""
+        blocks, cache = self.blocks(request.kv_tokens), self.cache
+        if cache is not None:
+            blocks -= len(request.prefix) * cache.kv_blocks
+            cache.leave(request.prefix, now_s)
+        self.give(blocks)
+
     @property
     def idle_blocks(self) -> int:
-        """Of cached prefixes that nobody uses."""
+        """Of unused cached prefixes."""
         return 0 if self.cache is None else self.cache.idle_blocks
 
     @property
@@ -230,3 +252,57 @@ class KvSpace:
     def _unclaimed_blocks(self) -> int:
         quanta = self.quanta + max(0, self._unclaimed_bytes()) // self.quantum_bytes
         return quanta * self.quantum_blocks - self.live_blocks
+
+
+# --- cached prefixes give way ------------------------------------------------------------------
+# An engine gives up its own prefixes first, the oldest first, as in the live system. Then the
+# others give what lies above their own minimum.
+
+
+def idle_bytes(site: MemorySite, but: KvSpace | None = None) -> int:
+    """The memory that all unused prefixes would give back to the device's ledger."""
+    if not site.reuses:
+        return 0
+    return sum(returnable_bytes(space, site) for space in site.spaces if space is not but)
+
+
+def make_room(space: KvSpace, blocks: int) -> bool:
+    """Drop no more than it takes for `blocks` to fit; nothing where all would not be enough."""
+    space.runner.catch_up()
+    least_blocks = space.live_blocks - space.idle_blocks + blocks
+    least_bytes = space.bytes_of(least_blocks)
+    for site, account in zip(space.sites, space.accounts, strict=True):
+        most_bytes = max(account.min_bytes, account.kv_bytes) + site.ledger.free_bytes
+        most_bytes += idle_bytes(site, space)
+        if account.limit_bytes is not None:
+            most_bytes = min(most_bytes, account.limit_bytes)
+        if least_bytes > most_bytes:
+            return False
+    while space.idle_blocks and not space.has_room(blocks):
+        space.drop_idle()
+    for site in space.sites:
+        while not space.has_room_on(site, blocks):
+            _drop_oldest(site)
+    return True
+
+
+def clear(site: MemorySite, need_bytes: int) -> None:
+    """Drop until `need_bytes` are free on the device. REQUIRES: they would be, with all dropped."""
+    while site.ledger.free_bytes < need_bytes:
+        _drop_oldest(site)
+
+
+def _drop_oldest(site: MemorySite) -> None:
+    giving = [space for space in site.spaces if returnable_bytes(space, site)]
+    min(giving, key=lambda space: space.idle_since_s).drop_idle()
+
+
+def returnable_bytes(space: KvSpace, site: MemorySite) -> int:
+    """What the device's ledger would get back of one engine's."""
+    if not space.idle_blocks:
+        return 0
+    space.runner.catch_up()
+    floor_bytes = space.accounts[space.sites.index(site)].min_bytes
+    left = -(-(space.live_blocks - space.idle_blocks) // space.quantum_blocks)
+    left_bytes = max(floor_bytes, left * space.quantum_bytes)
+    return max(floor_bytes, space.kv_bytes) - left_bytes

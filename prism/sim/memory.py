@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Account:
-    """One engine on one device. claim_bytes: what its present run of decode steps may still take;
-    not reserved, but nobody may start a run that counts on it as well."""
+    """One engine on one device."""
 
     name: str
     static_bytes: int = 0
     kv_bytes: int = 0
     min_bytes: int = 0
     limit_bytes: int | None = None
+    # What its present run of decode steps may still take. It is not reserved, but no other run may
+    # count on it at its start.
     claim_bytes: int = 0
 
     @property

@@ -6,28 +6,28 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from prism.config import SloYaml
-from prism.costs.catalog import HOST_S, cost_model
-from prism.costs.shapes import ModelShape, model_shape
+from prism.config.schema import SloYaml
+from prism.config.units import format_size
+from prism.costs.catalog import HOST_S, cost_model, model_shape
+from prism.costs.shapes import ModelShape
 from prism.errors import ConfigError, TooLargeError
 from prism.policies.kv_blocks import KvShape
 from prism.sim.config import SimEngineYaml, SimModelYaml
-from prism.sim.setup import ModelSetup, Part
-from prism.units import format_size, parse_size, parse_time
+from prism.sim.setup import DegreeSetup, ModelSetup
 
 TP_DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What a model's setup depends on besides itself. shared: models per device, for the layout
-    that "auto" chooses."""
+    """What a model's setup depends on besides itself."""
 
     gpu: str
     engine: SimEngineYaml
     page_bytes: int
     capacity_bytes: int
     devices: int
+    # Models per device, for the layout that "auto" chooses.
     shared: int
     slo: SloYaml
     slo_scale: float
@@ -47,8 +47,8 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
         )
     weights_bytes = shape.weight_bytes()
     if model.weights is not None:
-        weights_bytes = parse_size(model.weights, f"{model.name}.weights")
-    static_bytes = parse_size(engine.static, "engine.static")
+        weights_bytes = int(model.weights)
+    static_bytes = int(engine.static)
     rank_token_bytes = shape.kv_token_bytes(tp)
     parts = model_parts(model, shape, around)
     part = parts[tp]
@@ -73,25 +73,25 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
         token_bytes=rank_token_bytes * tp,
         kv_floor_bytes=floor_bytes * tp,
         block_tokens=engine.block_tokens,
-        slo_ttft_s=parse_time(slo.ttft, "slo.ttft") * around.slo_scale,
-        slo_tpot_s=parse_time(slo.tpot, "slo.tpot") * around.slo_scale,
+        slo_ttft_s=slo.ttft * around.slo_scale,
+        slo_tpot_s=slo.tpot * around.slo_scale,
         parts=parts,
         prefill_tokens_per_s=chunk / part.cost.prefill_s(chunk),
         never_evict=model.never_evict,
         pinned_device=model.device,
         static_share=model.static_share,
-        request_s=parse_time(engine.request, "engine.request") if engine.request else 0.0,
+        request_s=float(engine.request) if engine.request else 0.0,
     )
 
 
-def model_parts(model: SimModelYaml, shape: ModelShape, around: Around) -> dict[int, Part]:
+def model_parts(model: SimModelYaml, shape: ModelShape, around: Around) -> dict[int, DegreeSetup]:
     """For its own degree and the usual ones that its heads allow."""
     given = around.engine.host
-    host_s = HOST_S if given is None else parse_time(given, "engine.host")
+    host_s = HOST_S if given is None else float(given)
     name = model.shape or model.name
     usual = (d for d in TP_DEGREES if d <= around.devices and not shape.heads % d)
     return {
-        d: Part(
+        d: DegreeSetup(
             cost_model(around.gpu, name, d, host_s, around.cost_files),
             *kv_quantum(shape, d, around),
             KvShape(

@@ -15,30 +15,32 @@ from functools import partial
 from prism.policies.registry import Policy
 from prism.sim.activation import activation_s, handover_s, home_node, migration_s
 from prism.sim.compute import Compute
-from prism.sim.device import Device
-from prism.sim.engine import Engine
+from prism.sim.device import SimDevice
+from prism.sim.engine import SimEngine
 from prism.sim.kernel import Kernel
+from prism.sim.kv import clear, idle_bytes
 from prism.sim.memory import Account
-from prism.sim.reclaim import clear, idle_bytes
 from prism.sim.records import Decision, Records
-from prism.sim.request import Request
+from prism.sim.request import SimRequest
 from prism.sim.resident import Resident, Stage
 from prism.sim.setup import ClusterSetup, ModelSetup
 
 
 @dataclass(slots=True, eq=False)
-class Model:
-    """A model's copies and what waits for one. barred: device -> until when. tokens_total: of
-    copies that are gone; tokens_seen: of all, when rates were last looked at."""
+class SimModel:
+    """A model's copies and the requests that wait for one."""
 
     setup: ModelSetup
     residents: list[Resident] = field(default_factory=list)
-    unplaced: dict[int, Request] = field(default_factory=dict)
+    unplaced: dict[int, SimRequest] = field(default_factory=dict)
+    # Device -> until when it is not tried again.
     barred: dict[str, float] = field(default_factory=dict)
     last_use_s: float = float("-inf")
     wanted: bool = True
     refusal: str = ""
+    # Of copies that are gone.
     tokens_total: int = 0
+    # Of all copies, when rates were last looked at.
     tokens_seen: int = 0
 
     @property
@@ -64,15 +66,17 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What the world does when a copy changes. route: requests of the model may go elsewhere now;
-    changed: the cluster scheduler should look. engine: makes the engine of a copy that is up."""
+    """What the world does when a copy changes."""
 
-    route: Callable[[Model], None]
+    # Requests of the model may go elsewhere now.
+    route: Callable[[SimModel], None]
+    # The cluster scheduler should look.
     changed: Callable[[], None]
-    engine: Callable[[Model, Resident, Compute], Engine]
+    # Makes the engine of a copy that is up.
+    engine: Callable[[SimModel, Resident, Compute], SimEngine]
 
 
-class Moves:
+class SimActuator:
     """REQUIRES of all orders: the policy keeps the rules of the live system (a model with an
     action under way gets no other)."""
 
@@ -90,21 +94,22 @@ class Moves:
         self._records = records
         self._hooks = hooks
         self._compute = Compute(kernel)
-        self._queued: list[tuple[Model, Resident]] = []
-        self._nodes = list(dict.fromkeys(d.node for d in setup.devices))
+        self._queued: list[tuple[SimModel, Resident]] = []
         self._serial = 0
         self.instant = setup.warm
         self._pooled = policy.steps is not None
 
     # --- orders -----------------------------------------------------------------------------
 
-    def activate(self, model: Model, devices: list[Device], limit_bytes: int | None) -> Resident:
+    def activate(
+        self, model: SimModel, devices: list[SimDevice], limit_bytes: int | None
+    ) -> Resident:
         """Bring `model` up; its waiting requests go to the new copy's queue at once."""
         resident = self._begin(model, devices, limit_bytes, self._load_s(model, devices))
         self._hooks.route(model)
         return resident
 
-    def evict(self, model: Model, resident: Resident, move_running: bool = False) -> None:
+    def evict(self, model: SimModel, resident: Resident, move_running: bool = False) -> None:
         """The copy takes no more requests, ends those that run and is gone. move_running: those go
         on at another copy after their present step."""
         resident.stage = Stage.DRAINING
@@ -114,7 +119,7 @@ class Moves:
         self._leave_if_empty(model, resident)
 
     def migrate(
-        self, model: Model, source: Resident, devices: list[Device], move_running: bool
+        self, model: SimModel, source: Resident, devices: list[SimDevice], move_running: bool
     ) -> None:
         """Make before break: the source serves until the target is ready. move_running: then what
         runs there goes on at the target after its present step, instead of finishing."""
@@ -126,7 +131,7 @@ class Moves:
         target.replaces, source.replaced_by = source, target
         target.takes_running = move_running
 
-    def request_ended(self, model: Model, resident: Resident) -> None:
+    def request_ended(self, model: SimModel, resident: Resident) -> None:
         """A draining copy may be empty now. Call when a request of it ends."""
         if resident.stage is Stage.DRAINING:
             self._kernel.after(0.0, self._leave_if_empty, model, resident)
@@ -143,7 +148,7 @@ class Moves:
     # --- coming up --------------------------------------------------------------------------
 
     def _begin(
-        self, model: Model, devices: list[Device], limit_bytes: int | None, load_s: float
+        self, model: SimModel, devices: list[SimDevice], limit_bytes: int | None, load_s: float
     ) -> Resident:
         now_s = self._kernel.time_s
         load_s = 0.0 if self.instant else load_s
@@ -164,7 +169,7 @@ class Moves:
             self._kernel.after(timeout_s, self._give_up, model, resident)
         return resident
 
-    def _try_load(self, model: Model, resident: Resident) -> None:
+    def _try_load(self, model: SimModel, resident: Resident) -> None:
         devices = resident.devices
         if not _has_room(resident):
             return
@@ -185,7 +190,7 @@ class Moves:
                 device.site.end_runs()
         self._kernel.after(load_s, self._loaded, model, resident)
 
-    def _open(self, device: Device, resident: Resident) -> Account:
+    def _open(self, device: SimDevice, resident: Resident) -> Account:
         self._serial += 1
         setup = resident.model
         static_bytes = device.ledger.aligned(setup.static_bytes(resident.tp))
@@ -194,7 +199,7 @@ class Moves:
         device.ledger.open(account)
         return account
 
-    def _loaded(self, model: Model, resident: Resident) -> None:
+    def _loaded(self, model: SimModel, resident: Resident) -> None:
         resident.engine = self._hooks.engine(model, resident, self._compute)
         for device in resident.devices:
             device.site.spaces.append(resident.engine.kv)
@@ -205,10 +210,10 @@ class Moves:
         if resident.replaces is not None:
             self._take_over(model, resident)
         self._hooks.route(model)
-        resident.home.poke()
+        resident.home.try_dispatch()
         self._hooks.changed()
 
-    def _take_over(self, model: Model, target: Resident) -> None:
+    def _take_over(self, model: SimModel, target: Resident) -> None:
         source, target.replaces = target.replaces, None
         assert source is not None
         target.last_use_s = source.last_use_s
@@ -217,12 +222,12 @@ class Moves:
         if target.takes_running:
             self._send_on(model, source, target)
 
-    def _send_on(self, model: Model, source: Resident, target: Resident | None) -> None:
+    def _send_on(self, model: SimModel, source: Resident, target: Resident | None) -> None:
         """What runs at the source goes on at the target, or at the copy with fewest requests."""
         if source.engine is not None and source.running:
             source.engine.leave(partial(self._copy_kv, model, source, target))
 
-    def _copy_kv(self, model: Model, source: Resident, target: Resident | None) -> None:
+    def _copy_kv(self, model: SimModel, source: Resident, target: Resident | None) -> None:
         """Requests stand still while their KV is on its way."""
         assert source.engine is not None
         target = target or _least_asked(model)
@@ -233,7 +238,7 @@ class Moves:
         copy_s = handover_s(source.engine.kv.used_bytes, here, there, self._setup.activation)
         self._kernel.after(copy_s, self._hand_over, model, source, target)
 
-    def _hand_over(self, model: Model, source: Resident, target: Resident | None) -> None:
+    def _hand_over(self, model: SimModel, source: Resident, target: Resident | None) -> None:
         """To the target, or to another copy if that is gone again; without one they wait for one,
         and are computed again."""
         assert source.engine is not None
@@ -249,10 +254,10 @@ class Moves:
             receiver.home.receive(receiver, requests)
         self.memory_freed()
         for device in source.devices:
-            device.poke()
+            device.try_dispatch()
         self._leave_if_empty(model, source)
 
-    def _give_up(self, model: Model, resident: Resident) -> None:
+    def _give_up(self, model: SimModel, resident: Resident) -> None:
         """It found no memory in time."""
         if resident.stage is not Stage.QUEUED:
             return
@@ -266,7 +271,7 @@ class Moves:
 
     # --- going ------------------------------------------------------------------------------
 
-    def _leave_if_empty(self, model: Model, resident: Resident) -> None:
+    def _leave_if_empty(self, model: SimModel, resident: Resident) -> None:
         if resident not in model.residents or resident.running:
             return
         if resident.stage is not Stage.DRAINING or resident.ready_s > self._kernel.time_s:
@@ -280,9 +285,9 @@ class Moves:
                 device.site.spaces.remove(space)
         self._remove(model, resident, "evicted")
         for device in resident.devices:
-            device.poke()
+            device.try_dispatch()
 
-    def _has_unloaded(self, model: Model, resident: Resident) -> bool:
+    def _has_unloaded(self, model: SimModel, resident: Resident) -> bool:
         """An empty copy begins to unload, and is looked at again when that is over."""
         now_s, unload_s = self._kernel.time_s, self._setup.activation.unload_s
         if resident.leaves_s is None:
@@ -291,7 +296,7 @@ class Moves:
                 self._kernel.after(unload_s, self._leave_if_empty, model, resident)
         return resident.leaves_s <= now_s
 
-    def _remove(self, model: Model, resident: Resident, kind: str) -> None:
+    def _remove(self, model: SimModel, resident: Resident, kind: str) -> None:
         model.residents.remove(resident)
         if resident.home.residents.get(model.setup.name) is resident:
             del resident.home.residents[model.setup.name]
@@ -306,19 +311,19 @@ class Moves:
         self.memory_freed()
         self._hooks.changed()
 
-    def _withdraw(self, model: Model, resident: Resident) -> None:
+    def _withdraw(self, model: SimModel, resident: Resident) -> None:
         """Its waiting requests go to another copy, or wait for one."""
         for request in resident.home.withdraw(resident):
             model.unplaced[request.index] = request
         self._hooks.route(model)
 
-    def _load_s(self, model: Model, devices: list[Device]) -> float:
+    def _load_s(self, model: SimModel, devices: list[SimDevice]) -> float:
         return activation_s(
             model.setup,
             [d.setup for d in devices],
             self._setup.activation,
             restarts=self._policy.restarts_engine,
-            weights_node=home_node(model.setup, self._nodes),
+            weights_node=home_node(model.setup, self._setup),
         )
 
     def _log(self, kind: str, resident: Resident) -> None:
@@ -326,11 +331,11 @@ class Moves:
         self._records.decide(Decision(self._kernel.time_s, kind, name, home))
 
 
-def _active(model: Model) -> list[Resident]:
+def _active(model: SimModel) -> list[Resident]:
     return [r for r in model.residents if r.engine and r.stage is Stage.ACTIVE]
 
 
-def _least_asked(model: Model) -> Resident | None:
+def _least_asked(model: SimModel) -> Resident | None:
     return min(_active(model), key=lambda r: r.open_requests, default=None)
 
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import msgspec
 
-from prism.sim.points import Outcome, Point, Store, in_processes, run_points, simulate
+from prism.sim.points import Point, PointOutcome, Store, in_processes, run_points, simulate
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """gpus: the fewest found, None where even `most` do not do. tried: GPUs -> attainment, in the
-    order of trying: the same budget for every policy, and how it was used."""
+class CapacityPlan(msgspec.Struct, frozen=True):
+    """The result of one policy's search."""
 
     policy: str
+    # The fewest found; None where even `most` are too few.
     gpus: int | None
     attainment: float
     target: float
     metric: str
+    # GPUs -> attainment, in the order of trying. Every policy has the same budget.
     tried: dict[int, float]
 
 
@@ -37,9 +38,9 @@ class Search(msgspec.Struct, frozen=True):
 
 def plans(
     searches: Sequence[Search], *, jobs: int, progress: Callable[[int, int], None]
-) -> list[Plan]:
+) -> list[CapacityPlan]:
     """In the order of `searches`; jobs: processes, one search each at a time."""
-    found: dict[int, Plan] = {}
+    found: dict[int, CapacityPlan] = {}
     progress(0, len(searches))
     for index, made in in_processes(list(enumerate(searches)), plan_one, jobs):
         found[index] = made
@@ -47,10 +48,10 @@ def plans(
     return [found[i] for i in range(len(searches))]
 
 
-def plan_one(search: Search) -> Plan:
-    store = Store(search.points, Outcome)
+def plan_one(search: Search) -> CapacityPlan:
+    store = Store(search.points, PointOutcome)
 
-    def simulated(gpus: int) -> Outcome:
+    def simulated(gpus: int) -> PointOutcome:
         changes = {**search.changes, "policy": search.policy, "gpus.count": gpus}
         point = Point(search.config, changes)
         return run_points([point], simulate, jobs=1, store=store, progress=_silent)[0]
@@ -74,9 +75,8 @@ def fewest_gpus(
     target: float,
     metric: str,
     most: int,
-    simulate: Callable[[int], Outcome],
-    scale: str = "1",
-) -> Plan:
+    simulate: Callable[[int], PointOutcome],
+) -> CapacityPlan:
     """Double until the target is met, then bisect between the last two. Attainment need not rise
     with every GPU; what is returned meets the target and one GPU less, as tried, does not.
     `simulate`: the outcome on so many GPUs. At most 2 log2(most) + 2 points."""
@@ -84,15 +84,15 @@ def fewest_gpus(
 
     def meets(gpus: int) -> bool:
         if gpus not in tried:
-            tried[gpus] = simulate(gpus).attainment(metric, scale)
+            tried[gpus] = simulate(gpus).attainment(metric, "1")
         return tried[gpus] >= target
 
     low, high = 0, 1
     while not meets(high):
         if high >= most:
-            return Plan(policy, None, tried[high], target, metric, tried)
+            return CapacityPlan(policy, None, tried[high], target, metric, tried)
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if meets(middle) else (middle, high)
-    return Plan(policy, high, tried[high], target, metric, tried)
+    return CapacityPlan(policy, high, tried[high], target, metric, tried)

@@ -2,7 +2,7 @@
 
 A point's outcome depends on its YAML, trace and this code alone, so the same points give the same
 bytes on any number of cores. Outcomes are kept in files named by what they depend on: a sweep that
-was cut off goes on where it stopped. `prism.studies` has points and outcomes of its own kind.
+was cut off goes on where it stopped. `papers` has points and outcomes of its own kind.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from prism.config.units import encoded
 from prism.errors import ConfigError, TooLargeError
 from prism.replay.results import Summary
 from prism.sim.results import results_of
@@ -37,9 +38,9 @@ class Point(msgspec.Struct, frozen=True):
     judge: tuple[float, ...] = (1.0,)
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """`problem`: why the point cannot be simulated (such as a model larger than its GPUs); then
-    there is no summary."""
+class PointOutcome(msgspec.Struct, frozen=True):
+    """What one point gave: a summary, or the problem that kept it from being simulated (such as a
+    model larger than its GPUs)."""
 
     changes: dict[str, Any]
     summary: Summary | None = None
@@ -57,23 +58,24 @@ class Outcome(msgspec.Struct, frozen=True):
         return 0.0 if value is None else float(value)
 
 
-def simulate(point: Point) -> Outcome:
+def simulate(point: Point) -> PointOutcome:
     """Raises nothing for a ConfigError: it is the outcome."""
     try:
         scenario = load(Path(point.config), point.changes)
     except ConfigError as error:
-        return Outcome(point.changes, problem=str(error))
+        return PointOutcome(point.changes, problem=str(error))
     world = World(scenario.setup, scenario.work)
     world.run()
     found = results_of(scenario.config, world, point.judge)
     busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
-    return Outcome(point.changes, found.summary, found.counts, busy)
+    return PointOutcome(point.changes, found.summary, found.counts, busy)
 
 
 def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
-    """Before anything is simulated: raise ConfigError, TraceError for the first point whose file
-    with its changes holds a mistake. A model too large for its GPUs is none but the outcome of its
-    point, unless `large`. What differs by policy, scales and base SLOs alone is read once."""
+    """Check all points before any is simulated. Raises ConfigError, TraceError for the first point
+    whose file with its changes holds a mistake. A model too large for its GPUs is a mistake only if
+    `large`; else it is the point's outcome. Points that differ only by policy, scales and base SLOs
+    are read once."""
     seen: set[bytes] = set()
     for point in points:
         path = Path(point.config)
@@ -83,7 +85,7 @@ def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
             plain = msgspec.structs.replace(
                 config, policy="prism", rate_scale=1.0, slo_scale=1.0, base_slos=False
             )
-            key = msgspec.json.encode((point.config, plain))
+            key = msgspec.json.encode((point.config, plain), enc_hook=encoded)
             if key not in seen:
                 seen.add(key)
                 resolve(plain, path)
@@ -100,7 +102,7 @@ def _at(error: ConfigError, point: Point) -> ConfigError:
 
 
 P = TypeVar("P", bound=Point)
-Found = TypeVar("Found", bound=Outcome)
+Found = TypeVar("Found", bound=PointOutcome)
 Task = TypeVar("Task")
 Done = TypeVar("Done")
 
@@ -144,7 +146,7 @@ def run_points(
     progress: Callable[[int, int], None],
 ) -> list[Found]:
     """Outcomes in the order of `points`. simulate: a function of a module, which every process can
-    find by its name. jobs: processes; 1 uses none but this."""
+    find by its name. jobs: processes; 1 uses this one."""
     found = [store.get(point) for point in points]
     left = [i for i, outcome in enumerate(found) if outcome is None]
     progress(len(points) - len(left), len(points))
@@ -172,7 +174,7 @@ def _numbered(do: Callable[[Task], Done], item: tuple[int, Task]) -> tuple[int, 
     return item[0], do(item[1])
 
 
-def _key(point: Point, kind: type[Outcome]) -> str:
+def _key(point: Point, kind: type[PointOutcome]) -> str:
     """What the outcome depends on: the resolved YAML, the trace's bytes, the point, the code."""
     digest = hashlib.sha256(code_digest(kind))
     path = Path(point.config)
@@ -181,7 +183,7 @@ def _key(point: Point, kind: type[Outcome]) -> str:
     except ConfigError as error:
         digest.update(str(error).encode())
     else:
-        digest.update(msgspec.json.encode(config))
+        digest.update(msgspec.json.encode(config, enc_hook=encoded))
         trace = path.parent / config.trace if config.trace else None
         for file in sorted(trace.glob("*")) if trace and trace.is_dir() else [trace]:
             if file is not None and file.is_file():
@@ -193,7 +195,7 @@ def _key(point: Point, kind: type[Outcome]) -> str:
 
 
 @cache
-def code_digest(kind: type[Outcome]) -> bytes:
+def code_digest(kind: type[PointOutcome]) -> bytes:
     """Of the Python files that a simulation runs, and that make its outcomes of this kind: another
     version simulates again."""
     digest = hashlib.sha256()

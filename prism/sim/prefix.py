@@ -23,12 +23,12 @@ class Block:
         self.users = 0
 
 
-class PrefixCache:
+class SimPrefixCache:
     """Which blocks an engine has. kv_blocks: KV blocks that one of them fills.
 
-    Whoever uses a block uses those before it too, and lets go of the last first: so blocks that
-    nobody uses, in the order in which they were let go, always have later parts of a prompt before
-    its beginning, and the oldest can be dropped without leaving one that nothing leads to.
+    A request uses a block together with all blocks before it, and leaves the last one first. So the
+    unused blocks, in the order in which they were left, have later parts of a prompt before its
+    beginning: dropping the oldest never leaves a block that cannot be reached.
     """
 
     def __init__(self, kv_blocks: int) -> None:
@@ -42,12 +42,12 @@ class PrefixCache:
 
     @property
     def idle_blocks(self) -> int:
-        """KV blocks of what nobody uses."""
+        """KV blocks of the unused blocks."""
         return len(self._idle) * self.kv_blocks
 
     @property
     def oldest_s(self) -> float:
-        """When the block that nobody uses for longest was let go; infinite without one."""
+        """When the longest unused block was left; infinite without one."""
         return next(iter(self._idle.values()), float("inf"))
 
     def use(self, hashes: Sequence[int], most: int) -> list[Block]:
@@ -91,7 +91,7 @@ class PrefixCache:
         chain.clear()
 
     def drop(self) -> None:
-        """The block that nobody uses for longest is gone. REQUIRES: there is one."""
+        """Drop the longest unused block. REQUIRES: there is one."""
         block = next(iter(self._idle))
         del self._idle[block], self._known[block.key]
 

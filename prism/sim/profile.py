@@ -14,22 +14,21 @@ PROFILED_REQUESTS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Of one model. Token counts, execution_s and slo_s (end to end) are means over its requests;
-    execution: of a request alone on the model's own GPUs. A model without requests has zeros and
-    an execution time of 1 s."""
+class ModelLoad:
+    """Of one model: means over its requests. The defaults are those of a model without any."""
 
     requests: int = 0
     rate_rps: float = 0.0
     prompt_tokens: float = 1.0
     output_tokens: float = 1.0
+    # Of a request alone on the model's own GPUs.
     execution_s: float = 1.0
     execution_std_s: float = 0.0
+    # End to end.
     slo_s: float = NO_SLO
-    longest_tokens: int = 0
 
 
-def loads(setup: ClusterSetup, work: Workload, until_s: float | None = None) -> list[Load]:
+def loads(setup: ClusterSetup, work: Workload, until_s: float | None = None) -> list[ModelLoad]:
     """Per model. until_s: the length of the workload, default its last arrival."""
     seconds = max(work.end_s if until_s is None else until_s, 1.0)
     by_model: list[list[int]] = [[] for _ in setup.models]
@@ -43,16 +42,16 @@ def loads(setup: ClusterSetup, work: Workload, until_s: float | None = None) -> 
 
 def _load(
     model: ModelSetup, work: Workload, indices: list[int], seconds: float, chunk_tokens: int
-) -> Load:
+) -> ModelLoad:
     if not indices:
-        return Load()
+        return ModelLoad()
     cost = model.parts[model.tp].cost
     stride = max(1, len(indices) // PROFILED_REQUESTS)
     times_s = [
         execution_s(cost, work.prompt_tokens[i], work.output_tokens[i], chunk_tokens)
         for i in indices[::stride]
     ]
-    return Load(
+    return ModelLoad(
         requests=len(indices),
         rate_rps=len(indices) / seconds,
         prompt_tokens=statistics.fmean(work.prompt_tokens[i] for i in indices),
@@ -60,7 +59,6 @@ def _load(
         execution_s=statistics.fmean(times_s),
         execution_std_s=statistics.pstdev(times_s),
         slo_s=statistics.fmean(work.slo_e2e_s[i] for i in indices),
-        longest_tokens=max(work.prompt_tokens[i] + work.output_tokens[i] for i in indices),
     )
 
 

@@ -6,17 +6,17 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prism.sim.request import Request
+from prism.sim.request import SimRequest
 from prism.sim.workload import Workload
 
 NEVER = -1.0
 
 
 class Decision(NamedTuple):
-    """An action of the cluster scheduler, or its end. kind: activate, evict, migrate, refuse,
-    active, evicted, migrated, failed."""
+    """An action of the cluster scheduler, or its end."""
 
     time_s: float
+    # activate, evict, migrate, refuse, active, evicted, migrated or failed
     kind: str
     model: str
     device: str
@@ -24,12 +24,13 @@ class Decision(NamedTuple):
     reason: str = ""
 
 
-class Sample(NamedTuple):
-    """State of the cluster at one time. kv_bytes: model index -> KV memory over all devices;
-    reserved_bytes: over all devices."""
+class ClusterSample(NamedTuple):
+    """State of the cluster at one time."""
 
     time_s: float
+    # Model index -> KV memory over all devices.
     kv_bytes: dict[int, int]
+    # Over all devices.
     reserved_bytes: int
     waiting: int
     running: int
@@ -37,20 +38,22 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Records:
-    """first_s, end_s, started_s: NEVER where that did not happen; a request without an error and
-    with an end_s has given all its tokens. errors: request index -> code. device: index of the
-    device where it started last, -1 before. cached_tokens: of its prompt, as a cache had them."""
+    """Per request, by its index; times are NEVER where that did not happen. A request without an
+    error and with an end_s has given all its tokens."""
 
     work: Workload
     started_s: array[float] = field(init=False)
     first_s: array[float] = field(init=False)
     end_s: array[float] = field(init=False)
+    # Number of the device where it started last, -1 before.
     device: array[int] = field(init=False)
     output_tokens: array[int] = field(init=False)
+    # Of its prompt, found in a cache.
     cached_tokens: array[int] = field(init=False)
+    # Request index -> code.
     errors: dict[int, str] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ClusterSample] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     ended: int = 0
     end_time_s: float = 0.0
@@ -65,7 +68,7 @@ class Records:
         self.output_tokens = array("i", [0]) * size
         self.cached_tokens = array("i", [0]) * size
 
-    def finish(self, request: Request, time_s: float, error: str | None = None) -> None:
+    def finish(self, request: SimRequest, time_s: float, error: str | None = None) -> None:
         """The request ends now. REQUIRES: it has not ended before."""
         index = request.index
         assert self.end_s[index] == NEVER, f"request {index} ends twice"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from prism.policies.placement import Placement
 from prism.policies.registry import Policy
-from prism.sim.profile import Load, loads
+from prism.sim.profile import ModelLoad, loads
 from prism.sim.records import NEVER, Records
 from prism.sim.search import outcome, sample_of, search
 from prism.sim.setup import ClusterSetup
@@ -27,7 +27,7 @@ class Replacement:
     """`interval_s` until the next look. REQUIRES: the policy has a search and a next_interval."""
 
     def __init__(
-        self, policy: Policy, setup: ClusterSetup, records: Records, base: Sequence[Load]
+        self, policy: Policy, setup: ClusterSetup, records: Records, base: Sequence[ModelLoad]
     ) -> None:
         assert policy.search is not None
         assert policy.next_interval is not None
@@ -58,7 +58,7 @@ class Replacement:
             return replace(target, score=kept.attainment)
         return found
 
-    def _loads(self, recent: Workload) -> list[Load]:
+    def _loads(self, recent: Workload) -> list[ModelLoad]:
         """Rates of the interval; lengths and times from the profile, which is of the services."""
         rates = loads(self._setup, recent, max(recent.end_s, 1.0))
         return [

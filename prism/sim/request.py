@@ -1,4 +1,4 @@
-"""A request on its way through the simulated cluster, and who is told of it."""
+"""A request on its way through the simulated cluster, and the callbacks of its engine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ import msgspec
 from prism.sim.prefix import Block
 
 
-class Request(msgspec.Struct, eq=False):
+class SimRequest(msgspec.Struct, eq=False):
     """Created at its arrival (many are: a Struct), dropped when it ends. Times are seconds of
-    simulated time.
-
-    generated: output tokens so far; kv_tokens: tokens that its KV holds, or would after its
-    prefill; todo_tokens: of these still to be prefilled. join_step, end_step: in its engine's
-    batch, where counts are brought up to date only when it leaves. The KV of the last output token
-    is never needed, so the first token comes with the prefill and kv_tokens grows with each later.
-    ready_s: from when on its engine may start it.
-    hashes: ids of its prompt's whole blocks; prefix: blocks of its engine's cache that it uses;
-    cached_tokens: of its prompt, not computed when it first started.
-    executed_s, last_s: time spent in its steps and end of the last one, for step control only.
-    """
+    simulated time. The KV of the last output token is never needed: the first token comes with the
+    prefill, and kv_tokens grows with each later one."""
 
     index: int
     model: int
@@ -30,19 +21,28 @@ class Request(msgspec.Struct, eq=False):
     prompt_tokens: int
     output_tokens: int
     deadline_s: float
+    # Ids of its prompt's whole blocks.
     hashes: tuple[int, ...] = ()
+    # Output tokens so far.
     generated: int = 0
+    # Tokens that its KV holds, or would after its prefill; of these todo_tokens are still to be
+    # prefilled.
     kv_tokens: int = 0
     todo_tokens: int = 0
     started_s: float = -1.0
+    # From when on its engine may start it.
     ready_s: float = -1.0
     first_s: float = -1.0
+    # In its engine's batch, which brings counts up to date only when the request leaves.
     join_step: int = 0
     end_step: int = -1
     retractions: int = 0
     device: int = -1
+    # Blocks of its engine's cache that it uses.
     prefix: list[Block] = []
+    # Of its prompt, not computed when it first started.
     cached_tokens: int = 0
+    # Time spent in its steps, and the end of the last one: for step control only.
     executed_s: float = 0.0
     last_s: float = 0.0
 
@@ -55,16 +55,11 @@ class Request(msgspec.Struct, eq=False):
         self.retractions += self.todo_tokens < self.kv_tokens
         self.kv_tokens = self.todo_tokens = self.prompt_tokens + self.generated
 
-    @property
-    def peak_tokens(self) -> int:
-        """The most KV that it will ever hold."""
-        return self.prompt_tokens + self.output_tokens - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who is told what. freed: memory or a slot became free, before the engine's next step."""
+    """Callbacks of an engine. freed: memory or a slot became free, before its next step."""
 
-    ended: Callable[[Request], None]
-    retracted: Callable[[Request], None]
+    ended: Callable[[SimRequest], None]
+    retracted: Callable[[SimRequest], None]
     freed: Callable[[], None]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from prism.sim.engine import SimEngine
 from prism.sim.memory import Account
 from prism.sim.setup import ModelSetup
 
 if TYPE_CHECKING:
-    from prism.sim.device import Device
-    from prism.sim.engine import Engine
+    from prism.sim.device import SimDevice
 
 
 class Stage(Enum):
-    """QUEUED: waits for memory on its devices; LOADING: weights are on their way."""
+    """How far a copy has come."""
 
+    # It waits for memory on its devices.
     QUEUED = "queued"
+    # Its weights are on their way.
     LOADING = "loading"
     ACTIVE = "active"
     DRAINING = "draining"
@@ -25,30 +28,33 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """devices: rank 0 first; `home`, whose queue holds its requests. ready_s: when it will be
-    active, as far as known. pooled: its KV lies in a pool that models of its devices share.
-    replaces: the copy that it takes over from, when it is the target of a migration. waiting:
-    its requests in the queue. leaves_s: when its memory will be free, once it is empty. after:
-    copies that leave its home and have to be gone before it loads, as the live actuator waits
-    for them. takes_running: what runs in the copy that it takes over from goes on here."""
+    """One copy. Its requests wait in the queue of `home`, the device of rank 0."""
 
     model: ModelSetup
-    devices: list[Device]
+    # Rank 0 first.
+    devices: Sequence[SimDevice]
     since_s: float
+    # When it will be active, as far as known.
     ready_s: float
     kv_limit_bytes: int | None = None
+    # Whether its KV lies in a pool that the models of its devices share.
     pooled: bool = False
     stage: Stage = Stage.QUEUED
-    engine: Engine | None = None
+    engine: SimEngine | None = None
+    # The target of a migration takes over from this copy.
     replaces: Resident | None = None
     replaced_by: Resident | None = None
     accounts: list[Account] = field(default_factory=list)
+    # Its requests in the queue.
     waiting: int = 0
     last_use_s: float = field(default=float("-inf"))
+    # When its memory will be free, once it is empty.
     leaves_s: float | None = None
+    # Copies that must be gone before this one loads, as the live actuator waits for them.
     after: list[Resident] = field(default_factory=list)
+    # Whether the requests that run in the replaced copy go on here.
     takes_running: bool = False
-    home: Device = field(init=False)
+    home: SimDevice = field(init=False)
 
     def __post_init__(self) -> None:
         self.home = self.devices[0]
@@ -57,7 +63,7 @@ class Resident:
     def tp(self) -> int:
         return len(self.devices)
 
-    def need_bytes(self, device: Device) -> int:
+    def need_bytes(self, device: SimDevice) -> int:
         """What it takes on `device` to come up: weights, engine, KV floor."""
         static_bytes = device.ledger.aligned(self.model.static_bytes(self.tp))
         return static_bytes + self.floor_bytes

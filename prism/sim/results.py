@@ -4,17 +4,23 @@ requests.csv and a timeline. Nothing in them depends on the machine or on the wa
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from prism.errors import ConfigError
-from prism.replay.results import Counters, GroupSummary, Results, RunConfig, Summary
-from prism.replay.results import Sample as ReplaySample
+from prism.config.units import encoded
+from prism.replay.results import (
+    Counters,
+    GroupSummary,
+    Results,
+    RunConfig,
+    StatusSample,
+    Summary,
+)
 from prism.sim.config import SimYaml
-from prism.sim.records import Decision, Records, Sample
+from prism.sim.records import ClusterSample, Decision, Records
 from prism.sim.summary import prefix_hits, request_records, summarize
 from prism.sim.world import World
 
@@ -23,26 +29,30 @@ PLOTTED_REQUESTS = 50_000
 
 
 class GpuUse(msgspec.Struct, frozen=True):
-    """busy: part of the time in which some engine computed; peak_bytes: most memory reserved."""
+    """One GPU's part in the run."""
 
     name: str
     node: str
     capacity_bytes: int
+    # The most memory that was reserved.
     peak_bytes: int
+    # The part of the time in which some engine computed.
     busy: float
 
 
 class SimResults(msgspec.Struct, frozen=True, kw_only=True):
-    """`counts`: decisions and retractions; `events`: of the kernel, for speed. prefix_hits: with
-    `engine.prefix_reuse`, model -> part of its prompt tokens that were cached, and "total"."""
+    """All of one run."""
 
     config: SimYaml
     summary: Summary
+    # Decisions and retractions.
     counts: dict[str, int]
     gpus: list[GpuUse]
     decisions: list[Decision]
-    samples: list[Sample]
+    samples: list[ClusterSample]
+    # Of the kernel, for speed.
     events: int
+    # With `engine.prefix_reuse`: model -> part of its prompt tokens that were cached, and "total".
     prefix_hits: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
     schema: str = SCHEMA
 
@@ -72,32 +82,18 @@ def results_of(config: SimYaml, world: World, scales: Sequence[float]) -> SimRes
     )
 
 
-def write_json(path: Path, results: SimResults) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-
-
-def read_json(path: Path) -> SimResults:
-    """Raises ConfigError where the file is no results file of this schema."""
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=SimResults)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a results file of prism-sim: {error}") from error
-    if found.schema != SCHEMA:
-        raise ConfigError(f"{path}: schema {found.schema!r}, this version reads {SCHEMA!r}")
-    return found
+def write_json(path: Path, found: SimResults | Sequence[msgspec.Struct]) -> None:
+    encoded_ = msgspec.json.encode(found, enc_hook=encoded)
+    path.write_bytes(msgspec.json.format(encoded_, indent=1) + b"\n")
 
 
 def write_models_csv(path: Path, summary: Summary) -> None:
     """A row per model and SLO scale, the total last."""
-    groups = {**summary.models, "total": summary.total}
-    rows = [row for name, group in groups.items() for row in _group_rows(name, group)]
-    _write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
+    write_csv(path, [r for name, group in summary.groups.items() for r in _group_rows(name, group)])
 
 
 def write_decisions_csv(path: Path, decisions: Sequence[Decision]) -> None:
-    _write_csv(path, Decision._fields, decisions)
+    _write_rows(path, Decision._fields, decisions)
 
 
 def write_requests_csv(path: Path, records: Records) -> None:
@@ -123,7 +119,18 @@ def write_requests_csv(path: Path, records: Records) -> None:
         )
         for i in range(len(work))
     )
-    _write_csv(path, (heads + ",cached_tokens" * bool(work.hashes)).split(","), rows)
+    _write_rows(path, (heads + ",cached_tokens" * bool(work.hashes)).split(","), rows)
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A column for each key of any row, empty where a row lacks it."""
+    heads = heads_of(rows)
+    _write_rows(path, heads, ([row.get(head, "") for head in heads] for row in rows))
+
+
+def heads_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of all rows, in the order in which they come up."""
+    return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def as_replay(results: SimResults, records: Records, scales: Sequence[float]) -> Results:
@@ -139,7 +146,7 @@ def as_replay(results: SimResults, records: Records, scales: Sequence[float]) ->
     capacity_bytes = sum(gpu.capacity_bytes for gpu in results.gpus)
     names = records.work.models
     samples = [
-        ReplaySample(
+        StatusSample(
             sample.time_s,
             {names[model]: size for model, size in sample.kv_bytes.items()},
             sample.reserved_bytes,
@@ -178,7 +185,7 @@ def _group_rows(name: str, group: GroupSummary) -> list[dict[str, Any]]:
     ]
 
 
-def _write_csv(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def _write_rows(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(heads)

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from prism.config import MIGRATE_RUNNING
-from prism.config_yaml import convert, read_mapping
+from prism.config.reader import convert, read_mapping
+from prism.config.schema import MIGRATE_RUNNING
 from prism.costs.gpus import GpuSpec, gpu_spec
 from prism.errors import ConfigError
 from prism.policies import registry
-from prism.policies.adbs import AdbsSettings
-from prism.policies.data import Settings
-from prism.policies.doubling_budget import DbSettings
+from prism.policies.baselines.adbs import AdbsSettings
+from prism.policies.baselines.doubling_budget import DbSettings
+from prism.policies.baselines.qlm import QlmSettings
+from prism.policies.baselines.seallm import SeallmSettings
 from prism.policies.knobs import Knobs
-from prism.policies.qlm import QlmSettings
-from prism.policies.seallm import SeallmSettings
 from prism.policies.static import StaticSettings
-from prism.replay import transforms
-from prism.replay.trace import TraceRequest
 from prism.scheduler.local import Limits
 from prism.sim.base_slos import with_base_slos
 from prism.sim.config import BaselinesYaml, SimModelYaml, SimYaml
-from prism.sim.generated import generated
 from prism.sim.models import Around, model_setup
 from prism.sim.prefix import HASH_TOKENS
 from prism.sim.search import SEARCH_RATES
@@ -38,9 +35,8 @@ from prism.sim.setup import (
     DeviceSetup,
     EngineSettings,
 )
-from prism.sim.source import read_source
+from prism.sim.traces import load_trace
 from prism.sim.workload import NO_SLO, Workload, workload
-from prism.units import parse_size, parse_time
 
 Overrides = Mapping[str, Any]
 KV_LAYOUTS = ("per_layer", "token_interleaved", "auto")
@@ -60,13 +56,11 @@ class Scenario:
 
 def read_config(path: Path, overrides: Overrides | None = None) -> SimYaml:
     """`overrides`: dotted keys such as "gpus.count" -> value. Raises ConfigError."""
-    try:
+    with _named(path):
         data = read_mapping(path, "gpus: and models:", "name a YAML file that is there")
         for key, value in (overrides or {}).items():
             _put(data, key, value)
         return convert(data, SimYaml)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def load(path: Path, overrides: Overrides | None = None) -> Scenario:
@@ -77,7 +71,7 @@ def load(path: Path, overrides: Overrides | None = None) -> Scenario:
 def resolve(config: SimYaml, path: Path) -> Scenario:
     """`path`: of the YAML, for messages and relative paths. Raises ConfigError, TraceError."""
     check(config, path)
-    try:
+    with _named(path):
         models = expand(config.models)
         work = _workload(config, models, path.parent)
         setup = cluster_setup(config, models, work, path.parent)
@@ -86,16 +80,21 @@ def resolve(config: SimYaml, path: Path) -> Scenario:
             base = work if config.rate_scale == 1.0 else _workload(plain, models, path.parent)
             setup = with_base_slos(setup, work, base, config.slo_scale)
         return Scenario(config, setup, work)
-    except ConfigError as error:
-        raise type(error)(f"{path}: {error}") from error
 
 
 def check(config: SimYaml, path: Path) -> None:
     """What can be said without the trace and the models' shapes. Raises ConfigError."""
-    try:
+    with _named(path):
         _check(config)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors begin with the file's name."""
+    try:
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 def _workload(config: SimYaml, models: list[SimModelYaml], folder: Path) -> Workload:
@@ -119,18 +118,6 @@ def expand(models: list[SimModelYaml]) -> list[SimModelYaml]:
             shape = model.shape or model.name
             found[name] = msgspec.structs.replace(model, name=name, shape=shape, count=1)
     return list(found.values())
-
-
-def load_trace(config: SimYaml, models: list[SimModelYaml], folder: Path) -> list[TraceRequest]:
-    """The trace at the rate scale. Raises ConfigError, TraceError."""
-    if config.trace is not None:
-        trace = read_source(folder / config.trace, config.source, models, config.seed)
-    else:
-        assert config.generate is not None
-        trace = generated(config.generate, models, config.seed)
-    if config.rate_scale == 1.0:
-        return trace
-    return transforms.scale_rate(trace, config.rate_scale, config.seed)
 
 
 def cluster_setup(
@@ -157,13 +144,7 @@ def cluster_setup(
         devices=devices,
         models=tuple(model_setup(i, m, longest[i], around) for i, m in enumerate(models)),
         policy=config.policy,
-        settings=Settings(
-            idle_threshold_s=parse_time(scheduler.idle_threshold, "scheduler.idle_threshold"),
-            min_idle_s=parse_time(scheduler.min_idle, "scheduler.min_idle"),
-            migration_threshold=scheduler.migration_threshold,
-            contended_requests=scheduler.contended_requests,
-            move_running=scheduler.migrate_running == "move",
-        ),
+        settings=scheduler.settings(),
         limits=Limits(
             headroom_tokens=engine.headroom_tokens,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
@@ -177,21 +158,21 @@ def cluster_setup(
             prefix_reuse=engine.prefix_reuse,
         ),
         activation=_activation(config),
-        interval_s=parse_time(scheduler.interval, "scheduler.interval"),
-        rate_window_s=parse_time(scheduler.rate_window, "scheduler.rate_window"),
+        interval_s=float(scheduler.interval_s),
+        rate_window_s=float(scheduler.rate_window_s),
         warm=config.activation.warm_start,
         search_requests=config.search_requests,
         search_rates=config.baselines.search_rates,
         knobs=_knobs(config.baselines),
-        patience_s=parse_time(config.patience, "patience"),
-        replacement_interval_s=parse_time(config.replacement_interval, "replacement_interval"),
+        patience_s=float(config.patience),
+        replacement_interval_s=float(config.replacement_interval),
     )
 
 
 def _devices(config: SimYaml, gpu: GpuSpec) -> tuple[DeviceSetup, ...]:
     gpus = config.gpus
-    memory_bytes = parse_size(gpus.memory, "gpus.memory") if gpus.memory else gpu.memory_bytes
-    page_bytes = parse_size(gpus.page, "gpus.page")
+    memory_bytes = int(gpus.memory) if gpus.memory else gpu.memory_bytes
+    page_bytes = int(gpus.page)
     capacity_bytes = int(memory_bytes * gpus.memory_fraction) // page_bytes * page_bytes
     per_node = -(-gpus.count // gpus.nodes)
     return tuple(
@@ -203,19 +184,19 @@ def _devices(config: SimYaml, gpu: GpuSpec) -> tuple[DeviceSetup, ...]:
 def _activation(config: SimYaml) -> ActivationSettings:
     given = config.activation
     return ActivationSettings(
-        layout_s=parse_time(given.layout, "activation.layout"),
-        restart_s=parse_time(given.restart, "activation.restart"),
-        load_bytes_s=parse_size(given.load_rate, "activation.load_rate"),
-        node_load_bytes_s=parse_size(given.node_load_rate, "activation.node_load_rate"),
-        plain_load_bytes_s=parse_size(given.plain_load_rate, "activation.plain_load_rate"),
-        peer_bytes_s=parse_size(given.peer_rate, "activation.peer_rate"),
-        network_bytes_s=parse_size(config.gpus.network_rate, "gpus.network_rate"),
+        layout_s=float(given.layout),
+        restart_s=float(given.restart),
+        load_bytes_s=int(given.load_rate),
+        node_load_bytes_s=int(given.node_load_rate),
+        plain_load_bytes_s=int(given.plain_load_rate),
+        peer_bytes_s=int(given.peer_rate),
+        network_bytes_s=int(config.gpus.network_rate),
         weights_everywhere=given.weights_everywhere,
     )
 
 
 def _knobs(given: BaselinesYaml) -> Knobs:
-    adapt_s = parse_time(given.muxserve_adapt, "baselines.muxserve_adapt")
+    adapt_s = float(given.muxserve_adapt)
     return Knobs(
         static=StaticSettings(by_tokens=given.static_kv == "tokens"),
         qlm=QlmSettings(group_requests_max=given.qlm_group),
@@ -259,7 +240,7 @@ def _check(config: SimYaml) -> None:
         ("steps", config.steps, STEPS),
     ):
         if given not in known:
-            raise ConfigError(f"{key}: {given!r} is none of {', '.join(known)}")
+            raise ConfigError(f"{key}: {given!r} is not one of {', '.join(known)}")
 
 
 def _check_baselines(given: BaselinesYaml) -> None:
@@ -267,8 +248,6 @@ def _check_baselines(given: BaselinesYaml) -> None:
         raise ConfigError("baselines.qlm_group and seallm_services: must be at least 1")
     if not 0 < given.muxserve_prefill <= 1 or not given.seallm_starvation > 0:
         raise ConfigError("baselines.muxserve_prefill must be in (0, 1], seallm_starvation above 0")
-    if parse_time(given.muxserve_adapt, "baselines.muxserve_adapt") <= 0:
-        raise ConfigError("baselines.muxserve_adapt: must be above 0")
 
 
 def _check_prefix_reuse(config: SimYaml) -> None:
@@ -289,13 +268,13 @@ def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> N
     SLO scale. Its end-to-end one follows from its other two where the model has none."""
     all_open = config.trace is None
     found = []
-    for number, model in enumerate(models):
-        slo, where = model.slo or config.slo, f"models[{number}].slo" if model.slo else "slo"
-        ttft_s = parse_time(slo.ttft, f"{where}.ttft") * config.slo_scale
-        tpot_s = parse_time(slo.tpot, f"{where}.tpot") * config.slo_scale
+    for model in models:
+        slo = model.slo or config.slo
+        ttft_s = slo.ttft * config.slo_scale
+        tpot_s = slo.tpot * config.slo_scale
         e2e_s = NO_SLO
         if slo.e2e is not None:
-            e2e_s = parse_time(slo.e2e, f"{where}.e2e") * config.slo_scale
+            e2e_s = slo.e2e * config.slo_scale
         found.append((ttft_s, tpot_s, e2e_s))
     for i, model_index in enumerate(work.model):
         ttft_s, tpot_s, e2e_s = found[model_index]
@@ -314,5 +293,5 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
     for name in path:
         data = data.setdefault(name, {})
         if not isinstance(data, dict):
-            raise ConfigError(f"{key}: {name} is no mapping in this file; change it in the YAML")
+            raise ConfigError(f"{key}: {name} is not a mapping in this file; change it in the YAML")
     data[last] = value

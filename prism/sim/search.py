@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from prism.costs.model import Chunk, slowdown
+from prism.costs.model import PromptChunk, slowdown
 from prism.policies.placement import (
     DeviceSpecView,
     ModelSpecView,
-    Outcome,
     Placement,
+    PlacementOutcome,
     Problem,
     Search,
     StepTimes,
 )
-from prism.sim.profile import Load
+from prism.sim.profile import ModelLoad
 from prism.sim.records import Records
 from prism.sim.setup import ClusterSetup
 from prism.sim.workload import Workload
@@ -28,12 +28,15 @@ PIECES = 10
 WINDOWS = 6
 """Pieces of the trace that these are taken from, so that a model that is quiet for a while counts
 with what it asks for at other times."""
+LATENCY_DIGITS = 6
+"""After the point, of normalised latencies (1 is a request alone): the rest is rounding of step
+times, and would choose between placements that do equally well."""
 
 
 def search(
     find: Search,
     setup: ClusterSetup,
-    loads: Sequence[Load],
+    loads: Sequence[ModelLoad],
     play: Callable[[Placement, Workload], Records],
     work: Workload,
 ) -> Placement:
@@ -41,13 +44,13 @@ def search(
     sample = sample_of(work, setup.search_requests)
     given = expected(loads, work, setup.search_rates)
 
-    def simulate(placement: Placement) -> Outcome:
+    def simulate(placement: Placement) -> PlacementOutcome:
         return outcome(play(placement, sample), loads)
 
     return find(problem(setup, given, simulate))
 
 
-def expected(loads: Sequence[Load], work: Workload, rates: str) -> list[Load]:
+def expected(loads: Sequence[ModelLoad], work: Workload, rates: str) -> list[ModelLoad]:
     """What models are placed for. rates: "mean" over the workload, as the papers have it; "peak",
     of the busiest of PIECES equal pieces of it, each model's own; "equal" for all models."""
     if rates == "mean":
@@ -64,7 +67,9 @@ def expected(loads: Sequence[Load], work: Workload, rates: str) -> list[Load]:
 
 
 def problem(
-    setup: ClusterSetup, loads: Sequence[Load], simulate: Callable[[Placement], Outcome]
+    setup: ClusterSetup,
+    loads: Sequence[ModelLoad],
+    simulate: Callable[[Placement], PlacementOutcome],
 ) -> Problem:
     models = tuple(
         ModelSpecView(
@@ -78,7 +83,6 @@ def problem(
             output_tokens=load.output_tokens,
             slo_s=load.slo_s,
             tp_degrees=tuple(model.parts),
-            max_context_tokens=load.longest_tokens,
             tp=model.tp,
         )
         for model, load in zip(setup.models, loads, strict=True)
@@ -96,7 +100,7 @@ def step_times(setup: ClusterSetup) -> StepTimes:
     @lru_cache(maxsize=1 << 16)
     def prefill_s(model: str, tp: int, batch: int, tokens: float, sm_share: float) -> float:
         cost = parts[model][tp].cost
-        chunks = (Chunk(max(1, round(tokens))),) * batch
+        chunks = (PromptChunk(max(1, round(tokens))),) * batch
         return cost.step_s(chunks, 0, 0) * slowdown(cost.usage(chunks, 0, 0), sm_share)
 
     @lru_cache(maxsize=1 << 16)
@@ -107,8 +111,9 @@ def step_times(setup: ClusterSetup) -> StepTimes:
     return StepTimes(prefill_s, decode_s)
 
 
-def outcome(records: Records, loads: Sequence[Load]) -> Outcome:
-    """Unserved: missed its end-to-end SLO, or never served."""
+def outcome(records: Records, loads: Sequence[ModelLoad]) -> PlacementOutcome:
+    """Unserved: missed its end-to-end SLO, or never served. Latencies are rounded, so that equal
+    ones are equal however steps are taken."""
     work = records.work
     names = work.models
     requests, unserved = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -120,8 +125,10 @@ def outcome(records: Records, loads: Sequence[Load]) -> Outcome:
             unserved[names[model]] += 1
         else:
             normalized[names[model]].append(latency_s / loads[model].execution_s)
-    means = {name: sum(v) / len(v) if v else 0.0 for name, v in normalized.items()}
-    return Outcome(requests, unserved, means)
+    means = {
+        name: round(sum(v) / len(v), LATENCY_DIGITS) if v else 0.0 for name, v in normalized.items()
+    }
+    return PlacementOutcome(requests, unserved, means)
 
 
 def sample_of(work: Workload, size: int) -> Workload:

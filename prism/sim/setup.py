@@ -16,56 +16,56 @@ UNBOUNDED_STEPS = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """prefill_chunk_tokens: prompt tokens of one step. mixed_chunk: a step holds prompt chunks and
-    decodes (Sarathi) instead of one of the two. headroom_tokens: output tokens that must fit
-    besides for a retracted request to come back. run_steps: decode steps advanced at once.
-    prefix_reuse: blocks of prompts are kept for later requests that begin with them."""
+    """How engines run."""
 
     max_running: int = 256
+    # Prompt tokens of one step.
     prefill_chunk_tokens: int = 8192
+    # A step holds prompt chunks and decodes (Sarathi) instead of one of the two.
     mixed_chunk: bool = False
+    # Output tokens that must fit besides before a retracted request comes back.
     headroom_tokens: int = 64
+    # Decode steps advanced at once.
     run_steps: int = UNBOUNDED_STEPS
+    # Blocks of prompts are kept for later requests that begin with them.
     prefix_reuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSetup:
-    """One GPU. engines: how many models it may hold at a time. Devices of one node have fast
-    links among themselves. processor: devices with the same one compute on it together, as host
-    devices do on their machine's cores; empty: it has its own."""
+    """One GPU."""
 
     name: str
+    # Devices of one node have fast links among themselves.
     node: str
     capacity_bytes: int
     page_bytes: int
+    # How many models it may hold at a time.
     engines: int
+    # Devices with the same one compute on it together, as host devices do on their machine's cores.
+    # Empty: it has its own.
     processor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A model at one tensor-parallel degree: its step costs; the KV of quantum_blocks blocks takes
-    quantum_bytes on each of its devices. shape: of one device's part, for pools of KV blocks."""
+class DegreeSetup:
+    """A model at one tensor-parallel degree."""
 
     cost: CostModel
+    # The KV of so many blocks takes quantum_bytes on each of its devices.
     quantum_blocks: int
     quantum_bytes: int
+    # Of one device's part, for pools of KV blocks.
     shape: KvShape
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """A model. weight_bytes, token_bytes and kv_floor_bytes are of the whole model, one part in
-    `tp` on each of its devices; share_bytes: what its engine holds besides on each of them, at
-    whatever degree. tp: the degree it runs at unless a placement says otherwise. parts: degree ->
-    what depends on it; `tp` is in it. activation_s: as measured, in place of what
-    `ActivationSettings` would give. request_s: from a request's arrival to its device's queue;
-    submit_s: from its dispatch until its engine may start it. speed_tokens_per_s: of prefills, as
-    admission reckons with it until a device has measured it; default that of whole chunks."""
+    """A model. Sizes are of the whole model, one part in `tp` on each of its devices."""
 
     index: int
     name: str
+    # The degree it runs at unless a placement says otherwise.
     tp: int
     weight_bytes: int
     token_bytes: int
@@ -73,15 +73,22 @@ class ModelSetup:
     block_tokens: int
     slo_ttft_s: float
     slo_tpot_s: float
-    parts: Mapping[int, Part]
+    # Degree -> what depends on it; `tp` is in it.
+    parts: Mapping[int, DegreeSetup]
     prefill_tokens_per_s: float
+    # What its engine holds besides on each device, at any degree.
     share_bytes: int = 0
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
+    # As measured, in place of what `ActivationSettings` would give.
     activation_s: float | None = None
+    # From a request's arrival to its device's queue.
     request_s: float = 0.0
+    # From its dispatch until its engine may start it.
     submit_s: float = 0.0
+    # Of prefills, as admission reckons with it until a device has measured it. Default: that of
+    # whole chunks.
     speed_tokens_per_s: float | None = None
 
     def held_bytes(self, tp: int) -> int:
@@ -99,40 +106,31 @@ class ModelSetup:
 
 @dataclass(frozen=True, slots=True)
 class ActivationSettings:
-    """How long a model takes to come up (Prism §5.2, Figure 9).
+    """How long a model takes to come up (Prism §5.2, Figure 9)."""
 
-    layout_s: laying out the virtual space in a pooled engine; restart_s: a new engine process, for
-    policies that restart engines. load_bytes_s: one GPU's share of a parallel load from host
-    memory; node_load_bytes_s: all GPUs of a node together; plain_load_bytes_s: the load of a
-    restarted engine. peer_bytes_s: weights from another GPU of the node; network_bytes_s: between
-    nodes. weights_everywhere: every node holds all weights in host memory; else each model's lie
-    on one node. unload_s: until the memory of an evicted model is free.
-    """
-
+    # Laying out the virtual space in a pooled engine.
     layout_s: float = 0.03
+    # A new engine process, for policies that restart engines.
     restart_s: float = 15.0
+    # One GPU's share of a parallel load from host memory.
     load_bytes_s: float = 23e9
+    # All GPUs of a node together.
     node_load_bytes_s: float = 95e9
+    # The load of a restarted engine.
     plain_load_bytes_s: float = 4e9
+    # Weights from another GPU of the node.
     peer_bytes_s: float = 400e9
+    # Between nodes.
     network_bytes_s: float = 12.5e9
+    # Every node holds all weights in host memory. False: each model's lie on one node.
     weights_everywhere: bool = True
+    # Until the memory of an evicted model is free.
     unload_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSetup:
-    """The whole cluster and how it is run.
-
-    interval_s: of the cluster scheduler; retry_s: while requests wait for a model that is placed
-    nowhere, it looks at least as often. warm: all that the first plan activates is up at once.
-    activation_timeout_s: an activation that finds no memory for so long fails; bar_s: its device
-    is then not tried again for so long. search_requests: what a placement is tried on, the tuning
-    budget of every policy that has a simulator inside, together with what the searches bound.
-    search_rates: see `search.expected`. knobs: of single policies.
-    patience_s: after the last arrival, requests that still wait are given up after this.
-    replacement_interval_s: until a policy whose placement is searched anew does so first.
-    """
+    """The whole cluster and how it is run."""
 
     devices: tuple[DeviceSetup, ...]
     models: tuple[ModelSetup, ...]
@@ -141,14 +139,25 @@ class ClusterSetup:
     limits: Limits = field(default_factory=Limits)
     engine: EngineSettings = field(default_factory=EngineSettings)
     activation: ActivationSettings = field(default_factory=ActivationSettings)
+    # Of the cluster scheduler.
     interval_s: float = 5.0
+    # It looks at least as often while requests wait for a model that is placed nowhere.
     retry_s: float = 0.5
     rate_window_s: float = 60.0
+    # All that the first plan activates is up at once.
     warm: bool = True
+    # An activation that finds no memory for so long fails.
     activation_timeout_s: float = 60.0
+    # The device of a failed activation is not tried again for so long.
     bar_s: float = 5.0
+    # On how many requests a placement is tried: the tuning budget of every policy that has a
+    # simulator inside.
     search_requests: int = 600
+    # See `search.expected`.
     search_rates: str = "mean"
+    # Of single policies.
     knobs: Knobs = field(default_factory=Knobs)
+    # Requests that still wait so long after the last arrival are given up.
     patience_s: float = 600.0
+    # Until a policy whose placement is searched anew does so first.
     replacement_interval_s: float = 300.0

@@ -1,20 +1,22 @@
 """The cluster as the policies see it: one `ClusterView` of the simulated state.
 
-Built anew for each plan, so it is kept cheap: a model that is nowhere and that nobody asks for
-keeps its view from the last time.
+Built anew for each plan, so it is kept cheap: an absent model without requests keeps its view
+from the last time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec import structs
+
 from prism.policies.data import DeviceLoad, GpuView, ModelView, beside
 from prism.sim.activation import startup_s
-from prism.sim.device import Device
-from prism.sim.moves import Model
-from prism.sim.records import Sample
+from prism.sim.device import SimDevice
+from prism.sim.moves import SimModel
+from prism.sim.records import ClusterSample
 from prism.sim.resident import Resident, Stage
-from prism.sim.setup import ClusterSetup
+from prism.sim.setup import ClusterSetup, ModelSetup
 
 
 class Viewer:
@@ -22,13 +24,15 @@ class Viewer:
     that ask how long a model takes to come up on each device."""
 
     def __init__(
-        self, models: Sequence[Model], devices: Sequence[Device], startup: ClusterSetup | None
+        self, models: Sequence[SimModel], devices: Sequence[SimDevice], startup: ClusterSetup | None
     ) -> None:
-        self._startup_s = {m.setup.name: startup_s(m.setup, startup) for m in models if startup}
+        self._startup = startup
         self._models = models
         self._by_name = {model.setup.name: model for model in models}
         self._devices = devices
         self._absent: dict[int, ModelView] = {}
+        # (model, degree) -> its view while it is nowhere and asks for nothing
+        self._plain: dict[tuple[int, int], ModelView] = {}
 
     def models(self, now_s: float, rates: Mapping[str, float]) -> tuple[ModelView, ...]:
         """A view for each copy, in the order of the models; one for a model that is nowhere.
@@ -37,10 +41,7 @@ class Viewer:
         for model in self._models:
             shown = [r for r in model.residents if r.replaces is None]
             rate = rates.get(model.setup.name, 0.0)
-            startup_s = self._startup_s.get(model.setup.name, {})
-            views.extend(
-                _resident_view(model, r, now_s, rate / len(shown), startup_s) for r in shown
-            )
+            views.extend(self._resident_view(model, r, now_s, rate / len(shown)) for r in shown)
             if not shown:
                 views.append(self._absent_view(model, now_s, rate))
         return tuple(views)
@@ -50,7 +51,7 @@ class Viewer:
         memory free, which alone can matter. free_part counts what runs in flight may still take as
         taken, as long as it then is not below `low_part`.
         """
-        running: dict[Device, list[float]] = {}
+        running: dict[SimDevice, list[float]] = {}
         for name, rate in rates.items():
             model = self._by_name[name]
             shown = [r for r in model.residents if r.replaces is None]
@@ -68,7 +69,7 @@ class Viewer:
             if len(parts) > 1 or free_part < low_part:
                 yield DeviceLoad(beside(parts), free_part)
 
-    def sample(self, now_s: float, holding: Sequence[Model]) -> Sample:
+    def sample(self, now_s: float, holding: Sequence[SimModel]) -> ClusterSample:
         """`holding`: all models that have requests or KV memory."""
         kv_bytes: dict[int, int] = {}
         running = waiting = reserved_bytes = 0
@@ -81,7 +82,7 @@ class Viewer:
             running += sum([r.running for r in model.residents])
             if held_bytes := sum([r.kv_bytes for r in model.residents]):
                 kv_bytes[model.setup.index] = held_bytes
-        return Sample(now_s, kv_bytes, reserved_bytes, waiting, running)
+        return ClusterSample(now_s, kv_bytes, reserved_bytes, waiting, running)
 
     def gpus(self) -> tuple[GpuView, ...]:
         for device in self._devices:
@@ -89,7 +90,7 @@ class Viewer:
                 device.site.sync()
         return tuple(_gpu(device) for device in self._devices)
 
-    def _absent_view(self, model: Model, now_s: float, rate: float) -> ModelView:
+    def _absent_view(self, model: SimModel, now_s: float, rate: float) -> ModelView:
         setup, waiting = model.setup, len(model.unplaced)
         barred = tuple(name for name, until_s in model.barred.items() if until_s > now_s)
         known = self._absent.get(setup.index)
@@ -98,59 +99,55 @@ class Viewer:
             (known.token_rate, known.waiting, known.wanted, known.barred) == asked
         ):
             return known
-        view = self._absent[setup.index] = ModelView(
-            setup.name,
-            setup.held_bytes(setup.tp),
-            setup.token_bytes,
-            setup.kv_floor_bytes,
-            setup.slo_ttft_s,
-            setup.slo_tpot_s,
-            rate,
-            waiting,
-            never_evict=setup.never_evict,
-            pinned_device=setup.pinned_device,
-            static_share=setup.static_share,
+        view = self._absent[setup.index] = structs.replace(
+            self._plain_view(setup, setup.tp),
+            token_rate=rate,
+            waiting=waiting,
             wanted=model.wanted,
             barred=barred,
-            tp=setup.tp,
-            share_bytes=setup.share_bytes,
-            startup_s=self._startup_s.get(setup.name, {}),
         )
         return view
 
+    def _resident_view(
+        self, model: SimModel, resident: Resident, now_s: float, rate: float
+    ) -> ModelView:
+        devices = resident.devices
+        waiting, running = resident.waiting + len(model.unplaced), resident.running
+        idle_s = 0.0 if waiting or running else now_s - max(resident.last_use_s, resident.since_s)
+        target = resident.replaced_by if resident.stage is Stage.ACTIVE else None
+        return structs.replace(
+            self._plain_view(model.setup, len(devices)),
+            token_rate=rate,
+            waiting=waiting,
+            running=running,
+            idle_s=idle_s,
+            device=resident.home.name,
+            state=resident.state,
+            peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
+            moving_to=tuple(d.name for d in target.devices) if target is not None else (),
+        )
 
-def _resident_view(
-    model: Model, resident: Resident, now_s: float, rate: float, startup_s: Mapping[str, float]
-) -> ModelView:
-    setup, devices = model.setup, resident.devices
-    waiting, running = resident.waiting + len(model.unplaced), resident.running
-    idle_s = 0.0 if waiting or running else now_s - max(resident.last_use_s, resident.since_s)
-    target = resident.replaced_by if resident.stage is Stage.ACTIVE else None
-    return ModelView(
-        setup.name,
-        setup.held_bytes(len(devices)),
-        setup.token_bytes,
-        setup.kv_floor_bytes,
-        setup.slo_ttft_s,
-        setup.slo_tpot_s,
-        rate,
-        waiting,
-        running,
-        idle_s,
-        resident.home.name,
-        resident.state,
-        setup.never_evict,
-        setup.pinned_device,
-        setup.static_share,
-        tp=len(devices),
-        share_bytes=setup.share_bytes,
-        peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
-        startup_s=startup_s,
-        moving_to=tuple(d.name for d in target.devices) if target is not None else (),
-    )
+    def _plain_view(self, setup: ModelSetup, tp: int) -> ModelView:
+        found = self._plain.get((setup.index, tp))
+        if found is None:
+            found = self._plain[setup.index, tp] = ModelView(
+                setup.name,
+                setup.held_bytes(tp),
+                setup.token_bytes,
+                setup.kv_floor_bytes,
+                setup.slo_ttft_s,
+                setup.slo_tpot_s,
+                never_evict=setup.never_evict,
+                pinned_device=setup.pinned_device,
+                static_share=setup.static_share,
+                tp=tp,
+                startup_s=startup_s(setup, self._startup) if self._startup else {},
+                share_bytes=setup.share_bytes,
+            )
+        return found
 
 
-def _gpu(device: Device) -> GpuView:
+def _gpu(device: SimDevice) -> GpuView:
     """fixed_bytes: targets of migrations, whose ModelView stands on their source."""
     fixed_bytes = 0
     for resident in device.guests:

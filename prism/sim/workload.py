@@ -15,19 +15,19 @@ NO_SLO = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival; `model` indexes `models`. SLOs in seconds, NO_SLO where the
-    request has none; scheduling uses ttft_s, or the model's own where it is NO_SLO. hashes: per
-    request the ids of its prompt's whole blocks (`prefix.HASH_TOKENS`); empty where the trace has
-    none."""
+    """Requests in order of arrival."""
 
     models: tuple[str, ...]
     arrival_s: array[float]
+    # Indices of `models`.
     model: array[int]
     prompt_tokens: array[int]
     output_tokens: array[int]
+    # SLOs are NO_SLO where the request has none; scheduling then takes its model's TTFT.
     slo_ttft_s: array[float]
     slo_tpot_s: array[float]
     slo_e2e_s: array[float]
+    # Ids of the prompts' whole blocks (`prefix.HASH_TOKENS`); empty where the trace has none.
     hashes: Sequence[tuple[int, ...]] = ()
 
     def __len__(self) -> int:

@@ -1,32 +1,32 @@
 """The simulated cluster: arrivals, queues, engines, and the live system's schedulers over them.
 
-`World` is the `prism.ports.ClusterPort` of the same `ClusterScheduler` that `prism-serve` runs;
-each device is the `EnginePort` of the same `LocalScheduler`.
+`World` is the `ClusterPort` (`scheduler/ports.py`) of the same `ClusterScheduler` that
+`prism-serve` runs; each device steps the same `LocalScheduler`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prism.journal import Memory
 from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, DeviceLoad, Evict, Migrate, Refuse
 from prism.policies.knobs import tuned
 from prism.policies.placement import Placement
 from prism.policies.registry import Policy
 from prism.scheduler.cluster import ClusterScheduler
+from prism.scheduler.journal import MemoryJournal
 from prism.scheduler.rates import TokenRates
 from prism.sim.bindings import Bindings
 from prism.sim.compute import Compute, Gpu
-from prism.sim.device import Device
-from prism.sim.engine import Engine
-from prism.sim.engines import Terms, make_engine
+from prism.sim.device import SimDevice
+from prism.sim.engine import SimEngine
+from prism.sim.engines import EngineTerms, make_engine
 from prism.sim.kernel import Alarm, Kernel
-from prism.sim.moves import Hooks, Model, Moves
-from prism.sim.profile import Load, loads
+from prism.sim.moves import Hooks, SimActuator, SimModel
+from prism.sim.profile import ModelLoad, loads
 from prism.sim.records import Decision, Records
 from prism.sim.replacement import Replacement
-from prism.sim.request import Listener, Request
+from prism.sim.request import Listener, SimRequest
 from prism.sim.resident import Resident, Stage
 from prism.sim.search import search
 from prism.sim.setup import ClusterSetup
@@ -58,10 +58,12 @@ class World:
         self.policy = policy or tuned(registry.get(setup.policy), setup.knobs)
         self.kernel = Kernel()
         self.records = Records(work)
-        self.queues = {d.name: Memory(inputs=True) for d in setup.devices} if keep_queues else {}
+        self.queues = (
+            {d.name: MemoryJournal(inputs=True) for d in setup.devices} if keep_queues else {}
+        )
         shared = {d.processor: Gpu(d.processor) for d in setup.devices if d.processor}
         self.devices = [
-            Device(
+            SimDevice(
                 self.kernel,
                 number,
                 device,
@@ -73,7 +75,7 @@ class World:
             for number, device in enumerate(setup.devices)
         ]
         self.by_name = {device.name: device for device in self.devices}
-        self.models = [Model(model) for model in setup.models]
+        self.models = [SimModel(model) for model in setup.models]
         self._model_of = {model.setup.name: model for model in self.models}
         hooks = Hooks(self._route, self._wake, self._engine)
         searches = self.policy.search is not None or self.policy.steps is not None
@@ -84,7 +86,7 @@ class World:
         )
         self._target = target or start
         self._bindings = self._make_bindings()
-        self._moves = Moves(self.kernel, setup, self.policy, self.records, hooks)
+        self._moves = SimActuator(self.kernel, setup, self.policy, self.records, hooks)
         self._viewer = Viewer(
             self.models, self.devices, setup if self.policy.asks_startup else None
         )
@@ -92,7 +94,7 @@ class World:
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
         self._left_out: set[int] = set()
         # by index, models that had requests since tokens were counted last, since the last sample
-        self._growing, self._held = dict[int, Model](), dict[int, Model]()
+        self._growing, self._held = dict[int, SimModel](), dict[int, SimModel]()
         self._next, self._requests = 0, len(work)
         self._wake_due = False
         # what changes without an event, as idle times do
@@ -156,7 +158,7 @@ class World:
         model = self.models[work.model[index]]
         arrival_s, slo_s = work.arrival_s[index], work.slo_ttft_s[index]
         deadline_s = arrival_s + (model.setup.slo_ttft_s if slo_s == NO_SLO else slo_s)
-        request = Request(
+        request = SimRequest(
             index,
             work.model[index],
             arrival_s,
@@ -170,7 +172,7 @@ class World:
         else:
             self._reach(model, request)
 
-    def _reach(self, model: Model, request: Request) -> None:
+    def _reach(self, model: SimModel, request: SimRequest) -> None:
         """The request comes to the cluster's queues."""
         if request.model in self._left_out:
             self.records.finish(request, self.kernel.time_s, "unserved")
@@ -184,9 +186,9 @@ class World:
             if len(model.unplaced) == 1 or self._bindings is not None:
                 self._wake()
         else:
-            target.home.come(target, request)
+            target.home.on_arrival(target, request)
 
-    def _route(self, model: Model) -> None:
+    def _route(self, model: SimModel) -> None:
         """Requests without a copy go to one that takes requests, if there is any now."""
         while (
             self._bindings is None
@@ -209,20 +211,20 @@ class World:
         for resident, request in started:
             resident.home.enqueue(resident, request)
         for home in dict.fromkeys(resident.home for resident, _ in started):
-            home.poke()
+            home.try_dispatch()
 
     def _play(self, target: Placement, work: Workload) -> Records:
         """A workload on a placement, with this policy's own scheduling."""
         return World(self.setup, work, self.policy, target).run()
 
-    def _engine(self, model: Model, resident: Resident, compute: Compute) -> Engine:
+    def _engine(self, model: SimModel, resident: Resident, compute: Compute) -> SimEngine:
         listener = self._listener(model, resident)
-        load = self._loads[model.setup.index] if self._loads is not None else Load()
-        terms = Terms(self.setup, self.policy, load, self._target)
+        load = self._loads[model.setup.index] if self._loads is not None else ModelLoad()
+        terms = EngineTerms(self.setup, self.policy, load, self._target)
         return make_engine(resident, compute, terms, listener)
 
-    def _listener(self, model: Model, resident: Resident) -> Listener:
-        def ended(request: Request) -> None:
+    def _listener(self, model: SimModel, resident: Resident) -> Listener:
+        def ended(request: SimRequest) -> None:
             resident.home.note_change()
             resident.last_use_s = self.kernel.time_s
             self.records.finish(request, self.kernel.time_s)
@@ -233,14 +235,14 @@ class World:
         def freed() -> None:
             if self._moves.waits_for_memory:
                 self._moves.memory_freed()
-            # Tensor-parallel neighbours share all their devices: each home is poked once.
+            # Tensor-parallel neighbours share all their devices: each home is asked once.
             homes = resident.home.homes
             if len(resident.devices) > 1:
                 homes = tuple(dict.fromkeys([h for d in resident.devices for h in d.homes]))
             for device in homes:
-                device.poke()
+                device.try_dispatch()
 
-        def retracted(request: Request) -> None:
+        def retracted(request: SimRequest) -> None:
             self.records.count("retractions")
 
         return Listener(ended=ended, retracted=retracted, freed=freed)
@@ -294,7 +296,7 @@ class World:
         else:
             self._migrate(model, action)
 
-    def _migrate(self, model: Model, action: Migrate) -> None:
+    def _migrate(self, model: SimModel, action: Migrate) -> None:
         self._decide("migrate", action.model, action.source, action.target, action.reason)
         devices = [self.by_name[name] for name in (action.target, *action.peers)]
         source = self._resident(model, action.source)
@@ -304,7 +306,7 @@ class World:
     def _decide(self, kind: str, model: str, device: str, target: str, reason: str) -> None:
         self.records.decide(Decision(self.kernel.time_s, kind, model, device, target, reason))
 
-    def _refuse(self, model: Model, action: Refuse) -> None:
+    def _refuse(self, model: SimModel, action: Refuse) -> None:
         if model.refusal != action.reason:
             model.refusal = action.reason
             self._decide("refuse", action.model, "", "", action.reason)
@@ -312,7 +314,7 @@ class World:
             # There is no room for it unless requests make some: it waits for the first one.
             model.wanted = False
 
-    def _resident(self, model: Model, device: str) -> Resident | None:
+    def _resident(self, model: SimModel, device: str) -> Resident | None:
         """The copy that an action is about; None, and counted as failed, where none is active
         there any more, as an agent would answer."""
         for resident in model.residents:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import kvcached
-from prism.config import read_resolved
-from prism.model_spec import inspect_model
+from prism.config.schema import read_resolved
+from prism.models.files import inspect_model
 from tests.acceptance.harness import (
     MODELS,
     Answer,
@@ -56,7 +56,7 @@ class Sampler(threading.Thread):
         self.cluster, self.period_s = cluster, period_s
         config = read_resolved(cluster.run_dir / "cluster.json")
         self.device = kvcached.Device.open("host:0", namespace=config.namespace)
-        self.share_bytes = config.engine.static_bytes
+        self.share_bytes = config.engine.static_on("host:0")
         self.resident_bytes: list[int] = []
         self.device_bytes: list[int] = []
         self.done = threading.Event()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import kvcached
-from prism.agent.admission import DevicePort
-from prism.agent.memory import Reclaimer
-from prism.agent.models import ModelState, Served
-from prism.agent.peers import PeerLedgers
-from prism.agent.pool import Engine, EngineState, Pool
-from prism.agent.running import Running
-from prism.agent.state import State
-from prism.messages import Activated, EngineStatus, ToEngine
+from prism.agent.admission import EngineViews
+from prism.agent.memory import PeerLedgers, Reclaimer
+from prism.agent.pool import EnginePool, EngineProcess, EngineState
+from prism.agent.requests import RequestTable, TrackedRequest
+from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.messages.engine import Activated, EngineStatus, ToEngine
+from prism.scheduler.local import LocalScheduler
 from tests.agent.harness import model_spec
 from tests.queueing.requests import request
 
@@ -36,24 +37,27 @@ class Bench:
     def __init__(self, device: kvcached.Device) -> None:
         self.time_s = 0.0
         self.device = device
-        self.state = State(Pool("host:0", 2), now_s=lambda: self.time_s)
+        requests = RequestTable(LocalScheduler(), lambda: time.time() - self.time_s)
+        self.state = DeviceState(
+            EnginePool("host:0", 2), now_s=lambda: self.time_s, requests=requests
+        )
         self.sent = Sent()
         peers = PeerLedgers("", self.state.pool)
         self.reclaimer = Reclaimer(self.state, device, peers)
-        self.port = DevicePort(self.state, device, self.reclaimer, peers)
+        self.views = EngineViews(self.state, device, peers)
         self.clients = {model: self._serve(model) for model in ("a", "b")}
 
     def _serve(self, model: str) -> kvcached.Client:
         engine = self.state.pool.create(0.0)
         engine.become(EngineState.ACTIVE, 0.0, model)
         engine.activated = Activated(model, QUANTUM, QUANTUM_TOKENS, 0, 0, 0, 16, 8)
-        served = Served(model_spec(model), 0.0, ModelState.ACTIVE, engine_id=engine.id)
-        self.state.models.served[model] = served
+        hosted = HostedModel(model_spec(model), 0.0, ModelState.ACTIVE, engine_id=engine.id)
+        self.state.models.hosted[model] = hosted
         self.observe(model)
         return self.device.client(engine.id, min_bytes=10 * QUANTUM)
 
-    def engine(self, model: str) -> Engine:
-        engine = self.state.pool.get(self.state.models.served[model].engine_id)
+    def engine(self, model: str) -> EngineProcess:
+        engine = self.state.pool.get(self.state.models.hosted[model].engine_id)
         assert engine is not None
         return engine
 
@@ -62,13 +66,13 @@ class Bench:
             self.engine(model).id, model, free_mapped_tokens=free, evictable_tokens=evictable
         )
 
-    def run(self, model: str, need_tokens: int, id: str = "1") -> Running:
-        run = Running(request(id, model, prompt_tokens=20), self.engine(model).id, need_tokens)
-        self.state.running.add(run)
+    def run(self, model: str, need_tokens: int, id: str = "1") -> TrackedRequest:
+        run = TrackedRequest(request(id, model, prompt_tokens=20))
+        self.state.requests.start(run, self.engine(model).id, need_tokens)
         return run
 
     def quanta(self, model: str) -> tuple[float, float]:
         """What `model` could take: (own, shared) in quanta."""
-        view = next(view for view in self.port.views() if view.model == model)
+        view = next(view for view in self.views.read() if view.model == model)
         shared = view.available_tokens - view.own_tokens
         return view.own_tokens / QUANTUM_TOKENS, shared / QUANTUM_TOKENS

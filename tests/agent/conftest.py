@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import kvcached
-from prism.agent.timing import Timing
+from prism.agent.state import AgentTiming
 from prism.queueing import BundledRedis
 from tests.agent.bench import PAGE, QUANTUM, Bench
 from tests.agent.harness import World, make_config, world
 
-FAST = Timing(
+FAST = AgentTiming(
     lease_ttl_s=1.5,
     tick_s=0.02,
     silent_s=3.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from prism.messages import ActionResult, ActivateModel, EvictModel
+from prism.messages.agent import ActionResult, ActivateModel, EvictModel
 from tests.agent.harness import World
 
 DEADLINE_S = 300.0  # of a machine that does much else

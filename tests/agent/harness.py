@@ -17,32 +17,27 @@ import zmq.asyncio
 
 import kvcached
 from prism.agent.agent import Agent
-from prism.agent.timing import Timing
-from prism.config import (
+from prism.agent.state import AgentTiming
+from prism.config.schema import (
     ClusterConfig,
     DeviceConfig,
     EngineConfig,
-    SchedulerConfig,
     write_resolved,
 )
 from prism.engines.fake import expected_tokens
-from prism.messages import (
+from prism.errors import QueueUnavailableError
+from prism.messages.agent import (
     ActionResult,
     ActivateModel,
     AgentReport,
-    Cancel,
-    Chunk,
     Drain,
-    EngineOutput,
     EvictModel,
-    Failure,
     FromScheduler,
     ModelReport,
-    ModelSpec,
-    Request,
-    Sampling,
-    ToScheduler,
 )
+from prism.messages.cluster import ToScheduler
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request, Sampling
 from prism.queueing import RequestQueue
 
 DEVICE = "host:0"
@@ -78,9 +73,13 @@ def make_config(
         policy="prism",
         devices=[DeviceConfig(DEVICE, capacity_bytes, 64 << 10, engines)],
         models=[model_spec("a"), model_spec("b", num_layers=3, num_kv_heads=1), model_spec("c")],
-        scheduler=SchedulerConfig(report_interval_s=0.1),
+        report_interval_s=0.1,
         engine=EngineConfig(
-            adapter="fake", static_bytes=1 << 20, max_running=4, drain_timeout_s=10.0
+            adapter="fake",
+            static_bytes=1 << 20,
+            max_running=4,
+            drain_timeout_s=10.0,
+            weight_store="",
         ),
     )
     write_resolved(config, run_dir / "cluster.json")
@@ -259,9 +258,9 @@ class FakeFrontend:
 
 
 class World:
-    """`agent` runs in this loop, its nursery and engines are processes."""
+    """`agent` runs in this loop, its fork server and engines are processes."""
 
-    def __init__(self, config: ClusterConfig, timing: Timing) -> None:
+    def __init__(self, config: ClusterConfig, timing: AgentTiming) -> None:
         self.config = config
         self.timing = timing
         self.context = zmq.asyncio.Context()
@@ -324,9 +323,60 @@ class World:
         self.context.destroy(linger=0)
 
 
+class Retrying:
+    """What a frontend does: it keeps its requests and sends them again after a failure that may
+    be retried; what older attempts still say is dropped."""
+
+    def __init__(self, this: World, keeps_blame: bool = True) -> None:
+        self._world = this
+        self._keeps_blame = keeps_blame
+        self.open: dict[str, Request] = {}
+        self.retries = 0
+        self.ended_by: dict[str, str] = {}  # request id -> the code of its last failure
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def receive(self) -> None:
+        inbox = self._world.frontend._inbox
+        while True:
+            output = msgspec.msgpack.decode(await inbox.recv(), type=EngineOutput)
+            for chunk in output.chunks:
+                if self.open[chunk.request_id].attempt == chunk.attempt:
+                    self._world.frontend.stream(chunk.request_id).chunks.append(chunk)
+            for failure in output.failures:
+                if self.open[failure.request_id].attempt == failure.attempt:
+                    self._take(failure)
+
+    def _take(self, failure: Failure) -> None:
+        request = self.open[failure.request_id]
+        if not failure.retryable:
+            self.ended_by[request.id] = failure.code
+            return
+        self.retries += 1
+        is_suspect = self._keeps_blame and failure.blame == "suspect"
+        suspected_at = failure.output_tokens if is_suspect else None
+        changes = {"attempt": request.attempt + 1, "suspected_at": suspected_at}
+        self._world.frontend.streams[request.id] = Stream()
+        self.send(msgspec.structs.replace(request, **changes))
+
+    def send(self, request: Request) -> None:
+        self.open[request.id] = request
+        task = asyncio.create_task(self._enqueue(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _enqueue(self, request: Request) -> None:
+        while True:
+            try:
+                await self._world.queue.enqueue(request)
+            except QueueUnavailableError:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
 @contextlib.asynccontextmanager
-async def world(config: ClusterConfig, timing: Timing | None = None) -> AsyncIterator[World]:
-    this = World(config, timing or Timing())
+async def world(config: ClusterConfig, timing: AgentTiming | None = None) -> AsyncIterator[World]:
+    this = World(config, timing or AgentTiming())
     try:
         yield this
     finally:
@@ -335,4 +385,4 @@ async def world(config: ClusterConfig, timing: Timing | None = None) -> AsyncIte
         assert not path.exists(), "the ledger's segment was left behind"
 
 
-__all__ = ["DEVICE", "Drain", "FakeFrontend", "World", "make_config", "until", "world"]
+__all__ = ["DEVICE", "Drain", "FakeFrontend", "Retrying", "World", "make_config", "until", "world"]

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prism.messages import ActivateModel, ModelSpec
+from prism.messages.agent import ActivateModel
+from prism.messages.models import ModelSpec
 from tests.agent.hammering import check_answers, hammer
 from tests.agent.harness import World, model_spec, until
 

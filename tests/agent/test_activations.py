@@ -11,7 +11,7 @@ import pytest
 
 from prism.agent import activations
 from prism.agent.activations import ActivationRecord, Fingerprints, TraceFile
-from prism.messages import Activated
+from prism.messages.engine import Activated
 
 RECORD = ActivationRecord("m", "host0-e1", {"reserve": 0.25, "weights": 0.5, "total": 0.75})
 
@@ -74,3 +74,14 @@ def test_a_fresh_engine_is_the_reference() -> None:
     assert known.expected("m", is_fresh=False) == (1,)
     known.learn("m", (3,), is_fresh=True)
     assert known.expected("m", is_fresh=False) == (3,)
+
+
+def test_graphs_that_were_captured_late_are_in_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace.json"
+    trace = TraceFile(path, "cuda:0")
+    trace.captured("e1", "m", (0.25, 0.5))
+    trace.captured("e1", "m", ())
+    assert [(e["name"], e["tid"], e["args"]) for e in events(path)] == [
+        ("graph captured", "e1", {"model": "m", "seconds": 0.25}),
+        ("graph captured", "e1", {"model": "m", "seconds": 0.5}),
+    ]

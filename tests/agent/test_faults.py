@@ -15,12 +15,22 @@ import msgspec
 import numpy as np
 import pytest
 
+from prism.config.schema import write_resolved
 from prism.engines import kv_file
 from prism.errors import LeaseLostError
-from prism.messages import Drain, Request
+from prism.messages.agent import Drain
+from prism.messages.requests import Request
 from prism.queueing import BundledRedis
 from tests.agent.conftest import FAST
-from tests.agent.harness import DEVICE, FakeFrontend, World, make_config, until, world
+from tests.agent.harness import (
+    DEVICE,
+    FakeFrontend,
+    Retrying,
+    World,
+    make_config,
+    until,
+    world,
+)
 
 
 async def running_requests(
@@ -86,7 +96,7 @@ async def test_model_whose_engines_keep_dying_is_reported_as_failed(
     await agent_world.scheduler.ready()
 
 
-async def test_nursery_dies(agent_world: World) -> None:
+async def test_fork_server_dies(agent_world: World) -> None:
     await agent_world.serve("a")
     victims = await running_requests(agent_world, 3)
     assert agent_world.agent is not None
@@ -264,3 +274,50 @@ async def test_kv_that_nobody_came_for_goes(
         await until(lambda: os.listdir(folder) == [os.path.basename(awaited)])
     finally:
         shutil.rmtree(folder)
+
+
+async def test_a_malformed_entry_is_moved_away_and_ends_by_name(agent_world: World) -> None:
+    """The reader goes on, and the frontend, which has the whole request, is told."""
+    await agent_world.serve("a")
+    await agent_world.queue._run("enqueue", "broken", "a", 1, b"\xc1 no request")
+    await agent_world.frontend.finish(await agent_world.frontend.send(3))
+    await until(lambda: agent_world.frontend.stream("broken").failures)
+    (failure,) = agent_world.frontend.stream("broken").failures
+    assert (failure.code, failure.retryable) == ("malformed_request", True)
+    assert await agent_world.queue.depth(DEVICE) == 0
+    await until(lambda: agent_world.scheduler.report.malformed_total == 1)
+
+
+@pytest.mark.parametrize("marked", [0, 15], ids=["first", "last"])
+async def test_a_request_that_kills_engines_ends_by_name_and_the_others_finish(
+    short_dir: Path,
+    namespace: str,
+    redis_server: BundledRedis,
+    monkeypatch: pytest.MonkeyPatch,
+    marked: int,
+) -> None:
+    """Of 16 on an engine one is guilty. It kills two engines, and is tried on no third."""
+    made = make_config(short_dir, namespace, redis_server.url, capacity_bytes=32 << 20)
+    engine = msgspec.structs.replace(made.engine, max_running=16)
+    config = msgspec.structs.replace(made, engine=engine)
+    write_resolved(config, short_dir / "cluster.json")
+    monkeypatch.setenv("PRISM_FAKE", json.dumps({"die_on_prompt_token": 7, "decode_step_ms": 2}))
+    async with world(config, FAST) as this:
+        await this.serve("a")
+        this.stop_listening()
+        frontend = Retrying(this)
+        receiver = asyncio.create_task(frontend.receive())
+        requests = [this.frontend.request("a", max_tokens=20) for _ in range(16)]
+        guilty = msgspec.structs.replace(requests[marked], prompt_ids=[7] * 20)
+        requests[marked] = guilty
+        for request in requests:
+            frontend.send(request)
+        streams = this.frontend.streams
+        await until(lambda: guilty.id in frontend.ended_by)
+        assert frontend.ended_by == {guilty.id: "request_killed_engines"}
+        others = [r for r in requests if r is not guilty]
+        await until(lambda: all(r.id in streams and streams[r.id].ended for r in others))
+        await this.frontend.finish(others)
+        receiver.cancel()
+        await until(lambda: this.scheduler.report.engine_restarts_total >= 2)
+        assert this.scheduler.report.engine_restarts_total == 2

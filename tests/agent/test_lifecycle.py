@@ -8,24 +8,21 @@ import pytest
 
 from prism.agent.activations import ActivationRecord
 from prism.agent.lifecycle import Lifecycle
-from prism.agent.pool import Engine, EngineState, Pool
-from prism.agent.state import State
-from prism.agent.timing import Timing
-from prism.messages import (
-    ActionResult,
-    Activate,
+from prism.agent.pool import EnginePool, EngineProcess, EngineState
+from prism.agent.state import AgentTiming, DeviceState
+from prism.messages.agent import ActionResult, ActivateModel, EvictModel
+from prism.messages.engine import (
     Activated,
-    ActivateModel,
+    ActivateEngine,
     ActivationFailed,
     Deactivate,
     Deactivated,
-    EvictModel,
     SetLimit,
     ToEngine,
 )
 from tests.agent.harness import model_spec
 
-TIMING = Timing(revives_max=2, memory_tries=1)
+TIMING = AgentTiming(revives_max=2, memory_tries=1)
 DRAIN_S = 10.0
 
 
@@ -40,16 +37,19 @@ class Recorder:
     reclaimed: list[tuple[int, str]] = field(default_factory=list)
     answers: list[ActionResult] = field(default_factory=list)
     records: list[ActivationRecord] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    blames: bool = False  # a request, for an engine's death
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
         self.sent.append((engine_id, message))
         return True
 
-    def kill(self, engine: Engine) -> None:
+    def kill(self, engine: EngineProcess) -> None:
         self.killed.append(engine.id)
 
-    def engine_lost(self, engine_id: str, why: str) -> None:
+    def engine_lost(self, engine_id: str, why: str, by_request: bool) -> bool:
         self.lost.append(engine_id)
+        return by_request and self.blames
 
     def engine_load(self, engine_id: str) -> int:
         return self.load.get(engine_id, 0)
@@ -63,6 +63,9 @@ class Recorder:
     def record(self, activation: ActivationRecord) -> None:
         self.records.append(activation)
 
+    def replaced(self, engine: EngineProcess, model: str, why: str) -> None:
+        self.reasons.append(f"{engine.id} {model} {why}")
+
     def changed(self) -> None:
         pass
 
@@ -73,19 +76,19 @@ class Bench:
     def __init__(self, engines: int = 2) -> None:
         self.time_s = 0.0
         self.effects = Recorder()
-        self.state = State(Pool("host:0", engines), TIMING, lambda: self.time_s)
+        self.state = DeviceState(EnginePool("host:0", engines), TIMING, lambda: self.time_s)
         self.lifecycle = Lifecycle(self.state, self.effects, 4, DRAIN_S)
         self.fill()
 
     def fill(self) -> None:
-        """Replace what is missing, as the nursery does."""
+        """Replace what is missing, as the fork server does."""
         while self.state.pool.is_short:
             engine = self.state.pool.create(self.time_s, self.lifecycle.peers_wanted())
             self.lifecycle.engine_ready(engine)
 
-    def engine(self, model: str) -> Engine:
-        served = self.state.models.served[model]
-        engine = self.state.pool.get(served.engine_id)
+    def engine(self, model: str) -> EngineProcess:
+        hosted = self.state.models.hosted[model]
+        engine = self.state.pool.get(hosted.engine_id)
         assert engine is not None
         return engine
 
@@ -96,13 +99,13 @@ class Bench:
         engine = self.engine(model)
         self.lifecycle.activated(engine, Activated(model, 4096, 16, 0, 0, 0, 16, 4))
 
-    def serve(self, model: str) -> Engine:
+    def serve(self, model: str) -> EngineProcess:
         self.order(model)
         self.succeed(model)
         self.effects.answers.clear()
         return self.engine(model)
 
-    def tick_until(self, time_s: float, heard: Engine | None = None) -> None:
+    def tick_until(self, time_s: float, heard: EngineProcess | None = None) -> None:
         """Each second; `heard` sends messages all the while."""
         while self.time_s < time_s:
             self.time_s += 1.0
@@ -111,8 +114,8 @@ class Bench:
             self.lifecycle.tick()
 
     def stage(self, model: str) -> str:
-        served = self.state.models.served.get(model)
-        return served.state.value if served else "absent"
+        hosted = self.state.models.hosted.get(model)
+        return hosted.state.value if hosted else "absent"
 
     def answered(self) -> list[tuple[int, bool]]:
         return [(answer.action_id, answer.ok) for answer in self.effects.answers]
@@ -122,7 +125,7 @@ def test_activation_is_answered_when_the_model_is_active() -> None:
     bench = Bench()
     bench.order("a", 7, limit=123)
     engine = bench.engine("a")
-    assert bench.effects.sent == [(engine.id, Activate(model_spec("a"), 123, 4))]
+    assert bench.effects.sent == [(engine.id, ActivateEngine(model_spec("a"), 123, 4))]
     assert (bench.stage("a"), bench.answered()) == ("activating", [])
     bench.time_s = 1.5
     bench.succeed("a")
@@ -160,7 +163,7 @@ def test_while_an_engine_starts_the_order_waits_for_it() -> None:
     bench.fill()
     # "a" waited first.
     assert bench.engine("a").state is EngineState.ACTIVATING
-    assert bench.state.models.served["b"].engine_id == ""
+    assert bench.state.models.hosted["b"].engine_id == ""
 
 
 def test_waiting_for_an_engine_is_bounded() -> None:
@@ -179,7 +182,7 @@ def test_lack_of_memory_is_tried_again_after_others_gave_theirs() -> None:
     bench.lifecycle.activation_failed(engine, ActivationFailed("a", "no room", 500))
     assert bench.effects.reclaimed == [(500, engine.id)]
     bench.lifecycle.tick()
-    assert bench.state.models.served["a"].engine_id == ""
+    assert bench.state.models.hosted["a"].engine_id == ""
     bench.time_s += TIMING.memory_retry_s
     bench.lifecycle.tick()
     again = bench.engine("a")
@@ -331,7 +334,7 @@ def test_a_model_that_fails_its_self_check_waits_for_a_fresh_engine() -> None:
     reused = bench.engine("a")
     fail_self_check(bench, "a")
     assert bench.effects.killed == [reused.id]
-    assert (bench.stage("a"), bench.state.models.served["a"].engine_id) == ("activating", "")
+    assert (bench.stage("a"), bench.state.models.hosted["a"].engine_id) == ("activating", "")
     bench.fill()
     assert bench.engine("a").is_fresh
     bench.succeed("a")
@@ -354,7 +357,7 @@ def test_a_reused_engine_must_answer_as_a_fresh_one_did() -> None:
         bench.order(model, turn)
         engine = bench.engine(model)
         _, order = bench.effects.sent[-1]
-        assert isinstance(order, Activate)
+        assert isinstance(order, ActivateEngine)
         assert order.fingerprint == expected
         message = Activated(model, 4096, 16, 0, 0, 0, 16, 4, fingerprint=answer)
         bench.lifecycle.activated(engine, message)
@@ -367,7 +370,7 @@ def test_the_stages_of_an_activation_are_recorded() -> None:
     on memory too."""
     bench = Bench(engines=1)
     bench.state.pool.remove(bench.serve("b").id)
-    bench.state.models.served.clear()
+    bench.state.models.hosted.clear()
     bench.order("a")
     bench.time_s = 0.5
     bench.fill()

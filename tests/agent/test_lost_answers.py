@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Collection
 
 import pytest
 
-from prism.agent.delivery import Delivery
-from prism.agent.errands import Errands
-from prism.agent.mirror import Entry, Mirror
-from prism.agent.serving import Parts, Serving
+from prism.agent.serving import Serving
+from prism.agent.sockets import TokenSender
 from prism.errors import QueueUnavailableError
-from prism.messages import Submit
+from prism.messages.engine import Submit
 from prism.queueing import BundledRedis, RequestQueue
-from prism.scheduler.local import Limits, LocalScheduler
 from tests.agent.bench import Bench
 from tests.queueing.requests import request
 
@@ -39,29 +35,24 @@ class Desk:
 
     def __init__(self, bench: Bench, queue: RequestQueue) -> None:
         self.bench, self.queue, self.epoch = bench, queue, 0
-        limits = Limits()
-        scheduler = LocalScheduler(bench.port, limits)
-        self.delivery = Delivery(lambda _: None)
-        self.mirror = Mirror(scheduler, lambda: time.time() - bench.time_s)
-        parts = Parts(
+        self.tokens = TokenSender(lambda _: None)
+        self.serving = Serving(
             state=bench.state,
-            device=DEVICE,
+            views=bench.views,
+            reclaimer=bench.reclaimer,
             queue=queue,
-            mirror=self.mirror,
-            scheduler=scheduler,
-            limits=limits,
-            port=bench.port,
-            link=bench.sent,  # type: ignore[arg-type]
-            delivery=self.delivery,
-            errands=Errands(),
+            device=DEVICE,
+            engines=bench.sent,  # type: ignore[arg-type]
+            tokens=self.tokens,
+            wake=lambda: None,
+            headroom_tokens=64,
         )
-        self.serving = Serving(parts, lambda: None, time.time)
 
     async def replay(self) -> None:
         """What the intake does after an outage."""
         entries = await self.queue.read(DEVICE, "0", 0)
         for entry_id, waiting in entries:
-            self.serving.arrived(Entry(entry_id, waiting))
+            self.serving.arrived(entry_id, waiting)
         self.serving.replayed({entry_id for entry_id, _ in entries})
 
     async def lose_an_answer(self) -> None:
@@ -83,7 +74,7 @@ async def desk(redis_server: BundledRedis, namespace: str, bench: Bench) -> Asyn
     desk = Desk(bench, queue)
     desk.epoch = await queue.acquire(DEVICE, "agent", 30)
     yield desk
-    desk.delivery.close()
+    desk.tokens.close()
     await queue.close()
 
 
@@ -96,12 +87,12 @@ async def test_it_runs_once(desk: Desk, replay_first: bool) -> None:
         await desk.serving.turn(desk.epoch)
         await desk.replay()
     assert desk.submitted == ["1"]
-    assert desk.serving.held() == {"1"}
+    assert desk.bench.state.requests.running_ids() == {"1"}
 
 
 async def test_it_goes_where_its_model_went(desk: Desk) -> None:
     await desk.lose_an_answer()
-    desk.serving.hand_back(lambda model: True)
+    desk.serving.hand_back({"a"})
     await desk.queue.route("a", None)
     await desk.serving.turn(desk.epoch)
     assert await desk.queue.unplaced_counts() == {"a": 1}

@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.agent.harness import DEVICE, World, until
 
 
@@ -47,8 +49,10 @@ async def test_sigterm_drains_and_leaves_nothing(agent_world: World) -> None:
 
 
 async def test_killed_agent_takes_its_engines_along_and_the_next_one_recovers(
-    agent_world: World,
+    agent_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # No request may end before the kill, however late that comes.
+    monkeypatch.setenv("PRISM_FAKE", '{"decode_step_ms": 20, "prefill_tokens_per_s": 50000}')
     process = await start(agent_world)
     await agent_world.scheduler.ready()
     assert (await agent_world.scheduler.activate("a")).ok

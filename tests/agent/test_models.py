@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.messages import ActivateModel, TrimModel
+from prism.messages.agent import ActivateModel, TrimModel
 from tests.agent.harness import DEVICE, World, until
 
 

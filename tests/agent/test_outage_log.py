@@ -1,4 +1,4 @@
-"""A Redis that stays away is reported once, not at every try."""
+"""What stays wrong is reported once: a Redis that is away, a table that contradicts itself."""
 
 from __future__ import annotations
 
@@ -10,26 +10,38 @@ from typing import Any
 
 import pytest
 
-from prism.agent.intake import Intake
-from prism.agent.timing import Timing
-from prism.agent.turns import Turns
+from prism.agent import queue as agent_queue
+from prism.agent.pool import EnginePool
+from prism.agent.queue import AdmissionLoop, QueueReader
+from prism.agent.requests import TrackedRequest
+from prism.agent.state import AgentTiming, DeviceState
 from prism.errors import QueueUnavailableError
 from prism.queueing import RequestQueue
 from tests.agent.harness import until
+from tests.queueing.requests import request
 
-TIMING = Timing(retry_s=0.01)
+TIMING = AgentTiming(retry_s=0.01)
 
 
 class Tried:
     """Serving that has something to tell Redis, and cannot."""
 
-    has_waiting = True
     epoch = 0
     turns = 0
 
     async def turn(self, epoch: int) -> None:
         self.turns += 1
         raise QueueUnavailableError("Redis does not answer")
+
+
+class Idle:
+    """Serving that has nothing to do."""
+
+    epoch = 0
+    turns = 0
+
+    async def turn(self, epoch: int) -> None:
+        self.turns += 1
 
 
 async def run_until(condition: Callable[[], object], loop: Coroutine[Any, Any, None]) -> None:
@@ -40,19 +52,36 @@ async def run_until(condition: Callable[[], object], loop: Coroutine[Any, Any, N
     await asyncio.wait([task])
 
 
-async def test_the_loop_of_turns(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_admission_loop(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "prism.agent")
     serving: Any = Tried()
-    await run_until(lambda: serving.turns >= 3, Turns(serving, TIMING).run(serving))
+    loop = AdmissionLoop(serving, DeviceState(EnginePool("host:0", 1), TIMING))
+    loop.wake()
+    await run_until(lambda: serving.turns >= 3, loop.run(serving))
     assert len(caplog.records) == 1
 
 
-async def test_the_intake(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_contradiction(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_queue, "IDLE_S", 0.001)
+    state = DeviceState(EnginePool("host:0", 1), TIMING)
+    state.requests.start(TrackedRequest(request("1")), "gone", 16)
+    serving: Any = Idle()
+    await run_until(lambda: serving.turns >= 3, AdmissionLoop(serving, state).run(serving))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the table of requests contradicts itself: 1 (running): its engine 'gone' is gone"
+    ]
+
+
+async def test_the_reader_of_the_queue(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "prism.agent")
     queue = RequestQueue.connect(f"unix://{short_dir}/none.sock", "n")
     unused: Any = None
-    intake = Intake(queue, "host:0", TIMING, unused, unused)
-    await run_until(lambda: len(caplog.records) >= 3, intake.run())
+    reader = QueueReader(
+        queue, "host:0", TIMING, on_entry=unused, on_replayed=unused, set_aside=unused
+    )
+    await run_until(lambda: len(caplog.records) >= 3, reader.run())
     await queue.close()
     loud, *quiet = [record.levelno for record in caplog.records]
     assert loud == logging.WARNING

@@ -1,11 +1,10 @@
-"""The agent's small parts: memory as admission sees it, delivery, strays, counts, the mirror."""
+"""The agent's small parts: memory as admission sees it, delivery, orphans, counts."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,15 +12,16 @@ import pytest
 import zmq
 
 import kvcached
-from prism.agent import delivery as delivery_module
-from prism.agent.delivery import Delivery, Parcels
+from prism.agent import sockets
+from prism.agent.forkserver import ForkServerSupervisor
 from prism.agent.inbox import EngineInbox
-from prism.agent.mirror import Entry, Mirror
-from prism.agent.models import ModelState, Totals
-from prism.agent.nursery import Nursery
-from prism.agent.strays import Strays
-from prism.messages import Chunk, EngineOutput, EngineStatus
-from prism.nursery_messages import EngineForked
+from prism.agent.queue import OrphanedRequests
+from prism.agent.requests import RequestTable, TrackedRequest
+from prism.agent.sockets import OutputBatch, TokenSender
+from prism.agent.state import ModelState, ModelTotals
+from prism.messages.engine import EngineStatus
+from prism.messages.forkserver import EngineForked
+from prism.messages.requests import Chunk, EngineOutput
 from prism.scheduler.local import LocalScheduler
 from tests.agent.bench import QUANTUM, QUANTUM_TOKENS, Bench
 from tests.queueing.requests import request
@@ -53,14 +53,13 @@ def test_what_was_submitted_counts_until_a_status_shows_it(bench: Bench) -> None
 
 
 def inbox_of(bench: Bench) -> EngineInbox:
-    serving: Any = SimpleNamespace(has_waiting=False)
     unused: Any = None
-    return EngineInbox(bench.state, unused, unused, serving)
+    return EngineInbox(bench.state, unused, unused, unused, lambda: None)
 
 
 def test_requests_use_up_the_guarantee_before_anything_else(bench: Bench) -> None:
     def left() -> list[float]:
-        return [view.guaranteed_tokens / QUANTUM_TOKENS for view in bench.port.views()]
+        return [view.guaranteed_tokens / QUANTUM_TOKENS for view in bench.views.read()]
 
     assert left() == [10, 10]
     run = bench.run("a", need_tokens=4 * QUANTUM_TOKENS)
@@ -94,21 +93,21 @@ def test_what_was_submitted_counts_against_a_limit(bench: Bench) -> None:
 def test_models_on_their_way_are_shown_with_what_their_activation_still_takes(
     bench: Bench,
 ) -> None:
-    served = bench.state.models.served["a"]
-    served.state, served.since_s, served.activation_s = ModelState.ACTIVATING, 0.0, 4.0
+    hosted = bench.state.models.hosted["a"]
+    hosted.state, hosted.since_s, hosted.activation_s = ModelState.ACTIVATING, 0.0, 4.0
     bench.time_s = 1.0
-    assert [v.ready_in_s for v in bench.port.views()] == [3.0, 0.0]
+    assert [v.ready_in_s for v in bench.views.read()] == [3.0, 0.0]
     bench.time_s = 9.0
-    assert bench.port.views()[0].ready_in_s > 0
-    served.state = ModelState.DRAINING
-    assert [view.model for view in bench.port.views()] == ["b"]
+    assert bench.views.read()[0].ready_in_s > 0
+    hosted.state = ModelState.DRAINING
+    assert [view.model for view in bench.views.read()] == ["b"]
 
 
 def test_measured_speed_replaces_the_prior(bench: Bench) -> None:
     totals = bench.state.models.totals("a")
     totals.observe(EngineStatus("e", "a", prefill_tokens_per_s=40.0))
     bench.run("a", need_tokens=16)
-    view = bench.port.views()[0]
+    view = bench.views.read()[0]
     assert (view.prefill_tokens_per_s, view.pending_prefill_s, view.running) == (40.0, 0.5, 1)
 
 
@@ -116,19 +115,19 @@ def test_memory_is_asked_of_idle_engines_above_their_guarantee(bench: Bench) -> 
     client = bench.clients["b"]
     kv = client.alloc_kvcache(kvcached.Layout(2, 2, 32, dtype="float32"), 1024, reserved_blocks=0)
     client.publish_evictable(8 * QUANTUM)
-    bench.port.ask_memory("a", 16)
+    bench.reclaimer.reclaim_tokens(16, "a")
     assert client.usage().asked_bytes == 0  # all that "b" holds is guaranteed to it
     assert kv.alloc_kv(64) is not None
     held = client.usage().reserved_bytes
     assert held > 10 * QUANTUM
-    bench.port.ask_memory("a", 17)
+    bench.reclaimer.reclaim_tokens(17, "a")
     target = min(2 * QUANTUM, held - 10 * QUANTUM)
     assert client.usage().asked_bytes == target
-    bench.port.ask_memory("a", 17)  # a moment later: on its way already
+    bench.reclaimer.reclaim_tokens(17, "a")  # a moment later: on its way already
     assert client.usage().asked_bytes == target
     assert bench.clients["a"].usage().asked_bytes == 0
     assert client.answer_requests(lambda size: kvcached.Shrunk(size or 0)) is not None
-    bench.port.ask_memory("a", 17)
+    bench.reclaimer.reclaim_tokens(17, "a")
     assert client.usage().asked_bytes == target
     client.free_kvcache(kv)
 
@@ -158,16 +157,16 @@ def test_a_flush_ends_when_all_have_answered_or_ended(bench: Bench) -> None:
 def test_a_frontend_that_takes_nothing_is_dead_and_blocks_nobody(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery_module, "SEND_HIGH_WATER", 10)
+    monkeypatch.setattr(sockets, "OUTPUT_HIGH_WATER", 10)
     dead: list[str] = []
-    delivery = Delivery(dead.append)
+    tokens = TokenSender(dead.append)
     lost = request("1", frontend_id="gone", reply_to=f"ipc://{short_dir}/gone")
     for _ in range(20):
-        parcels = Parcels()
-        parcels.chunk(lost, Chunk("1", 1, 0, [1]))
-        delivery.send(parcels)
+        batch = OutputBatch()
+        batch.chunk(lost, Chunk("1", 1, 0, [1]))
+        tokens.send(batch)
     assert dead == ["gone"]
-    delivery.close()
+    tokens.close()
 
 
 def test_output_is_grouped_by_frontend(short_dir: Path) -> None:
@@ -175,47 +174,47 @@ def test_output_is_grouped_by_frontend(short_dir: Path) -> None:
     inboxes = {name: context.socket(zmq.PULL) for name in ("f0", "f1")}
     for name, inbox in inboxes.items():
         inbox.bind(f"ipc://{short_dir}/{name}")
-    delivery = Delivery(lambda _: None)
-    parcels = Parcels()
+    tokens = TokenSender(lambda _: None)
+    batch = OutputBatch()
     for n, name in enumerate(("f0", "f1", "f0")):
         to = request(str(n), frontend_id=name, reply_to=f"ipc://{short_dir}/{name}")
-        parcels.chunk(to, Chunk(str(n), 1, 0, [n]))
-    delivery.send(parcels)
+        batch.chunk(to, Chunk(str(n), 1, 0, [n]))
+    tokens.send(batch)
     got = {name: msgspec.msgpack.decode(s.recv(), type=EngineOutput) for name, s in inboxes.items()}
     assert [c.request_id for c in got["f0"].chunks] == ["0", "2"]
     assert [c.request_id for c in got["f1"].chunks] == ["1"]
-    assert delivery.frontends() == {"f0", "f1"}
-    delivery.close()
+    assert tokens.frontends() == {"f0", "f1"}
+    tokens.close()
     for inbox in inboxes.values():
         inbox.close()
     context.term()
 
 
-def test_strays_get_a_while_to_be_joined_by_their_model(bench: Bench) -> None:
-    strays, timing = Strays(bench.state), bench.state.timing
-    assert strays.given_up(["a", "c"]) == set()
+def test_orphaned_requests_get_a_while_to_be_joined_by_their_model(bench: Bench) -> None:
+    orphans, timing = OrphanedRequests(bench.state), bench.state.timing
+    assert orphans.given_up(["a", "c"]) == set()
     bench.time_s = timing.absent_grace_s
-    assert strays.given_up(["a"]) == set()  # none of "c" waits any more
-    assert strays.given_up(["a", "c"]) == set()
+    assert orphans.given_up(["a"]) == set()  # none of "c" waits any more
+    assert orphans.given_up(["a", "c"]) == set()
     bench.time_s += timing.absent_grace_s
-    assert strays.given_up(["a", "c"]) == {"c"}
-    bench.state.models.served["a"].state = ModelState.DRAINING
-    assert strays.given_up(["a"]) == {"a"}
+    assert orphans.given_up(["a", "c"]) == {"c"}
+    bench.state.models.hosted["a"].state = ModelState.DRAINING
+    assert orphans.given_up(["a"]) == {"a"}
 
 
 def test_an_engine_that_comes_after_it_was_given_up_is_killed(bench: Bench) -> None:
     unused: Any = None
-    nursery = Nursery(bench.state, unused, unused)
+    fork_server = ForkServerSupervisor(bench.state, unused, unused)
     with subprocess.Popen(["sleep", "600"]) as late, subprocess.Popen(["sleep", "600"]) as wanted:
-        nursery._take(EngineForked(bench.engine("a").id, wanted.pid))
-        nursery._take(EngineForked("given-up", late.pid))
+        fork_server._take(EngineForked(bench.engine("a").id, wanted.pid))
+        fork_server._take(EngineForked("given-up", late.pid))
         assert late.wait(10) == -signal.SIGKILL
         assert (bench.engine("a").pid, wanted.poll()) == (wanted.pid, None)
         wanted.kill()
 
 
 def test_counts_of_an_engine_go_to_the_model_it_served() -> None:
-    totals = Totals()
+    totals = ModelTotals()
     totals.begin("e0", (100, 90, 1))
     totals.observe(EngineStatus("e0", "a", maps_total=103, unmaps_total=90, retractions_total=2))
     totals.observe(EngineStatus("e0", "a", maps_total=105, unmaps_total=95, retractions_total=2))
@@ -225,9 +224,9 @@ def test_counts_of_an_engine_go_to_the_model_it_served() -> None:
 
 
 def test_wall_clock_deadlines_become_monotonic() -> None:
-    scheduler = LocalScheduler(None)  # type: ignore[arg-type]
-    mirror = Mirror(scheduler, lambda: 1000.0)
+    scheduler = LocalScheduler()
+    table = RequestTable(scheduler, lambda: 1000.0)
     added = []
     scheduler.add = added.append  # type: ignore[method-assign]
-    mirror.add(Entry("1-1", request("1", arrival_unix_s=1007.0)))
+    table.wait(TrackedRequest(request("1", arrival_unix_s=1007.0), "1-1"))
     assert (added[0].arrival_s, added[0].deadline_s) == (7.0, 9.0)

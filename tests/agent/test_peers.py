@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.config import write_resolved
-from prism.messages import ActionResult, ActivateModel, ModelReport
+from prism.config.schema import write_resolved
+from prism.messages.agent import ActionResult, ActivateModel, ModelReport
 from prism.queueing import BundledRedis
 from tests.agent.conftest import FAST
 from tests.agent.harness import DEVICE, World, make_config, until, world

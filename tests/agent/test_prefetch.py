@@ -13,9 +13,10 @@ from safetensors.numpy import save_file
 from kvcached import Checkpoint, WeightKey, WeightStore
 from prism.agent import prefetch
 from prism.agent.prefetch import Prefetcher
-from prism.config import write_resolved
+from prism.config.schema import write_resolved
 from prism.engines.fake import weight_key
-from prism.messages import ActionResult, ModelSpec, PrefetchModel
+from prism.messages.agent import ActionResult, PrefetchModel
+from prism.messages.models import ModelSpec
 from prism.queueing import BundledRedis
 from tests.agent.conftest import FAST
 from tests.agent.harness import make_config, model_spec, world

@@ -1,10 +1,12 @@
-"""Free engines that do not suit a model make way for ones that do."""
+"""Engines make way: free ones that do not suit a model, and those that must not go on."""
 
 from __future__ import annotations
 
-from prism.messages import ActivateModel, ActivationFailed, Deactivated, EvictModel
+from prism.agent.pool import EngineState
+from prism.messages.agent import ActivateModel, EvictModel
+from prism.messages.engine import ActivationFailed, Deactivated, Export
 from tests.agent.harness import model_spec
-from tests.agent.test_lifecycle import Bench
+from tests.agent.test_lifecycle import TIMING, Bench
 
 
 def test_a_free_engine_makes_way_for_one_over_two_devices_and_back() -> None:
@@ -46,3 +48,88 @@ def test_a_used_engine_makes_way_for_a_fresh_one() -> None:
     assert bench.effects.killed == [used.id, stray.id]
     bench.fill()
     assert bench.engine("b").is_fresh
+
+
+def test_an_idle_engine_is_replaced_at_once() -> None:
+    bench = Bench(2)
+    engine = bench.state.pool.free()
+    assert engine is not None
+    bench.lifecycle.replace(engine, "it holds too much")
+    assert bench.effects.killed == [engine.id]
+    assert bench.effects.reasons == [f"{engine.id}  it holds too much"]
+    assert bench.state.pool.is_short
+    assert bench.state.pool.restarts_total == 1
+
+
+def test_a_models_requests_leave_an_engine_before_it_is_replaced() -> None:
+    """They stop where they are, and the model comes up on another engine without an order."""
+    bench = Bench(1)
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 2
+    bench.lifecycle.replace(engine, "it holds too much")
+    assert bench.effects.sent[-1] == (engine.id, Export())
+    assert bench.stage("a") == "activating"
+    assert bench.state.models.active("a") is None  # nothing more is sent to it
+    bench.tick_until(2.0, heard=engine)
+    assert not bench.effects.killed
+    bench.effects.load[engine.id] = 0
+    bench.tick_until(3.0)
+    assert bench.effects.killed == [engine.id]
+    bench.fill()
+    bench.lifecycle.tick()
+    bench.succeed("a")
+    assert bench.stage("a") == "active"
+
+
+def test_an_engine_that_does_not_let_go_is_replaced_all_the_same() -> None:
+    bench = Bench(1)
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 2
+    bench.lifecycle.replace(engine, "it holds too much")
+    bench.lifecycle.replace(engine, "again")
+    bench.tick_until(4.0, heard=engine)
+    assert not bench.effects.killed
+    bench.tick_until(7.0, heard=engine)
+    assert bench.effects.killed == bench.effects.lost == [engine.id]
+    assert len(bench.effects.reasons) == 1
+
+
+def test_an_order_meanwhile_waits_for_the_fresh_engine() -> None:
+    bench = Bench(1)
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 1
+    bench.lifecycle.replace(engine, "it holds too much")
+    bench.order("a", 7)
+    bench.lifecycle.evict(EvictModel(8, "a"))
+    assert bench.answered() == [(8, False)]
+    bench.effects.load[engine.id] = 0
+    bench.tick_until(1.0)
+    bench.fill()
+    bench.lifecycle.tick()
+    bench.succeed("a")
+    assert bench.answered() == [(8, False), (7, True)]
+
+
+def test_an_engine_that_dies_as_it_is_replaced_is_replaced_once() -> None:
+    bench = Bench(1)
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 1
+    bench.lifecycle.replace(engine, "it holds too much")
+    bench.lifecycle.engine_died(engine.id, "it ended with status -9")
+    bench.tick_until(20.0)
+    assert bench.effects.killed == [engine.id]
+    assert bench.state.pool.count(EngineState.ACTIVE) == 0
+
+
+def test_a_fresh_process_has_the_time_that_imports_take() -> None:
+    bench = Bench(1)
+    free = bench.state.pool.free()
+    assert free is not None
+    bench.lifecycle.import_s = 100.0
+    bench.lifecycle.engine_died(free.id, "test")
+    starting = bench.state.pool.create(bench.time_s)
+    began_s = bench.time_s
+    bench.tick_until(began_s + TIMING.hello_s + 99)
+    assert starting.id not in bench.effects.killed
+    bench.tick_until(began_s + TIMING.hello_s + 102)
+    assert starting.id in bench.effects.killed

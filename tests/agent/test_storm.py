@@ -10,61 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from prism.errors import QueueUnavailableError
-from prism.messages import EngineOutput, Request
 from prism.queueing import BundledRedis
 from tests.agent.conftest import FAST
-from tests.agent.harness import DEVICE, Stream, World, make_config, until, world
+from tests.agent.harness import DEVICE, Retrying, World, make_config, until, world
 
 MODELS = ("a", "b")
-
-
-class Retrying:
-    """What a frontend does: it keeps its requests and sends them again after a failure that may
-    be retried; what older attempts still say is dropped."""
-
-    def __init__(self, this: World) -> None:
-        self._world = this
-        self.open: dict[str, Request] = {}
-        self.retries = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def receive(self) -> None:
-        inbox = self._world.frontend._inbox
-        while True:
-            output = msgspec.msgpack.decode(await inbox.recv(), type=EngineOutput)
-            for chunk in output.chunks:
-                if self.open[chunk.request_id].attempt == chunk.attempt:
-                    self._world.frontend.stream(chunk.request_id).chunks.append(chunk)
-            for failure in output.failures:
-                if self.open[failure.request_id].attempt == failure.attempt:
-                    assert failure.retryable, failure
-                    self._again(failure.request_id)
-
-    def _again(self, request_id: str) -> None:
-        self.retries += 1
-        request = self.open[request_id]
-        self.open[request_id] = msgspec.structs.replace(request, attempt=request.attempt + 1)
-        self._world.frontend.streams[request_id] = Stream()
-        self.send(self.open[request_id])
-
-    def send(self, request: Request) -> None:
-        self.open[request.id] = request
-        task = asyncio.create_task(self._enqueue(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _enqueue(self, request: Request) -> None:
-        while True:
-            try:
-                await self._world.queue.enqueue(request)
-            except QueueUnavailableError:
-                await asyncio.sleep(0.05)
-            else:
-                return
 
 
 async def kill_engine(this: World, _: BundledRedis, rng: random.Random) -> None:
@@ -100,7 +52,7 @@ async def test_storm(short_dir: Path, namespace: str, seed: int) -> None:
         async with world(make_config(short_dir, namespace, server.url), timing) as this:
             await this.serve(*MODELS)
             this.stop_listening()
-            frontend = Retrying(this)
+            frontend = Retrying(this, keeps_blame=False)  # kills from outside blame nobody
             receiver = asyncio.create_task(frontend.receive())
             for _ in range(12):
                 for _ in range(4):
@@ -118,6 +70,7 @@ async def test_storm(short_dir: Path, namespace: str, seed: int) -> None:
             receiver.cancel()
             assert this.scheduler.report.engine_restarts_total > 0
             assert frontend.retries > 0
+            assert frontend.ended_by == {}
             await until(
                 lambda: all(m.running + m.waiting == 0 for m in this.scheduler.report.models)
             )

@@ -14,11 +14,13 @@ import pytest
 
 from tests.engines.subjects import prepared
 from tests.kvcached.compiling import build_libcuda
+from tests.torchcuda import cuda_environment
 
 BENCH = Path(__file__).parent.parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
 
 SMALL = {
+    "gpu_attention": ["--layers", "2", "--batch", "2", "--context", "64", "--pairs", "2"],
     "gpu_map": ["--page-bytes", "65536", "--buffers", "4", "--slabs", "2", "--pairs", "2"],
     "gpu_weights": [
         *("--gigabytes", "0.002,0.003", "--tensor-mb", "0.5", "--pairs", "1", "--links", "2"),
@@ -39,8 +41,9 @@ SMALL = {
 
 
 def run(name: str, *arguments: str) -> str:
-    # What is for a GPU is rehearsed on the test libcuda.
+    # What is for a GPU is rehearsed on the test libcuda, or on torch's CUDA front over it.
     driver = {"KVCACHED_LIBCUDA": str(build_libcuda())} if name.startswith("gpu_") else {}
+    driver = cuda_environment() if name == "gpu_attention" else driver
     done = subprocess.run(
         [sys.executable, str(BENCH / f"{name}.py"), *arguments],
         env={**os.environ, **driver},
@@ -53,7 +56,15 @@ def run(name: str, *arguments: str) -> str:
 
 
 def test_all_benchmarks_are_run_here() -> None:
-    not_run_alone = {"pairs", "devices", "sglang_side", "sglang_throughput", "activation"}
+    not_run_alone = {
+        "gpu_attention_kernel",
+        "pairs",
+        "devices",
+        "specs",
+        "sglang_side",
+        "sglang_throughput",
+        "activation",
+    }
     assert {path.stem for path in BENCH.glob("*.py")} - not_run_alone == set(SMALL)
 
 

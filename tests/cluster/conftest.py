@@ -14,22 +14,18 @@ import zmq
 import zmq.asyncio
 
 from prism.cluster.main import run
-from prism.cluster.timing import Timing
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from prism.messages import (
-    ActionResult,
-    ClusterStatus,
-    ModelSpec,
-    OperatorCommand,
-    Request,
-    Sampling,
-)
+from prism.cluster.timing import SchedulerTiming
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from prism.messages.agent import ActionResult
+from prism.messages.cluster import ClusterStatus, OperatorCommand
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Request, Sampling
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.cluster.scripted import ScriptedAgent, eventually
 
 MODEL_BYTES = 57344  # what memory_need says of `spec`: 40960 of weights, 16384 of KV
-TIMING = Timing(
+TIMING = SchedulerTiming(
     probe_after_s=0.4,
     lost_after_s=2.0,
     start_grace_s=2.0,
@@ -80,7 +76,7 @@ class Cluster:
             DeviceConfig(f"host:{i}", int(room * MODEL_BYTES) // 4096 * 4096, 4096, engines)
             for i, room in enumerate(rooms)
         ]
-        settings = {"interval_s": 0.3, "report_interval_s": 0.1, "idle_threshold_s": 0.5}
+        settings = {"interval_s": 0.3, "idle_threshold_s": 0.5}
         settings |= more.pop("scheduler", {})
         self.config = ClusterConfig(
             namespace=self._namespace,
@@ -90,6 +86,7 @@ class Cluster:
             devices=devices,
             models=list(models),
             scheduler=SchedulerConfig(**settings),
+            report_interval_s=0.1,
             engine=EngineConfig(
                 adapter="fake",
                 static_bytes=0,

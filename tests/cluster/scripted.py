@@ -14,9 +14,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from prism.config import ClusterConfig
+from prism.config.memory import memory_need
+from prism.config.schema import ClusterConfig
 from prism.errors import LeaseLostError
-from prism.messages import (
+from prism.messages.agent import (
     ActionResult,
     ActivateModel,
     AgentReport,
@@ -26,7 +27,6 @@ from prism.messages import (
     PrefetchModel,
     TrimModel,
 )
-from prism.model_memory import memory_need
 from prism.queueing.requests import RequestQueue
 
 LEASE_S = 0.6

@@ -15,8 +15,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from prism.config import write_resolved
-from prism.messages import ActionResult
+from prism.config.schema import write_resolved
+from prism.messages.agent import ActionResult
+from prism.messages.troubles import write_troubles
 from tests.cluster.conftest import Cluster, spec
 from tests.cluster.scripted import eventually
 
@@ -187,7 +188,52 @@ async def test_requests_of_a_lost_agent_go_elsewhere(cluster: Cluster) -> None:
     await cluster.kill_agent(placement["a"])
     await eventually(lambda: cluster.finished("a"))
     assert set((await cluster.queue.placement()).values()) == {placement["b"]}
-    assert not (await cluster.status()).ready
+    status = await cluster.status()
+    assert status.ready, "the other device serves"
+    assert status.degraded == {
+        placement["a"]: "its agent does not report; its models may go elsewhere"
+    }
+
+
+async def test_the_only_agent_lost_is_not_ready(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(2.0,))
+    await cluster.start()
+    await cluster.kill_agent("host:0")
+
+    async def unready() -> bool:
+        return not (await cluster.status()).ready
+
+    await eventually(unready)
+    await cluster.start_agent("host:0")
+    await eventually(cluster.ready)
+    assert (await cluster.status()).degraded == {}
+
+
+async def test_a_scheduler_started_while_an_agent_is_lost_is_ready(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
+    await cluster.start()
+    await cluster.kill_agent("host:0")
+    await cluster.stop_scheduler()
+    cluster.start_scheduler()
+    stamp = (await cluster.status()).time_unix_s
+
+    async def ready_again() -> bool:
+        status = await cluster.status()
+        return status.ready and status.time_unix_s > stamp and bool(status.degraded)
+
+    await eventually(ready_again)
+
+
+async def test_troubles_that_the_supervisor_sees_are_in_the_status(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(2.0,))
+    await cluster.start()
+    write_troubles(Path(cluster.config.run_dir), {"redis": "ended 3 times in a row"})
+
+    async def told() -> bool:
+        status = await cluster.status()
+        return status.ready and status.degraded == {"redis": "ended 3 times in a row"}
+
+    await eventually(told)
 
 
 async def test_an_agent_that_hangs_is_lost_and_may_come_back(cluster: Cluster) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from prism.messages import ClusterStatus
+from prism.messages.cluster import ClusterStatus
 from tests.cluster.conftest import Cluster, spec
 from tests.cluster.scripted import eventually
 

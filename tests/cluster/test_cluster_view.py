@@ -1,4 +1,4 @@
-"""What policies see, from reports and actions under way; bars and sizes on their own."""
+"""What policies see, from reports and actions under way; backoff and sizes on their own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from prism.cluster.bars import Bars
+from prism.cluster.backoff import ActivationBackoff
 from prism.cluster.repairs import DropCopy, Route, repairs
-from prism.cluster.state import Move, State, new_state
-from prism.cluster.timing import Timing
+from prism.cluster.state import Move, SchedulerState, new_state
+from prism.cluster.timing import SchedulerTiming
 from prism.cluster.view import build_view
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig
-from prism.messages import AgentReport, ModelReport
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.messages.agent import AgentReport, ModelReport
 from prism.policies import registry
 from prism.policies.data import GpuView, ModelView
 from tests.cluster.conftest import MODEL_BYTES, spec
@@ -20,7 +20,7 @@ from tests.cluster.conftest import MODEL_BYTES, spec
 CAPACITY = 4 * MODEL_BYTES
 
 
-def make_state(*models: Any, policy: str = "prism", now_s: float = 100.0) -> State:
+def make_state(*models: Any, policy: str = "prism", now_s: float = 100.0) -> SchedulerState:
     config = ClusterConfig(
         namespace="n",
         run_dir="/run",
@@ -30,7 +30,7 @@ def make_state(*models: Any, policy: str = "prism", now_s: float = 100.0) -> Sta
         models=list(models) or [spec("a"), spec("b")],
         engine=EngineConfig(static_bytes=0),
     )
-    return new_state(config, registry.get(policy), Timing(), lambda: now_s)
+    return new_state(config, registry.get(policy), SchedulerTiming(), lambda: now_s)
 
 
 def report(device: str, *models: ModelReport, **more: Any) -> AgentReport:
@@ -49,13 +49,15 @@ def report(device: str, *models: ModelReport, **more: Any) -> AgentReport:
     return AgentReport(device=device, models=list(models), **{**defaults, **more})
 
 
-def seen(state: State, *reports: AgentReport, at_s: float = 100.0) -> None:
+def seen(state: SchedulerState, *reports: AgentReport, at_s: float = 100.0) -> None:
     for r in reports:
         state.book.take(r, at_s)
         state.sizes.observe(r)
 
 
-def look(state: State, now_s: float = 100.0) -> tuple[dict[str, ModelView], dict[str, GpuView]]:
+def look(
+    state: SchedulerState, now_s: float = 100.0
+) -> tuple[dict[str, ModelView], dict[str, GpuView]]:
     view = build_view(state, now_s)
     return {m.name: m for m in view.models}, {g.name: g for g in view.gpus}
 
@@ -218,30 +220,30 @@ def test_requests_stranded_in_unplaced_and_second_copies() -> None:
     ]
 
 
-# --- bars ----------------------------------------------------------------------------------
+# --- backoff ----------------------------------------------------------------------------------
 
 
 def test_pauses_double_up_to_a_bound_and_start_over_after_a_quiet_time() -> None:
-    bars = Bars(Timing(retry_s=1.0, retry_max_s=5.0, forget_s=60.0))
+    backoff = ActivationBackoff(SchedulerTiming(retry_s=1.0, retry_max_s=5.0, forget_s=60.0))
     ends, now_s = [], 0.0
     for _ in range(5):
-        bars.failed("a", "g", f"at {now_s:g}", now_s)
-        pause_s = next(p / 2 for p in range(1, 40) if not bars.devices("a", now_s + p / 2))
+        backoff.failed("a", "g", f"at {now_s:g}", now_s)
+        pause_s = next(p / 2 for p in range(1, 40) if not backoff.devices("a", now_s + p / 2))
         ends.append(pause_s)
         now_s += pause_s
     assert ends == [1.0, 2.0, 4.0, 5.0, 5.0]
-    assert bars.count("a") == 5
-    bars.failed("a", "g", "much later", now_s + 100)
-    assert bars.message("a", now_s + 100) == "much later"
-    assert not bars.devices("a", now_s + 101)
+    assert backoff.count("a") == 5
+    backoff.failed("a", "g", "much later", now_s + 100)
+    assert backoff.message("a", now_s + 100) == "much later"
+    assert not backoff.devices("a", now_s + 101)
 
 
 def test_a_lost_model_may_come_back_at_once_the_first_time() -> None:
-    bars = Bars(Timing(retry_s=1.0))
-    bars.died("a", "g", "killed", 0.0)
-    assert bars.devices("a", 0.0) == ()
-    bars.died("a", "g", "killed", 5.0)
-    assert bars.devices("a", 5.5) == ("g",)
-    assert bars.devices("b", 5.5) == ()
-    bars.clear("a")
-    assert (bars.devices("a", 5.5), bars.count("a")) == ((), 0)
+    backoff = ActivationBackoff(SchedulerTiming(retry_s=1.0))
+    backoff.died("a", "g", "killed", 0.0)
+    assert backoff.devices("a", 0.0) == ()
+    backoff.died("a", "g", "killed", 5.0)
+    assert backoff.devices("a", 5.5) == ("g",)
+    assert backoff.devices("b", 5.5) == ()
+    backoff.clear("a")
+    assert (backoff.devices("a", 5.5), backoff.count("a")) == ((), 0)

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from kvcached.layouts.choice import QUANTA_SHARE_MAX
-from prism.config import ClusterConfig, read_resolved, write_resolved
-from prism.config_load import load
+from prism.config.memory import layout_of, memory_need
+from prism.config.resolve import load
+from prism.config.schema import ClusterConfig, read_resolved, write_resolved
 from prism.errors import ConfigError
-from prism.model_memory import layout_of, memory_need
 from tests.frontend.tiny_model import make_model
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from prism.config import read_resolved, write_resolved
-from prism.config_load import load
+from prism.config.resolve import load
+from prism.config.schema import read_resolved, write_resolved
 from prism.errors import ConfigError
 from prism.policies.registry import names
 from tests.frontend.tiny_model import make_model
@@ -85,8 +85,8 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("xyz", value=1),
-        "xyz: unknown key; known keys: devices, models, policy, redis, frontend, scheduler, engine,"
-        " journal",
+        "xyz: unknown key; known keys: devices, models, policy, redis, hang_timeout, frontend,"
+        " scheduler, engine, journal",
     ),
     (
         put("models", 0, "slo", "tfft", value="1s"),
@@ -126,7 +126,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("devices", 0, "name", value="gpu:0"),
-        "devices[0].name: 'gpu:0' is no device; use host:0, host:1, ... or cuda:0, ...",
+        "devices[0].name: 'gpu:0' is not a valid device; use host:0, host:1, ... or cuda:0, ...",
     ),
     (
         put("devices", 0, "name", value="cuda:0"),
@@ -142,7 +142,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("devices", 0, "sm_percent", value=[50, 0]),
-        "devices[0].sm_percent: 0 is no part of a GPU in percent; choose 1 to 100",
+        "devices[0].sm_percent: 0 is not a valid percentage; choose 1 to 100",
     ),
     (
         put("models", 0, "tp", value=0),
@@ -201,7 +201,11 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("frontend", "port", value=70000),
-        "frontend.port: 70000 is no port; choose 1 to 65535, or 0 for any free one",
+        "frontend.port: 70000 is not a valid port; choose 1 to 65535, or 0 for any free one",
+    ),
+    (
+        put("hang_timeout", value="14s"),
+        "hang_timeout: 14.0 is too small; give at least 15",
     ),
     (
         put("frontend", "max_open_requests", value=0),

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from prism.errors import ConfigError
-from prism.model_spec import ModelFiles, inspect_model
+from prism.models.files import ModelFiles, inspect_model
 from tests.frontend.tiny_model import VOCAB_SIZE, make_model
 
 BASE_PARAMETERS = VOCAB_SIZE * 32 + 32

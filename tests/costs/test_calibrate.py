@@ -10,18 +10,18 @@ from tempfile import TemporaryDirectory
 import pytest
 from typer.testing import CliRunner
 
-from prism.costs.calibrate import Plan, TimedStream, common_paces_s, measure, save
+from prism.cli.costs import app
+from prism.costs.calibrate import CalibrationPlan, TimedStream, common_paces_s, measure, save
 from prism.costs.catalog import cost_model
-from prism.costs.cli import app
-from prism.costs.fit import Measured
+from prism.costs.fit import MeasuredStep
 from prism.costs.grid import read_grid
 from prism.errors import ConfigError
-from prism.replay.client import Choice, StreamEvent
+from prism.replay.client import StreamChoice, StreamEvent
 from tests.costs.tables import BENT
 from tests.replay.scripted_server import ScriptedServer, running
 from tests.serve.conftest import serving
 
-QUICK = Plan("slow", (8, 16, 32), (1, 2), output_tokens=4, repeats=1)
+QUICK = CalibrationPlan("slow", (8, 16, 32), (1, 2), output_tokens=4, repeats=1)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def server() -> Iterator[ScriptedServer]:
 
 def test_each_point_is_asked_for_once_and_prompts_share_nothing(server: ScriptedServer) -> None:
     del server.requests[:]
-    seen: list[Measured] = []
+    seen: list[MeasuredStep] = []
     steps = asyncio.run(measure(server.url, QUICK, seen.append))
     assert seen == steps
     assert [(s.prompt, s.tokens, s.context_tokens) for s in steps] == [
@@ -53,14 +53,14 @@ def test_each_point_is_asked_for_once_and_prompts_share_nothing(server: Scripted
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (Plan("none", (8, 16, 32), (1,)), "model 'none': the server offers good"),
-        (Plan("slow", (8, 16, 5000), (1,)), "context of 5001, slow has 4096"),
-        (Plan("refused", (8, 16, 32), (1,)), "8 tokens failed: unavailable no room"),
-        (Plan("dying", (8, 16, 32), (1,)), "failed: engine_died killed"),
+        (CalibrationPlan("none", (8, 16, 32), (1,)), "model 'none': the server offers good"),
+        (CalibrationPlan("slow", (8, 16, 5000), (1,)), "context of 5001, slow has 4096"),
+        (CalibrationPlan("refused", (8, 16, 32), (1,)), "8 tokens failed: unavailable no room"),
+        (CalibrationPlan("dying", (8, 16, 32), (1,)), "failed: engine_died killed"),
     ],
 )
 def test_a_server_that_cannot_be_measured_is_named(
-    server: ScriptedServer, plan: Plan, says: str
+    server: ScriptedServer, plan: CalibrationPlan, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         asyncio.run(measure(server.url, plan))
@@ -77,9 +77,9 @@ def test_the_pace_counts_only_while_all_streams_run() -> None:
 
 def test_a_timed_stream_has_a_time_per_token() -> None:
     stream = TimedStream()
-    stream.take(StreamEvent(choices=[Choice(token_ids=[7, 8])]), 1.0)
-    stream.take(StreamEvent(choices=[Choice(token_ids=[9])]), 2.0)
-    stream.take(StreamEvent(choices=[Choice(text="", finish_reason="length")]), 3.0)
+    stream.take(StreamEvent(choices=[StreamChoice(token_ids=[7, 8])]), 1.0)
+    stream.take(StreamEvent(choices=[StreamChoice(token_ids=[9])]), 2.0)
+    stream.take(StreamEvent(choices=[StreamChoice(text="", finish_reason="length")]), 3.0)
     assert stream.times_s == [1.0, 1.0, 2.0]
 
 

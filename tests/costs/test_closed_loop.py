@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.costs.closed_loop import ClosedLoop, run_closed_loop
-from prism.costs.model import Chunk, Usage
+from prism.costs.model import GpuUsage, PromptChunk
+from tools.costs.closed_loop import ClosedLoop, run_closed_loop
 
 
 @dataclass
@@ -20,14 +20,14 @@ class Even:
     prompt_tokens: int = 0
     decoded: int = 0
 
-    def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> float:
         tokens = sum(chunk.tokens for chunk in chunks)
         self.prompt_tokens += tokens
         self.decoded += batch
         return 1.0 + 0.01 * tokens
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        return self.step_s((Chunk(tokens, context_tokens),), 0, 0)
+        return self.step_s((PromptChunk(tokens, context_tokens),), 0, 0)
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         return self.decode_run_s(batch, context_tokens, 1)
@@ -39,8 +39,8 @@ class Even:
     def decode_steps(self, batch: int, context_tokens: int, seconds: float, limit: int) -> int:
         return min(limit, int(seconds))
 
-    def usage(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> Usage:
-        return Usage(1.0, 1.0)
+    def usage(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> GpuUsage:
+        return GpuUsage(1.0, 1.0)
 
 
 LOAD = ClosedLoop(

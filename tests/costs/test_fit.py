@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.costs.fit import Measured, dense_knots, fit, least_squares, predict
+from prism.costs.fit import MeasuredStep, dense_knots, fit, least_squares, predict
 from prism.costs.table import StepTable, TableCost
 from prism.errors import ConfigError
 
@@ -31,12 +31,12 @@ def true_table(bend: float = 0.002) -> StepTable:
     )
 
 
-def steps_of(table: StepTable) -> list[Measured]:
+def steps_of(table: StepTable) -> list[MeasuredStep]:
     cost = TableCost(table)
-    blank = [Measured(True, tokens, 0, 1.0) for tokens in PROMPTS]
-    blank += [Measured(False, b, b * context, 1.0) for b in BATCHES for context in (32, 1000)]
+    blank = [MeasuredStep(True, tokens, 0, 1.0) for tokens in PROMPTS]
+    blank += [MeasuredStep(False, b, b * context, 1.0) for b in BATCHES for context in (32, 1000)]
     return [
-        Measured(step.prompt, step.tokens, step.context_tokens, predict(cost, step))
+        MeasuredStep(step.prompt, step.tokens, step.context_tokens, predict(cost, step))
         for step in blank
     ]
 
@@ -55,7 +55,7 @@ def test_a_table_is_recovered_from_its_own_steps(bend: float) -> None:
 def test_noise_shows_in_the_errors_and_hardly_in_the_table() -> None:
     rng = np.random.default_rng(3)
     steps = [
-        Measured(s.prompt, s.tokens, s.context_tokens, s.seconds * rng.normal(1, 0.05))
+        MeasuredStep(s.prompt, s.tokens, s.context_tokens, s.seconds * rng.normal(1, 0.05))
         for s in steps_of(true_table())
     ]
     fitted = fit(steps, "host", "m", 1, "noisy")
@@ -67,12 +67,14 @@ def test_noise_shows_in_the_errors_and_hardly_in_the_table() -> None:
 def test_disturbed_steps_hardly_move_the_table() -> None:
     rng = np.random.default_rng(5)
     steps = [
-        Measured(s.prompt, s.tokens, s.context_tokens, s.seconds * rng.normal(1, 0.02))
+        MeasuredStep(s.prompt, s.tokens, s.context_tokens, s.seconds * rng.normal(1, 0.02))
         for s in steps_of(true_table())
     ]
     for number in (3, 12):
         step = steps[number]
-        steps[number] = Measured(step.prompt, step.tokens, step.context_tokens, 4 * step.seconds)
+        steps[number] = MeasuredStep(
+            step.prompt, step.tokens, step.context_tokens, 4 * step.seconds
+        )
     cost = TableCost(fit(steps, "host", "m", 1, "disturbed").table)
     wanted = TableCost(true_table())
     assert cost.decode_s(8, 8000) == pytest.approx(wanted.decode_s(8, 8000), rel=0.1)
@@ -93,7 +95,7 @@ def test_least_squares_meets_its_conditions(seed: int, rows: int, columns: int) 
 
 def test_knots_are_measured_counts_that_leave_the_long_prompts_straight() -> None:
     assert dense_knots(steps_of(true_table())) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    short = [Measured(True, tokens, 0, 1.0) for tokens in (1, 2, 3)]
+    short = [MeasuredStep(True, tokens, 0, 1.0) for tokens in (1, 2, 3)]
     assert dense_knots(short) == [1.0, 2.0]
 
 
@@ -103,10 +105,10 @@ def test_knots_are_measured_counts_that_leave_the_long_prompts_straight() -> Non
         ([], "too few"),
         ([s for s in steps_of(true_table()) if s.prompt], "too few"),
         ([s for s in steps_of(true_table()) if not s.prompt or s.tokens < 60], "too few"),
-        ([*steps_of(true_table()), Measured(False, 1, 5, 0.0)], "took no time"),
+        ([*steps_of(true_table()), MeasuredStep(False, 1, 5, 0.0)], "took no time"),
     ],
 )
-def test_too_little_to_go_by_is_said(steps: list[Measured], says: str) -> None:
+def test_too_little_to_go_by_is_said(steps: list[MeasuredStep], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         fit(steps, "host", "m", 1, "")
 
@@ -127,9 +129,9 @@ def test_what_a_request_costs_is_told_from_the_first_rise() -> None:
         decode_s=((0, 1e-4), (0, 2e-4)),
     )
     cost = TableCost(truth)
-    steps = [Measured(True, n, 0, 0.015 + cost.prefill_s(n)) for n in (24, 48, 96, 192)]
+    steps = [MeasuredStep(True, n, 0, 0.015 + cost.prefill_s(n)) for n in (24, 48, 96, 192)]
     pairs = [(batch, batch * context) for batch in (1, 2, 4) for context in (24, 96)]
-    steps += [Measured(False, b, context, cost.decode_s(b, context)) for b, context in pairs]
+    steps += [MeasuredStep(False, b, context, cost.decode_s(b, context)) for b, context in pairs]
     fitted = fit(steps, "host", "m", 1, "again").table
     assert fitted.request_s == pytest.approx(0.015, rel=1e-3)
     assert TableCost(fitted).prefill_s(24) == pytest.approx(cost.prefill_s(24), rel=1e-3)

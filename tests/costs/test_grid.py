@@ -8,16 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prism.costs import export_aiconfigurator as exporter
-from prism.costs.catalog import cost_model, cost_table
+from prism.costs.catalog import cost_model, cost_table, model_shape
 from prism.costs.gpus import gpu_spec
 from prism.costs.grid import SHIPPED, Grid, read_grid, shipped_grid, write_grid
-from prism.costs.model import Chunk
+from prism.costs.model import PromptChunk
 from prism.costs.roofline import roofline
-from prism.costs.shapes import model_shape
 from prism.costs.table import TableCost
 from prism.errors import ConfigError
 from tests.costs.tables import BENT
+from tools.costs import export_aiconfigurator as exporter
 
 GRID = Grid(package="p", version="1", license="Apache-2.0", tables=(BENT,))
 
@@ -52,7 +51,7 @@ def test_measured_steps_are_near_the_roofline(gpu: str, model: str) -> None:
     grid = cost_model(gpu, model, 2, host_s=0.0)
     bound = roofline(gpu_spec(gpu), model_shape(model), 2)
     assert cost_table(gpu, model, 2).source != bound.source
-    for chunk, batch, context in ((Chunk(4096), 0, 0), (Chunk(0), 64, 64 * 1000)):
+    for chunk, batch, context in ((PromptChunk(4096), 0, 0), (PromptChunk(0), 64, 64 * 1000)):
         chunks = (chunk,) if chunk.tokens else ()
         ratio = grid.step_s(chunks, batch, context) / TableCost(bound).step_s(
             chunks, batch, context

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.costs.catalog import cost_model
+from prism.costs.catalog import cost_model, model_shape
 from prism.costs.gpus import gpu_spec
-from prism.costs.model import Chunk, prompt_s, slowdown
+from prism.costs.model import PromptChunk, prompt_s, slowdown
 from prism.costs.roofline import roofline
-from prism.costs.shapes import model_shape
 from prism.costs.table import StepTable, TableCost
 from prism.errors import ConfigError
 from tests.costs.tables import BENT
@@ -66,7 +65,7 @@ def test_beyond_its_points_a_table_goes_on_with_the_last_slope() -> None:
 @given(first=st.integers(1, 3000), cut=st.integers(1, 2999))
 def test_a_mixed_step_beats_two_steps(first: int, cut: int) -> None:
     cost = cost_model("h100", "Llama-3.1-8B")
-    together = cost.step_s((Chunk(first), Chunk(cut)), 8, 8000)
+    together = cost.step_s((PromptChunk(first), PromptChunk(cut)), 8, 8000)
     assert together < cost.prefill_s(first) + cost.prefill_s(cut) + cost.decode_s(8, 8000)
 
 
@@ -79,7 +78,7 @@ def test_a_prompt_is_the_sum_of_its_chunks() -> None:
 
 def test_prefill_keeps_compute_busy_and_decode_bandwidth() -> None:
     cost = cost_model("a100-80", "llama-7b")
-    prefill = cost.usage((Chunk(2048),), 0, 0)
+    prefill = cost.usage((PromptChunk(2048),), 0, 0)
     decode = cost.usage((), 16, 16 * 400)
     assert prefill.compute > 0.9
     assert prefill.bandwidth < 0.3

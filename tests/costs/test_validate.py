@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prism.costs import measured
-from prism.costs.cli import app
-from prism.costs.closed_loop import run_closed_loop
-from prism.costs.measured import ServingRow, traces_folder
-from prism.costs.validate import (
+from prism.cli.costs import app
+from prism.errors import ConfigError
+from tools.costs import measured
+from tools.costs.closed_loop import run_closed_loop
+from tools.costs.measured import ServingRow, traces_folder
+from tools.costs.validate import app as validation
+from tools.costs.validate import (
     closed_loop_of,
     dedicated_section,
     grid_cost,
@@ -19,7 +21,6 @@ from prism.costs.validate import (
     serving_section,
     step_section,
 )
-from prism.errors import ConfigError
 
 ROW = ServingRow("h100", "sglang", "Qwen/Qwen3-32B", 2, 1024, 128, 16, 1.0, 1.0)
 
@@ -79,9 +80,9 @@ def test_the_page_in_the_docs_is_what_the_command_writes(published: Path) -> Non
 def test_the_command_writes_a_page(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prism.costs.validate.ROUNDS", 1)
+    monkeypatch.setattr("tools.costs.validate.ROUNDS", 1)
     out = tmp_path / "page.md"
-    result = CliRunner().invoke(app, ["validate", "--out", str(out), "--traces", str(published)])
+    result = CliRunner().invoke(validation, ["--out", str(out), "--traces", str(published)])
     assert result.exit_code == 0
     assert "| **all** | 778 |" in out.read_text()
 

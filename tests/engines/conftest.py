@@ -1,4 +1,4 @@
-"""One nursery per adapter and module; one fresh engine per test."""
+"""One fork server per adapter and module; one fresh engine per test."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from tests.engines.harness import DeviceUnderTest
 from tests.engines.subjects import Subject, fake_subject, sglang_subject
 
 SUBJECTS = {"fake": fake_subject, "sglang": sglang_subject}
+MARKS = {"sglang": pytest.mark.sglang}  # of what starts real engines
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session", params=["fake", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=MARKS.get(name, ())) for name in SUBJECTS],
+)
 def subject(request: pytest.FixtureRequest) -> Subject:
     return SUBJECTS[request.param]()
 

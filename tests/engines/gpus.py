@@ -13,8 +13,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import kvcached
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig
-from prism.messages import Deactivate, Deactivated, ModelSpec
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.messages.engine import Deactivate, Deactivated
+from prism.messages.models import ModelSpec
 from tests.engines.harness import DeviceUnderTest
 from tests.engines.subjects import Shape, model_spec
 from tests.kvcached.compiling import build_libcuda
@@ -27,7 +28,7 @@ OPTIONS = {"load_weights": True, "cpu_reads_gpu": True}
 
 
 class Node:
-    """Four GPUs, an engine's nursery on the first."""
+    """Four GPUs, an engine's fork server on the first."""
 
     def __init__(self, config: ClusterConfig, environment: dict[str, str]) -> None:
         self.engine = DeviceUnderTest("fake", config, environment, NAMES[0])

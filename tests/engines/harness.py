@@ -1,4 +1,4 @@
-"""A device under test: a real nursery process and the agent's end of its engines' sockets."""
+"""A device under test: a real fork server process and the agent's end of its engines' sockets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,26 +17,29 @@ import msgspec
 import zmq
 
 import kvcached
-from prism.config import ClusterConfig, write_resolved
-from prism.messages import (
-    Activate,
+from prism.config.schema import ClusterConfig, write_resolved
+from prism.messages.engine import (
     Activated,
+    ActivateEngine,
     ActivationFailed,
-    Chunk,
     EngineHello,
-    EngineOutput,
     EngineStatus,
-    Failure,
     FromEngine,
-    ModelSpec,
-    Request,
-    Sampling,
     Shutdown,
     ToEngine,
 )
-from prism.nursery_messages import EngineExited, EngineForked, ForkEngine, FromNursery, NurseryReady
+from prism.messages.forkserver import (
+    EngineExited,
+    EngineForked,
+    ForkEngine,
+    ForkServerReady,
+    FromForkServer,
+)
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Chunk, EngineOutput, Failure, Request, Sampling
 
 DEVICE = "host:0"
+FORK_SERVER = ("-m", "prism.engines.forkserver")
 T = TypeVar("T")
 
 
@@ -83,16 +86,21 @@ class Stream:
         return self.failure is not None or self.finish_reason is not None
 
 
-class NurseryProcess:
-    """The nursery as the agent runs it: JSON lines in and out, stderr in a file."""
+class ForkServerProcess:
+    """The fork server as the agent runs it: JSON lines in and out, stderr in a file."""
 
     def __init__(
-        self, adapter: str, config: ClusterConfig, environment: dict[str, str], device: str = DEVICE
+        self,
+        adapter: str,
+        config: ClusterConfig,
+        environment: dict[str, str],
+        device: str = DEVICE,
+        program: Sequence[str] = FORK_SERVER,
     ) -> None:
         run_dir = Path(config.run_dir)
         write_resolved(config, run_dir / "cluster.json")
-        self.log_path = run_dir / "nursery.log"
-        command = [sys.executable, "-m", "prism.engines.nursery", "--adapter", adapter]
+        self.log_path = run_dir / "forkserver.log"
+        command = [sys.executable, *program, "--adapter", adapter]
         command += ["--config", str(run_dir / "cluster.json"), "--device", device]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -120,7 +128,7 @@ class NurseryProcess:
         assert self.process.stdin is not None
         self.process.stdin.close()
 
-    def read(self, timeout_s: float = 60.0) -> FromNursery | None:
+    def read(self, timeout_s: float = 60.0) -> FromForkServer | None:
         """The next line, decoded; None at the end of the output."""
         deadline_s = time.monotonic() + timeout_s
         while b"\n" not in self._lines:
@@ -131,7 +139,7 @@ class NurseryProcess:
                 return None
             self._lines += data
         line, self._lines = self._lines.split(b"\n", 1)
-        return msgspec.json.decode(line, type=FromNursery)
+        return msgspec.json.decode(line, type=FromForkServer)
 
     def expect(self, kind: type[T], timeout_s: float = 60.0) -> T:
         message = self.read(timeout_s)
@@ -157,7 +165,12 @@ class DeviceUnderTest:
     """Talks to engines as the agent does, and owns the device's ledger as the agent does."""
 
     def __init__(
-        self, adapter: str, config: ClusterConfig, environment: dict[str, str], device: str = DEVICE
+        self,
+        adapter: str,
+        config: ClusterConfig,
+        environment: dict[str, str],
+        device: str = DEVICE,
+        program: Sequence[str] = FORK_SERVER,
     ) -> None:
         self.config = config
         place = config.device(device)
@@ -172,8 +185,8 @@ class DeviceUnderTest:
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.bind(config.agent_engines_endpoint(device))
-        self.nursery = NurseryProcess(adapter, config, environment, device)
-        self.ready = self.nursery.expect(NurseryReady, 180.0)
+        self.fork_server = ForkServerProcess(adapter, config, environment, device, program)
+        self.ready = self.fork_server.expect(ForkServerReady, 180.0)
         self.pids: dict[str, int] = {}
         self.streams: dict[str, Stream] = {}
         self.statuses: list[EngineStatus] = []
@@ -181,8 +194,8 @@ class DeviceUnderTest:
 
     def fork(self, engine_id: str = "e0", peers: tuple[str, ...] = ()) -> EngineHello:
         order = ForkEngine(engine_id=engine_id, peers=peers)
-        self.nursery.write_line(msgspec.json.encode(order))
-        forked = self.nursery.expect(EngineForked)
+        self.fork_server.write_line(msgspec.json.encode(order))
+        forked = self.fork_server.expect(EngineForked)
         self.pids[engine_id] = forked.pid
         hello = self.wait_for(EngineHello, engine_id)
         assert hello == EngineHello(engine_id=engine_id, pid=forked.pid)
@@ -206,7 +219,7 @@ class DeviceUnderTest:
         self._router.send_multipart([engine_id.encode(), *frames])
 
     def activate(self, model: ModelSpec, engine_id: str = "e0", **options: Any) -> Activated:
-        self.send(Activate(model=model, **options), engine_id)
+        self.send(ActivateEngine(model=model, **options), engine_id)
         answer = self.wait_for((Activated, ActivationFailed), engine_id)
         assert isinstance(answer, Activated), answer
         return answer
@@ -265,7 +278,7 @@ class DeviceUnderTest:
         return self.streams.setdefault(request_id, Stream())
 
     def exited(self, engine_id: str = "e0") -> EngineExited:
-        exited = self.nursery.expect(EngineExited, 30.0)
+        exited = self.fork_server.expect(EngineExited, 30.0)
         assert (exited.engine_id, exited.pid) == (engine_id, self.pids.pop(engine_id))
         return exited
 
@@ -275,7 +288,7 @@ class DeviceUnderTest:
     def close(self) -> None:
         self._router.close()
         self._context.term()
-        self.nursery.close()
+        self.fork_server.close()
         self.memory.destroy(force=True)
         shutil.rmtree(self.config.moves_dir, ignore_errors=True)
 
@@ -301,5 +314,5 @@ class DeviceUnderTest:
             self.stream(failure.request_id).failure = failure
 
     def _logs(self) -> str:
-        paths = [self.nursery.log_path, *sorted(Path(self.config.run_dir).glob("logs/*"))]
+        paths = [self.fork_server.log_path, *sorted(Path(self.config.run_dir).glob("logs/*"))]
         return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in paths if p.exists())

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import kvcached
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.fake import expected_tokens
-from prism.messages import ModelSpec, Request, Submit
+from prism.messages.engine import Submit
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Request
 from tests.engines.harness import DEVICE, DeviceUnderTest, request
 
 MODELS = Path(__file__).parent.parent.parent / ".cache" / "models"
@@ -73,9 +75,9 @@ class Subject:
                 adapter=self.adapter,
                 static_bytes=1 << 20,
                 max_running=8,
-                kv_offer_s=60.0,  # a move that has to succeed does so on a busy machine
-                kv_fetch_s=60.0,
             ),
+            kv_offer_s=60.0,  # a move that has to succeed does so on a busy machine
+            kv_fetch_s=60.0,
         )
 
     def prompts(self, count: int, seed: int, length: tuple[int, int] = (3, 60)) -> list[list[int]]:
@@ -119,7 +121,7 @@ def fake_subject() -> Subject:
 
 def prepared(name: str) -> Path:
     """The directory of a tiny model, made once in the checkout's cache, in a process of its own."""
-    command = [sys.executable, "-m", "prism.models.cli", "prepare", name, "--dir", str(MODELS)]
+    command = [sys.executable, "-m", "prism.cli.models", "prepare", name, "--dir", str(MODELS)]
     subprocess.run(command, check=True, timeout=300)
     return MODELS / name
 

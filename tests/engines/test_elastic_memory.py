@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 import kvcached
-from prism.messages import (
-    Activate,
+from prism.messages.engine import (
+    ActivateEngine,
     ActivationFailed,
     Deactivate,
     Deactivated,
-    ModelSpec,
-    Request,
     SetLimit,
     Submit,
 )
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Request
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
 
@@ -112,7 +112,7 @@ def test_no_room_says_how_many_bytes_are_missing(
     with device.memory.client("hog") as hog:
         free_bytes = device.memory.usage().free_bytes
         lease = hog.reserve_static(free_bytes - 16 * page_bytes, "test")
-        device.send(Activate(model=model), engine)
+        device.send(ActivateEngine(model=model), engine)
         failed = device.wait_for(ActivationFailed, engine)
         assert failed.model == model.name
         assert failed.missing_bytes > 0
@@ -123,7 +123,7 @@ def test_no_room_says_how_many_bytes_are_missing(
         missing_pages = -(-failed.missing_bytes // page_bytes)
         size_bytes = free_bytes - (16 + missing_pages) * page_bytes
         lease = hog.reserve_static(size_bytes + page_bytes, "test")
-        device.send(Activate(model=model), engine)
+        device.send(ActivateEngine(model=model), engine)
         assert device.wait_for(ActivationFailed, engine).missing_bytes <= page_bytes
         lease.release()
         lease = hog.reserve_static(size_bytes, "test")
@@ -136,7 +136,7 @@ def test_a_limit_below_one_request_is_refused(
     device: DeviceUnderTest, engine: str, subject: Subject
 ) -> None:
     model = subject.models[0]
-    device.send(Activate(model=model, kv_limit_bytes=subject.page_bytes), engine)
+    device.send(ActivateEngine(model=model, kv_limit_bytes=subject.page_bytes), engine)
     failed = device.wait_for(ActivationFailed, engine)
     assert failed.missing_bytes == 0
     assert "limit" in failed.message
@@ -235,7 +235,8 @@ def test_deactivation_returns_every_byte(
     assert device.memory.resident_bytes() == 0
     usage = device.client_usage(engine)
     assert usage == kvcached.ClientUsage(
-        engine, device.pids[engine], 0, 0, 0, 0, None, usage.maps, usage.unmaps
+        *(engine, device.pids[engine], 0, 0, 0, 0, None, usage.maps, usage.unmaps),
+        number=usage.number,
     )
     last = device.statuses[-1]
     assert last.model == model.name

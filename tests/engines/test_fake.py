@@ -16,8 +16,8 @@ import pytest
 
 from prism.engines.fake import FakeOptions, expected_tokens
 from prism.errors import ConfigError
-from prism.messages import Activate, ActivationFailed, Submit
-from prism.nursery_messages import EngineExited, ForkEngine
+from prism.messages.engine import ActivateEngine, ActivationFailed, Submit
+from prism.messages.forkserver import EngineExited, ForkEngine
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import fake_subject
 
@@ -81,7 +81,7 @@ def test_an_activation_fails_on_request(start: Start) -> None:
     device = start(fail_activation=["b"])
     device.fork("e0")
     good, bad = fake_subject().models
-    device.send(Activate(model=bad))
+    device.send(ActivateEngine(model=bad))
     failed = device.wait_for(ActivationFailed)
     assert (failed.model, failed.missing_bytes) == (bad.name, 0)
     device.activate(good)
@@ -102,14 +102,14 @@ def test_wrong_options_are_named(monkeypatch: pytest.MonkeyPatch, text: str) -> 
 
 def test_an_engine_that_cannot_start_is_reported(start: Start) -> None:
     device = start(no_such_option=1)
-    device.nursery.write_line(msgspec.json.encode(ForkEngine(engine_id="e0")))
-    device.nursery.read()
-    assert device.nursery.expect(EngineExited).status == 1
+    device.fork_server.write_line(msgspec.json.encode(ForkEngine(engine_id="e0")))
+    device.fork_server.read()
+    assert device.fork_server.expect(EngineExited).status == 1
     assert "no_such_option" in device.engine_log("e0")
 
 
 def test_an_unknown_adapter_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "prism.engines.nursery", "--adapter", "none"]
+    command = [sys.executable, "-m", "prism.engines.forkserver", "--adapter", "none"]
     command += ["--config", str(tmp_path / "none.json"), "--device", "host:0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -14,8 +14,8 @@ import kvcached
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.fake import FakeOptions, expected_tokens
 from prism.engines.fake.core import FakeCore
-from prism.engines.fake.prefix_cache import PrefixCache
-from prism.messages import Activate
+from prism.engines.fake.prefix_cache import BlockCache
+from prism.messages.engine import ActivateEngine
 from tests.engines.harness import DEVICE, request
 from tests.engines.subjects import fake_subject
 
@@ -47,7 +47,7 @@ class CountedBlocks:
 def test_prefix_cache_keeps_what_it_promises(sequences: list[list[int]], seed: int) -> None:
     """Sequences live concurrently; what `take` returns always holds exactly the asked prefix."""
     rng = random.Random(seed)
-    memory, cache = CountedBlocks(), PrefixCache(BLOCK)
+    memory, cache = CountedBlocks(), BlockCache(BLOCK)
     content: dict[int, tuple[int, ...]] = {}
     live: list[tuple[list[int], list[int]]] = []
     for tokens in sequences:
@@ -106,7 +106,7 @@ class Log:
 def test_random_load_with_retractions(core: FakeCore, seed: int) -> None:
     rng = random.Random(seed)
     model = fake_subject().models[0]
-    activated = core.activate(Activate(model=model))
+    activated = core.activate(ActivateEngine(model=model))
     log, requests = Log(), {}
     shared = [rng.randrange(1000) for _ in range(100)]
     for number in range(2500):

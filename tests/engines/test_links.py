@@ -14,7 +14,8 @@ import pytest
 
 import kvcached
 from prism.engines.fake import expected_tokens
-from prism.messages import Activate, Activated, ActivationFailed, ModelSpec, Submit
+from prism.messages.engine import Activated, ActivateEngine, ActivationFailed, Submit
+from prism.messages.models import ModelSpec
 from tests.engines.gpus import (
     LINK_BYTES,
     NAMES,
@@ -80,7 +81,7 @@ def test_two_engines_load_at_once_over_the_same_links(node: Node, model: ModelSp
     for engine in engines:
         node.engine.fork(engine)
     for engine in engines:
-        node.engine.send(Activate(model), engine)
+        node.engine.send(ActivateEngine(model), engine)
     for engine in engines:
         activated = node.engine.wait_for(Activated, engine)
         assert sorted(activated.link_bytes) == NAMES
@@ -107,7 +108,7 @@ def test_what_is_lent_goes_when_it_is_asked_for(node: Node, model: ModelSpec) ->
 
 def test_killed_in_mid_load_leaves_nothing_on_any_gpu(slow_node: Node, model: ModelSpec) -> None:
     slow_node.engine.fork()
-    slow_node.engine.send(Activate(model))
+    slow_node.engine.send(ActivateEngine(model))
     slow_node.until(
         lambda: all(slow_node.lent()[1:]) and slow_node.charged()[0] > TENSORS * TENSOR_BYTES
     )
@@ -122,7 +123,7 @@ def test_killed_after_the_load_leaves_nothing_on_any_gpu(
 ) -> None:
     with make_node(environment={"PRISM_FAULT_STAGE": "build"}) as node:
         node.engine.fork()
-        node.engine.send(Activate(model))
+        node.engine.send(ActivateEngine(model))
         assert node.engine.exited().status == -signal.SIGKILL
         node.until(lambda: node.charged() == [0, 0, 0, 0])
         assert [ledger.usage().clients for ledger in node.ledgers] == [()] * 4
@@ -134,7 +135,7 @@ def test_store_files_that_are_cut_in_mid_load(slow_node: Node, model: ModelSpec)
     with store.get_checkpoint(model.path) as stored:
         paths = [Path(stored.path(name)) for name in stored.specs]
     slow_node.engine.fork()
-    slow_node.engine.send(Activate(model))
+    slow_node.engine.send(ActivateEngine(model))
     slow_node.until(
         lambda: all(slow_node.lent()[1:]) and slow_node.charged()[0] > TENSORS * TENSOR_BYTES
     )
@@ -154,7 +155,7 @@ def test_gpus_that_cannot_help_are_left_out(make_node: MakeNode, model: ModelSpe
         node.engine.fork()
         assert sorted(node.engine.activate(model).link_bytes) == ["cuda:0", "cuda:2"]
         log = node.engine.engine_log()
-        assert "cuda:1 does not help to load weights: 524288 bytes are free there" in log
+        assert "cuda:1 does not help to load weights: 524288 bytes are free, " in log
         assert "cuda:3 does not help to load weights" in log
         node.engine.end()
         assert node.charged() == [0, 0, 0]
@@ -205,7 +206,7 @@ def test_no_room_for_the_weights_gives_everything_back(
 ) -> None:
     with make_node((4 << 20, 32 << 20, 32 << 20, 32 << 20)) as node:
         node.engine.fork()
-        node.engine.send(Activate(model))
+        node.engine.send(ActivateEngine(model))
         failed = node.engine.wait_for(ActivationFailed)
         assert failed.missing_bytes > 0
         assert node.charged()[0] == 0

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from prism.engines import kv_file
-from prism.messages import Deactivate, Deactivated, Export, Exported, Request, Submit
+from prism.messages.engine import Deactivate, Deactivated, Export, Exported, Submit
+from prism.messages.requests import Request
 from tests.engines.harness import DEVICE, DeviceUnderTest, request
 from tests.engines.subjects import Subject
 
@@ -126,6 +127,16 @@ def test_a_request_moves_twice_and_back(
             lambda at=seen: len(s := device.stream(items[0].id).token_ids) > at + 3 or len(s) > 80
         )
     check(subject, device, second_engine, items)
+
+
+def test_a_request_goes_on_where_it_was_handed_back(
+    subject: Subject, device: DeviceUnderTest, engine: str
+) -> None:
+    """The engine serves on: its requests made way for one that was tried alone."""
+    device.activate(subject.models[0], engine)
+    items = start(subject, device, engine, 2, 60)
+    device.send(Submit(export(device, engine)), engine)
+    check(subject, device, engine, items)
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

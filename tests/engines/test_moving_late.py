@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from prism.messages import Deactivate, Deactivated, Submit
+from prism.messages.engine import Deactivate, Deactivated, Submit
 from tests.engines.harness import DEVICE, DeviceUnderTest
 from tests.engines.subjects import Subject, fake_subject
 from tests.engines.test_moving import check, export, start
@@ -28,8 +28,7 @@ def device(subject: Subject) -> Iterator[DeviceUnderTest]:
     """Whose engines wait for one another no longer than a moment."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = subject.config(Path(directory), f"t{uuid4().hex[:10]}")
-        hasty = msgspec.structs.replace(config.engine, kv_offer_s=0.2, kv_fetch_s=0.2)
-        config = msgspec.structs.replace(config, engine=hasty)
+        config = msgspec.structs.replace(config, kv_offer_s=0.2, kv_fetch_s=0.2)
         device = DeviceUnderTest(subject.adapter, config, subject.environment)
         yield device
         device.close()

@@ -1,4 +1,4 @@
-"""What every engine process and its nursery must do when processes end."""
+"""What every engine process and its fork server must do when processes end."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from prism.engines.logs import ENDED_LOGS_MAX
-from prism.messages import Submit
-from prism.nursery_messages import EngineExited
+from prism.engines.forkserver import ENDED_LOGS_MAX, EngineLogs
+from prism.messages.engine import Submit
+from prism.messages.forkserver import EngineExited
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
 
 
 @pytest.fixture
 def own_device(subject: Subject) -> Iterator[DeviceUnderTest]:
-    """A nursery that the test may end."""
+    """A fork server that the test may end."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = subject.config(Path(directory), f"t{uuid4().hex[:10]}")
         device = DeviceUnderTest(subject.adapter, config, subject.environment)
@@ -91,7 +91,7 @@ def test_an_engine_id_can_be_used_again(
 def test_engine_logs_are_private_and_stdout_does_not_leak(
     device: DeviceUnderTest, engine: str, subject: Subject
 ) -> None:
-    """Every line of the nursery's stdout was decoded by the harness up to here."""
+    """Every line of the fork server's stdout was decoded by the harness up to here."""
     device.activate(subject.models[0], engine)
     path = Path(device.config.run_dir) / "logs" / f"{engine}.log"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -107,6 +107,17 @@ def test_engines_that_end_fill_no_disk_with_logs(device: DeviceUnderTest) -> Non
     assert logs == set(names[2:])
 
 
+def test_what_a_removed_log_held_before_it_was_emptied_is_removed_with_it(tmp_path: Path) -> None:
+    logs = EngineLogs(tmp_path)
+    names = [f"e{number}" for number in range(ENDED_LOGS_MAX + 2)]
+    for name in names:
+        for path in (logs.path(name), tmp_path / f"{name}.log.1"):
+            path.write_text(name)
+        logs.ended(name)
+    kept = {f"{name}.log{old}" for name in names[2:] for old in ("", ".1")}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -116,14 +127,15 @@ def test_engines_that_end_fill_no_disk_with_logs(device: DeviceUnderTest) -> Non
         b'{"type": "ForkEngine", "engine_id": "../escape"}',
         b'{"type": "ForkEngine", "engine_id": ""}',
         b'{"type": "Other", "engine_id": "x"}',
+        b'{"type": "ForkEngine", "engine_id": "\xff\xfe"}',
     ],
 )
 def test_bad_orders_are_dropped(device: DeviceUnderTest, line: bytes) -> None:
-    device.nursery.write_line(line)
+    device.fork_server.write_line(line)
     engine = f"after-{abs(hash(line))}"
     device.fork(engine)
     device.end(engine)
-    assert "dropped" in device.nursery.log_path.read_text()
+    assert "dropped" in device.fork_server.log_path.read_text()
 
 
 def test_the_end_of_stdin_ends_everything(own_device: DeviceUnderTest, subject: Subject) -> None:
@@ -131,30 +143,32 @@ def test_the_end_of_stdin_ends_everything(own_device: DeviceUnderTest, subject: 
     own_device.fork("idle")
     start_long_requests(own_device, "busy", subject)
     pids = list(own_device.pids.values())
-    own_device.nursery.end_input()
-    exits = {own_device.nursery.expect(EngineExited).engine_id for _ in pids}
+    own_device.fork_server.end_input()
+    exits = {own_device.fork_server.expect(EngineExited).engine_id for _ in pids}
     assert exits == {"busy", "idle"}
-    assert own_device.nursery.read() is None
-    assert own_device.nursery.process.wait(30) == 0
+    assert own_device.fork_server.read() is None
+    assert own_device.fork_server.process.wait(30) == 0
     wait_gone(pids)
     assert own_device.memory.usage().clients == ()
     assert own_device.memory.usage().free_bytes == subject.capacity_bytes
 
 
-def test_sigterm_ends_the_nursery_and_its_engines(
+def test_sigterm_ends_the_fork_server_and_its_engines(
     own_device: DeviceUnderTest, subject: Subject
 ) -> None:
     own_device.fork("e0")
-    own_device.nursery.process.terminate()
+    own_device.fork_server.process.terminate()
     assert own_device.exited("e0").status == 0
-    assert own_device.nursery.process.wait(30) == 0
+    assert own_device.fork_server.process.wait(30) == 0
 
 
-def test_engines_die_with_a_killed_nursery(own_device: DeviceUnderTest, subject: Subject) -> None:
+def test_engines_die_with_a_killed_fork_server(
+    own_device: DeviceUnderTest, subject: Subject
+) -> None:
     own_device.fork("e0")
     start_long_requests(own_device, "e0", subject)
-    own_device.nursery.process.kill()
-    own_device.nursery.process.wait(30)
+    own_device.fork_server.process.kill()
+    own_device.fork_server.process.wait(30)
     wait_gone(list(own_device.pids.values()))
     assert own_device.memory.usage().free_bytes == subject.capacity_bytes
 
@@ -165,6 +179,6 @@ def test_an_engine_that_ignores_sigterm_is_killed(
     """A stopped process cannot handle SIGTERM."""
     own_device.fork("e0")
     os.kill(own_device.pids["e0"], signal.SIGSTOP)
-    own_device.nursery.end_input()
+    own_device.fork_server.end_input()
     assert own_device.exited("e0").status == -signal.SIGKILL
-    assert own_device.nursery.process.wait(30) == 0
+    assert own_device.fork_server.process.wait(30) == 0

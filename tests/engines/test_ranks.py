@@ -15,8 +15,8 @@ import pytest
 
 import kvcached
 from prism.engines.fake import expected_tokens
-from prism.messages import (
-    Activate,
+from prism.messages.engine import (
+    ActivateEngine,
     ActivationFailed,
     Deactivate,
     Deactivated,
@@ -117,7 +117,7 @@ def test_one_rank_without_room_fails_the_activation_on_all(
 ) -> None:
     with peer.client("thief") as thief:
         lease = thief.reserve_static(peer.usage().free_bytes, "loot")
-        device.send(Activate(model=MODEL), engine)
+        device.send(ActivateEngine(model=MODEL), engine)
         failed = device.wait_for(ActivationFailed, engine)
         assert failed.missing_bytes > 0
         assert failed.message.startswith("rank 1: ")
@@ -128,7 +128,7 @@ def test_one_rank_without_room_fails_the_activation_on_all(
 
 
 def test_heads_that_do_not_divide_are_refused(device: DeviceUnderTest, engine: str) -> None:
-    device.send(Activate(model=ODD), engine)
+    device.send(ActivateEngine(model=ODD), engine)
     failed = device.wait_for(ActivationFailed, engine)
     assert "3 KV heads cannot be shared by 2 ranks" in failed.message
     device.activate(MODEL, engine)

@@ -6,16 +6,9 @@ import itertools
 
 import pytest
 
-from prism.messages import (
-    Activate,
-    ActivationFailed,
-    Cancel,
-    Deactivate,
-    Deactivated,
-    ModelSpec,
-    Request,
-    Submit,
-)
+from prism.messages.engine import ActivateEngine, ActivationFailed, Deactivate, Deactivated, Submit
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Cancel, Request
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
 
@@ -180,7 +173,7 @@ def test_a_second_activation_is_refused_and_the_first_stays(
 ) -> None:
     model, other = subject.models
     device.activate(model, engine)
-    device.send(Activate(model=other), engine)
+    device.send(ActivateEngine(model=other), engine)
     failed = device.wait_for(ActivationFailed, engine)
     assert failed.model == other.name
     assert "deactivate" in failed.message

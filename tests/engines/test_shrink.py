@@ -10,15 +10,9 @@ import signal
 from collections.abc import Iterator
 
 from kvcached import ClientUsage
-from prism.messages import (
-    Activate,
-    ActivationFailed,
-    Deactivate,
-    Deactivated,
-    ModelSpec,
-    Request,
-    Submit,
-)
+from prism.messages.engine import ActivateEngine, ActivationFailed, Deactivate, Deactivated, Submit
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Request
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
 
@@ -187,7 +181,7 @@ def test_a_neighbour_that_gives_nothing_is_not_waited_for_without_end(
         free_bytes = device.memory.usage().free_bytes
         os.kill(device.pids[engine], signal.SIGSTOP)
         try:
-            device.send(Activate(subject.models[1]), second_engine)
+            device.send(ActivateEngine(subject.models[1]), second_engine)
             failed = device.wait_for(ActivationFailed, second_engine)
         finally:
             os.kill(device.pids[engine], signal.SIGCONT)

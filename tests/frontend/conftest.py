@@ -14,11 +14,11 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig, FrontendConfig
-from prism.frontend.__main__ import Server
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, FrontendConfig
+from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
 from prism.frontend.services import Services
-from prism.messages import ModelSpec
+from prism.messages.models import ModelSpec
 from prism.queueing.server import BundledRedis
 from tests.frontend.scripted_agent import ScriptedAgent
 from tests.frontend.tiny_model import make_model, tokenizer
@@ -77,7 +77,7 @@ def make_config(url: str, namespace: str, run_dir: Path, **frontend: float) -> C
 async def listening(app: FastAPI) -> AsyncIterator[str]:
     """Serve `app` on a free port; yields its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    server = UvicornServer(uvicorn.Config(app, log_config=None, lifespan="off"))
     async with app.router.lifespan_context(app):
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -11,9 +11,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from prism.config import ClusterConfig
+from prism.config.schema import ClusterConfig
 from prism.errors import QueueUnavailableError
-from prism.messages import Cancel, Chunk, EngineOutput, Failure, Request
+from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request
 from prism.queueing.requests import RequestQueue
 
 Script = Callable[[Request], AsyncIterator[Chunk | Failure]]
@@ -103,6 +103,12 @@ async def silent(request: Request) -> AsyncIterator[Chunk | Failure]:
 
 def tokens(request: Request, first: int, ids: list[int], finish_reason: str | None = None) -> Chunk:
     return Chunk(request.id, request.attempt, first, ids, finish_reason)
+
+
+def rest(request: Request, ids: list[int]) -> Chunk:
+    """What an engine still owes: `ids` behind the output that came with the request."""
+    first = len(request.resume.output_ids) if request.resume else 0
+    return tokens(request, first, ids[first:], "stop")
 
 
 def died(request: Request, retryable: bool = True) -> Failure:

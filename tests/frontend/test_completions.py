@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from prism.messages import Chunk, Failure, Request
+from prism.messages.requests import Chunk, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import answering, tokens
 

@@ -13,11 +13,12 @@ import pytest
 from redis import Redis
 
 from prism.frontend.__main__ import drain, serve
-from prism.messages import Chunk, Failure, Request
+from prism.frontend.app import create_app
+from prism.messages.requests import Chunk, Failure, Request
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
-from tests.frontend.scripted_agent import answering, died, silent, tokens
+from tests.frontend.scripted_agent import answering, died, rest, silent, tokens
 from tests.frontend.test_completions import events, stream
 
 BODY = {"model": "base", "prompt": "x", "max_tokens": 20}
@@ -29,68 +30,71 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def failing(failures: int, after: list[int]) -> Callable[[Request], AsyncIterator[Chunk | Failure]]:
-    """The first `failures` attempts die behind the tokens `after`; the next one answers."""
+WHOLE = [*ids_of("the lazy dog"), 0]
+
+
+def failing(failures: int, cut: int) -> Callable[[Request], AsyncIterator[Chunk | Failure]]:
+    """The first `failures` attempts die behind `cut` more tokens of WHOLE; the next one ends it."""
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        last = rest(request, WHOLE)
         if request.attempt > failures:
-            yield tokens(request, 0, [*ids_of("fine"), 0], "stop")
+            yield last
             return
-        if after:
-            yield tokens(request, 0, after)
+        if cut:
+            yield tokens(request, last.first_index, last.token_ids[:cut])
         yield died(request)
-        yield tokens(request, len(after), ids_of("late"), "stop")
+        yield tokens(request, last.first_index + cut, ids_of("late"), "stop")
 
     return script
 
 
-async def test_without_output_the_request_is_served_again(stack: Stack) -> None:
-    stack.agent.script = failing(1, [])
-    got = await stream(stack, "/v1/completions", **BODY)
-    assert "".join(e["choices"][0]["text"] for e in got) == "fine"
-    assert [r.attempt for r in stack.agent.seen] == [1, 2]
-
-
-async def test_what_a_waiting_client_has_not_seen_is_generated_again(stack: Stack) -> None:
-    stack.agent.script = failing(2, ids_of("half"))
-    answer = (await stack.client.post("/v1/completions", json=BODY)).json()
-    assert answer["choices"][0]["text"] == "fine"
-    assert answer["usage"]["completion_tokens"] == len(ids_of("fine")) + 1
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("cut", [0, 1, 5])
+async def test_a_stream_goes_on_behind_what_came(stack: Stack, cut: int, temperature: int) -> None:
+    """Whether or not the client has seen it, and nothing is computed or shown twice."""
+    stack.agent.script = failing(2, cut)
+    got = await stream(stack, "/v1/completions", **BODY, temperature=temperature)
+    assert "".join(e["choices"][0]["text"] for e in got) == "the lazy dog"
     assert [r.attempt for r in stack.agent.seen] == [1, 2, 3]
+    resumes = [r.resume.output_ids if r.resume else [] for r in stack.agent.seen]
+    assert resumes == [WHOLE[: cut * i] for i in range(3)]
 
 
-async def test_text_held_back_for_a_stop_string_is_not_seen(stack: Stack) -> None:
-    stack.agent.script = failing(1, ids_of("fin"))
-    got = await stream(stack, "/v1/completions", **BODY, stop="finest")
-    assert "".join(e["choices"][0]["text"] for e in got) == "fine"
+async def test_an_answer_goes_on_behind_what_came(stack: Stack) -> None:
+    stack.agent.script = failing(2, 4)
+    answer = (await stack.client.post("/v1/completions", json=BODY)).json()
+    assert answer["choices"][0]["text"] == "the lazy dog"
+    assert answer["usage"]["completion_tokens"] == len(WHOLE)
+
+
+async def test_text_held_back_for_a_stop_string_is_kept(stack: Stack) -> None:
+    stack.agent.script = failing(1, len(ids_of("the la")))
+    got = await stream(stack, "/v1/completions", **BODY, stop="lazy cat")
+    assert "".join(e["choices"][0]["text"] for e in got) == "the lazy dog"
+
+
+async def test_the_next_token_of_one_that_goes_on_is_due_within_its_tpot_slo(stack: Stack) -> None:
+    stack.agent.script = failing(1, 3)
+    await stream(stack, "/v1/completions", **BODY)
+    first, second = stack.agent.seen
+    assert second.arrival_unix_s >= first.arrival_unix_s
+    assert second.deadline_unix_s == second.arrival_unix_s + first.slo_tpot_s
 
 
 async def test_attempts_are_bounded(stack: Stack) -> None:
-    stack.agent.script = failing(100, [])
+    stack.agent.script = failing(100, 0)
     response = await stack.client.post("/v1/completions", json=BODY)
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_died"
     assert [r.attempt for r in stack.agent.seen] == [1, 2, 3]
 
 
-async def test_a_stream_with_output_ends_with_the_named_error(stack: Stack) -> None:
-    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
-        yield tokens(request, 0, ids_of("half"))
-        await seen.wait()
-        yield died(request)
-
-    seen = asyncio.Event()
-    stack.agent.script = script
-    async with stack.client.stream(
-        "POST", "/v1/completions", json={**BODY, "stream": True}
-    ) as response:
-        lines = response.aiter_lines()
-        assert "half" in await anext(lines)
-        seen.set()
-        rest = [line async for line in lines if line]
-    assert '"code":"engine_died"' in rest[-2]
-    assert rest[-1] == "data: [DONE]"
-    assert len(stack.agent.seen) == 1
+async def test_a_stream_without_attempts_left_ends_with_the_named_error(stack: Stack) -> None:
+    stack.agent.script = failing(100, 1)
+    got = await stream(stack, "/v1/completions", **BODY)
+    assert got[-1]["error"]["code"] == "engine_died"
+    assert [r.attempt for r in stack.agent.seen] == [1, 2, 3]
 
 
 async def test_a_failure_that_is_not_retryable_keeps_its_code(stack: Stack) -> None:
@@ -232,7 +236,7 @@ async def test_a_frontend_whose_dispatcher_breaks_ends(
     config = make_config(redis_server.url, namespace, short_dir)
     async with asyncio.timeout(30):
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            assert not await serve(config, "f0", listener)
+            assert not await serve(create_app(config, "f0"), listener)
 
 
 async def test_a_client_that_goes_while_it_sends_is_no_bug(

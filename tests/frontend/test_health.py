@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from prism.messages import AgentReport, ClusterStatus, ModelReport
+from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.cluster import ClusterStatus
+from prism.messages.troubles import read_troubles, write_troubles
 from tests.frontend.conftest import Stack
 from tests.frontend.scripted_agent import answering
 
@@ -55,8 +58,28 @@ async def test_health_follows_the_status(stack: Stack) -> None:
     assert await reason() == "starting: host:0: no agent yet"
     await queue.publish_status(published())
     assert await reason() is None
-    await queue.publish_status(published(time_unix_s=time.time() - 60))
+    await queue.publish_status(published(time_unix_s=time.time() - 60, ready=False))
     assert "has not reported for 60 s" in str(await reason())
+
+
+async def test_a_silent_scheduler_or_part_leaves_a_ready_cluster_degraded(stack: Stack) -> None:
+    async def degraded() -> dict[str, str]:
+        response = await stack.client.get("/health")
+        assert response.status_code == 200
+        found: dict[str, str] = response.json().get("degraded", {})
+        return found
+
+    queue, run_dir = stack.services.queue, Path(stack.services.config.run_dir)
+    old = published(time_unix_s=time.time() - 60, degraded={"host:1": "its agent does not report"})
+    await queue.publish_status(old)
+    found = await degraded()
+    assert "has not reported for 6" in found.pop("scheduler")
+    assert found == old.degraded
+    write_troubles(run_dir, {"scheduler": "ended (signal SIGKILL); it is started again"})
+    assert await degraded() == old.degraded | read_troubles(run_dir)
+    write_troubles(run_dir, {})
+    await queue.publish_status(published())
+    assert await degraded() == {}
 
 
 async def test_status_has_every_field(stack: Stack) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from prism.frontend.refusals import RefusalWatch
 from prism.frontend.request_log import Mailbox, OpenRequest, RequestLog
-from prism.messages import AgentReport, ClusterStatus, ModelReport, Request, Sampling
+from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.cluster import ClusterStatus
+from prism.messages.requests import Chunk, Request, Sampling
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import make_config, stack_of
@@ -43,6 +45,26 @@ async def test_a_model_without_a_place_is_answered_with_the_reason(
         other.cancel()
 
 
+async def test_a_stream_that_is_sent_again_counts_from_then_on() -> None:
+    """It waits like a new one, however much output it had."""
+    requests, mailbox = RequestLog(9), Mailbox()
+    request = Request("r", "m", [1], Sampling(9), 0.0, 1.0, 1.0, "f", "")
+    entry = OpenRequest(request, 0, mailbox)
+    requests.add([entry])
+    watch = RefusalWatch(requests, RequestQueue.connect("redis://localhost:1", "n"), 10.0)
+    requests.take_chunk(Chunk("r", 1, 0, [7, 8]))
+    mailbox.get_nowait()
+    watch.take(status(reason="full"), 1.0)
+    watch.take(status(reason="full"), 100.0)
+    assert mailbox.empty()  # its engine drains
+    entry.go_on()
+    again_s = entry.request.arrival_unix_s
+    watch.take(status(reason="full"), again_s + 9.9)
+    assert mailbox.empty()
+    watch.take(status(reason="full"), again_s + 10.1)
+    assert mailbox.get_nowait()[1].code == "model_unavailable"
+
+
 def status(*models: ModelReport, reason: str = "") -> ClusterStatus:
     refusals = {"m": reason} if reason else {}
     report = AgentReport("host:0", 1, 0.0, 1, 1, 0, 0, 0, 1, 0, 1, list(models))
@@ -62,7 +84,7 @@ async def test_only_long_refusals_count() -> None:
 
     def broken(at_s: float, seen: ClusterStatus) -> list[int]:
         watch.take(seen, at_s)
-        return [mailbox.get_nowait().choice for _ in range(mailbox.qsize())]
+        return [mailbox.get_nowait()[0] for _ in range(mailbox.qsize())]
 
     full, tried = status(reason="full"), status(ModelReport("m", "activating"))
     assert broken(1.0, full) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prism.models.cli", *arguments]
+    command = [sys.executable, "-m", "prism.cli.models", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -36,7 +36,7 @@ def test_a_folder_that_cannot_be_written_is_one_line() -> None:
 
 
 def test_making_a_model_without_torch_is_one_line(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None; import prism.models.cli as c; c.main()"
+    code = "import sys; sys.modules['torch'] = None; import prism.cli.models as c; c.main()"
     command = [sys.executable, "-c", code, "prepare", "tiny-gpt2", "--dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -46,5 +46,5 @@ def test_making_a_model_without_torch_is_one_line(tmp_path: Path) -> None:
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, prism.models.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, prism.cli.models; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -36,7 +36,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_answers() -> None:
     """Uses the checkout's cache: the conversion takes half a minute and half a gigabyte."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "prism.models.cli", "prepare", "smollm2-135m"]
+    command = [sys.executable, "-m", "prism.cli.models", "prepare", "smollm2-135m"]
     subprocess.run([*command, "--dir", str(CACHE)], check=True, timeout=280, env=environment)
     command = [sys.executable, "-m", "tests.models.reference", str(CACHE / "smollm2-135m")]
     out = subprocess.run(command, check=True, timeout=240, capture_output=True, env=environment)

@@ -124,11 +124,11 @@ def test_a_bare_environment_imports_and_shares_memory(bare: Environment, tmp_pat
 @pytest.mark.parametrize(
     ("command", "extra"),
     [
-        ("kvctl", "prism-serving[tools]"),
-        ("prism-serve", "prism-serving[serve]"),
-        ("prism-replay", "prism-serving[serve]"),
-        ("prism-models", "prism-serving[serve]"),
-        ("prism-sim", "prism-serving[serve]"),
+        ("kvctl", ".[tools]"),
+        ("prism-serve", ".[serve]"),
+        ("prism-replay", ".[serve]"),
+        ("prism-models", ".[serve]"),
+        ("prism-sim", ".[serve]"),
     ],
 )
 def test_a_command_without_its_extra_names_it(

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prism.policies import kvpr, prism
+from prism.policies import prism
+from prism.policies.bins import devices_of, need_bytes, part
 from prism.policies.data import (
     Activate,
     ClusterView,
@@ -69,8 +70,8 @@ def clusters(draw: st.DrawFn, wide: bool = False) -> ClusterView:
         if wide and draw(st.booleans()):
             views = _widened(draw, views, home, room, engines)
         models.append(views)
-        for device in kvpr.devices_of(views):
-            room[devices.index(device)] -= kvpr.need_bytes(kvpr.part(views))
+        for device in devices_of(views):
+            room[devices.index(device)] -= need_bytes(part(views))
             engines[devices.index(device)] -= 1
     gpus = [
         gpu(
@@ -125,7 +126,7 @@ def _widened(
     other = home ^ 1
     if other >= len(room) or engines[other] <= 0:
         return made
-    if room[other] < kvpr.need_bytes(kvpr.part(two)):
+    if room[other] < need_bytes(part(two)):
         return made
     return structs.replace(two, peers=(f"host:{other}",))
 
@@ -141,16 +142,16 @@ def check_capacity(view: ClusterView, actions: Sequence[Any]) -> None:
     room = {g.name: g.capacity_bytes - g.fixed_bytes for g in view.gpus}
     engines = {g.name: g.engines_free for g in view.gpus}
     for m in view.models:
-        for device in kvpr.devices_of(m):
+        for device in devices_of(m):
             if m.state == "draining":
                 engines[device] += 1
             else:
-                room[device] -= kvpr.need_bytes(kvpr.part(m))
+                room[device] -= need_bytes(part(m))
     for action in actions:
         model = by_name[action.model]
-        need = kvpr.need_bytes(kvpr.part(model))
+        need = need_bytes(part(model))
         if isinstance(action, Evict):
-            for device in kvpr.devices_of(model):
+            for device in devices_of(model):
                 room[device] += need
                 engines[device] += 1
         if isinstance(action, Activate | Migrate):
@@ -158,7 +159,7 @@ def check_capacity(view: ClusterView, actions: Sequence[Any]) -> None:
             devices = (first, *action.peers)
             assert len(set(devices)) == len(devices) == model.tp, "parts go to distinct devices"
             if isinstance(action, Migrate):
-                assert set(devices).isdisjoint(kvpr.devices_of(model)), "two parts on a device"
+                assert set(devices).isdisjoint(devices_of(model)), "two parts on a device"
             nodes = {g.node for g in view.gpus if g.name in devices}
             assert len(nodes) == 1, "parts stay within a node"
             for device in devices:

@@ -5,32 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prism.policies import kvpr
+from prism.policies.bins import Bin, Bins, empty_bins, shortfall
 from prism.policies.data import GpuView, ModelView
 
 
-def place(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> kvpr.Placement:
+def place(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> kvpr.Assignment:
     """For models on one device each."""
     bins = _greedy(models, gpus, tau)
     if _placed(bins) < len(models):
         packed = _packed(models, gpus, bins)
         bins = packed if _placed(packed) > _placed(bins) else bins
-    devices = {name: b.name for b in bins.values() for name in b.models}
-    refused = {m.name: kvpr.shortfall(m, bins) for m in models if m.name not in devices}
-    return kvpr.Placement(devices, refused, {b.name: b.kvpr for b in bins.values()})
+    homes = {name: (b.name,) for b in bins.values() for name in b.models}
+    refused = {m.name: shortfall(m, bins) for m in models if m.name not in homes}
+    return kvpr.Assignment(homes, refused, {b.name: b.kvpr for b in bins.values()})
 
 
-def least_pressed(model: ModelView, bins: kvpr.Bins) -> kvpr.Bin | None:
+def least_pressed(model: ModelView, bins: Bins) -> Bin | None:
     """REQUIRES: no part of the model is in any of them"""
     fitting = (b for b in bins.values() if b.fits(model))
     return min(fitting, key=lambda b: b.rank, default=None)
 
 
-def _placed(bins: kvpr.Bins) -> int:
+def _placed(bins: Bins) -> int:
     return sum(len(b.models) for b in bins.values())
 
 
-def _greedy(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> kvpr.Bins:
-    bins = kvpr.empty_bins(models, gpus)
+def _greedy(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> Bins:
+    bins = empty_bins(models, gpus)
     for model in sorted(models, key=kvpr.by_pressure):
         best = least_pressed(model, bins)
         current = bins.get(model.device) if model.device else None
@@ -41,8 +42,8 @@ def _greedy(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) ->
     return bins
 
 
-def _packed(models: Sequence[ModelView], gpus: Sequence[GpuView], first: kvpr.Bins) -> kvpr.Bins:
-    bins = kvpr.empty_bins(models, gpus)
+def _packed(models: Sequence[ModelView], gpus: Sequence[GpuView], first: Bins) -> Bins:
+    bins = empty_bins(models, gpus)
     for b in first.values():
         for model in b.models.values():
             if model.device:

@@ -9,8 +9,15 @@ from random import Random
 
 import pytest
 
-from prism.policies import alpaserve, groups
-from prism.policies.placement import Hosted, ModelSpecView, Outcome, Placement, Problem, Unit
+from prism.policies.baselines import alpaserve, groups
+from prism.policies.placement import (
+    Hosted,
+    ModelSpecView,
+    Placement,
+    PlacementOutcome,
+    Problem,
+    Unit,
+)
 from tests.policies.loads import devices, spec
 from tests.policies.toy import small, toy_problem
 
@@ -67,9 +74,11 @@ def test_models_that_fit_nowhere_are_refused() -> None:
 def test_a_model_whose_requests_would_be_late_has_a_home_all_the_same() -> None:
     """Without one, nothing would be worse by attainment, and the others' latency is better."""
 
-    def simulate(placement: Placement) -> Outcome:
+    def simulate(placement: Placement) -> PlacementOutcome:
         late = {"late"} & {h.model for u in placement.units for h in u.models}
-        return Outcome({"a": 9, "late": 1}, {"a": 0, "late": 1}, {"a": 2.0 if late else 1.0})
+        return PlacementOutcome(
+            {"a": 9, "late": 1}, {"a": 0, "late": 1}, {"a": 2.0 if late else 1.0}
+        )
 
     problem = dataclasses.replace(toy_problem([spec("a"), spec("late")], 2), simulate=simulate)
     placement = alpaserve.search(problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prism.policies import dedicated
+from prism.policies.baselines import dedicated
 from prism.policies.data import Activate, ModelView, Refuse, Settings
 from prism.policies.placement import Hosted, Placement, Unit
 from tests.policies.clusters import active, gpu, model, view

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.policies import doubling_budget as db
-from prism.policies import temporal
-from prism.policies.doubling_budget import DbSettings
+from papers import round_robin
+from prism.policies.baselines import doubling_budget as db
+from prism.policies.baselines import temporal
+from prism.policies.baselines.doubling_budget import DbSettings
 from prism.policies.steps import (
     DeviceStepView,
     EngineStepView,
@@ -220,7 +221,7 @@ def test_the_ratios_of_figure_2() -> None:
     requests instead of two."""
     ours = figure_2(db.control(LITERAL))
     joining = figure_2(db.control(PATIENT))
-    fcfs, turns = figure_2(temporal.FCFS), figure_2(temporal.ROUND_ROBIN)
+    fcfs, turns = figure_2(temporal.FCFS), figure_2(round_robin.ROUND_ROBIN)
     assert round(fcfs[0] / ours[0], 1) == 2.3
     assert round(fcfs[1] / ours[1], 1) == 2.0
     assert round(turns[1] / ours[1], 1) == 1.3

@@ -6,12 +6,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from prism.policies import ablations, registry
-from prism.policies.adbs import AdbsSettings
-from prism.policies.doubling_budget import DbSettings
+from papers import ablations
+from prism.policies import registry
+from prism.policies.baselines.adbs import AdbsSettings
+from prism.policies.baselines.doubling_budget import DbSettings
+from prism.policies.baselines.qlm import QlmSettings
+from prism.policies.baselines.seallm import SeallmSettings
 from prism.policies.knobs import SHIPPED, Knobs, tuned
-from prism.policies.qlm import QlmSettings
-from prism.policies.seallm import SeallmSettings
 from prism.policies.static import StaticSettings
 from prism.policies.steps import DeviceStepView, EngineStepView, StepRequest
 

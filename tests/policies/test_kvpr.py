@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prism.policies import kvpr
+from prism.policies.bins import Bin, need_bytes, weight_of
 from prism.policies.data import GpuView, ModelView
 from tests.policies.clusters import active, clusters, gpu, model
 
 
 def placed(models: list[ModelView], gpus: list[GpuView], tau: float = 0.0) -> dict[str, str]:
-    return dict(kvpr.place(models, gpus, tau).devices)
+    """REQUIRES: models on one device each."""
+    return {name: home for name, (home,) in kvpr.place(models, gpus, tau).homes.items()}
 
 
 def test_weight_is_rate_times_token_bytes_over_tpot_slo() -> None:
-    assert kvpr.weight_of(model("a", token_rate=3.0, token_bytes=8, slo_tpot_s=0.5)) == 48.0
+    assert weight_of(model("a", token_rate=3.0, token_bytes=8, slo_tpot_s=0.5)) == 48.0
 
 
 def test_kvpr_is_pressure_over_memory_left_after_weights() -> None:
-    b = kvpr.Bin(gpu("g", 100, fixed_bytes=20), engines=4)
+    b = Bin(gpu("g", 100, fixed_bytes=20), engines=4)
     b.put(model("a", weight=30, floor=10, token_rate=5.0))
     assert b.kvpr == pytest.approx(5.0 / 50)
     assert (b.shared_kv_bytes, b.room_bytes, b.free_engines) == (50, 40, 3)
@@ -53,14 +55,14 @@ def test_a_full_device_is_no_candidate() -> None:
 def test_kv_floor_counts_but_is_part_of_shared_kv() -> None:
     placement = kvpr.place([model("a", 60, 30, token_rate=4.0), model("b", 5, 6)], [gpu("g")], 0.0)
     assert placement.kvpr == {"g": pytest.approx(4.0 / 40)}
-    assert placement.devices == {"a": "g"}
+    assert placement.homes == {"a": ("g",)}
     assert "1 bytes" in placement.refused["b"]
 
 
 def test_a_device_without_free_engine_is_no_candidate() -> None:
     gpus = [gpu("g0", 1000, engines_free=1), gpu("g1", 50, engines_free=1)]
     placement = kvpr.place([model("a"), model("b"), model("c")], gpus, 0.0)
-    assert placement.devices == {"a": "g0", "b": "g1"}
+    assert placement.homes == {"a": ("g0",), "b": ("g1",)}
     assert placement.refused["c"].startswith("no engine is free on")
 
 
@@ -100,7 +102,7 @@ def test_what_pressure_cannot_fit_is_packed_by_size() -> None:
     ]
     placement = kvpr.place(models, [gpu("g0"), gpu("g1")], 0.0)
     assert not placement.refused
-    assert placement.devices["s1"] == placement.devices["s2"] != placement.devices["large"]
+    assert placement.homes["s1"] == placement.homes["s2"] != placement.homes["large"]
 
 
 def test_refusal_names_the_bytes_and_the_closest_device() -> None:
@@ -122,11 +124,11 @@ def test_placement_properties(view, tau) -> None:
     """Within capacity and engines, pins kept, every model either placed or refused, the order
     of the input does not matter."""
     placement = kvpr.place(view.models, view.gpus, tau)
-    assert set(placement.devices) | set(placement.refused) == {m.name for m in view.models}
-    assert not set(placement.devices) & set(placement.refused)
+    assert set(placement.homes) | set(placement.refused) == {m.name for m in view.models}
+    assert not set(placement.homes) & set(placement.refused)
     for g in view.gpus:
-        here = [m for m in view.models if placement.devices.get(m.name) == g.name]
-        assert sum(map(kvpr.need_bytes, here)) <= g.capacity_bytes - g.fixed_bytes
+        here = [m for m in view.models if placement.homes.get(m.name) == (g.name,)]
+        assert sum(map(need_bytes, here)) <= g.capacity_bytes - g.fixed_bytes
         assert len(here) <= g.engines_free + sum(m.device == g.name for m in view.models)
         assert all(m.pinned_device in (None, g.name) for m in here)
     assert kvpr.place(view.models[::-1], view.gpus[::-1], tau) == placement
@@ -140,7 +142,7 @@ def exact_kvpr(models: list[ModelView], homes: tuple[int, ...], gpus: list[GpuVi
     worst = Fraction(0)
     for i, g in enumerate(gpus):
         here = [m for m, home in zip(models, homes, strict=True) if home == i]
-        pressure = sum((Fraction(kvpr.weight_of(m)) for m in here), Fraction(0))
+        pressure = sum((Fraction(weight_of(m)) for m in here), Fraction(0))
         worst = max(worst, pressure / (g.capacity_bytes - sum(m.weight_bytes for m in here)))
     return worst
 
@@ -161,7 +163,7 @@ def test_the_bound_of_the_appendix_on_all_small_instances() -> None:
     device with the largest KVPR."""
     checked, above_optimum = 0, 0
     for models, gpus in instances():
-        homes = kvpr.place(models, gpus, 0.0).devices
+        homes = placed(models, gpus)
         index = tuple(int(homes[m.name][1:]) for m in models)
         worst = exact_kvpr(models, index, gpus)
         choices = itertools.product(range(len(gpus)), repeat=len(models))

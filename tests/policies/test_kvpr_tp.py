@@ -10,16 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism.policies import kvpr
+from prism.policies.bins import current_bins, need_bytes, part
 from prism.policies.data import GpuView, ModelView
 from tests.policies import plain_kvpr
 from tests.policies.clusters import active, clusters, gpu, model
 
 
 def homes(models: list[ModelView], gpus: list[GpuView], tau: float = 0.0) -> dict[str, list[str]]:
-    placement = kvpr.place(models, gpus, tau)
-    return {
-        name: [first, *placement.peers.get(name, ())] for name, first in placement.devices.items()
-    }
+    return {name: [*home] for name, home in kvpr.place(models, gpus, tau).homes.items()}
 
 
 def row(count: int, capacity: int = 100, per_node: int = 8) -> list[GpuView]:
@@ -27,10 +25,10 @@ def row(count: int, capacity: int = 100, per_node: int = 8) -> list[GpuView]:
 
 
 def test_a_part_has_a_tp_th_of_weight_and_rate() -> None:
-    part = kvpr.part(model("a", 101, 7, tp=4, token_rate=8.0))
-    assert (part.weight_bytes, part.kv_floor_bytes, part.token_rate) == (26, 2, 2.0)
+    one = part(model("a", 101, 7, tp=4, token_rate=8.0))
+    assert (one.weight_bytes, one.kv_floor_bytes, one.token_rate) == (26, 2, 2.0)
     whole = model("b", 101, 7)
-    assert kvpr.part(whole) is whole
+    assert part(whole) is whole
 
 
 def test_parts_go_to_distinct_devices() -> None:
@@ -57,7 +55,7 @@ def test_parts_stay_within_a_node() -> None:
 def test_all_parts_or_none() -> None:
     gpus = row(2, per_node=1)
     placement = kvpr.place([model("a", 20, tp=2), model("b")], gpus, 0.0)
-    assert list(placement.devices) == ["b"]
+    assert list(placement.homes) == ["b"]
     assert placement.refused["a"].startswith("its 2 parts need 0.0 MiB and an engine on each of 2")
     assert placement.refused["a"].endswith("of one node; at most 1 have that")
 
@@ -72,17 +70,17 @@ def test_a_tensor_parallel_model_stays_unless_the_gain_exceeds_tau() -> None:
 
 
 def test_what_devices_hold_is_kept() -> None:
-    start = partial(kvpr.current_bins, [active("here", "g0", token_rate=5.0)], row(2))
+    start = partial(current_bins, [active("here", "g0", token_rate=5.0)], row(2))
     placement = kvpr.place([model("a", token_rate=1.0)], (), 0.0, start)
-    assert placement.devices == {"a": "g1"}
+    assert placement.homes == {"a": ("g1",)}
     assert placement.kvpr["g0"] > 0
 
 
 def test_only_those_that_stay_are_in_the_bins_but_all_have_their_engines() -> None:
     models = [active("stays", "g0"), active("goes", "g0"), active("goes too", "g1")]
-    bins = kvpr.current_bins(models, row(2), models[:1])
+    bins = current_bins(models, row(2), models[:1])
     assert [list(b.models) for b in bins.values()] == [["stays"], []]
-    whole = kvpr.current_bins(models, row(2))
+    whole = current_bins(models, row(2))
     assert [b.engines for b in bins.values()] == [b.engines for b in whole.values()]
 
 
@@ -90,16 +88,16 @@ def test_only_those_that_stay_are_in_the_bins_but_all_have_their_engines() -> No
 @settings(max_examples=100, deadline=None)
 def test_properties_with_tensor_parallelism(view, tau) -> None:
     placement = kvpr.place(view.models, view.gpus, tau)
-    assert set(placement.devices) | set(placement.refused) == {m.name for m in view.models}
+    assert set(placement.homes) | set(placement.refused) == {m.name for m in view.models}
     load = dict.fromkeys((g.name for g in view.gpus), 0)
     node = {g.name: g.node for g in view.gpus}
     for m in view.models:
-        if m.name in placement.devices:
-            devices = (placement.devices[m.name], *placement.peers.get(m.name, ()))
+        if m.name in placement.homes:
+            devices = placement.homes[m.name]
             assert len(set(devices)) == len(devices) == m.tp
             assert len({node[d] for d in devices}) == 1
             for d in devices:
-                load[d] += kvpr.need_bytes(kvpr.part(m))
+                load[d] += need_bytes(part(m))
     assert all(load[g.name] <= g.capacity_bytes - g.fixed_bytes for g in view.gpus)
     assert kvpr.place(view.models[::-1], view.gpus[::-1], tau) == placement
 
@@ -149,8 +147,8 @@ def fits_somehow(models: list[ModelView], gpus: list[GpuView]) -> bool:
         return True
     first, *rest = models
     for i, g in enumerate(gpus):
-        if kvpr.need_bytes(first) <= g.capacity_bytes:
-            left = gpu(g.name, g.capacity_bytes - kvpr.need_bytes(first))
+        if need_bytes(first) <= g.capacity_bytes:
+            left = gpu(g.name, g.capacity_bytes - need_bytes(first))
             if fits_somehow(rest, [*gpus[:i], left, *gpus[i + 1 :]]):
                 return True
     return False
@@ -179,13 +177,13 @@ def test_an_honest_report_on_instances_that_do_not_fit() -> None:
     assert left_out <= 5
 
 
-def check_report(models: list[ModelView], gpus: list[GpuView], placement: kvpr.Placement) -> None:
+def check_report(models: list[ModelView], gpus: list[GpuView], placement: kvpr.Assignment) -> None:
     by_name = {m.name: m for m in models}
     room = {g.name: g.capacity_bytes for g in gpus}
-    for name, device in placement.devices.items():
-        room[device] -= kvpr.need_bytes(by_name[name])
+    for name, (device,) in placement.homes.items():
+        room[device] -= need_bytes(by_name[name])
     for name, why in placement.refused.items():
         missing, device = int(why.split()[0]), why.split(" on ")[1].split(":")[0]
-        need = kvpr.need_bytes(by_name[name])
+        need = need_bytes(by_name[name])
         assert missing == need - room[device] > 0
         assert missing == min(need - left for left in room.values())

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from prism.policies import fcfs
-from prism.policies.data import Job, Order
+from prism.policies.data import AdmissionJob, AdmissionOrder
 from prism.policies.moore_hodgson import order
 
 
-def job(id: str, prefill_s: float, deadline_s: float, arrival_s: float = 0.0) -> Job:
-    return Job(id, "m", arrival_s, deadline_s, prefill_s)
+def job(id: str, prefill_s: float, deadline_s: float, arrival_s: float = 0.0) -> AdmissionJob:
+    return AdmissionJob(id, "m", arrival_s, deadline_s, prefill_s)
 
 
-def all_in_time(jobs: tuple[Job, ...], start_s: float) -> bool:
+def all_in_time(jobs: tuple[AdmissionJob, ...], start_s: float) -> bool:
     """Served in the given order from `start_s`, does each prefill end by its deadline?"""
     for each in jobs:
         start_s += each.prefill_s
@@ -71,7 +71,9 @@ jobs_strategy = st.lists(
 
 
 @given(jobs_strategy, st.integers(0, 20), st.integers(0, 20))
-def test_equals_brute_force_later_and_busy(jobs: list[Job], now_s: int, busy_s: int) -> None:
+def test_equals_brute_force_later_and_busy(
+    jobs: list[AdmissionJob], now_s: int, busy_s: int
+) -> None:
     found = order(jobs, now_s, busy_s)
     rows = sorted(jobs, key=lambda each: each.deadline_s)
     best = max(
@@ -87,7 +89,7 @@ def test_equals_brute_force_later_and_busy(jobs: list[Job], now_s: int, busy_s: 
 
 @given(jobs_strategy, st.randoms(use_true_random=False))
 def test_partition_is_complete_sorted_and_independent_of_input_order(
-    jobs: list[Job], random: Random
+    jobs: list[AdmissionJob], random: Random
 ) -> None:
     found = order(jobs, 0.0)
     assert sorted(found.on_time + found.late, key=lambda j: j.id) == sorted(
@@ -104,20 +106,20 @@ def test_partition_is_complete_sorted_and_independent_of_input_order(
 
 def test_the_removed_one_is_the_longest_so_far() -> None:
     long, short, urgent = job("long", 5, 6), job("short", 1, 7), job("urgent", 3, 8)
-    assert order([long, short, urgent], 0.0) == Order((short, urgent), (long,))
+    assert order([long, short, urgent], 0.0) == AdmissionOrder((short, urgent), (long,))
 
 
 def test_what_cannot_be_on_time_even_alone_pushes_nobody_out() -> None:
     hopeless, short = job("hopeless", 1, 2), job("short", 2, 3)
     waits = replace(hopeless, ready_in_s=1.5)
-    assert order([waits, short], 0.0) == Order((short,), (waits,))
+    assert order([waits, short], 0.0) == AdmissionOrder((short,), (waits,))
     assert order([replace(hopeless, ready_in_s=1.0), short], 0.0).on_time[0].id == "hopeless"
 
 
 def test_first_come_first_served_ignores_deadlines() -> None:
     late, urgent = job("late", 9, 1, arrival_s=1), job("urgent", 1, 5, arrival_s=2)
-    assert fcfs.order([urgent, late], 3.0, 1.0) == Order((late, urgent), ())
+    assert fcfs.order([urgent, late], 3.0, 1.0) == AdmissionOrder((late, urgent), ())
 
 
 def test_no_requests() -> None:
-    assert order([], 5.0, 1.0) == Order((), ())
+    assert order([], 5.0, 1.0) == AdmissionOrder((), ())

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from prism.policies import mux_placement as mux
+from prism.policies.baselines import mux_placement as mux
 from prism.policies.placement import Placement, Problem
 from tests.policies.loads import GB, devices, problem, random_models, spec
 
@@ -60,7 +60,7 @@ def _total(
     total = 0.0
     for index, mesh in enumerate(group):
         here = [m for m, home in zip(task.models, homes, strict=True) if home == index]
-        found = [planner.candidate(m.name, mesh.size) for m in here]
+        found = [planner.candidates[m.name].get(mesh.size) for m in here]
         unit = tuple(c for c in found if c is not None)
         if len(unit) < len(found) or mux.kv_bytes(mesh, unit) is None:
             return 0.0

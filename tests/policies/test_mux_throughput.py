@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prism.policies import mux_throughput as mux
-from prism.policies.mux_throughput import Candidate
+from prism.policies.baselines import mux_throughput as mux
+from prism.policies.baselines.mux_throughput import Candidate
 from prism.policies.placement import StepTimes
 from tests.policies.loads import GB, LAYER_KV_BYTES, spec, times
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from prism.policies.placement import Hosted, Outcome, Placement, Unit
+from prism.policies.placement import Hosted, Placement, PlacementOutcome, Unit
 
 
 def test_attainment_counts_requests_not_models() -> None:
-    outcome = Outcome({"a": 9, "b": 1}, {"a": 0, "b": 1}, {"a": 2.0, "b": 0.0})
+    outcome = PlacementOutcome({"a": 9, "b": 1}, {"a": 0, "b": 1}, {"a": 2.0, "b": 0.0})
     assert outcome.attainment == pytest.approx(0.9)
     assert outcome.mean_normalized_latency == 2.0
 
 
 def test_nothing_asked_is_all_attained() -> None:
-    outcome = Outcome({}, {}, {})
+    outcome = PlacementOutcome({}, {}, {})
     assert (outcome.attainment, outcome.mean_normalized_latency) == (1.0, 0.0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prism.policies import qlm
+from prism.policies.baselines import qlm
+from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.data import Activate, Evict, Refuse, Settings
 from prism.policies.placement import Hosted, Placement, Unit
-from prism.policies.qlm import QlmSettings
 from prism.policies.queues import (
     QueueDevice,
     QueuedRequest,
@@ -60,7 +61,7 @@ def test_requests_of_one_model_and_slo_form_a_group() -> None:
 
 
 def test_groups_are_bounded_and_newcomers_join_them() -> None:
-    three = qlm.assigner(QlmSettings(group_requests_max=3))
+    three = partial(qlm.assign, settings=QlmSettings(group_requests_max=3))
     first = three(queue_view([request(str(i), at=i) for i in range(4)], [device("g0")]))
     assert ids(first) == {"g0": [("0", "1", "2"), ("3",)]}
     waiting = [request(str(i), at=i) for i in range(1, 6)]  # request 0 has started
@@ -73,7 +74,7 @@ def test_the_first_idle_instance_is_taken_whatever_it_holds() -> None:
     """Prism §7.5: this is what triggers unnecessary swaps."""
     devices = [device("g0", "b"), device("g1", "a")]
     assert ids(qlm.assign(queue_view([request("1", "a")], devices))) == {"g0": [("1",)], "g1": []}
-    aware = qlm.assigner(QlmSettings(swap_aware=True))
+    aware = partial(qlm.assign, settings=QlmSettings(swap_aware=True))
     assert ids(aware(queue_view([request("1", "a")], devices))) == {"g0": [], "g1": [("1",)]}
 
 
@@ -117,7 +118,7 @@ def test_an_urgent_group_goes_before_but_no_swap_is_made_for_nothing() -> None:
 
 def test_a_queue_with_a_late_group_may_go_by_deadline() -> None:
     """As QLM's published code: what is late already is served, whoever else becomes late by it."""
-    by_deadline = qlm.assigner(QlmSettings(by_deadline=True))
+    by_deadline = partial(qlm.assign, settings=QlmSettings(by_deadline=True))
 
     def orders(slo_s: float) -> list[list[tuple[str, ...]]]:
         here = [request("1", "b", slo=slo_s), request("2", "a", at=0.5, slo=slo_s)]
@@ -185,10 +186,14 @@ def test_most_queues_are_the_best_of_all_permutations() -> None:
 def test_every_request_is_in_one_queue_or_has_no_instance(rows: list[tuple[str, int]]) -> None:
     waiting = [request(f"{i}", m, at=i, slo=float(s)) for i, (m, s) in enumerate(rows)]
     devices = [device("g0", "a", running=2), device("g1")]
-    queues = qlm.assigner(QlmSettings(group_requests_max=2))(queue_view(waiting, devices))
+    queues = partial(qlm.assign, settings=QlmSettings(group_requests_max=2))(
+        queue_view(waiting, devices)
+    )
     queued = [id for q in queues for g in q.groups for id in g.requests]
     assert sorted(queued) == sorted(r.id for r in waiting if r.model in MODELS)
-    again = qlm.assigner(QlmSettings(group_requests_max=2))(queue_view(waiting, devices, queues))
+    again = partial(qlm.assign, settings=QlmSettings(group_requests_max=2))(
+        queue_view(waiting, devices, queues)
+    )
     assert again == queues
 
 

@@ -8,15 +8,15 @@ from random import Random
 
 import pytest
 
-from prism.policies import groups, seallm
-from prism.policies.placement import ModelSpecView, Outcome, Placement, Problem
-from prism.policies.seallm import SeallmSettings
+from prism.policies.baselines import groups, seallm
+from prism.policies.baselines.seallm import SeallmSettings
+from prism.policies.placement import ModelSpecView, Placement, PlacementOutcome, Problem
 from tests.policies.loads import GB, spec
 from tests.policies.toy import toy_problem
 
 
 def test_unserved_requests_count_before_latency() -> None:
-    outcome = Outcome({"a": 9, "b": 9}, {"a": 3, "b": 3}, {"a": 5.0, "b": 80.0})
+    outcome = PlacementOutcome({"a": 9, "b": 9}, {"a": 3, "b": 3}, {"a": 5.0, "b": 80.0})
     assert seallm.unserved_index(outcome, "a", 0.0001) == pytest.approx(3.0005)
     a, b = (seallm.unserved_index(outcome, s, 0.0001) for s in "ab")
     assert b > a
@@ -36,7 +36,7 @@ def test_every_service_has_a_home_and_groups_hold_two() -> None:
     placement = seallm.search(toy_problem(models, 4))
     assert sorted(homes(placement)) == sorted(m.name for m in models)
     assert max(len(u.models) for u in placement.units) == 2
-    three = seallm.searcher(SeallmSettings(services_max=3))(toy_problem(models, 4))
+    three = seallm.search(toy_problem(models, 4), SeallmSettings(services_max=3))
     assert max(len(u.models) for u in three.units) == 3
 
 
@@ -149,9 +149,9 @@ def test_a_home_for_every_service_comes_before_attainment(monkeypatch: pytest.Mo
 
     def allocated(
         problem: Problem, made: Sequence[groups.Group], alpha: float, services_max: int
-    ) -> list[tuple[Placement, Outcome]]:
+    ) -> list[tuple[Placement, PlacementOutcome]]:
         unserved = {"often": made[0].mesh.size - 1}
-        return [(placements[made[0].mesh.size], Outcome({"often": 10}, unserved, {}))]
+        return [(placements[made[0].mesh.size], PlacementOutcome({"often": 10}, unserved, {}))]
 
     monkeypatch.setattr(seallm, "_allocated", allocated)
     assert len(groups.degrees(problem)) > 1
@@ -165,9 +165,9 @@ def test_a_replica_that_made_it_worse_is_not_kept() -> None:
     models = [spec("a", rate=3.0, tp_degrees=(1,)), spec("b", rate=0.5, tp_degrees=(1,))]
 
     def searched(worse_from: int) -> int:
-        def simulate(placement: Placement) -> Outcome:
+        def simulate(placement: Placement) -> PlacementOutcome:
             hosted = sum(len(unit.models) for unit in placement.units)
-            return Outcome({"a": 10}, {"a": 5 if hosted >= worse_from else 0}, {"a": 1.0})
+            return PlacementOutcome({"a": 10}, {"a": 5 if hosted >= worse_from else 0}, {"a": 1.0})
 
         problem = dataclasses.replace(toy_problem(models, 4), simulate=simulate)
         return sum(len(unit.models) for unit in seallm.search(problem).units)
@@ -183,9 +183,9 @@ def test_larger_groups_hold_more_services(monkeypatch: pytest.MonkeyPatch) -> No
 
     def allocated(
         problem: Problem, made: Sequence[groups.Group], alpha: float, services_max: int
-    ) -> list[tuple[Placement, Outcome]]:
+    ) -> list[tuple[Placement, PlacementOutcome]]:
         limits[len(made)] = services_max
-        return [(Placement(()), Outcome({"m0": 1}, {}, {}))]
+        return [(Placement(()), PlacementOutcome({"m0": 1}, {}, {}))]
 
     monkeypatch.setattr(seallm, "_allocated", allocated)
     seallm.search(toy_problem([spec(f"m{i}") for i in range(5)], 4))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prism.policies import serverlessllm
+from prism.policies.baselines import serverlessllm
 from prism.policies.bins import devices_of
 from prism.policies.data import (
     Activate,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from msgspec import structs
 
-from prism.policies import kvpr
+from prism.policies.bins import part
 from prism.policies.data import Activate, Refuse, Settings
 from prism.policies.static import StaticSettings, partition, plan
 from tests.policies.clusters import active, clusters, gpu, model, view
@@ -35,11 +35,11 @@ def test_or_with_room_for_as_many_tokens() -> None:
 
 def test_pins_are_honoured_and_the_rest_spread_by_size() -> None:
     models = [model("a", 40, pinned_device="g1"), model("b", 30), model("c", 10), model("d", 5)]
-    assert partition(models, [gpu("g0"), gpu("g1")]).devices == {
-        "a": "g1",
-        "b": "g0",
-        "c": "g0",
-        "d": "g1",
+    assert partition(models, [gpu("g0"), gpu("g1")]).homes == {
+        "a": ("g1",),
+        "b": ("g0",),
+        "c": ("g0",),
+        "d": ("g1",),
     }
 
 
@@ -122,12 +122,7 @@ def test_the_partition_ignores_everything_that_changes(view) -> None:
     division = partition(view.models, view.gpus)
     assert division == partition(calm, gpus)
     for g in view.gpus:
-        here = [
-            kvpr.part(m)
-            for m in view.models
-            if m.name in division.devices
-            and g.name in (division.devices[m.name], *division.peers[m.name])
-        ]
+        here = [part(m) for m in view.models if g.name in division.homes.get(m.name, ())]
         limits = sum(division.limits_bytes[m.name] for m in here)
         assert limits + sum(m.weight_bytes for m in here) <= g.capacity_bytes
         assert all(division.limits_bytes[m.name] >= m.kv_floor_bytes for m in here)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from prism.policies import temporal
+from papers import round_robin
+from prism.policies.baselines import temporal
 from prism.policies.steps import DeviceStepView, EngineStepView, Phase, StepChoice, StepRequest
 from tests.policies.machine import Machine, Request
 
@@ -42,7 +43,7 @@ def test_one_at_a_time() -> None:
     busy = EngineStepView("a", busy=frozenset({Phase.DECODE}))
     ready = EngineStepView("b", prefill=(waiting("b1", 1.0),))
     assert temporal.fcfs(device(busy, ready), None)[0] == StepChoice((), math.inf)
-    assert temporal.round_robin(device(busy, ready), 1) == (StepChoice((), math.inf), 1)
+    assert round_robin.round_robin(device(busy, ready), 1) == (StepChoice((), math.inf), 1)
 
 
 def test_prefills_stop_where_memory_or_the_batch_ends() -> None:
@@ -63,12 +64,12 @@ def test_round_robin_takes_turns_and_skips_the_idle() -> None:
     c = EngineStepView("c", decode=(waiting("c1", 2.0),))
     state, turns = 0, []
     for _ in range(4):
-        choice, state = temporal.round_robin(device(a, b, c), state)
+        choice, state = round_robin.round_robin(device(a, b, c), state)
         turns.append(choice.jobs[0].model)
         assert choice.holds_s == 0.0
     assert turns == ["a", "c", "a", "c"]
-    assert temporal.round_robin(device(a, b), 1)[0].holds_s == math.inf
-    assert temporal.round_robin(device(b), 0) == (StepChoice((), math.inf), 0)
+    assert round_robin.round_robin(device(a, b), 1)[0].holds_s == math.inf
+    assert round_robin.round_robin(device(b), 0) == (StepChoice((), math.inf), 0)
 
 
 def test_the_head_of_the_line_blocks() -> None:
@@ -82,4 +83,4 @@ def test_the_head_of_the_line_blocks() -> None:
         return machine.run(arrivals)["s"]
 
     assert latency(temporal.FCFS) == 23.5
-    assert latency(temporal.ROUND_ROBIN) == 5.5
+    assert latency(round_robin.ROUND_ROBIN) == 5.5

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
-from prism.policies.placement import ModelSpecView, Outcome, Placement, Problem
+from prism.policies.placement import ModelSpecView, Placement, PlacementOutcome, Problem
 from tests.policies.loads import devices, times
 
 
@@ -30,11 +30,11 @@ def requests(
 
 def simulator(
     models: Sequence[ModelSpecView], trace: Sequence[tuple[float, str]], slo_scale: float = 5.0
-) -> Callable[[Placement], Outcome]:
+) -> Callable[[Placement], PlacementOutcome]:
     """Latency over slo_scale x execution time on one GPU counts as unserved."""
     by_name = {m.name: m for m in models}
 
-    def play(placement: Placement) -> Outcome:
+    def play(placement: Placement) -> PlacementOutcome:
         free_s = [0.0] * len(placement.units)
         count = dict.fromkeys(by_name, 0)
         unserved = dict.fromkeys(by_name, 0)
@@ -52,7 +52,7 @@ def simulator(
             unserved[name] += ratio > slo_scale
             normalized[name].append(ratio)
         mean = {n: sum(r) / len(r) if r else 0.0 for n, r in normalized.items()}
-        return Outcome(count, unserved, mean)
+        return PlacementOutcome(count, unserved, mean)
 
     return play
 

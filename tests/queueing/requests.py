@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prism.messages import Request, Sampling
+from prism.messages.requests import Request, Sampling
 
 
 def request(

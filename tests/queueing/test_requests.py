@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from prism.errors import LeaseLostError
-from prism.messages import ClusterStatus, Resume
-from prism.queueing import UNPLACED, BundledRedis, RequestQueue
+from prism.errors import LeaseLostError, MalformedRequestError
+from prism.messages.cluster import ClusterStatus
+from prism.messages.requests import Resume
+from prism.queueing import UNPLACED, BundledRedis, RequestQueue, requests
 from tests.queueing.requests import request
 
 DEVICE, OTHER = "host:0", "host:1"
@@ -278,3 +280,71 @@ async def test_namespaces_do_not_meet(redis_server: BundledRedis, queue: Request
     await queue.route("a", DEVICE)
     assert await other.placement() == {}
     await other.close()
+
+
+async def test_the_incarnation_changes_when_the_data_is_lost(queue: RequestQueue) -> None:
+    first = await queue.beat("f0", 30)
+    assert await queue.beat("f1", 30) == first
+    await queue._redis.delete(queue._prefix + "incarnation")
+    assert await queue.beat("f1", 30) != first
+
+
+async def test_what_runs_is_registered_unless_it_is_newer_or_runs_elsewhere(
+    queue: RequestQueue,
+) -> None:
+    await queue.route("a", DEVICE)
+    epoch = await queue.acquire(DEVICE, "agent", TTL_S)
+    for number, attempt in (("waits", 1), ("newer", 2)):
+        await queue.enqueue(request(number, attempt=attempt))
+    running = [request("waits"), request("newer"), request("unknown")]
+    for _ in range(2):
+        await queue.register(DEVICE, epoch, running)
+    assert [r.id for _, r in await queue.read(DEVICE, "0", 0)] == ["newer"]
+    await queue.acquire(DEVICE, "agent", TTL_S, keep=["waits"])
+    waiting = {(r.id, r.attempt) for _, r in await queue.read(DEVICE, "0", 0)}
+    assert waiting == {("newer", 2), ("unknown", 1)}
+
+
+async def test_an_entry_is_discarded_and_a_newer_attempt_stays(queue: RequestQueue) -> None:
+    await queue.route("a", DEVICE)
+    epoch = await queue.acquire(DEVICE, "agent", TTL_S)
+    await queue.enqueue(request("1"))
+    ((entry, _),) = await queue.read(DEVICE, "0", 0)
+    await queue.enqueue(request("1", attempt=2))
+    await queue.discard(DEVICE, epoch, [entry])
+    ((newer, waiting),) = await queue.read(DEVICE, "0", 0)
+    assert waiting.attempt == 2
+    assert await queue.forget_attempts({"1": 1}) == set()
+    await queue.discard(DEVICE, epoch, [newer])
+    assert await queue.read(DEVICE, "0", 0) == []
+    assert await queue.open_attempts(["1"]) == {}
+
+
+async def test_entries_that_are_no_requests_are_set_aside(queue: RequestQueue) -> None:
+    await queue.route("a", DEVICE)
+    epoch = await queue.acquire(DEVICE, "agent", TTL_S)
+    await queue.beat("f7", 30)
+    await queue.enqueue(request("1"))
+    await queue._run("enqueue", "broken", "a", 2, b"\xc1 no request")
+    await queue._redis.xadd(queue._key("queue", DEVICE), {"of": "a stranger"})
+    with pytest.raises(MalformedRequestError) as caught:
+        await queue.read(DEVICE, "0", 0)
+    assert sorted(caught.value.entries.values()) == [("", 0), ("broken", 2)]
+    assert await queue.set_aside(DEVICE, epoch, caught.value.entries) == {"f7"}
+    assert [r.id for _, r in await queue.read(DEVICE, "0", 0)] == ["1"]
+    assert await queue.open_attempts(["broken", "1"]) == {"1": 1}
+    assert await queue._redis.xlen(queue._prefix + "malformed") == 2
+
+
+async def test_frontends_whose_heartbeat_ran_out_are_not_named(queue: RequestQueue) -> None:
+    epoch = await queue.acquire(DEVICE, "agent", TTL_S)
+    for name in ("dead", "f7"):
+        await queue.beat(name, 30)
+    await queue._redis.delete(queue._key("frontend", "dead"))
+    assert await queue.set_aside(DEVICE, epoch, ["1-1"]) == {"f7"}
+    assert await queue._redis.smembers(queue._prefix + "frontends") == {b"f7"}
+
+
+def test_no_script_walks_all_keys_of_a_shared_server() -> None:
+    scripts = Path(requests.__file__).parent.glob("*.lua")
+    assert not [s.name for s in scripts if "'KEYS'" in s.read_text() or "'SCAN'" in s.read_text()]

@@ -22,7 +22,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from prism.messages import AgentReport, ClusterStatus, ModelReport
+from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.cluster import ClusterStatus
 
 MODELS = ("good", "slow", "stuck", "refused", "broken", "short", "dying", "garbage")
 MODELS += ("textual", "lines")

@@ -15,18 +15,22 @@ from prism.replay.bursty import (
     PRESETS,
     BurstyConfig,
     burst_sizes,
-    generate_bursty,
     presence,
-    preset,
 )
+from prism.replay.generate import generate
+from prism.replay.kinds import config_of_preset
 from prism.replay.stats import TraceStats, by_model, describe
 
 HOURS_8 = 8 * 3600.0
 SMALL = BurstyConfig(("a", "b", "c"), 1800.0, 0.5)
 
 
+def preset(name: str, seconds: float, seed: int = 0) -> BurstyConfig:
+    return config_of_preset(name, None, {"seconds": seconds, "seed": seed})
+
+
 def stats_of(name: str, seed: int, seconds: float = HOURS_8) -> TraceStats:
-    return describe(generate_bursty(preset(name, seconds, seed)), seconds)
+    return describe(generate(preset(name, seconds, seed)), seconds)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -62,7 +66,7 @@ def test_novitas_models_are_idle_most_of_the_time_and_changes_are_few() -> None:
 
 def test_days_are_not_alike() -> None:
     config = replace(preset("hyperbolic", 3 * 86400.0, 1), rate_rps=0.2)
-    stats = describe(generate_bursty(config), config.seconds)
+    stats = describe(generate(config), config.seconds)
     assert stats.day_correlation is not None
     assert abs(stats.day_correlation) < 0.15
 
@@ -71,15 +75,15 @@ def test_members_of_a_group_come_and_go_together() -> None:
     config = replace(SMALL, seconds=6 * 3600.0, groups=1, present_head=0.3, gap_s=0.001)
     there = presence(0, config)
     assert 0.1 < float((there[:, 1] - there[:, 0]).sum()) / config.seconds < 0.6
-    for requests in by_model(generate_bursty(config)).values():
+    for requests in by_model(generate(config)).values():
         for request in requests:
             inside = (there[:, 0] <= request.arrival_s) & (request.arrival_s <= there[:, 1] + 60)
             assert inside.any()
 
 
 def test_the_seed_decides_everything() -> None:
-    assert generate_bursty(SMALL) == generate_bursty(SMALL)
-    assert generate_bursty(SMALL) != generate_bursty(replace(SMALL, seed=1))
+    assert generate(SMALL) == generate(SMALL)
+    assert generate(SMALL) != generate(replace(SMALL, seed=1))
 
 
 @given(
@@ -93,8 +97,16 @@ def test_traces_are_ordered_whole_and_inside_their_time(
     models: int, seconds: float, groups: int, present: tuple[float, float], seed: int
 ) -> None:
     names = tuple(f"m{rank}" for rank in range(models))
-    config = BurstyConfig(names, seconds, 0.5, seed, groups, *present)
-    trace = generate_bursty(config)
+    config = BurstyConfig(
+        names,
+        seconds,
+        0.5,
+        seed,
+        groups=groups,
+        present_head=present[0],
+        present_tail=present[1],
+    )
+    trace = generate(config)
     times = [request.arrival_s for request in trace]
     assert len(trace) == round(0.5 * seconds)
     assert times == sorted(times)
@@ -116,8 +128,8 @@ def test_bursts_hold_all_requests(count: int, seed: int, part: float) -> None:
     [
         ({"seconds": 0.0}, "seconds"),
         ({"rate_rps": float("nan")}, "rate"),
-        ({"rate_rps": 1e-5}, "models and rate"),
-        ({"models": ()}, "models and rate"),
+        ({"rate_rps": 1e-5}, "fewer requests than the 3 models"),
+        ({"models": ()}, "at least one model"),
         ({"groups": 0}, "groups"),
         ({"present_head": 0.0}, "present_head"),
         ({"present_tail": 1.1}, "present_tail"),
@@ -128,7 +140,7 @@ def test_bursts_hold_all_requests(count: int, seed: int, part: float) -> None:
 )
 def test_impossible_values_are_named(change: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        generate_bursty(replace(SMALL, **change))  # type: ignore[arg-type]
+        generate(replace(SMALL, **change))  # type: ignore[arg-type]
 
 
 def test_unknown_presets_list_the_known() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from prism.replay.cli import app, exit_code
+from prism.cli.ends import run
+from prism.cli.replay import app
 from prism.replay.results import read_results
 from prism.replay.trace import models_of, read_trace, write_trace
 from tests.replay.records import a_request
@@ -19,7 +20,9 @@ from tests.replay.scripted_server import ScriptedServer
 
 
 def cli(*arguments: object) -> int:
-    return exit_code(lambda: app([str(argument) for argument in arguments]))
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: app([str(argument) for argument in arguments]), "prism-replay")
+    return int(ended.value.code or 0)
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def test_interrupting_the_process_leaves_partial_results(
 ) -> None:
     path, out = tmp_path / "t.jsonl", tmp_path / "r.json"
     write_trace(path, [a_request(), a_request(0.0, "stuck"), a_request(900.0)])
-    command = [sys.executable, "-m", "prism.replay.cli", "run", path, "--url", server.url]
+    command = [sys.executable, "-m", "prism.cli.replay", "run", path, "--url", server.url]
     process = subprocess.Popen([*command, "--out", out], stdout=subprocess.PIPE, text=True)
     while len(server.requests) < 2:
         time.sleep(0.02)

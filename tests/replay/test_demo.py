@@ -14,9 +14,11 @@ import psutil
 import pytest
 import yaml
 
-from prism.config_load import load
+from prism.cli.demo_page import TimedAction, steps_of
+from prism.config.resolve import load
 from prism.replay.results import read_results
 from prism.replay.trace import models_of, read_trace, write_trace
+from prism.scheduler.journal import Ended, Opened, Started
 from tests.replay.records import a_request
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +30,7 @@ def write_config(directory: Path, **changes: object) -> Path:
         "devices": [{"name": "host:0", "capacity": "128MiB", "page": "64KiB", "engines": 1}],
         "models": [{"name": "tiny-llama", "path": "models/tiny-llama", "context_length": 256}],
         "engine": {"adapter": "fake", "static": "1MiB"},
+        "journal": {"keep": "decisions"},
     }
     path = directory / "demo.yaml"
     path.write_text(yaml.safe_dump(config | changes))
@@ -35,7 +38,7 @@ def write_config(directory: Path, **changes: object) -> Path:
 
 
 def start_demo(directory: Path, config: Path, trace: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "prism.demo", "--config", config, "--trace", trace]
+    command = [sys.executable, "-m", "prism.cli.demo", "--config", config, "--trace", trace]
     return subprocess.Popen(
         [*command, "--results", directory / "results"],
         stdout=subprocess.PIPE,
@@ -72,8 +75,32 @@ def test_the_demo_serves_replays_reports_and_leaves_nothing(short_dir: Path, tra
     results = read_results(short_dir / "results" / "demo.json")
     assert results.summary.total.completed == 6
     assert results.summary.total.errors == {}
-    assert (short_dir / "results" / "demo.html").exists()
+    assert (short_dir / "results" / "demo-replay.html").exists()
+    page = (short_dir / "results" / "demo.html").read_text()
+    for text in (shown, page):
+        assert "tiny-llama is activated on host:0" in text
+    assert "least pressed device with room" in page
     assert not list(short_dir.glob("prism-demo-*"))
+
+
+def test_steps_are_told_in_the_replays_time() -> None:
+    moved = {"kind": "migrate", "model": "a", "device": "host:0", "target": "host:1"}
+    records = [
+        Opened(time_s=50.0, unix_s=1000.0, source="cluster", policy="prism"),
+        Started(time_s=52.0, kind="activate", model="a", device="host:0", reason="wanted"),
+        Ended(time_s=53.0, kind="activate", model="a", device="host:0"),
+        Started(time_s=70.5, reason="relief", **moved),
+    ]
+    assert list(steps_of(records, 1010.0)) == [
+        TimedAction(-8.0, "a is activated on host:0", "wanted"),
+        TimedAction(10.5, "a migrates from host:0 to host:1", "relief"),
+    ]
+
+
+def test_the_shipped_trace_is_what_its_program_writes() -> None:
+    program = [sys.executable, ROOT / "traces" / "make_demo.py"]
+    written = subprocess.run(program, capture_output=True, check=True).stdout
+    assert written == (ROOT / "traces" / "demo.jsonl").read_bytes()
 
 
 def replaying_demo(directory: Path, trace: Path) -> tuple[subprocess.Popen[str], str]:

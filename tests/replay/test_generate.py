@@ -9,23 +9,22 @@ from hypothesis import strategies as st
 
 from prism.errors import ConfigError
 from prism.replay.generate import (
-    GeneratorConfig,
-    Lengths,
     apportion,
     generate,
     power_law_shares,
-    resolve_shares,
     tail_share,
 )
-from prism.replay.slo import Slo
+from prism.replay.lengths import Lengths
+from prism.replay.production import ProductionConfig, resolve_shares
+from prism.replay.slo import Slo, with_slos
 from prism.replay.stats import coefficient_of_variation, describe
 from tests.replay.records import a_request
 
 HOURS_4 = 4 * 3600.0
 
 
-def many(models: int) -> dict[str, float | None]:
-    return {f"m{number}": None for number in range(models)}
+def many(models: int) -> tuple[str, ...]:
+    return tuple(f"m{number}" for number in range(models))
 
 
 @pytest.mark.parametrize("models", [2, 3, 4, 8, 24, 129])
@@ -46,7 +45,7 @@ def test_tail_share_on_known_values() -> None:
 @pytest.mark.parametrize(("models", "seed"), [(24, 1), (24, 2), (16, 3), (48, 4)])
 def test_a_generated_trace_has_the_published_statistics(models: int, seed: int) -> None:
     # 150 requests per model and hour: the tail stays below 100, as Prism's introduction reports
-    config = GeneratorConfig(many(models), HOURS_4, models / 24, seed)
+    config = ProductionConfig(many(models), HOURS_4, models / 24, seed)
     stats = describe(generate(config), HOURS_4)
     assert stats.tail_share == pytest.approx(0.25, abs=0.02)
     assert stats.rate_cv_above_1 >= 0.5
@@ -57,15 +56,15 @@ def test_a_generated_trace_has_the_published_statistics(models: int, seed: int) 
 
 
 def test_gaps_within_sessions_are_burstier_than_poisson() -> None:
-    config = GeneratorConfig({"a": None}, HOURS_4, 1.0, active_fraction=1.0, session_s=1e6)
+    config = ProductionConfig(("a",), HOURS_4, 1.0, active_fraction=1.0, session_s=1e6)
     (model,) = describe(generate(config), HOURS_4).models
     assert model.gap_cv == pytest.approx(config.gap_cv, rel=0.1)
 
 
 def test_the_seed_decides_everything() -> None:
-    config = GeneratorConfig(many(5), 600, 1.0, 7, prefix_share=0.3)
+    config = ProductionConfig(many(5), 600, 1.0, 7, prefix_share=0.3)
     assert generate(config) == generate(config)
-    other = GeneratorConfig(many(5), 600, 1.0, 8, prefix_share=0.3)
+    other = ProductionConfig(many(5), 600, 1.0, 8, prefix_share=0.3)
     assert generate(config) != generate(other)
 
 
@@ -78,7 +77,7 @@ def test_the_seed_decides_everything() -> None:
 def test_traces_are_ordered_whole_and_inside_their_time(
     models: int, seconds: float, rate: float, seed: int
 ) -> None:
-    config = GeneratorConfig(many(models), seconds, min(rate, 2000 / seconds), seed)
+    config = ProductionConfig(many(models), seconds, min(rate, 2000 / seconds), seed)
     total = round(config.rate_rps * seconds)
     if total < models:
         with pytest.raises(ConfigError, match="fewer requests"):
@@ -90,21 +89,24 @@ def test_traces_are_ordered_whole_and_inside_their_time(
     assert times == sorted(times)
     assert times[0] >= 0
     assert times[-1] <= seconds + 0.001
-    assert {request.model for request in trace} == set(config.shares)
+    assert {request.model for request in trace} == set(config.models)
 
 
 def test_shares_given_are_kept_and_the_rest_is_a_power_law() -> None:
-    shares = resolve_shares({"a": None, "b": 0.5, "c": None})
-    assert shares["b"] == 0.5
-    assert sum(shares.values()) == pytest.approx(1)
-    assert shares["a"] > shares["c"]
-    assert resolve_shares({"a": 0.1, "b": 0.3}) == pytest.approx({"a": 0.25, "b": 0.75})
+    a, b, c = resolve_shares(("a", "b", "c"), {"b": 0.5})
+    assert b == 0.5
+    assert a + b + c == pytest.approx(1)
+    assert a > c
+    assert resolve_shares(("a", "b"), {"a": 0.1, "b": 0.3}) == pytest.approx([0.25, 0.75])
 
 
-@pytest.mark.parametrize("shares", [{}, {"a": 0.0}, {"a": 0.7, "b": 0.7}, {"a": 1.0, "b": None}])
-def test_impossible_shares_are_errors(shares: dict[str, float | None]) -> None:
+@pytest.mark.parametrize(
+    ("models", "shares"),
+    [("", {}), ("a", {"a": 0.0}), ("ab", {"a": 0.7, "b": 0.7}), ("ab", {"a": 1.0})],
+)
+def test_impossible_shares_are_errors(models: str, shares: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="models"):
-        generate(GeneratorConfig(shares, 600, 1.0))
+        generate(ProductionConfig(tuple(models), 600, 1.0, shares=shares))
 
 
 @pytest.mark.parametrize(
@@ -115,13 +117,12 @@ def test_impossible_shares_are_errors(shares: dict[str, float | None]) -> None:
         {"rate_rps": float("inf")},
         {"active_fraction": 0},
         {"gap_cv": 0},
-        {"model_slos": {"x": Slo()}},
     ],
 )
 def test_impossible_values_are_errors(fields: dict[str, object]) -> None:
-    base: dict[str, object] = {"shares": {"a": None}, "seconds": 60, "rate_rps": 1.0}
+    base: dict[str, object] = {"models": ("a",), "seconds": 60, "rate_rps": 1.0}
     with pytest.raises(ConfigError):
-        generate(GeneratorConfig(**(base | fields)))  # type: ignore[arg-type]
+        generate(ProductionConfig(**(base | fields)))  # type: ignore[arg-type]
 
 
 @given(total=st.integers(5, 500), weights=st.lists(st.integers(1, 99), min_size=1, max_size=5))
@@ -134,15 +135,14 @@ def test_apportioned_requests_sum_up(total: int, weights: list[int]) -> None:
 
 
 def test_lengths_and_slos_are_as_asked() -> None:
-    config = GeneratorConfig(
-        {"a": 0.5, "b": 0.5},
+    config = ProductionConfig(
+        ("a", "b"),
         4000,
         1.0,
+        shares={"a": 0.5, "b": 0.5},
         lengths=Lengths(input_median=50, input_max=200, output_median=20, output_max=60),
-        slo=Slo(1000, 100),
-        model_slos={"b": Slo(500, 50)},
     )
-    trace = generate(config)
+    trace = with_slos(generate(config), Slo(1000, 100), {"b": Slo(500, 50)})
     inputs = [request.input_length for request in trace]
     assert max(inputs) == 200
     assert float(np.median(inputs)) == pytest.approx(50, rel=0.15)
@@ -158,7 +158,7 @@ def test_lengths_and_slos_are_as_asked() -> None:
 
 
 def test_prefix_share_repeats_blocks_of_the_same_model_only() -> None:
-    trace = generate(GeneratorConfig(many(3), 1000, 1.0, prefix_share=0.5))
+    trace = generate(ProductionConfig(many(3), 1000, 1.0, prefix_share=0.5))
     users: dict[int, set[str]] = {}
     for request in trace:
         users.setdefault(request.hash_ids[0], set()).add(request.model)

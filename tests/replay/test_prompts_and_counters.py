@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism.errors import ConfigError
-from prism.messages import AgentReport, ClusterStatus, ModelReport
+from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.cluster import ClusterStatus
 from prism.replay.prompts import PromptSource, parse_token_range
 from prism.replay.results import Counters
 from prism.replay.sampling import Growth, StatusTracker

@@ -11,7 +11,7 @@ import pytest
 from prism.replay.metrics import summarize
 from prism.replay.plots import OTHERS, all_plots
 from prism.replay.report import render
-from prism.replay.results import Counters, Results, RunConfig, Sample
+from prism.replay.results import Counters, Results, RunConfig, StatusSample
 from prism.replay.theme import MARKERS
 from tests.replay.records import a_record
 
@@ -47,7 +47,7 @@ def results(models: int = 2, scales: tuple[float, ...] = (0.5, 1.0), **fields: o
         for number in range(40)
     ]
     samples = [
-        Sample(
+        StatusSample(
             float(second),
             {f"m{number}": second << 20 for number in range(models)},
             second << 20,

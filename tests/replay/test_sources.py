@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from prism.errors import TraceError
 from prism.replay.formats import FORMATS, read_format
-from prism.replay.generate import EmpiricalLengths
+from prism.replay.lengths import EmpiricalLengths, lengths_of
 from prism.replay.rows import ReadOptions
-from prism.replay.sampled import lengths_of, tokens_of
+from prism.replay.sampled import tokens_of
 from prism.replay.servegen import ClientWindow
 from prism.replay.stats import by_model
 from prism.replay.trace import TraceRequest, models_of, read_trace, write_trace

@@ -7,22 +7,27 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_group
 
-from prism.replay.bursty import generate_bursty, preset
-from prism.replay.cli import app, exit_code
+from prism.cli.ends import run
+from prism.cli.replay import app
+from prism.cli.trace import commands
 from prism.replay.formats import read_format
+from prism.replay.generate import generate
+from prism.replay.kinds import config_of_preset
 from prism.replay.stats import describe
 from prism.replay.trace import models_of, read_trace, write_trace
-from prism.replay.trace_cli import app as trace_app
 from prism.replay.trace_report import published, render
 from tests.replay.records import a_request
 from tests.replay.test_report import Page
 
-TRACE = generate_bursty(preset("novita", 7200.0))
+TRACE = generate(config_of_preset("novita", None, {"seconds": 7200.0}))
 
 
 def cli(*arguments: object) -> int:
-    return exit_code(lambda: app([str(argument) for argument in arguments]))
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: app([str(argument) for argument in arguments]), "prism-replay")
+    return int(ended.value.code or 0)
 
 
 def test_the_page_holds_figures_and_numbers_and_fetches_nothing() -> None:
@@ -107,7 +112,10 @@ def test_convert_samples_maps_windows_and_writes_mooncake(tmp_path: Path) -> Non
         (["generate", "--kind", "odd"], "--kind 'odd'"),
         (["generate", "--kind", "steady"], "--models"),
         (["generate", "--preset", "x"], "preset 'x'"),
-        (["generate", "--preset", "novita", "--models", "a"], "preset novita has 16, not 1"),
+        (
+            ["generate", "--preset", "novita", "--models", "a"],
+            "novita needs 16 models, not 1",
+        ),
         (["generate", "--models", "a", "--lengths", "x"], "--lengths 'x'"),
         (["generate", "--models", "a", "--lengths", "odd=x"], "format 'odd'"),
         (["generate", "--models", "a", "--slo", "x=1/1"], "'x'"),
@@ -137,6 +145,6 @@ def test_wrong_options_are_one_line_and_exit_2(
 
 
 def test_both_commands_offer_the_same() -> None:
-    ours = {command.callback for command in trace_app.registered_commands}
-    assert len(ours) == 3
-    assert ours <= {command.callback for command in app.registered_commands}
+    shared = set(get_group(commands("prism-sim trace")).commands)
+    assert shared == {"generate", "stats", "convert"}
+    assert shared < set(get_group(app).commands)

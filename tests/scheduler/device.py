@@ -1,12 +1,12 @@
-"""A device in plain numbers behind the local scheduler's port: engines share its free bytes."""
+"""A device in plain numbers, whose engines share its free bytes; it carries out plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prism.ports import EngineView
-from prism.scheduler.local import Waiting
+from prism.scheduler.local import LocalScheduler, Waiting
+from prism.scheduler.ports import EngineView
 
 
 def blocks(tokens: int, block_tokens: int) -> int:
@@ -69,6 +69,16 @@ class Device:
             quantum_tokens=engine.quantum_tokens,
         )
 
+    def step(self, scheduler: LocalScheduler, now_s: float) -> list[str]:
+        """Carry out what the scheduler plans."""
+        plan = scheduler.step(now_s, self.views())
+        for model, request_ids in plan.starts.items():
+            self.dispatch(model, request_ids)
+        for model, tokens in plan.lacking.items():
+            assert tokens > 0
+            self.asked.append((model, tokens))
+        return list(plan.ids)
+
     def dispatch(self, model: str, request_ids: Sequence[str]) -> None:
         engine = self.engines[model]
         assert engine.ready_in_s == 0
@@ -79,10 +89,6 @@ class Device:
             engine.left[request_id] = self.requests[request_id].max_tokens
             self._grow(engine)
         assert len(engine.running) <= engine.max_running
-
-    def ask_memory(self, model: str, tokens: int) -> None:
-        assert tokens > 0
-        self.asked.append((model, tokens))
 
     def advance(self) -> None:
         """Each running request gets a token if there is room for it; idle memory goes back."""

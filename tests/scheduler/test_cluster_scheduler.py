@@ -7,10 +7,10 @@ import random
 import pytest
 from msgspec import structs
 
-from prism.fakes import FakeCluster
 from prism.policies import registry
 from prism.policies.data import Activate, Evict, GpuView, Migrate, ModelView, Refuse, Settings
 from prism.scheduler.cluster import ClusterScheduler
+from prism.scheduler.fakes import FakeCluster
 from tests.policies.clusters import gpu, model
 
 SETTINGS = Settings(idle_threshold_s=45.0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prism.fakes import FakeEngines
 from prism.policies import fcfs, moore_hodgson
-from prism.policies.data import Job, Order
-from prism.ports import EngineView
+from prism.policies.data import AdmissionJob, AdmissionOrder
 from prism.scheduler.local import CHEAP_ORDER, Limits, LocalScheduler, Waiting
+from prism.scheduler.ports import EngineView
+from prism.scheduler.step_budget import StartResult
 from tests.scheduler.device import Device, Engine
 
 
@@ -19,12 +19,12 @@ class World:
         self,
         free_bytes: int,
         engines: dict[str, Engine],
-        order: Callable[..., Order] = moore_hodgson.order,
+        order: Callable[..., AdmissionOrder] = moore_hodgson.order,
         **limits: float,
     ) -> None:
         self.device = Device(free_bytes, engines)
         chosen = Limits(**{"headroom_tokens": 2, **limits})  # type: ignore[arg-type]
-        self.scheduler = LocalScheduler(self.device, chosen, order)
+        self.scheduler = LocalScheduler(chosen, order)
         self.count = 0
 
     def add(
@@ -44,7 +44,7 @@ class World:
         self.scheduler.add(request)
 
     def step(self, now_s: float = 1.0) -> list[str]:
-        return self.scheduler.step(now_s)
+        return self.device.step(self.scheduler, now_s)
 
 
 class Counted:
@@ -53,7 +53,7 @@ class Counted:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, jobs: Iterable[Job], now_s: float, busy_s: float) -> Order:
+    def __call__(self, jobs: Iterable[AdmissionJob], now_s: float, busy_s: float) -> AdmissionOrder:
         self.calls += 1
         return moore_hodgson.order(jobs, now_s, busy_s)
 
@@ -272,17 +272,19 @@ def test_memory_kept_for_one_does_not_stop_others_within_their_guarantee() -> No
         EngineView("big", 8, 1, 9, 2, 100.0, shared_tokens=8),
         EngineView("small", 20, 1, 9, 2, 100.0, shared_tokens=8, guaranteed_tokens=12),
     ]
-    engines = FakeEngines(views)
-    scheduler = LocalScheduler(engines, Limits(headroom_tokens=2, passes_max=1))
+    scheduler = LocalScheduler(Limits(headroom_tokens=2, passes_max=1))
     scheduler.add(Waiting("big", "big", 60, 2, 0.0, 100.0))
     scheduler.add(Waiting("taker", "small", 14, 2, 0.1, 101.0))
-    assert scheduler.step(1.0) == ["taker"]  # the one that may still overtake
+    assert scheduler.step(1.0, views).ids == ("taker",)  # the one that may still overtake
     for n, prompt in enumerate((14, 4, 2)):
         scheduler.add(Waiting(f"s{n}", "small", prompt, 2, 0.2, 102.0 + n))
-    assert scheduler.step(2.0) == []  # "s0" would take what is kept, and is the first
+    plan = scheduler.step(2.0, views)
+    assert not plan.ids  # "s0" would take what is kept, and is the first
+    assert plan.lacking == {"big": 56}
     scheduler.remove(["s0"])
-    assert scheduler.step(3.0) == ["s1"]  # 4 + 2 + a block for each running one: 8 of 12
-    assert engines.asked[-1] == ("big", 56)
+    assert scheduler.step(3.0, views).ids == (
+        "s1",
+    )  # 4 + 2 + a block for each running one: 8 of 12
 
 
 def test_an_engine_at_its_own_limit_takes_nothing_from_others() -> None:
@@ -291,13 +293,14 @@ def test_an_engine_at_its_own_limit_takes_nothing_from_others() -> None:
         EngineView("full", 8, 1, 9, 2, 100.0, shared_tokens=64, limit_tokens=8),
         EngineView("free", 64, 1, 9, 2, 100.0, shared_tokens=64),
     ]
-    engines = FakeEngines(views)
-    scheduler = LocalScheduler(engines, Limits(headroom_tokens=2, passes_max=1))
+    scheduler = LocalScheduler(Limits(headroom_tokens=2, passes_max=1))
     scheduler.add(Waiting("full", "full", 20, 2, 0.0, 100.0))
     for n in range(3):
         scheduler.add(Waiting(f"f{n}", "free", 4, 2, 0.1, 101.0 + n))
-    assert scheduler.step(1.0) == ["f0", "f1", "f2"]
-    assert engines.asked == []
+    plan = scheduler.step(1.0, views)
+    assert plan.starts == {"free": ["f0", "f1", "f2"]}
+    assert plan.lacking == {}
+    assert plan.blocked == {"full": StartResult.LIMIT}
 
 
 def test_what_others_take_does_not_count_against_a_limit() -> None:
@@ -305,9 +308,61 @@ def test_what_others_take_does_not_count_against_a_limit() -> None:
         EngineView("a", 8, 0, 9, 2, 100.0, shared_tokens=64, limit_tokens=8),
         EngineView("b", 64, 0, 9, 2, 100.0, shared_tokens=64),
     ]
-    scheduler = LocalScheduler(FakeEngines(views), Limits(headroom_tokens=2))
+    scheduler = LocalScheduler(Limits(headroom_tokens=2))
     scheduler.add(Waiting("b", "b", 20, 2, 0.0, 100.0))
     for n in range(3):
         scheduler.add(Waiting(f"a{n}", "a", 1, 2, 0.1, 101.0 + n))
     # 2 tokens for "a0", 4 and a block for "a1"; "a2" would need 8.
-    assert scheduler.step(1.0) == ["b", "a0", "a1"]
+    assert scheduler.step(1.0, views).ids == ("b", "a0", "a1")
+
+
+def test_suspects_start_one_at_a_time_before_all_others_of_their_engine() -> None:
+    """The one with the least output first, on an idle engine. While it is on trial, nothing else
+    starts there; then it makes way for the next one."""
+    scheduler = LocalScheduler(Limits(headroom_tokens=2))
+    scheduler.add(Waiting("plain", "a", 1, 2, 0.0, 1.0))
+    scheduler.add(Waiting("late suspect", "a", 1, 2, 0.0, 2.0, suspected_at=9))
+    scheduler.add(Waiting("early suspect", "a", 1, 2, 0.0, 3.0, suspected_at=0))
+    scheduler.add(Waiting("other", "b", 1, 2, 0.0, 4.0))
+    started = []
+    for running, trial in ((1, False), (0, False), (1, True), (1, False), (0, False), (1, False)):
+        views = [
+            EngineView("a", 100, running, 9, 2, 100.0, on_trial=trial),
+            EngineView("b", 100, 1, 9, 2, 100.0),
+        ]
+        plan = scheduler.step(1.0, views)
+        started.append((plan.ids, plan.make_way))
+    assert started == [
+        (("other",), ("a",)),
+        (("early suspect",), ()),
+        ((), ()),
+        ((), ("a",)),
+        (("late suspect",), ()),
+        (("plain",), ()),
+    ]
+
+
+def test_a_lone_suspect_waits_for_an_idle_engine() -> None:
+    scheduler = LocalScheduler(Limits(headroom_tokens=2))
+    scheduler.add(Waiting("suspect", "a", 1, 2, 0.0, 2.0, suspected_at=0))
+    assert scheduler.step(1.0, [EngineView("a", 100, 1, 9, 2, 100.0)]).ids == ()
+    assert scheduler.step(2.0, [EngineView("a", 100, 0, 9, 2, 100.0)]).ids == ("suspect",)
+
+
+def test_a_suspect_that_leaves_or_lacks_memory_stops_no_other_model() -> None:
+    scheduler = LocalScheduler(Limits(headroom_tokens=2))
+    scheduler.add(Waiting("suspect", "a", 8, 2, 0.0, 2.0, suspected_at=0))
+    scheduler.add(Waiting("plain", "a", 1, 2, 0.0, 2.0))
+    scheduler.add(Waiting("other", "b", 1, 2, 0.0, 4.0))
+    views = [EngineView("a", 4, 0, 9, 2, 100.0), EngineView("b", 100, 1, 9, 2, 100.0)]
+    plan = scheduler.step(1.0, views)
+    assert (plan.ids, plan.lacking) == (("other",), {"a": 6})
+    scheduler.remove(["suspect"])
+    assert scheduler.step(2.0, views).ids == ("plain",)
+
+
+def test_a_trial_blocks_its_own_model_only() -> None:
+    scheduler = LocalScheduler(Limits(headroom_tokens=2))
+    scheduler.add(Waiting("plain", "a", 1, 2, 0.0, 1.0))
+    plan = scheduler.step(1.0, [EngineView("a", 100, 1, 9, 2, 100.0, on_trial=True)])
+    assert plan.blocked == {"a": StartResult.TRIAL}

@@ -55,14 +55,14 @@ def test_every_request_starts_exactly_once(
 ) -> None:
     device = Device(CAPACITY_BYTES, engines)
     limits = Limits(headroom_tokens=4, passes_max=passes_max, late_every=late_every)
-    scheduler = LocalScheduler(device, limits)
+    scheduler = LocalScheduler(limits)
     requests = [waiting(n, row) for n, row in enumerate(rows)]
     device.requests = {request.id: request for request in requests}
     for now in range(31 + 8 * len(requests)):
         for request in requests:
             if request.arrival_s == now:
                 scheduler.add(request)
-        scheduler.step(float(now))
+        device.step(scheduler, float(now))
         arrived = {r.id for r in requests if r.arrival_s <= now}
         assert len(device.dispatched) + len(scheduler) == len(arrived)
         device.advance()
@@ -84,7 +84,7 @@ def test_a_flood_of_others_overtakes_a_bounded_number_of_times(
     engines = {model: Engine(max_running=4) for model in MODELS}
     device = Device(64, engines)
     limits = Limits(headroom_tokens=2, passes_max=passes_max, late_every=late_every)
-    scheduler = LocalScheduler(device, limits)
+    scheduler = LocalScheduler(limits)
     victim = Waiting("victim", "a", prompt, 2, 0.0, 0.0 if late else 10.0)
     device.requests["victim"] = victim
     scheduler.add(victim)
@@ -94,7 +94,7 @@ def test_a_flood_of_others_overtakes_a_bounded_number_of_times(
             other = Waiting(f"{now}-{n}", "bca"[n % 3], size, 2, float(now), now + 3.0)
             device.requests[other.id] = other
             scheduler.add(other)
-        scheduler.step(float(now))
+        device.step(scheduler, float(now))
         device.advance()
         if "victim" in device.dispatched:
             break

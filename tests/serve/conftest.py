@@ -92,7 +92,11 @@ class Cluster:
         return self.process.wait(STOP_S)
 
 
-SERVE = [sys.executable, "-c", "from prism.serve.cli import main; main()"]
+def serve_command(setup: str = "") -> list[str]:
+    return [sys.executable, "-c", f"{setup}\nfrom prism.cli.serve import main\nmain()"]
+
+
+SERVE = serve_command()
 
 
 def write_yaml(folder: Path, **changes: Any) -> Path:
@@ -111,14 +115,17 @@ def write_yaml(folder: Path, **changes: Any) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, temporary: Path, fake: str = "{}", **changes: Any) -> Iterator[Cluster]:
-    """A ready cluster; killed, with everything below it, when the block ends."""
+def serving(
+    folder: Path, temporary: Path, fake: str = "{}", setup: str = "", **changes: Any
+) -> Iterator[Cluster]:
+    """A ready cluster; killed, with everything below it, when the block ends. `setup`: Python that
+    the launcher runs first."""
     path = write_yaml(folder, **changes)
     environment = {**os.environ, "TMPDIR": str(temporary), "PRISM_FAKE": fake}
     log = folder / "serve.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*SERVE, "--config", str(path), "--log-dir", str(folder / "logs")],
+            [*serve_command(setup), "--config", str(path), "--log-dir", str(folder / "logs")],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment,

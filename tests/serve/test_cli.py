@@ -18,7 +18,7 @@ from tests.frontend.tiny_model import make_model
 
 def prism_serve(*arguments: str, cwd: Path, tmp: Path) -> subprocess.CompletedProcess[str]:
     """Run the command; `tmp` is its temporary directory, so that no other cluster is seen."""
-    command = [sys.executable, "-c", "from prism.serve.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from prism.cli.serve import main; main()", *arguments]
     environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp), "HOME": str(cwd)}
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
@@ -74,13 +74,13 @@ def test_a_port_in_use(folder: Path, short_dir: Path) -> None:
 
 def test_a_port_out_of_range(folder: Path, short_dir: Path) -> None:
     done = prism_serve("--port", "70000", cwd=folder, tmp=short_dir)
-    check_refused(done, "--port: 70000 is no port", short_dir)
+    check_refused(done, "--port: 70000 is not a valid port", short_dir)
 
 
 @pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
 def test_a_host_of_another_machine(folder: Path, short_dir: Path, host: str) -> None:
     done = prism_serve("--host", host, cwd=folder, tmp=short_dir)
-    check_refused(done, f"frontend.host: '{host}' is no address of this machine", short_dir)
+    check_refused(done, f"frontend.host: '{host}' is not an address of this machine", short_dir)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_redis_url_that_cannot_be_read(
 def test_an_engine_that_is_not_installed(folder: Path) -> None:
     text = (folder / "prism.yaml").read_text()
     (folder / "prism.yaml").write_text(text.replace("adapter: fake", "adapter: sglang"))
-    code = "import sys; sys.modules['sglang'] = None; import prism.serve.cli as c; c.main()"
+    code = "import sys; sys.modules['sglang'] = None; import prism.cli.serve as c; c.main()"
     for command in ("check", "up"):
         done = subprocess.run(
             [sys.executable, "-c", code, command], cwd=folder, capture_output=True, text=True,
@@ -118,7 +118,12 @@ def test_an_engine_that_is_not_installed(folder: Path) -> None:
     ("script", "module"), [("serve", "msgspec"), ("replay", "typer"), ("models", "typer")]
 )
 def test_commands_without_their_extra_say_so(script: str, module: str) -> None:
-    code = f"import sys; sys.modules['{module}'] = None; import prism.commands as c; c.{script}()"
+    code = f"""
+import sys
+sys.modules['{module}'] = None
+from prism.cli.commands import {script}
+{script}()
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -128,10 +133,10 @@ def test_commands_without_their_extra_say_so(script: str, module: str) -> None:
 
 
 SUBCOMMANDS = {
-    "prism.serve.cli": ("", "up", "check", "status", "activate", "evict", "prefetch", "flush"),
-    "prism.replay.cli": ("run", "report", "generate", "stats", "convert"),
-    "prism.models.cli": ("prepare", "list"),
-    "prism.demo": ("",),
+    "prism.cli.serve": ("", "up", "check", "status", "activate", "evict", "prefetch", "flush"),
+    "prism.cli.replay": ("run", "report", "generate", "stats", "convert"),
+    "prism.cli.models": ("prepare", "list"),
+    "prism.cli.demo": ("",),
 }
 
 

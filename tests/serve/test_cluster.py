@@ -65,7 +65,7 @@ def test_operators_profile_an_activation(cluster: Cluster) -> None:
 def test_a_gpu_that_is_not_there_is_named(cluster: Cluster) -> None:
     done = cluster.operate("activate", "b", "--gpu", "7")
     assert done.returncode == 2
-    assert done.stderr == "error: --gpu: 7 is no device; the devices are host:0\n"
+    assert done.stderr == "error: --gpu: 7 is not a device; the devices are host:0\n"
     done = cluster.operate("activate", "b", "--gpu", "0", "--device", "host:0")
     assert "give one of the two" in done.stderr
 
@@ -95,6 +95,6 @@ def test_a_frontend_that_dies_is_replaced_on_the_same_port(cluster: Cluster) -> 
 
 def test_a_redis_that_dies_comes_back_with_its_data(cluster: Cluster) -> None:
     os.kill(cluster.child("valkey-server"), signal.SIGKILL)
-    until(lambda: "the bundled Redis server ended" in cluster.output(), "notice")
+    until(lambda: "redis ended (signal SIGKILL); starting it again" in cluster.output(), "notice")
     until(lambda: httpx.get(f"{cluster.url}/health").status_code == 200, "health")
     assert cluster.post().status_code == 200

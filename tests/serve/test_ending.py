@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 import kvcached
-from prism.config import ClusterConfig, read_resolved
+from prism.config.schema import ClusterConfig, read_resolved
 from tests.serve.conftest import Cluster, alive, serving, until
 
 SLOW = json.dumps({"decode_step_ms": 20})

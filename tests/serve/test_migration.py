@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from prism.engines.fake import expected_tokens
-from prism.messages import ActionResult, ClusterStatus, ModelReport, OperatorCommand
+from prism.messages.agent import ActionResult, ModelReport
+from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.serve import operator
 from prism.serve.run_dir import find
 from tests.serve.conftest import Cluster, serving, until

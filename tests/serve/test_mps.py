@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prism.agent.pool import Pool
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.agent.pool import EnginePool
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from prism.errors import ConfigError
 from prism.serve.mps import MpsDaemon, end_left_behind, wants_mps
 from tests.serve.conftest import alive, until
@@ -75,7 +75,7 @@ def test_it_runs_for_the_block_and_ends_its_server(tmp_path: Path) -> None:
         assert alive(control)
         assert alive(server)
     assert not alive(control)
-    assert not alive(server)
+    until(lambda: not alive(server), "the end of the server")
     commands = (folder / "log" / "commands").read_text().splitlines()
     assert commands[0] == "get_server_list"
     assert commands[-2:] == ["set_default_active_thread_percentage 100", "quit"]
@@ -137,12 +137,12 @@ def test_who_gets_it(program: Path) -> None:
 
 
 def test_engines_get_their_shares_and_successors_theirs() -> None:
-    pool = Pool("cuda:0", 3, (20, 30, 30))
+    pool = EnginePool("cuda:0", 3, (20, 30, 30))
     engines = [pool.create(time.monotonic()) for _ in range(3)]
     assert [engine.sm_percent for engine in engines] == [30, 30, 20]
     pool.remove(engines[1].id)
     assert pool.create(0.0).sm_percent == 30
-    assert Pool("cuda:0", 1).create(0.0).sm_percent == 100
+    assert EnginePool("cuda:0", 1).create(0.0).sm_percent == 100
 
 
 def test_shares_are_kept_in_the_resolved_file() -> None:

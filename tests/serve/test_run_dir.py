@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.config import ClusterConfig, DeviceConfig, write_resolved
+from prism.config.schema import ClusterConfig, DeviceConfig, write_resolved
 from prism.errors import ConfigError
 from prism.serve import run_dir
 from prism.serve.run_dir import RunDir
@@ -70,12 +71,15 @@ def test_one_with_other_content_is_refused_and_kept(temporary: Path) -> None:
     assert (temporary / "mine" / "thesis.txt").exists()
 
 
+@pytest.mark.parametrize("content", [b'{"nodes": 3}', b'{"name": "\xff"}'])
 @pytest.mark.parametrize("locked", [False, True])
-def test_a_directory_of_somebody_elses_cluster_json_is_kept(temporary: Path, locked: bool) -> None:
+def test_a_directory_of_somebody_elses_cluster_json_is_kept(
+    temporary: Path, locked: bool, content: bytes
+) -> None:
     mine = temporary / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("x")
-    (mine / "cluster.json").write_text('{"nodes": 3}')
+    (mine / "cluster.json").write_bytes(content)
     if locked:
         (mine / "lock").touch()
     with pytest.raises(ConfigError, match=r"--run-dir: .* not empty"):
@@ -161,3 +165,32 @@ def test_a_stale_directory_is_taken_over(temporary: Path) -> None:
     assert not made.config_file.exists()
     assert not kvcached.segment_path("host:0", stale.namespace).exists()
     made.remove()
+
+
+@pytest.mark.parametrize("removed", ["cluster.json", "lock", "logs", ""])
+def test_what_a_cleaner_removed_is_made_again(temporary: Path, removed: str) -> None:
+    logs = temporary / "logs" if removed == "logs" else None
+    made = RunDir.create(temporary / "run", logs)
+    config = config_for(made)
+    assert not made.repair(config)
+    for path in (made.path / removed, *([logs] if logs else [])):
+        path.unlink() if path.is_file() or path.is_symlink() else shutil.rmtree(path)
+    assert made.repair(config)
+    assert not made.repair(config)
+    assert run_dir.find(made.path) == config
+    assert made.config_file.stat().st_mode & 0o777 == 0o600
+    assert made.path.stat().st_mode & 0o777 == 0o700
+    (made.logs / "a.log").write_text("can be written")
+    run_dir.sweep()
+    assert made.config_file.exists(), "its lock still holds it"
+    made.remove()
+
+
+def test_redis_data_of_a_killed_cluster_without_its_configuration_is_swept(temporary: Path) -> None:
+    left = temporary / "prism-left"
+    (left / "redis" / "appendonlydir").mkdir(parents=True)
+    (left / "redis" / "appendonlydir" / "appendonly.aof.1.incr.aof").write_text("token ids")
+    (left / "lock").touch()
+    (temporary / "prism-other").mkdir()
+    run_dir.sweep()
+    assert [path.name for path in temporary.iterdir()] == ["prism-other"]

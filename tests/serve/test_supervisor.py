@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from prism.errors import ConfigError
-from prism.serve.children import Child, ChildSpec, RestartBudget
+from prism.queueing.server import BundledRedis
+from prism.serve.children import Child, ChildSpec, RestartBackoff
 from prism.serve.supervisor import ClusterFailedError, Supervisor
 
 STEADY = "import time; print('up', flush=True); time.sleep(600)"
@@ -59,10 +61,13 @@ def is_up(child: Child) -> bool:
     return child.log.exists() and "up" in child.log.read_text()
 
 
-def test_the_budget_doubles_its_delays_and_ends() -> None:
-    budget = RestartBudget()
-    assert [budget.delay_s(t) for t in range(6)] == [0.5, 1, 2, 4, 8, None]
-    assert budget.delay_s(61.5) is not None
+def test_pauses_double_up_to_half_a_minute_and_start_over_after_a_minute_of_peace() -> None:
+    backoff, now_s, delays_s = RestartBackoff(), 0.0, []
+    for _ in range(8):
+        delays_s.append(backoff.died(now_s))
+        now_s += delays_s[-1] + 59  # it dies before a minute is over
+    assert delays_s == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert backoff.died(now_s + 61) == 0.5
 
 
 def test_a_dead_child_is_started_again(make: Make) -> None:
@@ -131,9 +136,226 @@ def test_one_that_does_not_end_is_killed(make: Make, drain_s: float, hurry: bool
     assert said == ["stubborn did not end in time and was killed"]
 
 
+# --- once the cluster has been up -----------------------------------------------------------
+
+BEATING = """
+import asyncio
+from prism.process import beat
+print("up", flush=True)
+asyncio.run(beat())
+"""
+# The loop hangs while a thread of the process goes on.
+HANGING = """
+import asyncio, threading, time
+from prism.process import beat
+async def main():
+    beating = asyncio.create_task(beat())
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    await asyncio.sleep(0.1)
+    print("up", flush=True)
+    time.sleep(600)
+asyncio.run(main())
+"""
+HANG_S = 5.0
+
+
+def settled(groups: list[list[Child]], hang_s: float = HANG_S) -> tuple[Supervisor, list[str]]:
+    said: list[str] = []
+    supervisor = Supervisor(groups, None, said.append, hang_s)
+    supervisor.start()
+    supervisor.settled = True
+    return supervisor, said
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_one_that_keeps_dying_leaves_the_others_running(make: Make, code: int) -> None:
+    broken, steady = make("broken", f"raise SystemExit({code})"), make("steady", STEADY)
+    supervisor, said = settled([[broken], [steady]])
+    now_s = 0.0
+    while len(said) < 9:
+        until(lambda: not broken.running())
+        supervisor.watch(now_s)
+        now_s += 0.25
+    assert steady.running()
+    assert said[8] == f"broken ended (exit code {code}); starting it again in 30 s"
+    assert supervisor.troubles == {"broken": f"ended (exit code {code}); it is started again"}
+
+
+def test_deaths_in_a_row_are_reported_while_the_part_runs_again(make: Make) -> None:
+    child = make("frail", STEADY)
+    supervisor, _ = settled([[child]], hang_s=float("inf"))
+    now_s = 0.0
+    for deaths in range(1, 4):
+        child.kill()
+        supervisor.watch(now_s)
+        now_s += 30
+        supervisor.watch(now_s)
+        assert child.running()
+        known = {"frail": "ended 3 times in a row (the last time: signal SIGKILL)"}
+        assert supervisor.troubles == (known if deaths == 3 else {})
+    supervisor.watch(now_s + 61)
+    assert supervisor.troubles == {}
+
+
+def test_one_that_cannot_be_started_is_tried_again(make: Make, tmp_path: Path) -> None:
+    child, steady = make("late", STEADY), make("steady", STEADY)
+    supervisor, said = settled([[child], [steady]])
+    child.kill()
+    supervisor.watch(0.0)
+    child.log = tmp_path / "missing" / "late.log"
+    supervisor.watch(1.0)
+    assert "it cannot be started: [Errno 2]" in said[1]
+    (tmp_path / "missing").mkdir()
+    supervisor.watch(2.0)
+    assert child.running()
+    assert supervisor.troubles == {}
+    assert steady.running()
+
+
+def test_restart_arguments_are_for_restarts_alone(make: Make, tmp_path: Path) -> None:
+    child = make("words", "import sys; print(*sys.argv[1:])", "first")
+    object.__setattr__(child.spec, "restart_arguments", ("again",))
+    supervisor, _ = settled([[child]])
+    for now_s in (0.0, 1.0):
+        until(lambda: not child.running())
+        supervisor.watch(now_s)
+    until(lambda: child.log.read_text() == "first\nfirst again\n")
+
+
+def stop_answering(child: Child) -> None:
+    until(lambda: child.beats() > 0)
+    child.send(signal.SIGSTOP)
+
+
+def run_supervisor(supervisor: Supervisor, from_s: float, to_s: float, step_s: float) -> None:
+    now_s = from_s
+    while now_s <= to_s:
+        supervisor.watch(now_s)
+        now_s += step_s
+
+
+def test_one_that_hangs_is_killed_and_started_again(make: Make) -> None:
+    hung, well = make("hung", BEATING), make("well", BEATING)
+    supervisor, said = settled([[hung], [well]], hang_s=HANG_S)
+    stop_answering(hung)
+    first = hung.pid
+    run_supervisor(supervisor, 0, 4, 0.2)
+    assert hung.running()
+    beats = well.beats()
+    until(lambda: well.beats() > beats)
+    run_supervisor(supervisor, 4.2, 5.6, 0.2)
+    assert said == ["hung did not answer for 5 s and was killed"]
+    until(lambda: not hung.running())
+    supervisor.watch(10)
+    assert said[1:] == ["hung ended (did not answer for 5 s); starting it again in 0.5 s"]
+    assert supervisor.troubles == {"hung": "ended (did not answer for 5 s); it is started again"}
+    supervisor.watch(11)
+    until(lambda: hung.beats() > 0)
+    assert hung.pid != first
+    assert well.running()
+
+
+def test_a_thread_beside_a_hanging_loop_does_not_count(make: Make) -> None:
+    child = make("loop", HANGING)
+    supervisor, said = settled([[child]])
+    until(lambda: is_up(child))
+    run_supervisor(supervisor, 0, 6, 0.2)
+    assert said == ["loop did not answer for 5 s and was killed"]
+
+
+def test_time_in_which_the_supervisor_did_not_run_counts_for_nobody(make: Make) -> None:
+    child = make("asleep", BEATING)
+    supervisor, said = settled([[child]])
+    stop_answering(child)
+    for hour in range(4):  # each look finds that an hour has passed
+        supervisor.watch(3600.0 * hour)
+    assert said == []
+    child.send(signal.SIGCONT)
+    beats = child.beats()
+    until(lambda: child.beats() > beats)
+    run_supervisor(supervisor, 14400, 14404, 0.2)
+    assert said == []
+    assert child.running()
+
+
+def test_imports_before_the_first_beat_may_take_longer(make: Make) -> None:
+    child = make("slow", STEADY)
+    supervisor, said = settled([[child]])
+    run_supervisor(supervisor, 0, 119, 0.5)
+    assert said == []
+    run_supervisor(supervisor, 119.5, 122, 0.5)
+    assert said == ["slow did not answer for 120 s and was killed"]
+
+
+# --- Redis ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def redis(short_dir: Path) -> Iterator[BundledRedis]:
+    with BundledRedis(short_dir) as server:
+        yield server
+
+
+def test_redis_is_started_again_without_waiting_for_it(redis: BundledRedis) -> None:
+    said: list[str] = []
+    supervisor = Supervisor([], redis, said.append, HANG_S)
+    supervisor.settled = True
+    for deaths, now_s in enumerate((0.0, 40.0, 80.0, 120.0, 160.0, 200.0, 240.0), start=1):
+        assert redis.pid is not None
+        os.kill(redis.pid, signal.SIGKILL)
+        until(lambda: not redis.running)
+        supervisor.watch(now_s)
+        supervisor.watch(now_s + 0.1)
+        assert not redis.running
+        supervisor.watch(now_s + 31)
+        assert redis.running
+        assert len(said) == deaths
+    assert said[-1] == "redis ended (signal SIGKILL); starting it again in 30 s"
+    supervisor.stop(lambda: False)
+
+
+def test_a_redis_whose_directory_was_removed_gets_it_again(redis: BundledRedis) -> None:
+    supervisor = Supervisor([], redis, lambda _: None, HANG_S)
+    supervisor.settled = True
+    shutil.rmtree(redis.directory)
+    assert redis.pid is not None
+    os.kill(redis.pid, signal.SIGKILL)
+    until(lambda: not redis.running)
+    supervisor.watch(0.0)
+    supervisor.watch(1.0)
+    assert redis.running
+    supervisor.stop(lambda: False)
+
+
+def test_a_redis_that_hangs_is_killed_and_started_again(redis: BundledRedis) -> None:
+    said: list[str] = []
+    supervisor = Supervisor([], redis, said.append, HANG_S)
+    supervisor.settled = True
+    now_s = 0.0
+
+    def looked(step_s: float = 0.01) -> int:
+        nonlocal now_s
+        now_s += step_s
+        supervisor.watch(now_s)
+        return supervisor._watched[0].part.beats()
+
+    until(lambda: looked() > 2)
+    assert redis.pid is not None
+    os.kill(redis.pid, signal.SIGSTOP)
+    until(lambda: looked(0.2) >= 0 and len(said) == 2)
+    assert said == [
+        "redis did not answer for 5 s and was killed",
+        "redis ended (did not answer for 5 s); starting it again in 0.5 s",
+    ]
+    until(lambda: looked() > 1 and redis.running)
+    assert len(said) == 2
+    supervisor.stop(lambda: False)
+
+
 PARENT = """
 import sys, time
 from pathlib import Path
+from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
 child = Child(ChildSpec("mortal", "mortal", [], 1.0), Path(sys.argv[1]))
 child.start()

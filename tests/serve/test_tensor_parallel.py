@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.messages import ClusterStatus, ModelReport, OperatorCommand
+from prism.messages.agent import ModelReport
+from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.serve import operator
 from prism.serve.run_dir import find
 from tests.serve.conftest import Cluster, alive, serving, until

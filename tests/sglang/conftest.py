@@ -1,4 +1,4 @@
-"""Devices whose engines are real SGLang processes, forked from a real nursery."""
+"""Devices whose engines are real SGLang processes, forked from a real fork server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from tests.engines.harness import DEVICE, DeviceUnderTest
 
 PAGE_BYTES = 64 << 10
@@ -41,7 +41,7 @@ def config_of(run_dir: Path, capacity_bytes: int, chunk_tokens: int = 64) -> Clu
         devices=[DeviceConfig(DEVICE, capacity_bytes, PAGE_BYTES, 2)],
         models=[],
         engine=EngineConfig(
-            adapter="sglang", static_bytes=STATIC_BYTES, prefill_chunk_tokens=chunk_tokens
+            static_bytes=STATIC_BYTES, prefill_chunk_tokens=chunk_tokens, weight_store=""
         ),
     )
 
@@ -50,7 +50,7 @@ def config_of(run_dir: Path, capacity_bytes: int, chunk_tokens: int = 64) -> Clu
 def opened_device(
     capacity_bytes: int, chunk_tokens: int = 64, weight_store: str = ""
 ) -> Iterator[DeviceUnderTest]:
-    """A device with a nursery and no engine yet; asserts that nothing of it stays."""
+    """A device with a fork server and no engine yet; asserts that nothing of it stays."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = config_of(Path(directory), capacity_bytes, chunk_tokens)
         engine = msgspec.structs.replace(config.engine, weight_store=weight_store)

@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from prism.messages import ModelSpec
-from prism.model_spec import inspect_model
+from prism.messages.models import ModelSpec
 from prism.models import tiny
+from prism.models.files import inspect_model
 from prism.models.hugging_face import import_transformers
 from prism.models.store import default_directory, prepare
 

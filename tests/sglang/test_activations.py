@@ -16,8 +16,8 @@ import pytest
 
 import kvcached
 from prism.engines.core import EngineContext
-from prism.engines.faults import STAGE_VARIABLE
-from prism.messages import Activate, Deactivate, Deactivated, Submit
+from prism.engines.timeline import STAGE_VARIABLE
+from prism.messages.engine import ActivateEngine, Deactivate, Deactivated, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import DEVICE, config_of, ledger_of, opened_device
 from tests.sglang.models import GEMMA3, GPT2, LLAMA, MOE, QWEN3, greedy, prompts, spec_of
@@ -88,7 +88,7 @@ def die_in(stage: str, config: Any) -> int:
         try:
             from prism.engines.sglang import create
 
-            create(EngineContext("e0", DEVICE, config)).activate(Activate(spec_of(LLAMA)))
+            create(EngineContext("e0", DEVICE, config)).activate(ActivateEngine(spec_of(LLAMA)))
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -115,6 +115,6 @@ def test_killed_in_each_stage_everything_returns(stored: bool, tmp_path: Path) -
             usage = device.usage()
             assert (usage.reserved_bytes, usage.clients, device.resident_bytes()) == (0, (), 0)
         core = create(EngineContext("e0", DEVICE, config))
-        core.activate(Activate(spec_of(LLAMA)))
+        core.activate(ActivateEngine(spec_of(LLAMA)))
         core.close()
         device.destroy()

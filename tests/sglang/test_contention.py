@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from prism.messages import Activate, ActivationFailed, ModelSpec, Request, Submit
+from prism.messages.engine import ActivateEngine, ActivationFailed, Submit
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Request
 from prism.models.tokenizer import END, SPECIAL_TOKENS
 from tests.engines.harness import DeviceUnderTest, Stream, request
 from tests.sglang.conftest import (
@@ -137,7 +139,7 @@ def test_every_request_ends_complete_and_as_without_contention(
 def test_a_third_model_is_told_how_much_is_missing(tight: DeviceUnderTest) -> None:
     tight.fork("e2")
     spec = spec_of(LLAMA, CONTEXT)
-    tight.send(Activate(model=spec), "e2")
+    tight.send(ActivateEngine(model=spec), "e2")
     failed = tight.wait_for(ActivationFailed, "e2")
     free = ledger_of(tight).usage().free_bytes
     need = spec.weight_bytes + STATIC_BYTES + reserve_bytes(spec)

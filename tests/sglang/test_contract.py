@@ -68,6 +68,9 @@ SEAMS: dict[str, str | None] = {
     "mem_cache.allocator.base:BaseTokenToKVPoolAllocator.check_decode_capacity": (
         "self, num_tokens, tree_cache, requests, spec_algorithm"
     ),
+    "mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes": (
+        "self, pre_model_load_memory"
+    ),
     "mem_cache.base_prefix_cache:EvictParams": "num_tokens, swa_num_tokens, mamba_num",
     "mem_cache.base_prefix_cache:EvictResult": None,
     "mem_cache.base_prefix_cache:InsertParams": None,
@@ -145,12 +148,34 @@ SEAMS: dict[str, str | None] = {
     "distributed.parallel_state:destroy_distributed_environment": "",
     "environ:envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": None,
     "models.registry:ModelRegistry": None,
+    # graphs of decode steps, and tensors that outlive a model
+    "platforms.interface:SRTPlatform.get_graph_runner_cls": "self",
+    "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner": (
+        "model_runner, attn_backend, speculative_num_steps, speculative_num_draft_tokens, "
+        "record_nolora_graph"
+    ),
+    "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.capture": "self",
+    "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.can_run_graph": (
+        "self, forward_batch"
+    ),
+    "model_executor.runner.base_runner:BaseRunner.warmup": "self",
+    "model_executor.runner_backend.full_cuda_graph_backend:FullCudaGraphBackend.cleanup": "self",
+    "model_executor.runner_utils.capture_mode:model_capture_mode": "",
+    "model_executor.runner_utils.capture_mode:_set_capture_attention_variant": "variant",
+    "model_executor.graph_shared_output:GraphSharedOutput._process_shared": None,
+    "model_executor.input_buffers:_forward_input_buffer_pool": None,
+    "layers.rotary_embedding.factory:_ROPE_DICT": None,
     # arguments and sampling
+    "layers.sampler:multinomial_with_seed": "logprobs, seed, positions",
     "server_args:ServerArgs": None,
     "server_args:PortArgs": None,
     "sampling.sampling_params:SamplingParams.normalize": "self, tokenizer",
     "sampling.sampling_params:SamplingParams.verify": "self, vocab_size",
     "sampling.sampling_params:TOP_K_ALL": None,
+    "sampling.penaltylib:BatchedFrequencyPenalizer.is_prepared": "self",
+    "sampling.penaltylib:BatchedPresencePenalizer.is_prepared": "self",
+    "model_executor.forward_batch_info:ForwardMode.EXTEND": None,
+    "layers.dual_gemm:DualGemm._select_mode": "self, gate_up_proj, hidden_size",
     "layers.sampler:murmur_hash32": "seed, positions, col_indices",
 }
 
@@ -192,7 +217,8 @@ def test_seam(name: str) -> None:
 def test_our_overrides_keep_their_signatures() -> None:
     from prism.engines.sglang.allocator import KvcachedAllocator
     from prism.engines.sglang.budget import KvcachedBudget
-    from prism.engines.sglang.kv_pool import KvcachedLatentPool, KvcachedPool
+    from prism.engines.sglang.decode_graphs import LazyGraphRunner
+    from prism.engines.sglang.kv_pool import KvcachedPool
     from prism.engines.sglang.loader import KvcachedLoader
     from prism.engines.sglang.noise import random_bits
     from prism.engines.sglang.platform import PrismCpuPlatform
@@ -201,9 +227,9 @@ def test_our_overrides_keep_their_signatures() -> None:
     classes = (
         KvcachedAllocator,
         KvcachedBudget,
-        KvcachedLatentPool,
         KvcachedLoader,
         KvcachedPool,
+        LazyGraphRunner,
         PrismCpuPlatform,
         InProcessScheduler,
         InProcessStreamer,
@@ -246,11 +272,31 @@ def test_private_attributes_that_are_read() -> None:
         "input_blocker",
         "token_to_kv_pool_allocator",
         "tree_cache",
+        "copy_stream",
     ):
         assert f"self.{name}" in source, name
+    runner = inspect.getsource(resolve("model_executor.model_runner:ModelRunner"))
+    for name in ("decode_cuda_graph_runner", "forward_stream"):
+        assert f"self.{name} = " in runner, name
+    # What a lazy capture relies on: sizes are read from `capture_bs`, and the constructor's last
+    # act is `capture`, within the mode that a later capture enters by itself.
+    decode = resolve("model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner")
+    assert "reversed(self.capture_bs)" in inspect.getsource(decode._capture_one_stream)
+    assert "self.capture_bs" in inspect.getsource(decode.load_batch)
+    assert "_metadata_prep_fork_resolved" in inspect.getsource(decode._run_in_graph_metadata_prep)
+    assert "with model_capture_mode():\n                self.capture()" in (
+        inspect.getsource(decode.__init__)
+    )
     req = inspect.getsource(resolve("managers.schedule_batch:Req"))
     for name in ("send_token_offset", "finished_output", "finished_len", "prefix_len"):
         assert f"self.{name}" in req, name
+    for kind in ("frequency", "presence"):
+        module = "sampling.penaltylib"
+        penalizer = inspect.getsource(resolve(f"{module}:Batched{kind.title()}Penalizer"))
+        for name in (f"{kind}_penalties", f"cumulated_{kind}_penalties"):
+            assert f"self.{name}" in penalizer, name
+        # Output of before the prefill is not counted by SGLang: it would be counted twice.
+        assert "output_ids" not in penalizer.partition("def _cumulate_output_tokens")[0]
     # A class as the load format is taken as the loader.
     assert "isinstance(load_config.load_format, type)" in inspect.getsource(
         resolve("model_loader.loader:get_model_loader")

@@ -16,7 +16,8 @@ import kvcached
 from prism.engines.core import EngineContext
 from prism.engines.sglang import gpu
 from prism.engines.timeline import Timeline
-from prism.messages import Activate
+from prism.messages.engine import ActivateEngine
+from tests.kvcached.arrays import kernel_view
 from tests.kvcached.conftest import libcuda  # noqa: F401 (a fixture)
 from tests.kvcached.libcuda import LibCuda
 from tests.sglang.conftest import config_of
@@ -39,6 +40,17 @@ def device(namespace: str, libcuda: LibCuda) -> Iterator[kvcached.Device]:  # no
     assert libcuda.used_bytes() == 0
 
 
+def test_a_stock_sglang_keeps_its_own_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both plugins active it would not even be imported."""
+    from prism.engines.sglang import platform, platform_cuda
+
+    for module, name in ((platform, "prism_cpu"), (platform_cuda, "prism_cuda")):
+        monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+        assert module.activate() is None
+        monkeypatch.setenv("SGLANG_PLATFORM", name)
+        assert str(module.activate()).startswith(module.__name__)
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     text = gpu.lacks(DEVICE)
@@ -52,12 +64,13 @@ def test_the_platform_is_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -
     """The entry point that it names is there, and leads to SGLang's own platform."""
     from importlib.metadata import entry_points
 
-    for name in ("SGLANG_PLATFORM", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+    for name in ("SGLANG_PLATFORM", *gpu._ENVIRONMENT):
         monkeypatch.setenv(name, "as it was")  # and is again, after the test
     gpu.prepare("host:0")
     assert os.environ["SGLANG_PLATFORM"] == "as it was"
     gpu.prepare(DEVICE)
     wanted = os.environ["SGLANG_PLATFORM"]
+    assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
     [found] = [e for e in entry_points(group="sglang.srt.platforms") if e.name == wanted]
     from sglang.srt.platforms.cuda import CudaSRTPlatform
     from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -72,14 +85,23 @@ def test_the_platform_is_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
+    """FlashInfer's sampling takes no seeds; prefill graphs would be captured at each activation."""
+    from prism.config.schema import EngineConfig
     from prism.engines.sglang import server_args
     from prism.engines.sglang.memory import plan
 
-    order = Activate(spec_of(LLAMA, 512), max_running=7)
+    order = ActivateEngine(spec_of(LLAMA, 512), max_running=7)
     layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
     common = server_args.settings(order, layout, 64, 1)
-    on_gpu = server_args.on_gpu(order)
-    assert on_gpu == {"device": "cuda", "cuda_graph_max_bs_decode": 7}
+    on_gpu = server_args.on_gpu(order, EngineConfig())
+    assert on_gpu == {
+        "device": "cuda",
+        "sampling_backend": "pytorch",
+        "attention_backend": "triton",
+        "disable_prefill_cuda_graph": True,
+        "cuda_graph_max_bs_decode": 7,
+        "enable_cudagraph_gc": True,
+    }
     from sglang.srt.server_args import ServerArgs
 
     assert common.keys() | on_gpu.keys() <= inspect.signature(ServerArgs).parameters.keys()
@@ -100,7 +122,7 @@ def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
     from prism.engines.sglang.memory import EngineMemory, plan
     from prism.engines.sglang.weights import ModelWeights, StoreAccess
 
-    order = Activate(spec_of(LLAMA, 512))
+    order = ActivateEngine(spec_of(LLAMA, 512))
     layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
     with device.client("e0") as client:
         weights = ModelWeights(client, StoreAccess(), order.model)
@@ -152,7 +174,7 @@ def test_weights_come_over_the_links_of_all_gpus(
         weights.load(lambda: None)
         for name, tensor in wanted.items():
             address = weights._required()[name].address
-            arrived = ctypes.string_at(address, tensor.numel() * 4)
+            arrived = ctypes.string_at(kernel_view(address), tensor.numel() * 4)
             assert arrived == tensor.numpy().tobytes()
         assert sorted(weights.link_bytes) == ["cuda:0", "cuda:1"]
         assert sum(weights.link_bytes.values()) == 16 + sum(t.numel() * 4 for t in wanted.values())

@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prism.messages import (
-    Activate,
+from prism.messages.engine import (
+    ActivateEngine,
     ActivationFailed,
-    Cancel,
     Deactivate,
     Deactivated,
     Shutdown,
     Submit,
 )
+from prism.messages.requests import Cancel
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import kv_committed_bytes, ledger_of
 from tests.sglang.models import LLAMA, QWEN3, greedy, path_of, prompts, spec_of
@@ -69,7 +69,7 @@ def test_bad_files_leave_a_process_that_serves_the_next_model(
             weights.unlink()
         case "unknown architecture":
             config.write_text(config.read_text().replace("LlamaForCausalLM", "NoSuchForCausalLM"))
-    device.send(Activate(msgspec.structs.replace(spec_of(LLAMA), path=str(broken))))
+    device.send(ActivateEngine(msgspec.structs.replace(spec_of(LLAMA), path=str(broken))))
     failed = device.wait_for(ActivationFailed)
     assert failed.model == LLAMA
     assert failed.missing_bytes == 0
@@ -81,13 +81,13 @@ def test_bad_files_leave_a_process_that_serves_the_next_model(
 
 def test_a_specification_that_does_not_match_the_files_is_refused(device: DeviceUnderTest) -> None:
     wrong = msgspec.structs.replace(spec_of(LLAMA), num_kv_heads=2)
-    device.send(Activate(wrong))
+    device.send(ActivateEngine(wrong))
     assert "KV layout mismatch" in device.wait_for(ActivationFailed).message
     assert ledger_of(device).usage().reserved_bytes == 0
 
 
 def test_a_limit_below_one_request_is_refused(device: DeviceUnderTest) -> None:
-    device.send(Activate(spec_of(LLAMA), kv_limit_bytes=1 << 20))
+    device.send(ActivateEngine(spec_of(LLAMA), kv_limit_bytes=1 << 20))
     assert "context_length" in device.wait_for(ActivationFailed).message
     assert ledger_of(device).usage().reserved_bytes == 0
 

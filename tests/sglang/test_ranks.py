@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.messages import Activated, Deactivate, Deactivated, Export, Exported, Submit
+from prism.messages.engine import Activated, Deactivate, Deactivated, Export, Exported, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, config_of
 from tests.sglang.models import LLAMA, greedy, largest_gap, prompts, spec_of
@@ -31,10 +31,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeviceUnder
         config = config_of(Path(directory), CAPACITY)
         [first] = config.devices
         devices = [first, msgspec.structs.replace(first, name=PEER)]
-        engine = msgspec.structs.replace(
-            config.engine, weight_store=str(store), kv_offer_s=60.0, kv_fetch_s=60.0
+        engine = msgspec.structs.replace(config.engine, weight_store=str(store))
+        config = msgspec.structs.replace(
+            config, devices=devices, engine=engine, kv_offer_s=60.0, kv_fetch_s=60.0
         )
-        config = msgspec.structs.replace(config, devices=devices, engine=engine)
         device = DeviceUnderTest("sglang", config, {"OMP_NUM_THREADS": "1"})
         try:
             device.fork(peers=(PEER,))

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prism.config import write_resolved
-from prism.messages import Request
+from prism.config.schema import write_resolved
+from prism.messages.requests import Request
 from prism.queueing import BundledRedis
 from tests.agent.hammering import check_answers, hammer
 from tests.agent.harness import DEVICE, World, make_config, until, world

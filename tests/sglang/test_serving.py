@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from prism.messages import Cancel, Deactivate, Deactivated, Sampling, Submit
-from prism.model_memory import layout_of
+from prism.config.memory import layout_of
+from prism.messages.engine import Deactivate, Deactivated, Submit
+from prism.messages.requests import Cancel, Sampling
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, kv_committed_bytes, ledger_of
 from tests.sglang.models import GPT2, LLAMA, QWEN3, greedy, prompts, spec_of

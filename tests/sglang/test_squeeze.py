@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import kvcached
-from prism.messages import Activated, SetLimit, Submit
+from prism.messages.engine import Activated, SetLimit, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, ledger_of, opened_device
 from tests.sglang.models import LLAMA, largest_gap, prompts, spec_of

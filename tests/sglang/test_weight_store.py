@@ -18,10 +18,11 @@ import pytest
 
 import kvcached
 from kvcached import StoreCounters, WeightStore
-from prism.config import ClusterConfig
+from prism.config.schema import ClusterConfig
 from prism.engines.core import EngineContext
 from prism.errors import SelfCheckError
-from prism.messages import Activate, ModelSpec
+from prism.messages.engine import ActivateEngine
+from prism.messages.models import ModelSpec
 from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
 from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
 
@@ -55,7 +56,7 @@ def cores(config: ClusterConfig) -> Iterator[Any]:
 
 def turn(core: Any, spec: ModelSpec) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Activate and deactivate; the fingerprint, and every parameter's bytes."""
-    fingerprint = core.activate(Activate(spec)).fingerprint
+    fingerprint = core.activate(ActivateEngine(spec)).fingerprint
     model = core._active.scheduler.tp_worker.model_runner.model
     tensors = {name: tensor.clone() for name, tensor in model.named_parameters()}
     del model
@@ -85,7 +86,7 @@ def test_the_second_activation_is_a_copy_of_the_first(core: Any, name: str) -> N
 
 
 def test_an_activation_says_what_came_out_of_the_store(core: Any) -> None:
-    order = Activate(spec_of(LLAMA))
+    order = ActivateEngine(spec_of(LLAMA))
     assert core.activate(order).link_bytes == {}  # from its files
     core.deactivate()
     activated = core.activate(order)
@@ -196,7 +197,7 @@ def test_a_copy_with_wrong_bytes_fails_the_self_check_and_is_gone(
     for path in stored_files(config):
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(SelfCheckError, match="when loaded from its files"):
-        core.activate(Activate(spec_of(LLAMA)))
+        core.activate(ActivateEngine(spec_of(LLAMA)))
     assert core._device.usage().reserved_bytes == 0
     assert turn(core, spec_of(LLAMA))[0] == first
 
@@ -250,7 +251,7 @@ def test_a_load_rate_is_kept(core: Any, config: ClusterConfig) -> None:
     core.close()
     engine = msgspec.structs.replace(config.engine, load_bytes_per_s=20_000_000)
     for slow in cores(msgspec.structs.replace(config, engine=engine)):
-        activated = slow.activate(Activate(spec_of(LLAMA)))
+        activated = slow.activate(ActivateEngine(spec_of(LLAMA)))
         # The first chunk of 8 MiB starts at once.
         paid_bytes = spec_of(LLAMA).weight_bytes - (8 << 20)
         assert activated.stages_s["weights"] >= 0.9 * paid_bytes / 20e6

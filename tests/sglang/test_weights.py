@@ -15,7 +15,7 @@ import pytest
 import kvcached
 from prism.engines.core import EngineContext
 from prism.errors import ActivationError, SelfCheckError
-from prism.messages import Activate
+from prism.messages.engine import ActivateEngine
 from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
 from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
 
@@ -54,7 +54,7 @@ def model_of(core: Any) -> Any:
 
 @pytest.mark.parametrize("name", [LLAMA, QWEN3, GPT2])
 def test_every_parameter_lies_in_the_ledgers_pages(core: Any, name: str) -> None:
-    activated = core.activate(Activate(spec_of(name)))
+    activated = core.activate(ActivateEngine(spec_of(name)))
     memory = core._active.memory
     parameters = dict(model_of(core).named_parameters())
     assert parameters
@@ -73,22 +73,22 @@ def test_every_parameter_lies_in_the_ledgers_pages(core: Any, name: str) -> None
 
 
 def test_a_shared_parameter_is_placed_once(core: Any) -> None:
-    core.activate(Activate(spec_of(GPT2)))
+    core.activate(ActivateEngine(spec_of(GPT2)))
     model = model_of(core)
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_the_fingerprint_is_the_models_own(core: Any) -> None:
-    first = core.activate(Activate(spec_of(LLAMA))).fingerprint
+    first = core.activate(ActivateEngine(spec_of(LLAMA))).fingerprint
     core.deactivate()
     assert first
-    again = core.activate(Activate(spec_of(LLAMA), fingerprint=first))
+    again = core.activate(ActivateEngine(spec_of(LLAMA), fingerprint=first))
     assert again.fingerprint == first
 
 
 def test_another_answer_than_expected_fails_the_self_check(core: Any) -> None:
     with pytest.raises(SelfCheckError, match="on a fresh engine"):
-        core.activate(Activate(spec_of(LLAMA), fingerprint=(1, 2)))
+        core.activate(ActivateEngine(spec_of(LLAMA), fingerprint=(1, 2)))
 
 
 def test_a_parameter_outside_of_the_pages_fails_the_self_check(
@@ -102,7 +102,7 @@ def test_a_parameter_outside_of_the_pages_fails_the_self_check(
 
     monkeypatch.setattr(DefaultModelLoader, "postprocess_weights", staticmethod(repack))
     with pytest.raises(SelfCheckError, match="outside of the ledger's pages"):
-        core.activate(Activate(spec_of(LLAMA)))
+        core.activate(ActivateEngine(spec_of(LLAMA)))
 
 
 def test_weights_larger_than_the_specification_said_need_room_too(core: Any) -> None:
@@ -110,16 +110,16 @@ def test_weights_larger_than_the_specification_said_need_room_too(core: Any) -> 
     true = spec_of(LLAMA)
     told = msgspec.structs.replace(true, weight_bytes=1)
     lacking = 4 * PAGE_BYTES
-    reserve_bytes = core.activate(Activate(told)).reserve_bytes
+    reserve_bytes = core.activate(ActivateEngine(told)).reserve_bytes
     core.deactivate()
     with core._device.client("hog") as hog:
         share_bytes = core._context.config.engine.static_bytes
         needed = -(-true.weight_bytes // PAGE_BYTES) * PAGE_BYTES + share_bytes + reserve_bytes
         hog.reserve_static(CAPACITY_BYTES - needed + lacking, "test")
         with pytest.raises(ActivationError) as refused:
-            core.activate(Activate(told))
+            core.activate(ActivateEngine(told))
         assert refused.value.missing_bytes == lacking
-    core.activate(Activate(told))
+    core.activate(ActivateEngine(told))
 
 
 def test_a_checkpoint_that_lacks_a_matrix_is_refused(core: Any, tmp_path: Path) -> None:
@@ -132,4 +132,4 @@ def test_a_checkpoint_that_lacks_a_matrix_is_refused(core: Any, tmp_path: Path) 
     del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ActivationError, match=r"no values for lm_head.weight"):
-        core.activate(Activate(msgspec.structs.replace(spec_of(MOE.name), path=str(path))))
+        core.activate(ActivateEngine(msgspec.structs.replace(spec_of(MOE.name), path=str(path))))

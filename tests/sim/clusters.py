@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from prism.costs.model import Chunk, Usage
+from prism.costs.model import GpuUsage, PromptChunk
 from prism.policies.kv_blocks import KvShape
 from prism.replay.trace import TraceRequest
-from prism.sim.setup import ClusterSetup, DeviceSetup, EngineSettings, ModelSetup, Part
+from prism.sim.setup import ClusterSetup, DegreeSetup, DeviceSetup, EngineSettings, ModelSetup
 from prism.sim.workload import Workload, workload
 
 MIB = 1 << 20
@@ -22,7 +22,7 @@ class LinearCost:
     ) -> None:
         self.token_s, self.base_s, self.context_s = token_s, decode_s, context_s
 
-    def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> float:
         prefill_s = sum(chunk.tokens for chunk in chunks) * self.token_s
         return prefill_s + (self.decode_s(batch, context_tokens) if batch else 0.0)
 
@@ -44,16 +44,16 @@ class LinearCost:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def usage(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> Usage:
-        return Usage(0.9, 0.3) if chunks else Usage(min(1.0, 0.05 + batch / 64), 0.8)
+    def usage(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> GpuUsage:
+        return GpuUsage(0.9, 0.3) if chunks else GpuUsage(min(1.0, 0.05 + batch / 64), 0.8)
 
 
-def parts(cost: LinearCost | None = None, kv: int = 1) -> dict[int, Part]:
+def parts(cost: LinearCost | None = None, kv: int = 1) -> dict[int, DegreeSetup]:
     """At TP 1 and 2. kv: times 1 KiB a token; a quantum is 64 tokens of them."""
     cost = cost or LinearCost()
     return {
-        1: Part(cost, 4, 64 * 1024 * kv, KvShape(1, 2 * kv, 128, 2, 16)),
-        2: Part(cost, 4, 32 * 1024 * kv, KvShape(1, kv, 128, 2, 16)),
+        1: DegreeSetup(cost, 4, 64 * 1024 * kv, KvShape(1, 2 * kv, 128, 2, 16)),
+        2: DegreeSetup(cost, 4, 32 * 1024 * kv, KvShape(1, kv, 128, 2, 16)),
     }
 
 

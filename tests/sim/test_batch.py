@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism.sim.batch import Batch
-from prism.sim.request import Request
+from prism.sim.request import SimRequest
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(2, 40)), min_size=1, max_size=8)
 
@@ -14,7 +14,9 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(2, 40)), min_size=1
 def joined(lengths: list[tuple[int, int]], block_tokens: int) -> Batch:
     batch = Batch(block_tokens)
     for index, (prompt, output) in enumerate(lengths):
-        request = Request(index, 0, 0.0, prompt_tokens=prompt, output_tokens=output, deadline_s=0.0)
+        request = SimRequest(
+            index, 0, 0.0, prompt_tokens=prompt, output_tokens=output, deadline_s=0.0
+        )
         request.generated = 1
         batch.join(request)
     return batch
@@ -48,7 +50,7 @@ def test_members_end_at_their_length(lengths: list[tuple[int, int]]) -> None:
         for request in batch.advance(batch.steps_to_end()):
             ended[request.index] = step
             assert request.generated == request.output_tokens
-            assert request.kv_tokens == request.peak_tokens
+            assert request.kv_tokens == request.prompt_tokens + request.output_tokens - 1
     assert ended == {i: output - 1 for i, (_, output) in enumerate(lengths)}
     assert batch.context_tokens == 0
 

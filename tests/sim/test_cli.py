@@ -12,14 +12,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from prism.cli import replay as replay_cli
+from prism.cli import sim as cli
 from prism.costs.grid import Grid, write_grid
 from prism.costs.table import TableCost
 from prism.errors import ConfigError
-from prism.replay import cli as replay_cli
-from prism.replay import kinds
-from prism.replay.kinds import Wanted
+from prism.replay.generate import generate
+from prism.replay.kinds import config_of, config_of_preset
 from prism.replay.metrics import summarize as summarize_records
-from prism.sim import cli
 from prism.sim.scenario import load
 from prism.sim.summary import request_records, summarize
 from prism.sim.world import World
@@ -111,7 +111,7 @@ def test_summary_agrees_with_that_of_prism_replay(config: Path) -> None:
 
 
 MISTAKES = (
-    ("scheduler: {migrate_running: stop}", "migrate_running: 'stop' is none of finish, move"),
+    ("scheduler: {migrate_running: stop}", "migrate_running: 'stop' is not one of finish, move"),
     ("policy: magic", "policy: there is no 'magic'"),
     ("trace: none.jsonl", "trace: give either"),
     ("slo_scale: 0", "slo_scale: 0 must be above 0"),
@@ -121,9 +121,9 @@ MISTAKES = (
     ("engine: {kv_layout: odd}", "engine.kv_layout: 'odd'"),
     (
         "baselines: {search_rates: odd}",
-        "baselines.search_rates: 'odd' is none of mean, peak, equal",
+        "baselines.search_rates: 'odd' is not one of mean, peak, equal",
     ),
-    ("baselines: {static_kv: odd}", "baselines.static_kv: 'odd' is none of equal, tokens"),
+    ("baselines: {static_kv: odd}", "baselines.static_kv: 'odd' is not one of equal, tokens"),
     ("baselines: {qlm_group: 0}", "baselines.qlm_group and seallm_services: must be at least 1"),
     ("baselines: {muxserve_prefill: 0}", "baselines.muxserve_prefill must be in (0, 1]"),
     ("baselines: {muxserve_adapt: 0s}", "baselines.muxserve_adapt"),
@@ -133,15 +133,15 @@ MISTAKES = (
     ("models: [{name: a, shape: Llama-3.1-70B}]", "a: weights, engine and one request"),
     ("models: [{name: a, shape: Llama-3.1-8B, tp: 3}]", "a.tp: 3 GPUs are needed"),
     ("models: [{name: a, shape: Llama-3.1-8B, tp: 0}]", "a.tp: 0 must be at least 1"),
-    ("generate: {kind: odd}", "generate.kind: 'odd' is none of production, bursty, steady"),
+    ("generate: {kind: odd}", "generate.kind: 'odd' is not one of production, bursty, steady"),
     ("generate: {preset: novita}", "generate.preset: is of kind bursty, this is production"),
-    ("generate: {kind: bursty, preset: novita}", "preset novita has 16 models, this file 4"),
+    ("generate: {kind: bursty, preset: novita}", "models: preset novita needs 16 models, not 4"),
     ("generate: {kind: bursty, preset: odd}", "generate: preset 'odd': known are"),
     ("generate: {kind: steady, active_fraction: 1}", "generate.active_fraction: is of kind prod"),
     ("generate: {kind: steady, rate: 0}", "generate: rate: 0 must be above 0"),
     ("slo: {ttft: soon}", "slo.ttft: 'soon' is not a time"),
     ("slo: {e2e: soon}", "slo.e2e: 'soon' is not a time"),
-    ("slo: {e2e: 5}", 'slo.e2e: expected `str | null`, got `int`; write it as "10s"'),
+    ("slo: {e2e: 5}", 'slo.e2e: expected `str`, got `int`; write it as "500ms"'),
 )
 
 
@@ -178,11 +178,11 @@ def test_a_file_that_is_not_there_is_named_without_options_of_others(
 @pytest.mark.parametrize("command", ["generate", "stats", "convert"])
 def test_examples_name_the_program_that_is_asked(command: str) -> None:
     for app, program, other in (
-        (cli.app, ("trace", command), "prism-replay"),
-        (replay_cli.app, (command,), "prism-sim"),
+        (cli.app, ("prism-sim", "trace", command), "prism-replay"),
+        (replay_cli.app, ("prism-replay", command), "prism-sim"),
     ):
-        said = CliRunner().invoke(app, [*program, "--help"]).output
-        assert f"Example: {app.info.name} {' '.join(program)}" in said
+        said = CliRunner().invoke(app, [*program[1:], "--help"]).output
+        assert f"Example: {' '.join(program)}" in said
         assert f"Example: {other}" not in said
 
 
@@ -190,15 +190,16 @@ def test_the_generators_of_traces_are_those_of_trace_generate(config: Path) -> N
     small = {"name": "m", "shape": "Llama-3.2-1B"}
     presets = {"kind": "bursty", "preset": "novita", "seconds": 300}
     work = load(config, {"models": [{**small, "count": 16}], "generate": presets, "seed": 3}).work
-    names = ",".join(f"m-{i}" for i in range(16))
-    made = kinds.generate(Wanted("bursty", names, 300, "novita", seed=3))
+    names = [f"m-{i}" for i in range(16)]
+    made = generate(config_of_preset("novita", names, {"seconds": 300, "seed": 3}))
     assert [(request.arrival_s, request.output_length) for request in made] == list(
         zip(work.arrival_s, work.output_tokens, strict=True)
     )
     steady = {"kind": "steady", "seconds": 300, "rate": 2, "alpha": 2.1, "gap_cv": 3}
     work = load(config, {"models": [{**small, "count": 4}], "generate": steady, "seed": 3}).work
-    wanted = Wanted("steady", "m-0,m-1,m-2,m-3", 300, rate_rps=2, seed=3, alpha=2.1, gap_cv=3)
-    assert [request.arrival_s for request in kinds.generate(wanted)] == list(work.arrival_s)
+    given = {"seconds": 300, "rate_rps": 2, "seed": 3, "alpha": 2.1, "gap_cv": 3}
+    made = generate(config_of("steady", names[:4], given))
+    assert [request.arrival_s for request in made] == list(work.arrival_s)
     shares = [{**small, "share": 1.0}]
     with pytest.raises(ConfigError, match=r"m\.share: is of generate\.kind"):
         load(config, {"models": shares, "generate": steady})
@@ -296,3 +297,21 @@ def test_traces_and_costs_have_their_commands(
     assert call(monkeypatch, "calibrate", "show", "--gpu", "h100", "--model", "Qwen3-8B") == 0
     assert call(monkeypatch, "calibrate", "show", "--gpu", "odd", "--model", "Qwen3-8B") == 2
     assert "gpu 'odd'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "module"),
+    [
+        (("study", "prism-table1", "--out", "x"), "papers"),
+        (("parity", "--config", "x.yaml"), "tools.parity"),
+        (("calibrate", "validate"), "tools.costs.validate"),
+    ],
+)
+def test_commands_that_moved_name_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: tuple[str, ...],
+    module: str,
+) -> None:
+    assert call(monkeypatch, *asked) == 2
+    assert capsys.readouterr().err.endswith(f"in a checkout: python -m {module}\n")

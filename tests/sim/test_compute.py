@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from prism.costs.model import Usage
+from prism.costs.model import GpuUsage
 from prism.sim.compute import Compute, Gpu, Job
 from prism.sim.kernel import Kernel
 
-PREFILL, DECODE = Usage(1.0, 0.2), Usage(0.2, 0.8)
+PREFILL, DECODE = GpuUsage(1.0, 0.2), GpuUsage(0.2, 0.8)
 
 
 class Bench:
@@ -20,7 +20,7 @@ class Bench:
         self.ends_s: dict[str, float] = {}
 
     def start(
-        self, name: str, gpus: list[Gpu], work_s: float, usage: Usage, sm_share: float = 1.0
+        self, name: str, gpus: list[Gpu], work_s: float, usage: GpuUsage, sm_share: float = 1.0
     ) -> Job:
         def ended() -> None:
             self.ends_s[name] = self.kernel.time_s

@@ -181,8 +181,23 @@ def test_requests_in_vain_end_with_the_patience() -> None:
         assert records.end_time_s == horizon_s
 
 
+def like_alone() -> ClusterSetup:
+    """Of four models on two GPUs, those that have a GPU to themselves take just their execution
+    time: the placement search finds several placements that do equally well."""
+    weights = {"a": 16, "b": 40, "c": 8, "d": 8}
+    models = [
+        model(i, name, weight_bytes=mib * MIB, kv_floor_bytes=0, parts=parts(odd_cost(i, 0.0)))
+        for i, (name, mib) in enumerate(weights.items())
+    ]
+    return cluster(models, 2, policy="alpaserve", warm=False)
+
+
+ALONE = [request(0.0, "c", 1, 1), request(0.8722, "b", 1, 169), request(0.8923, "d", 1, 27)]
+
+
 @given(setups(), traces())
 @example(out_of_patience(), IN_VAIN)
+@example(like_alone(), ALONE)
 @settings(max_examples=40, deadline=None)
 def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceRequest]) -> None:
     assert setup.engine.run_steps == UNBOUNDED_STEPS

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from prism.costs.model import Chunk
+from prism.costs.model import PromptChunk
 from prism.policies import registry
-from prism.policies.kv_blocks import STEP_OVERHEAD, KvBlocks, KvShape
+from prism.policies.kv_blocks import STEP_OVERHEAD, KvShape
 from prism.policies.placement import Hosted, Placement, Unit
 from prism.replay.trace import TraceRequest
 from prism.sim.records import Records
-from prism.sim.setup import EngineSettings, Part
+from prism.sim.setup import DegreeSetup, EngineSettings
 from prism.sim.world import World
 from tests.sim.clusters import MIB, LinearCost, cluster, model, request, work
 
@@ -28,7 +28,7 @@ class Recorder(LinearCost):
         super().__init__()
         self.steps: Steps = []
 
-    def step_s(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+    def step_s(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> float:
         self.steps.append(([chunk.tokens for chunk in chunks], batch))
         return super().step_s(chunks, batch, context_tokens)
 
@@ -36,7 +36,7 @@ class Recorder(LinearCost):
 def served(*requests: TraceRequest, kv_mib: int = 47, **engine: object) -> tuple[Records, Steps]:
     """By one model on one device, with so much KV memory."""
     cost = Recorder()
-    part = Part(cost, 4, 64 * 1024, KvShape(1, 2, 128, 2, 16))
+    part = DegreeSetup(cost, 4, 64 * 1024, KvShape(1, 2, 128, 2, 16))
     one = model(0, "a", parts={1: part}, weight_bytes=(64 - kv_mib) * MIB)
     plain = EngineSettings(max_running=16, prefill_chunk_tokens=512)
     setup = cluster([one], engine=dataclasses.replace(plain, **engine))  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_a_pool_of_merged_blocks_makes_steps_longer_where_models_share_it(names:
     )
     setup = cluster([model(i, name) for i, name in enumerate(names)], policy="seallm")
     shared = World(setup, work(setup, [request(0.0, "a", 100, 50)]), policy).run()
-    own = dataclasses.replace(policy, kv_blocks=KvBlocks.OWN)
+    own = dataclasses.replace(policy, kv_blocks=None)
     alone = World(setup, work(setup, [request(0.0, "a", 100, 50)]), own).run()
     longer = shared.end_s[0] / alone.end_s[0]
-    assert longer == pytest.approx(1 + STEP_OVERHEAD[KvBlocks.MERGED] * (len(names) - 1))
+    assert longer == pytest.approx(1 + STEP_OVERHEAD * (len(names) - 1))

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from prism.costs.model import Usage
+from prism.costs.model import GpuUsage
 from prism.sim.records import Decision
 from prism.sim.setup import ActivationSettings, ClusterSetup
 from prism.sim.world import World
@@ -14,8 +14,8 @@ from tests.sim.clusters import LinearCost, cluster, model, parts, request, work
 
 
 class OneCore(LinearCost):
-    def usage(self, chunks: object, batch: int, context_tokens: int) -> Usage:
-        return Usage(1.0, 1.0)
+    def usage(self, chunks: object, batch: int, context_tokens: int) -> GpuUsage:
+        return GpuUsage(1.0, 1.0)
 
 
 def kinds(world: World, kind: str) -> list[Decision]:

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prism.cli import sim as cli
+from prism.cli import sweep as sweep_cli
+from prism.cli.sweep import parse_vary
 from prism.errors import ConfigError
 from prism.replay.results import Attainment, GroupSummary, Latency, Summary
-from prism.sim import cli, planning, points, sweep_cli
+from prism.sim import planning, points
 from prism.sim.planning import fewest_gpus
-from prism.sim.points import Outcome, Point, Store, grid, run_points
-from prism.sim.sweep_cli import parse_vary
+from prism.sim.points import Point, PointOutcome, Store, grid, run_points
 
 CONFIG = """
 gpus: {type: h100, count: 1, memory: 40GiB}
@@ -41,14 +43,14 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return 0
 
 
-def outcome(attainment: float) -> Outcome:
+def outcome(attainment: float) -> PointOutcome:
     part = Attainment(1, ttft=attainment)
     none = Latency()
     total = GroupSummary(1, 1, {}, 1, 1, none, none, none, {"1": part})
-    return Outcome({}, Summary(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, total, {}))
+    return PointOutcome({}, Summary(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, total, {}))
 
 
-def run_listed(listed: list[Point], store: Store[Outcome]) -> list[Outcome]:
+def run_listed(listed: list[Point], store: Store[PointOutcome]) -> list[PointOutcome]:
     return run_points(
         listed, points.simulate, jobs=1, store=store, progress=lambda done, total: None
     )
@@ -70,7 +72,7 @@ def test_what_is_there_is_not_simulated_again(
     monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
 ) -> None:
     listed = [Point(str(config), changes) for changes in grid({"rate_scale": [0.5, 1]})]
-    store = Store(tmp_path / "points", Outcome)
+    store = Store(tmp_path / "points", PointOutcome)
     first = run_listed(listed[:1], store)
     simulated = []
     real = points.simulate
@@ -94,7 +96,7 @@ def test_a_point_that_cannot_be_is_an_outcome(config: Path) -> None:
 def test_the_fewest_gpus_are_found(needed: int, most: int) -> None:
     asked: list[int] = []
 
-    def simulate(gpus: int) -> Outcome:
+    def simulate(gpus: int) -> PointOutcome:
         asked.append(gpus)
         return outcome(1.0 if gpus >= needed else 0.5)
 
@@ -160,7 +162,7 @@ def test_mistakes_end_with_2(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def never(point: Point) -> Outcome:
+def never(point: Point) -> PointOutcome:
     pytest.fail(f"simulated {point}")
 
 
@@ -172,7 +174,7 @@ def never(point: Point) -> Outcome:
         ("rate_scale=1,fast", "(at rate_scale=fast)"),
         ("slo_scale=1,-1", "slo_scale: -1 must be above 0"),
         ("slo.ttft=1s,soon", "slo.ttft: 'soon' is not a time"),
-        ("generate.rate=1,0", "rate: must be above 0"),
+        ("generate.rate=1,0", "rate: 0 must be above 0"),
     ],
 )
 def test_a_mistake_in_a_later_point_ends_a_sweep_before_it_begins(

@@ -13,21 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.costs.measured import traces_folder
 from prism.errors import ConfigError
 from prism.replay.formats import read_window
 from prism.replay.rows import ReadOptions
 from prism.replay.trace import TraceRequest, read_trace, write_trace
-from prism.sim.engine import Engine
-from prism.sim.prefix import HASH_TOKENS, PrefixCache
+from prism.sim.engine import SimEngine
+from prism.sim.prefix import HASH_TOKENS, SimPrefixCache
 from prism.sim.records import Records
-from prism.sim.request import Request
-from prism.sim.results import results_of
+from prism.sim.request import SimRequest
+from prism.sim.results import results_of, write_json
 from prism.sim.scenario import load
 from prism.sim.setup import ClusterSetup
 from prism.sim.world import World
 from tests.sim.clusters import cluster, model, parts, request, work
 from tests.sim.test_conservation import POLICIES, known, setups
+from tools.costs.measured import traces_folder
 
 POOL = 6
 
@@ -123,14 +123,14 @@ def test_without_hashes_or_without_the_option_nothing_changes(
 
 def test_a_step_never_hands_out_idle_prefixes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an engine's idle blocks would give back is its neighbour's too, but only once."""
-    admit, homeless = Engine.admit, []
+    admit, homeless = SimEngine.admit, []
 
-    def noting(engine: Engine, requests: Iterable[Request]) -> None:
+    def noting(engine: SimEngine, requests: Iterable[SimRequest]) -> None:
         taken = list(requests)
         admit(engine, taken)
         homeless.extend(r for r in taken if r in engine.retracted)
 
-    monkeypatch.setattr(Engine, "admit", noting)
+    monkeypatch.setattr(SimEngine, "admit", noting)
     sizes = {"weight_bytes": 26 << 20, "kv_floor_bytes": 0}
     setup = reusing(cluster([model(0, "a", **sizes), model(1, "b", **sizes)], policy="prism"))
     for seed in range(8):
@@ -203,7 +203,7 @@ def test_an_activation_gets_the_memory_of_idle_prefixes() -> None:
 
 
 def test_a_block_in_use_stays_and_a_beginning_outlives_its_ends() -> None:
-    cache = PrefixCache(32)
+    cache = SimPrefixCache(32)
     first, second = cache.use([1, 2], 9), cache.use([1, 3], 9)
     assert first == second == []
     assert cache.extend(first, [1, 2]) == 0
@@ -269,7 +269,8 @@ def test_results_say_how_much_was_cached(tmp_path: Path) -> None:
     off = load(path, {"engine.prefix_reuse": False})
     world = World(off.setup, off.work)
     world.run()
-    assert b"prefix_hits" not in msgspec.json.encode(results_of(off.config, world, (1.0,)))
+    write_json(tmp_path / "off.json", results_of(off.config, world, (1.0,)))
+    assert b"prefix_hits" not in (tmp_path / "off.json").read_bytes()
 
 
 @pytest.mark.parametrize(

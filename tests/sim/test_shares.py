@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from prism.policies.baselines.dedicated import least_degree
+from prism.policies.baselines.groups import Group
+from prism.policies.baselines.mux_placement import Mesh, kv_bytes
+from prism.policies.baselines.mux_throughput import Candidate
 from prism.policies.bins import part
-from prism.policies.dedicated import least_degree
-from prism.policies.groups import Group
-from prism.policies.mux_placement import Mesh, kv_bytes
-from prism.policies.mux_throughput import Candidate
 from prism.policies.placement import Hosted, ModelSpecView, Placement, Unit
 from prism.policies.target import part_bytes
 from prism.sim.scenario import load

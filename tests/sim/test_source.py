@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from prism.cli.sim import main
 from prism.replay.formats import FORMATS
-from prism.sim.cli import main
 from prism.sim.scenario import Scenario, load
 
 BASE = """
@@ -76,7 +76,7 @@ def test_a_folder_holds_a_file_per_model(tmp_path: Path) -> None:
 
 
 MISTAKES = (
-    ("format: odd", "source.format: 'odd' is none of prism"),
+    ("format: odd", "source.format: 'odd' is not one of prism"),
     ("format: csv, map: odd", "source.map: 'odd': known are popularity"),
     ("format: csv, window: 0s", "source.window: '0s'"),
     ("format: csv, limit: 0", "source.limit: 0 must be at least 1"),

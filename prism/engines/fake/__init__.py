@@ -10,7 +10,7 @@ with the fields of `FakeOptions`, for example
 """
 
 from prism.engines.fake.adapter import create, lacks, preload, weight_key
-from prism.engines.fake.options import FakeOptions
+from prism.engines.fake.options import FakeOptions, needs
 from prism.engines.fake.tokens import expected_tokens
 
-__all__ = ["FakeOptions", "create", "expected_tokens", "lacks", "preload", "weight_key"]
+__all__ = ["FakeOptions", "create", "expected_tokens", "lacks", "needs", "preload", "weight_key"]

@@ -7,7 +7,7 @@ import importlib
 from kvcached import WeightKey
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.fake.options import FakeOptions
-from prism.messages import ModelSpec
+from prism.messages.models import ModelSpec
 
 
 def lacks(device: str) -> str:

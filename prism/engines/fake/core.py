@@ -11,21 +11,24 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 import kvcached
-from prism.engines.core import EngineContext, ShrinkCall, StepOutput
-from prism.engines.fake.memory import BLOCK_TOKENS, Memory
-from prism.engines.fake.options import FakeOptions
+from prism.costs.prefill_speed import Speed
+from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
+from prism.engines.fake import leak
+from prism.engines.fake.memory import BLOCK_TOKENS, FakeMemory
+from prism.engines.fake.options import FakeOptions, needs
 from prism.engines.fake.tokens import seed_of, token_at
 from prism.engines.fake.weights import FakeWeights
+from prism.engines.gpu_share import GpuShare
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError, SelfCheckError
-from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request, Resume
-from prism.prefill_speed import Speed
+from prism.messages.engine import Activated, ActivateEngine, EngineStatus
+from prism.messages.requests import Chunk, Failure, Request, Resume
 
 
 class InjectedFault(EngineError):
@@ -33,7 +36,7 @@ class InjectedFault(EngineError):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class FakeSequence:
     """`tokens`: prompt and output; the KV of the first `computed` of them is in `blocks`."""
 
     request: Request
@@ -65,14 +68,6 @@ class Sequence:
         return -(-len(self.tokens) // BLOCK_TOKENS) - len(self.blocks)
 
 
-@dataclass(slots=True)
-class Totals:
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    retractions: int = 0
-    imported_tokens: int = 0
-
-
 class FakeCore:
     """See `prism.engines.core.EngineCore`."""
 
@@ -80,23 +75,24 @@ class FakeCore:
         self._context = context
         self._options = options
         self._device = context.open_device()
-        self._client = self._device.client(context.engine_id)
+        self._client, self._share = GpuShare.open(context, self._device, needs(context.device))
+        self._leak(options.leak_idle_bytes)
         self._weights = FakeWeights(self._client, context) if options.load_weights else None
-        self._memory: Memory | None = None
+        self._memory: FakeMemory | None = None
         self._model: str | None = None
         self._served = False
         self._context_tokens = 0
         self._max_running = context.config.engine.max_running
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._waiting: deque[FakeSequence] = deque()
+        self._running: list[FakeSequence] = []
         self._rejected: list[Failure] = []
-        self._cancelled: list[Sequence] = []
-        self._totals = Totals()
+        self._cancelled: list[FakeSequence] = []
+        self._totals = RequestTotals()
         self._speeds: dict[str | None, Speed] = {}
 
     # --- the model's life ------------------------------------------------------------------
 
-    def activate(self, order: Activate) -> Activated:
+    def activate(self, order: ActivateEngine) -> Activated:
         """Stages: "shrink", "reserve", "weights" (takes activation_s), "build"."""
         timeline = Timeline()
         name = order.model.name
@@ -105,7 +101,20 @@ class FakeCore:
             raise ActivationError(f"PRISM_FAKE fails the activation of {name}")
         if name in self._options.fail_reuse and self._served and self._options.claim_fault():
             raise SelfCheckError(f"PRISM_FAKE fails the self-check of {name}")
-        self._memory = Memory(self._client, self._device, self._context, order, timeline)
+        share_bytes = self._share.model_bytes()
+        try:
+            self._memory = FakeMemory(
+                self._client,
+                self._device,
+                self._context,
+                order,
+                timeline,
+                share_bytes=share_bytes,
+            )
+        except ActivationError:
+            self._share.settle(served=False)
+            raise
+        self._leak(self._options.leak_bytes)
         timeline.enter("weights")
         if name in self._options.die_in_activation and self._options.claim_fault():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +129,11 @@ class FakeCore:
         activated.stages_s.update(timeline.finish())
         return msgspec.structs.replace(activated, link_bytes=link_bytes)
 
-    def _load_weights(self, memory: Memory, order: Activate) -> dict[str, int]:
+    def _leak(self, size_bytes: int) -> None:
+        if size_bytes and self._options.claim_fault():
+            leak.take(self._context.device, size_bytes)
+
+    def _load_weights(self, memory: FakeMemory, order: ActivateEngine) -> dict[str, int]:
         if self._weights is None:
             return {}
         memory.hand_over_weights()
@@ -129,6 +142,7 @@ class FakeCore:
         except ActivationError:
             self._memory = None
             memory.free()
+            self._share.settle(served=False)
             raise
 
     def deactivate(self) -> None:
@@ -137,6 +151,7 @@ class FakeCore:
         if self._weights is not None:
             self._weights.free()
         self._memory.free()
+        self._share.settle()
         self._memory = None
         self._model = None
         for group in (self._waiting, self._running, self._rejected, self._cancelled):
@@ -164,7 +179,7 @@ class FakeCore:
 
     # --- requests --------------------------------------------------------------------------
 
-    def submit(self, requests: Many[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             excess = len(request.prompt_ids) + request.sampling.max_tokens - self._context_tokens
             if excess > 0 or not request.prompt_ids:
@@ -173,18 +188,18 @@ class FakeCore:
             self._totals.prompt_tokens += len(request.prompt_ids)
             self._waiting.append(_sequence(request))
 
-    def cancel(self, request_ids: Many[str]) -> None:
+    def cancel(self, request_ids: Sequence[str]) -> None:
         ids = set(request_ids)
         gone = [s for s in (*self._waiting, *self._running) if s.request.id in ids]
         for sequence in gone:
             self._drop(sequence)
         self._cancelled += gone
 
-    def export(self, targets: Many[str] = ()) -> list[Request]:
+    def export(self, targets: Sequence[str] = ()) -> list[Request]:
         sequences = (*self._running, *self._waiting)
         return [self._take_out(sequence, targets) for sequence in sequences]
 
-    def _take_out(self, sequence: Sequence, targets: Many[str]) -> Request:
+    def _take_out(self, sequence: FakeSequence, targets: Sequence[str]) -> Request:
         request = sequence.request
         resume = Resume(sequence.tokens[len(request.prompt_ids) :])
         if self._memory is not None and sequence.computed:
@@ -211,7 +226,7 @@ class FakeCore:
             self._memory.kv.check_integrity()
         return output
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: FakeSequence) -> None:
         """Out of the batch or the queue, its memory into the prefix cache."""
         if sequence in self._running:
             self._running.remove(sequence)
@@ -219,7 +234,7 @@ class FakeCore:
             self._waiting.remove(sequence)
         self._release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: FakeSequence) -> None:
         if self._memory is not None:
             self._memory.give(sequence.tokens[: sequence.computed], sequence.blocks)
         sequence.blocks = []
@@ -227,7 +242,7 @@ class FakeCore:
 
     # --- one step --------------------------------------------------------------------------
 
-    def _admit(self, memory: Memory) -> None:
+    def _admit(self, memory: FakeMemory) -> None:
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
             sequence.blocks = memory.take(sequence.tokens)
@@ -239,7 +254,7 @@ class FakeCore:
             self._import(memory, sequence)
             self._running.append(self._waiting.popleft())
 
-    def _import(self, memory: Memory, sequence: Sequence) -> None:
+    def _import(self, memory: FakeMemory, sequence: FakeSequence) -> None:
         """KV that came with a request that moved here, beyond what the prefix cache has."""
         resume, sequence.resume = sequence.resume, None
         if resume is None or not resume.kv_tokens:
@@ -249,14 +264,14 @@ class FakeCore:
             sequence.computed = end
             self._totals.imported_tokens += end - start
 
-    def _extend(self, memory: Memory, sequence: Sequence) -> bool:
+    def _extend(self, memory: FakeMemory, sequence: FakeSequence) -> bool:
         """Give it blocks for all its tokens. False: no room, and it has what it had."""
         short = sequence.blocks_short
         blocks = memory.alloc(short) if short > 0 else []
         sequence.blocks += blocks or []
         return blocks is not None
 
-    def _make_room(self, memory: Memory) -> None:
+    def _make_room(self, memory: FakeMemory) -> None:
         for sequence in list(self._running):
             while sequence in self._running and not self._extend(memory, sequence):
                 self._retract()
@@ -267,7 +282,7 @@ class FakeCore:
         self._waiting.appendleft(newest)
         self._totals.retractions += 1
 
-    def _compute(self, memory: Memory) -> None:
+    def _compute(self, memory: FakeMemory) -> None:
         """Compute a chunk of every sequence, and take the time that it would take."""
         started_s = time.monotonic()
         budget = self._context.config.engine.prefill_chunk_tokens
@@ -294,17 +309,17 @@ class FakeCore:
         if prefilled and seconds > 0:
             self._speeds.setdefault(self._model, Speed()).add(prefilled, seconds)
 
-    def _emit(self, memory: Memory) -> list[Chunk]:
+    def _emit(self, memory: FakeMemory) -> list[Chunk]:
         ready = [s for s in self._running if s.to_compute == 0]
         return [self._next_token(memory, sequence) for sequence in ready]
 
-    def _next_token(self, memory: Memory, sequence: Sequence) -> Chunk:
+    def _next_token(self, memory: FakeMemory, sequence: FakeSequence) -> Chunk:
         request = sequence.request
         first_index = sequence.produced
         token = token_at(sequence.seed, first_index, self._options.vocabulary)
         sequence.tokens.append(token)
         self._totals.output_tokens += 1
-        self._inject_fault()
+        self._inject_fault(request)
         reason = _finish_reason(sequence, token)
         if reason is not None:
             memory.check(sequence.tokens[:-1], sequence.blocks)
@@ -312,9 +327,10 @@ class FakeCore:
         cached = sequence.cached if first_index == 0 else 0
         return Chunk(request.id, request.attempt, first_index, [token], reason, cached)
 
-    def _inject_fault(self) -> None:
+    def _inject_fault(self, request: Request) -> None:
         count, options = self._totals.output_tokens, self._options
-        if count == options.die_at_token and options.claim_fault():
+        marked = options.die_on_prompt_token in request.prompt_ids
+        if (marked or count == options.die_at_token) and options.claim_fault():
             os.kill(os.getpid(), signal.SIGKILL)
         if count == options.raise_at_token and options.claim_fault():
             raise InjectedFault(f"PRISM_FAKE raises at token {count}")
@@ -337,13 +353,15 @@ class FakeCore:
             maps_total=usage.maps,
             unmaps_total=usage.unmaps,
             imported_tokens_total=totals.imported_tokens,
+            outside=self._share.report(),
+            captures_s=(),
             **(memory.figures() if memory else {}),
         )
 
 
-def _sequence(request: Request) -> Sequence:
+def _sequence(request: Request) -> FakeSequence:
     tokens = list(request.prompt_ids) + (request.resume.output_ids if request.resume else [])
-    return Sequence(request, seed_of(request.prompt_ids), tokens, resume=request.resume)
+    return FakeSequence(request, seed_of(request.prompt_ids), tokens, resume=request.resume)
 
 
 def _too_long(request: Request, excess: int) -> Failure:
@@ -354,12 +372,12 @@ def _too_long(request: Request, excess: int) -> Failure:
     return Failure(request_id=request.id, attempt=request.attempt, code=code, message=text)
 
 
-def _last_chunk(sequence: Sequence, reason: str) -> Chunk:
+def _last_chunk(sequence: FakeSequence, reason: str) -> Chunk:
     request = sequence.request
     return Chunk(request.id, request.attempt, sequence.produced, [], reason)
 
 
-def _finish_reason(sequence: Sequence, token: int) -> str | None:
+def _finish_reason(sequence: FakeSequence, token: int) -> str | None:
     sampling = sequence.request.sampling
     if token in sampling.stop_token_ids:
         return "stop"

@@ -15,15 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcached
+from prism.config.memory import layout_of as arranged_layout_of
 from prism.engines import kv_file
 from prism.engines.core import EngineContext
-from prism.engines.fake.prefix_cache import PrefixCache
+from prism.engines.fake.cpu_view import cpu_address
+from prism.engines.fake.prefix_cache import BlockCache
 from prism.engines.kv_direct import DirectMoves
 from prism.engines.room import make_room
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError
-from prism.messages import Activate, Activated, ModelSpec, Resume
-from prism.model_memory import layout_of as arranged_layout_of
+from prism.messages.engine import Activated, ActivateEngine
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Resume
 
 BLOCK_TOKENS = 16
 RESERVED_BLOCKS = 1
@@ -51,7 +54,7 @@ def reserve_bytes(layout: kvcached.Layout, page_bytes: int, context_tokens: int)
     return slabs * layout.quantum_bytes(page_bytes)
 
 
-class Memory:
+class FakeMemory:
     """Memory of one active model. `free` gives everything back.
 
     Raises ActivationError when the ledger has no room; nothing stays reserved then.
@@ -62,15 +65,17 @@ class Memory:
         client: kvcached.Client,
         device: kvcached.Device,
         context: EngineContext,
-        order: Activate,
+        order: ActivateEngine,
         timeline: Timeline,
+        *,
+        share_bytes: int,
     ) -> None:
         config = context.config
         self._client = client
         usage = device.usage()
         layout = layout_of(order.model)
         self._leases: list[kvcached.StaticLease] = []
-        self.static_bytes = order.model.weight_bytes + config.engine.static_bytes
+        self.static_bytes = order.model.weight_bytes + share_bytes
         self.reserve_bytes = reserve_bytes(layout, usage.page_bytes, order.model.context_length)
         self._check_limit(order)
         try:
@@ -78,7 +83,7 @@ class Memory:
             need_bytes = self.static_bytes + self.reserve_bytes
             make_room(client, device, need_bytes, f"{order.model.name} comes up")
             timeline.enter("reserve")
-            self._reserve(order, config.engine.static_bytes)
+            self._reserve(order, share_bytes)
             tokens = max(usage.capacity_bytes // layout.token_bytes, order.model.context_length)
             self.kv = client.alloc_kvcache(layout, tokens, reserved_blocks=RESERVED_BLOCKS)
             # A block on the edge of a slab would otherwise map and unmap it on every step.
@@ -88,7 +93,7 @@ class Memory:
             raise self._no_room(device, order.model) from error
         self._ranks = kvcached.RankKV(self.kv, context.ranks.all_true)
         self._group = context.ranks
-        self._direct = DirectMoves(self.kv, context.ranks, config.engine)
+        self._direct = DirectMoves(self.kv, context.ranks, config)
         self._folder = config.moves_dir
         self._layout = layout
         self._quantum = (
@@ -96,11 +101,11 @@ class Memory:
             layout.slab_tokens(usage.page_bytes),
         )
         self._buffers = self._open_buffers(layout.num_layers)
-        self.cache = PrefixCache(BLOCK_TOKENS)
+        self.cache = BlockCache(BLOCK_TOKENS)
 
-    def _reserve(self, order: Activate, static_bytes: int) -> None:
+    def _reserve(self, order: ActivateEngine, share_bytes: int) -> None:
         self._leases.append(self._client.reserve_static(order.model.weight_bytes, "weights"))
-        self._leases.append(self._client.reserve_static(static_bytes, "workspace"))
+        self._leases.append(self._client.reserve_static(share_bytes, "workspace"))
         self._client.set_min(self.reserve_bytes)
         self._client.set_limit(order.kv_limit_bytes)
 
@@ -108,7 +113,7 @@ class Memory:
         """What was held for weights is theirs to lease, now that their real size is known."""
         self._leases.pop(0).release()
 
-    def _check_limit(self, order: Activate) -> None:
+    def _check_limit(self, order: ActivateEngine) -> None:
         limit_bytes = order.kv_limit_bytes
         if limit_bytes is not None and limit_bytes < self.reserve_bytes:
             raise ActivationError(
@@ -133,7 +138,7 @@ class Memory:
         buffers = [b for i in layers for b in (self.kv.k_buffer(i), self.kv.v_buffer(i))]
         return [as_array(b) for b in buffers]
 
-    def describe(self, order: Activate, max_running: int) -> Activated:
+    def describe(self, order: ActivateEngine, max_running: int) -> Activated:
         return Activated(
             model=order.model.name,
             quantum_bytes=self._quantum[0],
@@ -275,12 +280,12 @@ class Memory:
 
 def as_array(view: Any) -> NDArray[Any]:
     """A numpy array on a view's memory. numpy takes no tensor of a GPU: there the CPU must be able
-    to read it at the same address (`FakeOptions.cpu_reads_gpu`)."""
+    to reach it elsewhere (`FakeOptions.cpu_reads_gpu`)."""
     if view.__dlpack_device__()[0] == _DLPACK_CPU:
         return np.from_dlpack(view)
     item = np.dtype(view.dtype).itemsize
     last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
-    raw = (ctypes.c_uint8 * ((last + 1) * item)).from_address(view.address)
+    raw = (ctypes.c_uint8 * ((last + 1) * item)).from_address(cpu_address(view))
     return np.ndarray(view.shape, view.dtype, raw, strides=[step * item for step in view.strides])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def block_keys(token_ids: Sequence[int], block_tokens: int) -> Iterator[Key]:
         yield key
 
 
-class PrefixCache:
+class BlockCache:
     """Not thread-safe. The caller owns the memory behind the block ids."""
 
     def __init__(self, block_tokens: int) -> None:
@@ -72,7 +73,9 @@ class PrefixCache:
 
     def evict(self, count: int) -> list[int]:
         """Forget up to `count` idle blocks, least recently used first: free them."""
-        return [self._forget() for _ in range(min(count, len(self._idle)))]
+        blocks = list(islice(self._idle, count))
+        self.forget(blocks)
+        return blocks
 
     def idle(self) -> Iterator[int]:
         """Blocks without a user, least recently used first."""
@@ -81,19 +84,10 @@ class PrefixCache:
     def forget(self, blocks: Sequence[int]) -> None:
         """These idle blocks are no longer cached: free them."""
         for block in blocks:
-            del self._idle[block]
-            self._drop(block)
+            del self._idle[block], self._users[block]
+            del self._block_of[self._key_of.pop(block)]
 
     def _release(self, block: int) -> None:
         self._users[block] -= 1
         if self._users[block] == 0:
             self._idle[block] = None
-
-    def _forget(self) -> int:
-        block, _ = self._idle.popitem(last=False)
-        self._drop(block)
-        return block
-
-    def _drop(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
-        del self._users[block]

@@ -9,10 +9,11 @@ import kvcached
 from kvcached import StoredWeights, WeightArena
 from kvcached.errors import KvcachedError, NoRoomError
 from prism.engines.core import EngineContext
+from prism.engines.fake.cpu_view import cpu_address
 from prism.engines.links import LoadLinks
+from prism.engines.weight_store import open_store
 from prism.errors import ActivationError, ConfigError, EngineError
-from prism.messages import ModelSpec
-from prism.weight_store import open_store
+from prism.messages.models import ModelSpec
 
 
 class CorruptWeightsError(EngineError):
@@ -63,6 +64,6 @@ def _compare(arena: WeightArena, stored: StoredWeights) -> None:
     for name, spec in stored.specs.items():
         if spec.size_bytes == 0:
             continue
-        arrived = ctypes.string_at(arena[name].address, spec.size_bytes)
+        arrived = ctypes.string_at(cpu_address(arena[name]), spec.size_bytes)
         if memoryview(arrived) != memoryview(stored.buffer(name)):
             raise CorruptWeightsError(f"{name} of {arena.what} is not what the store has")

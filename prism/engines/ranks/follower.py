@@ -8,12 +8,18 @@ import kvcached
 from prism.engines.core import EngineCore
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.leader import outcome
-from prism.engines.ranks.orders import AskStatus, FromLeader, RankStatus, Shrink, Step, Verdict
+from prism.engines.ranks.orders import (
+    ActivationVote,
+    AskStatus,
+    FromLeader,
+    RankStatus,
+    RankStep,
+    Shrink,
+)
 from prism.errors import RankLostError
-from prism.messages import (
-    Activate,
+from prism.messages.engine import (
     Activated,
-    Cancel,
+    ActivateEngine,
     Deactivate,
     Export,
     Exported,
@@ -21,6 +27,7 @@ from prism.messages import (
     Shutdown,
     Submit,
 )
+from prism.messages.requests import Cancel
 
 
 class Follower:
@@ -45,14 +52,14 @@ class Follower:
                 self._obey(order)
 
     def _note(self, size_bytes: int | None) -> kvcached.Shrunk:
-        """The caches of all ranks must stay alike: rank 0 hears of it with the next status, and
-        all give the same."""
+        """Gives nothing back yet, since the caches of all ranks must stay alike. Rank 0 learns of
+        it with the next status, and all ranks give the same."""
         self._asked.append(size_bytes)
         return kvcached.Shrunk()
 
     def _obey(self, order: FromLeader) -> None:
         match order:
-            case Step():
+            case RankStep():
                 self._core.step()
             case Submit(requests=requests):
                 self._core.submit(requests)
@@ -66,7 +73,7 @@ class Follower:
                 self._core.set_limit(limit_bytes)
             case AskStatus():
                 self._tell_status()
-            case Activate():
+            case ActivateEngine():
                 self._activate(order)
             case Deactivate():
                 self._asked.clear()
@@ -74,13 +81,13 @@ class Follower:
             case _:
                 raise RankLostError(f"rank 0 is out of step: it sent {type(order).__name__}")
 
-    def _activate(self, order: Activate) -> None:
+    def _activate(self, order: ActivateEngine) -> None:
         own = outcome(self._core, order)
         self._group.answer(own)
-        verdict = self._group.order()
-        if not isinstance(verdict, Verdict):
-            raise RankLostError(f"rank 0 is out of step: it sent {type(verdict).__name__}")
-        if isinstance(own, Activated) and not verdict.ok:
+        vote = self._group.order()
+        if not isinstance(vote, ActivationVote):
+            raise RankLostError(f"rank 0 is out of step: it sent {type(vote).__name__}")
+        if isinstance(own, Activated) and not vote.ok:
             self._core.deactivate()
 
     def _tell_status(self) -> None:

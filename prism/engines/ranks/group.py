@@ -19,10 +19,10 @@ _LENGTH_BYTES = 8
 class RankGroup:
     """One rank's view. All ranks make the same collective calls in the same order.
 
-    Blocking, without a time limit: a rank that stands still stalls the engine, whose agent then
-    ends rank 0, and with it its sockets. Every call raises RankLostError once a rank is gone or
-    says something else than was its turn: the engine must end then, since no rank knows what the
-    others did. Thread rule: one thread.
+    Calls block without a time limit: a suspended rank stalls the engine, whose agent then ends rank
+    0, and with it its sockets. Every call raises RankLostError once a rank is gone or sends another
+    message than was due. The engine must end then, since no rank knows what the others did. Thread
+    rule: one thread.
     """
 
     def __init__(

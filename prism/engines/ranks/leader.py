@@ -10,27 +10,27 @@ from collections.abc import Sequence
 import msgspec
 
 import kvcached
+from prism.config.memory import shard_of
 from prism.engines.core import EngineCore, ShrinkCall, StepOutput, activation_failed
 from prism.engines.kv_direct import of_all_ranks
 from prism.engines.ranks.group import RankGroup
-from prism.engines.ranks.orders import AskStatus, RankStatus, Shrink, Step, Verdict
+from prism.engines.ranks.orders import ActivationVote, AskStatus, RankStatus, RankStep, Shrink
 from prism.errors import ActivationError, RankLostError, SelfCheckError
-from prism.messages import (
-    Activate,
+from prism.messages import Wire
+from prism.messages.engine import (
     Activated,
+    ActivateEngine,
     ActivationFailed,
-    Cancel,
     Deactivate,
     EngineStatus,
     Export,
     Exported,
-    Request,
     SetLimit,
     Shutdown,
     Submit,
-    Wire,
 )
-from prism.model_memory import shard_of
+from prism.messages.gpu import OutsideMemory
+from prism.messages.requests import Cancel, Request
 
 
 class LeaderCore:
@@ -47,7 +47,7 @@ class LeaderCore:
         self._pids = list(pids)
         self._asked: list[int | None] = []
 
-    def activate(self, order: Activate) -> Activated:
+    def activate(self, order: ActivateEngine) -> Activated:
         """On all ranks at once. Raises ActivationError if any of them cannot; none serves then."""
         model = shard_of(order.model, self._group.size)
         order = msgspec.structs.replace(order, model=model)
@@ -55,7 +55,7 @@ class LeaderCore:
         own = outcome(self._core, order)
         everyone = [own, *self._group.gather((Activated, ActivationFailed))]
         failures = [(r, f) for r, f in enumerate(everyone) if isinstance(f, ActivationFailed)]
-        self._group.tell(Verdict(not failures))
+        self._group.tell(ActivationVote(not failures))
         if isinstance(own, Activated) and not failures:
             return msgspec.structs.replace(own, link_bytes=_total(everyone))
         if isinstance(own, Activated):
@@ -87,7 +87,7 @@ class LeaderCore:
         return self._core.handing_over() or any(o.handing_over for o in self._ask_others())
 
     def step(self) -> StepOutput:
-        self._group.tell(Step())
+        self._group.tell(RankStep())
         return self._core.step()
 
     # --- memory ----------------------------------------------------------------------------
@@ -123,6 +123,7 @@ class LeaderCore:
             available_tokens=min(s.available_tokens for s in everyone),
             free_mapped_tokens=min(s.free_mapped_tokens for s in everyone),
             evictable_tokens=min(s.evictable_tokens for s in everyone),
+            outside=_worst(own.outside, [s.outside for s in everyone if s.outside is not None]),
         )
 
     def _ask_others(self) -> list[RankStatus]:
@@ -143,7 +144,7 @@ class LeaderCore:
         self._pids.clear()
 
 
-def outcome(core: EngineCore, order: Activate) -> Activated | ActivationFailed:
+def outcome(core: EngineCore, order: ActivateEngine) -> Activated | ActivationFailed:
     try:
         return core.activate(order)
     except ActivationError as error:
@@ -156,6 +157,15 @@ def _total(everyone: Sequence[Wire]) -> dict[str, int]:
     for rank in everyone:
         total.update(rank.link_bytes if isinstance(rank, Activated) else {})
     return dict(total)
+
+
+def _worst(own: OutsideMemory | None, everyone: Sequence[OutsideMemory]) -> OutsideMemory | None:
+    """Of the rank that holds most beyond its lease, under this process's number; None on host
+    devices."""
+    if own is None:
+        return None
+    worst = max(everyone, key=lambda rank: rank.excess_bytes)
+    return msgspec.structs.replace(worst, driver_pid=own.driver_pid)
 
 
 def _error(failures: Sequence[tuple[int, ActivationFailed]]) -> ActivationError:

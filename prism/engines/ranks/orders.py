@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from prism.messages import (
-    Activate,
+from prism.messages import Wire
+from prism.messages.engine import (
     Activated,
+    ActivateEngine,
     ActivationFailed,
-    Cancel,
     Deactivate,
     EngineStatus,
     Export,
@@ -14,8 +14,8 @@ from prism.messages import (
     SetLimit,
     Shutdown,
     Submit,
-    Wire,
 )
+from prism.messages.requests import Cancel
 
 
 class Vote(Wire, frozen=True):
@@ -24,13 +24,13 @@ class Vote(Wire, frozen=True):
     value: int
 
 
-class Verdict(Wire, frozen=True):
-    """Whether the model is up on all ranks. If not, those where it came up take it down."""
+class ActivationVote(Wire, frozen=True):
+    """Whether the model is up on all ranks. If not, ranks where it came up take it down."""
 
     ok: bool
 
 
-class Step(Wire, frozen=True):
+class RankStep(Wire, frozen=True):
     """One continuous-batching step."""
 
 
@@ -45,17 +45,17 @@ class AskStatus(Wire, frozen=True):
 
 
 class RankStatus(Wire, frozen=True):
-    """`asked`: the ledger asked this rank for memory since the last answer, for `asked_bytes`
-    (None: for all that can go). `handing_over`: see `EngineCore`."""
-
     status: EngineStatus
+    # The ledger asked this rank for memory since the last answer.
     asked: bool = False
+    # None: all that can go.
     asked_bytes: int | None = None
+    # See `EngineCore`.
     handing_over: bool = False
 
 
 FromLeader = (
-    Activate
+    ActivateEngine
     | Deactivate
     | Submit
     | Cancel
@@ -63,8 +63,8 @@ FromLeader = (
     | SetLimit
     | Shutdown
     | Vote
-    | Verdict
-    | Step
+    | ActivationVote
+    | RankStep
     | Shrink
     | AskStatus
 )

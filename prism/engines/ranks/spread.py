@@ -1,4 +1,5 @@
-"""Starting the ranks of an engine: forked from it before it does anything else."""
+"""Starting the ranks of an engine: forked from it before it does anything else, or started afresh
+where it must not fork."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,11 +26,34 @@ Create = Callable[[EngineContext], EngineCore]
 log = logging.getLogger("prism.engine")
 
 
-def spread(context: EngineContext, create: Create, peers: Sequence[str]) -> Create:
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A rank above 0 that is to be started."""
+
+    # Names the rank's own device and engine id.
+    context: EngineContext
+    rank: int
+    size: int
+    # Its end of the socket to rank 0.
+    link: socket.socket
+    # Where the ranks meet.
+    folder: Path
+
+
+StartRank = Callable[[RankPlace], int]
+
+
+def spread(
+    context: EngineContext,
+    create: Create,
+    peers: Sequence[str],
+    start: StartRank | None = None,
+) -> Create:
     """`create` for rank 0 of an engine whose other ranks run on the devices `peers` from now on.
 
     Without peers it is `create` itself. A rank dies with rank 0 and ends when its socket does.
-    REQUIRES: this process has one thread and no socket of its own yet.
+    `start` starts one and returns its pid; by default it is forked, and this process must have one
+    thread and no socket of its own yet.
     """
     if not peers:
         return create
@@ -39,17 +64,11 @@ def spread(context: EngineContext, create: Create, peers: Sequence[str]) -> Crea
     for rank, device in enumerate(peers, 1):
         ours, theirs = socket.socketpair()
         links.append(ours)
-        parent_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            for link in links:
-                link.close()
-            group = RankGroup(rank, size, [theirs], str(folder))
-            name = rank_name(context.engine_id, rank)
-            own = dataclasses.replace(context, engine_id=name, device=device, ranks=group)
-            _be_follower(own, create, parent_pid)
+        name = rank_name(context.engine_id, rank)
+        own = dataclasses.replace(context, engine_id=name, device=device)
+        place = RankPlace(own, rank, size, theirs, folder)
+        pids.append(start(place) if start else _fork(place, create, links))
         theirs.close()
-        pids.append(pid)
     group = RankGroup(0, size, links, str(folder))
 
     def create_leader(own: EngineContext) -> EngineCore:
@@ -64,6 +83,18 @@ def rank_name(engine_id: str, rank: int) -> str:
     return f"{engine_id}.{rank}"
 
 
+def follow(place: RankPlace, create: Create) -> None:
+    """The body of a rank above 0: until rank 0 shuts down. Raises what the core raises."""
+    group = RankGroup(place.rank, place.size, [place.link], str(place.folder))
+    core = create(dataclasses.replace(place.context, ranks=group))
+    try:
+        Follower(core, group).run()
+    except RankLostError as error:
+        log.warning("%s ends: %s", place.context.engine_id, error)
+        raise
+    core.close()
+
+
 def _folder(context: EngineContext) -> Path:
     """Where this engine's ranks meet. Engine ids are not used twice in a run directory, but one
     that a killed predecessor of the agent left behind is."""
@@ -73,19 +104,27 @@ def _folder(context: EngineContext) -> Path:
     return folder
 
 
-def _be_follower(context: EngineContext, create: Create, parent_pid: int) -> NoReturn:
-    """Never returns; `os._exit`, as in the nursery's children."""
+def _fork(place: RankPlace, create: Create, links: Sequence[socket.socket]) -> int:
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        for link in links:
+            link.close()
+        _be_follower(place, create, parent_pid)
+    return pid
+
+
+def _be_follower(place: RankPlace, create: Create, parent_pid: int) -> NoReturn:
+    """Never returns; `os._exit`, as in the fork server's children."""
     status = 1
     try:
         die_with_parent(parent_pid)
-        core = create(context)
-        Follower(core, context.ranks).run()
-        core.close()
+        follow(place, create)
         status = 0
-    except RankLostError as error:
-        log.warning("%s ends: %s", context.engine_id, error)
+    except RankLostError:
+        pass
     except BaseException:
-        log.exception("%s ends", context.engine_id)
+        log.exception("%s ends", place.context.engine_id)
     finally:
         sys.stderr.flush()
         os._exit(status)

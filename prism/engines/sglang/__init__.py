@@ -3,9 +3,10 @@
 The modules, in the order a model meets them: `stubs` and `platform` (before the import of
 sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear down),
 `kv_pool`, `allocator`, `budget` (SGLang's memory on kvcached), `scheduler` (fed in-process),
-`requests` (conversion), `core` (the EngineCore).
+`requests` (conversion), `active` (the model being served), `core` (the EngineCore).
 """
 
-from prism.engines.sglang.adapter import create, lacks, preload, weight_key
+from prism.engines.sglang.adapter import create, preload
+from prism.engines.sglang.gpu import lacks, needs, weight_key
 
-__all__ = ["create", "lacks", "preload", "weight_key"]
+__all__ = ["create", "lacks", "needs", "preload", "weight_key"]

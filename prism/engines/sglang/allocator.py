@@ -1,22 +1,31 @@
 """SGLang's paged allocator over kvcached blocks (SGLang's page = kvcached's block).
 
-Blocks are taken from kvcached into a *hand* (SGLang's own `free_pages` tensor) before SGLang
-slices them off its head. The hand closes the gap between "is there room" and "allocate": other
-engines of the device compete for the same pages, so a promise is kept only by holding the blocks.
-What a step leaves in the hand goes back at its end.
+Blocks are taken from kvcached and held (in SGLang's own `free_pages` tensor) before SGLang slices
+them off its head. SGLang asks "is there room" first and allocates later, and other engines of the
+device compete for the same pages: only held blocks keep the promise. The blocks that a step does
+not use go back at its end.
+
+The books are kept on the CPU, beside the tensor that SGLang's kernels read: to read ids back from
+a GPU would wait for everything that runs there. Only blocks that SGLang frees must be read back.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.utils import get_num_new_pages
 
 from prism.engines.sglang.budget import KvcachedBudget
 from prism.engines.sglang.memory import active_memory
+
+Ids = NDArray[np.int64]
+
+_NO_BLOCKS: Ids = np.empty(0, dtype=np.int64)
 
 
 class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
@@ -33,6 +42,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self._rank_kv = memory.rank_kv()
         self._ranks = memory.ranks
         self._live = torch.zeros(0, dtype=torch.bool)
+        self._held = _NO_BLOCKS  # the ids in `free_pages`
         self._tree_cache: Any = None
         super().__init__(*args, **kwargs)
 
@@ -42,37 +52,44 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return (self.num_pages - self._live_pages) * self.page_size
 
     def attainable_tokens(self) -> int:
-        """Tokens that could be allocated now without evicting: hand, mapped and ledger's room."""
+        """Tokens that could be allocated now without evicting: held, mapped, ledger's room."""
         return (len(self.free_pages) + self._kv.available_blocks()) * self.page_size
 
     def agreed_tokens(self) -> int:
         """`attainable_tokens` of the rank with the least; a collective of all ranks."""
         return self._ranks.least(self.attainable_tokens())
 
-    def secure(self, pages: int, tree_cache: Any) -> bool:
-        """Hold `pages` blocks in the hand, evicting own prefix cache when the device is full."""
+    def reserve_blocks(self, pages: int, tree_cache: Any) -> bool:
+        """Hold `pages` blocks, evicting own prefix cache when the device is full."""
         self._tree_cache = tree_cache
-        while not self._take(pages):
+        while not self._hold(pages):
             short = pages * self.page_size - self.agreed_tokens()
             if tree_cache is None or not self.evict_cache(tree_cache, max(short, self.page_size)):
                 return False
         return True
 
-    def return_hand(self) -> None:
+    def return_held_blocks(self) -> None:
         """Give back the blocks that the last step did not use."""
-        if self.free_pages is not None and len(self.free_pages):
-            self._kv.free_kv(self.free_pages.cpu().numpy())
-            self.free_pages = self._no_pages()
+        if len(self._held):
+            self._kv.free_kv(self._held)
+            self._held, self.free_pages = _NO_BLOCKS, self._no_pages()
 
-    def _take(self, pages: int) -> bool:
+    def _hold(self, pages: int) -> bool:
         missing = pages - len(self.free_pages)
         if missing <= 0:
             return True
         ids = self._rank_kv.alloc_kv(missing)
         if ids is None:
             return False
-        self.free_pages = torch.cat((self.free_pages, torch.from_numpy(ids).to(self.device)))
+        self._held = np.concatenate((self._held, ids))
+        self.free_pages = torch.cat((self.free_pages, self._on_device(ids)))
         return True
+
+    def _on_device(self, ids: Ids) -> torch.Tensor:
+        """Without waiting for what runs there."""
+        if torch.device(self.device).type != "cuda":
+            return torch.from_numpy(ids).to(self.device)
+        return torch.from_numpy(ids).pin_memory().to(self.device, non_blocking=True)
 
     def evict_cache(self, tree_cache: Any, tokens: int | None) -> int:
         """Free about `tokens` (None: all) of unused prefix cache, the least recently used first."""
@@ -89,20 +106,19 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return KvcachedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
-        """Nothing: capacity is secured exactly, by the budget and `check_decode_capacity`."""
+        """Nothing: capacity is reserved exactly, by the budget and `check_decode_capacity`."""
 
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
-        return self.secure(-(-num_tokens // self.page_size), tree_cache)
+        return self.reserve_blocks(-(-num_tokens // self.page_size), tree_cache)
 
-    # --- allocation: stock code, once the hand holds enough --------------------------------
+    # --- allocation: stock code, once enough blocks are held -------------------------------
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        if not self.secure(need_size // self.page_size, self._tree_cache):
+        if not self.reserve_blocks(need_size // self.page_size, self._tree_cache):
             return None
-        held = self.free_pages
-        return self._counted(held, super().alloc(need_size))
+        return self._counted(super().alloc(need_size))
 
     def alloc_extend(  # noqa: PLR0917 (SGLang's signature)
         self,
@@ -117,9 +133,8 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         pages = get_num_new_pages(
             seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
         )
-        if not self.secure(pages, self._tree_cache):
+        if not self.reserve_blocks(pages, self._tree_cache):
             return None
-        held = self.free_pages
         slots = super().alloc_extend(
             prefix_lens,
             prefix_lens_cpu,
@@ -129,22 +144,22 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             extend_num_tokens,
             num_new_pages=pages,
         )
-        return self._counted(held, slots)
+        return self._counted(slots)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
-        if not self.secure(pages, self._tree_cache):
+        if not self.reserve_blocks(pages, self._tree_cache):
             return None
-        held = self.free_pages
-        return self._counted(held, super().alloc_decode(seq_lens, seq_lens_cpu, last_loc))
+        return self._counted(super().alloc_decode(seq_lens, seq_lens_cpu, last_loc))
 
-    def _counted(self, held: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor | None:
-        """Mark the blocks that were sliced off the head of the hand as live."""
-        used = held[: len(held) - len(self.free_pages)]
-        self._live[used.cpu()] = True
-        self._live_pages += len(used)
+    def _counted(self, slots: torch.Tensor | None) -> torch.Tensor | None:
+        """Mark the blocks that were sliced off the held ones as live."""
+        count = len(self._held) - len(self.free_pages)
+        used, self._held = self._held[:count], self._held[count:]
+        self._live[torch.from_numpy(used)] = True
+        self._live_pages += count
         return slots
 
     # --- the single points of release ------------------------------------------------------
@@ -159,7 +174,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         held = torch.nonzero(self._live).flatten()
         if len(held):
             self._kv.free_kv(held.numpy())
-        self.return_hand()
+        self.return_held_blocks()
         self.free_pages = self._no_pages()
         self.free_group = None
         self.free_page_ids_group: list[torch.Tensor] = []

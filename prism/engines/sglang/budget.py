@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
-    """One prefill pass. A request is admitted only with its blocks in the allocator's hand."""
+    """One prefill pass. A request is admitted only once the allocator holds its blocks."""
 
     allocator: KvcachedAllocator
 
@@ -39,7 +39,7 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
         if needed > self.remaining_total:
             return False, None
         now = extend_input_len if chunk_limit is None else min(extend_input_len, chunk_limit)
-        return (True, chunk_limit) if self._secure(now) else (False, None)
+        return (True, chunk_limit) if self._reserve_blocks(now) else (False, None)
 
     def available_chunk_tokens(self, chunk_limit: int) -> int:
         return chunk_limit
@@ -48,14 +48,16 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
         self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
     ) -> int | None:
         """None parks the chunked request: the running ones go on and free its blocks."""
-        return chunk_limit if self._secure(min(extend_input_len, chunk_limit)) else None
+        return chunk_limit if self._reserve_blocks(min(extend_input_len, chunk_limit)) else None
 
     def reserve(self, extend_input_len: int, max_new_tokens: int, **kwargs: Any) -> None:
         super().reserve(extend_input_len, max_new_tokens, **kwargs)
         self._granted_pages += self._pages(extend_input_len)
 
-    def _secure(self, tokens: int) -> bool:
-        return self.allocator.secure(self._granted_pages + self._pages(tokens), self.tree_cache)
+    def _reserve_blocks(self, tokens: int) -> bool:
+        return self.allocator.reserve_blocks(
+            self._granted_pages + self._pages(tokens), self.tree_cache
+        )
 
     def _pages(self, tokens: int) -> int:
         return int(self.ceil_paged_tokens(tokens)) // int(self.page_size)

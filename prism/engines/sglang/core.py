@@ -7,24 +7,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import msgspec
+import torch
 
 import kvcached
-from prism.engines.core import EngineContext, ShrinkCall, StepOutput
+from prism.config.memory import BLOCK_TOKENS
+from prism.costs.prefill_speed import Speed
+from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
+from prism.engines.gpu_share import GpuShare
 from prism.engines.kv_direct import DirectMoves
-from prism.engines.links import LoadLinks
-from prism.engines.sglang import gpu, host, moving, requests, warm_up
-from prism.engines.sglang.memory import EngineMemory, plan
-from prism.engines.sglang.radix_pages import RadixPages
+from prism.engines.sglang import gpu, host, requests, warm_up
+from prism.engines.sglang.active import ActiveModel
+from prism.engines.sglang.decode_graphs import DecodeGraphs
+from prism.engines.sglang.memory import EngineMemory, MemoryPlan, plan
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
 from prism.engines.sglang.weights import ModelWeights, StoreAccess
 from prism.engines.timeline import Timeline
-from prism.errors import ActivationError, RankLostError, RequestError, SelfCheckError
-from prism.messages import Activate, Activated, Chunk, EngineStatus, Failure, Request
-from prism.model_memory import BLOCK_TOKENS
-from prism.prefill_speed import Speed
-from prism.weight_store import open_store
+from prism.errors import (
+    ActivationError,
+    EngineError,
+    RankLostError,
+    RequestError,
+    RequestsFailedError,
+    SelfCheckError,
+)
+from prism.messages.engine import Activated, ActivateEngine, EngineStatus
+from prism.messages.gpu import OutsideMemory
+from prism.messages.requests import Chunk, Failure, Request
 
 
 @dataclass(slots=True)
@@ -32,24 +42,6 @@ class _Running:
     request: Request
     sent_tokens: int = 0
     cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Totals:
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    retractions: int = 0
-    imported_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Active:
-    """The model being served."""
-
-    order: Activate
-    memory: EngineMemory
-    scheduler: InProcessScheduler
-    direct: DirectMoves
 
 
 class SglangCore:
@@ -62,22 +54,24 @@ class SglangCore:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._device = context.open_device()
-        self._client = self._device.client(context.engine_id)
+        self._client, self._share = GpuShare.open(context, self._device, gpu.needs(context.device))
         place = context.config.device(context.device)
         # KV space and weights of one model after another are laid out in these addresses.
-        self._client.reserve_addresses(2 * _whole(place.capacity_bytes, place.page_bytes))
-        self._access = store_access(context, self._client)
+        pages = -(-place.capacity_bytes // place.page_bytes)
+        self._client.reserve_addresses(2 * pages * place.page_bytes)
+        self._access = StoreAccess.open(context, self._client)
         self._links = self._access.links
-        self._active: _Active | None = None
+        self._active: ActiveModel | None = None
         self._by_rid: dict[str, _Running] = {}
         self._rids = itertools.count()
         self._rejected: list[Failure] = []
-        self._totals = _Totals()
+        self._totals = RequestTotals()
         self._speeds: dict[str, Speed] = {}
+        self._broken: EngineError | None = None
 
     # --- the model's life ------------------------------------------------------------------
 
-    def activate(self, order: Activate) -> Activated:
+    def activate(self, order: ActivateEngine) -> Activated:
         """Stages: "shrink" (others make room), "reserve" (it in the ledger), "store" (SGLang's
         configuration, the files' hash, the stored copy), "layout" (the model on the meta device,
         its parameters in pages), "weights", "build" (KV space, SGLang's scheduler), "warm_up",
@@ -88,22 +82,14 @@ class SglangCore:
             order,
             capacity_bytes=place.capacity_bytes,
             page_bytes=place.page_bytes,
-            static_bytes=self._context.config.engine.static_bytes,
+            static_bytes=self._share.model_bytes(),
         )
-        weights = ModelWeights(self._client, self._access, order.model)
-        memory = EngineMemory(
-            self._client,
-            self._device,
-            weights,
-            order=order,
-            plan=layout,
-            timeline=timeline,
-            ranks=self._context.ranks,
-        )
+        memory = self._reserve(order, layout, timeline)
         timeline.enter("store")
         scheduler, fingerprint = self._build(order, memory)
-        direct = DirectMoves(memory.kv, self._context.ranks, self._context.config.engine)
-        self._active = _Active(order, memory, scheduler, direct)
+        direct = DirectMoves(memory.kv, self._context.ranks, self._context.config)
+        graphs = DecodeGraphs(scheduler, self._context.ranks.size)
+        self._active = ActiveModel(order, memory, scheduler, direct, graphs)
         return Activated(
             model=order.model.name,
             quantum_bytes=layout.quantum_bytes,
@@ -118,17 +104,39 @@ class SglangCore:
             link_bytes=memory.weights.link_bytes,
         )
 
+    def _reserve(
+        self, order: ActivateEngine, layout: MemoryPlan, timeline: Timeline
+    ) -> EngineMemory:
+        weights = ModelWeights(self._client, self._access, order.model)
+        ranks = self._context.ranks
+        try:
+            return EngineMemory(
+                self._client,
+                self._device,
+                weights,
+                order=order,
+                plan=layout,
+                timeline=timeline,
+                ranks=ranks,
+            )
+        except ActivationError:
+            self._share.settle(served=False)
+            raise
+
     def _build(
-        self, order: Activate, memory: EngineMemory
+        self, order: ActivateEngine, memory: EngineMemory
     ) -> tuple[InProcessScheduler, tuple[int, ...]]:
         """SGLang raises errors of every kind for bad files; all mean that this model cannot run."""
         scheduler: InProcessScheduler | None = None
         try:
             engine, device = self._context.config.engine, self._context.device
-            gpu.adopt(self._client, device, engine.static_bytes)
-            scheduler = host.build(order, memory, engine.prefill_chunk_tokens, device)
+            gpu.adopt(self._client, device, self._share.torch_cap_bytes)
+            scheduler = host.build(order, memory, engine, device)
+            gpu.name_streams(self._client, device, scheduler)
             memory.timeline.enter("warm_up")
             fingerprint = warm_up.run(scheduler, order, memory.weights.fingerprint())
+            if gpu.is_gpu(device):
+                warm_up.sample(scheduler, order)
             memory.timeline.enter("keep")
             memory.weights.save_copy(fingerprint)
             return scheduler, fingerprint
@@ -137,12 +145,13 @@ class SglangCore:
         except Exception as error:  # noqa: BLE001
             if isinstance(error, SelfCheckError):
                 memory.weights.discard_copy(str(error))
-            failure = _failure(order, error)
+            failure = _activation_error(order, error, device)
             error.__traceback__ = None
-        host.tear_down(scheduler)
+        host.tear_down(scheduler, device)
         del scheduler
-        host.release_heap()
+        host.release_heap(device)
         memory.release()
+        self._share.settle(served=False)
         raise failure
 
     def deactivate(self) -> None:
@@ -152,11 +161,12 @@ class SglangCore:
         self._totals.retractions += active.scheduler.retractions_total
         self._by_rid.clear()
         self._rejected.clear()
-        memory = active.memory
-        host.tear_down(active.scheduler)
+        memory, device = active.memory, self._context.device
+        host.tear_down(active.scheduler, device)
         del active
-        host.release_heap()
+        host.release_heap(device)
         memory.release()
+        self._share.settle()
 
     def close(self) -> None:
         self.deactivate()
@@ -176,16 +186,7 @@ class SglangCore:
         return self._client.answer_requests(shrink or self.shrink) is not None or lent
 
     def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
-        """Give memory back: spare pages, then pages of the radix cache, chosen by page or, with
-        other ranks, by age."""
-        if self._active is None:
-            return kvcached.Shrunk()
-        scheduler = self._active.scheduler
-        memory, tree = self._active.memory, scheduler.tree_cache
-        allocator = scheduler.token_to_kv_pool_allocator
-        if memory.ranks.size > 1:
-            return memory.rank_kv().shrink(size_bytes, partial(allocator.evict_cache, tree))
-        return memory.kv.shrink(size_bytes, RadixPages(tree, allocator))
+        return self._active.shrink(size_bytes) if self._active else kvcached.Shrunk()
 
     # --- requests --------------------------------------------------------------------------
 
@@ -194,22 +195,14 @@ class SglangCore:
         for request in requests_:
             rid = f"{next(self._rids)}/"  # the slash: SGLang cancels by prefix of the id
             try:
-                converted = requests.convert(
-                    request,
-                    rid,
-                    context_length=active.order.model.context_length,
-                    vocab_size=active.scheduler.model_config.vocab_size,
-                )
+                self._totals.imported_tokens += active.submit(request, rid)
             except RequestError as error:
                 self._rejected.append(requests.failure(request, error))
                 continue
-            resume = request.resume
-            self._by_rid[rid] = _Running(request, len(resume.output_ids) if resume else 0)
+            self._by_rid[rid] = _Running(
+                request, len(request.resume.output_ids) if request.resume else 0
+            )
             self._totals.prompt_tokens += len(request.prompt_ids)
-            active.scheduler.process_input_requests([converted])
-            req = active.scheduler.find(rid) if resume else None
-            if resume is not None and req is not None:
-                self._totals.imported_tokens += moving.join(active, req, resume)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
@@ -219,23 +212,13 @@ class SglangCore:
                 self._required().scheduler.cancel(rid)
 
     def export(self, targets: Sequence[str] = ()) -> list[Request]:
-        """Other ranks have the rest of the KV: it goes from rank to rank, or is computed again."""
-        if self._active is None:
+        active, moves_dir = self._active, self._context.config.moves_dir
+        if active is None:
             return []
-        running = [(rid, r) for rid, r in self._by_rid.items() if not r.cancelled]
-        return [self._take_out(self._active, rid, r.request, targets) for rid, r in running]
-
-    def _take_out(
-        self, active: _Active, rid: str, request: Request, targets: Sequence[str]
-    ) -> Request:
-        folder = self._context.config.moves_dir if active.memory.ranks.size == 1 else ""
-        req = active.scheduler.find(rid)
-        if req is not None:
-            resume = moving.leave(active, req, targets, folder)
-            request = msgspec.structs.replace(request, resume=resume)
-        active.scheduler.cancel(rid)
-        del self._by_rid[rid]
-        return request
+        leaving = [(rid, r.request) for rid, r in self._by_rid.items() if not r.cancelled]
+        for rid, _ in leaving:
+            del self._by_rid[rid]
+        return [active.take_out(rid, request, targets, moves_dir) for rid, request in leaving]
 
     def handing_over(self) -> bool:
         return self._active is not None and self._active.memory.kv.open_offers() > 0
@@ -243,19 +226,40 @@ class SglangCore:
     def step(self) -> StepOutput:
         output = StepOutput(failures=self._rejected)
         self._rejected = []
-        if self._active is None:
+        if self._broken is not None:
+            raise self._broken
+        active = self._active
+        if active is None:
             return output
-        scheduler = self._active.scheduler
-        if not scheduler.is_fully_idle():
-            self._measured_step(self._active)
-        for emission in scheduler.outbox.take():
+        is_idle = active.scheduler.is_fully_idle()
+        if not active.graphs.between_steps(is_idle=is_idle) and not is_idle:
+            self._computing_step(active, output)
+        for emission in active.scheduler.outbox.take():
             self._deliver(emission, output)
-        output.busy = not scheduler.is_fully_idle()
-        if not output.busy:
-            self._active.memory.kv.trim()
+        is_idle = active.scheduler.is_fully_idle()
+        if is_idle and not gpu.is_gpu(self._context.device):
+            active.memory.kv.trim()  # a GPU's pages stay ready; kvcached's thread gives them back
+        output.busy = self._broken is not None or not is_idle or active.graphs.pending
         return output
 
-    def _measured_step(self, active: _Active) -> None:
+    def _computing_step(self, active: ActiveModel, output: StepOutput) -> None:
+        """torch without memory in the middle of a step leaves SGLang's state unknown. The requests
+        of that step end, lest they do the same to the next engine, and this engine at its next
+        step."""
+        try:
+            self._measured_step(active)
+        except torch.OutOfMemoryError as error:
+            text = _short_of_memory(self._context.device, error)
+            self._broken = RequestsFailedError(text)
+            if active.memory.ranks.size > 1:
+                self._broken = EngineError(text)
+                raise self._broken from error  # the other ranks wait for this one
+            for req in active.scheduler.stepping_reqs():
+                if (running := self._by_rid.pop(req.rid, None)) is not None:
+                    lost = running.request
+                    output.failures.append(Failure(lost.id, lost.attempt, "engine_memory", text))
+
+    def _measured_step(self, active: ActiveModel) -> None:
         started_s = time.monotonic()
         batch = active.scheduler.step()
         if batch is not None and batch.forward_mode.is_extend():
@@ -271,13 +275,15 @@ class SglangCore:
         self._totals.output_tokens += len(emission.token_ids)
         if emission.finish is not None:
             del self._by_rid[emission.rid]
+            self._required().graphs.answered()
         request, finish = running.request, emission.finish
         if finish == "abort":
             finish = "cancelled"
         if finish == "cancelled" and not running.cancelled:
             message = emission.message or "SGLang ended the request"
-            failure = Failure(request.id, request.attempt, "engine_error", message, True)
-            output.failures.append(failure)
+            output.failures.append(
+                Failure(request.id, request.attempt, "engine_error", message, True)
+            )
             return
         cached = emission.cached_tokens if first_index == 0 else 0
         output.chunks.append(
@@ -287,77 +293,53 @@ class SglangCore:
     # --- status ----------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        active = self._active
-        if active is None:
-            return self._idle_status()
-        scheduler, kv = active.scheduler, active.memory.kv
-        allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-        evictable = int(tree.evictable_size())
-        speed = self._speeds.get(active.order.model.name)
-        usage = self._client.usage()
-        self._publish_evictable(active, evictable, usage.committed_bytes)
-        waiting = scheduler.waiting_reqs()
+        active, totals, usage = self._active, self._totals, self._client.usage()
+        retractions = totals.retractions
+        figures: dict[str, Any] = {}
+        if active is not None:
+            self._client.publish_evictable(active.evictable_bytes(usage.committed_bytes))
+            retractions += active.scheduler.retractions_total
+            figures = active.figures()
+            figures["running"] = len(self._by_rid) - figures["waiting"]
+            figures["kv_mapped_bytes"] = usage.committed_bytes
+            speed = self._speeds.get(figures["model"])
+            figures["prefill_tokens_per_s"] = speed.tokens_per_s if speed else 0.0
         return EngineStatus(
             engine_id=self._context.engine_id,
-            model=active.order.model.name,
-            running=len(self._by_rid) - len(waiting),
-            waiting=len(waiting),
-            available_tokens=allocator.attainable_tokens() + evictable,
-            free_mapped_tokens=kv.free_mapped_blocks() * BLOCK_TOKENS,
-            evictable_tokens=evictable,
-            pending_prefill_tokens=sum(scheduler.prefill_left(req) for req in waiting),
-            prefill_tokens_per_s=speed.tokens_per_s if speed else 0.0,
-            kv_mapped_bytes=usage.committed_bytes,
-            static_bytes=active.memory.static_bytes,
-            prompt_tokens_total=self._totals.prompt_tokens,
-            output_tokens_total=self._totals.output_tokens,
-            retractions_total=self._totals.retractions + scheduler.retractions_total,
+            prompt_tokens_total=totals.prompt_tokens,
+            output_tokens_total=totals.output_tokens,
+            retractions_total=retractions,
             maps_total=usage.maps,
             unmaps_total=usage.unmaps,
-            imported_tokens_total=self._totals.imported_tokens,
+            imported_tokens_total=totals.imported_tokens,
+            outside=self._outside(),
+            **({"model": None} | figures),
         )
 
-    def _publish_evictable(self, active: _Active, tokens: int, committed_bytes: int) -> None:
-        """An upper bound: which pages the cache shares with requests is looked at when it
-        matters."""
-        bound_bytes = committed_bytes - active.memory.kv.floor_bytes()
-        size_bytes = tokens * active.memory.plan.layout.token_bytes
-        self._client.publish_evictable(max(0, min(size_bytes, bound_bytes)))
+    def _outside(self) -> OutsideMemory | None:
+        return self._share.report(partial(gpu.torch_reserved_bytes, self._context.device))
 
-    def _idle_status(self) -> EngineStatus:
-        usage = self._client.usage()
-        return EngineStatus(
-            engine_id=self._context.engine_id,
-            model=None,
-            prompt_tokens_total=self._totals.prompt_tokens,
-            output_tokens_total=self._totals.output_tokens,
-            retractions_total=self._totals.retractions,
-            maps_total=usage.maps,
-            unmaps_total=usage.unmaps,
-        )
-
-    def _required(self) -> _Active:
+    def _required(self) -> ActiveModel:
         if self._active is None:
             raise RuntimeError("no model is active")
         return self._active
 
 
-def store_access(context: EngineContext, client: kvcached.Client) -> StoreAccess:
-    """The machine's weight store as `engine.weight_store` says, and the ways from it to the
-    client's memory."""
-    config, ranks = context.config, context.ranks
-    store = open_store(config)
-    links = LoadLinks(context, client) if store is not None else None
-    return StoreAccess(store, links, ranks.rank, ranks.size, context.device)
-
-
-def _whole(size_bytes: int, page_bytes: int) -> int:
-    return -(-size_bytes // page_bytes) * page_bytes
-
-
-def _failure(order: Activate, error: Exception) -> ActivationError:
+def _activation_error(order: ActivateEngine, error: Exception, device: str) -> ActivationError:
     """Ours say what is wrong already."""
     if isinstance(error, ActivationError):
         return type(error)(str(error), error.missing_bytes)
-    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, torch.OutOfMemoryError):
+        reason = _short_of_memory(device, error)
+    else:
+        reason = f"{type(error).__name__}: {error}"
     return ActivationError(f"model {order.model.name} could not be loaded: {reason}")
+
+
+def _short_of_memory(device: str, error: torch.OutOfMemoryError) -> str:
+    """What to do when torch may not have more: its cap is a part of the engine's lease."""
+    first = str(error).partition("\n")[0] or type(error).__name__
+    return (
+        f"torch ran out of the engine's own memory on {device} ({first}); raise engine.static, or"
+        " lower engine.max_running or engine.prefill_chunk_tokens"
+    )

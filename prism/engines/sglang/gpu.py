@@ -1,20 +1,41 @@
-"""What is different on a GPU. Written after SGLang's sources and CUDA's documents, not run yet."""
+"""What is different on a GPU."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import logging
 import os
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+from kvcached import WeightKey
+from prism.config.memory import GpuNeeds
+from prism.config.schema import is_gpu as is_gpu  # noqa: PLC0414 (the adapter asks this module)
+from prism.engines import cuda_facts
+from prism.messages.models import ModelSpec
 
 CUDA = "cuda"
 PLATFORM_ENTRY_POINT = "prism_cuda"
+TRITON = "triton"  # attention that needs no kernel library
 
 # Import names of what SGLang's CUDA path needs beside the wheel: its kernels, and Triton.
-_NEEDS = ("sgl_kernel", "triton")
+_NEEDS = ("sgl_kernel", TRITON)
 
+_ENVIRONMENT = {
+    # Asking for GPUs goes through NVML: CUDA must not be initialised before the fork.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Its GPUs must have like free memory, says SGLang; the ledger has promised each rank its own.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    # Compiling in this thread: a pool of compilers for each engine would take the host's cores.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    # A bar for each capture of one graph would fill the log.
+    "TQDM_DISABLE": "1",
+}
 
-def is_gpu(device: str) -> bool:
-    return device.startswith(f"{CUDA}:")
+log = logging.getLogger("prism.engine")
 
 
 def index_of(device: str) -> int:
@@ -29,25 +50,79 @@ def lacks(device: str) -> str:
         return ""
     return (
         f"{device} needs SGLang's CUDA kernels, and {', '.join(missing)} cannot be imported:"
-        " install prism-serving[sglang-cuda], or use host:0"
+        " run scripts/install --cuda, or use host:0"
     )
 
 
-def prepare(device: str) -> None:
-    """Choose the platform. REQUIRES: sglang is not imported yet.
+def needs(device: str) -> GpuNeeds:
+    """Planned for an H200, rounded up; code is that of SGLang's and torch's kernels."""
+    if not is_gpu(device):
+        return GpuNeeds()
+    return GpuNeeds(
+        context_bytes=512 << 20,
+        code_bytes=256 << 20,
+        driver_bytes=192 << 20,
+        ranks_bytes=256 << 20,
+        torch_min_bytes=256 << 20,
+    )
 
-    The nursery imports and then forks, which CUDA allows only as long as it is not initialised:
-    asking for GPUs goes through NVML instead.
-    """
+
+def weight_key(
+    content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
+) -> WeightKey:
+    """Parameters as SGLang's loaders fuse and shard them for its kernels: native ones on a CPU."""
+    kernels = "cuda" if is_gpu(device) else "native"
+    return WeightKey(content, f"sglang {version('sglang')} {kernels}", spec.dtype, rank, ranks)
+
+
+def prepare(device: str) -> None:
+    """Choose the platform. REQUIRES: sglang is not imported yet."""
     if is_gpu(device):
         os.environ["SGLANG_PLATFORM"] = PLATFORM_ENTRY_POINT
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        os.environ.update(_ENVIRONMENT)
 
 
-def adopt(client: Any, device: str, static_bytes: int) -> None:
-    """In the engine's process, before a model is built: torch works on the device, its own
-    allocations (activations, workspaces, graphs) stay within the leased share, and pages wait for
-    the stream that SGLang computes on. Idempotent; nothing on a host device."""
+def importing(device: str) -> contextlib.AbstractContextManager[None]:
+    """For the imports: questions about GPUs are answered without initialising CUDA.
+
+    If the driver cannot be asked the imports go on, and may initialise CUDA.
+    """
+    if not is_gpu(device):
+        return contextlib.nullcontext()
+    try:
+        facts = cuda_facts.ask()
+    except cuda_facts.CudaFactsError as error:
+        log.warning("the properties of the GPUs are not known before the imports: %s", error)
+        return contextlib.nullcontext()
+    before_fork = importlib.import_module("prism.engines.sglang.before_fork")
+    answering: contextlib.AbstractContextManager[None] = before_fork.answering(
+        facts, index_of(device)
+    )
+    return answering
+
+
+def attention_backend(configured: str | None) -> str | None:
+    """SGLang's name of the attention backend; None: SGLang chooses, for its kernels are here."""
+    if configured is not None:
+        return configured
+    return None if _has_module("sgl_kernel", "flash_attn") else TRITON
+
+
+def _has_module(package: str, module: str) -> bool:
+    """Looks at the files alone: importing kernels would load them."""
+    spec = find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    names = (f"{module}.py", module)
+    return any((Path(folder) / name).exists() for folder in folders for name in names)
+
+
+# --- in the engine's process -----------------------------------------------------------------
+
+
+def adopt(client: Any, device: str, torch_cap_bytes: int) -> None:
+    """Before a model is built: torch works on the device, its allocator (activations, workspaces,
+    graphs) reserves no more than `torch_cap_bytes`, and freed pages wait for the default stream,
+    on which SGLang builds. Idempotent; nothing on a host device."""
     if not is_gpu(device):
         return
     import torch
@@ -55,5 +130,46 @@ def adopt(client: Any, device: str, static_bytes: int) -> None:
     index = index_of(device)
     torch.cuda.set_device(index)
     total_bytes = torch.cuda.get_device_properties(index).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, static_bytes / total_bytes), index)
-    client.set_streams([torch.cuda.current_stream(index).cuda_stream])
+    torch.cuda.set_per_process_memory_fraction(min(1.0, torch_cap_bytes / total_bytes), index)
+    client.set_streams([torch.cuda.default_stream(index).cuda_stream])
+
+
+def name_streams(client: Any, device: str, scheduler: Any) -> None:
+    """Freed pages wait for every stream that SGLang has: the one that steps run on, the default
+    one, and those of its own."""
+    if not is_gpu(device):
+        return
+    import torch
+
+    index = index_of(device)
+    runner = scheduler.tp_worker.model_runner
+    streams = [torch.cuda.default_stream(index), torch.cuda.current_stream(index)]
+    streams += [scheduler.schedule_stream, scheduler.copy_stream, runner.forward_stream]
+    client.set_streams(list(dict.fromkeys(stream.cuda_stream for stream in streams)))
+
+
+def synchronize(device: str) -> None:
+    """Everything that was submitted is done. Nothing on a host device."""
+    if is_gpu(device):
+        import torch
+
+        torch.cuda.synchronize(index_of(device))
+
+
+def return_cached(device: str) -> None:
+    """What torch keeps of freed memory goes back to the driver. REQUIRES: nothing runs, and
+    garbage is collected. Nothing on a host device."""
+    if is_gpu(device):
+        import torch
+
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def torch_reserved_bytes(device: str) -> int:
+    """Device memory that torch's allocator holds; 0 on a host device."""
+    if not is_gpu(device):
+        return 0
+    import torch
+
+    return int(torch.cuda.memory_reserved(index_of(device)))

@@ -22,21 +22,26 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
     destroy_distributed_environment,
     destroy_model_parallel,
 )
+from sglang.srt.layers.rotary_embedding import factory as rotary_factory  # noqa: E402
+from sglang.srt.model_executor import input_buffers  # noqa: E402
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
 
+from prism.config.schema import EngineConfig  # noqa: E402
 from prism.engines.ranks.group import RankGroup  # noqa: E402
-from prism.engines.sglang import gpu, noise, server_args  # noqa: E402
-from prism.engines.sglang.kv_pool import KvcachedPool  # noqa: E402
+from prism.engines.sglang import decode_graphs, gpu, kv_pool, noise, server_args  # noqa: E402
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
 from prism.engines.sglang.scheduler import InProcessScheduler  # noqa: E402
-from prism.messages import Activate  # noqa: E402
+from prism.messages.engine import ActivateEngine  # noqa: E402
 
+stubs.install_after_import()
 noise.install()
+kv_pool.install()
 _libc = ctypes.CDLL(None)
 
 
 def build(
-    order: Activate, memory: EngineMemory, prefill_chunk_tokens: int, device: str = "host:0"
+    order: ActivateEngine, memory: EngineMemory, engine: EngineConfig, device: str = "host:0"
 ) -> InProcessScheduler:
     """Load the model and lay out its KV space in `memory`.
 
@@ -44,44 +49,54 @@ def build(
     """
     platforms.current_platform.memory = memory
     ranks = memory.ranks
-    arguments = server_args.build(
-        order, memory.plan, prefill_chunk_tokens, ranks=ranks.size, device=device
-    )
+    arguments = server_args.build(order, memory.plan, engine, ranks=ranks.size, device=device)
     index = gpu.index_of(device) if gpu.is_gpu(device) else ranks.rank
     place = SpawnRanks(world_rank=ranks.rank, gpu_id=index)
     _bind_threads(ranks.size)
     publish(arguments, role="scheduler", ranks=place)
     with _Rendezvous(ranks):
         scheduler = InProcessScheduler(arguments, server_args.ports())
-    _check_pool(scheduler)
+    _check_pool(scheduler, memory)
     scheduler.start()
     return scheduler
 
 
-def _check_pool(scheduler: InProcessScheduler) -> None:
+def _check_pool(scheduler: InProcessScheduler, memory: EngineMemory) -> None:
     """Memory that bypasses kvcached would be used behind the ledger's back."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if not isinstance(pool, KvcachedPool):
+    if not isinstance(pool, kv_pool.KvcachedPool):
         raise NotImplementedError(
             f"its KV layout ({type(pool).__name__}) is not supported by this version: serve a "
             "model whose layers all have full-attention K and V (MHA, GQA or MQA)"
         )
+    kv_pool.check(pool, memory.plan)
 
 
-def tear_down(scheduler: InProcessScheduler | None) -> None:
+def tear_down(scheduler: InProcessScheduler | None, device: str = "host:0") -> None:
     """REQUIRES: the caller drops its own references to `scheduler`. Idempotent."""
+    gpu.synchronize(device)
     if scheduler is not None:
+        decode_graphs.drop(scheduler)
         scheduler.metrics_reporter._shutdown_fpm()
         scheduler.release_host_resources()
     destroy_model_parallel()
     destroy_distributed_environment()
     reset_context()
+    _forget_tensors()
     platforms.current_platform.memory = None
 
 
-def release_heap() -> None:
-    """Give freed weights back to the OS: first the cycles, then glibc's free lists."""
+def _forget_tensors() -> None:
+    """Those that SGLang keeps in its modules, for a model that is gone."""
+    input_buffers._forward_input_buffer_pool.clear()
+    rotary_factory._ROPE_DICT.clear()
+    GraphSharedOutput._process_shared = None
+
+
+def release_heap(device: str = "host:0") -> None:
+    """Give what was freed back: first the cycles, then what torch and glibc keep of it."""
     gc.collect()
+    gpu.return_cached(device)
     _libc.malloc_trim(0)
 
 

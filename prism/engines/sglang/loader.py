@@ -20,9 +20,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from kvcached.errors import WeightFileError, WeightMismatchError
+from prism.engines.sglang import gpu
 from prism.engines.sglang.memory import EngineMemory, active_memory
 from prism.engines.sglang.weights import ModelWeights
 from prism.errors import ActivationError, SelfCheckError
+
+_PIECE_ELEMENTS = 1 << 24
 
 log = logging.getLogger("prism.engine")
 
@@ -83,7 +86,9 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         post-processing leaves them as they are, may be copied instead of loaded from then on."""
         before = {name: tensor.clone() for name, tensor in others(model)}
         self.load_weights_only(model, self._tensors(model_config, model, weights), device)
-        check_written(model)
+        if device.type == gpu.CUDA:
+            torch.cuda.synchronize()
+        check_written(dict(model.named_parameters()), weights)
         is_plain = _same(before, dict(others(model)))
         loaded = weights.checksum() if is_plain else 0
         self.postprocess_weights(model, device)
@@ -154,18 +159,39 @@ def check(model: nn.Module, weights: ModelWeights) -> None:
         raise SelfCheckError(f"tensors without memory after loading ({_some(lost)})")
 
 
-def check_written(model: nn.Module) -> None:
-    """Raises ActivationError for matrices that loading left as they were: zero, as new pages are.
+def check_written(parameters: Mapping[str, torch.Tensor], weights: ModelWeights) -> None:
+    """Raises ActivationError for parameters that loading left as they were, or a part of them.
 
-    SGLang itself does not miss what a checkpoint lacks, and would serve nonsense.
+    SGLang itself does not miss what a checkpoint lacks, and would serve nonsense. The pages were
+    filled with a pattern that is no weight: NaN in the types that have one. Of other types a part
+    that was not written cannot be told from weights. What a model itself sets before it loads
+    (ones in norms) counts as written.
     """
-    matrices = ((n, p) for n, p in model.named_parameters() if p.dim() > 1)
-    empty = [name for name, p in matrices if not (p.flatten()[:4096].any() or p.any())]
+    empty = [name for name in weights.unwritten() if name in parameters]
     if empty:
         raise ActivationError(
             f"the files give no values for {_some(empty)}; tied embeddings of this architecture"
             " may not be supported: save the checkpoint with every tensor it needs"
         )
+    partial = [name for name, tensor in parameters.items() if _has_nan(tensor)]
+    if partial:
+        raise ActivationError(
+            f"the files give values for a part of {_some(partial)} only, or values that are no"
+            " numbers: save the checkpoint with every tensor it needs"
+        )
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """Piece by piece: a mask over a large embedding would not fit into what torch may allocate."""
+    if not tensor.is_floating_point():
+        return False
+    pieces = tensor.detach().flatten().split(_PIECE_ELEMENTS)
+    return any(bool(_nans(piece).any()) for piece in pieces)
+
+
+def _nans(piece: torch.Tensor) -> torch.Tensor:
+    """`torch.isnan` lacks the types of one byte."""
+    return torch.isnan(piece if piece.element_size() > 1 else piece.to(torch.float32))
 
 
 def others(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 import kvcached
+from prism.config.memory import BLOCK_TOKENS, layout_of, whole_pages
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.room import make_room
 from prism.engines.sglang.weights import ModelWeights
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError
-from prism.messages import Activate
-from prism.model_memory import BLOCK_TOKENS, layout_of
+from prism.messages.engine import ActivateEngine
 
 _PADDING_BLOCKS = 1
 
@@ -27,7 +27,7 @@ _PADDING_BLOCKS = 1
 class MemoryPlan:
     """What a model needs on a device with this page size; all in bytes unless named otherwise."""
 
-    layout: kvcached.Layout | kvcached.MLALayout
+    layout: kvcached.Layout
     quantum_bytes: int
     slab_tokens: int
     slab_pages: int
@@ -47,7 +47,9 @@ class MemoryPlan:
         return self.virtual_tokens - _PADDING_BLOCKS * BLOCK_TOKENS
 
 
-def plan(order: Activate, *, capacity_bytes: int, page_bytes: int, static_bytes: int) -> MemoryPlan:
+def plan(
+    order: ActivateEngine, *, capacity_bytes: int, page_bytes: int, static_bytes: int
+) -> MemoryPlan:
     """Lay out `order.model` on a device; pure arithmetic. `static_bytes`: the engine's share."""
     spec = order.model
     layout = layout_of(spec)
@@ -61,8 +63,8 @@ def plan(order: Activate, *, capacity_bytes: int, page_bytes: int, static_bytes:
         slab_tokens=slab_tokens,
         slab_pages=quantum // page_bytes,
         reserve_bytes=reserve_slabs * quantum,
-        weight_bytes=_whole_pages(spec.weight_bytes, page_bytes),
-        share_bytes=_whole_pages(static_bytes, page_bytes),
+        weight_bytes=whole_pages(spec.weight_bytes, page_bytes),
+        share_bytes=whole_pages(static_bytes, page_bytes),
         virtual_tokens=max(capacity_bytes // quantum, reserve_slabs) * slab_tokens,
     )
 
@@ -80,7 +82,7 @@ class EngineMemory:
         device: kvcached.Device,
         weights: ModelWeights,
         *,
-        order: Activate,
+        order: ActivateEngine,
         plan: MemoryPlan,
         timeline: Timeline,
         ranks: RankGroup = ALONE,
@@ -159,13 +161,13 @@ class EngineMemory:
         self._client.set_min(0)
         self._client.set_limit(None)
 
-    def _agree(self, order: Activate) -> None:
+    def _agree(self, order: ActivateEngine) -> None:
         """No rank begins to build, where it waits for the others, before all have their room."""
         if not self.ranks.all_true(True):
             self.release()
             raise ActivationError(f"model {order.model.name}: another rank cannot take it")
 
-    def _check_limit(self, order: Activate) -> None:
+    def _check_limit(self, order: ActivateEngine) -> None:
         limit = order.kv_limit_bytes
         if limit is not None and limit < self.plan.reserve_bytes:
             raise ActivationError(
@@ -182,7 +184,7 @@ class EngineMemory:
         except kvcached.NoRoomError as error:
             raise self._no_room(error, 0) from error
 
-    def _reserve(self, order: Activate) -> None:
+    def _reserve(self, order: ActivateEngine) -> None:
         """Share, weights and KV one after another; `more_bytes` is what would still be asked."""
         self.timeline.enter("reserve")
         plan = self.plan
@@ -206,10 +208,6 @@ class EngineMemory:
             f" {missing} bytes are missing on the device",
             missing,
         )
-
-
-def _whole_pages(size_bytes: int, page_bytes: int) -> int:
-    return -(-size_bytes // page_bytes) * page_bytes
 
 
 def active_memory() -> EngineMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -14,33 +14,29 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from prism.engines import kv_file
 from prism.engines.kv_direct import DirectMoves
 from prism.engines.sglang.scheduler import InProcessScheduler
-from prism.messages import Resume
+from prism.messages.requests import Resume
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 
-class Moves(Protocol):
-    """The model being served."""
-
-    @property
-    def direct(self) -> DirectMoves: ...
-    @property
-    def scheduler(self) -> InProcessScheduler: ...
-
-
-def leave(active: Moves, req: Req, targets: Sequence[str], folder: str) -> Resume:
+def leave(
+    scheduler: InProcessScheduler,
+    direct: DirectMoves,
+    req: Req,
+    targets: Sequence[str],
+    folder: str,
+) -> Resume:
     """Where `req` stands, its computed KV offered to an engine on `targets`, or else in a file of
     `folder` ("" for no KV)."""
-    scheduler = active.scheduler
     output = [int(token) for token in req.output_ids]
     tokens = int(req.kv.kv_committed_len) if req.kv.holds_kv else 0
     if not tokens:
         return Resume(output)
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
-    if active.direct.reaches(targets):
-        offers = active.direct.offer(_blocks_of(scheduler, slots))
+    if direct.reaches(targets):
+        offers = direct.offer(_blocks_of(scheduler, slots))
         return Resume(output, "", tokens if offers else 0, offers)
     if not folder:
         return Resume(output)
@@ -50,11 +46,10 @@ def leave(active: Moves, req: Req, targets: Sequence[str], folder: str) -> Resum
     return Resume(output, path, tokens if path else 0)
 
 
-def join(active: Moves, req: Req, resume: Resume) -> int:
+def join(scheduler: InProcessScheduler, direct: DirectMoves, req: Req, resume: Resume) -> int:
     """Let `req`, which waits and has computed nothing, go on as `resume` says. Returns the tokens
     whose KV came with it: they are prefix cache from now on, where its prefill finds them. A
     collective of the ranks."""
-    scheduler = active.scheduler
     req.output_ids = array("q", resume.output_ids)
     req.send_token_offset = len(resume.output_ids)
     allocator = scheduler.token_to_kv_pool_allocator
@@ -67,7 +62,7 @@ def join(active: Moves, req: Req, resume: Resume) -> int:
         return 0
     if rows is not None:
         _fill(scheduler, slots, rows)
-    elif not active.direct.fetch(resume, _blocks_of(scheduler, slots)):
+    elif not direct.fetch(resume, _blocks_of(scheduler, slots)):
         allocator.free(slots)
         return 0
     known = array("q", [*req.origin_input_ids, *resume.output_ids])

@@ -12,17 +12,27 @@ from sglang.srt.layers import sampler
 
 _MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: positions of one seed get unlike generators
 _BITS_63 = (1 << 63) - 1
+_hash_on_gpu = sampler.murmur_hash32
 
 
 def install() -> None:
-    """Replace SGLang's hash by `random_bits`. Idempotent."""
+    """Let `random_bits` stand before SGLang's hash. Idempotent."""
     sampler.murmur_hash32 = random_bits
 
 
 def random_bits(
     seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
 ) -> torch.Tensor:
-    """Numbers in [0, 2^32), int64, shape (requests, columns); one generator per request."""
+    """Numbers in [0, 2^32), shape (requests, columns): of SGLang's own hash, except on a CPU."""
+    if seed.device.type != "cpu":
+        return _hash_on_gpu(seed, positions, col_indices)
+    return _random_bits_on_cpu(seed, positions, col_indices)
+
+
+def _random_bits_on_cpu(
+    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
+) -> torch.Tensor:
+    """int64; one generator per request."""
     generator = torch.Generator()
     rows = [
         torch.randint(1 << 32, col_indices.shape, generator=generator.manual_seed(_mixed(s, p)))

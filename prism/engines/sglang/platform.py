@@ -6,6 +6,7 @@ SGLANG_PLATFORM=prism_cpu. `platform_cuda.py` has its place on GPUs.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
@@ -15,9 +16,15 @@ from sglang.srt.platforms.interface import PlatformCapabilities
 from prism.engines.sglang.memory import EngineMemory
 
 
-def activate() -> str:
-    """The entry point: the dotted path of the platform class for this machine."""
-    return f"{__name__}.PrismCpuPlatform"
+def activate() -> str | None:
+    """The entry point: the dotted path of the platform class for engines on a CPU."""
+    return chosen("prism_cpu", f"{__name__}.PrismCpuPlatform")
+
+
+def chosen(entry_point: str, platform: str) -> str | None:
+    """`platform` if SGLANG_PLATFORM asks for it. SGLang activates every plugin that does not
+    answer None, and an SGLang beside Prism keeps its own platform."""
+    return platform if os.environ.get("SGLANG_PLATFORM") == entry_point else None
 
 
 class KvcachedPlatform:
@@ -27,9 +34,9 @@ class KvcachedPlatform:
 
     def get_kv_pool_cls(self, *, kind: str) -> type[Any] | None:
         """None is SGLang's own pool; `host.build` refuses a model that got one."""
-        from prism.engines.sglang.kv_pool import KvcachedLatentPool, KvcachedPool
+        from prism.engines.sglang.kv_pool import KvcachedPool
 
-        return {"mha": KvcachedPool, "mla": KvcachedLatentPool}.get(kind)
+        return KvcachedPool if kind == "mha" else None
 
     def get_paged_allocator_cls(self) -> type[Any]:
         from prism.engines.sglang.allocator import KvcachedAllocator

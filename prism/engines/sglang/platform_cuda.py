@@ -7,15 +7,22 @@ dispatch key and with it the compiled kernels, the choice of the attention backe
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.platforms.cuda import CudaSRTPlatform
 
-from prism.engines.sglang.platform import KvcachedPlatform
+from prism.engines.sglang.platform import KvcachedPlatform, chosen
 
 
-def activate() -> str:
-    """The entry point: the dotted path of the platform class for a machine with a GPU."""
-    return f"{__name__}.PrismCudaPlatform"
+def activate() -> str | None:
+    """The entry point: the dotted path of the platform class for engines on a GPU."""
+    return chosen("prism_cuda", f"{__name__}.PrismCudaPlatform")
 
 
 class PrismCudaPlatform(KvcachedPlatform, CudaSRTPlatform):  # type: ignore[misc]
-    """Pools and allocators from kvcached; the rest is SGLang's."""
+    """Pools and allocators from kvcached, and graphs at another time; the rest is SGLang's."""
+
+    def get_graph_runner_cls(self) -> type[Any]:
+        from prism.engines.sglang.decode_graphs import LazyGraphRunner
+
+        return LazyGraphRunner

@@ -9,7 +9,11 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from prism.errors import BadRequestError, ContextLengthError, RequestError
-from prism.messages import Failure, Request, Sampling
+from prism.messages.requests import Failure, Request, Sampling
+
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4e38
+_FLOAT32_MIN = 1.2e-38  # less would become 0
 
 
 def convert(
@@ -38,13 +42,17 @@ def convert(
 
 
 def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
-    """Raises BadRequestError for values out of range."""
+    """Raises BadRequestError for values out of range.
+
+    SGLang checks some of them only where it makes tensors, and an error there ends the engine.
+    """
+    _check_ranges(sampling)
     try:
         params = SamplingParams(
             max_new_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k if sampling.top_k > 0 else TOP_K_ALL,
+            top_k=sampling.top_k if 0 < sampling.top_k < vocab_size else TOP_K_ALL,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
             ignore_eos=sampling.ignore_eos,
@@ -67,14 +75,27 @@ def _seed(sampling: Sampling) -> int:
     return sampling.seed if sampling.seed is not None else secrets.randbits(62)
 
 
+def _check_ranges(sampling: Sampling) -> None:
+    """What the tensors hold: 32 bits for counts, ids and probabilities."""
+    last_stop_id = max(sampling.stop_token_ids, default=0)
+    ranges = {
+        "max_tokens": (sampling.max_tokens, 1, _INT32_MAX),
+        "top_k": (sampling.top_k, -1, _INT32_MAX),
+        "stop_token_ids": (last_stop_id, 0, _INT32_MAX),
+        "temperature": (sampling.temperature, 0, _FLOAT32_MAX),
+        "top_p": (sampling.top_p, _FLOAT32_MIN, 1),
+    }
+    for name, (value, least, most) in ranges.items():
+        if not least <= value <= most:
+            raise BadRequestError(f"{name}: {value} must lie between {least} and {most}")
+
+
 def _check(request: Request, context_length: int, vocab_size: int) -> None:
     prompt = request.prompt_ids
     if not prompt:
         raise BadRequestError("the prompt is empty: give at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise BadRequestError(f"a prompt token id lies outside the vocabulary of {vocab_size}")
-    if request.sampling.max_tokens < 1:
-        raise BadRequestError("max_tokens must be at least 1")
     excess = len(prompt) + request.sampling.max_tokens - context_length
     if excess > 0:
         raise ContextLengthError(

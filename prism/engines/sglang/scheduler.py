@@ -21,10 +21,13 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.utils.common import DynamicGradMode
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang.srt.utils.watchdog import Watchdog
+
+from prism.engines.sglang.penalties import count_earlier_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     running_batch: Any
     last_batch: Any
     chunked_req: Req | None
+    _waited: Sequence[Req] = ()  # as the step began
 
     # --- construction without sockets and threads -------------------------------------------
 
@@ -161,6 +165,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         # Memory may have come free on the device since the last turn, without one of this
         # engine's requests ending, which is all that SGLang itself waits for.
         self.running_batch.batch_is_full = False
+        self.cur_batch_for_debug, self._waited = None, self.waiting_reqs()
         plan = self.get_next_batch_to_run(
             running_batch=self.running_batch, last_batch=self.last_batch
         )
@@ -168,12 +173,14 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         batch = plan.batch_to_run
         self.cur_batch_for_debug = batch
         if batch:
+            if batch.forward_mode == ForwardMode.EXTEND:
+                count_earlier_output(batch)
             self.process_batch_result(batch, self.run_batch(batch))
         else:
             self._sched_idled = True
             self.on_idle()  # SGLang's own check that no slot is lost, once nothing is left
         self.last_batch = batch
-        self.token_to_kv_pool_allocator.return_hand()
+        self.token_to_kv_pool_allocator.return_held_blocks()
         return batch
 
     def update_running_batch(self, batch: Any) -> Any:
@@ -208,6 +215,14 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     def prefill_left(req: Req) -> int:
         """Tokens that must be computed before the request's next token (prefix cache aside)."""
         return len(req.origin_input_ids) + len(req.output_ids) - int(req.prefix_len or 0)
+
+    def stepping_reqs(self) -> list[Req]:
+        """Those that an unfinished step is about: its batch. If it was still planned, which takes
+        memory too: those that were taken from the queue for it, or else the queue's head."""
+        if self.cur_batch_for_debug:
+            return list(self.cur_batch_for_debug.reqs)
+        taken = [req for req in self._waited if req not in self.waiting_queue]
+        return taken or list(self._waited[:1])
 
     def waiting_reqs(self) -> list[Req]:
         """Requests whose prompt is not computed yet, the half-prefilled one included."""

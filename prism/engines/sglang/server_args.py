@@ -6,11 +6,12 @@ from typing import Any
 
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from prism.config.memory import BLOCK_TOKENS
+from prism.config.schema import EngineConfig
 from prism.engines.sglang import gpu
 from prism.engines.sglang.loader import KvcachedLoader
 from prism.engines.sglang.memory import MemoryPlan
-from prism.messages import Activate
-from prism.model_memory import BLOCK_TOKENS
+from prism.messages.engine import ActivateEngine
 
 # SGLang refuses prompts of its context minus 6 tokens or more and ends requests one token early;
 # with this many positions more, a request may fill the model's whole context. Positions above the
@@ -19,11 +20,12 @@ CONTEXT_SLACK_TOKENS = 8
 
 
 def build(
-    order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int, *, ranks: int, device: str
+    order: ActivateEngine, plan: MemoryPlan, engine: EngineConfig, *, ranks: int, device: str
 ) -> ServerArgs:
     """Arguments that make SGLang deterministic and free of sockets, one process for a rank."""
-    common = settings(order, plan, prefill_chunk_tokens, ranks)
-    return ServerArgs(**common, **(on_gpu(order) if gpu.is_gpu(device) else on_host()))
+    common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
+    own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host()
+    return ServerArgs(**common, **own)
 
 
 def on_host() -> dict[str, Any]:
@@ -35,14 +37,25 @@ def on_host() -> dict[str, Any]:
     }
 
 
-def on_gpu(order: Activate) -> dict[str, Any]:
-    """SGLang's own kernels and backends. Graphs for every batch size that can occur: larger ones
-    would be captured for nothing."""
-    return {"device": "cuda", "cuda_graph_max_bs_decode": order.max_running}
+def on_gpu(order: ActivateEngine, engine: EngineConfig) -> dict[str, Any]:
+    """SGLang's own kernels and backends, but for sampling: FlashInfer's takes no seeds, and each
+    request has its own. Graphs of decode steps for every batch size that can occur (larger ones
+    would be captured for nothing; `decode_graphs.py` says when), none of prefills: SGLang would
+    capture dozens at every activation."""
+    arguments: dict[str, Any] = {
+        "device": "cuda",
+        "sampling_backend": "pytorch",
+        "attention_backend": gpu.attention_backend(engine.attention_backend),
+        "disable_prefill_cuda_graph": True,
+    }
+    if engine.cuda_graphs == "off":
+        return arguments | {"disable_decode_cuda_graph": True}
+    # SGLang would thaw what the fork server froze, and every later collection would walk it.
+    return arguments | {"cuda_graph_max_bs_decode": order.max_running, "enable_cudagraph_gc": True}
 
 
 def settings(
-    order: Activate, plan: MemoryPlan, prefill_chunk_tokens: int, ranks: int
+    order: ActivateEngine, plan: MemoryPlan, prefill_chunk_tokens: int, ranks: int
 ) -> dict[str, Any]:
     """Those that hold on every device."""
     spec = order.model

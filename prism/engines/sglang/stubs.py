@@ -46,6 +46,15 @@ def install() -> None:
     declare_torchvision_operators()
 
 
+def install_after_import() -> None:
+    """SGLang imports its fused kernels for Blackwell GPUs whenever it builds a model with a gated
+    MLP on CUDA, whatever the GPU. Where CUTLASS, which they need, is missing, models do without."""
+    if importlib.util.find_spec("cutlass") is None:
+        from sglang.srt.layers.dual_gemm import DualGemm
+
+        DualGemm._select_mode = lambda self, gate_up_proj, hidden_size: None
+
+
 class _TritonStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Answers every `import triton...` with SGLang's mock module."""
 

@@ -1,50 +1,84 @@
-"""A model's first tokens, before anybody waits for them: pages are touched, lazy set-up is done,
-and the answer tells whether this model is right on this engine."""
+"""A model's first tokens, before its first request: they touch pages, do lazy set-up, and tell
+whether this model is right on this engine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from prism.engines.sglang import requests
-from prism.engines.sglang.scheduler import InProcessScheduler
+from prism.engines.sglang.scheduler import Emission, InProcessScheduler
 from prism.engines.sglang.weights import FINGERPRINT_TOKENS
 from prism.errors import SelfCheckError
-from prism.messages import Activate, Request, Sampling
+from prism.messages.engine import ActivateEngine
+from prism.messages.requests import Request, Sampling
 
 _PROMPT_TOKENS = 4
 _STEPS_MAX = 16
 _RID = "warm-up/"
 
 
-def run(scheduler: InProcessScheduler, order: Activate, stored: tuple[int, ...]) -> tuple[int, ...]:
+def run(
+    scheduler: InProcessScheduler, order: ActivateEngine, stored: tuple[int, ...]
+) -> tuple[int, ...]:
     """Greedy tokens for a fixed prompt: the model's fingerprint.
 
     Raises SelfCheckError when there is no answer, or it is neither the one that `order` expects nor
     the one that was `stored` with the weights (empty: they are not from the store).
     REQUIRES: nothing else runs.
     """
-    converted = requests.convert(
-        _request(order, scheduler.model_config.vocab_size),
-        _RID,
-        context_length=order.model.context_length,
-        vocab_size=scheduler.model_config.vocab_size,
-    )
-    scheduler.process_input_requests([converted])
-    for _ in range(_STEPS_MAX):
-        if scheduler.is_fully_idle():
-            break
-        scheduler.step()
-    emissions = scheduler.outbox.take()
+    greedy = Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True)
+    emissions = _answers(scheduler, order, [greedy])
     tokens = tuple(token for emission in emissions for token in emission.token_ids)
     _check(order, stored, tokens, [e.message for e in emissions if e.message])
     return tokens
 
 
-def _request(order: Activate, vocab_size: int) -> Request:
+def sample(scheduler: InProcessScheduler, order: ActivateEngine) -> None:
+    """Draw tokens at random, so that the first request that wants to does not wait for kernels to
+    be compiled: alone and in a batch, since SGLang compiles for both, with and without top_p.
+
+    Raises SelfCheckError when a draw has no answer. REQUIRES: nothing else runs.
+    """
+    plain = Sampling(max_tokens=1, temperature=1.0, ignore_eos=True, seed=1)
+    for drawn in ([plain], [plain, plain], [msgspec.structs.replace(plain, top_p=0.9)] * 2):
+        emissions = _answers(scheduler, order, drawn)
+        if sum(len(emission.token_ids) for emission in emissions) != len(drawn):
+            said = "; ".join(e.message for e in emissions if e.message) or "no error"
+            raise SelfCheckError(f"model {order.model.name} draws no tokens at random ({said})")
+
+
+def _answers(
+    scheduler: InProcessScheduler, order: ActivateEngine, samplings: Sequence[Sampling]
+) -> list[Emission]:
+    """What comes of requests with the fixed prompt, run together to their end."""
+    vocab_size = scheduler.model_config.vocab_size
+    scheduler.process_input_requests(
+        [
+            requests.convert(
+                _request(order, vocab_size, sampling),
+                f"{_RID}{index}",
+                context_length=order.model.context_length,
+                vocab_size=vocab_size,
+            )
+            for index, sampling in enumerate(samplings)
+        ]
+    )
+    for _ in range(_STEPS_MAX):
+        if scheduler.is_fully_idle():
+            break
+        scheduler.step()
+    return scheduler.outbox.take()
+
+
+def _request(order: ActivateEngine, vocab_size: int, sampling: Sampling) -> Request:
     model = order.model
     return Request(
         id=_RID,
         model=model.name,
         prompt_ids=[(7 * i + 1) % vocab_size for i in range(_PROMPT_TOKENS)],
-        sampling=Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True),
+        sampling=sampling,
         arrival_unix_s=0.0,
         slo_ttft_s=model.slo_ttft_s,
         slo_tpot_s=model.slo_tpot_s,
@@ -54,7 +88,7 @@ def _request(order: Activate, vocab_size: int) -> Request:
 
 
 def _check(
-    order: Activate, stored: tuple[int, ...], tokens: tuple[int, ...], messages: list[str]
+    order: ActivateEngine, stored: tuple[int, ...], tokens: tuple[int, ...], messages: list[str]
 ) -> None:
     name = order.model.name
     if len(tokens) != FINGERPRINT_TOKENS:

@@ -24,27 +24,45 @@ from kvcached import (
     WeightLayout,
     WeightStore,
 )
-from kvcached.errors import StoreFullError, WeightFileError
+from kvcached.errors import StoreFullError, SystemCallError, WeightFileError
+from prism.engines.core import EngineContext
 from prism.engines.links import LoadLinks
-from prism.engines.sglang.adapter import weight_key
-from prism.messages import ModelSpec
+from prism.engines.sglang.gpu import weight_key
+from prism.engines.weight_store import open_store
+from prism.messages.models import ModelSpec
 
 FINGERPRINT_TOKENS = 2
 _FINGERPRINT = "prism.fingerprint"
+# What the environment may refuse while a copy is made; any other error is a bug.
+_NO_COPY = (
+    StoreFullError,
+    WeightFileError,
+    SystemCallError,
+    OSError,
+    MemoryError,
+    torch.OutOfMemoryError,
+)
 
 log = logging.getLogger("prism.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """The machine's store and the ways out of it; without both, every load reads the files. Each of
-    the `ranks` of a tensor-parallel engine has copies of its own shards."""
+    """The machine's weight store and the ways out of it. Without both, every load reads the files.
+    Each of the `ranks` of a tensor-parallel engine has copies of its own shards."""
 
     store: WeightStore | None = None
     links: LoadLinks | None = None
     rank: int = 0
     ranks: int = 1
     device: str = "host:0"
+
+    @classmethod
+    def open(cls, context: EngineContext, client: kvcached.Client) -> StoreAccess:
+        """As `engine.weight_store` says, into the client's memory."""
+        store, ranks = open_store(context.config), context.ranks
+        links = LoadLinks(context, client) if store is not None else None
+        return cls(store, links, ranks.rank, ranks.size, context.device)
 
     def key_of(self, spec: ModelSpec) -> WeightKey | None:
         """Reads the whole checkpoint once, to hash it. Raises WeightFileError."""
@@ -83,8 +101,16 @@ class ModelWeights:
         self._arena = self._client.alloc_weights(WeightLayout.of(specs), self._spec.name)
 
     def back(self) -> None:
-        """Make every page: SGLang's loaders are going to write them. NoRoomError."""
-        self._required().back()
+        """Make every page: SGLang's loaders are going to write them. NoRoomError.
+
+        All bytes are set to a pattern that is no weight, so that `unwritten` finds what they miss.
+        """
+        self._required().fill()
+        self[_FINGERPRINT].zero_()  # no answer yet
+
+    def unwritten(self) -> tuple[str, ...]:
+        """Tensors that nothing was written to since `back`. REQUIRES: their writers are done."""
+        return self._required().unwritten()
 
     @property
     def size_bytes(self) -> int:
@@ -172,7 +198,7 @@ class ModelWeights:
     def save_copy(self, fingerprint: tuple[int, ...]) -> None:
         """Put the loaded weights into the store, unless that cannot be or they came from there.
 
-        A store without room is logged: the model is served all the same.
+        A copy that cannot be made is logged: the model is served all the same.
         """
         files = self._close_checkpoint()
         store, key = self._access.store, self._key
@@ -183,7 +209,7 @@ class ModelWeights:
             store.get(key, self._put_all).close()
             if files is not None and key.ranks == 1:  # one copy is enough
                 store.discard(files)
-        except (StoreFullError, WeightFileError) as error:
+        except _NO_COPY as error:
             log.warning("no copy of %s is kept: %s", self._spec.name, error)
 
     def _put_all(self, builder: WeightBuilder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prism.errors import QueueUnavailableError
 from prism.frontend.errors import RETRY_AFTER_S
 from prism.frontend.services import Services, services
-from prism.messages import AgentReport, ClusterStatus
+from prism.messages.agent import AgentReport
+from prism.messages.cluster import ClusterStatus
+from prism.messages.troubles import read_troubles
 
 router = APIRouter()
 
@@ -24,11 +27,20 @@ _STATUS_AGE_INTERVALS = 4
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
     found = services(request)
-    reason = "shutting down" if found.draining else await _why_not_ready(found)
-    if reason is None:
-        return JSONResponse({"status": "ready"})
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return JSONResponse({"status": "unavailable", "reason": reason}, 503, headers)
+    if found.draining:
+        return _unavailable("shutting down")
+    try:
+        published = await found.queue.status()
+    except QueueUnavailableError as error:
+        return _unavailable(str(error))
+    if published is None:
+        return _unavailable("starting: the cluster scheduler has not reported yet")
+    silence = _silence(found, published)
+    if not published.ready:
+        return _unavailable(silence or f"starting: {_progress(found, published)}")
+    # Devices go on serving while the scheduler is silent.
+    degraded = _degraded(found, published, silence)
+    return JSONResponse({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
 
 
 @router.get("/status")
@@ -59,18 +71,24 @@ def plain(value: Any) -> Any:
     return value
 
 
-async def _why_not_ready(found: Services) -> str | None:
-    try:
-        published = await found.queue.status()
-    except QueueUnavailableError as error:
-        return str(error)
-    if published is None:
-        return "starting: the cluster scheduler has not reported yet"
+def _unavailable(reason: str) -> JSONResponse:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return JSONResponse({"status": "unavailable", "reason": reason}, 503, headers)
+
+
+def _silence(found: Services, published: ClusterStatus) -> str:
+    """What is wrong with the scheduler; empty while it reports."""
     age_s = time.time() - published.time_unix_s
     limit_s = max(_STATUS_AGE_MIN_S, _STATUS_AGE_INTERVALS * found.config.scheduler.interval_s)
-    if age_s > limit_s:
-        return f"the cluster scheduler has not reported for {age_s:.0f} s"
-    return None if published.ready else f"starting: {_progress(found, published)}"
+    return f"the cluster scheduler has not reported for {age_s:.0f} s" if age_s > limit_s else ""
+
+
+def _degraded(found: Services, published: ClusterStatus, silence: str) -> dict[str, str]:
+    """What is wrong although requests are served: part, device or model -> why. The supervisor is
+    asked itself: the scheduler's status is old while that is what is in trouble."""
+    silent = {"scheduler": silence} if silence else {}
+    troubles = read_troubles(Path(found.config.run_dir))
+    return {**found.unreadable, **published.degraded, **silent, **troubles}
 
 
 def _progress(found: Services, published: ClusterStatus) -> str:

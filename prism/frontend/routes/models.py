@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from prism.frontend.services import Services, services
-from prism.messages import ModelSpec
+from prism.messages.models import ModelSpec
 
 router = APIRouter()
 

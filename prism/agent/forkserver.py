@@ -1,0 +1,190 @@
+"""Keeps the fork server, a child process, running and the engine pool at its size."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prism.agent.lifecycle import Lifecycle
+from prism.agent.pool import EngineState
+from prism.agent.state import DeviceState
+from prism.errors import EngineError
+from prism.messages.forkserver import (
+    EngineExited,
+    EngineForked,
+    ForkEngine,
+    ForkServerReady,
+    FromForkServer,
+)
+from prism.process import child_environment
+
+log = logging.getLogger(__name__)
+
+
+STARTS_MAX = 3
+
+
+class ForkServerClient:
+    """One fork server process. It ends with its stdin, and its engines with it."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._decoder = msgspec.json.Decoder(FromForkServer)
+
+    @classmethod
+    async def start(cls, adapter: str, config_path: Path, device: str) -> ForkServerClient:
+        """Returns at once; `ForkServerReady` is its first event."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "prism.engines.forkserver",
+            "--adapter",
+            adapter,
+            "--config",
+            str(config_path),
+            "--device",
+            device,
+            stdin=PIPE,
+            stdout=PIPE,
+            env=child_environment(),
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork(self, order: ForkEngine) -> None:
+        """Order one more engine. A fork server that has just died shows in `event`."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+
+    async def event(self) -> FromForkServer | None:
+        """The next event; None when the fork server has ended."""
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            try:
+                event: FromForkServer = self._decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                log.warning("dropped a malformed line of the fork server: %s", error)
+            else:
+                return event
+        return None
+
+    async def stop(self, timeout_s: float) -> int:
+        """End it and its engines, after `timeout_s` with SIGKILL. Returns its status."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), timeout_s)
+        except TimeoutError:
+            log.warning("the fork server did not end within %g s", timeout_s)
+            self._process.kill()
+        return await self._process.wait()
+
+
+Start = Callable[[], Coroutine[Any, Any, ForkServerClient]]
+
+
+class ForkServerSupervisor:
+    """A fork server that ends is started again; engines that end are replaced.
+
+    Raises EngineError from `run` when it ends STARTS_MAX times in a row before it is ready.
+    """
+
+    def __init__(self, state: DeviceState, lifecycle: Lifecycle, start: Start) -> None:
+        self._pool = state.pool
+        self._timing = state.timing
+        self._now_s = state.now_s
+        self._lifecycle = lifecycle
+        self._start = start
+        self._client: ForkServerClient | None = None
+        self._ready = False
+        self._stillborn = 0
+        self._fork_at_s = float("-inf")
+
+    async def run(self) -> None:
+        failures = 0
+        while failures < STARTS_MAX:
+            self._client = await self._start()
+            was_ready = await self._follow(self._client)
+            await self._client.stop(self._timing.fork_server_stop_s)
+            failures = 0 if was_ready else failures + 1
+            for engine in self._pool:
+                engine.ended = True  # engines die with their fork server
+                self._lifecycle.engine_died(engine.id, "the fork server ended", by_request=False)
+            await asyncio.sleep(self._timing.fork_retry_s)
+        raise EngineError("the fork server ends before it is ready; its messages are above")
+
+    async def _follow(self, client: ForkServerClient) -> bool:
+        """Its events until it ends; whether it ever was ready."""
+        was_ready = False
+        while (event := await client.event()) is not None:
+            was_ready = was_ready or isinstance(event, ForkServerReady)
+            self._take(event)
+        self._ready = False
+        log.error("the fork server (pid %d) ended", client.pid)
+        return was_ready
+
+    def _take(self, event: FromForkServer) -> None:
+        match event:
+            case ForkServerReady(import_s=import_s):
+                log.info("the fork server is ready after %.1f s of imports", import_s)
+                self._ready = True
+                self._lifecycle.import_s = import_s
+                self.tick()
+            case EngineForked(engine_id=engine_id, pid=pid):
+                self._forked(engine_id, pid)
+            case EngineExited(engine_id=engine_id, status=status):
+                self._exited(engine_id, status)
+
+    def _forked(self, engine_id: str, pid: int) -> None:
+        engine = self._pool.get(engine_id)
+        if engine is not None:
+            engine.pid = pid
+            return
+        # It was given up, and perhaps replaced, before it had a process that could be killed.
+        log.warning("%s (pid %d) comes too late", engine_id, pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def _exited(self, engine_id: str, status: int) -> None:
+        engine = self._pool.get(engine_id)
+        if engine is not None and engine.state is EngineState.STARTING:
+            self._pause_forks()
+        else:
+            self._stillborn = 0
+        if engine is not None:
+            engine.ended = True
+        self._lifecycle.engine_died(engine_id, f"it ended with status {status}")
+        self.tick()
+
+    def _pause_forks(self) -> None:
+        """Its successor would most likely end as it did: not at once, and ever later."""
+        pause_s = self._timing.fork_retry_s * 2.0**self._stillborn
+        self._fork_at_s = self._now_s() + min(pause_s, self._timing.fork_retry_max_s)
+        self._stillborn += 1
+
+    def tick(self) -> None:
+        """Order the engines that are missing."""
+        if not self._ready or self._client is None or self._now_s() < self._fork_at_s:
+            return
+        while self._pool.is_short:
+            engine = self._pool.create(self._now_s(), self._lifecycle.peers_wanted())
+            self._client.fork(ForkEngine(engine.id, engine.sm_percent, engine.peers))
+
+    async def stop(self) -> None:
+        self._ready = False
+        if self._client is not None:
+            await self._client.stop(self._timing.fork_server_stop_s)

@@ -1,0 +1,298 @@
+"""The agent's hold on its device's queue, and the loops that read it and admit from it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+
+from prism.agent.serving import Serving
+from prism.agent.state import AgentTiming, DeviceState, ModelState
+from prism.errors import LeaseLostError, MalformedRequestError, QueueUnavailableError
+from prism.messages.requests import Request
+from prism.queueing import RequestQueue
+
+log = logging.getLogger(__name__)
+
+
+BLOCK_S = 1.0  # a read of the queue waits so long for the next request
+# The order is computed at most this often. What arrives meanwhile is ordered together.
+PAUSE_S = 0.002
+# Without news a turn follows after this time: deadlines pass, and memory may have come free.
+WAITING_S = 0.05
+IDLE_S = 1.0  # while no request waits
+
+
+class Lease:
+    """`epoch` is the token for the queue's calls; it changes when the lease had to be retaken.
+
+    held: ids of the requests that this agent runs. on_retaken: the queue may have changed
+    meanwhile, or Redis may have lost its data: what it knows no more is told again.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: RequestQueue,
+        device: str,
+        owner: str,
+        timing: AgentTiming,
+        held: Callable[[], Collection[str]],
+        on_retaken: Callable[[], None],
+    ) -> None:
+        self.epoch = 0
+        self._queue = queue
+        self._device = device
+        self._owner = owner
+        self._timing = timing
+        self._held = held
+        self._on_retaken = on_retaken
+
+    async def acquire(self) -> None:
+        """Wait for an earlier holder's lease to run out, and for Redis, up to `lease_wait_s`.
+
+        Raises LeaseLostError or QueueUnavailableError after that.
+        """
+        deadline_s = time.monotonic() + self._timing.lease_wait_s
+        while True:
+            try:
+                await self._take()
+            except (LeaseLostError, QueueUnavailableError) as error:
+                if time.monotonic() >= deadline_s:
+                    raise
+                log.warning("%s", error)
+                await asyncio.sleep(self._timing.retry_s)
+            else:
+                return
+
+    async def run(self) -> None:
+        """Renew for ever. Raises LeaseLostError when another agent has the queue."""
+        while True:
+            await asyncio.sleep(self._timing.lease_ttl_s / 3)
+            epoch = self.epoch
+            try:
+                await self._queue.renew(self._device, self._owner, epoch, self._timing.lease_ttl_s)
+            except LeaseLostError:
+                await self.retake(epoch)
+            except QueueUnavailableError as error:
+                log.warning("the lease is not renewed: %s", error)
+
+    async def retake(self, lost_epoch: int) -> None:
+        """After `lost_epoch` was refused: Redis lost its data, or another agent has the queue.
+
+        Raises LeaseLostError in the second case. Does nothing if it was retaken meanwhile.
+        """
+        if self.epoch != lost_epoch:
+            return
+        log.warning("the queue of %s has to be taken again", self._device)
+        try:
+            await self._take()
+        except QueueUnavailableError as error:
+            log.warning("%s", error)
+            return
+        self._on_retaken()
+
+    async def release(self) -> None:
+        try:
+            await self._queue.release(self._device, self._owner, self.epoch)
+        except QueueUnavailableError as error:
+            log.warning("the lease is left to run out: %s", error)
+
+    async def _take(self) -> None:
+        self.epoch = await self._queue.acquire(
+            self._device, self._owner, self._timing.lease_ttl_s, keep=self._held()
+        )
+
+
+class QueueReader:
+    """on_entry: a waiting request, perhaps seen before. on_replayed: all entry ids that wait.
+    set_aside: takes entries that are no requests (id -> request id, attempt) out of the queue."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        device: str,
+        timing: AgentTiming,
+        *,
+        on_entry: Callable[[str, Request], None],
+        on_replayed: Callable[[Collection[str]], None],
+        set_aside: Callable[[Mapping[str, tuple[str, int]]], Awaitable[None]],
+    ) -> None:
+        self._queue = queue
+        self._device = device
+        self._timing = timing
+        self._on_entry = on_entry
+        self._on_replayed = on_replayed
+        self._set_aside = set_aside
+        self._replay = True
+        self._cursor = "0"
+
+    def replay(self) -> None:
+        """Read everything that waits again: the queue may have changed unseen."""
+        self._replay = True
+
+    async def run(self) -> None:
+        down = False
+        while True:
+            try:
+                if self._replay:
+                    await self._read_all()
+                await self._read(BLOCK_S)
+                down = False
+            except MalformedRequestError as error:
+                await self._take_out(error.entries)
+            except QueueUnavailableError as error:
+                log.log(logging.DEBUG if down else logging.WARNING, "%s", error)
+                down = self._replay = True
+                await asyncio.sleep(self._timing.retry_s)
+
+    async def _take_out(self, malformed: Mapping[str, tuple[str, int]]) -> None:
+        """The rest is read again: this read may have been the middle of a replay."""
+        self._replay = True
+        try:
+            await self._set_aside(malformed)
+        except (QueueUnavailableError, LeaseLostError) as error:
+            log.warning("malformed entries stay in the queue: %s", error)
+            await asyncio.sleep(self._timing.retry_s)
+
+    async def _read_all(self) -> None:
+        self._replay, self._cursor = False, "0"
+        seen: set[str] = set()
+        while entries := await self._read(0.0):
+            seen.update(entries)
+        self._on_replayed(seen)
+
+    async def _read(self, block_s: float) -> list[str]:
+        entries = await self._queue.read(self._device, self._cursor, block_s)
+        for entry_id, request in entries:
+            self._cursor = entry_id
+            self._on_entry(entry_id, request)
+        return [entry_id for entry_id, _ in entries]
+
+
+class AdmissionLoop:
+    """A turn follows every `wake`. While nothing happens, the table of requests is checked."""
+
+    def __init__(self, lease: Lease, state: DeviceState) -> None:
+        self._lease = lease
+        self._state = state
+        self._news = asyncio.Event()
+        self._known_problems: set[str] = set()
+        self._down = False
+
+    def wake(self) -> None:
+        self._news.set()
+
+    async def run(self, serving: Serving) -> None:
+        """Raises LeaseLostError when another agent has the queue."""
+        while True:
+            if self._state.requests.has_waiting:
+                await self._news_within(WAITING_S)
+            elif not await self._news_within(IDLE_S):
+                self._check()
+            self._news.clear()
+            await self.turn(serving)
+            await asyncio.sleep(PAUSE_S)
+
+    async def turn(self, serving: Serving) -> None:
+        epoch = self._lease.epoch
+        try:
+            await serving.turn(epoch)
+            self._down = False
+        except QueueUnavailableError as error:
+            log.log(logging.DEBUG if self._down else logging.WARNING, "%s", error)
+            self._down = True
+            await asyncio.sleep(self._state.timing.retry_s)
+            self.wake()
+        except LeaseLostError:
+            await self._lease.retake(epoch)
+            self.wake()
+
+    async def _news_within(self, patience_s: float) -> bool:
+        try:
+            async with asyncio.timeout(patience_s):
+                return await self._news.wait()
+        except TimeoutError:
+            return False
+
+    def _check(self) -> None:
+        """A contradiction is a bug; it is logged once, and ends nothing."""
+        engine_ids = {engine.id for engine in self._state.pool}
+        problems = set(self._state.requests.check_integrity(engine_ids))
+        for problem in problems - self._known_problems:
+            log.error("the table of requests contradicts itself: %s", problem)
+        self._known_problems = problems
+
+
+class FrontendWatch:
+    """known: ids that matter here. on_dead: called once per frontend that is gone."""
+
+    def __init__(
+        self,
+        state: DeviceState,
+        queue: RequestQueue,
+        known: Callable[[], set[str]],
+        on_dead: Callable[[str], None],
+    ) -> None:
+        self._timing = state.timing
+        self._now_s = state.now_s
+        self._queue = queue
+        self._known = known
+        self._on_dead = on_dead
+        self._missing_since_s: dict[str, float] = {}
+
+    def forgive(self) -> None:
+        """Redis lost the heartbeats: what is missing counts anew."""
+        self._missing_since_s.clear()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._timing.frontend_check_s)
+            try:
+                await self._check()
+            except QueueUnavailableError:
+                # Heartbeats cannot arrive either, so what is missing afterwards counts anew.
+                self.forgive()
+
+    async def _check(self) -> None:
+        known = sorted(self._known())
+        alive = await self._queue.live_frontends(known)
+        now_s = self._now_s()
+        missing = {name: self._missing_since_s.get(name, now_s) for name in known}
+        self._missing_since_s = {n: since for n, since in missing.items() if n not in alive}
+        for name, since_s in list(self._missing_since_s.items()):
+            if now_s - since_s >= self._timing.frontend_missing_s:
+                log.warning("frontend %s is gone: its requests are cancelled", name)
+                del self._missing_since_s[name]
+                self._on_dead(name)
+
+
+class OrphanedRequests:
+    """Decides when they go back to the unplaced ones, where they ask for an activation anew.
+
+    Requests are often routed here before the order to activate arrives, so they get a while.
+    """
+
+    def __init__(self, state: DeviceState) -> None:
+        self._models = state.models
+        self._timing = state.timing
+        self._now_s = state.now_s
+        self._since_s: dict[str, float] = {}
+
+    def given_up(self, waiting_models: Collection[str]) -> set[str]:
+        """The models among `waiting_models` whose requests should not wait here any longer."""
+        now_s = self._now_s()
+        absent = {model for model in waiting_models if not self._is_here(model)}
+        self._since_s = {model: self._since_s.get(model, now_s) for model in absent}
+        return {m for m, since_s in self._since_s.items() if now_s - since_s >= self._grace_s(m)}
+
+    def _is_here(self, model: str) -> bool:
+        hosted = self._models.hosted.get(model)
+        return hosted is not None and hosted.takes_requests
+
+    def _grace_s(self, model: str) -> float:
+        hosted = self._models.hosted.get(model)
+        if hosted is None:
+            return self._timing.absent_grace_s
+        return 0.0 if hosted.state is ModelState.DRAINING else self._timing.failed_grace_s

@@ -1,0 +1,36 @@
+"""The console scripts. `pip install .` alone brings kvcached without what they need."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+
+def serve() -> None:
+    _run("prism-serve", "prism.cli.serve")
+
+
+def replay() -> None:
+    _run("prism-replay", "prism.cli.replay")
+
+
+def models() -> None:
+    _run("prism-models", "prism.cli.models")
+
+
+def sim() -> None:
+    _run("prism-sim", "prism.cli.sim")
+
+
+def _run(command: str, module: str) -> None:
+    """One line and exit code 2 where a package of the extra is missing."""
+    try:
+        cli = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        print(
+            f"error: {command} needs the package {error.name}; install the extra, in Prism's"
+            " checkout: pip install '.[serve]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    cli.main()

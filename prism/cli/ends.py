@@ -1,0 +1,45 @@
+"""How every command ends: what it can name is one line on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from prism.errors import ConfigError, PrismError
+
+MOVED: dict[str, Any] = {
+    "hidden": True,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+
+
+def new_app(help_: str | None = None, name: str | None = None) -> typer.Typer:
+    """The app of a program that `run` ends. With a help text it is shown without arguments too."""
+    return typer.Typer(
+        name=name,
+        help=help_,
+        no_args_is_help=help_ is not None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+
+def run(command: Callable[[], object], name: str) -> None:
+    """Exit codes: 0 good, 1 for what failed, 2 for wrong input. The line begins with `name`."""
+    try:
+        command()
+    except PrismError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def moved(command: str, module: str) -> Callable[[], None]:
+    """What stands in place of a command that researchers and developers run from a checkout."""
+
+    def refuse() -> None:
+        raise ConfigError(f"{command} is not in the package; in a checkout: python -m {module}")
+
+    return refuse

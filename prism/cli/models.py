@@ -1,0 +1,71 @@
+"""`prism-models`: prepare the models of the demo and the tests. No model hub is asked."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prism.cli.ends import new_app
+from prism.errors import ConfigError, PrismError
+from prism.models.smollm2 import SmolLM2
+from prism.models.store import Recipe, default_directory, is_prepared, prepare
+from prism.models.tiny import TINY_MODELS
+
+RECIPES: dict[str, Recipe] = {r.name: r for r in (SmolLM2(), *TINY_MODELS)}
+
+app = new_app(__doc__)
+Names = Annotated[list[str] | None, typer.Argument(help="models to prepare; all unless given")]
+Directory = Annotated[Path | None, typer.Option("--dir", help="where models are kept")]
+
+
+def find_recipes(names: list[str] | None) -> list[Recipe]:
+    """Raises ConfigError that lists the models there are."""
+    unknown = [name for name in names or [] if name not in RECIPES]
+    if unknown:
+        raise ConfigError(f"unknown model {', '.join(unknown)}: choose from {', '.join(RECIPES)}")
+    return [RECIPES[name] for name in names or RECIPES]
+
+
+def say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+@app.command("prepare", epilog="Example: prism-models prepare tiny-llama --dir .cache/models")
+def prepare_command(names: Names = None, directory: Directory = None) -> None:
+    """Make the models that are not there yet, and print the directory of each."""
+    for recipe in find_recipes(names):
+        typer.echo(prepare(recipe, directory or default_directory(), say))
+
+
+@app.command("list", epilog="Example: prism-models list --dir .cache/models")
+def list_command(directory: Directory = None) -> None:
+    """The models that can be prepared, and which are."""
+    place = directory or default_directory()
+    for recipe in RECIPES.values():
+        state = "ready" if is_prepared(recipe, place) else "-"
+        typer.echo(f"{recipe.name:14} {state:6} {recipe.summary}")
+
+
+def main() -> None:
+    """Exit code 2 with one line when a name is unknown, or a source, a package or a folder to
+    write into is missing."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        app()
+    except PrismError as error:
+        say(f"prism-models: {error}")
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        say(f"prism-models: making models needs the package {error.name}; run scripts/install")
+        sys.exit(2)
+    except OSError as error:
+        say(f"prism-models: {error.filename}: {error.strerror}; choose a folder with --dir")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

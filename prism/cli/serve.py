@@ -1,0 +1,243 @@
+"""`prism-serve`: serve many models on few devices, and operate a running cluster."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from prism.cli.ends import run
+from prism.config.resolve import load, measured
+from prism.config.schema import ClusterConfig, is_gpu
+from prism.errors import ConfigError
+from prism.frontend.tokenizers import load_tokenizers
+from prism.messages.agent import ActionResult
+from prism.messages.cluster import ClusterStatus, OperatorCommand
+from prism.serve import gpu_probe, operator, report
+from prism.serve.gpu_probe import GpuFound
+from prism.serve.launcher import Options, serve
+from prism.serve.run_dir import find
+
+DEFAULT_CONFIG = Path("prism.yaml")
+_STATUS_TIMEOUT_S = 10.0
+_ACTION_TIMEOUT_S = 300.0
+_PIPE_COLUMNS = 200
+
+app = typer.Typer(
+    name="prism-serve",
+    help="Serve many models on few devices behind one OpenAI-compatible endpoint.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="The cluster's YAML; default prism.yaml.")
+]
+NewRunDir = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Sockets, logs, state; must be new. Removed at the end."),
+]
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Which cluster, where several run (printed at its start)."),
+]
+Host = Annotated[str | None, typer.Option("--host", help="Overrides frontend.host.")]
+Port = Annotated[int | None, typer.Option("--port", "-p", help="Overrides frontend.port.")]
+LogDir = Annotated[Path | None, typer.Option("--log-dir", help="Keep the logs there.")]
+LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL")]
+
+
+@app.command(
+    "up",
+    help="Start everything and serve until Ctrl-C.",
+    epilog="Example: prism-serve up --config prism.yaml --port 8080 --log-dir logs",
+)
+@app.callback(
+    invoke_without_command=True,
+    epilog="Examples: prism-serve --config prism.yaml   |   prism-serve check -c prism.yaml   |"
+    "   prism-serve status --json   |   prism-serve evict llama",
+)
+def up(
+    context: typer.Context,
+    *,
+    config: Config = None,
+    run_dir: NewRunDir = None,
+    host: Host = None,
+    port: Port = None,
+    log_dir: LogDir = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Without a command: start everything and serve until Ctrl-C (the same as `up`)."""
+    if context.invoked_subcommand is None:
+        loaded = _load(config, host, port)
+        options = Options(run_dir, log_dir, _level(log_level))
+        found, _ = _probed(loaded)
+        _warn(found)
+        serve(found, options, _console())
+
+
+@app.command(epilog="Example: prism-serve check --config prism.yaml")
+def check(*, config: Config = None) -> None:
+    """Check the YAML, the models' files and the GPUs: what fits where. Start nothing."""
+    checked, gpus = _probed(_load(config, None, None), may_be_occupied=True)
+    load_tokenizers(checked.models)
+    _console().print(report.configuration(checked, gpus))
+    _warn(checked)
+
+
+@app.command(epilog="Example: prism-serve status --json --run-dir /tmp/prism-a1b2c3d4")
+def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
+    """Devices, models, memory and queues of the running cluster."""
+    command = OperatorCommand("status")
+    result = operator.ask(find(run_dir), command, _STATUS_TIMEOUT_S)
+    if as_json:
+        print(result.message)
+    else:
+        shown = msgspec.json.decode(result.message, type=ClusterStatus)
+        _console().print(report.cluster(shown))
+
+
+@app.command(
+    epilog="Examples: prism-serve activate tiny-llama   |   prism-serve activate tiny-llama"
+    " --device host:1   |   prism-serve activate tiny-llama --gpu 0 --profile"
+)
+def activate(
+    model: Model,
+    *,
+    device: Annotated[str | None, typer.Option(help="Where; default: the policy's choice.")] = None,
+    gpu: Annotated[int | None, typer.Option(help="Where, by the device's number.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Print what each stage took.")] = False,
+    as_json: AsJson = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Bring MODEL up now, before a request asks for it."""
+    if gpu is not None:
+        device = _device_of(find(run_dir), gpu, device)
+    result = _operate(OperatorCommand("activate", model, device), as_json, run_dir)
+    if profile and not as_json:
+        _console().print(report.activation(result))
+
+
+@app.command(epilog="Example: prism-serve evict tiny-llama")
+def evict(model: Model, *, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
+    """Take MODEL off its device; the next request for it brings it back."""
+    _operate(OperatorCommand("evict", model), as_json, run_dir)
+
+
+@app.command(epilog="Example: prism-serve prefetch tiny-llama")
+def prefetch(
+    model: Model,
+    *,
+    device: Annotated[str | None, typer.Option(help="On whose machine; default: all.")] = None,
+    as_json: AsJson = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Read MODEL's files into the weight store, so that an activation reads none from disk."""
+    _operate(OperatorCommand("prefetch", model, device), as_json, run_dir)
+
+
+@app.command(epilog="Examples: prism-serve flush   |   prism-serve flush tiny-llama")
+def flush(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
+    *,
+    as_json: AsJson = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Give back idle memory: spare pages and the prefix cache, of MODEL or of all."""
+    _operate(OperatorCommand("flush", model), as_json, run_dir)
+
+
+def main() -> None:
+    """Exit codes: 0 good, 1 the cluster or the action failed, 2 wrong input (one line each)."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    run(app, "error")
+
+
+def _load(config: Path | None, host: str | None, port: int | None) -> ClusterConfig:
+    if config is None and not DEFAULT_CONFIG.is_file():
+        raise ConfigError(
+            "--config: missing, and there is no prism.yaml here; name the cluster's YAML"
+        )
+    loaded = load(config or DEFAULT_CONFIG)
+    _check_installed(loaded.engine.adapter)
+    if port is not None and not 0 <= port <= 65535:
+        raise ConfigError(
+            f"--port: {port} is not a valid port; choose 1 to 65535, or 0 for any free one"
+        )
+    return msgspec.structs.replace(
+        loaded, host=host or loaded.host, port=loaded.port if port is None else port
+    )
+
+
+def _probed(
+    config: ClusterConfig, *, may_be_occupied: bool = False
+) -> tuple[ClusterConfig, dict[str, GpuFound]]:
+    """With its GPUs asked; they are numbered as nvidia-smi does, here and in every child."""
+    if not any(is_gpu(device.name) for device in config.devices):
+        return config, {}
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    gpus = gpu_probe.probe(config, may_be_occupied=may_be_occupied)
+    for warning in gpu_probe.warnings(gpus):
+        print(warning, file=sys.stderr)
+    return measured(config, gpu_probe.contexts(gpus)), gpus
+
+
+def _check_installed(adapter: str) -> None:
+    """Here, rather than by engines that fail to start again and again."""
+    if adapter == "sglang" and find_spec("sglang") is None:
+        raise ConfigError(
+            "engine.adapter: SGLang is not installed beside prism-serve; install it with"
+            " scripts/install of a checkout, or choose the adapter fake"
+        )
+
+
+def _level(name: str) -> str:
+    if name.lower() not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"--log-level: unknown {name!r}; choose debug, info, warning or error")
+    return name.lower()
+
+
+def _operate(command: OperatorCommand, as_json: bool, run_dir: Path | None) -> ActionResult:
+    config = find(run_dir)
+    timeout_s = max(_ACTION_TIMEOUT_S, 2 * config.engine.activation_timeout_s)
+    result = operator.ask(config, command, timeout_s)
+    if as_json:
+        shown = {"ok": result.ok, "message": result.message, "seconds": result.seconds}
+        known = {"stages_s": result.stages_s, "link_bytes": result.link_bytes}
+        print(json.dumps(shown | {name: what for name, what in known.items() if what}))
+    else:
+        print(result.message or ("done" if result.ok else "failed"))
+    if not result.ok:
+        raise typer.Exit(1)
+    return result
+
+
+def _device_of(config: ClusterConfig, gpu: int, device: str | None) -> str:
+    """The device with this number, whatever its kind. Raises ConfigError that lists them."""
+    if device is not None:
+        raise ConfigError("--gpu: --device names the place already; give one of the two")
+    names = [d.name for d in config.devices]
+    found = [name for name in names if name.endswith(f":{gpu}")]
+    if len(found) != 1:
+        what = "is not a device" if not found else f"may be {' or '.join(found)}: use --device"
+        raise ConfigError(f"--gpu: {gpu} {what}; the devices are {', '.join(names)}")
+    return found[0]
+
+
+def _warn(config: ClusterConfig) -> None:
+    if warning := report.memory_warning(config):
+        print(warning, file=sys.stderr)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)

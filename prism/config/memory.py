@@ -1,0 +1,250 @@
+"""How much memory of a device models and engine processes take, and whether all of them fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import cast
+
+import msgspec
+
+from kvcached import Layout, choose_layout
+from kvcached.layouts import Arrangement
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.units import format_size, whole_mib
+from prism.errors import ActivationError, ConfigError
+from prism.messages.models import ModelSpec
+
+BLOCK_TOKENS = 16
+
+# engine.kv_layout -> what may be chosen. By blocks is not among them: the engines index tokens,
+# and tokens of interleaved blocks do not lie at one stride.
+KV_LAYOUTS: dict[str, Sequence[Arrangement]] = {
+    "per_layer": ("per_layer",),
+    "token_interleaved": ("token_interleaved",),
+    "auto": ("per_layer", "token_interleaved"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuNeeds:
+    """What an engine process holds on a GPU outside of kvcached, as planned before it is measured.
+
+    An adapter says what its engines need, in bytes, and 0 for what they never use.
+    """
+
+    # The CUDA context, before any kernel is loaded.
+    context_bytes: int = 0
+    # Kernels and tables that are loaded with use, and stay without a model.
+    code_bytes: int = 0
+    # Graphs, library handles and stacks beside torch's allocator.
+    driver_bytes: int = 0
+    # NCCL, with several ranks.
+    ranks_bytes: int = 0
+    # The least that torch's allocator can serve a model with.
+    torch_min_bytes: int = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        """Of a process without a model."""
+        return self.context_bytes + self.code_bytes
+
+    def beside_torch_bytes(self, ranks: int) -> int:
+        """Of a process with a model, torch's allocator and the idle part apart."""
+        return self.driver_bytes + (self.ranks_bytes if ranks > 1 else 0)
+
+    def static_min_bytes(self, ranks: int) -> int:
+        """The smallest `engine.static` that can work."""
+        return self.idle_bytes + self.beside_torch_bytes(ranks) + max(1, self.torch_min_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """What a model must find free on a device to serve at all."""
+
+    weight_bytes: int
+    static_bytes: int
+    # The padding block's pages plus one request of the full context, in whole slabs, so that a
+    # single request can always run to its end.
+    kv_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.static_bytes + self.kv_bytes
+
+
+def layout_of(model: ModelSpec) -> Layout:
+    """Where the K and V of `model` lie."""
+    layout = Layout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.kv_dtype,
+        block_tokens=BLOCK_TOKENS,
+        arrangement=cast("Arrangement", model.kv_arrangement),
+    )
+    if model.kv_arrangement == "per_layer" or model.token_bytes == layout.token_bytes:
+        return layout
+    return replace(layout, padded_token_bytes=model.token_bytes)
+
+
+def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
+    """What one of `ranks` tensor-parallel ranks holds of `model`: its part of the KV heads, per
+    layer, and about its part of the weights.
+
+    Raises ActivationError for heads that do not divide.
+    """
+    if model.num_kv_heads % ranks:
+        raise ActivationError(
+            f"model {model.name}: its {model.num_kv_heads} KV heads cannot be shared by {ranks} "
+            "ranks; give it another tp"
+        )
+    shard = msgspec.structs.replace(
+        model,
+        num_kv_heads=model.num_kv_heads // ranks,
+        weight_bytes=ceil(model.weight_bytes / ranks),
+        kv_arrangement="per_layer",
+        tp=1,
+    )
+    return msgspec.structs.replace(shard, token_bytes=layout_of(shard).token_bytes)
+
+
+def arranged(model: ModelSpec, config: ClusterConfig, accepted: Sequence[Arrangement]) -> ModelSpec:
+    """`model` in the accepted arrangement that suits the device where its quantum weighs most,
+    shared by all models that may be there."""
+    stock = layout_of(model)
+    allowed = [d for d in config.devices if model.pinned_device in (None, d.name)]
+    shared = {
+        d.name: sum(m.pinned_device in (None, d.name) for m in config.models) for d in allowed
+    }
+
+    def share(device: DeviceConfig) -> float:
+        quanta_bytes = stock.quantum_bytes(device.page_bytes) * shared[device.name]
+        return quanta_bytes / device.capacity_bytes
+
+    tightest = max(allowed, key=share)
+    chosen = choose_layout(
+        stock,
+        page_bytes=tightest.page_bytes,
+        device_bytes=tightest.capacity_bytes,
+        models=shared[tightest.name],
+        accepted=accepted,
+    )
+    return msgspec.structs.replace(
+        model,
+        kv_arrangement=chosen.layout.arrangement,
+        token_bytes=sum(chosen.layout.buffer_token_bytes),
+    )
+
+
+def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) -> MemoryNeed:
+    """What `model`, or its part if it is spread over several devices, must find free on `device` to
+    serve at all, beside what engine processes hold without a model
+    (`DeviceConfig.engines_bytes`)."""
+    # A rank of a spread model may be a process beyond those of the device's pool.
+    held_bytes = device.idle_bytes if model.tp == 1 else 0
+    share_bytes = max(0, engine.static_on(device.name) - held_bytes)
+    model = shard_of(model, model.tp) if model.tp > 1 else model
+    layout = layout_of(model)
+    page_bytes = device.page_bytes
+    slabs = ceil((model.context_length + BLOCK_TOKENS) / layout.slab_tokens(page_bytes))
+    return MemoryNeed(
+        weight_bytes=whole_pages(model.weight_bytes, page_bytes),
+        static_bytes=whole_pages(share_bytes, page_bytes),
+        kv_bytes=slabs * layout.quantum_bytes(page_bytes),
+    )
+
+
+def whole_pages(size_bytes: int, page_bytes: int) -> int:
+    return ceil(size_bytes / page_bytes) * page_bytes
+
+
+# --- whether all of it fits ------------------------------------------------------------------
+
+
+def check_static(config: ClusterConfig, device: str, needs: GpuNeeds) -> None:
+    """On a GPU a share below the context and the least that torch can work with fails at every
+    activation. Raises ConfigError with one that would do."""
+    ranks = max((model.tp for model in config.models), default=1)
+    least_bytes, static_bytes = needs.static_min_bytes(ranks), config.engine.static_on(device)
+    if static_bytes < least_bytes:
+        raise ConfigError(
+            f"engine.static: {format_size(static_bytes)} is too small for an engine on {device}:"
+            f" CUDA context and code {format_size(needs.idle_bytes)}, graphs and NCCL"
+            f" {format_size(needs.beside_torch_bytes(ranks))}, torch at least"
+            f" {format_size(needs.torch_min_bytes)}; set it to {whole_mib(least_bytes)} or more, or"
+            " leave the key out"
+        )
+
+
+def check_memory(config: ClusterConfig) -> None:
+    """Raises ConfigError, which says how much would be enough."""
+    for index, device in enumerate(config.devices):
+        needs = [
+            (memory_need(m, device, config.engine), i)
+            for i, m in enumerate(config.models)
+            if m.pinned_device in (None, device.name)
+        ]
+        if needs and all(need.total_bytes > device.models_bytes for need, _ in needs):
+            _refuse_device(config, index, *min(needs, key=lambda pair: pair[0].total_bytes))
+    for index in range(len(config.models)):
+        _check_model_fits(config, index)
+
+
+def _refuse_device(config: ClusterConfig, index: int, need: MemoryNeed, model: int) -> None:
+    device, spec = config.devices[index], config.models[model]
+    raise ConfigError(
+        f"devices[{index}].capacity: {format_size(device.capacity_bytes)} is too small for any"
+        f" model; {spec.name} needs {_explain(need, spec, device)}; raise capacity to"
+        f" {_enough(need, device)} or lower models[{model}].context_length"
+    )
+
+
+def _check_model_fits(config: ClusterConfig, index: int) -> None:
+    spec = config.models[index]
+    allowed = [(i, d) for i, d in enumerate(config.devices) if spec.pinned_device in (None, d.name)]
+    best, device = max(allowed, key=lambda pair: pair[1].models_bytes)
+    need = memory_need(spec, device, config.engine)
+    if spec.tp > 1:
+        _check_parts_fit(config, index, need, device)
+    elif need.total_bytes > device.models_bytes:
+        raise ConfigError(
+            f"models[{index}]: {spec.name} needs {_explain(need, spec, device)} and {device.name}"
+            f" has {format_size(device.capacity_bytes)}; raise devices[{best}].capacity to"
+            f" {_enough(need, device)} or lower models[{index}].context_length"
+        )
+
+
+def _check_parts_fit(
+    config: ClusterConfig, index: int, need: MemoryNeed, best: DeviceConfig
+) -> None:
+    spec, engine = config.models[index], config.engine
+    fitting = Counter(
+        device.node
+        for device in config.devices
+        if memory_need(spec, device, engine).total_bytes <= device.models_bytes
+    )
+    most = max(fitting.values(), default=0)
+    if most < spec.tp:
+        raise ConfigError(
+            f"models[{index}].tp: {spec.name} needs {_explain(need, spec, best)} on each of"
+            f" {spec.tp} devices of one kind and page size, and {most} have that; raise their"
+            f" capacity to {_enough(need, best)}, add devices or lower tp"
+        )
+
+
+def _enough(need: MemoryNeed, device: DeviceConfig) -> str:
+    return whole_mib(need.total_bytes + device.engines_bytes)
+
+
+def _explain(need: MemoryNeed, spec: ModelSpec, device: DeviceConfig) -> str:
+    idle = ""
+    if device.engines_bytes:
+        idle = f", beside {format_size(device.engines_bytes)} of {device.engines} idle engines"
+    return (
+        f"{format_size(need.total_bytes)} (weights {format_size(need.weight_bytes)}, fixed share"
+        f" {format_size(need.static_bytes)}, KV of one {spec.context_length}-token request"
+        f" {format_size(need.kv_bytes)}{idle})"
+    )

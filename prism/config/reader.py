@@ -1,0 +1,108 @@
+"""Read the user's YAML into `ServeYaml`; every mistake becomes one line that names the key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from prism.config.schema import ServeYaml
+from prism.config.units import decoded
+from prism.errors import ConfigError
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML lets a later key overwrite an earlier one silently; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {name!r} is given twice", key.start_mark
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read_yaml(path: Path) -> ServeYaml:
+    """prism-serve's file. Raises ConfigError (one line; no path prefix)."""
+    return convert(read_mapping(path), ServeYaml)
+
+
+def read_mapping(
+    path: Path, keys: str = "devices: and models:", remedy: str = "correct --config"
+) -> dict[str, Any]:
+    """The file as it is; `keys` are named where it has none, `remedy` where it cannot be read.
+    Raises ConfigError (one line)."""
+    try:
+        data = yaml.load(path.read_text(), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read it: {_reason(error)}; {remedy}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_message(error)) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"the file must hold keys such as {keys}; see the README")
+    return data
+
+
+def convert(data: dict[str, Any], kind: type[T]) -> T:
+    """Type-check `data`. Raises ConfigError (one line) that names the key."""
+    try:
+        return msgspec.convert(data, kind, dec_hook=decoded)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_conversion_message(str(error), kind)) from error
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
+
+
+def _yaml_message(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return f"{where}{problem}; correct the YAML there"
+
+
+def _conversion_message(text: str, kind: type[msgspec.Struct]) -> str:
+    problem, _, at = text.partition(" - at `$")
+    where = at.rstrip("`").lstrip(".")
+    if match := _UNKNOWN.fullmatch(problem):
+        return _unknown_key(match[1], where, kind)
+    if match := _MISSING.fullmatch(problem):
+        return f"{_join(where, match[1])}: is missing; add it"
+    hint = "; correct the value" if problem[:1].isupper() else ""  # ours have a remedy already
+    return f"{where}: {problem[:1].lower()}{problem[1:]}{hint}"
+
+
+def _unknown_key(name: str, where: str, root: type[msgspec.Struct]) -> str:
+    known = [field.encode_name for field in msgspec.structs.fields(_struct_at(where, root))]
+    close = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    return f"{_join(where, name)}: unknown key; {remedy}"
+
+
+def _struct_at(where: str, root: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The struct that a path such as "models[0].slo" leads to."""
+    kind: Any = root
+    for name in re.findall(r"[A-Za-z_]\w*", where):
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+        kind = getattr(fields[name], "__args__", (fields[name],))[0]
+    return kind  # type: ignore[no-any-return]
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

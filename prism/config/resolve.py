@@ -1,0 +1,287 @@
+"""From the user's YAML to a checked `ClusterConfig`. Runs once, before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from prism.config.memory import KV_LAYOUTS, arranged, check_memory, check_static
+from prism.config.reader import read_yaml
+from prism.config.schema import (
+    ADAPTERS,
+    ATTENTION_BACKENDS,
+    AUTO_STORE,
+    CUDA_GRAPHS,
+    MIGRATE_RUNNING,
+    ClusterConfig,
+    DeviceConfig,
+    DeviceYaml,
+    EngineConfig,
+    FrontendConfig,
+    JournalYaml,
+    ModelYaml,
+    SchedulerConfig,
+    ServeYaml,
+    is_gpu,
+)
+from prism.errors import ConfigError
+from prism.messages.models import ModelSpec
+from prism.models.files import DTYPE_BYTES, inspect_model
+from prism.policies import registry
+from prism.scheduler import journal
+from prism.scheduler.journal import JournalConfig
+
+_DEVICE_NAME = re.compile(r"(host|cuda):\d{1,4}")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.:@+/-]*")
+_PAGE_GRAIN_BYTES = 4096
+_ENGINES_MAX = 64
+# Loops that are well may wait up to 10 s, for a device's ledger.
+HANG_LEAST_S = 15
+
+
+def load(path: Path) -> ClusterConfig:
+    """The checked configuration; namespace and run_dir are empty for the launcher to fill in,
+    and redis_url is empty where the bundled server is to be used.
+
+    Raises ConfigError: one line "<file>: <key>: what is wrong; what to change".
+    """
+    try:
+        return _resolve(read_yaml(path), path.resolve().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
+    registry.live(data.policy)
+    _check_frontend(data.frontend)
+    _check_scheduler(data.scheduler)
+    _at_least(data.hang_timeout, HANG_LEAST_S, "hang_timeout")
+    devices = [_device(d, f"devices[{i}]") for i, d in enumerate(data.devices)]
+    on_gpus = all(is_gpu(device.name) for device in devices)
+    models = [
+        _model(m, f"models[{i}]", base_dir, on_gpus=on_gpus) for i, m in enumerate(data.models)
+    ]
+    config = ClusterConfig(
+        namespace="",
+        run_dir="",
+        redis_url=_redis_url(data.redis),
+        policy=data.policy,
+        devices=devices,
+        models=models,
+        host=data.frontend.host,
+        port=data.frontend.port,
+        scheduler=data.scheduler,
+        engine=_engine(data.engine, base_dir),
+        frontend=data.frontend,
+        journal=_journal(data.journal),
+        hang_timeout_s=float(data.hang_timeout),
+    )
+    _check_names(config)
+    _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
+    for index, model in enumerate(models):
+        _check_spread(model, f"models[{index}]")
+    config = _planned(config)
+    models = [_arranged(model, config, data.engine.kv_layout) for model in models]
+    config = msgspec.structs.replace(config, models=models)
+    check_memory(config)
+    _check_shares(config)
+    return config
+
+
+def measured(config: ClusterConfig, context_bytes: Mapping[str, int]) -> ClusterConfig:
+    """`config` with CUDA contexts of these sizes, by device, in the place of planned ones. Raises
+    ConfigError if something does not fit any more."""
+    config = _planned(config, context_bytes)
+    check_memory(config)
+    return config
+
+
+def _planned(
+    config: ClusterConfig, context_bytes: Mapping[str, int] = MappingProxyType({})
+) -> ClusterConfig:
+    """With what an engine process takes on each device. Raises ConfigError for devices that the
+    adapter cannot serve on, and for an engine.static that cannot work there."""
+    adapter = importlib.import_module(f"prism.engines.{config.engine.adapter}")
+    devices = []
+    for index, device in enumerate(config.devices):
+        if missing := adapter.lacks(device.name):
+            raise ConfigError(f"devices[{index}].name: {missing}")
+        needs = adapter.needs(device.name)
+        if known_bytes := context_bytes.get(device.name):
+            needs = dataclasses.replace(needs, context_bytes=known_bytes)
+        if is_gpu(device.name):
+            check_static(config, device.name, needs)
+        devices.append(msgspec.structs.replace(device, idle_bytes=needs.idle_bytes))
+    return msgspec.structs.replace(config, devices=devices)
+
+
+def _check_spread(model: ModelSpec, key: str) -> None:
+    if model.tp == 1:
+        return
+    if model.pinned_device is not None:
+        raise ConfigError(f"{key}.device: with tp {model.tp} there are several; leave the key out")
+    if model.num_kv_heads % model.tp:
+        raise ConfigError(
+            f"{key}.tp: {model.num_kv_heads} KV heads cannot be shared by {model.tp} devices;"
+            " choose a divisor"
+        )
+
+
+def _arranged(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> ModelSpec:
+    """Ranks keep their part of the heads per layer, whatever is asked for."""
+    return arranged(model, config, KV_LAYOUTS["per_layer" if model.tp > 1 else kv_layout])
+
+
+def _check_shares(config: ClusterConfig) -> None:
+    divided = [device.name for device in config.devices if device.sm_percent]
+    if divided and not config.engine.mps:
+        raise ConfigError(
+            f"devices: {divided[0]} has sm_percent, which only MPS can give; set engine.mps: true"
+        )
+
+
+def _one_of(value: str, known: tuple[str, ...], key: str) -> None:
+    if value not in known:
+        raise ConfigError(f"{key}: unknown value {value!r}; choose one of {', '.join(known)}")
+
+
+def _at_least(value: float, least: float, key: str) -> None:
+    if not value >= least:
+        raise ConfigError(f"{key}: {value} is too small; give at least {least}")
+
+
+def _redis_url(url: str | None) -> str:
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError(
+            "redis: is not a Redis URL; write redis://host:port, or leave the key out to use the"
+            " bundled server"
+        )
+    return url or ""
+
+
+def _device(data: DeviceYaml, key: str) -> DeviceConfig:
+    if not _DEVICE_NAME.fullmatch(data.name):
+        raise ConfigError(
+            f"{key}.name: {data.name!r} is not a valid device; use host:0, host:1, ... or"
+            " cuda:0, ..."
+        )
+    page_bytes, capacity_bytes = int(data.page), int(data.capacity)
+    if page_bytes % _PAGE_GRAIN_BYTES or page_bytes & (page_bytes - 1):
+        raise ConfigError(
+            f"{key}.page: {data.page.text} is not a power of two of at least 4KiB; use 64KiB or"
+            " 2MiB"
+        )
+    if capacity_bytes < page_bytes:
+        raise ConfigError(
+            f"{key}.capacity: {data.capacity.text} is below one page ({data.page.text}); raise"
+            f" capacity or lower {key}.page"
+        )
+    if not 1 <= data.engines <= _ENGINES_MAX:
+        raise ConfigError(f"{key}.engines: {data.engines} is out of range; choose 1 to 64")
+    whole = capacity_bytes - capacity_bytes % page_bytes
+    shares = _sm_percent(data, f"{key}.sm_percent")
+    return DeviceConfig(data.name, whole, page_bytes, data.engines, sm_percent=shares)
+
+
+def _sm_percent(data: DeviceYaml, key: str) -> tuple[int, ...]:
+    shares = tuple(data.sm_percent or ())
+    if shares and len(shares) != data.engines:
+        raise ConfigError(f"{key}: {len(shares)} numbers for {data.engines} engines; give each one")
+    wrong = [share for share in shares if not 1 <= share <= 100]
+    if wrong:
+        raise ConfigError(f"{key}: {wrong[0]} is not a valid percentage; choose 1 to 100")
+    return shares
+
+
+def _check_frontend(data: FrontendConfig) -> None:
+    if not 0 <= data.port <= 65535:
+        raise ConfigError(
+            f"frontend.port: {data.port} is not a valid port; choose 1 to 65535, or 0 for any"
+            " free one"
+        )
+    _at_least(data.max_open_requests, 1, "frontend.max_open_requests")
+
+
+def _journal(data: JournalYaml) -> JournalConfig:
+    _one_of(data.keep, journal.KEPT, "journal.keep")
+    return JournalConfig(data.keep, int(data.max))
+
+
+def _check_scheduler(data: SchedulerConfig) -> None:
+    _at_least(data.migration_threshold, 0, "scheduler.migration_threshold")
+    _at_least(data.contended_requests, 0, "scheduler.contended_requests")
+    _one_of(data.migrate_running, MIGRATE_RUNNING, "scheduler.migrate_running")
+
+
+def _engine(data: EngineConfig, base_dir: Path) -> EngineConfig:
+    _one_of(data.adapter, ADAPTERS, "engine.adapter")
+    _one_of(data.weight_links, ("node", "own"), "engine.weight_links")
+    _one_of(data.cuda_graphs, CUDA_GRAPHS, "engine.cuda_graphs")
+    if data.attention_backend is not None:
+        _one_of(data.attention_backend, ATTENTION_BACKENDS, "engine.attention_backend")
+    _at_least(data.max_running, 1, "engine.max_running")
+    _at_least(data.prefill_chunk_tokens, 1, "engine.prefill_chunk_tokens")
+    return msgspec.structs.replace(data, weight_store=_weight_store(data.weight_store, base_dir))
+
+
+def _weight_store(wanted: str, base_dir: Path) -> str:
+    """ "" means none."""
+    if wanted in ("off", ""):
+        return ""
+    return wanted if wanted == AUTO_STORE else str((base_dir / Path(wanted).expanduser()).resolve())
+
+
+def _model(data: ModelYaml, key: str, base_dir: Path, *, on_gpus: bool) -> ModelSpec:
+    _check_model_values(data, key)
+    path = (base_dir / Path(data.path).expanduser()).resolve()
+    files = inspect_model(path, f"{key}.path")
+    # CPU kernels of half precision are slow and less exact: host devices serve in float32.
+    auto = files.stored_dtype if on_gpus else "float32"
+    dtype = auto if data.dtype == "auto" else data.dtype
+    return ModelSpec(
+        name=data.name,
+        path=str(path),
+        **files.shape(dtype, data.context_length),
+        slo_ttft_s=float(data.slo.ttft),
+        slo_tpot_s=float(data.slo.tpot),
+        never_evict=data.never_evict,
+        pinned_device=data.device,
+        static_share=data.static_share,
+        tp=data.tp,
+    )
+
+
+def _check_model_values(data: ModelYaml, key: str) -> None:
+    if not _MODEL_NAME.fullmatch(data.name):
+        raise ConfigError(
+            f"{key}.name: {data.name!r} cannot be used; write letters, digits and . _ - : / @ +"
+        )
+    _one_of(data.dtype, ("auto", *DTYPE_BYTES), f"{key}.dtype")
+    if data.context_length is not None:
+        _at_least(data.context_length, 1, f"{key}.context_length")
+    _at_least(data.tp, 1, f"{key}.tp")
+    if data.static_share is not None and not 0 < data.static_share <= 1:
+        raise ConfigError(f"{key}.static_share: {data.static_share} is not in (0, 1]; write 0.5")
+
+
+def _check_names(config: ClusterConfig) -> None:
+    devices = [d.name for d in config.devices]
+    models = [m.name for m in config.models]
+    for key, names in (("devices", devices), ("models", models)):
+        if not names:
+            raise ConfigError(f"{key}: the list is empty; add at least one entry")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ConfigError(f"{key}[{index}].name: {name!r} is used twice; rename one")
+    for index, model in enumerate(config.models):
+        if model.pinned_device is not None and model.pinned_device not in devices:
+            raise ConfigError(
+                f"models[{index}].device: unknown device {model.pinned_device!r}; choose one of"
+                f" {', '.join(devices)}"
+            )

@@ -1,0 +1,347 @@
+"""The user's YAML and the resolved configuration that every process reads.
+
+`prism-serve` parses and checks the YAML once (`load`), builds `ClusterConfig` and writes it as
+JSON (mode 0600) into the run directory; child processes read that file with `read_resolved`.
+
+Sections whose keys need no more than their types are one class for both; the others are a class of
+the YAML and one of the configuration.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prism.config.units import Bytes, Seconds, decoded, encoded
+from prism.messages.models import ModelSpec
+from prism.policies.data import Settings
+from prism.scheduler.journal import JournalConfig
+
+AUTO_STORE = "auto"  # a weight store of the cluster's own, which ends with it
+_POLICY = Settings()
+_HOST_STATIC_BYTES, _GPU_STATIC_BYTES = 16 << 20, 2 << 30
+_HANG_TIMEOUT = Seconds("30s")
+
+
+def is_gpu(device: str) -> bool:
+    return device.startswith("cuda:")
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the YAML's structs: an unknown key is an error that names it."""
+
+
+class DeviceYaml(Strict, frozen=True):
+    """One device: a GPU, or a fixed amount of the machine's memory."""
+
+    # "cuda:N" is the GPU that nvidia-smi numbers N. "host:N" is memory of the machine.
+    name: str
+    # The memory that Prism may use on this device, such as "1GiB". It holds everything.
+    capacity: Bytes
+    # The unit in which KV memory is mapped: a power of two of at least 4KiB.
+    page: Bytes = Bytes("2MiB")
+    # How many engine processes start on this device: 1 to 64. Each serves one model at a time.
+    engines: int = 2
+    # The part of the GPU's SMs that each engine may use: one number per engine, 1 to 100. It needs
+    # engine.mps. Default: every engine may use all of them.
+    sm_percent: list[int] | None = None
+
+
+class SloYaml(Strict, frozen=True):
+    """The latencies that a request should keep to."""
+
+    # From a request's arrival to its first token. The queue is ordered by it.
+    ttft: Seconds = Seconds("2s")
+    # The mean time for each further token.
+    tpot: Seconds = Seconds("200ms")
+
+
+class ModelYaml(Strict, frozen=True):
+    """One model."""
+
+    # What a request calls the model.
+    name: str
+    # The folder with config.json, the tokenizer and the safetensors files. Relative paths start at
+    # the YAML's folder.
+    path: str
+    # Requests without an SLO of their own get this one.
+    slo: SloYaml = SloYaml()
+    # The most tokens of a prompt and its answer. Default: what the model was trained for.
+    context_length: int | None = None
+    # "auto" is float32 on host devices and the files' own type on GPUs.
+    dtype: str = "auto"
+    # Whether the model keeps its place while it is idle.
+    never_evict: bool = False
+    # The only device that may serve the model. Default: the scheduler chooses.
+    device: str | None = None
+    # This model's fraction of its device's KV memory under the static policy. Default: an equal
+    # part of what the other models leave.
+    static_share: float | None = None
+    # Over how many devices the model is spread (tensor parallel). The scheduler chooses which.
+    tp: int = 1
+
+
+class FrontendConfig(
+    Strict,
+    frozen=True,
+    rename={"progress_timeout_s": "progress_timeout", "refused_timeout_s": "refused_timeout"},
+):
+    """The HTTP endpoint."""
+
+    # The address to listen on.
+    host: str = "127.0.0.1"
+    # The port to listen on. 0 takes any free one.
+    port: int = 8000
+    # With so many requests open, new ones get status 429. Half of it is kept in equal parts for
+    # each model, so one model alone gets at most the other half and its own part.
+    max_open_requests: int = 4096
+    # A request that receives no token for this long ends with an error.
+    progress_timeout_s: Seconds = Seconds("10m")
+    # A request whose model has no place for this long ends with status 503 and the scheduler's
+    # reason.
+    refused_timeout_s: Seconds = Seconds("60s")
+
+
+ADAPTERS = ("sglang", "fake")
+CUDA_GRAPHS = ("lazy", "off")
+ATTENTION_BACKENDS = ("triton", "flashinfer", "fa3", "fa4", "trtllm_mha", "torch_native")
+MIGRATE_RUNNING = ("finish", "move")
+
+
+class SchedulerConfig(
+    Strict,
+    frozen=True,
+    rename={
+        "interval_s": "interval",
+        "idle_threshold_s": "idle_threshold",
+        "min_idle_s": "min_idle",
+        "rate_window_s": "rate_window",
+    },
+):
+    """The cluster scheduler: which model is where."""
+
+    # How often the scheduler plans when nothing happens.
+    interval_s: Seconds = Seconds("5s")
+    # When memory is short, models that were idle for longer are evicted first (Prism, section 6.2).
+    idle_threshold_s: Seconds = Seconds(_POLICY.idle_threshold_s)
+    # A model that was idle for less is never evicted.
+    min_idle_s: Seconds = Seconds(_POLICY.min_idle_s)
+    # A model moves only if KVPR falls by more than this fraction (tau of Algorithm 1).
+    migration_threshold: float = _POLICY.migration_threshold
+    # A device is relieved only if its models beside the busiest one run this many requests at a
+    # time at their SLO's pace (token rate x TPOT SLO), and if as many requests wait there or less
+    # than a quarter of its memory is free. 0: every move of Algorithm 1 that has room.
+    contended_requests: float = _POLICY.contended_requests
+    # Token rates are means over this time.
+    rate_window_s: Seconds = Seconds("60s")
+    # What happens to running requests when their model moves: "finish" leaves them where they are
+    # (for at most engine.drain_timeout), "move" takes them to the target with their KV.
+    migrate_running: str = "finish"
+
+    @property
+    def move_running(self) -> bool:
+        return self.migrate_running == "move"
+
+    def settings(self) -> Settings:
+        """What the policy is tuned with."""
+        return Settings(
+            idle_threshold_s=float(self.idle_threshold_s),
+            min_idle_s=float(self.min_idle_s),
+            migration_threshold=self.migration_threshold,
+            contended_requests=self.contended_requests,
+            move_running=self.move_running,
+        )
+
+
+class EngineConfig(
+    Strict,
+    frozen=True,
+    rename={
+        "static_bytes": "static",
+        "memory_slack_bytes": "memory_slack",
+        "drain_timeout_s": "drain_timeout",
+        "activation_timeout_s": "activation_timeout",
+        "weight_store_bytes": "weight_store_max",
+        "load_bytes_per_s": "load_rate",
+        "link_bytes": "link_memory",
+        "links_from_bytes": "links_from",
+    },
+):
+    """The engine processes of all devices."""
+
+    # "sglang", or "fake": no model, answers known beforehand, for tests of failures and speed.
+    adapter: str = "sglang"
+    # The most requests that an engine runs at a time.
+    max_running: int = 16
+    # What an engine with a model may hold beside weights and KV. On a GPU that is the CUDA context,
+    # torch's memory, graphs, workspaces and NCCL. Default: 2GiB on a GPU, 16MiB on a host device.
+    static_bytes: Bytes | None = None
+    # How much more than its leases an engine may hold on a GPU before it is replaced.
+    memory_slack_bytes: Bytes = Bytes("256MiB")
+    # The most prompt tokens that one step computes.
+    prefill_chunk_tokens: int = 512
+    # How long an eviction, a move or a shutdown waits for running requests.
+    drain_timeout_s: Seconds = Seconds("30s")
+    # How long an engine may load a model, or a model may wait for an engine and for memory, before
+    # the activation has failed.
+    activation_timeout_s: Seconds = Seconds("150s")
+    # "per_layer" has the fastest attention. "token_interleaved" grows in the finest steps. "auto"
+    # takes the finer one where growth per layer, times the models that may share the device,
+    # exceeds a few percent of it. Models with tp stay per layer.
+    kv_layout: str = "per_layer"
+    # Where the machine keeps weights ready to be copied: "auto" is a folder in /dev/shm that ends
+    # with the cluster, "off" is nowhere. Or a folder, which clusters may share.
+    weight_store: str = AUTO_STORE
+    # The most that the weight store holds. Default: 80 % of its file system.
+    weight_store_bytes: Bytes | None = None
+    # The most bytes per second that an activation copies, over all links together, for the sake of
+    # models that decode beside it, such as "8GB". Default: no bound.
+    load_bytes_per_s: Bytes | None = None
+    # Over which GPUs' links to the host an engine loads weights: of all GPUs here ("node") or its
+    # "own" alone.
+    weight_links: str = "node"
+    # What a load may take on each other GPU for its link, while nothing there is short of memory:
+    # staging buffers of 32MiB and the engine's CUDA context.
+    link_bytes: Bytes = Bytes("512MiB")
+    # Smaller loads use no other GPU's link.
+    links_from_bytes: Bytes = Bytes("2GiB")
+    # Start NVIDIA's Multi-Process Service, so that the engines of a GPU compute at the same time.
+    mps: bool = False
+    # "lazy" captures graphs of decode steps once a model has answered, when its engine is idle or
+    # has been busy for long. "off" captures none.
+    cuda_graphs: str = "lazy"
+    # SGLang's name of the attention kernels on GPUs. Default: SGLang's choice, or "triton" where
+    # SGLang's kernels are not installed.
+    attention_backend: str | None = None
+
+    def static_on(self, device: str) -> int:
+        """Of an engine with a model on `device`."""
+        if self.static_bytes is not None:
+            return int(self.static_bytes)
+        return _GPU_STATIC_BYTES if is_gpu(device) else _HOST_STATIC_BYTES
+
+
+class JournalYaml(Strict, frozen=True):
+    """What the schedulers write down beside their logs."""
+
+    # "off", "decisions" (actions, queues, dispatches), or "inputs" (also what each decision was
+    # made on).
+    keep: str = JournalConfig().keep
+    # The most that one journal file holds.
+    max: Bytes = Bytes(JournalConfig().max_bytes)
+
+
+class ServeYaml(Strict, frozen=True):
+    """The whole file."""
+
+    # At least one device.
+    devices: list[DeviceYaml]
+    # At least one model.
+    models: list[ModelYaml]
+    # Where models go and which leave: "prism", "static" (fixed shares, nothing is evicted),
+    # "serverlessllm" or "dedicated". `prism-sim policies` lists all, with what each needs.
+    policy: str = "prism"
+    # URL of a Redis-compatible server. Default: prism-serve starts its own.
+    redis: str | None = None
+    # A frontend, a scheduler, an agent or the bundled Redis that does not answer for this long is
+    # killed and started again. At least 15 s.
+    hang_timeout: Seconds = _HANG_TIMEOUT
+    frontend: FrontendConfig = FrontendConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+    journal: JournalYaml = JournalYaml()
+
+
+# --- resolved -------------------------------------------------------------------------------
+
+
+class DeviceConfig(msgspec.Struct, frozen=True):
+    name: str
+    capacity_bytes: int
+    page_bytes: int
+    engines: int
+    # Of each engine under MPS; empty: 100.
+    sm_percent: tuple[int, ...] = ()
+    # Planned for each engine process on a GPU while it has no model: its CUDA context and the code
+    # in it. The engine measures what it is and leases that.
+    idle_bytes: int = 0
+
+    @property
+    def engines_bytes(self) -> int:
+        """What the engine processes take without a model."""
+        return self.engines * self.idle_bytes
+
+    @property
+    def models_bytes(self) -> int:
+        """What is left for models."""
+        return max(0, self.capacity_bytes - self.engines_bytes)
+
+    @property
+    def node(self) -> str:
+        """Ranks of a model go to devices of one: of one kind, with pages of one size."""
+        return f"{self.name.partition(':')[0]} {self.page_bytes}"
+
+
+class ClusterConfig(msgspec.Struct, frozen=True):
+    # Separates the shared-memory segments and Redis keys of two clusters on one machine.
+    namespace: str
+    # Mode 0700. It holds sockets, logs and this file.
+    run_dir: str
+    redis_url: str
+    policy: str
+    devices: list[DeviceConfig]
+    models: list[ModelSpec]
+    host: str = FrontendConfig().host
+    port: int = FrontendConfig().port
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+    frontend: FrontendConfig = FrontendConfig()
+    journal: JournalConfig = JournalConfig()
+    hang_timeout_s: float = float(_HANG_TIMEOUT)
+    # Not in the YAML: only tests need another. How often an agent reports without a change.
+    report_interval_s: float = 0.5
+    # Likewise: see `DirectMoves`.
+    kv_offer_s: float = 5.0
+    kv_fetch_s: float = 2.0
+
+    @property
+    def scheduler_endpoint(self) -> str:
+        return f"ipc://{self.run_dir}/scheduler"
+
+    def agent_engines_endpoint(self, device: str) -> str:
+        return f"ipc://{self.run_dir}/engines-{device.replace(':', '')}"
+
+    def agent_cancel_endpoint(self, device: str) -> str:
+        return f"ipc://{self.run_dir}/cancel-{device.replace(':', '')}"
+
+    @property
+    def moves_dir(self) -> str:
+        """Where KV of requests waits for its next engine: in shared memory."""
+        return f"/dev/shm/{self.namespace}-moves"
+
+    def frontend_endpoint(self, frontend_id: str) -> str:
+        return f"ipc://{self.run_dir}/frontend-{frontend_id}"
+
+    def device(self, name: str) -> DeviceConfig:
+        return next(d for d in self.devices if d.name == name)
+
+    def model(self, name: str) -> ModelSpec:
+        return next(m for m in self.models if m.name == name)
+
+
+def write_resolved(config: ClusterConfig, path: Path) -> None:
+    """Write `config` as JSON, readable by this user only (it may hold the Redis password)."""
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(config, enc_hook=encoded))
+
+
+def read_resolved(path: Path) -> ClusterConfig:
+    """REQUIRES: `path` was written by `write_resolved` of the same version."""
+    return msgspec.json.decode(path.read_bytes(), type=ClusterConfig, dec_hook=_read_back)
+
+
+def _read_back(kind: type[Any], value: object) -> Any:
+    """Tests write plain numbers, too."""
+    return kind(value) if isinstance(value, int | float) else decoded(kind, value)

@@ -1,0 +1,116 @@
+"""Sizes ("1GiB") and times ("500ms"), as users write them and as numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Self
+
+from prism.errors import ConfigError
+
+_SIZES = {"B": 1}
+_SIZES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+_SIZES |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+class Bytes(int):
+    """A size. `text` is what the user wrote."""
+
+    text: str
+
+    def __new__(cls, value: str | int) -> Self:
+        """Raises ValueError for a text that is no size above 0."""
+        size = super().__new__(cls, _size(value) if isinstance(value, str) else value)
+        size.text = value if isinstance(value, str) else f"{value}B"
+        return size
+
+    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]
+        return (self.text,)
+
+
+class Seconds(float):
+    """A time. `text` is what the user wrote."""
+
+    text: str
+
+    def __new__(cls, value: str | float) -> Self:
+        """Raises ValueError for a text that is no time above 0."""
+        time = super().__new__(cls, _time(value) if isinstance(value, str) else value)
+        time.text = value if isinstance(value, str) else f"{value!r}".removesuffix(".0") + "s"
+        return time
+
+    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]
+        return (self.text,)
+
+
+_EXAMPLES = {Bytes: "1GiB", Seconds: "500ms"}
+
+
+def decoded(kind: type[Any], value: object) -> Any:
+    """msgspec's `dec_hook` for YAML. Raises TypeError and ValueError, which msgspec reports with
+    the key."""
+    if kind not in _EXAMPLES:
+        raise NotImplementedError(kind)
+    if not isinstance(value, str):
+        wrote = f"got `{type(value).__name__}`; write it as"
+        raise TypeError(f'expected `str`, {wrote} "{_EXAMPLES[kind]}"')
+    return kind(value)
+
+
+def encoded(value: object) -> str:
+    """msgspec's `enc_hook`: the text that `decoded` reads."""
+    if not isinstance(value, Bytes | Seconds):
+        raise NotImplementedError(type(value))
+    return value.text
+
+
+def parse_size(text: str, key: str) -> int:
+    """Bytes of a size such as "64KiB" or "1.5GB". Raises ConfigError naming `key`."""
+    try:
+        return _size(text)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def parse_time(text: str, key: str) -> float:
+    """Seconds of a time such as "500ms" or "2s". Raises ConfigError naming `key`."""
+    try:
+        return _time(text)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def format_size(size_bytes: int) -> str:
+    """The size in the largest binary unit that keeps it readable: 1536 -> "1.5KiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(size_bytes) >= _SIZES[unit]:
+            return f"{size_bytes / _SIZES[unit]:.4g}{unit}"
+    return f"{size_bytes}B"
+
+
+def whole_mib(size_bytes: int) -> str:
+    """A size to copy into the YAML, never rounded down."""
+    return f"{-(-size_bytes // 2**20)}MiB"
+
+
+def _size(text: str) -> int:
+    return int(_parse(text, _SIZES, "a size", "512MiB or 2GiB"))
+
+
+def _time(text: str) -> float:
+    return _parse(text, _TIMES, "a time", "500ms or 2s")
+
+
+def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, e_g: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    unit = match and next((u for u in units if u.lower() == match[2].lower()), None)
+    if match is None or unit is None:
+        known = ", ".join(units)
+        raise ValueError(
+            f"{text!r} is not {what}; write a number and one of {known}, such as {e_g}"
+        )
+    value = float(match[1]) * units[unit]
+    if value <= 0:
+        raise ValueError(f"{text!r} must be more than 0, such as {e_g}")
+    return value

@@ -1,0 +1,334 @@
+"""The parent of a device's engines: imports the adapter once, then forks ready processes.
+
+`python -m prism.engines.forkserver --adapter NAME --config PATH --device host:0`
+
+It reads one JSON line per `ForkEngine` from stdin. It writes `ForkServerReady`, `EngineForked` and
+`EngineExited` as JSON lines to stdout, and nothing else (descriptor 1 of the rest is stderr).
+`EngineExited.status` is the exit code, or minus the signal's number. The end of stdin or SIGTERM
+ends the engines (SIGTERM, after `TERMINATE_S` SIGKILL) and then this process. Engines die with
+this process whatever ends it. An engine writes to `run_dir/logs/<engine_id>.log`.
+
+Forking is safe only from a process with one thread, so thread pools are off before the imports.
+CUDA does not survive a fork either. If the imports initialised it, this process starts itself again
+with `--fresh`: then it imports nothing, and each engine is a fresh process (`process.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import msgspec
+
+from prism.config.schema import ClusterConfig, read_resolved
+from prism.engines import cuda_facts, process
+from prism.engines.core import EngineContext
+from prism.engines.process import (
+    SM_VARIABLE,
+    THREAD_SETTINGS,
+    load_adapter,
+    log_to_stderr,
+    redirect_to_log,
+)
+from prism.engines.ranks.spread import spread
+from prism.engines.worker import run_engine
+from prism.errors import ConfigError
+from prism.messages.forkserver import (
+    EngineExited,
+    EngineForked,
+    ForkEngine,
+    ForkServerReady,
+    FromForkServer,
+)
+from prism.process import die_with_parent
+
+TERMINATE_S = 5.0
+ENDED_LOGS_MAX = 8
+ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+log = logging.getLogger("prism.forkserver")
+
+
+class PipeLines:
+    """Whole lines from a pipe, read without blocking for more than is there."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+        self.ended = False
+
+    def read(self) -> list[bytes]:
+        data = os.read(self._fd, 65536)
+        self.ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line for line in lines if line.strip()]
+
+
+class EngineLogs:
+    """One log file per engine; ids are not used again. Logs of running engines stay, and those of
+    the `ENDED_LOGS_MAX` that ended last, so that engines that keep dying do not fill the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ended: dict[str, None] = {}
+
+    def path(self, engine_id: str) -> Path:
+        return self._folder / f"{engine_id}.log"
+
+    def started(self, engine_id: str) -> None:
+        self._ended.pop(engine_id, None)
+
+    def ended(self, engine_id: str) -> None:
+        """Removes the oldest log of an ended engine if this one makes them too many."""
+        self.started(engine_id)
+        self._ended[engine_id] = None
+        if len(self._ended) > ENDED_LOGS_MAX:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            for path in (self.path(oldest), self._folder / f"{oldest}.log.1"):
+                path.unlink(missing_ok=True)
+
+
+Launch = Callable[[ForkEngine], int]
+
+
+class ForkServer:
+    """Starts engines, reaps them, reports both. One thread, no sleeps: it waits in select.
+
+    `launch` starts an engine in a fresh process and returns its pid; None: engines are forked.
+    """
+
+    def __init__(
+        self,
+        adapter: ModuleType,
+        config: ClusterConfig,
+        device: str,
+        out_fd: int,
+        launch: Launch | None = None,
+    ) -> None:
+        self._adapter = adapter
+        self._config = config
+        self._device = device
+        self._out_fd = out_fd
+        self._launch = launch or self._fork
+        self._children: dict[int, str] = {}
+        self._logs = EngineLogs(Path(config.run_dir) / "logs")
+        self._stopping = False
+        self._lines = PipeLines(sys.stdin.fileno())
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._lines._fd, selectors.EVENT_READ)
+        self._wake, self._wake_writer = socket.socketpair()
+        self._wake.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+
+    def run(self, import_s: float) -> None:
+        self._handle_signals()
+        self._report(ForkServerReady(pid=os.getpid(), import_s=import_s))
+        while not (self._stopping or self._lines.ended):
+            self._turn()
+        self._end_children()
+
+    def _turn(self) -> None:
+        ready = {key.fileobj for key, _ in self._selector.select()}
+        if self._wake in ready:
+            self._wake.recv(4096)
+        self._reap()
+        if self._lines._fd in ready:
+            for line in self._lines.read():
+                self._obey(line)
+
+    def _handle_signals(self) -> None:
+        """Ignores SIGINT, which a terminal sends to the whole group: the agent ends this."""
+        signal.set_wakeup_fd(self._wake_writer.fileno())
+        signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
+        signal.signal(signal.SIGTERM, lambda _signum, _frame: self._stop())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _report(self, message: FromForkServer) -> None:
+        """One write per line. A reader that is gone shows as the end of stdin."""
+        try:
+            os.write(self._out_fd, msgspec.json.encode(message) + b"\n")
+        except BrokenPipeError:
+            log.warning("the agent is gone, so it misses: %s", type(message).__name__)
+
+    def _obey(self, line: bytes) -> None:
+        try:
+            order = msgspec.json.decode(line, type=ForkEngine)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            log.warning("dropped a malformed line of %d bytes: %s", len(line), error)
+            return
+        if not ENGINE_ID.fullmatch(order.engine_id):
+            log.warning("dropped an order with an unusable engine id: %.100r", order.engine_id)
+            return
+        self._start(order)
+
+    # --- children --------------------------------------------------------------------------
+
+    def _start(self, order: ForkEngine) -> None:
+        engine_id = order.engine_id
+        try:
+            pid = self._launch(order)
+        except OSError as error:
+            log.error("cannot start %s: %s", engine_id, error)
+            self._report(EngineExited(engine_id=engine_id, pid=0, status=1))
+            return
+        self._children[pid] = engine_id
+        self._logs.started(engine_id)
+        self._report(EngineForked(engine_id=engine_id, pid=pid))
+
+    def _fork(self, order: ForkEngine) -> int:
+        parent_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_engine(order, parent_pid)
+        return pid
+
+    def _be_engine(self, order: ForkEngine, parent_pid: int) -> NoReturn:
+        """Runs in the child and never returns. `os._exit` skips the exit handlers that the parent
+        registered."""
+        status, engine_id = 1, order.engine_id
+        try:
+            die_with_parent(parent_pid)
+            self._leave_fork_server(engine_id)
+            # Read when the process makes its CUDA context, which nothing has done yet.
+            os.environ[SM_VARIABLE] = str(order.sm_percent)
+            context = EngineContext(engine_id, self._device, self._config)
+            status = run_engine(context, spread(context, self._adapter.create, order.peers))
+        except BaseException:
+            log.exception("engine %s ends", engine_id)
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _leave_fork_server(self, engine_id: str) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._selector.close()
+        self._wake.close()
+        self._wake_writer.close()
+        os.close(self._out_fd)
+        redirect_to_log(self._logs.path(engine_id))
+        log_to_stderr(engine_id)
+
+    def _reap(self) -> None:
+        for pid, engine_id in list(self._children.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self._children[pid]
+                self._logs.ended(engine_id)
+                code = os.waitstatus_to_exitcode(status)
+                self._report(EngineExited(engine_id=engine_id, pid=pid, status=code))
+
+    def _end_children(self) -> None:
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            for pid in self._children:
+                os.kill(pid, sig)
+            for wait_s in remaining_s(TERMINATE_S):
+                if not self._children:
+                    return
+                self._selector_wait(wait_s)
+                self._reap()
+
+    def _selector_wait(self, wait_s: float) -> None:
+        if self._lines._fd in self._selector.get_map():
+            self._selector.unregister(self._lines._fd)
+        if self._selector.select(wait_s):
+            self._wake.recv(4096)
+
+
+def remaining_s(bound_s: float) -> Iterator[float]:
+    """What is left of `bound_s`, again and again until nothing is."""
+    deadline_s = time.monotonic() + bound_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        yield left_s
+
+
+def warn_about_threads() -> None:
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        log.warning("%d threads run after the imports: a fork may inherit a held lock", threads)
+
+
+def take_stdout() -> int:
+    """The real stdout; whatever prints from now on goes to stderr."""
+    out_fd = os.dup(1)
+    os.dup2(2, 1)
+    return out_fd
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m prism.engines.forkserver", description=__doc__)
+    parser.add_argument("--adapter", required=True)
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--fresh", action="store_true", help="never fork: see above")
+    parser.add_argument("--import-s", type=float, default=0.0, help="with --fresh: measured before")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    out_fd = take_stdout()
+    log_to_stderr(f"forkserver-{options.device}")
+    for name in THREAD_SETTINGS:
+        os.environ.setdefault(name, "1")
+    started_s = time.monotonic()
+    try:
+        adapter = load_adapter(options.adapter)
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+    config = read_resolved(options.config)
+    launch = partial(_launch_fresh, options) if options.fresh else None
+    if not options.fresh:
+        adapter.preload(options.device)
+        if cuda_facts.is_initialized():
+            _begin_again(options, out_fd, time.monotonic() - started_s)
+        warn_about_threads()
+        gc.collect()
+        gc.freeze()
+    import_s = options.import_s + time.monotonic() - started_s
+    ForkServer(adapter, config, options.device, out_fd, launch).run(import_s)
+    return 0
+
+
+def _launch_fresh(options: argparse.Namespace, order: ForkEngine) -> int:
+    return process.start(order, options.adapter, options.config, options.device)
+
+
+def _begin_again(options: argparse.Namespace, out_fd: int, import_s: float) -> NoReturn:
+    """Become a fork server that starts fresh processes. What CUDA holds in this one is freed."""
+    log.warning(
+        "the imports initialised CUDA, so engines cannot be forked from this process: each starts"
+        " in a fresh process, which takes %.0f s of imports and shares no memory with the others",
+        import_s,
+    )
+    sys.stderr.flush()
+    os.dup2(out_fd, 1)
+    os.close(out_fd)
+    command = ["-m", "prism.engines.forkserver", "--adapter", options.adapter, "--fresh"]
+    command += ["--import-s", str(import_s)]
+    command += ["--config", str(options.config), "--device", options.device]
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""An engine, or one rank of it, in a fresh process that imports the adapter itself.
+
+    python -m prism.engines.process --adapter NAME --config PATH --device cuda:0 --engine-id ID
+
+The fork server starts engines like this where it must not fork: CUDA that a parent has initialised
+cannot be used in its forked children. Everything else is the contract of a forked engine: one
+process for each engine, a log of its own, death with the parent, the exit status. The price is that
+every process imports the adapter again, and shares none of its memory with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from prism.config.schema import ADAPTERS, read_resolved
+from prism.engines.core import EngineContext
+from prism.engines.ranks.spread import RankPlace, follow, spread
+from prism.engines.worker import run_engine
+from prism.errors import ConfigError, RankLostError
+from prism.messages.forkserver import ForkEngine
+from prism.process import child_environment, configure_logging, die_with_parent
+
+SM_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+log = logging.getLogger("prism.engine")
+
+
+def start(order: ForkEngine, adapter: str, config_path: Path, device: str) -> int:
+    """Start an engine; returns its pid. OSError if that cannot be."""
+    arguments = ["--adapter", adapter, "--config", str(config_path), "--device", device]
+    arguments += ["--engine-id", order.engine_id]
+    for peer in order.peers:
+        arguments += ["--peer", peer]
+    # Read when the process makes its CUDA context.
+    return _spawn(arguments, {SM_VARIABLE: str(order.sm_percent)})
+
+
+def start_rank(place: RankPlace, adapter: str, config_path: Path) -> int:
+    """Start a rank above 0, which inherits its end of the socket; returns its pid."""
+    link_fd, context = place.link.fileno(), place.context
+    os.set_inheritable(link_fd, True)
+    arguments = ["--adapter", adapter, "--config", str(config_path), "--device", context.device]
+    arguments += ["--engine-id", context.engine_id, "--rank", str(place.rank)]
+    arguments += ["--link", str(link_fd), "--folder", str(place.folder)]
+    for device in context.rank_devices:
+        arguments += ["--peer", device]
+    return _spawn(arguments, {})
+
+
+def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> int:
+    command = [sys.executable, "-m", "prism.engines.process", *arguments]
+    return os.posix_spawn(sys.executable, command, child_environment() | environment)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m prism.engines.process", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--adapter", required=True)
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--engine-id", required=True)
+    parser.add_argument(
+        "--peer", action="append", default=[], help="devices of ranks 1, 2, ... (of all: with rank)"
+    )
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--link", type=int, help="file descriptor of the socket to rank 0")
+    parser.add_argument("--folder", type=Path, help="where the ranks meet")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    die_with_parent()
+    options = parse(arguments)
+    config = read_resolved(options.config)
+    if options.rank == 0:
+        redirect_to_log(Path(config.run_dir) / "logs" / f"{options.engine_id}.log")
+    log_to_stderr(options.engine_id)
+    for name in THREAD_SETTINGS:
+        os.environ.setdefault(name, "1")
+    context = EngineContext(options.engine_id, options.device, config)
+    try:
+        return _follow(context, options) if options.rank else _lead(context, options)
+    except RankLostError:
+        return 1
+    except BaseException:
+        log.exception("engine %s ends", options.engine_id)
+        return 1
+    finally:
+        sys.stderr.flush()
+
+
+def _lead(context: EngineContext, options: argparse.Namespace) -> int:
+    adapter = load_adapter(options.adapter)
+    starting = partial(start_rank, adapter=options.adapter, config_path=options.config)
+    create = spread(context, adapter.create, options.peer, starting)  # they import beside us
+    adapter.preload(context.device)
+    return run_engine(context, create)
+
+
+def _follow(context: EngineContext, options: argparse.Namespace) -> int:
+    adapter = load_adapter(options.adapter)
+    adapter.preload(context.device)
+    devices = tuple(options.peer)
+    own = EngineContext(context.engine_id, context.device, context.config, rank_devices=devices)
+    link = socket.socket(fileno=options.link)
+    follow(RankPlace(own, options.rank, len(devices), link, options.folder), adapter.create)
+    return 0
+
+
+# --- shared with a forked engine -------------------------------------------------------------
+
+
+def load_adapter(name: str) -> ModuleType:
+    """The package `prism.engines.<name>`. Raises ConfigError when there is none."""
+    if name not in ADAPTERS:
+        raise ConfigError(f"there is no adapter {name!r}; use one of {', '.join(ADAPTERS)}")
+    return importlib.import_module(f"prism.engines.{name}")
+
+
+def redirect_to_log(path: Path) -> None:
+    """stdin from nowhere, stdout and stderr into `path`, readable by this user only."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_fd, 0)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(null_fd)
+    os.close(log_fd)
+
+
+def log_to_stderr(name: str) -> None:
+    configure_logging(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The model that an engine serves, between its activation and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+import kvcached
+from prism.config.memory import BLOCK_TOKENS
+from prism.engines.kv_direct import DirectMoves
+from prism.engines.sglang import moving, requests
+from prism.engines.sglang.decode_graphs import DecodeGraphs
+from prism.engines.sglang.memory import EngineMemory
+from prism.engines.sglang.radix_pages import RadixPages
+from prism.engines.sglang.scheduler import InProcessScheduler
+from prism.messages.engine import ActivateEngine
+from prism.messages.requests import Request
+
+
+@dataclass(slots=True)
+class ActiveModel:
+    """SGLang's scheduler for one model, and its memory. Thread rule: the engine's thread."""
+
+    order: ActivateEngine
+    memory: EngineMemory
+    scheduler: InProcessScheduler
+    direct: DirectMoves
+    graphs: DecodeGraphs
+
+    def submit(self, request: Request, rid: str) -> int:
+        """Queue `request` as `rid`. Returns how many of its tokens came with their KV.
+
+        Raises RequestError when it can never run.
+        """
+        converted = requests.convert(
+            request,
+            rid,
+            context_length=self.order.model.context_length,
+            vocab_size=self.scheduler.model_config.vocab_size,
+        )
+        self.scheduler.process_input_requests([converted])
+        req = self.scheduler.find(rid) if request.resume else None
+        if request.resume is None or req is None:
+            return 0
+        return moving.join(self.scheduler, self.direct, req, request.resume)
+
+    def take_out(
+        self, rid: str, request: Request, targets: Sequence[str], moves_dir: str
+    ) -> Request:
+        """Stop `rid`, and return its request with where it stands. With several ranks no file can
+        hold its KV: it goes from rank to rank, or is computed again."""
+        req = self.scheduler.find(rid)
+        if req is not None:
+            folder = moves_dir if self.memory.ranks.size == 1 else ""
+            resume = moving.leave(self.scheduler, self.direct, req, targets, folder)
+            request = msgspec.structs.replace(request, resume=resume)
+        self.scheduler.cancel(rid)
+        return request
+
+    def shrink(self, size_bytes: int | None) -> kvcached.Shrunk:
+        """Give memory back: spare pages, then pages of the radix cache, chosen by page or, with
+        other ranks, by age."""
+        tree, allocator = self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator
+        if self.memory.ranks.size > 1:
+            return self.memory.rank_kv().shrink(size_bytes, partial(allocator.evict_cache, tree))
+        return self.memory.kv.shrink(size_bytes, RadixPages(tree, allocator))
+
+    def evictable_bytes(self, committed_bytes: int) -> int:
+        """An upper bound: which pages the cache shares with requests is looked at when it
+        matters."""
+        bound_bytes = committed_bytes - self.memory.kv.floor_bytes()
+        tokens = int(self.scheduler.tree_cache.evictable_size())
+        return max(0, min(tokens * self.memory.plan.layout.token_bytes, bound_bytes))
+
+    def figures(self) -> dict[str, Any]:
+        """The model's part of EngineStatus."""
+        scheduler, kv = self.scheduler, self.memory.kv
+        evictable = int(scheduler.tree_cache.evictable_size())
+        waiting = scheduler.waiting_reqs()
+        attainable = scheduler.token_to_kv_pool_allocator.attainable_tokens()
+        return {
+            "model": self.order.model.name,
+            "waiting": len(waiting),
+            "available_tokens": attainable + evictable,
+            "free_mapped_tokens": kv.free_mapped_blocks() * BLOCK_TOKENS,
+            "evictable_tokens": evictable,
+            "pending_prefill_tokens": sum(scheduler.prefill_left(req) for req in waiting),
+            "static_bytes": self.memory.static_bytes,
+            "captures_s": tuple(self.graphs.captures_s),
+        }

@@ -1,0 +1,29 @@
+"""Every message that crosses a socket or is stored in Redis, as msgspec tagged structs.
+
+Each module holds what one pair of processes says to each other. Encoding is MessagePack. New
+fields get defaults, so that processes of neighbouring versions can talk. Times named `*_unix_s`
+are wall-clock seconds since the epoch; monotonic times never leave a process. Token ids are the
+model's own vocabulary ids.
+
+Sockets are ZeroMQ, `ipc://` below the run directory or loopback TCP:
+  frontend  binds PULL    <- agents PUSH `ToFrontend`                         requests.py
+  agent     binds PULL    <- frontends PUSH `ToAgent` (cancellations)         requests.py
+  agent     binds ROUTER  <- its engines DEALER (identity = engine id):
+                             `ToEngine`, `FromEngine`                         engine.py
+  scheduler binds ROUTER  <- agents DEALER (identity = device):
+                             `FromAgent`, `FromScheduler`                     agent.py
+                          <- operators DEALER (any other identity):
+                             `OperatorCommand`, `ActionResult`                cluster.py
+An agent and its fork server write JSON lines to each other                   forkserver.py
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+# What decoding raises: msgspec lets the others through for some malformed messages.
+MALFORMED_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError)
+
+
+class Wire(msgspec.Struct, frozen=True, tag=True, array_like=False, omit_defaults=True):
+    """Base of all wire messages; the class name is the tag."""

@@ -1,0 +1,114 @@
+"""What an agent and its engines say to each other."""
+
+from __future__ import annotations
+
+from prism.messages import Wire
+from prism.messages.gpu import OutsideMemory
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Cancel, EngineOutput, Request
+
+# --- agent -> engine -----------------------------------------------------------------------
+
+
+class ActivateEngine(Wire, frozen=True, tag="Activate"):
+    """Serve this model now."""
+
+    model: ModelSpec
+    kv_limit_bytes: int | None = None  # of elastic memory; None: what the device has
+    max_running: int = 32
+    fingerprint: tuple[int, ...] = ()  # expected answer of the warm-up; empty: any
+
+
+class Deactivate(Wire, frozen=True):
+    """Give every page back and wait for the next model. Requests still running are failed."""
+
+
+class Submit(Wire, frozen=True):
+    requests: list[Request]
+
+
+class Export(Wire, frozen=True):
+    """Stop all requests and hand them back as far as they are, KV offered to ranks on `targets`."""
+
+    targets: tuple[str, ...] = ()
+
+
+class SetLimit(Wire, frozen=True):
+    kv_limit_bytes: int | None
+
+
+class Shutdown(Wire, frozen=True):
+    """Finish nothing, free everything, exit 0."""
+
+
+ToEngine = ActivateEngine | Deactivate | Submit | Cancel | Export | SetLimit | Shutdown
+
+# --- engine -> agent -----------------------------------------------------------------------
+
+
+class EngineHello(Wire, frozen=True):
+    engine_id: str
+    pid: int
+
+
+class Activated(Wire, frozen=True):
+    """The model answers."""
+
+    model: str
+    quantum_bytes: int  # smallest growth of its KV memory
+    quantum_tokens: int
+    floor_bytes: int  # KV that stays resident while it is active (the padding block)
+    reserve_bytes: int  # KV guaranteed to it: one request of full context can always finish
+    static_bytes: int
+    block_tokens: int
+    max_running: int
+    stages_s: dict[str, float] = {}  # seconds of each stage in order, and "total"
+    fingerprint: tuple[int, ...] = ()  # its answer in the warm-up
+    link_bytes: dict[str, int] = {}  # weights over each GPU's link to the host; "host": no GPU
+
+
+class ActivationFailed(Wire, frozen=True):
+    model: str
+    message: str
+    missing_bytes: int = 0  # 0: memory is not the cause
+    needs_fresh_engine: bool = False  # the engine failed its self-check
+
+
+class Deactivated(Wire, frozen=True):
+    model: str
+    seconds: float
+
+
+class Exported(Wire, frozen=True):
+    """Requests that were stopped, each with its `resume`; none of them is on the engine now."""
+
+    requests: list[Request]
+
+
+class EngineStatus(Wire, frozen=True):
+    """Sent after each step batch (at most every 20 ms) and at least once a second."""
+
+    engine_id: str
+    model: str | None
+    running: int = 0
+    waiting: int = 0
+    # KV tokens that it could take now: free in mapped pages, room in the ledger, and evictable.
+    available_tokens: int = 0
+    free_mapped_tokens: int = 0
+    evictable_tokens: int = 0  # of the prefix cache, unused
+    pending_prefill_tokens: int = 0  # of prompts, not computed yet
+    prefill_tokens_per_s: float = 0.0
+    kv_mapped_bytes: int = 0
+    static_bytes: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    retractions_total: int = 0
+    maps_total: int = 0
+    unmaps_total: int = 0
+    imported_tokens_total: int = 0  # whose KV moved here
+    outside: OutsideMemory | None = None
+    captures_s: tuple[float, ...] = ()  # durations of captures of decode graphs
+
+
+_Answer = Activated | ActivationFailed | Deactivated | Exported | EngineOutput
+FromEngine = EngineHello | EngineStatus | _Answer

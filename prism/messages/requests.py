@@ -1,0 +1,128 @@
+"""A request and its output: frontend to queue to engine, and back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import structs
+
+from prism.messages import Wire
+
+FinishReason = str  # "stop" | "length" | "cancelled"
+# A failure's code: an agent stopped the request because its frontend showed no life.
+FRONTEND_SILENT = "frontend_silent"
+
+
+class Sampling(Wire, frozen=True):
+    """Decoding parameters, in OpenAI's terms. `temperature` 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Resume(Wire, frozen=True):
+    """Where a request goes on that moved, or is sent again, in the middle of its output.
+
+    The KV of its first `kv_tokens` tokens (prompt, then output) comes with it: in a file, or
+    offered by each rank of the source at an address.
+    """
+
+    output_ids: list[int]  # its output so far
+    kv_path: str = ""
+    kv_tokens: int = 0
+    kv_offers: tuple[str, ...] = ()
+
+
+class Request(Wire, frozen=True):
+    """A tokenised request, as it waits in a queue and runs in an engine.
+
+    deadline_unix_s = arrival_unix_s + slo_ttft_s (Prism §6.3).
+    """
+
+    id: str
+    model: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    arrival_unix_s: float
+    slo_ttft_s: float
+    slo_tpot_s: float
+    frontend_id: str
+    reply_to: str
+    attempt: int = 1  # grows when the frontend sends the request again after a failure
+    resume: Resume | None = None  # set if the request goes on in the middle of its output
+    # Output tokens that it had when an engine died that it may have killed.
+    suspected_at: int | None = None
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Tokens of the output that came with the request."""
+        return len(self.resume.output_ids) if self.resume else 0
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of the prompt and of the output that came with the request."""
+        return len(self.prompt_ids) + self.resumed_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """It may have killed an engine, and has come no further since."""
+        return self.suspected_at is not None and self.resumed_tokens <= self.suspected_at
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Known tokens whose KV does not come with the request."""
+        return self.known_tokens - (self.resume.kv_tokens if self.resume else 0)
+
+    @property
+    def deadline_unix_s(self) -> float:
+        return self.arrival_unix_s + self.slo_ttft_s
+
+    def going_on(self, now_unix_s: float) -> Request:
+        """The same, in the middle of its output: its next token is due within the TPOT SLO."""
+        return structs.replace(self, arrival_unix_s=now_unix_s, slo_ttft_s=self.slo_tpot_s)
+
+
+class Chunk(Wire, frozen=True):
+    """Tokens of one request from one engine step. A chunk with a `finish_reason` is its last."""
+
+    request_id: str
+    attempt: int
+    first_index: int  # position of the first token in the request's output
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+
+
+class Failure(Wire, frozen=True):
+    """A request ended without finishing."""
+
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+    retryable: bool = False  # another engine may serve the request again
+    # Its engine died: this request may have killed it (when it had output_tokens), or another has.
+    blame: Literal["", "suspect", "other"] = ""
+    output_tokens: int = 0
+
+
+class EngineOutput(Wire, frozen=True):
+    """What one or more engine steps produced."""
+
+    chunks: list[Chunk] = []
+    failures: list[Failure] = []
+
+
+class Cancel(Wire, frozen=True):
+    request_ids: list[str]
+
+
+ToFrontend = EngineOutput  # from an agent
+ToAgent = Cancel  # from a frontend

@@ -1,0 +1,195 @@
+"""What a model's own files say: config.json and the headers of its safetensors, without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from prism.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# Buffers that some checkpoints carry and no engine loads: GPT-2's masks, rotary tables.
+_BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_TEXT_MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
+
+# config.json may leave out what equals the architecture's default.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
+    "llama": {"max_position_embeddings": 2048},
+    "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
+    "gemma3_text": {
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Geometry and parameter count of a checkpoint."""
+
+    architecture: str
+    stored_dtype: str
+    """What its config names."""
+    context_length: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    parameters: int
+
+    def shape(self, dtype: str, context_length: int | None) -> dict[str, Any]:
+        """A ModelSpec's fields of the model in `dtype`; no context is longer than the files'."""
+        return {
+            "architecture": self.architecture,
+            "dtype": dtype,
+            "kv_dtype": dtype,
+            "context_length": min(context_length or self.context_length, self.context_length),
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "weight_bytes": self.weight_bytes(dtype),
+            "token_bytes": self.token_bytes(dtype),
+        }
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.parameters * DTYPE_BYTES[dtype]
+
+    def token_bytes(self, dtype: str) -> int:
+        """KV bytes of one token over all layers, K and V."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+def inspect_model(path: Path, key: str) -> ModelFiles:
+    """Read the checkpoint in directory `path`. Raises ConfigError that names `key` (the YAML key
+    which led here), the file, and what to change."""
+    if not path.is_dir():
+        raise ConfigError(f"{key}: there is no directory {path}; correct the path")
+    config = read_config(path, key)
+    architecture = _architecture(config, path, key)
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"{key}: {path} has no tokenizer.json; save the fast tokenizer there")
+    text = config.get("text_config") or config
+    lookup = Lookup({**_DEFAULTS.get(str(text.get("model_type")), {}), **text}, path, key)
+    heads = lookup.integer("num_attention_heads", "n_head")
+    return ModelFiles(
+        architecture=architecture,
+        stored_dtype=_stored_dtype(config, text),
+        context_length=lookup.integer("max_position_embeddings", "n_positions", "n_ctx"),
+        num_layers=lookup.integer("num_hidden_layers", "n_layer"),
+        num_kv_heads=lookup.integer("num_key_value_heads", default=heads),
+        head_dim=lookup.integer("head_dim", default=0)
+        or lookup.integer("hidden_size", "n_embd") // heads,
+        parameters=_count_parameters(path, text.get("tie_word_embeddings"), key),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    values: dict[str, Any]
+    path: Path
+    key: str
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.values.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        if default is not None:
+            return default
+        raise ConfigError(
+            f"{self.key}: {self.path}/config.json lacks a positive {names[0]}; complete the file"
+        )
+
+
+def read_config(path: Path, key: str) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"{key}: {path} has no config.json; give a directory in Hugging Face's layout"
+            " (config.json, tokenizer.json, *.safetensors)"
+        )
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: cannot read {file}: {error}; repair the file") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{key}: {file} is not a JSON object; repair the file")
+    return config
+
+
+def _architecture(config: dict[str, Any], path: Path, key: str) -> str:
+    names = config.get("architectures") or [""]
+    architecture = str(names[0])
+    if not _TEXT_MODEL.search(architecture):
+        raise ConfigError(
+            f"{key}: {path}/config.json names architecture {architecture or 'none'!r}, which does"
+            " not generate text; give a causal language model"
+        )
+    if "quantization_config" in config:
+        raise ConfigError(
+            f"{key}: {path} holds quantized weights, which this version cannot serve; give an"
+            " unquantized checkpoint"
+        )
+    if config.get("kv_lora_rank"):
+        raise ConfigError(
+            f"{key}: {architecture} uses latent attention (MLA), which this version cannot serve;"
+            " give a model with K and V heads"
+        )
+    return architecture
+
+
+def _stored_dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
+    names = (part.get(key) for part in (text, config) for key in ("dtype", "torch_dtype"))
+    named = next(filter(None, names), None)
+    return named if named in DTYPE_BYTES else "float32"
+
+
+def _count_parameters(path: Path, tied: bool | None, key: str) -> int:
+    """Parameters an engine allocates. With tied embeddings lm_head shares the embedding's memory
+    even where the file stores it again; without the setting, its absence means tied."""
+    sizes = dict(_tensor_sizes(path, key))
+    return sum(
+        size
+        for name, size in sizes.items()
+        if not _BUFFERS.search(name) and not (tied and name.endswith("lm_head.weight"))
+    )
+
+
+def _tensor_sizes(path: Path, key: str) -> Iterator[tuple[str, int]]:
+    for file in _weight_files(path, key):
+        try:
+            with safe_open(file, framework="np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    yield name, prod(tensors.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{key}: cannot read {file}: {error}; download or convert it again"
+            ) from error
+
+
+def _weight_files(path: Path, key: str) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{key}: cannot read {index}: {error}; download it again") from error
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{key}: {path} has no *.safetensors; save the weights in that format"
+            " (save_pretrained does)"
+        )
+    return files

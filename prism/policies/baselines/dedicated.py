@@ -1,0 +1,110 @@
+"""Dedicated GPUs: every model alone on its devices, as most providers do today (Prism §1, table 1;
+MuxServe §4.1 "spatial partitioning"; SeaLLM §6.1 "vLLM"). Nothing is shared, evicted or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prism.policies import target
+from prism.policies.baselines.mux_placement import computation
+from prism.policies.bins import asked_for, devices_of, need_bytes, size_text
+from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
+from prism.policies.placement import (
+    DeviceSpecView,
+    Hosted,
+    ModelSpecView,
+    Placement,
+    Problem,
+    Unit,
+    by_node,
+)
+
+
+def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """The searched placement, or without one: a free device for each model, those that requests
+    wait for first, then the largest, each on the smallest device that holds it."""
+    if view.target is not None:
+        return target.plan(view, settings)
+    taken = {device for m in view.models for device in devices_of(m)}
+    free = [g for g in view.gpus if g.name not in taken and g.alive and g.engines_free > 0]
+    first = sorted(asked_for(view), key=lambda m: (m.waiting == 0, -need_bytes(m), m.name))
+    return tuple(_seat(model, free) for model in first)
+
+
+def _seat(model: ModelView, free: list[GpuView]) -> Action:
+    """Takes the device out of `free`."""
+    fitting = [g for g in free if _fits(model, g)]
+    if not fitting:
+        need = size_text(need_bytes(model))
+        return Refuse(model.name, f"no free device has {need} for it alone; add devices")
+    home = min(fitting, key=lambda g: (g.capacity_bytes - g.fixed_bytes, g.name))
+    free.remove(home)
+    return Activate(model.name, home.name, "a device of its own")
+
+
+def _fits(model: ModelView, gpu: GpuView) -> bool:
+    if model.pinned_device not in (None, gpu.name) or gpu.name in model.barred or model.tp > 1:
+        return False
+    return need_bytes(model) <= gpu.capacity_bytes - gpu.fixed_bytes
+
+
+# --- search --------------------------------------------------------------------------------
+
+
+def search(problem: Problem) -> Placement:
+    """Each model gets the fewest devices that hold it; devices that are left go, by doubling, to
+    whichever model has most computation per device (even where loads are even, as SeaLLM's
+    evaluation has it). Models for which nothing is left, the least popular, are refused."""
+    capacity = min((d.capacity_bytes for d in problem.devices), default=0)
+    sizes: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    popular = sorted(problem.models, key=lambda m: (-computation(m), m.name))
+    for model in popular:
+        least = least_degree(model, capacity)
+        if least is None:
+            refused[model.name] = "its weights fit at none of its TP degrees"
+        elif pack({**sizes, model.name: least}, problem.devices) is None:
+            refused[model.name] = f"no {least} devices are left for it alone; add devices"
+        else:
+            sizes[model.name] = least
+    _grow(sizes, popular, problem.devices)
+    homes = pack(sizes, problem.devices)
+    assert homes is not None
+    units = tuple(Unit(homes[m.name], (Hosted(m.name),)) for m in popular if m.name in homes)
+    return Placement(units, refused)
+
+
+def least_degree(model: ModelSpecView, capacity_bytes: int) -> int | None:
+    """The fewest devices that hold the model; None if none of its degrees do."""
+    floor_bytes = model.kv_floor_bytes
+    fitting = (tp for tp in model.tp_degrees if model.part_bytes(tp, floor_bytes) <= capacity_bytes)
+    return min(fitting, default=None)
+
+
+def _grow(
+    sizes: dict[str, int], models: Sequence[ModelSpecView], devices: Sequence[DeviceSpecView]
+) -> None:
+    open_ = {m.name: m for m in models if m.name in sizes}
+    while open_:
+        name = max(open_, key=lambda n: (computation(open_[n]) / sizes[n], n))
+        wider = 2 * sizes[name]
+        allowed = wider in open_[name].tp_degrees
+        if allowed and pack({**sizes, name: wider}, devices) is not None:
+            sizes[name] = wider
+        else:
+            del open_[name]
+
+
+def pack(
+    sizes: dict[str, int], devices: Sequence[DeviceSpecView]
+) -> dict[str, tuple[str, ...]] | None:
+    """Devices of one node for each model, widest first; None if they do not all fit."""
+    free = [[device.name for device in node] for node in by_node(devices)]
+    homes: dict[str, tuple[str, ...]] = {}
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        node = next((names for names in free if len(names) >= size), None)
+        if node is None:
+            return None
+        homes[name] = tuple(node[:size])
+        del node[:size]
+    return homes

@@ -1,0 +1,163 @@
+"""Searches that allocate models to GPU groups one by one, guided by simulations: what AlpaServe's
+fast greedy selection (AlpaServe §4.2) and SeaLLM's service allocation (SeaLLM Algorithm 1) share.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from prism.policies.baselines.mux_placement import Mesh, mesh_groups
+from prism.policies.placement import (
+    DeviceSpecView,
+    Hosted,
+    ModelSpecView,
+    Placement,
+    PlacementOutcome,
+    Problem,
+    Unit,
+    by_node,
+)
+
+
+@dataclass(slots=True)
+class Group:
+    """A mesh and the models allocated to it."""
+
+    mesh: Mesh
+    models: list[ModelSpecView] = field(default_factory=list)
+
+    def can_allocate(self, model: ModelSpecView, models_max: int) -> bool:
+        """Is it not there yet, may the group hold one more, and do weights and KV floors fit."""
+        if model in self.models or len(self.models) >= min(models_max, self.mesh.models_max):
+            return False
+        if self.mesh.size not in model.tp_degrees:
+            return False
+        return self._holds([*self.models, model], {})
+
+    def has_room(self, model: ModelSpecView, kv_bytes: Mapping[str, int]) -> bool:
+        """Do all of them fit with the KV memory that they are expected to use."""
+        return self._holds([*self.models, model], kv_bytes)
+
+    def _holds(self, models: Sequence[ModelSpecView], kv_bytes: Mapping[str, int]) -> bool:
+        kv = {m.name: max(m.kv_floor_bytes, kv_bytes.get(m.name, 0)) for m in models}
+        need = sum(m.part_bytes(self.mesh.size, kv[m.name]) for m in models)
+        return need <= self.mesh.capacity_bytes
+
+
+def as_placement(groups: Sequence[Group], models: Sequence[ModelSpecView]) -> Placement:
+    units = tuple(Unit(g.mesh.devices, tuple(Hosted(m.name) for m in g.models)) for g in groups)
+    placed = {m.name for g in groups for m in g.models}
+    refused = {m.name: "no GPU group has room for it" for m in models if m.name not in placed}
+    return Placement(units, refused)
+
+
+Step = tuple[Placement, PlacementOutcome]
+
+
+def player(groups: Sequence[Group], problem: Problem) -> Callable[[], Step]:
+    """Simulates the groups with what they hold when it is called. REQUIRES: `problem.simulate`."""
+    simulate = problem.simulate
+    assert simulate is not None, "the search needs a simulator"
+
+    def play() -> Step:
+        placement = as_placement(groups, problem.models)
+        return placement, simulate(placement)
+
+    return play
+
+
+def rates(groups: Sequence[Group]) -> dict[int, float]:
+    """Requests per second of each group by its index, each model's divided among its replicas."""
+    replicas = Counter(model.name for group in groups for model in group.models)
+    return {
+        index: sum(m.rate_rps / replicas[m.name] for m in group.models)
+        for index, group in enumerate(groups)
+    }
+
+
+def by_rate(groups: Sequence[Group]) -> list[Group]:
+    """Least requested first; equal ones with the fewest models first, then in order."""
+    rate = rates(groups)
+    order = sorted(range(len(groups)), key=lambda i: (rate[i], len(groups[i].models), i))
+    return [groups[i] for i in order]
+
+
+def uniform_groups(devices: Sequence[DeviceSpecView], size: int) -> list[Group]:
+    """Every node cut into groups of `size`; what is left of a node stays unused."""
+    meshes = next(mesh_groups(devices, (size,)))
+    return [Group(mesh) for mesh in meshes]
+
+
+def degrees(problem: Problem) -> list[int]:
+    """Powers of two up to the largest node's GPUs, that some model supports (SeaLLM §4.1)."""
+    most = max((len(node) for node in by_node(problem.devices)), default=0)
+    supported = {tp for m in problem.models for tp in m.tp_degrees}
+    return [tp for tp in sorted(supported) if tp <= most and tp & (tp - 1) == 0]
+
+
+def allocate(
+    groups: Sequence[Group],
+    models: Sequence[ModelSpecView],
+    play: Callable[[], Step],
+    index: Callable[[PlacementOutcome, str], float],
+    *,
+    models_max: int = sys.maxsize,
+    kv_bytes: Mapping[str, int] | None = None,
+) -> Iterator[Step]:
+    """Yield the placement so far with its simulation (`play`), then add one model, until nothing
+    fits: to the least requested group that can take any, the one with the largest `index` of those,
+    replicas once every model has a home.
+    kv_bytes: what models are expected to use; a replica is added only where that is left for all.
+    """
+    while True:
+        placement, outcome = play()
+        yield placement, outcome
+        scores: Mapping[str, float] = {m.name: index(outcome, m.name) for m in models}
+        ranked = sorted(models, key=lambda m: (-scores[m.name], m.name))
+        found = _next(by_rate(groups), ranked, models_max, kv_bytes or {})
+        if found is None:
+            return
+        found[0].models.append(found[1])
+
+
+def _next(
+    groups: Sequence[Group],
+    models: Sequence[ModelSpecView],
+    models_max: int,
+    kv_bytes: Mapping[str, int],
+) -> tuple[Group, ModelSpecView] | None:
+    """Models that have no home yet go before replicas; one that would take the last room of
+    another homeless one goes elsewhere, if it can."""
+    placed = {m.name for group in groups for m in group.models}
+    homeless = [m for m in models if m.name not in placed]
+    fitting = [
+        (group, model)
+        for group, model in product(groups, homeless)
+        if group.can_allocate(model, models_max)
+    ]
+    for group, model in fitting:
+        rest = [m for m in homeless if m is not model]
+        trial = [Group(g.mesh, [*g.models, *([model] * (g is group))]) for g in groups]
+        if first_homeless(trial, rest) is None:
+            return group, model
+    if fitting:
+        return fitting[0]
+    replicas = (m for m in models if m.name in placed)
+    for group, model in product(groups, [*replicas]):
+        if group.can_allocate(model, models_max) and group.has_room(model, kv_bytes):
+            return group, model
+    return None
+
+
+def first_homeless(trial: Sequence[Group], models: Sequence[ModelSpecView]) -> ModelSpecView | None:
+    """First fit by decreasing size, filling `trial`: the first model that finds no place."""
+    for model in sorted(models, key=lambda m: (-m.weight_bytes, m.name)):
+        home = next((g for g in trial if g.can_allocate(model, sys.maxsize)), None)
+        if home is None:
+            return model
+        home.models.append(model)
+    return None

@@ -1,0 +1,271 @@
+"""MuxServe's placement: mesh groups by enumeration, models onto meshes greedily by the estimated
+gain in throughput (MuxServe §3.2, Algorithm 1)."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from prism.policies.baselines.mux_throughput import (
+    Candidate,
+    Estimate,
+    candidates,
+    estimate,
+    request_tokens,
+)
+from prism.policies.bins import size_text
+from prism.policies.placement import (
+    DeviceSpecView,
+    Hosted,
+    ModelSpecView,
+    Placement,
+    Problem,
+    StepTimes,
+    Unit,
+    by_node,
+)
+
+T = TypeVar("T")
+Key = Callable[[ModelSpecView], float]
+
+GROUPS_MAX = 512
+"""Mesh groups tried at most; a larger cluster's are thinned out evenly (§3.2 prunes as well)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices of one node that serve the same models together."""
+
+    devices: tuple[str, ...]
+    capacity_bytes: int
+    node: str = ""
+    models_max: int = sys.maxsize
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+
+@dataclass(slots=True)
+class MeshUnit:
+    mesh: Mesh
+    models: tuple[Candidate, ...] = ()
+    estimate: Estimate = field(default_factory=Estimate)
+
+
+def search(problem: Problem) -> Placement:
+    """The best of Algorithm 1 over all mesh groups. REQUIRES: `problem.times`.
+
+    The paper assumes that every model finds a mesh. Here a group where more of them do is better;
+    where the paper's order leaves one out in every group, the order by size is tried as well. Equal
+    throughput, as under light load, goes by least strain; the pseudocode takes the first.
+    """
+    assert problem.times is not None, "MuxServe's estimator needs step times"
+    planner = Planner(problem.models, problem.devices, problem.times)
+    groups = list(mesh_groups(problem.devices, planner.degrees()))
+    best = best_of(planner, groups, computation)
+    if _placed(best) < len(problem.models):
+        best = max(best, best_of(planner, groups, lambda m: float(m.weight_bytes)), key=_placed)
+    return planner.placement(best)
+
+
+def best_of(planner: Planner, groups: Sequence[Sequence[Mesh]], key: Key) -> list[MeshUnit]:
+    """The units of the best mesh group, models placed in the order of `key`, largest first."""
+    return max((planner.place(group, key) for group in groups), key=_rank)
+
+
+def _placed(units: Sequence[MeshUnit]) -> int:
+    return sum(len(u.models) for u in units)
+
+
+def _rank(units: Sequence[MeshUnit]) -> tuple[int, float, float]:
+    """Most models, then most throughput, then least strain; rounding must not decide."""
+    throughput = sum(u.estimate.throughput_rps for u in units)
+    strain = max((u.estimate.strain for u in units), default=0.0)
+    return (_placed(units), round(throughput, 9), -round(strain, 9))
+
+
+class Planner:
+    """Algorithm 1 on one mesh group after another; estimates of equal units are kept."""
+
+    def __init__(
+        self,
+        models: Sequence[ModelSpecView],
+        devices: Sequence[DeviceSpecView],
+        times: StepTimes,
+    ) -> None:
+        self._times = times
+        self._models = sorted(models, key=lambda m: m.name)
+        smallest = min((d.capacity_bytes for d in devices), default=0)
+        self.candidates = {m.name: self._candidates_of(m, smallest) for m in models}
+        self._known: dict[tuple[int, int, frozenset[str]], Estimate] = {}
+
+    def _candidates_of(self, model: ModelSpecView, capacity_bytes: int) -> dict[int, Candidate]:
+        left = {tp: tp * capacity_bytes - model.held_bytes(tp) for tp in model.tp_degrees}
+        fitting = {tp: kv for tp, kv in left.items() if kv >= max(1, model.kv_floor_bytes)}
+        return candidates(model, self._times, fitting)
+
+    def degrees(self) -> tuple[int, ...]:
+        """Mesh sizes that some model can use."""
+        return tuple(sorted({tp for found in self.candidates.values() for tp in found}))
+
+    def place(self, group: Sequence[Mesh], key: Key) -> list[MeshUnit]:
+        """The inner loops of Algorithm 1: each model, largest `key` first, goes where it adds the
+        most."""
+        units = [MeshUnit(mesh) for mesh in group]
+        for model in sorted(self._models, key=key, reverse=True):
+            best = max(self._options(model, units), key=lambda o: o[0], default=None)
+            if best is not None:
+                _, index, unit = best
+                units[index] = unit
+        return units
+
+    def _options(
+        self, model: ModelSpecView, units: Sequence[MeshUnit]
+    ) -> Iterator[tuple[tuple[float, float], int, MeshUnit]]:
+        seen: set[tuple[int, int, frozenset[str]]] = set()
+        for index, unit in enumerate(units):
+            candidate = self.candidates[model.name].get(unit.mesh.size)
+            key = self._key(unit.mesh, unit.models)
+            full = len(unit.models) >= unit.mesh.models_max
+            if candidate is None or full or key in seen:
+                continue
+            seen.add(key)
+            grown = (*unit.models, candidate)
+            if kv_bytes(unit.mesh, grown) is None:
+                continue
+            after = self.estimate(unit.mesh, grown)
+            gain = round(after.throughput_rps - unit.estimate.throughput_rps, 9)
+            yield (gain, -round(after.strain, 9)), index, MeshUnit(unit.mesh, grown, after)
+
+    def estimate(self, mesh: Mesh, models: tuple[Candidate, ...]) -> Estimate:
+        """F of a unit; REQUIRES: the models fit."""
+        key = self._key(mesh, models)
+        if key not in self._known:
+            left = kv_bytes(mesh, models)
+            assert left is not None
+            self._known[key] = estimate(models, left, self._times)
+        return self._known[key]
+
+    @staticmethod
+    def _key(mesh: Mesh, models: Sequence[Candidate]) -> tuple[int, int, frozenset[str]]:
+        return mesh.size, mesh.capacity_bytes, frozenset(c.model.name for c in models)
+
+    def placement(self, units: Sequence[MeshUnit]) -> Placement:
+        """As data; models in no unit are refused with what they need."""
+        made = tuple(Unit(u.mesh.devices, _hosted(u)) for u in units)
+        placed = {c.model.name for u in units for c in u.models}
+        refused = {m.name: self._why(m) for m in self._models if m.name not in placed}
+        score = sum(u.estimate.throughput_rps for u in units)
+        return Placement(made, refused, score)
+
+    def _why(self, model: ModelSpecView) -> str:
+        if not self.candidates[model.name]:
+            degrees = ", ".join(map(str, model.tp_degrees))
+            return f"{size_text(model.weight_bytes)} of weights fit at no TP degree of {degrees}"
+        least = min(self.candidates[model.name])
+        need = model.held_bytes(least) + model.kv_floor_bytes
+        return f"no mesh has {size_text(need)} left beside the models placed before it"
+
+
+def _hosted(unit: MeshUnit) -> tuple[Hosted, ...]:
+    batches = unit.estimate.batches or {}
+    return tuple(Hosted(c.model.name, c.sm_share, batches[c.model.name]) for c in unit.models)
+
+
+def computation(model: ModelSpecView) -> float:
+    """FLOP/s up to a factor: scale times popularity (§3.2)."""
+    return model.weight_bytes * model.rate_rps * request_tokens(model)
+
+
+def kv_bytes(mesh: Mesh, models: Sequence[Candidate]) -> int | None:
+    """KV memory left on all devices of the mesh; None if weights and KV floors do not fit."""
+    total = mesh.size * mesh.capacity_bytes
+    left = total - sum(c.model.held_bytes(mesh.size) for c in models)
+    return left if left >= sum(c.model.kv_floor_bytes for c in models) else None
+
+
+# --- mesh groups ---------------------------------------------------------------------------
+
+
+def mesh_groups(
+    devices: Sequence[DeviceSpecView], sizes: Sequence[int]
+) -> Iterator[tuple[Mesh, ...]]:
+    """Every way to cut each node into meshes of the given sizes, up to the order of like nodes.
+
+    Intra-operator parallelism stays within a node (§3.2). At most GROUPS_MAX groups.
+    """
+    nodes = by_node(devices)
+    for cuts in _cluster_cuts(nodes, tuple(sizes)):
+        pairs = zip(nodes, cuts, strict=True)
+        yield tuple(mesh for node, cut in pairs for mesh in _meshes(node, cut))
+
+
+def _cluster_cuts(
+    nodes: list[list[DeviceSpecView]], sizes: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], ...]]:
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for index, node in enumerate(nodes):
+        kinds.setdefault(tuple(d.capacity_bytes for d in node), []).append(index)
+    per_kind = [_cuts_of(len(kind), len(where), sizes) for kind, where in kinds.items()]
+    combined: list[tuple[tuple[int, ...], ...]] = []
+    for choice in itertools.product(*per_kind):
+        cuts: dict[int, tuple[int, ...]] = {}
+        for where, of_kind in zip(kinds.values(), choice, strict=True):
+            cuts.update(zip(where, of_kind, strict=True))
+        combined.append(tuple(cuts[i] for i in range(len(nodes))))
+    return thinned(combined, GROUPS_MAX)
+
+
+def _cuts_of(gpus: int, nodes: int, sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
+    """Cuts of `nodes` like nodes of `gpus` each, one for each total number of meshes per size."""
+    found: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {(): ()}
+    options = list(partitions(gpus, sizes))
+    for _ in range(nodes):
+        grown: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+        for total, cuts in found.items():
+            for option in options:
+                grown.setdefault(tuple(sorted(total + option)), (*cuts, option))
+        found = dict(thinned(list(grown.items()), GROUPS_MAX))
+    return list(found.values())
+
+
+def partitions(gpus: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All ways to write `gpus` as a sum of sizes, largest first; what is left of a node that no
+    size divides stays unused."""
+    usable = sorted({s for s in sizes if s <= gpus}, reverse=True)
+    if usable:
+        yield from _partitions(gpus, tuple(usable))
+    else:
+        yield ()
+
+
+def _partitions(gpus: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    size, smaller = sizes[0], sizes[1:]
+    if not smaller:
+        yield (size,) * (gpus // size)
+        return
+    for count in range(gpus // size, -1, -1):
+        rest = _partitions(gpus - count * size, smaller)
+        yield from ((size,) * count + tail for tail in rest)
+
+
+def thinned(items: list[T], most: int) -> list[T]:
+    """At most `most` of them, evenly, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    step = (len(items) - 1) / (most - 1)
+    return [items[round(i * step)] for i in range(most)]
+
+
+def _meshes(node: Sequence[DeviceSpecView], cut: Sequence[int]) -> Iterator[Mesh]:
+    start = 0
+    for size in cut:
+        part = node[start : start + size]
+        start += size
+        names = tuple(d.name for d in part)
+        models_max = min(d.models_max for d in part)
+        yield Mesh(names, min(d.capacity_bytes for d in part), part[0].node, models_max)

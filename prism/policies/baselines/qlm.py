@@ -1,0 +1,350 @@
+"""QLM (SoCC 2024): requests in groups, groups in virtual queues, one model per GPU at a time.
+
+Requests of one model and one SLO form groups in order of arrival; a group goes into the virtual
+queue of a serving instance; groups in a queue are ordered so that fewest requests miss their SLO,
+by estimated waiting times: output tokens ahead / throughput, plus a swap wherever the model changes
+(QLM §5, §6). The model of the first group is swapped in when the instance has nothing left to run;
+a swap restarts the engine (Prism §7.5). As Prism §7.5 found it, groups are given to instances
+without regard to the models that these hold: to the first one whose queue is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prism.policies.baselines import dedicated
+from prism.policies.baselines.mux_placement import computation
+from prism.policies.bins import devices_of
+from prism.policies.data import (
+    Action,
+    Activate,
+    ClusterView,
+    Evict,
+    ModelView,
+    Refuse,
+    Settings,
+)
+from prism.policies.placement import Hosted, ModelSpecView, Placement, Problem, Unit
+from prism.policies.queues import (
+    QueueDevice,
+    QueuedRequest,
+    QueueView,
+    RequestGroup,
+    VirtualQueue,
+)
+
+REORDERED_MAX = 12
+"""Groups in a queue up to which it is ordered anew for a new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class QlmSettings:
+    """The defaults are as Prism ran it."""
+
+    # A group is as long as a few batches (QLM §5).
+    group_requests_max: int = 64
+    # Choose the instance with the least estimated waiting time, swaps included, instead of the
+    # first idle one: an ablation of what Prism §7.5 blames.
+    swap_aware: bool = False
+    # A queue in which some group must be late goes by deadline, as in QLM's published code, instead
+    # of in the order in which fewest requests are late: an ablation, since it swaps far more and
+    # serves far fewer in time.
+    by_deadline: bool = False
+
+
+SHIPPED = QlmSettings()
+
+
+def assign(view: QueueView, settings: QlmSettings = SHIPPED) -> tuple[VirtualQueue, ...]:
+    """Requests join groups, new groups join queues where they cost least. Requests that no instance
+    serves are left out."""
+    by_id = {r.id: r for r in view.waiting}
+    queues: Queues = {d.name: [] for d in view.devices}
+    queues |= _kept(view, by_id)
+    queued = {id for groups in queues.values() for g in groups for id in g.requests}
+    fresh = sorted((r for r in view.waiting if r.id not in queued), key=_by_arrival)
+    for group in _grouped(fresh, queues, settings.group_requests_max):
+        device = _instance_for(group, view, queues, settings.swap_aware)
+        if device is not None:
+            longer = _inserted(group, queues[device.name], device, view)
+            queues[device.name] = _ordered(longer, device, view, settings)
+    return tuple(VirtualQueue(name, tuple(groups)) for name, groups in sorted(queues.items()))
+
+
+Queues = dict[str, list[RequestGroup]]
+
+
+def _by_arrival(request: QueuedRequest) -> tuple[float, str]:
+    return (request.arrival_s, request.id)
+
+
+def _kept(view: QueueView, by_id: Mapping[str, QueuedRequest]) -> Queues:
+    """The queues without what has left them; those of instances that are gone are given up."""
+    names = {d.name for d in view.devices}
+    kept: Queues = {}
+    for queue in view.queues:
+        if queue.device in names:
+            left = (_without(g, by_id) for g in queue.groups)
+            kept[queue.device] = [g for g in left if g.requests]
+    return kept
+
+
+def _without(group: RequestGroup, by_id: Mapping[str, QueuedRequest]) -> RequestGroup:
+    left = [by_id[id] for id in group.requests if id in by_id]
+    if len(left) == len(group.requests):
+        return group
+    deadline_s = min((r.deadline_s for r in left), default=group.deadline_s)
+    tokens = sum(r.output_tokens for r in left)
+    ids = tuple(r.id for r in left)
+    return replace(group, deadline_s=deadline_s, requests=ids, output_tokens=tokens)
+
+
+def _grouped(fresh: Sequence[QueuedRequest], queues: Queues, most: int) -> list[RequestGroup]:
+    """New groups of the requests that found no room in a queued one, which are extended here."""
+    open_: dict[tuple[str, float], list[QueuedRequest]] = {}
+    done: list[RequestGroup] = []
+    for request in fresh:
+        if _join(request, queues, most):
+            continue
+        key = (request.model, _slo_s(request))
+        members = open_.setdefault(key, [])
+        members.append(request)
+        if len(members) == most:
+            done.append(_named(members))
+            del open_[key]
+    made = [*done, *(_named(members) for members in open_.values())]
+    return sorted(made, key=lambda g: (g.deadline_s, g.id))
+
+
+def _slo_s(request: QueuedRequest) -> float:
+    return round(request.deadline_s - request.arrival_s, 6)
+
+
+def _named(members: Sequence[QueuedRequest]) -> RequestGroup:
+    first = members[0]
+    return RequestGroup(
+        id=first.id,
+        model=first.model,
+        slo_s=_slo_s(first),
+        deadline_s=min(r.deadline_s for r in members),
+        requests=tuple(r.id for r in members),
+        output_tokens=sum(r.output_tokens for r in members),
+    )
+
+
+def _join(request: QueuedRequest, queues: Queues, most: int) -> bool:
+    """The newest group of its kind takes the request, if it has room."""
+    kind = (request.model, _slo_s(request))
+    for groups in queues.values():
+        for i in range(len(groups) - 1, -1, -1):
+            group = groups[i]
+            if (group.model, group.slo_s) == kind and len(group.requests) < most:
+                groups[i] = replace(
+                    group,
+                    requests=(*group.requests, request.id),
+                    deadline_s=min(group.deadline_s, request.deadline_s),
+                    output_tokens=group.output_tokens + request.output_tokens,
+                )
+                return True
+    return False
+
+
+# --- queues --------------------------------------------------------------------------------
+
+
+def _instance_for(
+    group: RequestGroup, view: QueueView, queues: Queues, swap_aware: bool
+) -> QueueDevice | None:
+    able = [d for d in view.devices if group.model in d.serves]
+    if swap_aware:
+        ends = [(waiting_s([*queues[d.name], group], d, view)[-1], d.name, d) for d in able]
+        return min(ends, default=(0.0, "", None), key=lambda e: e[:2])[2]
+    idle = [d for d in able if not queues[d.name] and not d.running]
+    if idle:
+        return min(idle, key=lambda d: d.name)
+    return min(able, key=lambda d: (_work_s(queues[d.name], view), d.name), default=None)
+
+
+def _work_s(groups: Iterable[RequestGroup], view: QueueView) -> float:
+    return sum(g.output_tokens / view.tokens_per_s[g.model] for g in groups)
+
+
+def waiting_s(groups: Sequence[RequestGroup], device: QueueDevice, view: QueueView) -> list[float]:
+    """The estimated time until each group starts, in this order."""
+    found: list[float] = []
+    ahead_s, model = 0.0, device.model
+    for group in groups:
+        if group.model != model:
+            ahead_s += view.swap_s[group.model]
+            model = group.model
+        found.append(ahead_s)
+        ahead_s += group.output_tokens / view.tokens_per_s[group.model]
+    return found
+
+
+def _inserted(
+    group: RequestGroup, groups: list[RequestGroup], device: QueueDevice, view: QueueView
+) -> list[RequestGroup]:
+    """The queue with `group` where fewest requests become late, then least late in all."""
+    options = [[*groups[:i], group, *groups[i:]] for i in range(len(groups), -1, -1)]
+    return min(options, key=_ranked(device, view))
+
+
+def _ordered(
+    groups: list[RequestGroup], device: QueueDevice, view: QueueView, settings: QlmSettings
+) -> list[RequestGroup]:
+    """The order that meets all deadlines, if it is found; else as the settings say."""
+    best = _improved(groups, device, view)
+    if settings.by_deadline and _cost(best, device, view)[0]:
+        return sorted(best, key=lambda g: (g.deadline_s, g.id))
+    return best
+
+
+def _improved(
+    groups: list[RequestGroup], device: QueueDevice, view: QueueView
+) -> list[RequestGroup]:
+    """Each group once more where it is best, so that a new group can bring others of its model
+    along. Short queues only: the work grows with the cube."""
+    if len(groups) <= REORDERED_MAX:
+        for group in tuple(groups):
+            rest = [g for g in groups if g is not group]
+            groups = min(groups, _inserted(group, rest, device, view), key=_ranked(device, view))
+    return groups
+
+
+def _ranked(
+    device: QueueDevice, view: QueueView
+) -> Callable[[list[RequestGroup]], tuple[int, float, float]]:
+    return lambda order: _cost(order, device, view)
+
+
+def _cost(
+    order: Sequence[RequestGroup], device: QueueDevice, view: QueueView
+) -> tuple[int, float, float]:
+    """(requests of late groups, seconds of lateness, seconds of waiting)."""
+    late, lateness_s, total_s = 0, 0.0, 0.0
+    for group, wait_s in zip(order, waiting_s(order, device, view), strict=True):
+        over_s = view.now_s + wait_s - group.deadline_s
+        if over_s > 0:
+            late += len(group.requests)
+            lateness_s += over_s * len(group.requests)
+        total_s += wait_s * len(group.requests)
+    return (late, round(lateness_s, 9), round(total_s, 9))
+
+
+# --- swapping ------------------------------------------------------------------------------
+
+
+def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """Bring up the model of each queue's first group, as soon as the instance has nothing running;
+    the model that is there goes first. `settings` has nothing for this."""
+    residents: dict[str, ModelView] = {}
+    for model in view.models:
+        residents.update(dict.fromkeys(devices_of(model), model))
+    by_name = {m.name: m for m in view.models}
+    alive = {g.name for g in view.gpus if g.alive}
+    peers = {u.devices[0]: u.devices[1:] for u in view.target.units} if view.target else {}
+    actions: list[Action] = []
+    for queue in view.queues:
+        if queue.groups and queue.device in alive:
+            model = by_name[queue.groups[0].model]
+            ranks = (queue.device, *peers.get(queue.device, ()))
+            actions.extend(_swap(model, ranks, residents))
+    actions.extend(_first_models(view, residents))
+    actions.extend(_homeless(view))
+    return tuple(actions)
+
+
+def _first_models(view: ClusterView, residents: Mapping[str, ModelView]) -> Iterator[Activate]:
+    """Before any request, instances start with the models that ask for most, one each."""
+    if any(queue.groups for queue in view.queues) or view.target is None:
+        return
+    alive = {g.name for g in view.gpus if g.alive}
+    wanted = {m.name for m in view.models if m.state == "absent" and m.wanted}
+    for unit in view.target.units:
+        free = alive.issuperset(unit.devices) and not any(d in residents for d in unit.devices)
+        name = next((h.model for h in unit.models if h.model in wanted), None)
+        if free and name is not None:
+            wanted.remove(name)
+            yield Activate(name, unit.devices[0], "first here", peers=unit.devices[1:])
+
+
+def _swap(
+    model: ModelView, ranks: tuple[str, ...], residents: Mapping[str, ModelView]
+) -> list[Action]:
+    there = {residents[d].name: residents[d] for d in ranks if d in residents}
+    if model.name in there or ranks[0] in model.barred:
+        return []
+    if any(m.running or m.state != "active" for m in there.values()):
+        return []
+    why = f"the queue of {ranks[0]} continues with {model.name}"
+    gone: list[Action] = [Evict(m.name, devices_of(m)[0], why) for m in there.values()]
+    reason = "first in the queue; the engine restarts"
+    return [*gone, Activate(model.name, ranks[0], reason, peers=ranks[1:])]
+
+
+def _homeless(view: ClusterView) -> list[Action]:
+    """Models with requests that no instance serves. One whose requests are in no queue yet is not
+    among them: queues are a moment old."""
+    units = view.target.units if view.target else ()
+    served = {hosted.model for unit in units for hosted in unit.models}
+    served |= {g.model for q in view.queues for g in q.groups}
+    absent = (m for m in view.models if m.state == "absent" and m.waiting)
+    lost = sorted((m for m in absent if m.name not in served), key=lambda m: m.name)
+    return [Refuse(m.name, "no serving instance can hold it") for m in lost]
+
+
+# --- instances -----------------------------------------------------------------------------
+
+
+def search(problem: Problem) -> Placement:
+    """The serving instances: units that may hold, one at a time, any of the models named there.
+
+    In each, those with most computation come first. Devices are divided among the TP degrees that
+    the models need by computation, at least one instance each; a degree for which none is left has
+    its models refused.
+    """
+    capacity = min((d.capacity_bytes for d in problem.devices), default=0)
+    classes: dict[int, list[ModelSpecView]] = {}
+    refused: dict[str, str] = {}
+    for model in sorted(problem.models, key=lambda m: m.name):
+        degree = dedicated.least_degree(model, capacity)
+        if degree is None:
+            refused[model.name] = "its weights fit at none of its TP degrees"
+        else:
+            classes.setdefault(degree, []).append(model)
+    homes = _instances(classes, problem)
+    for models in classes.values():
+        models.sort(key=computation, reverse=True)
+    units = tuple(
+        Unit(devices, tuple(Hosted(m.name) for m in classes[len(devices)])) for devices in homes
+    )
+    served = {u.tp for u in units}
+    for degree in classes.keys() - served:
+        refused |= {m.name: f"no {degree} devices are left" for m in classes[degree]}
+    return Placement(units, refused)
+
+
+def _instances(
+    classes: Mapping[int, Sequence[ModelSpecView]], problem: Problem
+) -> list[tuple[str, ...]]:
+    """One instance of each degree, widest first, then more for the degree with most computation per
+    device, while there are devices."""
+    sizes: dict[str, int] = {}
+    for degree in sorted(classes, reverse=True):
+        if dedicated.pack({**sizes, f"{degree}/0": degree}, problem.devices) is not None:
+            sizes[f"{degree}/0"] = degree
+    open_ = set(sizes.values())
+    while open_:
+        held = {degree: sum(s for s in sizes.values() if s == degree) for degree in open_}
+        work = {d: sum(computation(m) for m in classes[d]) / held[d] for d in open_}
+        degree = max(open_, key=lambda d: (work[d], d))
+        grown = {**sizes, f"{degree}/{held[degree] // degree}": degree}
+        if dedicated.pack(grown, problem.devices) is None:
+            open_.remove(degree)
+        else:
+            sizes = grown
+    homes = dedicated.pack(sizes, problem.devices)
+    assert homes is not None
+    return sorted(homes.values())

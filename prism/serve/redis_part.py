@@ -1,0 +1,74 @@
+"""The bundled Redis server as a part that the supervisor watches. Nothing here waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+
+from prism.queueing.server import BundledRedis
+from prism.serve.logs import log_tail
+
+
+class RedisPart:
+    """Answers to PING are its heartbeat. Thread rule: the launcher's main thread."""
+
+    name = "redis"
+
+    def __init__(self, server: BundledRedis) -> None:
+        self._server = server
+        self._connection: socket.socket | None = None
+        self._beats = 0
+
+    def start(self) -> None:
+        """Again, with its data. Raises OSError."""
+        self.close()
+        self._beats = 0
+        self._server.kill()
+        self._server.directory.mkdir(exist_ok=True)
+        self._server.launch()
+
+    def exit_code(self) -> int | None:
+        return self._server.exit_code
+
+    def beats(self) -> int:
+        """How often it has answered since the start. An error, as while it loads its data, is an
+        answer."""
+        try:
+            if self._connection is None:
+                self._ask(self._connect())
+            elif self._connection.recv(4096):
+                self._beats += 1
+                self._ask(self._connection)
+            else:
+                self.close()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+        return self._beats
+
+    def end_at_once(self) -> None:
+        if (pid := self._server.pid) is not None and self._server.running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def tail(self, lines: int) -> list[str]:
+        """The end of its log."""
+        return log_tail(self._server.directory / "redis.log", lines)
+
+    def _connect(self) -> socket.socket:
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._connection.connect(str(self._server.socket_path))
+        self._connection.send(f"AUTH {self._server.password}\r\n".encode())
+        return self._connection
+
+    @staticmethod
+    def _ask(connection: socket.socket) -> None:
+        connection.send(b"PING\r\n")

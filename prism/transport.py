@@ -1,0 +1,154 @@
+"""Typed messages over ZeroMQ: structs go out as MessagePack, and what comes in is checked.
+
+A message is one frame. One that cannot be decoded is logged, counted and dropped: a stranger's
+bytes must neither end nor stall a process. libzmq disconnects a peer that sends more than
+MESSAGE_BYTES_MAX at once, and that message is lost. Options are pyzmq's names of socket options,
+such as `sndhwm=100`; `maxmsgsize` is another bound in bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from asyncio import Future
+from collections import Counter
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from prism.messages import MALFORMED_ERRORS
+
+M = TypeVar("M")
+Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
+MESSAGE_BYTES_MAX = 16 << 20  # a second of decoding at most
+# Prompts and outputs of all requests of an engine may come in one message.
+ENGINE_MESSAGE_BYTES_MAX = 256 << 20
+_LOGGED_EACH = 10  # malformed messages of a channel; of later ones only the 16th, 32nd, ...
+# With a message ready, pyzmq returns it without a turn of the loop. A fast sender must not keep
+# other tasks from running.
+_MESSAGES_PER_TURN = 64
+
+log = logging.getLogger("prism.transport")
+_encode = msgspec.msgpack.Encoder().encode
+
+_counts: Counter[str] = Counter()
+
+
+def malformed_total() -> int:
+    """Malformed messages that this process has dropped, over all channels."""
+    return _counts["malformed"]
+
+
+class Channel(Generic[M]):
+    """A socket that receives messages of one type. For one event loop.
+
+    A ROUTER names the peer of each message; for other sockets the peer is b"".
+    """
+
+    def __init__(
+        self, context: zmq.asyncio.Context, kind: int, receives: Any = None, **options: Any
+    ) -> None:
+        self._socket = _open(context.socket(kind), options)
+        self._routes = kind == zmq.ROUTER
+        self._decode = _Decoder(receives)
+        self._taken = 0
+        self.bind = self._socket.bind
+        self.connect = self._socket.connect
+
+    async def receive(self) -> tuple[bytes, M]:
+        """The next message, and who sent it."""
+        while True:
+            self._taken += 1
+            if self._taken % _MESSAGES_PER_TURN == 0:
+                await asyncio.sleep(0)
+            frames = await self._socket.recv_multipart()
+            sender = frames.pop(0) if self._routes else b""
+            if (message := self._decode(frames, sender)) is not None:
+                return sender, message
+
+    def send(self, message: msgspec.Struct, to: bytes = b"") -> None:
+        """Never blocks. Raises zmq.ZMQError if the message is not taken: the peer is not
+        connected, or it is too slow."""
+        frames = [to, _encode(message)] if self._routes else [_encode(message)]
+        # With NOBLOCK the future is done when it is returned.
+        cast("Future[object]", self._socket.send_multipart(frames, zmq.NOBLOCK)).result()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class BlockingChannel(Generic[M]):
+    """A socket of one thread, with one peer, that receives messages of one type.
+
+    `socket` is there to be polled, together with other descriptors.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        receives: Any = None,
+        **options: Any,
+    ) -> None:
+        self.socket = _open(context.socket(kind), options)
+        self._decode = _Decoder(receives)
+        self.bind = self.socket.bind
+        self.connect = self.socket.connect
+
+    def receive(self, count_max: int) -> list[M]:
+        """Messages that have arrived. Never blocks."""
+        received = (self._take() for _ in range(count_max))
+        frames = iter(lambda: next(received, None), None)
+        return [m for f in frames if (m := self._decode(f)) is not None]
+
+    def send(self, message: msgspec.Struct, block: bool = True) -> None:
+        """If the peer is too slow, this blocks, or raises zmq.ZMQError where it must not."""
+        self.socket.send(_encode(message), 0 if block else zmq.NOBLOCK)
+
+    def close(self, linger_ms: int | None = None) -> None:
+        """`linger_ms`: how long what was sent may still go out (None: the socket's option)."""
+        self.socket.close(linger=linger_ms)
+
+    def _take(self) -> list[bytes] | None:
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+
+class _Decoder:
+    """Decodes the messages of one channel, and counts those that are malformed."""
+
+    def __init__(self, receives: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._malformed = 0
+
+    def __call__(self, frames: list[bytes], sender: bytes = b"") -> Any:
+        """None: the message is malformed."""
+        try:
+            (frame,) = frames
+        except ValueError:
+            self._drop(frames, sender, f"{len(frames)} frames instead of one")
+            return None
+        try:
+            return self._decoder.decode(frame)
+        except MALFORMED_ERRORS as error:
+            self._drop(frames, sender, str(error))
+            return None
+
+    def _drop(self, frames: list[bytes], sender: bytes, why: str) -> None:
+        _counts["malformed"] += 1
+        self._malformed = count = self._malformed + 1
+        if count <= _LOGGED_EACH or count & (count - 1) == 0:
+            size = sum(map(len, frames))
+            text = "dropped a malformed message of %r, %d bytes (number %d here): %.500s"
+            log.warning(text, sender, size, count, why)
+
+
+def _open(socket: Socket, options: dict[str, Any]) -> Socket:
+    """Without an option, what was not sent when the socket is closed is dropped."""
+    for name, value in {"linger": 0, "maxmsgsize": MESSAGE_BYTES_MAX, **options}.items():
+        setattr(socket, name, value)
+    return socket

@@ -1,0 +1,282 @@
+"""The table of requests under random events, with a queue that fails and answers late: nothing
+runs twice, nothing is lost, and the table never contradicts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from prism.agent.pool import EnginePool, EngineState
+from prism.agent.requests import RequestTable, TrackedRequest
+from prism.agent.serving import Serving
+from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.errors import QueueUnavailableError
+from prism.messages.requests import Chunk, EngineOutput, Request, Resume
+from prism.scheduler.local import LocalScheduler
+from prism.scheduler.ports import EngineView
+from tests.agent.harness import model_spec
+from tests.agent.in_memory import Event, Frontend, MemoryQueue, OneEngine
+from tests.queueing.requests import request
+
+DEVICE = "host:0"
+IDS = ("1", "2", "3")
+EVENTS = (
+    "send",
+    "retry",
+    "read",
+    "replay",
+    "cancel",
+    "token",
+    "output",
+    "export",
+    "engine lost",
+    "stop",
+    "hand back",
+    "lose data",
+    "restore",
+)
+ONE_EVENT = st.tuples(st.sampled_from(EVENTS), st.integers(0, len(IDS) - 1))
+
+
+class RequestsMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = RequestTable(LocalScheduler(), lambda: 0.0)
+        self.state = DeviceState(EnginePool(DEVICE, 1), now_s=lambda: 0.0, requests=self.table)
+        self.queue, self.engine = MemoryQueue(), OneEngine()
+        self.frontend = Frontend(self.send)
+        self.engine.is_on_trial = lambda: any(e.is_on_trial for e in self.table.on_engines())
+        self.queue.do = self.do
+        self.cursor = ""
+        self.attempts = dict.fromkeys(IDS, 0)
+        self.begin_engine()
+        self.serving = Serving(
+            state=self.state,
+            views=cast("Any", self.engine),
+            reclaimer=cast("Any", None),
+            queue=cast("Any", self.queue),
+            device=DEVICE,
+            engines=cast("Any", self.engine),
+            tokens=cast("Any", self.frontend),
+            wake=lambda: None,
+            headroom_tokens=64,
+        )
+
+    def begin_engine(self) -> None:
+        engine = self.state.pool.create(0.0)
+        engine.become(EngineState.ACTIVE, 0.0, "a")
+        hosted = HostedModel(model_spec("a"), 0.0, ModelState.ACTIVE, engine_id=engine.id)
+        self.state.models.hosted["a"] = hosted
+
+    @property
+    def engine_id(self) -> str:
+        return self.state.models.hosted["a"].engine_id
+
+    def do(self, event: Event) -> None:
+        kind, number = event
+        request_id = IDS[number % len(IDS)]
+        running = sorted(self.engine.runs)
+        run = self.engine.runs[running[number % len(running)]] if running else None
+        match kind:
+            case "send" if request_id not in self.queue.records:
+                self.send(request_id)
+            case "retry":
+                self.send(request_id)
+            case "read":
+                self.read(self.cursor)
+            case "replay":
+                self.serving.replayed(self.read(""))
+            case "cancel":
+                self.frontend.open.pop(request_id, None)
+                self.serving.cancel([request_id])
+            case "token" if run is not None:
+                self.token(run)
+            case "output" if run is not None:
+                self.output(run)
+            case "export" if run is not None:
+                del self.engine.runs[run.id]
+                self.serving.moved(self.engine_id, [run])
+            case "engine lost":
+                self.lose_engine()
+            case "hand back":
+                self.serving.hand_back({"a"})
+            case "stop":
+                self.frontend.open.clear()
+                self.serving.frontend_died("f0")
+            case "lose data":
+                self.lose_data()
+            case "restore":
+                self.restore()
+
+    def send(self, request_id: str, suspected_at: int | None = None) -> None:
+        self.attempts[request_id] += 1
+        made = request(request_id, "a", max_tokens=4)
+        changes = {"attempt": self.attempts[request_id], "suspected_at": suspected_at}
+        sent = msgspec.structs.replace(made, **changes)
+        self.frontend.open[request_id] = sent
+        self.queue.enqueue(sent)
+
+    def read(self, cursor: str) -> set[str]:
+        found = [record for record in self.queue.waiting() if record.entry_id > cursor]
+        for record in found:
+            self.cursor = max(self.cursor, record.entry_id)
+            self.serving.arrived(record.entry_id, record.request)
+        return {record.entry_id for record in found}
+
+    def hand_over(self) -> None:
+        """The engine does as it was told: what runs goes back to the queue, output and all."""
+        assert self.engine.exporting
+        self.engine.exporting = False
+        requests = []
+        for run in self.engine.runs.values():
+            tracked = self.table.get(run.id)
+            assert tracked is not None
+            resume = Resume([1] * tracked.produced)
+            requests.append(msgspec.structs.replace(run, resume=resume))
+        self.engine.runs.clear()
+        self.serving.moved(self.engine_id, requests)
+
+    def lose_data(self) -> None:
+        """Redis is empty; the agent, which finds its epoch gone, tells it again what runs."""
+        self.queue.records.clear()
+        self.table.register()
+        self.serving.replayed(())
+
+    def restore(self) -> None:
+        """The frontend sends again what it has open."""
+        for each in list(self.frontend.open.values()):
+            self.queue.enqueue(each)
+
+    def output(self, run: Request) -> None:
+        reason = "cancelled" if run.id in self.engine.cancelled else "stop"
+        del self.engine.runs[run.id]
+        self.engine.ended.add((run.id, run.attempt))
+        self.engine.cancelled.discard(run.id)
+        chunk = Chunk(run.id, run.attempt, 0, [1], reason)
+        self.serving.output(self.engine_id, EngineOutput(chunks=[chunk], failures=[]))
+
+    def token(self, run: Request) -> None:
+        tracked = self.table.get(run.id)
+        assert tracked is not None
+        chunk = Chunk(run.id, run.attempt, tracked.produced, [1])
+        self.serving.output(self.engine_id, EngineOutput(chunks=[chunk]))
+
+    def lose_engine(self) -> None:
+        gone = self.engine_id
+        self.engine.runs.clear()
+        self.engine.cancelled.clear()
+        self.state.pool.remove(gone)
+        self.begin_engine()
+        self.serving.engine_lost(gone, "it was killed")
+
+    @rule(event=ONE_EVENT)
+    def happen(self, event: Event) -> None:
+        self.do(event)
+
+    @rule(
+        fails=st.sampled_from(["", "", "", "before", "after"]),
+        meanwhile=st.lists(st.lists(ONE_EVENT, max_size=4), max_size=4),
+    )
+    def turn(self, fails: str = "", meanwhile: Sequence[list[Event]] = ()) -> None:
+        self.queue.fails, self.queue.meanwhile = fails, list(meanwhile)
+        with suppress(QueueUnavailableError):
+            finished(self.serving.turn(1))
+        self.queue.fails, self.queue.meanwhile = "", []
+
+    @invariant()
+    def the_table_agrees_with_itself_and_with_the_engine(self) -> None:
+        assert self.table.check_integrity({self.engine_id}) == []
+        assert {each.id for each in self.table.on_engines()} == set(self.engine.runs)
+        running = self.table.on_engines()
+        assert len(running) == 1 or not any(each.is_on_trial for each in running)
+
+    def teardown(self) -> None:
+        """Everything that is open ends, and Redis knows of nothing any more."""
+        self.restore()
+        for _ in range(4 * len(IDS)):
+            self.serving.replayed(self.read(""))
+            finished(self.serving.turn(1))
+            self.the_table_agrees_with_itself_and_with_the_engine()
+            for run in list(self.engine.runs.values()):
+                self.output(run)
+        finished(self.serving.turn(1))
+        assert self.queue.records == {}
+        assert self.table.frontends() == set()
+        assert self.frontend.open == {}
+
+
+def finished(turn: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end: the queue's calls suspend nothing."""
+    with suppress(StopIteration):
+        turn.send(None)
+        raise AssertionError("it waits for something")
+
+
+TestRequests = RequestsMachine.TestCase
+TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def started(*events: Event) -> RequestsMachine:
+    """Request "1" runs; then these happen."""
+    machine = RequestsMachine()
+    for event in (("send", 0), ("read", 0)):
+        machine.do(event)
+    machine.turn()
+    assert list(machine.engine.runs) == ["1"]
+    for event in events:
+        machine.do(event)
+    return machine
+
+
+def test_an_end_that_redis_does_not_know_of_holds_the_next_attempt_back() -> None:
+    """The first attempt ends, and the second comes, while Redis is told of something else: the
+    acknowledgement of the first must not reach Redis while the second runs."""
+    machine = started(("send", 1), ("read", 0), ("cancel", 1))
+    machine.turn(meanwhile=[[("output", 0), ("retry", 0), ("read", 0)]])
+    assert machine.engine.runs == {}
+    machine.turn()
+    assert list(machine.engine.runs) == ["1"]
+    machine.turn()
+    assert machine.queue.records["1"].runs
+    machine.teardown()
+
+
+def test_a_newer_attempt_needs_no_acknowledgement_of_the_older() -> None:
+    machine = started(("retry", 0), ("read", 0))
+    machine.turn(meanwhile=[])
+    machine.do(("output", 0))
+    machine.turn()
+    assert machine.queue.records["1"].runs
+    machine.turn()
+    machine.teardown()
+
+
+def test_a_cancelled_retry_leaves_redis_too() -> None:
+    """The frontend could not take it out of the queue itself."""
+    machine = started(("retry", 0), ("read", 0), ("cancel", 0), ("output", 0))
+    for _ in range(3):
+        machine.do(("read", 0))
+        machine.turn()
+    assert machine.queue.records == {}
+    assert machine.engine.runs == {}
+    machine.teardown()
+
+
+def test_a_contradiction_is_told() -> None:
+    table = RequestTable(LocalScheduler(), lambda: 0.0)
+    table.wait(TrackedRequest(request("1"), "1-1"))
+    table.start(TrackedRequest(request("2")), "gone", 16)
+    assert table.check_integrity({"gone"}) == []
+    table.get("1").cancelled = True  # type: ignore[union-attr]
+    _, admitting = table.plan(0.0, [EngineView("a", 1000, 0, 2, 16, 1e6)])
+    assert [each.id for each in admitting] == ["1"]
+    assert table.check_integrity(()) == [
+        "1 (admitting): its admission was never completed",
+        "2 (running): its engine 'gone' is gone",
+    ]

@@ -1,0 +1,40 @@
+"""Frontends that show no life: suspended, cut off, or unable to write to Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from prism.errors import QueueUnavailableError
+from prism.messages.requests import FRONTEND_SILENT
+from prism.queueing import BundledRedis, RequestQueue
+from tests.agent.harness import FakeFrontend, World, until
+
+
+async def test_a_silent_frontend_is_told_what_was_stopped(agent_world: World) -> None:
+    """It may wake up. What waits and what runs: four at a time."""
+    await agent_world.serve("a")
+    this = FakeFrontend(agent_world.context, agent_world.config, agent_world.queue, "f1")
+    hearing = asyncio.create_task(this.run())
+    sent = await this.send(6, "a", max_tokens=400)  # its heart never beats
+    await until(lambda: all(this.stream(each.id).ended for each in sent))
+    failures = [failure for each in sent for failure in this.stream(each.id).failures]
+    assert [(f.code, f.retryable) for f in failures] == [(FRONTEND_SILENT, True)] * 6
+    hearing.cancel()
+    this.close()
+
+
+async def test_no_frontend_counts_as_dead_while_redis_takes_no_writes(
+    short_dir: Path, namespace: str
+) -> None:
+    """Heartbeats cannot be written either."""
+    with BundledRedis(short_dir) as server, Redis.from_url(server.url) as redis:
+        queue = RequestQueue.connect(server.url, namespace)
+        assert await queue.live_frontends(["f0"]) == set()
+        redis.config_set("maxmemory", 1)
+        with pytest.raises(QueueUnavailableError, match="takes no writes"):
+            await queue.live_frontends(["f0"])
+        await queue.close()

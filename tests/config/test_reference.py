@@ -1,0 +1,45 @@
+"""The references of both YAMLs are what their classes say, and every field has a note."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from prism.config.schema import ServeYaml
+from prism.sim.config import SimYaml
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "scripts" / "config_reference.py"
+
+
+def test_the_reference_is_current() -> None:
+    """If not: python scripts/config_reference.py, and commit what it writes."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_every_section_has_a_table() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    simulated = (ROOT / "docs" / "prism-sim-configuration.md").read_text()
+    for struct, text in ((ServeYaml, page), (SimYaml, simulated)):
+        for field in msgspec.structs.fields(struct):
+            assert f"| `{field.encode_name}` |" in text
+    for heading in ("devices[]", "models[].slo", "scheduler"):
+        assert f"## `{heading}`" in page
+
+
+def test_a_field_without_a_note_is_refused() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import config_reference as made, prism.config.schema as schema\n"
+        "made.notes = lambda struct: {}\n"
+        "list(made.section(schema.DeviceYaml, 'devices[]'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "devices[].name has no note" in done.stderr

@@ -1,0 +1,182 @@
+"""Clients that connect and send nothing, or half of something, over raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from prism.config.schema import ClusterConfig
+from prism.frontend import bodies
+from prism.frontend.__main__ import UvicornServer
+from prism.frontend.app import create_app
+from prism.frontend.connections import guarded_protocol
+from prism.frontend.services import Services
+from prism.queueing.server import BundledRedis
+from tests.frontend.conftest import make_config
+from tests.frontend.test_faults import until
+
+PATIENCE_S = 20
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@dataclass
+class Connection:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> bytes:
+        """An answer's headers."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.reader.readuntil(b"\r\n\r\n")
+
+    async def rest(self) -> bytes:
+        """All until the server closes."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.reader.read()
+
+
+@dataclass
+class Guarded:
+    port: int
+    services: Services
+    opened: list[Connection]
+
+    async def connect(self, first: bytes = b"") -> Connection:
+        connection = Connection(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.opened.append(connection)
+        await connection.send(first)
+        return connection
+
+    async def serves(self) -> bool:
+        connection = await self.connect(MODELS)
+        return (await connection.answer()).startswith(b"HTTP/1.1 200")
+
+
+@pytest.fixture
+def app_config(redis_server: BundledRedis, namespace: str, short_dir: Path) -> ClusterConfig:
+    return make_config(redis_server.url, namespace, short_dir)
+
+
+@asynccontextmanager
+async def guarded(
+    config: ClusterConfig, connections_max: int, head_timeout_s: float
+) -> AsyncIterator[Guarded]:
+    app = create_app(config, "f0")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    protocol = guarded_protocol(connections_max, head_timeout_s)
+    server = UvicornServer(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off"))
+    async with app.router.lifespan_context(app):
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        made = Guarded(listener.getsockname()[1], app.state.services, [])
+        try:
+            yield made
+        finally:
+            for connection in made.opened:
+                connection.writer.close()
+            server.should_exit = True
+            await task
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", MODELS[:20], HEAD[:30], MODELS + MODELS[:20]],
+    ids=["nothing", "get", "post", "second"],
+)
+async def test_headers_have_a_deadline(app_config: ClusterConfig, sent: bytes) -> None:
+    async with guarded(app_config, 100, 0.2) as this:
+        connection = await this.connect(sent)
+        assert (await connection.rest()).count(b"HTTP/1.1") == sent.count(b"\r\n\r\n")
+        assert await this.serves()
+
+
+async def drip(connection: Connection) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            await connection.send(b"G")
+            await asyncio.sleep(0.05)
+
+
+async def test_a_byte_now_and_then_moves_no_deadline(app_config: ClusterConfig) -> None:
+    async with guarded(app_config, 100, 0.5) as this:
+        connection = await this.connect()
+        with pytest.raises(ConnectionError):
+            await drip(connection)
+
+
+async def test_idle_connections_are_kept(app_config: ClusterConfig) -> None:
+    """Behind an answer the time for headers begins with their first byte."""
+    async with guarded(app_config, 100, 0.1) as this:
+        connection = await this.connect(MODELS)
+        await connection.reader.readuntil(b"]}")
+        await asyncio.sleep(0.4)
+        await connection.send(MODELS)
+        assert (await connection.answer()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_body_has_a_deadline(
+    app_config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.2)
+    async with guarded(app_config, 100, 30) as this:
+        connection = await this.connect(HEAD % 99 + b"{")
+        answer = await connection.rest()
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"send it faster" in answer
+
+
+async def test_half_open_connections_make_room(app_config: ClusterConfig) -> None:
+    """Three times as many as there is room for: those that were there first go first."""
+    async with guarded(app_config, 20, 30) as this:
+        half = [await this.connect(MODELS[:20]) for _ in range(60)]
+        assert await this.serves()
+        for connection in half[:40]:
+            assert await connection.rest() == b""
+        await half[-1].send(MODELS[20:])
+        assert (await half[-1].answer()).startswith(b"HTTP/1.1 200")
+
+
+async def test_unfinished_bodies_make_room(app_config: ClusterConfig) -> None:
+    async with guarded(app_config, 20, 30) as this:
+        for _ in range(40):
+            await this.connect(HEAD % 99 + b"{")
+        assert await this.serves()
+
+
+async def test_served_connections_are_not_closed_for_new_ones(app_config: ClusterConfig) -> None:
+    body = b'{"model": "base", "prompt": "x"}'
+    async with guarded(app_config, 2, 30) as this:
+        served = [await this.connect(HEAD % len(body) + body) for _ in range(2)]
+        await until(lambda: len(this.services.dispatcher.log) == 2)
+        extra = await this.connect(MODELS)
+        assert (await extra.answer()).startswith(b"HTTP/1.1 503")
+        for connection in served:
+            assert not connection.reader.at_eof()
+
+
+async def test_memory_for_bodies_is_bounded(
+    app_config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small bodies always have room; large ones have it again when the others have gone."""
+    monkeypatch.setattr(bodies, "BODIES_BYTES_MAX", 300_000)
+    large, small = HEAD % 500_000 + b" " * 200_000, b'{"model": "base"}'
+    async with guarded(app_config, 100, 30) as this:
+        first = await this.connect(large)
+        await until(lambda: bodies.memory.used_bytes >= 100_000)
+        second = await this.connect(large + b" " * 200_000)
+        assert (await second.answer()).startswith(b"HTTP/1.1 429")
+        third = await this.connect(HEAD % len(small) + small)
+        assert (await third.answer()).startswith(b"HTTP/1.1 400")
+        first.writer.close()
+        await until(lambda: not bodies.memory.used_bytes)

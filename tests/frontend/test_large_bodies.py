@@ -1,0 +1,128 @@
+"""What one client sends must not hold up the event loop: its heartbeat keeps all requests alive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from prism.errors import BadRequestError, RequestError
+from prism.frontend.bodies import parse_body
+from prism.frontend.chat_template import ChatTemplate
+from prism.frontend.openai_types import MESSAGES_MAX, PARTS_MAX, ChatBody, CompletionBody
+from tests.frontend.conftest import Stack
+from tests.frontend.scripted_agent import answering
+
+PATH = "/v1/chat/completions"
+EMPTY = {"role": "user", "content": ""}
+PART = {"type": "text", "text": ""}
+
+
+def chat(messages: list[Any], **more: Any) -> dict[str, Any]:
+    return {"model": "chat", "messages": messages, **more}
+
+
+TOO_LARGE = {
+    "messages": (chat([EMPTY] * (MESSAGES_MAX + 1)), "has 4097 messages; at most 4096"),
+    "parts": (
+        chat([{"role": "user", "content": [PART] * (PARTS_MAX + 1)}]),
+        "has 1025 parts; at most 1024 are allowed",
+    ),
+    "options": (
+        chat([EMPTY], chat_template_kwargs={"documents": ["x" * 100] * 70_000}),
+        "at most 1048576 are allowed",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+async def test_too_large_a_conversation_is_refused_by_name(stack: Stack, what: str) -> None:
+    body, message = TOO_LARGE[what]
+    response = await stack.client.post(PATH, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"] == ("chat_template_kwargs" if what == "options" else "messages")
+    assert message in error["message"]
+
+
+async def test_hundred_thousands_of_empty_messages_are_never_parsed(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four at once: each of them took the loop for seconds."""
+
+    def parse(*_: object) -> None:
+        raise AssertionError("hundreds of thousands of objects would be made")
+
+    monkeypatch.setattr(ChatBody, "model_validate_json", parse)
+    body = json.dumps(chat([EMPTY] * 285_000), separators=(",", ":")).encode()
+    flood = [asyncio.create_task(stack.client.post(PATH, content=body)) for _ in range(4)]
+    stack.agent.script = answering([7])
+    other = await stack.client.post("/v1/completions", json={"model": "base", "prompt": "x"})
+    assert other.status_code == 200
+    for answer in await asyncio.gather(*flood):
+        assert answer.status_code == 400
+        assert "more than 32768 objects and lists" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "text", ["{[" * 40_000, '\\"{' * 40_000, "\\" + "[" * 40_000, "{" * 40_000 + '"']
+)
+def test_braces_in_a_text_are_no_objects(text: str) -> None:
+    body = json.dumps({"model": "base", "prompt": text}).encode()
+    assert parse_body(CompletionBody, body).prompt == [text]
+
+
+def test_a_string_without_an_end_is_searched_once() -> None:
+    """Searched from each of its quotes, this one takes minutes."""
+    body = b'{"model":"' + rb"\"" * 500_000 + b"[" * 33_000
+    with pytest.raises(BadRequestError, match="EOF while parsing"):
+        parse_body(CompletionBody, body)
+
+
+def test_the_bound_counts_objects_and_lists() -> None:
+    lists: list[Any] = [[]] * (32 * 1024 - 2)  # with the body itself and the list of them
+    for extra, message in (([], "x: unknown field"), ([[]], "more than 32768 objects")):
+        body = json.dumps({"model": "base", "prompt": "{", "x": lists + extra})
+        with pytest.raises(RequestError, match=message):
+            parse_body(CompletionBody, body.encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "beside"),
+    [
+        (chat([EMPTY]), False),
+        (chat([EMPTY], chat_template_kwargs={"enable_thinking": False}), False),
+        (chat([EMPTY] * 33), True),
+        (chat([EMPTY], chat_template_kwargs={"documents": [{}]}), True),
+        (chat([EMPTY], chat_template_kwargs={"text": "x" * 20_000}), True),
+        (chat([{"role": "user", "content": "x" * 16_384}, EMPTY]), False),
+        (chat([{"role": "user", "content": "x" * 16_384}, {**EMPTY, "content": "x"}]), True),
+    ],
+)
+async def test_a_large_conversation_is_rendered_beside_the_event_loop(
+    stack: Stack, body: dict[str, Any], beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def render(*_: Any) -> str:
+        threads.append(threading.current_thread())
+        return "x"
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    stack.agent.script = answering([7])
+    response = await stack.client.post(PATH, json=body)
+    assert response.status_code == 200 or "context" in response.json()["error"]["message"]
+    if threads:
+        assert (threads[0] is not threading.main_thread()) is beside
+
+
+@pytest.mark.parametrize(
+    "options", [{"bos_token": 10**30}, {"raise_exception": 0}, {"messages": 1}]
+)
+async def test_no_template_option_is_a_bug_of_ours(stack: Stack, options: dict[str, Any]) -> None:
+    stack.agent.script = answering([7])
+    body = chat([{"role": "tool", "content": "x"}], chat_template_kwargs=options)
+    assert (await stack.client.post(PATH, json=body)).status_code == 400

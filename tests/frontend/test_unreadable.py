@@ -1,0 +1,74 @@
+"""A model whose tokenizer cannot be read is left out by name; the others are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from prism.errors import ConfigError
+from prism.frontend import app as app_module
+from prism.frontend.app import create_app
+from prism.frontend.chat_template import load_chat_template
+from prism.messages.cluster import ClusterStatus
+from prism.queueing.server import BundledRedis
+from tests.frontend.conftest import listening, make_config
+from tests.frontend.scripted_agent import ScriptedAgent, answering
+
+
+@pytest.fixture
+async def config(redis_server: BundledRedis, namespace: str, short_dir: Path) -> Any:
+    made = make_config(redis_server.url, namespace, short_dir)
+    (Path(made.model("chat").path) / "tokenizer.json").write_text("{")
+    return made
+
+
+async def test_only_that_model_is_refused_until_its_file_is_repaired(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "RETRY_S", 0.05)
+    app = create_app(config, "f0", without_unreadable=True)
+    async with (
+        ScriptedAgent(config) as agent,
+        listening(app) as url,
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+    ):
+        agent.script = answering([7, 8, 0])
+
+        async def post(model: str) -> httpx.Response:
+            return await client.post("/v1/completions", json={"model": model, "prompt": [9, 9]})
+
+        assert (await post("base")).status_code == 200
+        refused = await post("chat")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "model_unavailable"
+        assert refused.json()["error"]["message"].startswith(
+            "chat cannot be served now: cannot load"
+        )
+        await app.state.services.queue.publish_status(
+            ClusterStatus(2e9, "prism", {}, [], ready=True, degraded={"host:1": "is lost"})
+        )
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "ready")
+        assert set(health.json()["degraded"]) == {"chat", "host:1"}
+        good = Path(config.model("base").path) / "tokenizer.json"
+        (Path(config.model("chat").path) / "tokenizer.json").write_bytes(good.read_bytes())
+        while (await post("chat")).status_code != 200:
+            pass
+        assert set((await client.get("/health")).json()["degraded"]) == {"host:1"}
+
+
+def test_a_template_that_cannot_be_read_is_named(config: Any) -> None:
+    directory = Path(config.model("base").path)
+    (directory / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(ConfigError, match=r"cannot read .*chat_template\.jinja.*repair the file"):
+        load_chat_template(directory, {})
+
+
+async def test_at_the_first_start_it_is_an_error(config: Any) -> None:
+    app = create_app(config, "f0")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        async with app.router.lifespan_context(app):
+            pass

@@ -1,0 +1,38 @@
+"""Setups of a study keep their names for themselves."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from papers.lab import Lab
+from papers.prism_pair import phased
+from prism.errors import ConfigError
+from prism.replay.lengths import Lengths
+
+LENGTHS = Lengths(input_median=100, input_sigma=0.5, input_max=500, output_median=20)
+
+
+@pytest.mark.parametrize("other", ["setup", "trace"])
+def test_a_setup_is_not_overwritten_by_another(tmp_path: Path, other: str) -> None:
+    lab = Lab(tmp_path, lambda what: nullcontext(lambda done, total: None))
+    trace = phased(lab, [(20.0, 1.0, 1.0)], [LENGTHS, LENGTHS])
+    path = Path(lab.setup("pair", {"a": 1}, trace))
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    assert lab.setup("pair", {"a": 1}, trace) == str(path)
+    # with another seed, as of several traces, it is still the same run
+    again = replace(lab, seed=1)
+    config, shorter = ({"a": 2}, trace) if other == "setup" else ({"a": 1}, trace[:-1])
+    with pytest.raises(ConfigError, match="its own name"):
+        again.setup("pair", config, shorter)
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+def test_a_later_run_writes_its_own(tmp_path: Path) -> None:
+    for count in (1, 2):
+        lab = Lab(tmp_path, lambda what: nullcontext(lambda done, total: None))
+        path = lab.write("pair", {"gpus": {"count": count}})
+        assert f"count: {count}" in Path(path).read_text()

@@ -1,0 +1,23 @@
+"""Points of studies that once found the simulator wrong."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from papers.lab import Lab
+from papers.prism_setup import E2E_MODELS, model_names, prepared
+from papers.trial import Trial
+
+
+def test_a_run_and_those_who_come_back_do_not_take_the_same_pages(tmp_path: Path) -> None:
+    """Two retracted requests came back in a row while a run of decode steps was in flight: the
+    first took what the run had claimed within its last quantum, the second then looked."""
+    lab = Lab(tmp_path, lambda what: nullcontext(lambda done, total: None))
+    trace = lab.sources.styled("hyperbolic", model_names(len(E2E_MODELS)), 120.0, 0)
+    cluster = prepared(lab, "eight", [(name, 1) for name in E2E_MODELS], trace)
+    changes = {"policy": "prism", "rate_scale": 8.0, "slo_scale": 10.0, "gpus.count": 2}
+    found = lab.run([Trial(cluster.config, {**changes, "gpus.memory": "40GiB"})])[0]
+    assert found.summary is not None
+    assert found.counts["retractions"] > 0
+    assert found.lost == 0

@@ -1,0 +1,110 @@
+"""Where the studies' traces come from: the user's files, else generators like them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from papers import catalog, report
+from papers.findings import Findings
+from papers.lab import Lab
+from papers.prism_setup import E2E_MODELS
+from papers.prism_sweeps import with_history
+from papers.sources import STYLES, Sources
+from prism.replay.bursty import PRESETS
+from prism.replay.trace import models_of, read_trace
+
+ARENA = """id,timestamp_s,model_id,input_tokens,output_tokens
+0,0.5,3,11,21
+1,1.0,3,12,22
+2,2.0,0,13,23
+"""
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_without_files_a_generator_stands_in(style: str) -> None:
+    sources = Sources()
+    trace = sources.styled(style, ["a", "b", "c"], 120.0, seed=1)
+    assert trace == sources.styled(style, ["a", "b", "c"], 120.0, seed=1)
+    assert set(models_of(trace)) <= {"a", "b", "c"}
+    assert 0 <= trace[0].arrival_s <= trace[-1].arrival_s < 120.0
+    assert "generators" in sources.described()
+
+
+def test_the_arena_sample_is_used_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "arena_chat27.csv").write_text(ARENA)
+    sources = Sources(tmp_path)
+    trace = sources.styled("arena-chat", ["most", "less"], 2.5, seed=0)
+    assert [(r.model, r.output_length) for r in trace] == [("most", 21), ("most", 22), ("less", 23)]
+    assert "arena_chat27.csv" in sources.described()
+
+
+def test_a_shorter_arena_sample_is_taken_whole_with_half_of_it_as_history(tmp_path: Path) -> None:
+    rows = [f"{i},{i / 2},{i % 9},{10 + i},20" for i in range(121)]
+    (tmp_path / "arena_chat27.csv").write_text(ARENA.splitlines()[0] + "\n" + "\n".join(rows))
+    bar = nullcontext(lambda done, total: None)
+    lab = Lab(tmp_path / "study", lambda what: bar, sources=Sources(tmp_path))
+    models = [(name, 1) for name in E2E_MODELS]
+    cluster = with_history(lab, "eight", "arena-chat", models, 900.0)
+    folder = Path(cluster.config).parent
+    trace, before = read_trace(folder / "eight.jsonl"), read_trace(folder / cluster.history)
+    assert {request.input_length for request in before} <= set(range(10, 70))
+    assert {request.input_length for request in trace} <= set(range(70, 131))
+    assert len(before) + len(trace) > 120 * 8 / 9 - 2
+    assert trace[-1].arrival_s <= 30
+    (said,) = lab.sources.shortened
+    assert said.startswith("arena-chat: the 60 s of arrivals that its sample has")
+    assert said.endswith("instead of 1800 s")
+    found = report.result(
+        catalog.get("prism-fig7-rate"),
+        Findings([], [], {}),
+        quick=False,
+        seed=0,
+        traces="",
+        shortened=list(lab.sources.shortened),
+    )
+    assert f"Shortened: 15 minutes of trace, four rates; {said}." in report.markdown([found])
+
+
+def test_beyond_the_arena_sample_its_lengths_come_at_the_generators_rate(tmp_path: Path) -> None:
+    (tmp_path / "arena_chat27.csv").write_text(ARENA)
+    models = ["most", "less", "least"]
+    trace = Sources(tmp_path).styled("arena-chat", models, 1800.0, seed=0)
+    assert {r.output_length for r in trace} == {21, 22, 23}
+    generated = Sources().styled("arena-chat", models, 1800.0, seed=0)
+    assert [r.arrival_s for r in trace] == [r.arrival_s for r in generated]
+
+
+RATES = "model,client,t_s,rate_rps,iat_cv,dist,p1,p2\n"
+
+
+def test_servegens_arrivals_come_at_the_generators_rate_with_its_lengths(tmp_path: Path) -> None:
+    rows = [
+        f"m,{client},{t},{40 / client},1.0,G,1,{client / 40}"
+        for client in (1, 2, 4)
+        for t in (0, 600)
+    ]
+    (tmp_path / "servegen_client_rates.csv").write_text(RATES + "\n".join(rows) + "\n")
+    sources = Sources(tmp_path)
+    trace = sources.styled("hyperbolic", ["a", "b", "c"], 900.0, seed=1)
+    assert trace == sources.styled("hyperbolic", ["a", "b", "c"], 900.0, seed=1)
+    assert models_of(trace) == ["a", "b", "c"]
+    assert trace[-1].arrival_s < 900
+    generated = PRESETS["hyperbolic"]
+    assert len(trace) == pytest.approx(generated.rate_rps * 3 / 24 * 900, rel=0.3)
+    mean = sum(r.output_length for r in trace) / len(trace)
+    drawn = Sources().styled("hyperbolic", ["a", "b", "c"], 900.0, seed=1)
+    assert mean == pytest.approx(sum(r.output_length for r in drawn) / len(drawn), rel=0.3)
+
+
+def test_azure_functions_come_at_the_rate_that_is_asked_for(tmp_path: Path) -> None:
+    rows = [f"a,f{i % 3},{i / 2},0.1" for i in range(240)]
+    (tmp_path / "maf.csv").write_text("app,func,end_timestamp,duration\n" + "\n".join(rows) + "\n")
+    for rate_rps in (0.5, 8.0):
+        trace = Sources(tmp_path).functions(["x", "y"], 100.0, rate_rps, seed=3)
+        assert trace is not None
+        assert len(trace) == pytest.approx(100 * rate_rps, rel=0.3)
+        assert {r.model for r in trace} == {"x", "y"}
+    assert Sources().functions(["x"], 100.0, 1.0, seed=3) is None

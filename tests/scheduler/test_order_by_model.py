@@ -1,0 +1,50 @@
+"""An order by model gives what a walk over the whole order would give."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prism.policies.data import AdmissionJob, AdmissionOrder
+from prism.scheduler.order_by_model import OrderByModel
+
+ENTRIES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["on", "new", "late"])))
+
+
+@given(
+    ENTRIES, st.sets(st.integers(0, 40)), st.dictionaries(st.sampled_from("abc"), st.integers(0, 9))
+)
+def test_walk_is_the_order_without_who_is_blocked(
+    entries: list[tuple[str, str]], gone: set[int], limits: dict[str, int]
+) -> None:
+    """Each model of `limits` is blocked after so many of its requests."""
+    jobs = [AdmissionJob(f"{i:03}", model, 0.0, 0.0, 0.0) for i, (model, _) in enumerate(entries)]
+    parts = {
+        kind: [job for job, (_, k) in zip(jobs, entries, strict=True) if k == kind]
+        for kind in ("on", "new", "late")
+    }
+    waiting = {job.id: job for i, job in enumerate(jobs) if i not in gone}
+    line = OrderByModel(AdmissionOrder(tuple(parts["on"]), tuple(parts["late"])), waiting)
+    for job in parts["new"]:
+        line.add(job.id, job.model)
+    blocked = {model for model, limit in limits.items() if limit == 0}
+    seen: Counter[str] = Counter()
+    walked = []
+    for request_id in line.walk(limits, blocked):
+        walked.append(request_id)
+        model = waiting[request_id].model
+        seen[model] += 1
+        if seen[model] == limits[model]:
+            blocked.add(model)
+    left = Counter(limits)
+    expected = []
+    for job in (*parts["on"], *parts["new"], *parts["late"]):
+        if job.id in waiting and left[job.model] > 0:
+            left[job.model] -= 1
+            expected.append(job.id)
+    assert walked == expected
+    late = {job.model: job.id for job in reversed(parts["late"]) if job.id in waiting}
+    order = [job.id for job in parts["late"]]
+    assert line.late_heads() == sorted(late.values(), key=order.index)

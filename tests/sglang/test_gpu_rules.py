@@ -1,0 +1,299 @@
+"""Rules for GPUs that a CPU can check piece by piece."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcached
+from kvcached.errors import (
+    ClosedError,
+    InternalError,
+    InvalidArgumentError,
+    SystemCallError,
+)
+from prism.config.schema import EngineConfig
+from prism.engines.sglang import gpu
+from prism.errors import ActivationError
+from prism.messages.engine import ActivateEngine
+from tests.sglang.models import LLAMA, spec_of
+
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
+
+DEVICE = "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("files", "configured", "expected"),
+    [
+        ((), None, "triton"),
+        (("__init__.py",), None, "triton"),
+        (("__init__.py", "flash_attn.py"), None, None),
+        ((), "flashinfer", "flashinfer"),
+    ],
+)
+def test_attention_needs_no_kernels_that_are_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    files: tuple[str, ...],
+    configured: str | None,
+    expected: str | None,
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if files else None
+    monkeypatch.setattr(gpu, "find_spec", lambda name: spec)
+    assert gpu.attention_backend(configured) == expected
+
+
+def test_graphs_can_be_off() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    from prism.engines.sglang import server_args
+
+    order = ActivateEngine(spec_of(LLAMA, 512), max_running=7)
+    lazy = server_args.on_gpu(order, EngineConfig(attention_backend="triton"))
+    off = server_args.on_gpu(order, EngineConfig(cuda_graphs="off", attention_backend="fa3"))
+    assert (lazy["cuda_graph_max_bs_decode"], lazy["attention_backend"]) == (7, "triton")
+    assert (off["disable_decode_cuda_graph"], off["attention_backend"]) == (True, "fa3")
+    assert (lazy | off).keys() <= inspect.signature(ServerArgs).parameters.keys()
+
+
+def test_noise_is_ours_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on meta stand for any device whose content a CPU cannot read."""
+    import torch
+
+    from prism.engines.sglang import noise
+
+    asked = []
+    monkeypatch.setattr(noise, "_hash_on_gpu", lambda *tensors: asked.append(tensors))
+    seeds, columns = torch.tensor([1, 2]), torch.arange(5)
+    assert noise.random_bits(seeds, seeds, columns).shape == (2, 5)
+    assert asked == []
+    away = seeds.to("meta")
+    noise.random_bits(away, away, columns)
+    assert len(asked) == 1
+
+
+class _Kv:
+    """Blocks are numbered from 1; what is freed is noted."""
+
+    def __init__(self) -> None:
+        self.next = 1
+        self.freed: list[int] = []
+
+    def alloc_kv(self, count: int) -> Any:
+        ids = np.arange(self.next, self.next + count, dtype=np.int64)
+        self.next += count
+        return ids
+
+    def free_kv(self, ids: Any) -> None:
+        self.freed += list(ids)
+
+    def available_blocks(self) -> int:
+        return 1 << 20
+
+
+def test_a_decode_step_reads_no_ids_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on meta cannot be copied to the CPU: any attempt raises."""
+    import torch
+
+    from prism.engines.ranks.group import ALONE
+    from prism.engines.sglang import allocator
+
+    kv = _Kv()
+    memory = SimpleNamespace(kv=kv, rank_kv=lambda: kv, ranks=ALONE)
+    monkeypatch.setattr(allocator, "active_memory", lambda: memory)
+    made = allocator.KvcachedAllocator(1024, 16, torch.bfloat16, "meta", None, False)
+    lengths = torch.tensor([17, 33, 40])  # two requests begin a block
+    slots = made.alloc_decode(lengths.to("meta"), lengths, torch.empty(3, device="meta"))
+    assert slots is not None
+    assert (made._held.tolist(), made._live.nonzero().flatten().tolist()) == ([], [1, 2])
+    assert made.reserve_blocks(3, None)
+    made.return_held_blocks()
+    assert kv.freed == [3, 4, 5]
+    made.alloc(32)
+    made.clear()
+    assert kv.freed == [3, 4, 5, 1, 2, 6, 7]
+
+
+def test_a_copy_that_cannot_be_kept_is_no_failed_activation(
+    namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_copy(namespace, SystemCallError("write: input/output error"))
+    assert "no copy of tiny-llama is kept: write: input/output error" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [InternalError, ClosedError, InvalidArgumentError])
+def test_a_bug_in_keeping_a_copy_is_not_hidden(namespace: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="a bug"):
+        save_copy(namespace, kind("a bug"))
+
+
+def save_copy(namespace: str, error: Exception) -> None:
+    import torch
+
+    from prism.engines.sglang.weights import ModelWeights, StoreAccess
+
+    def fail(*_arguments: object) -> None:
+        raise error
+
+    device = kvcached.Device.open(
+        "host:0", capacity_bytes=1 << 20, page_bytes=64 << 10, namespace=namespace
+    )
+    with device.client("e0") as client:
+        access = StoreAccess(SimpleNamespace(get=fail))  # type: ignore[arg-type]
+        weights = ModelWeights(client, access, spec_of(LLAMA))
+        weights.lay_out({"a": torch.empty(8, device="meta")})
+        weights.back()
+        weights._key, weights.may_store = kvcached.WeightKey("c", "l", "float32", 0, 1), True
+        try:
+            weights.save_copy((5, 6))
+        finally:
+            weights.release()
+            client.close()
+            device.destroy()
+
+
+def test_what_was_not_written_is_found(namespace: str) -> None:
+    """A whole tensor of any type, and a part of one whose type has NaN."""
+    import torch
+
+    from prism.engines.sglang.loader import check_written
+    from prism.engines.sglang.weights import ModelWeights, StoreAccess
+
+    shapes = {"bf16": (64, 64), "fp8": (64, 64), "int8": (64, 64), "norm": (64,)}
+    types = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    specs = {
+        name: torch.empty(shape, dtype=types.get(name, torch.float32), device="meta")
+        for name, shape in shapes.items()
+    }
+    device = kvcached.Device.open(
+        "host:0", capacity_bytes=1 << 20, page_bytes=64 << 10, namespace=namespace
+    )
+    with device.client("e0") as client:
+        weights = ModelWeights(client, StoreAccess(), spec_of(LLAMA))
+        weights.lay_out(specs)
+        weights.back()
+        tensors = {
+            name: weights._required().view(name, "uint8", (specs[name].nbytes,)) for name in specs
+        }
+        whole = {name: torch.from_dlpack(view) for name, view in tensors.items()}
+        real = {name: whole[name].view(specs[name].dtype) for name in specs}
+        assert weights.fingerprint() == ()
+        with pytest.raises(ActivationError, match="no values for bf16, fp8, int8"):
+            check_written(real, weights)
+        for tensor in whole.values():
+            tensor.zero_()
+        check_written(real, weights)
+        for name in ("bf16", "fp8"):
+            whole[name][64:].fill_(0xFF)
+            with pytest.raises(ActivationError, match=f"a part of {name} only"):
+                check_written(real, weights)
+            whole[name].zero_()
+        whole["norm"].fill_(0xFF)
+        with pytest.raises(ActivationError, match="no values for norm"):
+            check_written(real, weights)
+        del tensors, whole, real
+        weights.release()
+    device.destroy()
+
+
+class Captures:
+    """SGLang's runner without SGLang: what it captures is noted, and fails if told so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+        from prism.engines.sglang.decode_graphs import DecodeGraphs, LazyGraphRunner
+
+        self.sizes: list[int] = []
+        self.error: Exception | None = None
+        monkeypatch.setattr(DecodeCudaGraphRunner, "capture", self._capture)
+        monkeypatch.setattr(DecodeCudaGraphRunner, "can_run_graph", lambda *_: True)
+        monkeypatch.setattr(DecodeCudaGraphRunner, "warmup", lambda _: None)
+        self.runner = LazyGraphRunner.__new__(LazyGraphRunner)
+        self.runner.capture_bs = [1, 2, 4]
+        self.runner.capture()
+        model_runner = SimpleNamespace(decode_cuda_graph_runner=self.runner)
+        self.scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=model_runner))
+        self.graphs = DecodeGraphs(self.scheduler)
+        captured = self
+
+        def capture(runner: Any) -> None:
+            if captured.error is not None:
+                raise captured.error
+            captured.sizes += runner.capture_bs
+
+        monkeypatch.setattr(DecodeCudaGraphRunner, "capture", capture)
+
+    def _capture(self) -> None:
+        raise AssertionError("SGLang's own capture of all sizes")
+
+
+def test_graphs_are_captured_one_by_one_once_a_request_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not while the model comes up, not before the first answer; the largest first, and no batch
+    runs by a graph that is not there."""
+    captures = Captures(monkeypatch)
+    graphs, runner = captures.graphs, captures.runner
+    assert (captures.sizes, runner.capture_bs, runner.can_run_graph(None)) == ([], [], False)
+    assert not graphs.between_steps(is_idle=True)
+    assert not graphs.pending
+    graphs.answered()
+    assert graphs.pending
+    assert not graphs.between_steps(is_idle=False)
+    for sizes in ([4], [2, 4], [1, 2, 4]):
+        assert graphs.between_steps(is_idle=True)
+        assert (runner.capture_bs, runner.can_run_graph(None)) == (sizes, True)
+    assert captures.sizes == [4, 2, 1]
+    assert not graphs.pending
+    assert not graphs.between_steps(is_idle=True)
+    assert len(graphs.captures_s) == 3
+
+
+def test_an_engine_that_is_never_idle_gets_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prism.engines.sglang.decode_graphs import PATIENCE_STEPS
+
+    captures = Captures(monkeypatch)
+    captures.graphs.answered()
+    steps = [captures.graphs.between_steps(is_idle=False) for _ in range(2 * PATIENCE_STEPS + 2)]
+    assert [step for step, captured in enumerate(steps) if captured] == [
+        PATIENCE_STEPS,
+        2 * PATIENCE_STEPS + 1,
+    ]
+    assert captures.sizes == [4, 2]
+
+
+def test_a_capture_that_fails_leaves_the_graphs_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import gc
+
+    import torch
+
+    captures = Captures(monkeypatch)
+    captures.graphs.answered()
+    captures.graphs.between_steps(is_idle=True)
+    captures.error = torch.OutOfMemoryError("CUDA out of memory.")
+    assert captures.graphs.between_steps(is_idle=True)
+    assert (captures.runner.capture_bs, captures.graphs.pending) == ([4], False)
+    assert "raise engine.static, or set engine.cuda_graphs: off" in caplog.text
+    assert gc.isenabled()
+
+
+def test_a_capture_that_fails_on_a_rank_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prism.engines.sglang.decode_graphs import DecodeGraphs
+
+    captures = Captures(monkeypatch)
+    graphs = DecodeGraphs(captures.scheduler, ranks=2)
+    graphs.answered()
+    captures.error = RuntimeError("invalidated")
+    with pytest.raises(RuntimeError, match="invalidated"):
+        graphs.between_steps(is_idle=True)

@@ -1,0 +1,173 @@
+"""An engine in the test's own process, where its steps and files can be made to fail."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import kvcached
+from prism.engines.core import EngineContext
+from prism.errors import ActivationError, RequestsFailedError
+from prism.messages.engine import ActivateEngine
+from tests.engines.harness import request
+from tests.sglang.conftest import DEVICE, config_of
+from tests.sglang.models import LLAMA, QWEN3, path_of, spec_of
+
+pytestmark = pytest.mark.sglang
+CAPACITY_BYTES = 256 << 20
+
+
+@pytest.fixture
+def core(preloaded: None) -> Iterator[Any]:
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from prism.engines.sglang import create
+
+        config = config_of(Path(directory), CAPACITY_BYTES)
+        core = create(EngineContext("e0", DEVICE, config))
+        yield core
+        core.close()
+        kvcached.Device.unlink(config.namespace, DEVICE)
+
+
+def without(name: str, tensor: str, folder: Path) -> ActivateEngine:
+    """An order for a model whose files lack a tensor."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / tensor
+    shutil.copytree(path_of(name), path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return ActivateEngine(msgspec.structs.replace(spec_of(name), path=str(path)))
+
+
+def test_a_checkpoint_that_lacks_something_is_refused(core: Any, tmp_path: Path) -> None:
+    """Also a part of a fused matrix."""
+    up = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ActivationError, match=r"part of model.layers.1.mlp.gate_up_proj.weight"):
+        core.activate(without(QWEN3, up, tmp_path))
+    with pytest.raises(ActivationError, match=r"no values for lm_head.weight"):
+        core.activate(without(QWEN3, "lm_head.weight", tmp_path))
+    core.activate(ActivateEngine(spec_of(QWEN3)))
+
+
+def test_kv_is_as_large_as_planned_however_little_is_free(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    monkeypatch.setattr(kv_cache_configurator, "get_available_gpu_memory", lambda *a, **k: 1e-4)
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+    active = core._active
+    pool = active.scheduler.token_to_kv_pool_allocator.get_kvcache()
+    assert pool.size == active.memory.plan.pool_tokens
+
+
+def test_another_number_of_tokens_than_planned_is_refused(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+    monkeypatch.setattr(KVCacheConfigurator, "_profile_available_bytes", lambda *_: 1 << 20)
+    with pytest.raises(ActivationError, match=r"tokens of KV where \d+ were planned"):
+        core.activate(ActivateEngine(spec_of(LLAMA)))
+
+
+def test_sampled_tokens_are_drawn_before_anybody_wants_them(core: Any) -> None:
+    from prism.engines.sglang import warm_up
+
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+    scheduler = core._active.scheduler
+    sizes = []
+    run_batch = scheduler.run_batch
+
+    def noted(batch: Any) -> Any:
+        sizes.append((batch.batch_size(), batch.sampling_info.is_all_greedy))
+        return run_batch(batch)
+
+    scheduler.run_batch = noted
+    warm_up.sample(scheduler, core._active.order)
+    del scheduler.run_batch
+    assert sizes == [(1, False), (2, False), (2, False)]
+
+
+def test_torch_out_of_memory_ends_the_requests_and_the_engine_by_name(core: Any) -> None:
+    """Not retryable: the same requests would do the same to the next engine."""
+    import torch
+
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+
+    def no_memory(batch: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 ...")
+
+    core._active.scheduler.run_batch = no_memory
+    core.submit([request(f"r{i}", LLAMA, [5, 6, 7 + i]) for i in range(2)])
+    output = core.step()
+    assert [(f.request_id, f.code, f.retryable) for f in output.failures] == [
+        ("r0", "engine_memory", False),
+        ("r1", "engine_memory", False),
+    ]
+    assert "raise engine.static" in output.failures[0].message
+    assert output.busy
+    text = r"Tried to allocate 2.00 GiB.\); raise engine.static"
+    with pytest.raises(RequestsFailedError, match=text):
+        core.step()
+
+
+@pytest.mark.parametrize("stage", ["before the queue", "after it"])
+def test_torch_out_of_memory_while_planning_blames_who_was_next(
+    core: Any, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """Not the batch that ran before, nor those that wait behind."""
+    import torch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+    core.submit([request("runs", LLAMA, [5, 6, 7])])
+    core.step()
+
+    def no_memory(*_arguments: object, **_named: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    if stage == "after it":
+        monkeypatch.setattr(ScheduleBatch, "prepare_for_extend", no_memory)
+    else:
+        core._active.scheduler.get_next_batch_to_run = no_memory
+    core.submit([request(f"r{i}", LLAMA, [5, 6, 7 + i]) for i in range(2)])
+    blamed = [f.request_id for f in core.step().failures]
+    assert blamed == (["r0", "r1"] if stage == "after it" else ["r0"])
+    with pytest.raises(RequestsFailedError):
+        core.step()
+
+
+def test_an_activation_without_room_settles_the_share(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = []
+    monkeypatch.setattr(core._share, "settle", lambda **how: settled.append(how))
+    with pytest.raises(ActivationError, match="KV limit"):
+        core.activate(ActivateEngine(spec_of(LLAMA), kv_limit_bytes=1))
+    assert settled == [{"served": False}]
+
+
+def test_torch_out_of_memory_fails_an_activation_by_name(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from prism.engines.sglang import host
+
+    def build(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(host, "build", build)
+    with pytest.raises(ActivationError, match=r"could not be loaded: .* raise engine.static"):
+        core.activate(ActivateEngine(spec_of(LLAMA)))

@@ -1,0 +1,114 @@
+"""The documents' links lead somewhere, their examples run, and the index has every decision."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import yaml
+
+from prism.config.reader import convert
+from prism.config.schema import ServeYaml
+from prism.sim.config import SimYaml
+from tests.test_tidy import name, tracked
+
+ROOT = Path(__file__).parent.parent
+DECISIONS = ROOT / "docs" / "decisions"
+STATUS = re.compile(r"accepted|moved|(amended|superseded) by \[?\d{3}")
+
+
+def dated(path: Path) -> bool:
+    """A record of its day, which keeps the links of that day."""
+    return path.name == "CHANGELOG.md" or path.parent.name in ("campaigns", "studies")
+
+
+def documents() -> list[Path]:
+    return [path for path in tracked(".md") if not dated(path)]
+
+
+def anchors(document: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def links(document: Path) -> list[str]:
+    """Targets inside the repository."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", document.read_text(), flags=re.DOTALL)
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [target for target in found if not re.match(r"[a-z]+:", target)]
+
+
+def leads_somewhere(document: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    there = (document.parent / path) if path else document
+    if not there.exists():
+        return False
+    return not anchor or there.suffix != ".md" or anchor in anchors(there)
+
+
+@pytest.mark.parametrize("document", documents(), ids=name)
+def test_no_link_is_dead(document: Path) -> None:
+    assert not [link for link in links(document) if not leads_somewhere(document, link)]
+
+
+@pytest.mark.parametrize("document", documents(), ids=name)
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    folders = "bench|csrc|examples|kvcached|papers|prism|scripts|tests|tools|traces"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)", document.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_index_has_every_decision_once() -> None:
+    files = {path.name for path in DECISIONS.glob("*.md")} - {"README.md"}
+    index = (DECISIONS / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\d{3})\]\(([^)]+)\) \|.*\| (.*) \|$", index, re.MULTILINE)
+    assert sorted(file for _, file, _ in rows) == sorted(files)
+    assert [number for number, file, _ in rows] == [file[:3] for _, file, _ in rows]
+    assert not [number for number, _, status in rows if not STATUS.match(status)]
+
+
+def test_cited_decisions_exist() -> None:
+    known = {path.name[:3] for path in DECISIONS.glob("*.md")}
+    cited = [
+        f"{name(path)}: {number}"
+        for path in tracked(".md", ".py", ".h", ".cpp", ".yaml", ".lua")
+        if not dated(path)
+        for number in re.findall(r"\b[Dd]ecisions? (\d{3})\b", path.read_text())
+        if number not in known
+    ]
+    assert not cited
+
+
+def test_every_configuration_is_read() -> None:
+    texts = [(ROOT / file).read_text() for file in ("README.md", "docs/quick-start.md")]
+    texts.append((ROOT / "docs" / "prism-sim.md").read_text())
+    blocks = [b for text in texts for b in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    for data in map(yaml.safe_load, blocks):
+        convert(data, SimYaml if "gpus" in data else ServeYaml)
+    assert len(blocks) >= 3
+
+
+def ran(document: str, having: str, **replaced: str) -> dict[str, Any]:
+    """The names that the document's program with `having` in it defines."""
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    (code,) = [program for program in programs if having in program]
+    for old, new in replaced.items():
+        code = code.replace(old, new)
+    names: dict[str, Any] = {}
+    exec(compile(code, document, "exec"), names)
+    return names
+
+
+def test_the_program_on_step_costs_runs() -> None:
+    cost = ran("docs/costs.md", "cost_model")["cost"]
+    assert 0 < cost.prefill_s(1024) < 1
+
+
+def test_the_readmes_program_on_kvcached_runs() -> None:
+    namespace = f'namespace="t{uuid4().hex[:10]}", capacity_bytes'
+    assert len(ran("README.md", "import kvcached", capacity_bytes=namespace)["blocks"]) == 64

@@ -1,0 +1,193 @@
+"""A simulation of a live configuration: memory and times as journals have them, or as reckoned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from prism.costs.calibrate import save
+from prism.costs.model import GpuUsage, PromptChunk
+from prism.costs.prefill_speed import PRIOR_TOKENS_PER_S
+from prism.costs.table import StepTable, TableCost, linear_decode
+from prism.errors import ConfigError
+from prism.messages.models import ModelSpec
+from prism.scheduler.journal import Ended, Served, Started
+from tests.tools.parity.worlds import journals, queued, stepped
+from tests.tools.parity.worlds import replayed as results_of
+from tools.parity.setup import (
+    HostCost,
+    LiveMeasurements,
+    cluster_setup,
+    cost_tables,
+    initial_end_s,
+    measured,
+    replayed,
+)
+
+BATCHES, CONTEXTS, DECODE_S = linear_decode(1e-6)
+MIB = 1 << 20
+
+
+def table(model: str) -> StepTable:
+    return StepTable(
+        gpu="host",
+        model=model,
+        tp=1,
+        source="by hand",
+        dense_tokens=(1.0, 101.0),
+        dense_s=(0.01, 0.02),
+        pair_s=0.0,
+        decode_batch=BATCHES,
+        decode_context=CONTEXTS,
+        decode_s=DECODE_S,
+        request_s=0.005,
+    )
+
+
+def spec(name: str, **changes: object) -> ModelSpec:
+    plain = {
+        "name": name,
+        "path": "there",
+        "architecture": "LlamaForCausalLM",
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "context_length": 256,
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "weight_bytes": 100_000,
+        "token_bytes": 256,
+        "slo_ttft_s": 1.0,
+        "slo_tpot_s": 0.1,
+    }
+    return ModelSpec(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+def config(*models: ModelSpec) -> ClusterConfig:
+    return ClusterConfig(
+        namespace="",
+        run_dir="",
+        redis_url="",
+        policy="prism",
+        devices=[DeviceConfig(f"host:{i}", 16 * MIB, 65536, 2) for i in (0, 1)],
+        models=list(models),
+        scheduler=SchedulerConfig(
+            idle_threshold_s=7.0, min_idle_s=3.0, interval_s=2.0, rate_window_s=9.0
+        ),
+        engine=EngineConfig(adapter="fake", max_running=3, prefill_chunk_tokens=101),
+    )
+
+
+def served(model: str, seconds: float) -> Served:
+    return Served(
+        time_s=60.0,
+        model=model,
+        seconds=seconds,
+        static_bytes=3 * MIB,
+        reserve_bytes=MIB,
+        quantum_bytes=262144,
+        quantum_tokens=1024,
+        block_tokens=16,
+    )
+
+
+def test_settings_and_devices_are_the_live_ones() -> None:
+    setup = cluster_setup(
+        config(spec("a")), LiveMeasurements(reach_s=0.002), {"a": table("a")}, 2.0
+    )
+    assert [(d.name, d.capacity_bytes, d.engines) for d in setup.devices] == [
+        ("host:0", 16 * MIB, 2),
+        ("host:1", 16 * MIB, 2),
+    ]
+    assert {d.processor for d in setup.devices} == {"host"}
+    assert setup.settings.min_idle_s == 3
+    assert (setup.settings.idle_threshold_s, setup.interval_s, setup.rate_window_s) == (7, 2, 9)
+    assert (setup.engine.max_running, setup.limits.prefill_chunk_tokens) == (3, 101)
+    assert setup.engine.mixed_chunk
+    assert setup.models[0].request_s == 0.002
+    assert setup.models[0].submit_s == pytest.approx(0.003)
+
+
+def test_memory_is_what_the_engine_reserved_or_what_the_start_up_check_reckons() -> None:
+    found = measured([journals([], [served("a", 0.5), served("a", 0.7), served("a", 9.0)])])
+    setup = cluster_setup(config(spec("a"), spec("b")), found, {"a": table("a")}, 2.0)
+    a, b = setup.models
+    assert (a.static_bytes(1), a.kv_floor_bytes, a.activation_s) == (3 * MIB, MIB, 0.7)
+    assert (a.parts[1].quantum_bytes, a.parts[1].quantum_blocks) == (262144, 64)
+    assert b.activation_s is None
+    assert b.static_bytes(1) >= 100_000 + 16 * MIB
+    assert b.kv_floor_bytes % b.parts[1].quantum_bytes == 0
+
+
+def test_evictions_are_timed_and_failed_ones_left_out() -> None:
+    def eviction(start_s: float, seconds: float, problem: str = "") -> list[Started | Ended]:
+        what = {"kind": "evict", "model": "a", "device": "host:0"}
+        end_s = start_s + seconds
+        return [Started(time_s=start_s, **what), Ended(time_s=end_s, problem=problem, **what)]
+
+    cluster = eviction(60, 0.2) + eviction(70, 30.0, "lost") + eviction(110, 0.4)
+    made = journals(cluster, [])
+    assert measured([made]).unload_s == pytest.approx(0.3)
+    assert initial_end_s(made, 1002.0) == pytest.approx(1002.0 - 1000.0)
+    with pytest.raises(ConfigError, match="begins after the replay"):
+        initial_end_s(made, 10.0)
+
+
+def test_ways_are_those_of_the_queues_and_speeds_begin_as_an_agents_do() -> None:
+    """From the frontend's stamp to the queue."""
+    way = [queued(number, 60.0 + 0.01 * number) for number in (1, 2, 3)]
+    came = [msgspec.structs.replace(record, arrival_s=60.0) for record in way]
+    found = measured([journals([], [*came, stepped(61.0, 1, 2, 3)])])
+    assert found.reach_s == pytest.approx(0.02)
+    setup = cluster_setup(config(spec("a")), found, {"a": table("a")}, 2.0)
+    assert setup.models[0].speed_tokens_per_s == PRIOR_TOKENS_PER_S
+
+
+def test_engines_of_host_devices_share_cores() -> None:
+    cost = HostCost(TableCost(table("a")), 4.0)
+    assert cost.usage((PromptChunk(10),), 0, 0) == GpuUsage(0.25, 0.25)
+    assert cost.usage((), 0, 0) == GpuUsage(0.0, 0.0)
+    assert cost.decode_s(2, 100) == TableCost(table("a")).decode_s(2, 100)
+
+
+def test_tables_are_found_by_model(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    with pytest.raises(ConfigError, match=r"--costs: .* is missing"):
+        cost_tables(path, ["a"])
+    save(path, table("a"))
+    assert cost_tables(path, ["a"])["a"].request_s == 0.005
+    with pytest.raises(ConfigError, match="has no table of b; run `prism-sim calibrate engine"):
+        cost_tables(path, ["a", "b"])
+
+
+def test_the_workload_is_what_was_replayed() -> None:
+    setup = cluster_setup(config(spec("a"), spec("b")), LiveMeasurements(), {"a": table("a")}, 2.0)
+    work = replayed(results_of("b", "a").records, setup, 2.5)
+    assert list(work.arrival_s) == [2.5, 3.5]
+    first, second = results_of("b", "a").records
+    late = [msgspec.structs.replace(first, send_lag_ms=1200.0), second]
+    assert list(replayed(late, setup, 2.5).arrival_s) == [3.7, 3.7]
+    assert list(work.model) == [1, 0]
+    assert work.slo_ttft_s[0] == 0.1
+    with pytest.raises(ConfigError, match="--results: other is not under models"):
+        replayed(results_of("other").records, setup, 0.0)
+
+
+def test_tensor_parallel_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a has a tp above 1"):
+        cluster_setup(config(spec("a", tp=2)), LiveMeasurements(), {"a": table("a")}, 2.0)
+
+
+def test_running_requests_that_move_are_refused() -> None:
+    moving = config(spec("a"))
+    scheduler = msgspec.structs.replace(moving.scheduler, migrate_running="move")
+    with pytest.raises(ConfigError, match="migrate_running: finish"):
+        cluster_setup(
+            msgspec.structs.replace(moving, scheduler=scheduler),
+            LiveMeasurements(),
+            {"a": table("a")},
+            2.0,
+        )
