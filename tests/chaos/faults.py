@@ -1,0 +1,269 @@
+"""Faults of a running cluster: what is struck and when is a pure function of a seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import redis
+import zmq
+
+from prism.config.schema import ClusterConfig, read_resolved
+from prism.messages.troubles import read_troubles
+from tests.serve.conftest import Cluster, alive, descendants
+
+SHM_BYTES, LOG_BYTES = 256 << 20, 64 << 20
+# Python that the launcher runs first: small file systems of its own, so that they can be filled.
+OWN_FILE_SYSTEMS = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def check(code):
+    if code: raise OSError(ctypes.get_errno(), "own file systems need CAP_SYS_ADMIN")
+check(libc.unshare(0x20000))
+check(libc.mount(None, b"/", None, 0x44000, None))
+for path, size in ((b"/dev/shm", {shm}), ({logs!r}, {log})):
+    check(libc.mount(b"tmpfs", path, b"tmpfs", 0, b"mode=%o,size=%d" % (0o700, size)))
+"""
+# Command line -> part. An engine is a process that a fork server has forked.
+PARTS = {
+    "prism.frontend": "frontend",
+    "prism.agent": "agent",
+    "prism.cluster": "scheduler",
+    "valkey-server": "redis",
+    "prism.engines.forkserver": "forkserver",
+}
+GARBAGE = (b"", b"\xc1", b"\x91" * 200_000, b"\x82\xa4type\xa6Cancel\xabrequest_ids\x91\xa2\xff")
+_FULL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`pick` chooses among several of a kind; `pause_s` passes before it, `length_s` during it."""
+
+    kind: str
+    target: str
+    pick: float
+    pause_s: float
+    length_s: float = 0.0
+
+    def __str__(self) -> str:
+        length = f" {self.length_s:g} s" if self.length_s else ""
+        return f"{self.kind} {self.target}{length}"
+
+
+def schedule(seed: int, counts: Mapping[tuple[str, str, float], int]) -> list[Fault]:
+    """`counts`: (kind, target, length) -> how often; in random order, at random moments."""
+    rng = Random(seed)
+    faults = [
+        Fault(kind, target, rng.random(), rng.uniform(0.1, 3.0), length_s)
+        for (kind, target, length_s), count in counts.items()
+        for _ in range(count)
+    ]
+    rng.shuffle(faults)
+    return faults
+
+
+def setup_for(folder: Path) -> str:
+    """`setup` of `tests.serve.conftest.serving`, whose logs lie below `folder`."""
+    logs = folder / "logs"
+    logs.mkdir(mode=0o700)
+    return OWN_FILE_SYSTEMS.format(shm=SHM_BYTES, log=LOG_BYTES, logs=os.fsencode(logs))
+
+
+def may_mount() -> bool:
+    """Whether this user may have file systems of its own: in a container, root often may not."""
+    code = OWN_FILE_SYSTEMS.format(shm=1 << 20, log=1 << 20, logs=b"/tmp")
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def parts(cluster: Cluster) -> dict[int, str]:
+    """Pid -> part of every process of the cluster."""
+    found = {}
+    for pid in [cluster.process.pid, *descendants(cluster.process.pid)]:
+        command = command_of(pid)
+        name = next((part for text, part in PARTS.items() if text in command), "other")
+        if pid == cluster.process.pid:
+            name = "launcher"
+        elif name == "forkserver" and "forkserver" in command_of(parent_of(pid)):
+            name = "engine"
+        if alive(pid):
+            found[pid] = name
+    return found
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+class Striker:
+    """Carries faults out. `strike` returns when the fault itself is over; how the cluster gets on
+    is for others to watch. Blocks: call it from a thread."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.config: ClusterConfig = read_resolved(cluster.run_dir / "cluster.json")
+
+    def strike(self, fault: Fault) -> str:
+        """What was struck, for the journal."""
+        return str(getattr(self, f"_{fault.kind}")(fault))
+
+    def root(self) -> Path:
+        """The file systems as the cluster sees them."""
+        return Path(f"/proc/{self.cluster.process.pid}/root")
+
+    def _kill(self, fault: Fault) -> str:
+        pid = self._one(fault)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return f"pid {pid}"
+
+    def _stop(self, fault: Fault) -> str:
+        pid = self._one(fault)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(fault.length_s)
+            os.kill(pid, signal.SIGCONT)
+        return f"pid {pid}"
+
+    def _one(self, fault: Fault) -> int:
+        """A process of that part; waits while there is none, as between death and restart."""
+        while True:
+            pids = sorted(p for p, part in parts(self.cluster).items() if part == fault.target)
+            if pids:
+                return pids[int(fault.pick * len(pids))]
+            time.sleep(0.05)
+
+    def _flush(self, _: Fault) -> str:
+        with self.redis() as client:
+            client.flushall()
+        return "FLUSHALL"
+
+    def _partition(self, fault: Fault) -> str:
+        """Connections to Redis drop; or Redis answers nobody; or a socket's file goes."""
+        if fault.target == "sockets":
+            names = sorted(p.name for p in Path(self.config.run_dir).iterdir() if p.is_socket())
+            name = names[int(fault.pick * len(names))]
+            (Path(self.config.run_dir) / name).unlink(missing_ok=True)
+            return f"removed {name}"
+        with self.redis() as client:
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            if fault.length_s:
+                client.execute_command("CLIENT", "PAUSE", int(fault.length_s * 1000), "ALL")
+        time.sleep(fault.length_s)
+        return "connections dropped"
+
+    def _fill(self, fault: Fault) -> str:
+        """A file system of the cluster's own; or Redis's memory."""
+        if fault.target == "redis":
+            return self._fill_redis()
+        folder = {"shm": self.root() / "dev/shm", "logs": self.logs()}[fault.target]
+        path, size_bytes = folder / "filler", 0
+        with path.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                size_bytes += file.write(bytes(1 << 16))
+        time.sleep(_FULL_S)
+        path.unlink()
+        return f"{size_bytes >> 10} KiB"
+
+    def _fill_redis(self) -> str:
+        with self.redis() as client:
+            client.config_set("maxmemory", 1)
+            time.sleep(_FULL_S)
+            with suppress(redis.ConnectionError):  # it was replaced meanwhile, and is well
+                client.config_set("maxmemory", 0)
+        return "maxmemory 1"
+
+    def logs(self) -> Path:
+        """The folder of the logs."""
+        return self.root() / os.path.realpath(self.cluster.run_dir / "logs").lstrip("/")
+
+    def _corrupt(self, fault: Fault) -> str:
+        """Messages that are none to every socket; or entries that are no requests."""
+        if fault.target == "sockets":
+            with zmq.Context() as context:
+                for path in self.cluster.run_dir.iterdir():
+                    if path.is_socket():
+                        self._send_garbage(context, path)
+            return "every socket"
+        body = Random(fault.pick).randbytes(200)
+        with self.redis() as client:
+            for queue in (*(d.name for d in self.config.devices), "unplaced"):
+                key = f"{self.config.namespace}:queue:{queue}"
+                entry = {"id": f"garbage-{fault.pick}", "model": "a", "attempt": 1, "body": body}
+                client.xadd(key, entry)
+        return "an entry in every queue"
+
+    def _send_garbage(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+        for kind in (zmq.PUSH, zmq.DEALER):
+            with context.socket(kind) as peer:
+                peer.setsockopt(zmq.LINGER, 500)
+                peer.connect(f"ipc://{path}")
+                for frame in GARBAGE:
+                    with suppress(zmq.ZMQError):
+                        peer.send(frame, zmq.NOBLOCK)
+
+    @contextmanager
+    def redis(self) -> Iterator[redis.Redis]:
+        """Waits for a server that answers."""
+        with redis.Redis.from_url(self.config.redis_url, socket_timeout=5) as client:
+            while True:
+                try:
+                    client.ping()
+                    break
+                except redis.RedisError:
+                    time.sleep(0.05)
+            yield client
+
+
+def census(cluster: Cluster, striker: Striker) -> dict[str, object]:
+    """What must be the same before and after, while nobody asks for anything and caches are
+    empty."""
+    cluster.operate("flush")
+    status = cluster.operate("status", "--json")
+    if status.returncode != 0:
+        return {"status": status.stderr}
+    agents = json.loads(status.stdout)["agents"]
+    with striker.redis() as client:
+        prefix = f"{striker.config.namespace}:"
+        keys = sorted(k.decode().removeprefix(prefix) for k in client.scan_iter(f"{prefix}*"))
+        waiting = sum(client.xlen(prefix + k) for k in keys if k.startswith("queue:"))
+        open_requests = client.hlen(f"{prefix}open")
+    shm = striker.root() / "dev/shm"
+    return {
+        "processes": Counter(parts(cluster).values()),
+        "models": sorted(m["model"] for agent in agents for m in agent["models"]),
+        "reserved bytes": sum(agent["reserved_bytes"] for agent in agents),
+        "keys": [k for k in keys if k != "malformed" and not k.startswith("queue:")],
+        "requests": open_requests + waiting,
+        # without the weight store, which is a cache
+        "segments": sorted(
+            path.relative_to(shm).as_posix()
+            for names in ("prism-kvcached.*", "*-moves/**/*")
+            for path in shm.glob(names)
+            if path.is_file() and striker.config.namespace in path.as_posix()
+        ),
+        "files": sorted({p.name for p in cluster.run_dir.iterdir()} - {"troubles.json"}),
+        "troubles": read_troubles(cluster.run_dir),
+        "launcher's descriptors": len(os.listdir(f"/proc/{cluster.process.pid}/fd")),
+    }
