@@ -17,7 +17,15 @@ namespace kvcached {
 
 namespace {
 
-constexpr mode_t kMode = 0660;
+constexpr mode_t kMode = 0600;
+
+// Whoever owns the file can write to it at any time.
+Result<int> own(int fd, const std::string& path) {
+  struct stat info = {};
+  if (fstat(fd, &info) == 0 && info.st_uid == geteuid()) return fd;
+  ::close(fd);
+  return open_failure(path, EPERM);
+}
 
 // A file of another user in a sticky directory may not be opened with O_CREAT (protected_regular),
 // hence the two attempts.
@@ -27,7 +35,7 @@ Result<int> open_file(const std::string& path, bool create) {
     if (fd < 0 && errno == ENOENT && create) {
       fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, kMode);
     }
-    if (fd >= 0) return fd;
+    if (fd >= 0) return own(fd, path);
     if (errno != EEXIST && !(errno == ENOENT && create)) break;
   }
   return open_failure(path, errno);

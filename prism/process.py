@@ -14,11 +14,14 @@ no file system and no clock. A thread would go on beating beside a loop that han
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
+import resource
 import signal
 import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -63,9 +66,37 @@ def configure_logging(
     logging.basicConfig(level=level, format=text, force=True)
 
 
+def keep_private(*, core_dumps: bool = False) -> None:
+    """For this process and its children: no other user may open the files that they make, and none
+    leaves a core file, which would hold prompts."""
+    os.umask(0o077)
+    if core_dumps:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    # Not 0, which is no bound where the kernel pipes cores into a program; 1 is one (core(5)).
+    resource.setrlimit(resource.RLIMIT_CORE, (min(1, hard) if hard >= 0 else 1, hard))
+
+
+def open_log(path: Path) -> int:
+    """A descriptor of a file to append to that this user alone may read. Where the disk has no room
+    for one more file, what is written goes nowhere. Raises OSError."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return os.open(os.devnull, os.O_WRONLY)
+
+
 def private_log(path: Path) -> BinaryIO:
-    """A file to append to that this user alone may read: logs may quote what users sent."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+    """`open_log` as a file."""
+    return os.fdopen(open_log(path), "ab")
+
+
+def flush_log() -> None:
+    """Before `os._exit`. On a full disk the rest of the log is lost, and nothing else."""
+    with suppress(OSError):
+        sys.stderr.flush()
 
 
 class Heartbeat:

@@ -4,14 +4,20 @@ A message is one frame. One that cannot be decoded is logged, counted and droppe
 bytes must neither end nor stall a process. libzmq disconnects a peer that sends more than
 MESSAGE_BYTES_MAX at once, and that message is lost. Options are pyzmq's names of socket options,
 such as `sndhwm=100`; `maxmsgsize` is another bound in bytes.
+
+A peer of another user is disconnected before it can say anything, by the kernel's word on who it is
+(SO_PEERCRED). A bound `ipc` socket whose file was removed is bound again: connections stand without
+the file, but nobody new could connect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from asyncio import Future
 from collections import Counter
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -29,6 +35,8 @@ _LOGGED_EACH = 10  # malformed messages of a channel; of later ones only the 16t
 # With a message ready, pyzmq returns it without a turn of the loop. A fast sender must not keep
 # other tasks from running.
 _MESSAGES_PER_TURN = 64
+_LOOK_S = 1.0  # between two looks whether a socket's file is still there
+_IPC = "ipc://"
 
 log = logging.getLogger("prism.transport")
 _encode = msgspec.msgpack.Encoder().encode
@@ -39,6 +47,11 @@ _counts: Counter[str] = Counter()
 def malformed_total() -> int:
     """Malformed messages that this process has dropped, over all channels."""
     return _counts["malformed"]
+
+
+def count_malformed(count: int = 1) -> None:
+    """So many were dropped that came another way, as over a pipe, or to a child."""
+    _counts["malformed"] += count
 
 
 class Channel(Generic[M]):
@@ -54,8 +67,24 @@ class Channel(Generic[M]):
         self._routes = kind == zmq.ROUTER
         self._decode = _Decoder(receives)
         self._taken = 0
-        self.bind = self._socket.bind
+        self._staying: asyncio.Task[None] | None = None
         self.connect = self._socket.connect
+
+    def bind(self, endpoint: str) -> None:
+        """Raises zmq.ZMQError. REQUIRES: a running loop."""
+        self._socket.bind(endpoint)
+        if endpoint.startswith(_IPC):
+            self._staying = asyncio.create_task(self._stay_bound(endpoint))
+
+    async def _stay_bound(self, endpoint: str) -> None:
+        """A second bind makes a second listener; what is connected by the first one stays."""
+        path = endpoint.removeprefix(_IPC)
+        while not self._socket.closed:
+            if _is_gone(path):
+                with suppress(zmq.ZMQError):  # its folder is gone as well, or no descriptor is left
+                    self._socket.bind(endpoint)
+                    log.warning("%s was removed; it is there again", path)
+            await asyncio.sleep(_LOOK_S)
 
     async def receive(self) -> tuple[bytes, M]:
         """The next message, and who sent it."""
@@ -76,6 +105,8 @@ class Channel(Generic[M]):
         cast("Future[object]", self._socket.send_multipart(frames, zmq.NOBLOCK)).result()
 
     def close(self) -> None:
+        if self._staying is not None:
+            self._staying.cancel()
         self._socket.close()
 
 
@@ -139,7 +170,7 @@ class _Decoder:
             return None
 
     def _drop(self, frames: list[bytes], sender: bytes, why: str) -> None:
-        _counts["malformed"] += 1
+        count_malformed()
         self._malformed = count = self._malformed + 1
         if count <= _LOGGED_EACH or count & (count - 1) == 0:
             size = sum(map(len, frames))
@@ -147,8 +178,13 @@ class _Decoder:
             log.warning(text, sender, size, count, why)
 
 
+def _is_gone(path: str) -> bool:
+    return not os.path.lexists(path)
+
+
 def _open(socket: Socket, options: dict[str, Any]) -> Socket:
     """Without an option, what was not sent when the socket is closed is dropped."""
-    for name, value in {"linger": 0, "maxmsgsize": MESSAGE_BYTES_MAX, **options}.items():
+    always = {"linger": 0, "maxmsgsize": MESSAGE_BYTES_MAX, "ipc_filter_uid": os.geteuid()}
+    for name, value in {**always, **options}.items():
         setattr(socket, name, value)
     return socket

@@ -21,6 +21,19 @@ FRAME_S = 1.0
 """How long another process may take to send a question, and to take the answer."""
 PAUSE_S = 0.05
 """How long to wait before accepting again when this process has no descriptor left."""
+_malformed = [0]
+_counting = threading.Lock()
+
+
+def malformed_total() -> int:
+    """Connections to this process's offers that were hung up on: of another user, or with a frame
+    that is none."""
+    return _malformed[0]
+
+
+def _count_malformed() -> None:
+    with _counting:
+        _malformed[0] += 1
 
 
 class Shelf(Protocol):
@@ -103,6 +116,7 @@ class OfferServer:
             time.sleep(PAUSE_S)
             return
         if not wire.is_same_user(link):
+            _count_malformed()
             link.close()
             return
         self._keys[link] = ""
@@ -113,7 +127,9 @@ class OfferServer:
             until_s = time.monotonic() + FRAME_S
             payload, _ = wire.receive(link, until_s, bytes_max=wire.ASK_BYTES_MAX)
             self._answer(link, payload, time.monotonic() + FRAME_S)
-        except KvcachedError:
+        except KvcachedError as error:
+            if isinstance(error, wire.MalformedFrameError):
+                _count_malformed()
             self._hang_up(link)
 
     def _answer(self, link: socket.socket, payload: bytes, until_s: float) -> None:

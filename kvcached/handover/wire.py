@@ -34,6 +34,10 @@ _ORDINALS = 1 << 16
 _PAIR_BYTES = 16
 
 
+class MalformedFrameError(HandoverError):
+    """What came is no frame of these."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """What is fetched, and the device that will read it."""
@@ -75,7 +79,7 @@ def decode_terms(payload: bytes) -> OfferTerms:
     found = _object(payload)
     slab_pages = found.get("slab_pages")
     if not isinstance(slab_pages, list):
-        raise HandoverError("the other end sent no slab_pages")
+        raise MalformedFrameError("the other end sent no slab_pages")
     return OfferTerms(
         _text(found, "refusal"),
         _text(found, "layout"),
@@ -90,21 +94,21 @@ def _object(payload: bytes) -> dict[str, object]:
     try:
         found = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise HandoverError(f"the other end sent no JSON: {error}") from error
+        raise MalformedFrameError(f"the other end sent no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise HandoverError("the other end sent something else than an object")
+        raise MalformedFrameError("the other end sent something else than an object")
     return found
 
 
 def _text(found: dict[str, object], name: str) -> str:
     if not isinstance(value := found.get(name), str):
-        raise HandoverError(f"the other end sent no {name}")
+        raise MalformedFrameError(f"the other end sent no {name}")
     return value
 
 
 def _number(found: dict[str, object], name: str, end: int = 1 << 40) -> int:
     if not isinstance(value := found.get(name), int) or not 0 <= value < end:
-        raise HandoverError(f"the other end sent no {name}")
+        raise MalformedFrameError(f"the other end sent no {name}")
     return int(value)
 
 
@@ -148,7 +152,7 @@ def receive(
             raise HandoverError("the other end closed the connection")
         (length,) = _LENGTH.unpack(start)
         if length > bytes_max:
-            raise HandoverError(f"the other end announces {length} bytes")
+            raise MalformedFrameError(f"the other end announces {length} bytes")
         return _read(link, length, until_s), files
     except OSError as error:
         close_all(files)
@@ -195,8 +199,8 @@ def pack_pairs(pairs: Sequence[tuple[int, int]]) -> bytes:
 
 def unpack_pairs(payload: bytes) -> list[tuple[int, int]]:
     if len(payload) % _PAIR_BYTES:
-        raise HandoverError(f"the other end sent {len(payload)} bytes for pairs of numbers")
+        raise MalformedFrameError(f"the other end sent {len(payload)} bytes for pairs of numbers")
     pairs: list[tuple[int, int]] = list(struct.iter_unpack("<qq", payload))
     if any(min(pair) < 0 for pair in pairs):
-        raise HandoverError("the other end sent a negative number")
+        raise MalformedFrameError("the other end sent a negative number")
     return pairs

@@ -22,6 +22,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from kvcached.errors import InvalidArgumentError, WeightFileError
+from kvcached.trust import distrust
 from kvcached.weights.locks import FileLock
 
 FORMAT = "prism-weights 1\n"
@@ -43,10 +44,13 @@ class StorePaths:
 
     @classmethod
     def create(cls, root: Path) -> StorePaths:
-        """Makes what is missing. Raises InvalidArgumentError if `root` is something else."""
+        """Makes what is missing. Raises InvalidArgumentError if `root` is something else, or if
+        another user could change it: what lies there is served as the model."""
         paths = cls(root.resolve())
         try:
             paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if why := distrust(paths.root):
+                raise InvalidArgumentError(f"{root} {why}; name another directory")
             with FileLock.take(paths.mutex):
                 paths._check_format()
                 for folder in (paths.blobs, paths.entries, paths.partial, paths.keys, paths.hashes):

@@ -19,6 +19,7 @@ from prism.agent.lifecycle import Lifecycle
 from prism.agent.pool import EngineState
 from prism.agent.state import DeviceState
 from prism.errors import EngineError
+from prism.messages import MALFORMED_ERRORS
 from prism.messages.forkserver import (
     EngineExited,
     EngineForked,
@@ -27,6 +28,7 @@ from prism.messages.forkserver import (
     FromForkServer,
 )
 from prism.process import child_environment
+from prism.transport import count_malformed
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +75,18 @@ class ForkServerClient:
     async def event(self) -> FromForkServer | None:
         """The next event; None when the fork server has ended."""
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+        while True:
             try:
+                line = await self._process.stdout.readline()
+                if not line:
+                    return None
                 event: FromForkServer = self._decoder.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            # ValueError: the line is longer than asyncio's bound
+            except (*MALFORMED_ERRORS, ValueError) as error:
+                count_malformed()
                 log.warning("dropped a malformed line of the fork server: %s", error)
             else:
                 return event
-        return None
 
     async def stop(self, timeout_s: float) -> int:
         """End it and its engines, after `timeout_s` with SIGKILL. Returns its status."""

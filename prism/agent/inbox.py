@@ -36,7 +36,7 @@ from prism.messages.engine import (
 )
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Cancel, EngineOutput, Failure
-from prism.transport import Channel
+from prism.transport import Channel, count_malformed
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ class EngineInbox:
 
     def _take_status(self, engine: EngineProcess, status: EngineStatus) -> None:
         engine.counters, engine.outside = counters_of(status), status.outside
+        count_malformed(max(0, status.malformed_total - engine.malformed_total))
+        engine.malformed_total = max(engine.malformed_total, status.malformed_total)
         serves = engine.state in (EngineState.ACTIVE, EngineState.DRAINING)
         if serves and status.model == engine.model and engine.model is not None:
             if self._trace is not None:

@@ -40,6 +40,7 @@ class EngineProcess:
     activated: Activated | None = None
     status: EngineStatus | None = None  # the last one about `model`
     counters: Counters = (0, 0, 0)  # of the last status about any model
+    malformed_total: int = 0  # likewise
     is_fresh: bool = True  # it has served no model
     sm_percent: int = 100  # the part of the GPU's SMs that it may use
     peers: tuple[str, ...] = ()  # devices of its other ranks

@@ -53,6 +53,9 @@ Host = Annotated[str | None, typer.Option("--host", help="Overrides frontend.hos
 Port = Annotated[int | None, typer.Option("--port", "-p", help="Overrides frontend.port.")]
 LogDir = Annotated[Path | None, typer.Option("--log-dir", help="Keep the logs there.")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
+CoreDumps = Annotated[
+    bool, typer.Option("--core-dumps", help="Let crashes leave core files, which hold prompts.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL")]
 
@@ -76,11 +79,12 @@ def up(
     port: Port = None,
     log_dir: LogDir = None,
     log_level: LogLevel = "info",
+    core_dumps: CoreDumps = False,
 ) -> None:
     """Without a command: start everything and serve until Ctrl-C (the same as `up`)."""
     if context.invoked_subcommand is None:
         loaded = _load(config, host, port)
-        options = Options(run_dir, log_dir, _level(log_level))
+        options = Options(run_dir, log_dir, _level(log_level), core_dumps)
         found, _ = _probed(loaded)
         _warn(found)
         serve(found, options, _console())

@@ -46,6 +46,7 @@ from prism.engines.process import (
 from prism.engines.ranks.spread import spread
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError
+from prism.messages import MALFORMED_ERRORS
 from prism.messages.forkserver import (
     EngineExited,
     EngineForked,
@@ -53,17 +54,19 @@ from prism.messages.forkserver import (
     ForkServerReady,
     FromForkServer,
 )
-from prism.process import die_with_parent
+from prism.process import die_with_parent, flush_log
 
 TERMINATE_S = 5.0
 ENDED_LOGS_MAX = 8
 ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LINE_BYTES_MAX = 64 << 10
 
 log = logging.getLogger("prism.forkserver")
 
 
 class PipeLines:
-    """Whole lines from a pipe, read without blocking for more than is there."""
+    """Whole lines from a pipe, read without blocking for more than is there. Of a line that is
+    longer than LINE_BYTES_MAX a part is dropped."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -73,7 +76,8 @@ class PipeLines:
     def read(self) -> list[bytes]:
         data = os.read(self._fd, 65536)
         self.ended = not data
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[-LINE_BYTES_MAX:]
         return [line for line in lines if line.strip()]
 
 
@@ -171,7 +175,7 @@ class ForkServer:
     def _obey(self, line: bytes) -> None:
         try:
             order = msgspec.json.decode(line, type=ForkEngine)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except MALFORMED_ERRORS as error:
             log.warning("dropped a malformed line of %d bytes: %s", len(line), error)
             return
         if not ENGINE_ID.fullmatch(order.engine_id):
@@ -214,7 +218,7 @@ class ForkServer:
         except BaseException:
             log.exception("engine %s ends", engine_id)
         finally:
-            sys.stderr.flush()
+            flush_log()
             os._exit(status)
 
     def _leave_fork_server(self, engine_id: str) -> None:
@@ -321,7 +325,7 @@ def _begin_again(options: argparse.Namespace, out_fd: int, import_s: float) -> N
         " in a fresh process, which takes %.0f s of imports and shares no memory with the others",
         import_s,
     )
-    sys.stderr.flush()
+    flush_log()
     os.dup2(out_fd, 1)
     os.close(out_fd)
     command = ["-m", "prism.engines.forkserver", "--adapter", options.adapter, "--fresh"]

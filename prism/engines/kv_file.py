@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +21,10 @@ import numpy as np
 import numpy.lib.format as npy
 from numpy.typing import NDArray
 
+from kvcached.trust import distrust
+
 ABANDONED_AFTER_S = 600.0
+_NAME = re.compile(r"[0-9a-f]{32}\.npy")  # of a file that `save` wrote
 
 Rows = NDArray[np.uint8]
 
@@ -29,12 +34,14 @@ log = logging.getLogger("prism.engine")
 def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
     """Write each layer's K and V, `count` in all, in an order that the reader shares, as arrays of
     one shape whose first axis is tokens. Returns the file's path; "" where there is no room for
-    it."""
+    it, or where another user has made the folder first."""
     place = Path(folder)
     path = place / f"{uuid4().hex}.npy"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with path.open("xb") as file:
+        if why := distrust(place):
+            raise PermissionError(f"{place} {why}")
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             for index, buffer in enumerate(buffers):
                 rows = _bytes_of(buffer)
                 if index == 0:
@@ -43,14 +50,21 @@ def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
                 file.write(rows.data)
     except OSError as error:
         log.warning("KV of a request is not kept for its next engine: %s", error)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
         return ""
     return str(path)
 
 
 def take(path: str, buffers: int, tokens: int, token_bytes: int) -> Rows | None:
     """Bytes (buffers, tokens, token_bytes) of a file, which is gone then; they lie in its pages
-    until they are dropped. None, logged, for one that is missing, damaged or of another shape."""
+    until they are dropped. None, logged, for one that is missing, damaged or of another shape.
+
+    The path came with the request, by way of Redis: no other file is read or removed.
+    """
+    if not _NAME.fullmatch(Path(path).name):
+        log.warning("KV of a request is computed again: %.200r is no file of KV", path)
+        return None
     try:
         rows: Rows = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -73,7 +87,7 @@ def remove_abandoned(folder: Path) -> None:
     """Removes files that were never read."""
     oldest_s = time.time() - ABANDONED_AFTER_S
     for path in folder.glob("*.npy"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # it was read, or is another user's
             if path.stat().st_mtime < oldest_s:
                 log.info("%s is removed: it was not read", path)
                 path.unlink()

@@ -27,7 +27,13 @@ from prism.engines.ranks.spread import RankPlace, follow, spread
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError, RankLostError
 from prism.messages.forkserver import ForkEngine
-from prism.process import child_environment, configure_logging, die_with_parent
+from prism.process import (
+    child_environment,
+    configure_logging,
+    die_with_parent,
+    flush_log,
+    open_log,
+)
 
 SM_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -97,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         log.exception("engine %s ends", options.engine_id)
         return 1
     finally:
-        sys.stderr.flush()
+        flush_log()
 
 
 def _lead(context: EngineContext, options: argparse.Namespace) -> int:
@@ -131,7 +137,7 @@ def load_adapter(name: str) -> ModuleType:
 def redirect_to_log(path: Path) -> None:
     """stdin from nowhere, stdout and stderr into `path`, readable by this user only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log_fd = open_log(path)
     null_fd = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null_fd, 0)
     os.dup2(log_fd, 1)

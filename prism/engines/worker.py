@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 import zmq
 
+from kvcached.handover.server import malformed_total as malformed_fetches
 from prism.engines.core import EngineContext, EngineCore, StepOutput, activation_failed
 from prism.errors import ActivationError, RankLostError, RequestsFailedError
 from prism.messages.engine import (
@@ -34,7 +35,7 @@ from prism.messages.engine import (
     ToEngine,
 )
 from prism.messages.requests import Cancel, EngineOutput, Failure, Request
-from prism.transport import ENGINE_MESSAGE_BYTES_MAX, BlockingChannel
+from prism.transport import ENGINE_MESSAGE_BYTES_MAX, BlockingChannel, malformed_total
 
 STATUS_MIN_S = 0.020
 STATUS_MAX_S = 1.0
@@ -185,7 +186,8 @@ class Worker:
             return
         self._status_at_s = now_s
         self._changed = False
-        self._link.send(self._core.status())
+        dropped = malformed_total() + malformed_fetches()
+        self._link.send(msgspec.structs.replace(self._core.status(), malformed_total=dropped))
 
     # --- the agent's orders ----------------------------------------------------------------
 

@@ -108,6 +108,7 @@ class EngineStatus(Wire, frozen=True):
     imported_tokens_total: int = 0  # whose KV moved here
     outside: OutsideMemory | None = None
     captures_s: tuple[float, ...] = ()  # durations of captures of decode graphs
+    malformed_total: int = 0  # messages that the engine dropped, and fetchers that it hung up on
 
 
 _Answer = Activated | ActivationFailed | Deactivated | Exported | EngineOutput

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.listener import open_listener
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles, write_troubles
-from prism.process import LOG_LEVEL_VARIABLE
+from prism.process import LOG_LEVEL_VARIABLE, keep_private
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
@@ -51,6 +51,7 @@ class Options:
     run_dir: Path | None = None
     log_dir: Path | None = None  # where logs survive the cluster
     log_level: str = "info"
+    core_dumps: bool = False  # they hold prompts
 
 
 class Signals:
@@ -81,6 +82,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
 
     Raises ConfigError (nothing was left running) or ClusterFailedError. Main thread only.
     """
+    keep_private(core_dumps=options.core_dumps)
     with Signals().caught() as signals, ExitStack() as stack:
         # Opened here, so that the port is checked before anything starts, and stays open while
         # a frontend is replaced.
@@ -97,7 +99,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
             stack.callback(_forget_keys, resolved)
         variables[LOG_LEVEL_VARIABLE] = options.log_level
         children = _children(resolved, run_dir, listener.fileno(), variables)
-        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        say = partial(_say, console)
         supervisor = Supervisor(children, redis_server, say, resolved.hang_timeout_s)
         parts = [child.name for group in children for child in group]
         logs = log_names(parts, [device.name for device in resolved.devices])
@@ -286,6 +288,12 @@ def _resolved(
         redis_url=redis_server.url if redis_server else config.redis_url,
         port=listener.getsockname()[1],
     )
+
+
+def _say(console: Console, line: str) -> None:
+    """A full disk under this output is no reason to end."""
+    with suppress(OSError):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _forget_keys(config: ClusterConfig) -> None:

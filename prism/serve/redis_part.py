@@ -34,7 +34,9 @@ class RedisPart:
 
     def beats(self) -> int:
         """How often it has answered since the start. An error, as while it loads its data, is an
-        answer."""
+        answer. One whose socket's file was removed is ended: nobody new could connect."""
+        if self._beats and self._server.port is None and not self._server.socket_path.exists():
+            self.end_at_once()
         try:
             if self._connection is None:
                 self._ask(self._connect())

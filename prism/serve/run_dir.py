@@ -1,5 +1,8 @@
 """The directory of one running cluster: sockets, logs, Redis's files, the resolved configuration.
 
+Its mode, 0700, is the lock on all of them. So a directory of another user is never used, nor a
+link, which may come to lead elsewhere.
+
 It is locked while its `prism-serve` lives; the kernel drops the lock with the process, so a
 directory without a holder was left by one that was killed and may be swept.
 """
@@ -17,9 +20,10 @@ from pathlib import Path
 import msgspec
 
 import kvcached
+from kvcached.trust import distrust
 from kvcached.weights.store import default_store
 from prism.config.schema import AUTO_STORE, ClusterConfig, read_resolved, write_resolved
-from prism.errors import ConfigError
+from prism.errors import ConfigError, PrismError
 from prism.serve import mps
 
 log = logging.getLogger(__name__)
@@ -31,6 +35,10 @@ _LOCK_FILE = "lock"
 # sun_path holds 107 bytes (unix(7)); the longest socket name is "redis/redis.sock" or
 # "engines-host9999".
 _PATH_BYTES_MAX = 107 - len("/engines-host9999")
+
+
+class RunDirLostError(PrismError):
+    """Sockets and secrets would go where another user reads them."""
 
 
 class RunDir:
@@ -71,11 +79,13 @@ class RunDir:
 
     def repair(self, config: ClusterConfig) -> bool:
         """Make again what a cleaner of temporary files removed; whether that was anything. Raises
-        OSError or ConfigError."""
+        OSError or ConfigError, and RunDirLostError if another user has made it first."""
         whole = self.config_file.exists() and self.logs.exists() and self._is_locked()
         if whole:
             return False
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if why := distrust(self.path):
+            raise RunDirLostError(f"{self.path} was removed, and {why} now; the cluster ends")
         if not self._is_locked() and (lock_fd := _lock(self.path)) is not None:
             os.close(self._lock_fd)
             self._lock_fd = lock_fd
@@ -106,6 +116,8 @@ def find(wanted: Path | None) -> ClusterConfig:
     Raises ConfigError that lists what runs.
     """
     if wanted is not None:
+        if wanted.exists():
+            _check_own(wanted.resolve())
         if not _is_held(wanted):
             raise ConfigError(f"--run-dir: no prism-serve runs in {wanted}; correct the path")
         return _read(wanted)
@@ -142,10 +154,12 @@ def remove_ledgers(config: ClusterConfig) -> None:
 def _prepared(wanted: Path) -> Path:
     path = wanted.absolute()
     try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(path)
         if _is_left_behind(path):
             _end_cluster(path)
             shutil.rmtree(path)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
         content = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise ConfigError(f"--run-dir: cannot use {path}: {error.strerror}") from error
@@ -153,6 +167,11 @@ def _prepared(wanted: Path) -> Path:
         raise ConfigError(f"--run-dir: {path} is in use or not empty; choose another directory")
     path.chmod(0o700)
     return path
+
+
+def _check_own(path: Path, option: str = "--run-dir") -> None:
+    if why := distrust(path):
+        raise ConfigError(f"{option}: {path} {why}; choose another directory")
 
 
 def _check_length(path: Path) -> None:
@@ -169,7 +188,8 @@ def _make_logs(path: Path, log_dir: Path | None) -> None:
         if log_dir is None:
             (path / "logs").mkdir()
             return
-        log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(log_dir.resolve(), "--log-dir")
         (path / "logs").symlink_to(log_dir.absolute())
     except OSError as error:
         raise ConfigError(f"--log-dir: cannot use {log_dir}: {error.strerror}") from error
@@ -221,7 +241,7 @@ def _candidates() -> Iterator[Path]:
     whose files a cleaner removed, may have no configuration."""
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         try:
-            mine = path.stat().st_uid == os.getuid()
+            mine = not distrust(path)
             ours = any((path / name).exists() for name in (CONFIG_FILE, REDIS_FOLDER))
             if mine and ours and (path / _LOCK_FILE).is_file():
                 yield path

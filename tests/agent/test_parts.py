@@ -23,6 +23,7 @@ from prism.messages.engine import EngineStatus
 from prism.messages.forkserver import EngineForked
 from prism.messages.requests import Chunk, EngineOutput
 from prism.scheduler.local import LocalScheduler
+from prism.transport import malformed_total
 from tests.agent.bench import QUANTUM, QUANTUM_TOKENS, Bench
 from tests.queueing.requests import request
 
@@ -50,6 +51,14 @@ def test_what_was_submitted_counts_until_a_status_shows_it(bench: Bench) -> None
     assert bench.quanta("a") == (0, 78)
     take_status(bench.engine("a"), EngineStatus(run.engine_id, "a"))
     assert bench.quanta("a") == (10, 80)
+
+
+def test_what_engines_drop_is_counted_once(bench: Bench) -> None:
+    take_status, engine = inbox_of(bench)._take_status, bench.engine("a")
+    before = malformed_total()
+    for total in (0, 2, 2, 0, 3):  # the last status about a model has none
+        take_status(engine, EngineStatus(engine.id, "a", malformed_total=total))
+    assert malformed_total() - before == 3
 
 
 def inbox_of(bench: Bench) -> EngineInbox:

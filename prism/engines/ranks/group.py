@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from prism.engines.ranks.orders import FromFollower, FromLeader, Vote
 from prism.errors import RankLostError
+from prism.messages import MALFORMED_ERRORS
+from prism.transport import ENGINE_MESSAGE_BYTES_MAX
 
 M = TypeVar("M")
 _LENGTH_BYTES = 8
@@ -70,7 +72,7 @@ class RankGroup:
         """The next answer of every other rank, in their order."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
         answers = [(r, _receive(link, r)) for r, link in enumerate(self._links, 1)]
-        return [self._take(self._from_follower.decode(data), kinds, r) for r, data in answers]
+        return [self._take(_decoded(self._from_follower, d, r), kinds, r) for r, d in answers]
 
     # --- the other ranks -------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class RankGroup:
 
     def order(self) -> FromLeader:
         """Rank 0's next message."""
-        order: FromLeader = self._from_leader.decode(_receive(self._links[0], 0))
+        order: FromLeader = _decoded(self._from_leader, _receive(self._links[0], 0), 0)
         return order
 
     def answer(self, message: FromFollower) -> None:
@@ -109,7 +111,16 @@ def _send(link: socket.socket, payload: bytes, rank: int) -> None:
 
 def _receive(link: socket.socket, rank: int) -> bytes:
     length = int.from_bytes(_read(link, _LENGTH_BYTES, rank), "little")
+    if length > ENGINE_MESSAGE_BYTES_MAX:
+        raise RankLostError(f"rank {rank} is out of step: it announces {length} bytes")
     return _read(link, length, rank)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes, rank: int) -> Any:
+    try:
+        return decoder.decode(data)
+    except MALFORMED_ERRORS as error:
+        raise RankLostError(f"rank {rank} is out of step: {error}") from error
 
 
 def _read(link: socket.socket, size_bytes: int, rank: int) -> bytes:

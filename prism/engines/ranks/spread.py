@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from prism.engines.ranks.follower import Follower
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.leader import LeaderCore
 from prism.errors import RankLostError
-from prism.process import die_with_parent
+from prism.process import die_with_parent, flush_log
 
 Create = Callable[[EngineContext], EngineCore]
 
@@ -126,5 +125,5 @@ def _be_follower(place: RankPlace, create: Create, parent_pid: int) -> NoReturn:
     except BaseException:
         log.exception("%s ends", place.context.engine_id)
     finally:
-        sys.stderr.flush()
+        flush_log()
         os._exit(status)
