@@ -41,7 +41,7 @@ NAMES = {
 
 @dataclass
 class Struck:
-    """A fault as it happened. Times are monotonic."""
+    """A fault as it happened. Times are monotonic. Others may have moved on before it was over."""
 
     fault: Fault
     began_s: float
@@ -111,16 +111,18 @@ class Campaign:
     async def strike(self, fault: Fault, alone: bool) -> None:
         struck = Struck(fault, time.monotonic(), alone)
         self.journal.append(struck)
+        moving_on = asyncio.create_task(self._answered_since(struck.began_s))
         struck.what = await asyncio.to_thread(self.striker.strike, fault)
         struck.over_s = time.monotonic()
-        await self._answered_since(struck.began_s)
-        struck.recovered_s = time.monotonic()
+        struck.recovered_s = await moving_on
+        await self._answered_since(struck.over_s)
 
-    async def _answered_since(self, since_s: float) -> None:
-        """Of each model a request has its first token that was sent after that moment."""
+    async def _answered_since(self, since_s: float) -> float:
+        """When each model has given a token to a request that was sent after that moment."""
         async with asyncio.timeout(RECOVERED_S):
             while min(self.load.answered_s.get(model, 0.0) for model in self.models) < since_s:
                 await asyncio.sleep(0.02)
+        return time.monotonic()
 
     def check(self) -> None:
         """No stream was lost, doubled or changed; each cut is the frontend's; all is as before."""

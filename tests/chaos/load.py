@@ -100,6 +100,7 @@ class Stream:
     ids: list[int] = field(default_factory=list)
     reason: str | None = None
     error: str | None = None
+    broke: str = ""  # how the connection did
     usage: int | None = None
     ended: bool = False  # with [DONE], or with an error's whole body
     left: bool = False
@@ -150,9 +151,11 @@ async def ask(
 ) -> Stream:
     """One request over a connection of its own. What breaks is in the stream, not raised."""
     stream = Stream(asked, time.monotonic())
-    with suppress(TimeoutError, OSError, EOFError):
+    try:
         async with asyncio.timeout(END_S):
             await _exchange(url, stream, on_event)
+    except (TimeoutError, OSError, EOFError) as error:
+        stream.broke = repr(error)
     stream.end_s = time.monotonic()
     return stream
 

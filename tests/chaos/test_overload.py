@@ -6,6 +6,7 @@ PRISM_CHAOS_OVERLOAD_S is how long each phase takes: five minutes by default.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -15,11 +16,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster
+from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, told
 from tests.chaos.faults import parts
 from tests.chaos.load import Asked, Load, Stream, ask, brief, verdict
 from tests.chaos.memory import MIB, MemoryWatch
@@ -28,12 +30,15 @@ from tests.serve.conftest import Cluster, until
 OVERLOAD_S = float(os.environ.get("PRISM_CHAOS_OVERLOAD_S", "300"))
 pytestmark = [pytest.mark.long, pytest.mark.timeout(4 * OVERLOAD_S + 900)]
 
-# Each of three engines runs 4 requests of 20 steps at 50 ms: 12 requests per second in all.
-SLOW = '{"decode_step_ms": 50}'
+# Each of three engines runs 4 requests of 20 steps at 200 ms: 3 requests per second in all. More
+# would be a test of HTTP on this machine: beyond some hundred per second, connections wait in the
+# listener, whatever they ask for.
+SLOW = '{"decode_step_ms": 200}'
 ENGINE = {"adapter": "fake", "static": "1MiB", "drain_timeout": "10s", "max_running": 4}
 TOKENS = 20
-SERVED_PER_S = 12.0
+SERVED_PER_S = 3.0
 OPEN_MAX = 1024
+QUIET_PER_S = 0.3
 SLO_S = 2.0
 NAMES = {"rate_limit_exceeded", "timeout"}
 # Bounds of one process. 1,024 open requests are less than a tenth of that.
@@ -131,23 +136,28 @@ def test_twenty_times_too_much(tmp_path: Path) -> None:
     frontend = {"port": 0, "max_open_requests": OPEN_MAX}
     with chaos_cluster(tmp_path, fake=SLOW, engine=ENGINE, frontend=frontend) as cluster:
         campaign = Campaign(cluster, Load(cluster.url, 0, partial(brief, SEED, MODELS)))
-        memory = MemoryWatch(campaign.striker, 1.0)
-        logs, redis_before = log_bytes(campaign), redis_bytes(campaign)
-        streams, files = asyncio.run(overload(campaign, memory))
-        per_hour = (log_bytes(campaign) - logs) / OVERLOAD_S * 3600
-        grown = memory.peak_growth_bytes()
-        said = Counter(map(verdict, streams)), Counter(s.error for s in streams)
-        print(f"\n{len(streams)} streams ended: {said}")
-        print({part: f"{size / MIB:.1f} MiB more" for part, size in grown.items()})
-        print(f"open files at most {files}; logs {per_hour / MIB:.1f} MiB per hour")
-        assert said[0].keys() <= {"whole", "named"}
-        assert said[0]["whole"] > 0.5 * SERVED_PER_S * OVERLOAD_S
-        assert said[1].keys() - {None} <= NAMES
-        assert max(grown.values()) < GROWTH_MAX_BYTES
-        assert max(files.values()) < FILES_MAX
-        assert per_hour < LOG_MAX_BYTES_PER_HOUR
-        campaign.check_peace()
-        until(lambda: redis_bytes(campaign) < redis_before + 2 * MIB, "Redis's memory back", 60)
+        with told(campaign):
+            check_overload(campaign)
+
+
+def check_overload(campaign: Campaign) -> None:
+    memory = MemoryWatch(campaign.striker, 1.0)
+    logs, redis_before = log_bytes(campaign), redis_bytes(campaign)
+    streams, files = asyncio.run(overload(campaign, memory))
+    per_hour = (log_bytes(campaign) - logs) / OVERLOAD_S * 3600
+    grown = memory.peak_growth_bytes()
+    said, named = Counter(map(verdict, streams)), Counter(s.error or s.broke for s in streams)
+    print(f"\n{len(streams)} streams ended: {dict(said)}, {dict(named)}")
+    print({part: f"{size / MIB:.1f} MiB more" for part, size in grown.items()})
+    print(f"open files at most {files}; logs {per_hour / MIB:.1f} MiB per hour")
+    assert said.keys() <= {"whole", "named"}, campaign.cluster.output()
+    assert said["whole"] > 0.5 * SERVED_PER_S * OVERLOAD_S
+    assert named.keys() - {""} <= NAMES
+    assert max(grown.values()) < GROWTH_MAX_BYTES
+    assert max(files.values()) < FILES_MAX
+    assert per_hour < LOG_MAX_BYTES_PER_HOUR
+    campaign.check_peace()
+    until(lambda: redis_bytes(campaign) < redis_before + 2 * MIB, "Redis's memory back", 60)
 
 
 def redis_bytes(campaign: Campaign) -> int:
@@ -155,19 +165,26 @@ def redis_bytes(campaign: Campaign) -> int:
         return int(client.info("memory")["used_memory"])
 
 
+def first_token_s(streams: list[Stream]) -> list[float]:
+    """From the sending to the first token; infinite where none came."""
+    return [s.first_s - s.began_s if s.first_s is not None else math.inf for s in streams]
+
+
 def attained(streams: list[Stream]) -> float:
     """Percent of requests whose first token came within the SLO."""
-    met = [s.first_s is not None and s.first_s - s.began_s <= SLO_S for s in streams]
-    return 100 * sum(met) / len(met)
+    return 100 * fmean(time_s <= SLO_S for time_s in first_token_s(streams))
 
 
 async def beside_a_flood(url: str, flood_per_s: float) -> float:
     """SLO attainment of the models b and c."""
-    quiet = [arrivals(url, 1.0, OVERLOAD_S, partial(twenty, SEED, model)) for model in MODELS[1:]]
-    flood = arrivals(url, flood_per_s, OVERLOAD_S, partial(twenty, SEED, MODELS[0]))
+    asked = {model: partial(twenty, SEED, model) for model in MODELS}
+    quiet = [arrivals(url, QUIET_PER_S, OVERLOAD_S, asked[model]) for model in MODELS[1:]]
+    flood = arrivals(url, flood_per_s, OVERLOAD_S, asked[MODELS[0]])
     found, *groups = await asyncio.gather(flood, *quiet)
     others = [stream for group in groups for stream in group]
     assert {verdict(stream) for stream in (*found, *others)} <= {"whole", "named"}
+    slowest = sorted(first_token_s(others))[-10:]
+    print(f"\nslowest first tokens: {[f'{time_s:.1f}' for time_s in slowest]} s")
     return attained(others)
 
 
@@ -176,8 +193,8 @@ def test_a_flood_of_one_model_leaves_the_others_theirs(tmp_path: Path) -> None:
     with chaos_cluster(tmp_path, fake=SLOW, engine=ENGINE, frontend=frontend) as cluster:
         for model in MODELS:
             assert cluster.post(model).status_code == 200
-        alone = asyncio.run(beside_a_flood(cluster.url, 1.0))
-        flooded = asyncio.run(beside_a_flood(cluster.url, 100.0))
+        alone = asyncio.run(beside_a_flood(cluster.url, QUIET_PER_S))
+        flooded = asyncio.run(beside_a_flood(cluster.url, 100 * QUIET_PER_S))
         print(
             f"\nSLO attainment of the others: {alone:.1f} % alone, {flooded:.1f} % beside a flood"
         )
