@@ -1,4 +1,7 @@
-"""A schedule of faults under load, and what came of it."""
+"""A schedule of faults under load, and what came of it.
+
+It prints each fault, when the cluster has got over it: together with the seed, that is the journal.
+"""
 
 from __future__ import annotations
 
@@ -112,10 +115,13 @@ class Campaign:
         struck = Struck(fault, time.monotonic(), alone)
         self.journal.append(struck)
         moving_on = asyncio.create_task(self._answered_since(struck.began_s))
-        struck.what = await asyncio.to_thread(self.striker.strike, fault)
-        struck.over_s = time.monotonic()
-        struck.recovered_s = await moving_on
-        await self._answered_since(struck.over_s)
+        try:
+            struck.what = await asyncio.to_thread(self.striker.strike, fault)
+            struck.over_s = time.monotonic()
+            struck.recovered_s = await moving_on
+            await self._answered_since(struck.over_s)
+        finally:
+            print(struck, flush=True)
 
     async def _answered_since(self, since_s: float) -> float:
         """When each model has given a token to a request that was sent after that moment."""
@@ -173,8 +179,8 @@ class Campaign:
 
 @contextmanager
 def told(campaign: Campaign) -> Iterator[None]:
-    """Whatever happens, the seed, the schedule as it happened and the figures are printed; if the
-    campaign fails, the logs stay beside the launcher's."""
+    """Whatever happens, the seed and the figures are printed; if the campaign fails, the logs stay
+    beside the launcher's."""
     try:
         yield
     except BaseException:
@@ -183,7 +189,7 @@ def told(campaign: Campaign) -> Iterator[None]:
         print(f"logs: {kept}")
         raise
     finally:
-        print(f"\nPRISM_CHAOS_SEED={SEED}", *campaign.journal, sep="\n")
+        print(f"PRISM_CHAOS_SEED={SEED}")
         for stream in [*campaign.load.bad, *campaign.unexplained()][:20]:
             print(verdict(stream), stream, "expected", stream.asked.expected)
         print(campaign.report(), f"changed: {campaign.changed}", sep="\n")
