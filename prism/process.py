@@ -28,6 +28,7 @@ from typing import BinaryIO
 PARENT_VARIABLE = "PRISM_PARENT_PID"
 HEARTBEAT_VARIABLE = "PRISM_HEARTBEAT_FD"
 HEARTBEAT_S = 0.5
+OPEN_FILES_MAX = 65536
 LOG_LEVEL_VARIABLE = "PRISM_LOG_LEVEL"
 _PR_SET_PDEATHSIG = 1
 _COUNT_BYTES = 8
@@ -75,6 +76,14 @@ def keep_private(*, core_dumps: bool = False) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     # Not 0, which is no bound where the kernel pipes cores into a program; 1 is one (core(5)).
     resource.setrlimit(resource.RLIMIT_CORE, (min(1, hard) if hard >= 0 else 1, hard))
+
+
+def raise_file_limit() -> None:
+    """For this process and its children. The usual soft limit is 1,024; each connection is an open
+    file, and libzmq aborts where it has none left for who connects."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def open_log(path: Path) -> int:

@@ -26,12 +26,11 @@ from prism.frontend.app import create_app
 from prism.frontend.connections import guarded_protocol
 from prism.frontend.listener import open_listener
 from prism.frontend.services import Services
-from prism.process import beat, configure_logging, die_with_parent
+from prism.process import beat, configure_logging, die_with_parent, raise_file_limit
 
 _CLOSE_TIMEOUT_S = 3
 # Longer than clients keep idle connections, or they would meet one that is just being closed.
 _KEEP_ALIVE_S = 75
-_OPEN_FILES_MAX = 65536
 _OTHER_FILES = 256
 
 
@@ -47,7 +46,7 @@ def main() -> int:
     arguments = _arguments()
     die_with_parent()
     configure_logging()
-    _raise_file_limit()
+    raise_file_limit()
     try:
         config = read_resolved(arguments.config)
         listener = _listener(config, arguments.listen_fd)
@@ -108,13 +107,6 @@ async def drain(services: Services, signals: asyncio.Queue[int]) -> None:
     services.dispatcher.break_all("shutting_down", "the server was shut down before the end")
     with suppress(TimeoutError):
         await asyncio.wait_for(services.wait_idle(), 1.0)
-
-
-def _raise_file_limit() -> None:
-    """Each connection is an open file; the usual soft limit is 1,024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES_MAX)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _connections_max() -> int:

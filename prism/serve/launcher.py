@@ -25,7 +25,7 @@ from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.listener import open_listener
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles, write_troubles
-from prism.process import LOG_LEVEL_VARIABLE, keep_private
+from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
@@ -83,6 +83,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
     Raises ConfigError (nothing was left running) or ClusterFailedError. Main thread only.
     """
     keep_private(core_dumps=options.core_dumps)
+    raise_file_limit()
     with Signals().caught() as signals, ExitStack() as stack:
         # Opened here, so that the port is checked before anything starts, and stays open while
         # a frontend is replaced.

@@ -23,8 +23,10 @@ PLATFORM_ENTRY_POINT = "prism_cpu"
 _ENVIRONMENT = {
     # A model may be served with a few more positions than its config says: SGLang keeps two back.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    # The process groups of one rank never talk, but gloo opens a port for each: on loopback.
+    # The process groups of one rank never talk, but gloo opens a port for each, and NCCL one for
+    # several: on loopback.
     "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
