@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.acceptance.conftest import TINY, prepare
 from tests.acceptance.harness import model_yaml
 from tests.acceptance.reference import greedy, is_greedy, prompts
 from tests.chaos.campaign import SEED, Campaign, chaos_cluster, told
@@ -28,22 +29,23 @@ class AskedGreedily(Asked):
         return list(greedy(self.model, self.prompt, self.count)), "length"
 
 
-def test_kills_under_load(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+def test_kills_under_load(tmp_path: Path) -> None:
+    prepare(*TINY)
     asked = [
         AskedGreedily(model, prompt, TOKENS)
-        for model in tiny_models
+        for model in TINY
         for prompt in prompts(model, PROMPTS // 2)
     ]
     for each in asked:
         assert len(each.expected[0]) == TOKENS
     with chaos_cluster(
         tmp_path,
-        models=[model_yaml(name) for name in tiny_models],
+        models=[model_yaml(name) for name in TINY],
         devices=[{"name": "host:0", "capacity": "192MiB", "page": "64KiB", "engines": 2}],
         engine={"adapter": "sglang"},
     ) as cluster:
         load = Load(cluster.url, IN_FLIGHT, lambda number: asked[number % PROMPTS])
-        campaign = Campaign(cluster, load, tiny_models)
+        campaign = Campaign(cluster, load, TINY)
         with told(campaign):
             asyncio.run(campaign.run(schedule(SEED, {("kill", "engine", 0.0): KILLS})))
             ties = [s for s in load.bad if is_greedy(s.asked.model, s.asked.prompt, s.ids)]
