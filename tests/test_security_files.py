@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import subprocess
@@ -15,7 +16,7 @@ import kvcached
 from kvcached.errors import InvalidArgumentError, KvcachedError
 from kvcached.weights.store import WeightStore
 from prism.engines import kv_file
-from prism.process import open_log
+from prism.process import flush_log, open_log
 from tests.strangers import as_nobody, give_to_nobody, needs_root
 
 GEOMETRY = {"capacity_bytes": 1 << 20, "page_bytes": 1 << 16}
@@ -131,6 +132,17 @@ def test_a_log_without_room_on_the_disk_goes_nowhere(
     monkeypatch.undo()
     assert os.write(log_fd, b"said") == 4
     os.close(log_fd)
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_the_last_words_of_an_engine_are_no_reason_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked engine that raised between them and its end would go on as its fork server."""
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    flush_log()
 
 
 CRASH = """

@@ -80,7 +80,7 @@ def test_shared_memory_is_full(tmp_path: Path, short_dir: Path) -> None:
     """What runs goes on, models come and go, and a new agent has its predecessor's room."""
     with serving(tmp_path, short_dir, '{"load_weights": true}', OWN_SHM) as cluster:
         assert served(cluster, "a")
-        fill(Path(f"/proc/{cluster.process.pid}/root/dev/shm"))
+        fill(Path("/proc", str(cluster.process.pid), "root", "dev", "shm"))
         assert served(cluster, "a")
         assert cluster.operate("evict", "a").returncode == 0
         assert cluster.operate("activate", "a").returncode == 0
