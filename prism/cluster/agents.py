@@ -21,14 +21,27 @@ class AgentBook:
     """The latest report of every live agent. For one event loop.
 
     An agent that has not reported yet counts as lost only after `start_grace_s`: it may be
-    starting, or it may not have noticed yet that the scheduler is back.
+    starting, or it may not have noticed yet that the scheduler is back. After `start_max_s` no
+    agent is waited for any more.
     """
 
-    def __init__(self, devices: Collection[str], now_s: float, start_grace_s: float) -> None:
+    def __init__(
+        self,
+        devices: Collection[str],
+        now_s: float,
+        start_grace_s: float,
+        start_max_s: float = float("inf"),
+    ) -> None:
         self._devices = tuple(devices)
         self._agents: dict[str, LiveAgent] = {}
-        self._grace_until_s = now_s + start_grace_s
-        self._ever_seen: set[str] = set()
+        self._began_s = now_s
+        self._grace_s = start_grace_s
+        self._start_max_s = start_max_s
+        self._heard_s: dict[str, float] = {}
+
+    def resume(self, grace_s: float) -> None:
+        """The agents have served before this scheduler came: they are expected within `grace_s`."""
+        self._grace_s = grace_s
 
     def take(self, report: AgentReport, now_s: float) -> set[str]:
         """Note a report. Returns the models that were active or activating there, and now are not.
@@ -40,7 +53,7 @@ class AgentBook:
         if before is not None and before.report.epoch == report.epoch:
             started = started or before.started
         self._agents[report.device] = LiveAgent(report, now_s, started)
-        self._ever_seen.add(report.device)
+        self._heard_s[report.device] = now_s
         if before is None:
             return set()
         kept = {m.model for m in report.models if m.state not in ABSENT_STATES}
@@ -70,21 +83,30 @@ class AgentBook:
 
     def is_gone(self, device: str, now_s: float) -> bool:
         """No agent answers there, and none is expected to start."""
-        expected = device not in self._ever_seen and now_s < self._grace_until_s
+        expected = device not in self._heard_s and self.in_grace(now_s)
         return device not in self._agents and not (expected and self.knows(device))
+
+    def in_grace(self, now_s: float) -> bool:
+        """Agents that have not reported may still do so."""
+        return now_s < self._began_s + self._grace_s
 
     def all_heard(self, now_s: float) -> bool:
         """Every device's agent has reported, or has had its time to do so."""
-        heard = self._ever_seen.issuperset(self._devices)
-        return heard or (now_s >= self._grace_until_s and bool(self._agents))
+        heard = self._heard_s.keys() >= set(self._devices)
+        return heard or (not self.in_grace(now_s) and bool(self._agents))
 
     def all_started(self, now_s: float) -> bool:
-        """Each device has a live agent whose engines have been up, or was never heard from within
-        the grace. An agent that reported and died is expected again."""
+        """Each device has a live agent whose engines have been up, or none was heard there for the
+        grace; or waiting for them has taken too long."""
         absent = [d for d in self._devices if d not in self._agents]
-        never_came = now_s >= self._grace_until_s and self._ever_seen.isdisjoint(absent)
+        last_s = max((self._heard_s.get(d, self._began_s) for d in absent), default=float("-inf"))
         up = all(agent.started for agent in self._agents.values())
-        return up and (not absent or never_came)
+        late = now_s >= self._began_s + self._start_max_s
+        return late or (up and now_s >= last_s + self._grace_s)
+
+    def not_up(self) -> list[str]:
+        """Devices with a live agent whose engines have not been up yet."""
+        return [device for device, agent in self._agents.items() if not agent.started]
 
     def any_started(self) -> bool:
         """A device has a live agent whose engines have been up."""

@@ -42,6 +42,7 @@ class ClusterController:
         self._actuator = actuator
         self._owner = f"scheduler-{uuid4().hex}"
         self._recovered: set[str] = set()
+        self._resumed = False
         self._scheduler = ClusterScheduler(
             self, state.policy, state.config.scheduler.settings(), state.config.scheduler.interval_s
         )
@@ -117,6 +118,8 @@ class ClusterController:
     async def turn(self) -> None:
         """Once through everything. Raises QueueUnavailableError."""
         state = self._state
+        if not self._resumed:
+            await self._resume()
         await self._drop_lost_agents()
         # An action may end while Redis is read; its model is mended in the next turn.
         moving = set(state.moves)
@@ -126,7 +129,23 @@ class ClusterController:
         await self._recover_queues()
         if state.book.all_heard(self._state.now_s()):
             self._plan()
-        await self._queue.publish_status(build_status(state, self.view()))
+        if not self._awaits_first_report():
+            await self._queue.publish_status(build_status(state, self.view()))
+
+    async def _resume(self) -> None:
+        """A cluster that a scheduler before this one had ready is not started anew: agents that
+        live report within moments."""
+        before = await self._queue.status()
+        if before is not None and before.ready:
+            self._state.started_all = True
+            self._state.book.resume(self._state.timing.lost_after_s)
+        self._resumed = True
+
+    def _awaits_first_report(self) -> bool:
+        """What the scheduler before this one said last stands until then."""
+        state = self._state
+        heard = bool(state.book.reports()) or not state.book.in_grace(state.now_s())
+        return state.started_all and not heard
 
     def _plan(self) -> None:
         state = self._state

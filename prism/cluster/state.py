@@ -71,6 +71,7 @@ class SchedulerState:
     activated_s: dict[str, float] = field(default_factory=dict)  # when models became active
     actions_total: Counter[str] = field(default_factory=Counter)
     planned_once: bool = False
+    # The cluster was ready once, perhaps under a scheduler before this one.
     started_all: bool = False
     journal: Sink | None = None  # None: no journal is kept
 
@@ -85,7 +86,7 @@ def new_state(
         config=config,
         policy=policy,
         timing=timing,
-        book=AgentBook(devices, started_s, timing.start_grace_s),
+        book=AgentBook(devices, started_s, timing.start_grace_s, timing.activation_s),
         rates=TokenRates(config.scheduler.rate_window_s),
         backoff=ActivationBackoff(timing),
         sizes=Sizes(config, learn=policy.evicts),

@@ -38,12 +38,14 @@ def degraded(state: SchedulerState) -> dict[str, str]:
     if state.started_all:
         silent = [d.name for d in state.config.devices if state.book.report(d.name) is None]
         found |= dict.fromkeys(silent, "its agent does not report; its models may go elsewhere")
+        found |= dict.fromkeys(state.book.not_up(), "its engines have not all started yet")
     return found
 
 
 def is_ready(state: SchedulerState, view: ClusterView) -> bool:
     """Every device had an agent whose engines were up, and each model of the initial placement was
-    activated, refused, or failed at least once. From then on: any device has such an agent."""
+    activated, refused, or failed at least once. From then on, also after a restart of the
+    scheduler: any device has such an agent."""
     if not state.started_all and state.planned_once and state.book.all_started(state.now_s()):
         absent = {m.name for m in view.models if m.state in ("absent", "activating")}
         pending = state.wanted & absent - set(state.refusals)

@@ -89,6 +89,27 @@ async def test_a_restarted_scheduler_changes_nothing(cluster: Cluster) -> None:
     assert cluster.orders() == orders
 
 
+async def test_a_restarted_scheduler_does_not_wait_for_a_dead_agent(cluster: Cluster) -> None:
+    """It is ready with the first report, and serves the dead one's models within the bound."""
+    cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
+    await cluster.start()
+    placement = await cluster.queue.placement()
+    await cluster.stop_scheduler()
+    await cluster.kill_agent(placement["a"])
+    seen: list[bool] = []
+
+    async def noted() -> bool:
+        status = await cluster.status()
+        seen.append(status.ready)
+        return placement["a"] in status.degraded
+
+    cluster.start_scheduler()
+    await eventually(noted)
+    assert all(seen), "a cluster that serves is ready all the time"
+    await cluster.serves("b")
+    await cluster.serves("a")
+
+
 async def test_kill_9_of_the_process_and_sigterm(cluster: Cluster, short_dir: Path) -> None:
     config = cluster.configure(spec("a"), spec("b"), rooms=(2.0,))
     path = short_dir / "cluster.json"
