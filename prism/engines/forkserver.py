@@ -43,7 +43,7 @@ from prism.engines.process import (
     log_to_stderr,
     redirect_to_log,
 )
-from prism.engines.ranks.spread import spread
+from prism.engines.ranks.spread import remove_meetings, spread
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError
 from prism.messages import MALFORMED_ERRORS
@@ -141,6 +141,8 @@ class ForkServer:
 
     def run(self, import_s: float) -> None:
         self._handle_signals()
+        # Of a predecessor, whose engines have ended with it.
+        remove_meetings(Path(self._config.run_dir), f"{self._device.replace(':', '')}-e*")
         self._report(ForkServerReady(pid=os.getpid(), import_s=import_s))
         while not (self._stopping or self._lines.ended):
             self._turn()
@@ -238,6 +240,7 @@ class ForkServer:
             if done:
                 del self._children[pid]
                 self._logs.ended(engine_id)
+                remove_meetings(Path(self._config.run_dir), engine_id)
                 code = os.waitstatus_to_exitcode(status)
                 self._report(EngineExited(engine_id=engine_id, pid=pid, status=code))
 

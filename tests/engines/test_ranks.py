@@ -96,6 +96,16 @@ def test_each_rank_holds_its_part(
     assert peer.resident_bytes() == 0
 
 
+def test_where_ranks_met_is_removed_with_a_killed_engine(
+    device: DeviceUnderTest, engine: str
+) -> None:
+    folder = Path(device.config.run_dir) / f"ranks-{engine}"
+    assert folder.is_dir()
+    os.kill(device.pids[engine], signal.SIGKILL)
+    device.exited(engine)
+    assert not folder.exists()
+
+
 def test_a_rank_without_room_holds_all_back_for_a_step_only(
     device: DeviceUnderTest, peer: kvcached.Device, engine: str
 ) -> None:

@@ -94,9 +94,14 @@ def follow(place: RankPlace, create: Create) -> None:
     core.close()
 
 
+def remove_meetings(run_dir: Path, engine_id: str) -> None:
+    """Of engines that have ended, with or without ranks; `engine_id` may be a pattern."""
+    for folder in run_dir.glob(f"ranks-{engine_id}"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _folder(context: EngineContext) -> Path:
-    """Where this engine's ranks meet. Engine ids are not used twice in a run directory, but one
-    that a killed predecessor of the agent left behind is."""
+    """Where this engine's ranks meet. An id is used again after the death of a fork server."""
     folder = Path(context.config.run_dir) / f"ranks-{context.engine_id}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
