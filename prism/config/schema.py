@@ -86,7 +86,11 @@ class ModelYaml(Strict, frozen=True):
 class FrontendConfig(
     Strict,
     frozen=True,
-    rename={"progress_timeout_s": "progress_timeout", "refused_timeout_s": "refused_timeout"},
+    rename={
+        "progress_timeout_s": "progress_timeout",
+        "queue_timeout_s": "queue_timeout",
+        "refused_timeout_s": "refused_timeout",
+    },
 ):
     """The HTTP endpoint."""
 
@@ -99,6 +103,8 @@ class FrontendConfig(
     max_open_requests: int = 4096
     # A request that receives no token for this long ends with an error.
     progress_timeout_s: Seconds = Seconds("10m")
+    # While Redis takes no requests, they wait for so long; then they end with status 503.
+    queue_timeout_s: Seconds = Seconds("60s")
     # A request whose model has no place for this long ends with status 503 and the scheduler's
     # reason.
     refused_timeout_s: Seconds = Seconds("60s")

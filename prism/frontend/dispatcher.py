@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _HEARTBEAT_TTL_S = 6.0
 _HEARTBEAT_S = 2.0
-_REQUEUE_DELAYS_S = (0.0, 0.2, 1.0, 3.0)
+_QUEUE_RETRIES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _RESTORED_AT_ONCE = 16
 _UNKNOWN_MAX = 1024
 _CANCEL_BATCH_MAX = 1024
@@ -50,6 +51,7 @@ class Dispatcher:
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
+        self._queue_timeout_s = config.frontend.queue_timeout_s
         self._metrics = metrics
         self._cancel_endpoints = [config.agent_cancel_endpoint(d.name) for d in config.devices]
         self._context = zmq.asyncio.Context()
@@ -83,12 +85,12 @@ class Dispatcher:
     # --- requests ---------------------------------------------------------------------------
 
     async def submit(self, opened: Sequence[OpenRequest]) -> None:
-        """Enqueue all of them, or none: raises OverloadedError or QueueUnavailableError."""
+        """Enqueue all of them, or none: raises OverloadedError, or QueueUnavailableError when Redis
+        has been away for `frontend.queue_timeout`."""
         self.log.add(list(opened))
         try:
             for entry in opened:
-                await self._queue.enqueue(entry.request)
-                entry.enqueued = True
+                await self._enqueue(entry)
         except BaseException:
             self.cancel([entry.request.id for entry in opened])
             raise
@@ -179,18 +181,31 @@ class Dispatcher:
         self._spawn(self._requeue(entry))
 
     async def _requeue(self, entry: OpenRequest) -> None:
-        for delay_s in _REQUEUE_DELAYS_S:
-            await asyncio.sleep(delay_s)
-            if self.log.get(entry.request.id) is not entry:
-                return
-            try:
-                await self._queue.enqueue(entry.request)
-            except QueueUnavailableError as error:
-                log.warning("%s: %s", entry.request.id, error)
-            else:
-                entry.enqueued = True
-                return
-        entry.break_off("queue_unavailable", "the request queue (Redis) cannot be reached")
+        try:
+            await self._enqueue(entry)
+        except QueueUnavailableError as error:
+            log.warning("%s: %s", entry.request.id, error)
+            entry.break_off("queue_unavailable", "the request queue (Redis) cannot be reached")
+
+    async def _enqueue(self, entry: OpenRequest) -> None:
+        """Try until Redis takes it, or the request is closed. Raises QueueUnavailableError after
+        `frontend.queue_timeout`."""
+        error: QueueUnavailableError | None = None
+        try:
+            async with asyncio.timeout(self._queue_timeout_s):
+                for retry in itertools.count():
+                    if self.log.get(entry.request.id) is not entry:
+                        return
+                    try:
+                        await self._queue.enqueue(entry.request)
+                    except QueueUnavailableError as failed:
+                        error = failed
+                    else:
+                        entry.enqueued = True
+                        return
+                    await asyncio.sleep(_QUEUE_RETRIES_S[min(retry, len(_QUEUE_RETRIES_S) - 1)])
+        except TimeoutError:
+            raise error or QueueUnavailableError("Redis is silent") from None
 
     # --- heartbeat --------------------------------------------------------------------------
 

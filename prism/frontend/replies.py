@@ -38,9 +38,9 @@ async def reply_whole(
     services.enter()
     outcome: str | None = "failed"
     try:
-        await generation.start()
+        complete = await _finished_before_disconnect(request.receive, _run(generation))
         outcome = None
-        if not await _finished_before_disconnect(request.receive, _drain(generation)):
+        if not complete:
             return Response(status_code=STATUS_CLIENT_GONE)
         return Response(msgspec.json.encode(render()), media_type="application/json")
     except RequestError as error:
@@ -51,7 +51,8 @@ async def reply_whole(
         services.leave()
 
 
-async def _drain(generation: Generation) -> None:
+async def _run(generation: Generation) -> None:
+    await generation.start()
     async for _ in generation.updates():
         pass
 
@@ -117,23 +118,27 @@ async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
 
 
 async def reply_stream(
-    services: Services, generation: Generation, kind: str, choices: Events, include_usage: bool
-) -> EventStream:
-    """Enqueue first, so that a refusal still has its HTTP status; then stream `choices`."""
+    request: Request, services: Services, generation: Generation, events: Events
+) -> Response:
+    """Enqueue first, so that a refusal still has its HTTP status; then stream `events`."""
     services.enter()
     try:
-        await generation.start()
+        if not await _finished_before_disconnect(request.receive, generation.start()):
+            generation.finish()
+            services.leave()
+            return Response(status_code=STATUS_CLIENT_GONE)
     except BaseException as error:
         generation.finish(error.code if isinstance(error, RequestError) else "failed")
         services.leave()
         raise
-    return EventStream(services, generation, _events(generation, kind, choices, include_usage))
+    return EventStream(services, generation, events)
 
 
-async def _events(
+async def openai_events(
     generation: Generation, kind: str, choices: Events, include_usage: bool
 ) -> Events:
-    """include_usage: a null in every event, and the counts in one more at the end."""
+    """`choices` as OpenAI's events. include_usage: a null in every event, and the counts in one
+    more at the end."""
     head = generation.head(kind)
     usage = {"usage": None} if include_usage else {}
     try:

@@ -11,6 +11,7 @@ local wall_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local last = tonumber(redis.call('GET', epoch_key(device)) or '0')
 local epoch = string.format('%.0f', math.max(wall_ms, last + 1))
 redis.call('SET', epoch_key(device), epoch)
+redis.call('SET', acquired_key(device), server_id())
 redis.call('SET', lease_key(device), owner .. '|' .. epoch, 'PX', ttl_ms)
 local keep = {}
 for i = 4, #ARGV do keep[ARGV[i]] = true end

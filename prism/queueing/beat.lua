@@ -1,6 +1,11 @@
 -- ARGV: frontend, ttl in ms, a random value. Returns the incarnation of the data: the value that
--- was written by the first heartbeat which found none.
+-- was written by the first heartbeat that this server got.
 redis.call('SET', prefix .. 'frontend:' .. ARGV[1], '1', 'PX', ARGV[2])
 redis.call('SADD', prefix .. 'frontends', ARGV[1])
+local server = server_id()
+if redis.call('GET', prefix .. 'server') ~= server then
+  redis.call('SET', prefix .. 'server', server)
+  redis.call('DEL', prefix .. 'incarnation')
+end
 redis.call('SET', prefix .. 'incarnation', ARGV[3], 'NX')
 return redis.call('GET', prefix .. 'incarnation')

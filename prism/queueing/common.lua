@@ -9,7 +9,9 @@
 -- lease:<device>     "owner|epoch" with a time to live;   epoch:<device>  the last one given out
 -- frontend:<id>      a heartbeat with a time to live
 -- frontends          set of those whose heartbeat has ever come, less those found dead
--- incarnation        a random value: another one than before means that the data was lost
+-- incarnation        a random value: another one than before means that the data may be lost or old
+-- server             run id of the server that has this incarnation
+-- acquired:<device>  run id of the server that gave its lease out
 -- malformed          stream of entries whose body is no request
 local prefix = KEYS[1]
 local UNPLACED = 'unplaced'
@@ -19,6 +21,13 @@ local function running_key(device) return prefix .. 'running:' .. device end
 local function admitted_key(device) return prefix .. 'admitted:' .. device end
 local function lease_key(device) return prefix .. 'lease:' .. device end
 local function epoch_key(device) return prefix .. 'epoch:' .. device end
+
+local function acquired_key(device) return prefix .. 'acquired:' .. device end
+
+-- A server that was started again, or another one, may have older data than before.
+local function server_id()
+  return string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+end
 
 local function target_of(model)
   return redis.call('HGET', prefix .. 'placement', model) or UNPLACED

@@ -36,8 +36,10 @@ _LAST_ATTEMPT = 2**31 - 1
 _WRITABLE_TTL_S = 60.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
-    "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside",
+    "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside", "bury",
 )  # fmt: skip
+# A full disk; replicas are missing; it became a replica.
+_OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN")
 _HERE = Path(__file__).parent
 
 
@@ -69,7 +71,8 @@ class RequestQueue:
             timeout=_SOCKET_TIMEOUT_S,
             socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
-            retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 2),
+            # A silent server stays silent: only a broken connection is worth another try.
+            retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 2, (exceptions.ConnectionError,)),
         )
         return cls(redis_async.Redis.from_pool(pool), namespace)
 
@@ -108,8 +111,14 @@ class RequestQueue:
 
     async def beat(self, frontend_id: str, ttl_s: float) -> str:
         """This frontend lives for another `ttl_s`. Returns the incarnation of the data: another
-        one than before means that the server lost its data, or is another server."""
+        one than before means that the server was started again, or is another server, and may
+        have lost data."""
         return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8)))
+
+    async def bury(self, frontend_id: str) -> int:
+        """Its process has ended: its heartbeat goes, and so do its requests in UNPLACED. Returns
+        how many."""
+        return int(await self._run("bury", frontend_id))
 
     # --- the device's agent -----------------------------------------------------------------
 
@@ -128,6 +137,7 @@ class RequestQueue:
         return int(epoch)
 
     async def renew(self, device: str, owner: str, epoch: int, ttl_s: float) -> None:
+        """Raises LeaseLostError on another server than at `acquire`, too: its data may be old."""
         await self._run("renew", device, owner, epoch, _ms(ttl_s))
 
     async def release(self, device: str, owner: str, epoch: int) -> None:
@@ -296,7 +306,7 @@ def _named_errors() -> Iterator[None]:
     except exceptions.ResponseError as error:
         if str(error).startswith("LEASELOST"):
             raise LeaseLostError(str(error).removeprefix("LEASELOST ")) from error
-        if str(error).startswith(("MISCONF", "NOREPLICAS")):  # a full disk; replicas are missing
+        if str(error).startswith(_OUTAGES):
             raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
         raise
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from tests.agent.harness import DEVICE, World, make_config, until, world
 # A heartbeat that went with the data is there again before its frontend counts as dead.
 TIMING = replace(FAST, frontend_missing_s=AgentTiming().frontend_missing_s)
 COUNT = 50
+AWAY_S = 1.5
 MAX_TOKENS = 30
 
 
@@ -62,7 +65,7 @@ class Client:
         return sum(len(tokens) == MAX_TOKENS for tokens in self.got)
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def background(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     tasks = [asyncio.create_task(loop) for loop in loops]
     try:
@@ -77,34 +80,104 @@ async def background(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 async def keep_placed(this: World) -> None:
     """As the cluster scheduler does."""
     while True:
-        with contextlib.suppress(QueueUnavailableError):
+        with suppress(QueueUnavailableError):
             if await this.queue.placement() != {"a": DEVICE}:
                 await this.queue.route("a", DEVICE)
         await asyncio.sleep(0.1)
 
 
-def flush(server: BundledRedis, directory: Path) -> None:
+@asynccontextmanager
+async def flushed(server: BundledRedis) -> AsyncIterator[None]:
     with Redis.from_url(server.url) as redis:
         redis.flushall()
+    yield
 
 
-def restart_empty(server: BundledRedis, directory: Path) -> None:
+@asynccontextmanager
+async def killed(server: BundledRedis) -> AsyncIterator[None]:
     server.kill()
-    shutil.rmtree(server.directory / "appendonlydir")
+    yield
     server.start()
 
 
-def replace_by_foreign(server: BundledRedis, directory: Path) -> None:
+@asynccontextmanager
+async def emptied(server: BundledRedis) -> AsyncIterator[None]:
+    async with killed(server):
+        shutil.rmtree(server.directory / "appendonlydir")
+        yield
+
+
+@asynccontextmanager
+async def replaced_by_foreign(server: BundledRedis) -> AsyncIterator[None]:
     """Another server at the address, with the marks of another cluster's start."""
-    restart_empty(server, directory)
+    async with emptied(server):
+        yield
     with Redis.from_url(server.url) as redis:
-        redis.set(f"{directory.name}:incarnation", "foreign")
+        redis.set(f"{server.directory.parent.name}:incarnation", "foreign")
 
 
-@pytest.mark.parametrize("lose", [flush, restart_empty, replace_by_foreign])
-async def test_all_that_wait_are_answered_once(
-    short_dir: Path, lose: Callable[[BundledRedis, Path], None]
+@asynccontextmanager
+async def older(server: BundledRedis) -> AsyncIterator[None]:
+    """It comes back with what it held a while ago, under the same incarnation."""
+    files, copy = server.directory / "appendonlydir", server.directory / "older"
+    shutil.copytree(files, copy)
+    await asyncio.sleep(0.5)
+    async with emptied(server):
+        copy.rename(files)
+        yield
+
+
+@asynccontextmanager
+async def stopped(server: BundledRedis) -> AsyncIterator[None]:
+    """Connections stay, and nothing is answered."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    yield
+    os.kill(server.pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def out_of_memory(server: BundledRedis) -> AsyncIterator[None]:
+    with Redis.from_url(server.url) as redis:
+        redis.config_set("maxmemory", 1)
+        yield
+        redis.config_set("maxmemory", 0)
+
+
+@asynccontextmanager
+async def read_only(server: BundledRedis) -> AsyncIterator[None]:
+    """As after a failover that made it a replica."""
+    with Redis.from_url(server.url) as redis:
+        redis.replicaof("127.0.0.1", 1)
+        yield
+        redis.replicaof("NO", "ONE")
+
+
+def left_over(server: BundledRedis) -> list[bytes]:
+    """What Redis has of requests."""
+    with Redis.from_url(server.url) as redis:
+        kinds = ("open", "running:*", "admitted:*")
+        found = [key for kind in kinds for key in redis.keys(f"*:{kind}")]
+        return found + [key for key in redis.keys("*:queue:*") if redis.xlen(key)]
+
+
+OUTAGES = (
+    flushed,
+    killed,
+    emptied,
+    replaced_by_foreign,
+    older,
+    stopped,
+    out_of_memory,
+    read_only,
+)
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+async def test_all_are_answered_once(
+    short_dir: Path, outage: Callable[[BundledRedis], AbstractAsyncContextManager[None]]
 ) -> None:
+    """Those that wait when Redis goes, and those that come while it is away."""
     (short_dir / "redis").mkdir()
     with BundledRedis(short_dir / "redis") as server:
         config = make_config(short_dir, short_dir.name, server.url)
@@ -112,21 +185,23 @@ async def test_all_that_wait_are_answered_once(
             await this.serve("a")
             dispatcher = Dispatcher(config, "f1", this.queue, Metrics())
             await dispatcher.start()
-            client = Client(dispatcher, this)
+            client, later = Client(dispatcher, this), Client(dispatcher, this)
             async with background(client.run(), keep_placed(this)):
                 await until(lambda: client.ended >= 4)
-                lose(server, short_dir)
-                await until(lambda: client.ended == COUNT)
-                report = this.scheduler.model
-                await until(lambda: (m := report("a")) and m.finished_total == COUNT)
-                await until(lambda: (m := report("a")) and m.running + m.waiting == 0)
+                async with background(later.run()):
+                    async with outage(server):
+                        await asyncio.sleep(AWAY_S)
+                    opened = client.opened + later.opened
+                    await until(lambda: client.ended + later.ended == len(opened))
+                    report = this.scheduler.model
+                    await until(lambda: (m := report("a")) and m.finished_total == len(opened))
+                    await until(lambda: (m := report("a")) and m.running + m.waiting == 0)
+                    await until(lambda: not left_over(server))
             await dispatcher.close()
-            assert not client.failures
-            assert client.got == [
-                expected_tokens(each.request.prompt_ids, MAX_TOKENS) for each in client.opened
+            assert not client.failures + later.failures
+            assert client.got + later.got == [
+                expected_tokens(each.request.prompt_ids, MAX_TOKENS) for each in opened
             ]
             found = report("a")
             assert found is not None
-            assert found.prompt_tokens_total == sum(
-                len(e.request.prompt_ids) for e in client.opened
-            )
+            assert found.prompt_tokens_total == sum(len(e.request.prompt_ids) for e in opened)

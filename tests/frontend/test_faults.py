@@ -1,4 +1,4 @@
-"""Engines that die, clients that go, Redis that is down, and shutting down."""
+"""Engines that die, clients that go, and shutting down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from redis import Redis
 
 from prism.frontend.__main__ import drain, serve
 from prism.frontend.app import create_app
@@ -186,39 +185,6 @@ async def test_no_progress_ends_with_an_error(
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "timeout"
         await until(lambda: len(stack.agent.cancelled) == 1)
-
-
-async def test_redis_down_and_up_again(namespace: str, short_dir: Path) -> None:
-    (short_dir / "redis").mkdir()
-    with BundledRedis(short_dir / "redis") as redis:
-        async with stack_of(make_config(redis.url, namespace, short_dir)) as stack:
-            redis.kill()
-            response = await stack.client.post("/v1/completions", json=BODY)
-            assert response.status_code == 503
-            assert response.headers["retry-after"]
-            assert response.json()["error"]["code"] == "queue_unavailable"
-            assert (await stack.client.get("/health")).status_code == 503
-            assert (await stack.client.get("/metrics")).status_code == 200
-            redis.start()
-            assert (await stack.client.get("/health")).json()["reason"].startswith("starting")
-
-
-async def test_a_redis_that_takes_no_writes_is_an_outage(namespace: str, short_dir: Path) -> None:
-    """Full memory, as a managed server has it: 503, and the frontend lives on when it is over."""
-    (short_dir / "redis").mkdir()
-    with BundledRedis(short_dir / "redis") as server, Redis.from_url(server.url) as redis:
-        async with stack_of(make_config(server.url, namespace, short_dir)) as stack:
-            stack.agent.script = answering(ids_of("fine"))
-            redis.config_set("maxmemory", 1)
-            await asyncio.sleep(2.5)  # past a heartbeat
-            response = await stack.client.post("/v1/completions", json=BODY)
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "queue_unavailable"
-            assert not stack.services.dispatcher.broken.is_set()
-            redis.config_set("maxmemory", 0)
-            response = await stack.client.post("/v1/completions", json=BODY)
-            assert response.json()["choices"][0]["text"] == "fine"
-            await until(lambda: bool(redis.keys(f"{namespace}:*f0*")))
 
 
 async def test_a_frontend_whose_dispatcher_breaks_ends(

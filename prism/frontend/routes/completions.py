@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from prism.frontend.bodies import read_body
 from prism.frontend.generation import Generation, TextUpdate
 from prism.frontend.openai_types import CompletionBody
-from prism.frontend.replies import Events, reply_stream, reply_whole
+from prism.frontend.replies import Events, openai_events, reply_stream, reply_whole
 from prism.frontend.services import services
 from prism.frontend.specs import completion_spec
 
@@ -25,7 +25,8 @@ async def create_completion(request: Request) -> Response:
     generation = found.generation(await completion_spec(found, body))
     if body.stream:
         choices = _choices(generation)
-        return await reply_stream(found, generation, KIND, choices, body.include_usage)
+        events = openai_events(generation, KIND, choices, body.include_usage)
+        return await reply_stream(request, found, generation, events)
     return await reply_whole(request, found, generation, lambda: _whole(generation))
 
 
