@@ -8,7 +8,8 @@ The kernel sends the signal when the *thread* that started the child ends: start
 thread that lives as long as the process.
 
 A child's event loop shows that it turns: it counts in a memfd that the child inherits, which needs
-no file system and no clock. A thread would go on beating beside a loop that hangs.
+no file system and no clock. A thread would go on beating beside a loop that hangs. Nor does a child
+beat while one of the loops hangs that it has named (`Turns`).
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ import resource
 import signal
 import sys
 import weakref
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 PARENT_VARIABLE = "PRISM_PARENT_PID"
 HEARTBEAT_VARIABLE = "PRISM_HEARTBEAT_FD"
 HEARTBEAT_S = 0.5
 OPEN_FILES_MAX = 65536
 LOG_LEVEL_VARIABLE = "PRISM_LOG_LEVEL"
+_SILENT_BEATS = 25  # missed before the log says which loops stand still
 _PR_SET_PDEATHSIG = 1
 _COUNT_BYTES = 8
 _libc = ctypes.CDLL(None, use_errno=True)
+T = TypeVar("T")
 
 
 def child_environment() -> dict[str, str]:
@@ -124,17 +129,81 @@ class Heartbeat:
         return int.from_bytes(os.pread(self.fd, _COUNT_BYTES, 0), "little")
 
 
-async def beat() -> None:
-    """Beat until cancelled. Returns at once in a process that nobody watches."""
+class Turns:
+    """Which of a process's loops have gone on after a wait. Only those belong here that never wait
+    for longer than a few seconds, whatever comes or does not come from outside."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._turned: set[str] = set()
+
+    def of(self, loop: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """The same loop, watched until it ends."""
+        name = getattr(loop, "__qualname__", repr(loop))
+        self._names.add(name)
+        return _Watched(loop, partial(self._turned.add, name), partial(self._names.discard, name))
+
+    def all_turned(self) -> bool:
+        """Each of them, since this was true the last time."""
+        if not self._turned >= self._names:
+            return False
+        self._turned.clear()
+        return True
+
+    @property
+    def standing_still(self) -> list[str]:
+        return sorted(self._names - self._turned)
+
+
+class _Watched(Coroutine[Any, Any, T]):
+    """`loop`, with a call of `turned` whenever it waits again, and one of `ended`."""
+
+    def __init__(
+        self,
+        loop: Coroutine[Any, Any, T],
+        turned: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._loop, self._turned, self._ended = loop, turned, ended
+
+    def send(self, value: Any) -> Any:
+        return self._go_on(self._loop.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._go_on(self._loop.throw, *error)
+
+    def close(self) -> None:
+        self._ended()
+        self._loop.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._loop.__await__()
+
+    def _go_on(self, how: Callable[..., Any], *given: Any) -> Any:
+        try:
+            awaited = how(*given)
+        except BaseException:  # StopIteration is the loop's return
+            self._ended()
+            raise
+        self._turned()
+        return awaited
+
+
+async def beat(turns: Turns | None = None) -> None:
+    """Beat until cancelled, as long as all of `turns` go on. Returns at once in a process that
+    nobody watches."""
     named = os.environ.pop(HEARTBEAT_VARIABLE, None)
     if named is None:
         return
     import asyncio  # not above: the wrapper of a foreign program needs none
 
-    count = 0
+    count = silent = 0
     while True:
-        count += 1
-        os.pwrite(int(named), count.to_bytes(_COUNT_BYTES, "little"), 0)
+        if turns is None or turns.all_turned():
+            count, silent = count + 1, 0
+            os.pwrite(int(named), count.to_bytes(_COUNT_BYTES, "little"), 0)
+        elif (silent := silent + 1) == _SILENT_BEATS:
+            logging.getLogger("prism").error("stand still: %s", ", ".join(turns.standing_still))
         await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -38,6 +38,7 @@ from prism.engines.weight_store import open_store
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.agent import ActionResult, AgentReport
 from prism.policies import registry
+from prism.process import Turns
 from prism.queueing import RequestQueue
 from prism.scheduler.journal import QueueJournal, open_journal
 from prism.scheduler.local import Limits, LocalScheduler
@@ -180,7 +181,7 @@ class Agent:
         """Begin to drain; `run` returns when that is over. For signal handlers of the loop."""
         self._stop.set()
 
-    async def run(self) -> None:
+    async def run(self, turns: Turns | None = None) -> None:
         """Raises LeaseLostError when another agent serves the device, QueueUnavailableError when
         Redis is not there at the start, EngineError when engines cannot be started."""
         tasks: list[asyncio.Task[None]] = []
@@ -190,7 +191,7 @@ class Agent:
             self._link.bind()
             self._cancels.bind()
             self._bound = True
-            tasks = [asyncio.create_task(loop) for loop in self._loops()]
+            tasks = [asyncio.create_task(loop) for loop in self._loops(turns or Turns())]
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set():
@@ -201,7 +202,7 @@ class Agent:
         finally:
             await self._close(tasks)
 
-    def _loops(self) -> list[Coroutine[Any, Any, None]]:
+    def _loops(self, turns: Turns) -> list[Coroutine[Any, Any, None]]:
         engines = EngineInbox(
             self._state,
             self._link,
@@ -219,28 +220,26 @@ class Agent:
             reporter=self._reporter,
             on_drain=self._order_drain,
         )
-        return [
-            engines.run(),
-            orders.run(),
-            self._cancels.run(),
+        turning = (
             self._reader.run(),
             self._admission.run(self._serving),
             self._lease.run(),
             self._frontends.run(),
             self._reporter.run(),
-            self._fork_server.run(),
             self._watch.run(),
             self._tick(),
-            self._sweep(),
-        ]
+        )
+        # These wait for others, for as long as nothing comes.
+        waiting = (engines.run(), orders.run(), self._cancels.run(), self._fork_server.run())
+        return [*map(turns.of, turning), *waiting, self._sweep()]
 
     async def _tick(self) -> None:
         while True:
-            self._fork_server.tick()
             self._lifecycle.tick()
             self._reclaimer.tick()
             self._prefetcher.tick()
             given_up = self._orphans.given_up(self._state.requests.waiting_counts())
+            self._fork_server.tick()
             if given_up:
                 self._serving.hand_back(given_up)
             await asyncio.sleep(self._timing.tick_s)

@@ -88,6 +88,11 @@ class ForkServerClient:
             else:
                 return event
 
+    def kill(self) -> None:
+        """And its engines with it; `event` shows the end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     async def stop(self, timeout_s: float) -> int:
         """End it and its engines, after `timeout_s` with SIGKILL. Returns its status."""
         assert self._process.stdin is not None
@@ -104,7 +109,8 @@ Start = Callable[[], Coroutine[Any, Any, ForkServerClient]]
 
 
 class ForkServerSupervisor:
-    """A fork server that ends is started again; engines that end are replaced.
+    """A fork server that ends is started again; engines that end are replaced. One that hangs is
+    ended when it is needed: the engines that it has forked do without it.
 
     Raises EngineError from `run` when it ends STARTS_MAX times in a row before it is ready.
     """
@@ -116,14 +122,16 @@ class ForkServerSupervisor:
         self._lifecycle = lifecycle
         self._start = start
         self._client: ForkServerClient | None = None
+        self._hung: ForkServerClient | None = None
         self._ready = False
         self._stillborn = 0
         self._fork_at_s = float("-inf")
+        self._started_s = 0.0
 
     async def run(self) -> None:
         failures = 0
         while failures < STARTS_MAX:
-            self._client = await self._start()
+            self._client, self._started_s = await self._start(), self._now_s()
             was_ready = await self._follow(self._client)
             await self._client.stop(self._timing.fork_server_stop_s)
             failures = 0 if was_ready else failures + 1
@@ -183,12 +191,24 @@ class ForkServerSupervisor:
         self._stillborn += 1
 
     def tick(self) -> None:
-        """Order the engines that are missing."""
+        """Order the engines that are missing. REQUIRES: the agent's own absence is forgiven."""
+        self._end_if_hung()
         if not self._ready or self._client is None or self._now_s() < self._fork_at_s:
             return
         while self._pool.is_short:
             engine = self._pool.create(self._now_s(), self._lifecycle.peers_wanted())
             self._client.fork(ForkEngine(engine.id, engine.sm_percent, engine.peers))
+
+    def _end_if_hung(self) -> None:
+        now_s = self._now_s()
+        unforked = [now_s - engine.seen_s for engine in self._pool if not engine.pid]
+        too_late = max(unforked, default=0.0) > self._timing.fork_answer_s
+        if not self._ready:
+            too_late = now_s - self._started_s > self._timing.fork_ready_s
+        if too_late and self._client is not None and self._hung is not self._client:
+            log.error("the fork server (pid %d) hangs and is killed", self._client.pid)
+            self._hung = self._client
+            self._client.kill()
 
     async def stop(self) -> None:
         self._ready = False

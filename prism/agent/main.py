@@ -14,16 +14,17 @@ from prism.agent.agent import Agent
 from prism.agent.state import AgentTiming
 from prism.config.schema import ClusterConfig, read_resolved
 from prism.errors import ConfigError, PrismError
-from prism.process import beat, configure_logging, die_with_parent
+from prism.process import Turns, beat, configure_logging, die_with_parent
 
 
 async def _serve(config: ClusterConfig, config_path: Path, device: str) -> None:
-    beating = asyncio.create_task(beat())
+    turns = Turns()
+    beating = asyncio.create_task(beat(turns))
     timing = AgentTiming(activation_s=float(config.engine.activation_timeout_s))
     agent = Agent(config, config_path, device, timing)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.stop)
-    await agent.run()
+    await agent.run(turns)
     beating.cancel()
 
 

@@ -46,6 +46,8 @@ class AgentTiming:
     fork_retry_s: float = 0.5  # after an engine died before it was ready; doubles
     fork_retry_max_s: float = 30.0
     fork_server_stop_s: float = 15.0
+    fork_answer_s: float = 10.0  # a fork server that has not forked by then hangs
+    fork_ready_s: float = 300.0  # the same while it imports
     sweep_s: float = 30.0  # between two looks for KV files that no engine fetched
     drift_s: float = 2.0  # between two questions to the driver about a GPU's memory
     overdraft_s: float = 10.0  # an engine beyond its lease for so long is replaced

@@ -21,15 +21,21 @@ from prism.cluster.timing import SchedulerTiming, timing_of
 from prism.config.schema import ClusterConfig, read_resolved
 from prism.errors import ConfigError
 from prism.policies import registry
-from prism.process import beat, configure_logging, die_with_parent
+from prism.process import Turns, beat, configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue
 from prism.scheduler.journal import CLUSTER, open_journal
 
 log = logging.getLogger("prism.cluster")
 
 
-async def run(config: ClusterConfig, timing: SchedulerTiming, stop: asyncio.Event) -> None:
+async def run(
+    config: ClusterConfig,
+    timing: SchedulerTiming,
+    stop: asyncio.Event,
+    turns: Turns | None = None,
+) -> None:
     """Schedule the cluster until `stop` is set. Models stay as they are then."""
+    turns = turns or Turns()
     policy = registry.live(config.policy)
     devices, models = len(config.devices), len(config.models)
     log.info("policy %s, %d devices, %d models", policy.name, devices, models)
@@ -48,7 +54,8 @@ async def run(config: ClusterConfig, timing: SchedulerTiming, stop: asyncio.Even
     operator = Operator(state, link, actuator)
     receiving = link.run(controller.on_report, operator.take)
     try:
-        await _until_stopped(stop, receiving, controller.watch_arrivals(), controller.run())
+        loops = (turns.of(controller.watch_arrivals()), turns.of(controller.run()))
+        await _until_stopped(stop, receiving, *loops)
     finally:
         await operator.stop()
         await actuator.stop()
@@ -76,8 +83,9 @@ async def _serve(config: ClusterConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    beating = asyncio.create_task(beat())
-    await run(config, timing_of(config), stop)
+    turns = Turns()
+    beating = asyncio.create_task(beat(turns))
+    await run(config, timing_of(config), stop, turns)
     beating.cancel()
 
 

@@ -23,6 +23,7 @@ FAST = AgentTiming(
     frontend_missing_s=0.5,
     memory_retry_s=0.1,
     fork_retry_s=0.1,
+    fork_answer_s=3.0,
 )
 
 

@@ -108,6 +108,21 @@ async def test_fork_server_dies(agent_world: World) -> None:
     await agent_world.frontend.finish(await agent_world.frontend.send(3))
 
 
+async def test_a_fork_server_that_hangs_is_replaced_when_an_engine_is_missing(
+    agent_world: World,
+) -> None:
+    await agent_world.serve("a")
+    engine_pid = agent_world.engine_pid("a")
+    hung = parent_of(engine_pid)
+    os.kill(hung, signal.SIGSTOP)
+    await agent_world.frontend.finish(await agent_world.frontend.send(3))
+    os.kill(engine_pid, signal.SIGKILL)
+    await until(lambda: agent_world.scheduler.state("a") == "activating")
+    await until(lambda: agent_world.scheduler.state("a") == "active")
+    assert parent_of(agent_world.engine_pid("a")) != hung
+    await agent_world.frontend.finish(await agent_world.frontend.send(3))
+
+
 async def test_cancelled_requests_end_and_their_memory_comes_back(agent_world: World) -> None:
     await agent_world.serve("a")
     running = await running_requests(agent_world, 4)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from prism import process
+from prism.process import HEARTBEAT_VARIABLE, Heartbeat, Turns, beat
 from prism.serve.supervisor import ClusterFailedError, Supervisor, Watched
 
 
@@ -84,6 +87,54 @@ def test_a_part_that_outlives_its_kill_is_killed_once_and_reported() -> None:
     assert supervisor.troubles == {
         "scripted": "did not answer for 5 s; it was killed and has not ended yet"
     }
+
+
+async def steady() -> None:
+    while True:
+        await asyncio.sleep(0)
+
+
+async def stuck(until: asyncio.Event) -> None:
+    await until.wait()
+    await steady()
+
+
+async def eventually(turns: Turns) -> None:
+    while not turns.all_turned():
+        await asyncio.sleep(0)
+
+
+async def test_a_process_beats_while_each_of_its_loops_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "HEARTBEAT_S", 0.001)
+    heartbeat, turns, going_on = Heartbeat(), Turns(), asyncio.Event()
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, str(heartbeat.fd))
+    loops = [turns.of(steady()), turns.of(stuck(going_on))]
+    tasks = [asyncio.create_task(each) for each in (*loops, beat(turns))]
+    while "stand still: stuck" not in caplog.text:
+        await asyncio.sleep(0.001)
+    assert heartbeat.count() <= 1, "only for the first wait of both"
+    going_on.set()
+    while heartbeat.count() < 5:
+        await asyncio.sleep(0.001)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_loop_that_has_ended_is_not_waited_for() -> None:
+    turns, never = Turns(), asyncio.Event()
+    tasks = [asyncio.create_task(turns.of(each)) for each in (steady(), stuck(never))]
+    await eventually(turns)
+    for _ in range(10):
+        await asyncio.sleep(0)
+        assert not turns.all_turned()
+    assert turns.standing_still == ["stuck"]
+    tasks[1].cancel()
+    await eventually(turns)
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_the_wrapper_of_a_program_loads_no_event_loop() -> None:
