@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _PROBE_EVERY_TICKS = 3
+_LOGS_EVERY_S = 2.0  # a folder of a user's own may hold many other files
 # Beyond its drain time a child may take this long to close sockets and give memory back.
 _GRACE_S = 5.0
 _AGENT_DRAIN_MAX_S = 10.0
@@ -136,14 +137,16 @@ class Watch:
         self._warned: dict[str, str] = {}
 
     def __call__(self) -> None:
-        path = self._run_dir.path
-        self._try(f"{path} cannot be repaired", self._repair)
-        self._warn("logs cannot be kept", rotate_full(self._run_dir.logs, self._logs))
-        self._warn("Redis's log cannot be kept", rotate_full(path / REDIS_FOLDER, REDIS_LOGS))
-        self._supervisor.watch(time.monotonic())
+        now_s = time.monotonic()
+        self._try(f"{self._run_dir.path} cannot be repaired", self._repair)
+        if now_s >= self._logs_due_s:
+            self._logs_due_s = now_s + _LOGS_EVERY_S
+            self._keep_logs()
+        self._supervisor.watch(now_s)
         self._try("the state of the parts cannot be written", self._tell)
 
     def _repair(self) -> None:
+        self._logs_due_s = 0.0
         if self._run_dir.repair(self._config):
             self._say(f"something removed files of {self._run_dir.path}; they are there again")
 
@@ -152,6 +155,11 @@ class Watch:
         path, troubles = self._run_dir.path, self._supervisor.troubles
         if read_troubles(path) != troubles:
             write_troubles(path, troubles)
+
+    def _keep_logs(self) -> None:
+        redis_logs = self._run_dir.path / REDIS_FOLDER
+        self._warn("logs cannot be kept", rotate_full(self._run_dir.logs, self._logs))
+        self._warn("Redis's log cannot be kept", rotate_full(redis_logs, REDIS_LOGS))
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
         """What fails, as on a full disk, is tried again with the next call."""

@@ -76,6 +76,7 @@ def test_troubles_that_were_removed_or_are_old_are_written_again(run_dir: RunDir
 def test_a_log_that_cannot_be_kept_is_told_once(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(launcher, "_LOGS_EVERY_S", 0)
     look, problem = watch(run_dir), "part.log: no room"
     found = [problem, problem, "", problem]
     monkeypatch.setattr(
