@@ -47,7 +47,9 @@ class Limits:
     # How often others may overtake a request that lacks memory before memory is kept for it.
     passes_max: int = 8
     hold_s: float = 30.0  # memory is kept for so long at most
-    late_every: int = 4  # a model's oldest late request has its turn after so many others
+    # While late requests wait, the device's oldest one that can start has its turn after so many
+    # others.
+    late_every: int = 4
     # Prefill work that an engine may hold before it takes no more requests. One prefill step of
     # prefill_chunk_tokens is always allowed.
     prefill_horizon_s: float = 0.25
@@ -116,7 +118,7 @@ class LocalScheduler:
         self._ordered_at_s = float("-inf")
         self._ordered_for: frozenset[str] = frozenset()
         self._changed = False
-        self._late_passed: Counter[str] = Counter()
+        self._since_late = 0  # starts since that of a late request, while late ones wait
         self._suspects: dict[str, int] = {}  # id -> suspected_at
         self._passed: Counter[str] = Counter()
         self._held_since_s: dict[str, float] = {}
@@ -149,7 +151,6 @@ class LocalScheduler:
             self._waiting.pop(request_id, None)
             self._suspects.pop(request_id, None)
             self._passed.pop(request_id, None)
-            self._late_passed.pop(request_id, None)
             self._held_since_s.pop(request_id, None)
             self._changed = True
         if not self._waiting:
@@ -195,7 +196,6 @@ class LocalScheduler:
         self._refresh_order(now_s, views, budget)
         choice = self._choose(now_s, budget)
         self._blocked = choice.blocked
-        self._count_late_passes(choice.ids)
         starts = self._by_model(choice.ids)
         make_way = tuple(choice.make_way)
         return AdmissionPlan(tuple(choice.ids), starts, choice.lacking, make_way, choice.blocked)
@@ -250,21 +250,39 @@ class LocalScheduler:
         return changed and any(model in lined_up and budget.is_open(model) for model in budget)
 
     def _sequence(self, budget: StepBudget, blocked: Collection[str]) -> Iterator[Waiting]:
-        """Suspects (those with the least output are the likeliest), held ones, late ones whose
-        turn it is, on-time ones, the other late ones."""
+        """Suspects (those with the least output are the likeliest), held ones, on-time ones with
+        late ones whose turn it is between them, the other late ones."""
         suspects = sorted(self._suspects, key=self._suspects.__getitem__)
-        heads = self._line.late_heads()
-        turns = [i for i in heads if self._late_passed[i] >= self._limits.late_every]
-        first = dict.fromkeys([*suspects, *self._held_since_s, *turns])
-        yield from (self._waiting[i] for i in first)
-        for request_id in self._line.walk(budget, blocked):
-            if request_id not in first:
-                yield self._waiting[request_id]
+        seen = dict.fromkeys([*suspects, *self._held_since_s])
+        yield from [self._waiting[i] for i in seen]
+        turns = True
+        for following in self._line.walk(budget, blocked):
+            while turns and self._since_late >= self._limits.late_every:
+                yield from self._turn(budget, blocked, seen)
+                turns = self._since_late < self._limits.late_every
+            if following not in seen:
+                seen[following] = None
+                yield self._waiting[following]
 
-    def _count_late_passes(self, dispatched: Collection[str]) -> None:
-        for request_id in self._line.late_heads() if dispatched else ():
-            if request_id not in dispatched:
-                self._late_passed[request_id] += len(dispatched)
+    def _turn(
+        self, budget: StepBudget, blocked: Collection[str], seen: dict[str, None]
+    ) -> Iterator[Waiting]:
+        """Late heads, oldest first, until one starts. Who could have started, had its model not
+        just used up what its engine takes in a step, is the first of the next step instead."""
+        for head in self._line.late_heads(seen):
+            model = self._waiting[head].model
+            if model not in blocked and model in budget:
+                seen[head] = None
+                yield self._waiting[head]
+                if self._since_late < self._limits.late_every:
+                    return
+            if model in budget and budget.has_taken(model):
+                return
+
+    def _count_start(self, request_id: str) -> None:
+        """`late_every` counts while a late request waits."""
+        counts = self._line.has_late() and not self._line.is_late(request_id)
+        self._since_late = self._since_late + 1 if counts else 0
 
     # --- admission --------------------------------------------------------------------------
 
@@ -281,6 +299,7 @@ class LocalScheduler:
             result, missing_tokens, harmless = self._try(budget, request, choice.kept)
             if result is StartResult.STARTS:
                 choice.ids.append(request.id)
+                self._count_start(request.id)
                 if request.suspected_at is not None:
                     choice.blocked[request.model] = StartResult.TRIAL
                 if not harmless:

@@ -23,6 +23,7 @@ class OrderByModel:
         self._waiting = waiting
         self._on_time = _lanes(order.on_time)
         self._late = _lanes(order.late)
+        self._late_ids = {job.id for job in order.late}
         self._added: dict[str, Lane] = {}
         self._count = 0
 
@@ -34,17 +35,25 @@ class OrderByModel:
     def clear(self) -> None:
         """No request waits."""
         if self._on_time or self._added or self._late:
-            self._on_time, self._added, self._late = {}, {}, {}
+            self._on_time, self._added, self._late, self._late_ids = {}, {}, {}, set()
 
     def models(self) -> set[str]:
         """Models that may have waiting requests."""
         return {*self._on_time, *self._added, *self._late}
 
-    def late_heads(self) -> list[str]:
-        """The oldest late request of each model, oldest first."""
-        if not self._late:
-            return []
-        heads = (next(self._left(lane), None) for lane in self._late.values())
+    def has_late(self) -> bool:
+        """A late request waits."""
+        return any(self._cleaned(lane) for lane in self._late.values())
+
+    def is_late(self, request_id: str) -> bool:
+        return request_id in self._late_ids
+
+    def late_heads(self, besides: Collection[str] = ()) -> list[str]:
+        """The oldest late request of each model that is not one of `besides`, oldest first."""
+        heads = (
+            next((entry for entry in self._left(lane) if entry[1] not in besides), None)
+            for lane in self._late.values()
+        )
         return [request_id for _, request_id in sorted(head for head in heads if head)]
 
     def walk(self, models: Collection[str], blocked: Collection[str]) -> Iterator[str]:
@@ -73,16 +82,20 @@ class OrderByModel:
                     yield group, rank, request_id
 
     def _left(self, lane: Lane) -> Iterator[tuple[int, str]]:
-        """Those of a lane that still wait; those gone at its head are dropped for good."""
-        while lane and lane[0][1] not in self._waiting:
-            lane.popleft()
-        for entry in tuple(itertools.islice(lane, LOOK_AHEAD)):
+        """Those of a lane that still wait."""
+        for entry in tuple(itertools.islice(self._cleaned(lane), LOOK_AHEAD)):
             if entry[1] in self._waiting:
                 yield entry
         # rarely so many of one model start in a step
         for entry in tuple(itertools.islice(lane, LOOK_AHEAD, None)):
             if entry[1] in self._waiting:
                 yield entry
+
+    def _cleaned(self, lane: Lane) -> Lane:
+        """The lane begins with one that waits, or is empty."""
+        while lane and lane[0][1] not in self._waiting:
+            lane.popleft()
+        return lane
 
 
 def _lanes(jobs: Collection[AdmissionJob]) -> dict[str, Lane]:

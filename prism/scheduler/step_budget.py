@@ -163,6 +163,10 @@ class StepBudget:
         engine = self._engines[model]
         return engine.view.running + engine.taken == 0
 
+    def has_taken(self, model: str) -> bool:
+        """A request of this step starts there."""
+        return self._engines[model].taken > 0
+
     def on_trial(self, model: str) -> bool:
         """A suspect runs there."""
         return self._engines[model].view.on_trial

@@ -45,6 +45,9 @@ def test_walk_is_the_order_without_who_is_blocked(
             left[job.model] -= 1
             expected.append(job.id)
     assert walked == expected
-    late = {job.model: job.id for job in reversed(parts["late"]) if job.id in waiting}
-    order = [job.id for job in parts["late"]]
-    assert line.late_heads() == sorted(late.values(), key=order.index)
+    late = [job.id for job in parts["late"] if job.id in waiting]
+    assert line.has_late() == bool(late)
+    assert [i for i in waiting if line.is_late(i)] == late
+    for besides in ((), late[::2]):
+        heads = {waiting[i].model: i for i in reversed(late) if i not in besides}
+        assert line.late_heads(besides) == sorted(heads.values(), key=late.index)
