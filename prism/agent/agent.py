@@ -172,7 +172,10 @@ class Agent:
             self._state, self._lifecycle, self._start_fork_server
         )
         self._cancels = CancelInbox(
-            self._context, config.agent_cancel_endpoint(self._name), self._serving
+            self._context,
+            config.agent_cancel_endpoint(self._name),
+            self._serving,
+            self._frontend_gone,
         )
 
     # --- running ----------------------------------------------------------------------------
@@ -236,10 +239,10 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             self._lifecycle.tick()
+            self._fork_server.tick()
             self._reclaimer.tick()
             self._prefetcher.tick()
             given_up = self._orphans.given_up(self._state.requests.waiting_counts())
-            self._fork_server.tick()
             if given_up:
                 self._serving.hand_back(given_up)
             await asyncio.sleep(self._timing.tick_s)
@@ -353,6 +356,16 @@ class Agent:
 
     def _known_frontends(self) -> set[str]:
         return self._state.requests.frontends() | self._tokens.frontends()
+
+    async def _frontend_gone(self, frontend_id: str) -> None:
+        """Its launcher says so: other than one that is silent, it does not come back."""
+        log.info("frontend %s has ended: its requests are cancelled", frontend_id)
+        self._serving.frontend_gone(frontend_id)
+        self._tokens.drop(frontend_id)
+        try:
+            await self._queue.bury(frontend_id)
+        except QueueUnavailableError as error:
+            log.warning("what frontend %s left in Redis stays: %s", frontend_id, error)
 
     def _frontend_died(self, frontend_id: str) -> None:
         self._serving.frontend_died(frontend_id)

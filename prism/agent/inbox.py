@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import zmq.asyncio
 
@@ -35,7 +37,7 @@ from prism.messages.engine import (
     FromEngine,
 )
 from prism.messages.models import ModelSpec
-from prism.messages.requests import Cancel, EngineOutput, Failure
+from prism.messages.requests import Cancel, EngineOutput, Failure, ToAgent
 from prism.transport import Channel, count_malformed
 
 log = logging.getLogger(__name__)
@@ -169,12 +171,20 @@ class OrderInbox:
 
 
 class CancelInbox:
-    """What frontends cancel."""
+    """What frontends cancel, and which of them the launcher saw end: `on_gone(frontend id)`."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, serving: Serving) -> None:
-        self._channel = Channel[Cancel](context, zmq.PULL, Cancel)
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        serving: Serving,
+        on_gone: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._channel = Channel[ToAgent](context, zmq.PULL, ToAgent)
         self._endpoint = endpoint
         self._serving = serving
+        self._on_gone = on_gone
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def bind(self) -> None:
         """Take the address, from a predecessor as well."""
@@ -182,8 +192,13 @@ class CancelInbox:
 
     async def run(self) -> None:
         while True:
-            _, cancel = await self._channel.receive()
-            self._serving.cancel(cancel.request_ids)
+            _, message = await self._channel.receive()
+            if isinstance(message, Cancel):
+                self._serving.cancel(message.request_ids)
+                continue
+            task = asyncio.create_task(self._on_gone(message.frontend_id))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
         self._channel.close()

@@ -285,6 +285,9 @@ class RequestTable:
     def frontends(self) -> set[str]:
         return {each.request.frontend_id for each in self._requests.values()}
 
+    def of_frontend(self, frontend_id: str) -> list[TrackedRequest]:
+        return [r for r in self._requests.values() if r.request.frontend_id == frontend_id]
+
     def check_integrity(self, engine_ids: Collection[str]) -> list[str]:
         """What contradicts itself, in words. REQUIRES: no admission is under way; these are all
         engines."""

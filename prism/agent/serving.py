@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
@@ -30,6 +31,8 @@ from prism.messages.requests import (
 from prism.queueing import RequestQueue
 
 log = logging.getLogger(__name__)
+
+GONE_MAX = 256  # ids of frontends that are remembered
 
 
 class Serving:
@@ -62,6 +65,7 @@ class Serving:
         self._headroom_tokens = headroom_tokens
         self._now_unix_s = now_unix_s
         self.paused = False
+        self._gone: deque[str] = deque(maxlen=GONE_MAX)
 
     # --- arrivals ---------------------------------------------------------------------------
 
@@ -69,7 +73,9 @@ class Serving:
         """An entry of the queue, perhaps seen before."""
         known = self._requests.get(request.id)
         entry = TrackedRequest(request, entry_id)
-        if self._requests.has_ended(request):
+        if request.frontend_id in self._gone:
+            self._requests.outbox.add(Update.FORGET, request.id, request)
+        elif self._requests.has_ended(request):
             self._end_again(entry)
         elif known is None or known.state is RequestState.WAITING:
             self._requests.wait(entry)
@@ -321,18 +327,31 @@ class Serving:
         for request_id in request_ids:
             if (tracked := self._requests.get(request_id)) is None:
                 continue
-            if tracked.newer is not None:
-                self._requests.outbox.add(Update.FORGET, request_id, tracked.newer.request)
-                tracked.newer = None
-            if tracked.is_on_engine:
-                self._engines.send(tracked.engine_id, Cancel([request_id]))
-                continue
-            batch.chunk(tracked.request, _cancelled(tracked.request))
-            if tracked.state is RequestState.ADMITTING:
-                tracked.cancelled = True
-            else:
-                self._forget(tracked)
+            if not tracked.is_on_engine:
+                batch.chunk(tracked.request, _cancelled(tracked.request))
+            self._withdraw(tracked)
         self._tokens.send(batch)
+        self.wake()
+
+    def _withdraw(self, tracked: TrackedRequest) -> None:
+        if tracked.newer is not None:
+            self._requests.outbox.add(Update.FORGET, tracked.id, tracked.newer.request)
+            tracked.newer = None
+        if tracked.is_on_engine:
+            self._engines.send(tracked.engine_id, Cancel([tracked.id]))
+        elif tracked.state is RequestState.ADMITTING:
+            tracked.cancelled = True
+        else:
+            self._forget(tracked)
+
+    def frontend_gone(self, frontend_id: str) -> None:
+        """Its process has ended: nobody waits for its requests, those included that the queue has
+        not shown yet."""
+        self._gone.append(frontend_id)
+        for tracked in self._requests.of_frontend(frontend_id):
+            self._withdraw(tracked)
+            if tracked.is_on_engine:
+                tracked.state = RequestState.ENDING
         self.wake()
 
     def frontend_died(self, frontend_id: str) -> None:

@@ -124,5 +124,11 @@ class Cancel(Wire, frozen=True):
     request_ids: list[str]
 
 
+class FrontendGone(Wire, frozen=True):
+    """The process of this frontend has ended; its id is not used again."""
+
+    frontend_id: str
+
+
 ToFrontend = EngineOutput  # from an agent
-ToAgent = Cancel  # from a frontend
+ToAgent = Cancel | FrontendGone  # from a frontend | from the launcher

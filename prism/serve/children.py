@@ -86,7 +86,7 @@ class Child:
         environment.setdefault("OMP_NUM_THREADS", "1")
         with private_log(self.log) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.spec.module, *self.spec.arguments, *again],
+                [sys.executable, "-m", self.spec.module, *self.arguments(), *again],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -94,6 +94,10 @@ class Child:
                 pass_fds=(*self.spec.pass_fds, fd),
                 start_new_session=True,
             )
+
+    def arguments(self) -> Sequence[str]:
+        """Of the process that is started now."""
+        return self.spec.arguments
 
     def exit_code(self) -> int | None:
         """None while it runs, or when it was not started."""

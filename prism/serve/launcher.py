@@ -29,6 +29,7 @@ from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
+from prism.serve.frontends import AgentLine, Frontend
 from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
 from prism.serve.progress import Probe, display
@@ -38,8 +39,8 @@ from prism.serve.supervisor import Supervisor
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-_PROBE_EVERY_TICKS = 3
 _LOGS_EVERY_S = 2.0  # a folder of a user's own may hold many other files
+_PROBE_EVERY_TICKS = 3
 # Beyond its drain time a child may take this long to close sockets and give memory back.
 _GRACE_S = 5.0
 _AGENT_DRAIN_MAX_S = 10.0
@@ -100,9 +101,18 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
         if redis_server is None:
             stack.callback(_forget_keys, resolved)
         variables[LOG_LEVEL_VARIABLE] = options.log_level
-        children = _children(resolved, run_dir, listener.fileno(), variables)
+        line = stack.enter_context(AgentLine(resolved))
+        frontends = _frontends(resolved, run_dir, listener.fileno(), variables, line)
+        children: list[list[Child]] = [*_others(resolved, run_dir, variables), [*frontends]]
         say = partial(_say, console)
-        supervisor = Supervisor(children, redis_server, say, resolved.hang_timeout_s)
+        by_name = {each.name: each for each in frontends}
+        supervisor = Supervisor(
+            children,
+            redis_server,
+            say,
+            resolved.hang_timeout_s,
+            lambda name: by_name[name].bury() if name in by_name else None,
+        )
         parts = [child.name for group in children for child in group]
         logs = log_names(parts, [device.name for device in resolved.devices])
         watch = Watch(supervisor, run_dir, resolved, logs, say)
@@ -135,6 +145,7 @@ class Watch:
         self._supervisor, self._run_dir, self._config = supervisor, run_dir, config
         self._logs, self._say = logs, say
         self._warned: dict[str, str] = {}
+        self._logs_due_s = 0.0
 
     def __call__(self) -> None:
         now_s = time.monotonic()
@@ -145,8 +156,12 @@ class Watch:
         self._supervisor.watch(now_s)
         self._try("the state of the parts cannot be written", self._tell)
 
+    def _keep_logs(self) -> None:
+        redis_logs = self._run_dir.path / REDIS_FOLDER
+        self._warn("logs cannot be kept", rotate_full(self._run_dir.logs, self._logs))
+        self._warn("Redis's log cannot be kept", rotate_full(redis_logs, REDIS_LOGS))
+
     def _repair(self) -> None:
-        self._logs_due_s = 0.0
         if self._run_dir.repair(self._config):
             self._say(f"something removed files of {self._run_dir.path}; they are there again")
 
@@ -155,11 +170,6 @@ class Watch:
         path, troubles = self._run_dir.path, self._supervisor.troubles
         if read_troubles(path) != troubles:
             write_troubles(path, troubles)
-
-    def _keep_logs(self) -> None:
-        redis_logs = self._run_dir.path / REDIS_FOLDER
-        self._warn("logs cannot be kept", rotate_full(self._run_dir.logs, self._logs))
-        self._warn("Redis's log cannot be kept", rotate_full(redis_logs, REDIS_LOGS))
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
         """What fails, as on a full disk, is tried again with the next call."""
@@ -213,10 +223,10 @@ def _announce(
         say(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _children(
-    config: ClusterConfig, run_dir: RunDir, listen_fd: int, variables: Mapping[str, str]
+def _others(
+    config: ClusterConfig, run_dir: RunDir, variables: Mapping[str, str]
 ) -> list[list[Child]]:
-    """In the order of starting; they are ended in the reverse one."""
+    """In the order of starting, before the frontends; they are ended in the reverse one."""
     arguments = ("--config", str(run_dir.config_file))
     drain_s = config.engine.drain_timeout_s
     scheduler = ChildSpec("scheduler", "prism.cluster", arguments, _GRACE_S)
@@ -230,18 +240,28 @@ def _children(
         )
         for device in config.devices
     ]
-    extra = ("--frontend-id", "f0", "--listen-fd", str(listen_fd))
-    frontend = ChildSpec(
+    return [
+        [Child(spec, run_dir.logs, variables) for spec in group] for group in ([scheduler], agents)
+    ]
+
+
+def _frontends(
+    config: ClusterConfig,
+    run_dir: RunDir,
+    listen_fd: int,
+    variables: Mapping[str, str],
+    line: AgentLine,
+) -> list[Frontend]:
+    spec = ChildSpec(
         "frontend-f0",
         "prism.frontend",
-        (*arguments, *extra),
-        drain_s + _GRACE_S,
+        ("--config", str(run_dir.config_file), "--listen-fd", str(listen_fd)),
+        config.engine.drain_timeout_s + _GRACE_S,
         (listen_fd,),
         # It was checked at the start: one model's files must not keep the others from being served.
         restart_arguments=("--without-unreadable",),
     )
-    groups = [[scheduler], agents, [frontend]]
-    return [[Child(spec, run_dir.logs, variables) for spec in group] for group in groups]
+    return [Frontend("f0", spec, run_dir.logs, variables, line)]
 
 
 def _mps(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> dict[str, str]:

@@ -32,9 +32,8 @@ PREFIX = "prism-"
 CONFIG_FILE = "cluster.json"
 REDIS_FOLDER = "redis"
 _LOCK_FILE = "lock"
-# sun_path holds 107 bytes (unix(7)); the longest socket name is "redis/redis.sock" or
-# "engines-host9999".
-_PATH_BYTES_MAX = 107 - len("/engines-host9999")
+# sun_path holds 107 bytes (unix(7)); the longest socket name is a frontend's.
+_PATH_BYTES_MAX = 107 - len("/frontend-f15.999999")
 
 
 class RunDirLostError(PrismError):

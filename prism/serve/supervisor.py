@@ -91,6 +91,7 @@ class Supervisor:
     Until `settled` is set, a part that keeps dying ends the cluster: most likely it was never
     right. From then on only `stop` does.
 
+    on_end: called with the name of a part whose process has ended.
     troubles: part -> what is wrong with it, as of the last `watch`.
     """
 
@@ -100,8 +101,10 @@ class Supervisor:
         redis: BundledRedis | None,
         say: Callable[[str], None],
         hang_s: float = float("inf"),
+        on_end: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._groups = groups
+        self._on_end = on_end
         self._say = say
         self._hang_s = hang_s
         self._redis = RedisPart(redis) if redis is not None else None
@@ -166,6 +169,7 @@ class Supervisor:
 
     def _ended(self, each: Watched, why: str, now_s: float, *, wrong_input: bool = False) -> None:
         name, each.why = each.part.name, why
+        self._on_end(name)
         delay_s = each.backoff.died(now_s, each.well_until_s(now_s))
         each.due_s = now_s + delay_s
         if not self.settled:

@@ -37,7 +37,15 @@ from prism.messages.agent import (
 )
 from prism.messages.cluster import ToScheduler
 from prism.messages.models import ModelSpec
-from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request, Sampling
+from prism.messages.requests import (
+    Cancel,
+    Chunk,
+    EngineOutput,
+    Failure,
+    Request,
+    Sampling,
+    ToAgent,
+)
 from prism.queueing import RequestQueue
 
 DEVICE = "host:0"
@@ -241,7 +249,10 @@ class FakeFrontend:
         return requests
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
-        await self._cancels.send(msgspec.msgpack.encode(Cancel(list(request_ids))))
+        await self.tell(Cancel(list(request_ids)))
+
+    async def tell(self, message: ToAgent) -> None:
+        await self._cancels.send(msgspec.msgpack.encode(message))
 
     async def finish(self, requests: Sequence[Request]) -> None:
         """All of them end with exactly the tokens that the fake model has for their prompts."""
@@ -300,6 +311,12 @@ class World:
     def stop_listening(self) -> None:
         """The test reads the frontend's socket itself from now on."""
         self._listening.cancel()
+
+    def agent_requests(self) -> set[str]:
+        """Ids of all that the agent knows of."""
+        assert self.agent is not None
+        table = self.agent._state.requests
+        return {each.id for name in table.frontends() for each in table.of_frontend(name)}
 
     @property
     def device(self) -> kvcached.Device:

@@ -37,6 +37,7 @@ EVENTS = (
     "export",
     "engine lost",
     "stop",
+    "gone",
     "hand back",
     "lose data",
     "restore",
@@ -54,6 +55,7 @@ class RequestsMachine(RuleBasedStateMachine):
         self.engine.is_on_trial = lambda: any(e.is_on_trial for e in self.table.on_engines())
         self.queue.do = self.do
         self.cursor = ""
+        self.frontends = 0  # that have ended
         self.attempts = dict.fromkeys(IDS, 0)
         self.begin_engine()
         self.serving = Serving(
@@ -108,7 +110,11 @@ class RequestsMachine(RuleBasedStateMachine):
                 self.serving.hand_back({"a"})
             case "stop":
                 self.frontend.open.clear()
-                self.serving.frontend_died("f0")
+                self.serving.frontend_died(f"f{self.frontends}")
+            case "gone":
+                self.frontend.open.clear()
+                self.serving.frontend_gone(f"f{self.frontends}")
+                self.frontends += 1
             case "lose data":
                 self.lose_data()
             case "restore":
@@ -116,7 +122,7 @@ class RequestsMachine(RuleBasedStateMachine):
 
     def send(self, request_id: str, suspected_at: int | None = None) -> None:
         self.attempts[request_id] += 1
-        made = request(request_id, "a", max_tokens=4)
+        made = request(request_id, "a", max_tokens=4, frontend_id=f"f{self.frontends}")
         changes = {"attempt": self.attempts[request_id], "suspected_at": suspected_at}
         sent = msgspec.structs.replace(made, **changes)
         self.frontend.open[request_id] = sent

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from prism.errors import QueueUnavailableError
-from prism.messages.requests import FRONTEND_SILENT
+from prism.messages.requests import FRONTEND_SILENT, FrontendGone
 from prism.queueing import BundledRedis, RequestQueue
 from tests.agent.harness import FakeFrontend, World, until
 
@@ -24,6 +24,30 @@ async def test_a_silent_frontend_is_told_what_was_stopped(agent_world: World) ->
     failures = [failure for each in sent for failure in this.stream(each.id).failures]
     assert [(f.code, f.retryable) for f in failures] == [(FRONTEND_SILENT, True)] * 6
     hearing.cancel()
+    this.close()
+
+
+async def test_what_a_dead_frontend_left_goes_at_once(agent_world: World) -> None:
+    """Its heartbeat goes on, so it is the launcher's word that counts: for what runs, what waits
+    here, what waits for a place, and what comes out of the queue after it."""
+    await agent_world.serve("a")
+    this = FakeFrontend(agent_world.context, agent_world.config, agent_world.queue, "f1.1")
+    beating = asyncio.create_task(this.beat())
+    await this.send(6, "a", max_tokens=400)
+    await this.send(2, "b")
+    stays = agent_world.frontend
+    others = [*await stays.send(1, "a"), *await stays.send(1, "b")]
+    await until(lambda: (model := agent_world.scheduler.model("a")) and model.waiting)
+    await this.tell(FrontendGone("f1.1"))
+    await stays.finish(others[:1])
+    await until(lambda: not agent_world.agent_requests())
+    while await agent_world.queue.unplaced_counts() != {"b": 1}:
+        await asyncio.sleep(0.01)
+    late = await this.send(1, "a")
+    while await agent_world.queue.open_attempts([late[0].id]):
+        await asyncio.sleep(0.01)
+    assert not this.stream(late[0].id).chunks
+    beating.cancel()
     this.close()
 
 

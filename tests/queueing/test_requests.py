@@ -268,6 +268,17 @@ async def test_heartbeats_run_out(queue: RequestQueue) -> None:
     assert await queue.live_frontends([]) == set()
 
 
+async def test_a_dead_frontend_leaves_nothing_unplaced(queue: RequestQueue) -> None:
+    for number in range(3):
+        await queue.enqueue(request(str(number), frontend_id=f"f0.{number % 2}"))
+    await queue._redis.xadd(queue._prefix + "queue:unplaced", {"id": "x", "model": "a"})
+    await queue.beat("f0.0", 30)
+    assert await queue.bury("f0.0") == 2
+    assert await queue.bury("f0.0") == 0
+    assert await queue.open_attempts(["0", "1", "2"]) == {"1": 1}
+    assert await queue.live_frontends(["f0.0"]) == set()
+
+
 async def test_status_round_trip(queue: RequestQueue) -> None:
     assert await queue.status() is None
     status = ClusterStatus(time_unix_s=1.0, policy="prism", placement={"a": DEVICE}, agents=[])

@@ -11,7 +11,7 @@ import zmq
 from tests.serve.conftest import Cluster, descendants, until
 
 SOCKETS = {"scheduler": "scheduler", "engines-host0": "host:0", "cancel-host0": "host:0"}
-SOCKETS["frontend-f0"] = "frontend"
+SOCKETS["frontend-f0.1"] = "frontend"
 ROUTERS = ("scheduler", "engines-host0")
 FRAMES = [
     [b""],
