@@ -113,15 +113,17 @@ def struct_in(annotation: Any) -> type[msgspec.Struct] | None:
 def kind(annotation: Any) -> str:
     if get_origin(annotation) in (list, tuple):
         return f"list of {kind(get_args(annotation)[0])}s"
+    if get_origin(annotation) is dict:
+        return "mapping"
     if isinstance(annotation, types.UnionType):
         return " or ".join(kind(part) for part in get_args(annotation) if part is not type(None))
     return "section" if struct_in(annotation) else KINDS[annotation.__name__]
 
 
 def default(field: FieldInfo) -> str:
-    if field.default is msgspec.NODEFAULT:
+    if field.required:
         return "required"
-    if field.default in (None, ()) or struct_in(field.type):
+    if field.default in (None, (), msgspec.NODEFAULT) or struct_in(field.type):
         return ""
     match type(field.default).__name__:
         case "Bytes":

@@ -31,13 +31,13 @@ from prism.agent.requests import RequestTable
 from prism.agent.serving import Serving
 from prism.agent.sockets import EngineLink, SchedulerLink, TokenSender
 from prism.agent.state import AgentTiming, DeviceState
+from prism.config.knobs import live_policy
 from prism.config.schema import ClusterConfig, is_gpu
 from prism.engines.kv_file import remove_abandoned
 from prism.engines.process import load_adapter
 from prism.engines.weight_store import open_store
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.agent import ActionResult, AgentReport
-from prism.policies import registry
 from prism.process import Turns
 from prism.queueing import RequestQueue
 from prism.scheduler.journal import QueueJournal, open_journal
@@ -133,7 +133,7 @@ class Agent:
 
     def _local_scheduler(self) -> LocalScheduler:
         config = self._config
-        order = registry.live(config.policy).order
+        order = live_policy(config).order
         self._journal = open_journal(
             config.journal, Path(config.run_dir), self._name, config.policy, limits=self._limits
         )

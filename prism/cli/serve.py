@@ -21,6 +21,7 @@ from prism.errors import ConfigError
 from prism.frontend.tokenizers import load_tokenizers
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
+from prism.policies import added
 from prism.serve import gpu_probe, operator, report
 from prism.serve.gpu_probe import GpuFound
 from prism.serve.launcher import Options, serve
@@ -239,6 +240,8 @@ def _device_of(config: ClusterConfig, gpu: int, device: str | None) -> str:
 
 
 def _warn(config: ClusterConfig) -> None:
+    for line in added.refused():
+        print(f"warning: {line}", file=sys.stderr)
     if warning := report.memory_warning(config):
         print(warning, file=sys.stderr)
 

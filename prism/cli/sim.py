@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,9 +17,10 @@ from prism.cli.ends import run as run_command
 from prism.cli.replay import parse_scales
 from prism.cli.sweep import plan, sweep
 from prism.errors import ConfigError
+from prism.policies import added, registry
 from prism.replay.results import Results
 from prism.sim.results import SimResults, as_replay, results_of, write_requests_csv
-from prism.sim.scenario import Scenario, load
+from prism.sim.scenario import Scenario, check, load, read_config
 from prism.sim.timeline import write_timeline
 from prism.sim.world import World
 
@@ -37,6 +38,7 @@ def run(
     config: opts.Config = opts.EXAMPLE,
     *,
     policy: opts.PolicyOption = None,
+    policies: opts.PoliciesOption = None,
     gpus: opts.GpusOption = None,
     rate_scale: opts.RateScale = None,
     slo_scale: opts.SloScale = None,
@@ -47,28 +49,32 @@ def run(
     requests: Annotated[bool, typer.Option(help="Also write requests.csv.")] = False,
     timeline: Annotated[bool, typer.Option(help="Also write a Chrome trace.")] = False,
 ) -> None:
-    """Simulate one cluster, policy and trace.
+    """Simulate one cluster and trace under one policy, or under each of several.
 
-    --out gets results.json, models.csv, decisions.csv and report.html.
+    --out gets results.json, models.csv, decisions.csv and report.html, with --policies in a folder
+    for each of them.
     """
-    given = opts.named(
-        policy=policy, gpus=gpus, rate_scale=rate_scale, slo_scale=slo_scale, seed=seed
-    )
+    given = opts.named(gpus=gpus, rate_scale=rate_scale, slo_scale=slo_scale, seed=seed)
+    given |= opts.parse_sets(set_ or [])
     scales = parse_scales(judge)
     if (requests or timeline) and out is None:
         raise ConfigError("--requests and --timeline need --out FOLDER")
+    if policy is not None and policies is not None:
+        raise ConfigError("--policy and --policies: give one of the two")
     opts.make_folder(out)
-    since_s = time.perf_counter()
-    scenario = load(config, {**given, **opts.parse_sets(set_ or [])})
-    world, found, replay = _simulate(scenario, scales, since_s)
-    if out is None:
+    opts.warn_of_policies()
+    if policies is None:
+        chosen = {} if policy is None else {"policy": policy}
+        _run_one(config, {**chosen, **given}, scales, out, requests=requests, timeline=timeline)
         return
-    _write(out, world, found, replay)
-    if requests:
-        write_requests_csv(out / "requests.csv", world.records)
-    if timeline:
-        write_timeline(out / "timeline.json", world.setup, world.records)
-    Console().print(f"results: {out}")
+    names = opts.policy_names(policies)
+    for name in names:
+        check(read_config(config, {**given, "policy": name}), config)
+    for name in names:
+        folder = out / name if out is not None else None
+        opts.make_folder(folder)
+        changes = {**given, "policy": name}
+        _run_one(config, changes, scales, folder, requests=requests, timeline=timeline)
 
 
 @app.command(epilog="Example: prism-sim example > cluster.yaml")
@@ -79,11 +85,15 @@ def example() -> None:
 
 @app.command(epilog="Example: prism-sim policies")
 def policies() -> None:
-    """List the policies and what each needs of its engines."""
-    from prism.policies import registry
-
+    """List the policies and what each needs of its engines; those of packages with their names."""
+    opts.warn_of_policies()
     for name in registry.names():
-        typer.echo(f"{name}: {', '.join(sorted(registry.get(name).needs))}")
+        problem = opts.problem_of(name)
+        if problem is not None:
+            typer.echo(f"warning: {problem}", err=True)
+            continue
+        whose = f" (package {added.package(name)})" if name in added.names() else ""
+        typer.echo(f"{name}: {', '.join(sorted(registry.get(name).needs))}{whose}")
 
 
 app.command(
@@ -97,6 +107,28 @@ app.command("study", **MOVED)(moved("prism-sim study", "papers"))
 app.command("parity", **MOVED)(moved("prism-sim parity", "tools.parity"))
 app.add_typer(trace_cli.commands("prism-sim trace"), name="trace")
 app.add_typer(calibrate_cli.app)
+
+
+def _run_one(
+    config: Path,
+    changes: dict[str, Any],
+    scales: tuple[float, ...],
+    out: Path | None,
+    *,
+    requests: bool,
+    timeline: bool,
+) -> None:
+    """Simulate, print, and write into `out`."""
+    since_s = time.perf_counter()
+    world, found, replay = _simulate(load(config, changes), scales, since_s)
+    if out is None:
+        return
+    _write(out, world, found, replay)
+    if requests:
+        write_requests_csv(out / "requests.csv", world.records)
+    if timeline:
+        write_timeline(out / "timeline.json", world.setup, world.records)
+    Console().print(f"results: {out}")
 
 
 def _simulate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import yaml
 
 import prism.sim
 from prism.errors import ConfigError
+from prism.policies import added, registry
 
 EXAMPLES = Path(prism.sim.__file__).parent / "examples"
 EXAMPLE = EXAMPLES / "eight-models.yaml"
@@ -18,7 +20,13 @@ Config = Annotated[
     Path, typer.Argument(metavar="[CONFIG]", help="YAML; without one, the bundled example.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the results.")]
-PolicyOption = Annotated[str | None, typer.Option(help="Policy, instead of the file's.")]
+NAMES = ", ".join(registry.names())
+PolicyOption = Annotated[
+    str | None, typer.Option(help=f"Policy, instead of the file's. Installed: {NAMES}.")
+]
+PoliciesOption = Annotated[
+    str | None, typer.Option(help="Several policies, one after the other: prism,static; or all.")
+]
 GpusOption = Annotated[
     int | None, typer.Option(help="Number of GPUs, instead of the file's gpus.count.")
 ]
@@ -50,6 +58,30 @@ def parse_sets(texts: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {text!r}: write KEY=VALUE, such as engine.max_running=64")
         found[key] = yaml.safe_load(value)
     return found
+
+
+def policy_names(text: str) -> list[str]:
+    """`"prism,static"`, or "all" that can be had. Raises ConfigError for one that there is not."""
+    if text == "all":
+        return [name for name in registry.names() if problem_of(name) is None]
+    for name in text.split(","):
+        registry.get(name)
+    return text.split(",")
+
+
+def problem_of(policy: str) -> str | None:
+    """Why it cannot be had."""
+    try:
+        registry.get(policy)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def warn_of_policies() -> None:
+    """On stderr: packages whose policies are left out because of their names."""
+    for line in added.refused():
+        print(f"warning: {line}", file=sys.stderr)
 
 
 def make_folder(path: Path | None) -> None:

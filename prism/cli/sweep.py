@@ -13,9 +13,17 @@ from rich.table import Table
 
 from prism.cli.replay import parse_scales
 from prism.cli.sim_console import Bar
-from prism.cli.sim_options import EXAMPLE, Config, Out, SetOption, make_folder, parse_sets
+from prism.cli.sim_options import (
+    EXAMPLE,
+    Config,
+    Out,
+    SetOption,
+    make_folder,
+    parse_sets,
+    policy_names,
+    warn_of_policies,
+)
 from prism.errors import ConfigError
-from prism.policies import registry
 from prism.replay.console import new_table
 from prism.replay.report import percent
 from prism.sim.planning import CapacityPlan, Search, plans
@@ -50,6 +58,7 @@ def sweep(
     --out gets sweep.json, sweep.csv and report.html. Points that are there already are not
     simulated again: the same command continues a sweep that was stopped.
     """
+    warn_of_policies()
     varied = dict(parse_vary(text) for text in vary)
     fixed = parse_sets(set_ or [])
     make_folder(out)
@@ -88,9 +97,8 @@ def plan(
     report.html, with every point that was tried. Points that are there already are not simulated
     again.
     """
-    names = list(registry.names()) if policies == "all" else policies.split(",")
-    for name in names:
-        registry.get(name)
+    warn_of_policies()
+    names = policy_names(policies)
     if metric not in ("ttft", "tpot", "e2e", "all"):
         raise ConfigError(f"--metric {metric!r}: choose one of ttft, tpot, e2e, all")
     make_folder(out)

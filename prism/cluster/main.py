@@ -18,9 +18,9 @@ from prism.cluster.link import AgentLinks
 from prism.cluster.operator import Operator
 from prism.cluster.state import new_state
 from prism.cluster.timing import SchedulerTiming, timing_of
+from prism.config.knobs import live_policy
 from prism.config.schema import ClusterConfig, read_resolved
 from prism.errors import ConfigError
-from prism.policies import registry
 from prism.process import Turns, beat, configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue
 from prism.scheduler.journal import CLUSTER, open_journal
@@ -36,7 +36,7 @@ async def run(
 ) -> None:
     """Schedule the cluster until `stop` is set. Models stay as they are then."""
     turns = turns or Turns()
-    policy = registry.live(config.policy)
+    policy = live_policy(config)
     devices, models = len(config.devices), len(config.models)
     log.info("policy %s, %d devices, %d models", policy.name, devices, models)
     state = new_state(config, policy, timing, time.monotonic)

@@ -58,12 +58,13 @@ def read_mapping(
     return data
 
 
-def convert(data: dict[str, Any], kind: type[T]) -> T:
-    """Type-check `data`. Raises ConfigError (one line) that names the key."""
+def convert(data: Any, kind: type[T], under: str = "") -> T:
+    """Type-check `data`, the value of the key `under`, if it has one. Raises ConfigError (one line)
+    that names the key."""
     try:
         return msgspec.convert(data, kind, dec_hook=decoded)
     except msgspec.ValidationError as error:
-        raise ConfigError(_conversion_message(str(error), kind)) from error
+        raise ConfigError(_conversion_message(str(error), kind, under)) from error
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
@@ -77,22 +78,22 @@ def _yaml_message(error: yaml.YAMLError) -> str:
     return f"{where}{problem}; correct the YAML there"
 
 
-def _conversion_message(text: str, kind: type[msgspec.Struct]) -> str:
+def _conversion_message(text: str, kind: type[msgspec.Struct], under: str) -> str:
     problem, _, at = text.partition(" - at `$")
-    where = at.rstrip("`").lstrip(".")
+    inside = at.rstrip("`").lstrip(".")
+    where = _join(under, inside) if inside else under
     if match := _UNKNOWN.fullmatch(problem):
-        return _unknown_key(match[1], where, kind)
+        return f"{_join(where, match[1])}: unknown key; {_known_keys(match[1], inside, kind)}"
     if match := _MISSING.fullmatch(problem):
         return f"{_join(where, match[1])}: is missing; add it"
     hint = "; correct the value" if problem[:1].isupper() else ""  # ours have a remedy already
     return f"{where}: {problem[:1].lower()}{problem[1:]}{hint}"
 
 
-def _unknown_key(name: str, where: str, root: type[msgspec.Struct]) -> str:
+def _known_keys(name: str, where: str, root: type[msgspec.Struct]) -> str:
     known = [field.encode_name for field in msgspec.structs.fields(_struct_at(where, root))]
     close = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-    return f"{_join(where, name)}: unknown key; {remedy}"
+    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
 
 
 def _struct_at(where: str, root: type[msgspec.Struct]) -> type[msgspec.Struct]:

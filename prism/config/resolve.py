@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from prism.config.knobs import live_policy
 from prism.config.memory import KV_LAYOUTS, arranged, check_memory, check_static
 from prism.config.reader import read_yaml
 from prism.config.schema import (
@@ -33,7 +34,6 @@ from prism.config.schema import (
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 from prism.models.files import DTYPE_BYTES, inspect_model
-from prism.policies import registry
 from prism.scheduler import journal
 from prism.scheduler.journal import JournalConfig
 
@@ -58,7 +58,7 @@ def load(path: Path) -> ClusterConfig:
 
 
 def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
-    registry.live(data.policy)
+    live_policy(data)
     _check_frontend(data.frontend)
     _check_scheduler(data.scheduler)
     _at_least(data.hang_timeout, HANG_LEAST_S, "hang_timeout")
@@ -74,6 +74,7 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
         policy=data.policy,
         devices=devices,
         models=models,
+        knobs=data.knobs,
         host=data.frontend.host,
         port=data.frontend.port,
         scheduler=data.scheduler,

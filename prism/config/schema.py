@@ -249,6 +249,8 @@ class ServeYaml(Strict, frozen=True):
     # Where models go and which leave: "prism", "static" (fixed shares, nothing is evicted),
     # "serverlessllm" or "dedicated". `prism-sim policies` lists all, with what each needs.
     policy: str = "prism"
+    # Policy -> what it is tuned with, for policies that other packages add.
+    knobs: dict[str, dict[str, Any]] = {}
     # URL of a Redis-compatible server. Default: prism-serve starts its own.
     redis: str | None = None
     # A frontend, a scheduler, an agent or the bundled Redis that does not answer for this long is
@@ -299,6 +301,7 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     policy: str
     devices: list[DeviceConfig]
     models: list[ModelSpec]
+    knobs: dict[str, dict[str, Any]] = {}
     host: str = FrontendConfig().host
     port: int = FrontendConfig().port
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -12,7 +12,7 @@ from prism.policies.baselines.adbs import AdbsSettings
 from prism.policies.baselines.doubling_budget import DbSettings
 from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
-from prism.policies.registry import Policy
+from prism.policies.registry import Policy, PolicyKnobs, with_knobs
 from prism.policies.static import StaticSettings
 
 
@@ -25,6 +25,8 @@ class Knobs:
     adbs: AdbsSettings = field(default_factory=AdbsSettings)
     seallm: SeallmSettings = field(default_factory=SeallmSettings)
     budgets: DbSettings = field(default_factory=DbSettings)
+    # Of another package's policy.
+    own: PolicyKnobs | None = None
 
 
 SHIPPED = Knobs()
@@ -45,5 +47,7 @@ TUNED: dict[str, Callable[[Policy, Knobs], Policy]] = {
 
 def tuned(policy: Policy, knobs: Knobs) -> Policy:
     """The policy itself where it is as shipped, or has nothing to tune here."""
+    if policy.make is not None:
+        return with_knobs(policy, knobs.own)
     change = TUNED.get(policy.name)
     return policy if knobs == SHIPPED or change is None else change(policy, knobs)

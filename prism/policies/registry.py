@@ -1,7 +1,7 @@
 """Cluster policies by name, and what each needs from the engines it runs on.
 
 The live system refuses a policy by name when its engines lack something (`missing`); the
-simulator's engines have everything.
+simulator's engines have everything. Installed packages add policies (`added.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from prism.errors import ConfigError
 from prism.policies import fcfs, moore_hodgson, prism, static, target
@@ -47,6 +51,13 @@ VIRTUAL_QUEUES = "virtual queues"  # requests are bound to devices before their 
 
 LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT})
 """What the engines of the live system offer."""
+FEATURES = LIVE_ENGINES | {STEP_CONTROL, SM_SHARES, UNIFIED_KV, PLACEMENT_SEARCH, VIRTUAL_QUEUES}
+"""What the simulator's engines offer."""
+
+
+class PolicyKnobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of what a policy of another package can be tuned with. The YAML has its fields under
+    `knobs: {NAME: ...}`; each has a default. `__post_init__` raises ValueError for a bad value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,9 @@ class Policy:
     # Says without a view that the plan would be empty, if no model that is asked for is absent.
     # None: it cannot tell.
     calm: Callable[[Iterable[DeviceLoad], Settings], bool] | None = None
+    # Of another package's policy: the type of its knobs, and what makes it of them.
+    knobs: type[PolicyKnobs] | None = None
+    make: Callable[[Any], Policy] | None = None
 
 
 def _always(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
@@ -173,16 +187,42 @@ _POLICIES = {
 }
 
 
-def names() -> tuple[str, ...]:
-    """Every policy's name, sorted."""
+def own_names() -> tuple[str, ...]:
+    """Prism's own policies, sorted."""
     return tuple(sorted(_POLICIES))
 
 
+def names() -> tuple[str, ...]:
+    """Every policy's name, sorted, those of installed packages too. Nothing is imported."""
+    from prism.policies import added
+
+    return tuple(sorted({*_POLICIES, *added.names()}))
+
+
 def get(name: str) -> Policy:
-    """Raises ConfigError that names the key `policy` and the names there are."""
-    if name not in _POLICIES:
-        raise ConfigError(f"policy: there is no {name!r}; choose one of {', '.join(names())}")
-    return _POLICIES[name]
+    """Raises ConfigError that names the key `policy` and the names there are, or the package whose
+    policy cannot be had."""
+    if name in _POLICIES:
+        return _POLICIES[name]
+    from prism.policies import added
+
+    if name in added.names():
+        return added.get(name)
+    raise ConfigError(f"policy: there is no {name!r}; choose one of {', '.join(names())}")
+
+
+def sources(name: str) -> tuple[Path, ...]:
+    """The files of another package that a policy comes from; none for Prism's own. Raises
+    ConfigError as `get` does."""
+    from prism.policies import added
+
+    get(name)
+    return () if name in _POLICIES else added.sources(name)
+
+
+def with_knobs(policy: Policy, knobs: PolicyKnobs | None) -> Policy:
+    """The policy tuned; itself without knobs."""
+    return policy if knobs is None or policy.make is None else policy.make(knobs)
 
 
 def missing(policy: Policy) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prism.config.schema import SchedulerConfig, SloYaml, Strict
 from prism.config.units import Bytes, Seconds
 
@@ -194,6 +196,8 @@ class SimYaml(Strict, frozen=True):
     generate: GenerateYaml | None = None
     # `prism-sim policies` lists all.
     policy: str = "prism"
+    # Policy -> what it is tuned with, for policies that other packages add.
+    knobs: dict[str, dict[str, Any]] = {}  # noqa: RUF012 (msgspec copies it)
     slo: SimSloYaml = SimSloYaml()
     # Multiplies the requests.
     rate_scale: float = 1.0

@@ -20,7 +20,9 @@ import msgspec
 
 from prism.config.units import encoded
 from prism.errors import ConfigError, TooLargeError
+from prism.policies import registry
 from prism.replay.results import Summary
+from prism.sim.config import SimYaml
 from prism.sim.results import results_of
 from prism.sim.scenario import check, load, read_config, resolve
 from prism.sim.world import World
@@ -180,18 +182,24 @@ def _key(point: Point, kind: type[PointOutcome]) -> str:
     path = Path(point.config)
     try:
         config = read_config(path, point.changes)
+        files = (*_files_of(config, path.parent), *registry.sources(config.policy))
     except ConfigError as error:
         digest.update(str(error).encode())
     else:
         digest.update(msgspec.json.encode(config, enc_hook=encoded))
-        trace = path.parent / config.trace if config.trace else None
-        for file in sorted(trace.glob("*")) if trace and trace.is_dir() else [trace]:
-            if file is not None and file.is_file():
-                digest.update(file.read_bytes())
+        for file in files:
+            digest.update(file.read_bytes())
     changes = dict(sorted(point.changes.items()))
     elsewhere = msgspec.structs.replace(point, config="", changes=changes)
     digest.update(msgspec.json.encode((SCHEMA, elsewhere)))
     return digest.hexdigest()[:32]
+
+
+def _files_of(config: SimYaml, folder: Path) -> list[Path]:
+    """Those that the YAML names, a folder's all."""
+    named = [folder / name for name in (config.trace, *config.cost_files) if name]
+    found = [sorted(path.glob("*")) if path.is_dir() else [path] for path in named]
+    return [path for paths in found for path in paths if path.is_file()]
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from prism.config.knobs import own_knobs
 from prism.config.reader import convert, read_mapping
 from prism.config.schema import MIGRATE_RUNNING
 from prism.costs.gpus import GpuSpec, gpu_spec
@@ -163,7 +164,7 @@ def cluster_setup(
         warm=config.activation.warm_start,
         search_requests=config.search_requests,
         search_rates=config.baselines.search_rates,
-        knobs=_knobs(config.baselines),
+        knobs=_knobs(config),
         patience_s=float(config.patience),
         replacement_interval_s=float(config.replacement_interval),
     )
@@ -195,7 +196,8 @@ def _activation(config: SimYaml) -> ActivationSettings:
     )
 
 
-def _knobs(given: BaselinesYaml) -> Knobs:
+def _knobs(config: SimYaml) -> Knobs:
+    given = config.baselines
     adapt_s = float(given.muxserve_adapt)
     return Knobs(
         static=StaticSettings(by_tokens=given.static_kv == "tokens"),
@@ -203,12 +205,14 @@ def _knobs(given: BaselinesYaml) -> Knobs:
         adbs=AdbsSettings(prefill_sm_min=given.muxserve_prefill, adapt_every_s=adapt_s),
         seallm=SeallmSettings(services_max=given.seallm_services),
         budgets=DbSettings(starvation_factor=given.seallm_starvation),
+        own=own_knobs(config.policy, config.knobs),
     )
 
 
 def _check(config: SimYaml) -> None:
     """Values that no cluster can have. Raises ConfigError."""
     registry.get(config.policy)
+    own_knobs(config.policy, config.knobs)
     gpus, engine = config.gpus, config.engine
     if not config.models:
         raise ConfigError("models: name at least one")

@@ -1,60 +1,213 @@
-"""The policy of docs/adding-a-policy.md plans, and a simulated cluster runs on it."""
+"""A package adds a policy: the example plans, serves a simulated cluster, and takes its knobs from
+the YAML; one that is broken, or takes a name that is taken, is named and harms no other."""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from prism.policies import registry
-from prism.policies.data import Activate, Evict, Refuse
+from prism.cli import sim as cli
+from prism.config.knobs import own_knobs
+from prism.errors import ConfigError
+from prism.policies import added, prism, registry
+from prism.policies.data import Action, Activate, Evict, Refuse
 from prism.policies.registry import Policy
+from prism.sim import points
+from prism.sim.points import Point, PointOutcome
 from prism.sim.scenario import load
 from prism.sim.world import World
 from tests.policies.clusters import SETTINGS, active, gpu, model, view
+from tests.policies.installed import importable, install_example, write_package
 
-ROOT = Path(__file__).parent.parent.parent
-EXAMPLE = ROOT / "prism" / "sim" / "examples" / "eight-models.yaml"
+NAME = "least-loaded"
+CONFIG = """
+gpus: {type: h100, count: 2, memory: 40GiB}
+models: [{name: a, shape: Llama-3.1-8B, count: 6}]
+generate: {seconds: 60, rate: 2}
+"""
+GOOD = """
+from functools import partial
+from prism.policies import prism
+from prism.policies.registry import Policy, PolicyKnobs
+
+POLICY = Policy("good", prism.plan, frozenset())
+
+class Knobs(PolicyKnobs, frozen=True):
+    depth: int = 1
+
+def other(knobs: Knobs) -> Policy:
+    return Policy("other", prism.plan, frozenset({"wings"}))
+
+def no_policy(knobs: Knobs):
+    return 5
+
+def no_knobs(depth: int):
+    return POLICY
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install_example(tmp_path_factory.mktemp("package"))
 
 
 @pytest.fixture
-def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
-    """As the page registers it."""
-    page = (ROOT / "docs" / "adding-a-policy.md").read_text()
-    module_code, registered = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    roomiest = ModuleType("roomiest")
-    exec(compile(module_code, "docs/adding-a-policy.md", "exec"), vars(roomiest))
-    made: Any = eval(registered, vars(registry) | {"roomiest": roomiest})
-    monkeypatch.setitem(registry._POLICIES, made.name, made)
-    return registry.live(made.name)
+def policy(site: Path) -> Iterator[Policy]:
+    with importable(site):
+        yield registry.live(NAME)
 
 
-def test_it_goes_where_most_is_free(policy: Policy) -> None:
-    gpus = [gpu("a", 100), gpu("b", 200)]
-    (action,) = policy.plan(view([model("m", waiting=1)], gpus), SETTINGS)
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of the command."""
+    monkeypatch.setattr(sys, "argv", ["prism-sim", *arguments])
+    try:
+        cli.main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    return 0
+
+
+def test_it_goes_where_least_is_to_do(policy: Policy) -> None:
+    busy = active("x", "a", running=3)
+    (action,) = policy.plan(view([busy, model("m", waiting=1)], [gpu("a"), gpu("b")]), SETTINGS)
     assert isinstance(action, Activate)
     assert action.device == "b"
 
 
-def test_the_longest_idle_model_makes_room(policy: Policy) -> None:
-    idle = [active("x", "a", idle_s=20.0), active("y", "a", idle_s=30.0)]
+def actions_when_full(policy: Policy, **waits: int) -> tuple[Action, ...]:
+    resident = [active("x", "a", idle_s=20.0), active("y", "a", idle_s=30.0)]
     full = gpu("a", 100, free_bytes=0)
-    (action,) = policy.plan(view([*idle, model("m", waiting=1)], [full]), SETTINGS)
-    assert isinstance(action, Evict)
-    assert action.model == "y"
+    return policy.plan(view([*resident, model("m", **waits)], [full]), SETTINGS)
 
 
-def test_it_refuses_what_fits_nowhere(policy: Policy) -> None:
-    (action,) = policy.plan(view([model("m", waiting=1, weight=300)], [gpu("a")]), SETTINGS)
-    assert isinstance(action, Refuse)
+def test_the_least_recently_used_model_makes_room_for_a_request(policy: Policy) -> None:
+    (evict,) = actions_when_full(policy, waiting=1)
+    assert isinstance(evict, Evict)
+    assert evict.model == "y"
+    (refuse,) = actions_when_full(registry.with_knobs(policy, own(keep_s=31)), waiting=1)
+    assert isinstance(refuse, Refuse)
 
 
-def test_a_simulated_cluster_serves_with_it(policy: Policy) -> None:
-    scenario = load(EXAMPLE, {"policy": policy.name, "generate.seconds": 60})
-    records = World(scenario.setup, scenario.work).run()
-    assert records.ended == len(scenario.work)
-    assert not records.errors
-    assert records.counts["activate"] >= len(scenario.setup.models)
+def own(**values: object) -> registry.PolicyKnobs | None:
+    return own_knobs(NAME, {NAME: values})
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({NAME: {"keep_s": "long"}}, r"knobs\.least-loaded\.keep_s: expected `float`, got `str`"),
+        ({NAME: {"keep_s": -1}}, r"knobs\.least-loaded: must not be negative"),
+        ({NAME: {"keeps": 1}}, r"knobs\.least-loaded\.keeps: unknown key; did you mean 'keep_s'"),
+        ({"prism": {"tau": 1}}, r"knobs\.prism: this policy has no knobs of its own"),
+        ({"mine": {}}, r"knobs\.mine: there is no such policy; install its package"),
+    ],
+)
+def test_wrong_knobs_are_named(
+    policy: Policy, config: Path, knobs: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: " + says):
+        load(config, {"knobs": knobs})
+
+
+def test_a_simulated_cluster_serves_with_it_and_its_knobs(policy: Policy, config: Path) -> None:
+    evictions = []
+    for keep_s in (1, 1000):
+        given = {"policy": NAME, "knobs": {NAME: {"keep_s": keep_s}}, "gpus.count": 1}
+        scenario = load(config, given)
+        records = World(scenario.setup, scenario.work).run()
+        assert records.ended == len(scenario.work)
+        evictions.append(records.counts.get("evicted", 0))
+    assert evictions[0] > evictions[1] == 0
+
+
+def test_the_command_lists_it_and_takes_its_name(
+    policy: Policy,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, "policies") == 0
+    assert "least-loaded: elastic memory (package prism-least-loaded)\n" in capsys.readouterr().out
+    out = tmp_path / "out"
+    both = ("--policies", f"{NAME},prism", "--set", f"knobs.{NAME}.keep_s=0.5")
+    assert call(monkeypatch, "run", str(config), *both, "--out", str(out)) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"least-loaded.*\d", said)
+    assert {path.name for path in out.iterdir()} == {NAME, "prism"}
+    assert (out / NAME / "decisions.csv").read_text().count("requests are there") >= 6
+
+
+def test_an_edited_policy_is_simulated_again(tmp_path: Path, config: Path) -> None:
+    write_package(tmp_path, "pkg", GOOD, "good = pkg:POLICY")
+    point = Point(str(config), {"policy": "good"})
+    keys = []
+    for comment in ("", "# edited\n"):
+        (tmp_path / "pkg.py").write_text(GOOD + comment)
+        with importable(tmp_path):
+            keys.append(points._key(point, PointOutcome))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "entry", "says"),
+    [
+        ("1 / 0", "mine = bad:POLICY", r"\(bad:POLICY\): ZeroDivisionError: division by zero"),
+        ("", "mine = bad:POLICY", r"AttributeError: module 'bad' has no attribute 'POLICY'"),
+        ("", "mine = gone:POLICY", r"ModuleNotFoundError: No module named 'gone'"),
+        (GOOD, "mine = bad:POLICY", r"its Policy is called 'good'; give both one name"),
+        (GOOD, "mine = bad:GOOD", r"AttributeError"),
+        (GOOD, "mine = bad:other", r"needs 'wings', which is none of"),
+        (GOOD, "mine = bad:no_policy", r"gives int, not a Policy"),
+        (GOOD, "mine = bad:no_knobs", r"is no Policy and no function of one PolicyKnobs"),
+    ],
+)
+def test_a_broken_package_is_named_and_breaks_no_other(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    code: str,
+    entry: str,
+    says: str,
+) -> None:
+    write_package(tmp_path, "bad", code, entry)
+    write_package(tmp_path, "pkg", GOOD, "good = pkg:POLICY")
+    with importable(tmp_path):
+        with pytest.raises(ConfigError, match=r"policy: 'mine' of the package bad.*" + says):
+            registry.get("mine")
+        assert registry.get("good").plan is prism.plan
+        assert call(monkeypatch, "policies") == 0
+    listed = capsys.readouterr()
+    assert "good:" in listed.out
+    assert "mine:" not in listed.out
+    assert re.search(says, listed.err)
+
+
+def test_a_name_that_is_taken_is_refused_by_name(
+    tmp_path: Path,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_package(tmp_path, "first", GOOD, "prism = first:POLICY", "good = first:POLICY")
+    write_package(tmp_path, "second", GOOD, "good = second:POLICY")
+    with importable(tmp_path):
+        assert registry.get("prism").plan is prism.plan
+        (line,) = added.refused()
+        assert "'prism' of the package first" in line
+        assert call(monkeypatch, "run", str(config), "--rate-scale", "0.1") == 0
+        assert line in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="'good' is in several packages: first, second"):
+            registry.get("good")

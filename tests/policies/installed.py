@@ -1,0 +1,55 @@
+"""Packages with policies, installed as `pip` does it, without a network."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from prism.policies import added
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "least_loaded"
+
+
+def install_example(folder: Path) -> Path:
+    """The example's package, built by its own build backend. Returns where it can be imported."""
+    source, target = folder / "source", folder / "site"
+    shutil.copytree(EXAMPLE, source)  # setuptools builds beside the sources
+    command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(target)]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", str(source)]
+    subprocess.run([*command, *offline], check=True)
+    return target
+
+
+def write_package(folder: Path, package: str, code: str, *entry_points: str) -> None:
+    """What an installed package of one module looks like."""
+    module = package.replace("-", "_")
+    info = folder / f"{module}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("\n".join(["[prism.policies]", *entry_points, ""]))
+    (folder / f"{module}.py").write_text(code)
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """In this process, with what is known of installed policies looked up anew."""
+    before = {*sys.modules}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        _forget()
+        yield
+    for name in {*sys.modules} - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    _forget()
+
+
+def _forget() -> None:
+    added.entry_points.cache_clear()
+    added.get.cache_clear()
