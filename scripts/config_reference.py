@@ -23,7 +23,7 @@ from msgspec.structs import FieldInfo
 
 from prism.config.schema import ServeYaml
 from prism.config.units import format_size
-from prism.sim.config import SimYaml
+from prism.sim.config import GpuTypeYaml, SimYaml
 
 DOCS = Path(__file__).parent.parent / "docs"
 KINDS = {
@@ -67,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         DOCS / name: head + UNITS + "".join(section(struct, ""))
         for name, (head, struct) in PAGES.items()
     }
+    pages[DOCS / "prism-sim-configuration.md"] += "".join(section(GpuTypeYaml, "types[]"))
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if check:

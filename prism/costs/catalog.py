@@ -6,8 +6,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from prism.costs.checkpoint import read_shape
-from prism.costs.gpus import gpu_spec
+from prism.costs.checkpoint import name_of, read_shape
+from prism.costs.gpus import GpuSpec, gpu_spec
 from prism.costs.grid import read_grid, shipped_grid
 from prism.costs.model import CostModel
 from prism.costs.roofline import roofline
@@ -22,7 +22,7 @@ Key = tuple[str, ModelShape, int]
 
 @cache
 def cost_model(
-    gpu: str,
+    gpu: str | GpuSpec,
     model: str,
     tp: int = 1,
     host_s: float = HOST_S,
@@ -30,21 +30,25 @@ def cost_model(
 ) -> CostModel:
     """The best costs known for this (GPU, model, TP). The same arguments give the same object.
 
+    gpu: a known type's name, or a type of the user's own.
     files: tables of the user's own (`prism-sim calibrate engine` writes them), the last of which
-    goes first; they name any GPU and model (a folder by its last part) and hold their host time.
+    goes first; they name any GPU and model (`name_of` a path) and hold their host time.
     host_s: time per step not hidden behind the GPU, for all other tables. Raises ConfigError.
     """
+    type_ = gpu if isinstance(gpu, str) else gpu.name
+    name = short_name(name_of(Path(model)) if _is_path(model) else model)
     for path in reversed(files):
         for table in read_grid(path).tables:
-            if (table.gpu, short_name(table.model), table.tp) == (gpu, short_name(model), tp):
+            if (table.gpu, short_name(table.model), table.tp) == (type_, name, tp):
                 return TableCost(table)
     return TableCost(with_host(cost_table(gpu, model, tp), host_s))
 
 
-def cost_table(gpu: str, model: str, tp: int = 1) -> StepTable:
+def cost_table(gpu: str | GpuSpec, model: str, tp: int = 1) -> StepTable:
     """The shipped grid's table, or the roofline where it has none; without host time. Raises
     ConfigError."""
-    spec, shape = gpu_spec(gpu), model_shape(model)
+    spec = gpu_spec(gpu) if isinstance(gpu, str) else gpu
+    shape = model_shape(model)
     measured = _shipped_tables().get((spec.name, shape.geometry, tp))
     return measured or roofline(spec, shape, tp)
 
@@ -58,11 +62,15 @@ def _shipped_tables() -> dict[Key, StepTable]:
 
 
 def model_shape(name: str) -> ModelShape:
-    """Of a model that `known_shape` knows, else of the folder `name`, by its config.json. Raises
+    """Of a model that `known_shape` knows, else of the path `name`, by its config.json. Raises
     ConfigError that lists the known models."""
     known = known_shape(name)
     if known is not None:
         return known
-    if (Path(name) / "config.json").is_file():
+    if _is_path(name):
         return read_shape(Path(name))
     raise ConfigError(f"model {name!r}: known models are {', '.join(MODELS)}")
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith(".json") or (Path(name) / "config.json").is_file()

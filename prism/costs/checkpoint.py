@@ -7,7 +7,7 @@ from typing import Any
 
 from prism.costs.shapes import ModelShape
 from prism.errors import ConfigError
-from prism.models.files import DTYPE_BYTES, Lookup, read_config
+from prism.models.files import DTYPE_BYTES, Lookup, config_file, read_config, with_defaults
 
 PLAIN_FFN = {"opt", "gpt2", "gpt_neox", "gptj", "phi", "falcon", "bloom"}
 """model_type of architectures without gated MLPs."""
@@ -15,21 +15,32 @@ TIED = {"opt", "gpt2", "bloom", "falcon"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+def name_of(path: Path) -> str:
+    """Of the model: that of its folder, or of a file that is not called config.json."""
+    file = config_file(path)
+    return file.parent.name if file.name == "config.json" else file.stem
+
+
 def read_shape(path: Path) -> ModelShape:
-    """Named after the folder. Raises ConfigError: no config.json, a key that it lacks, or a mixture
-    of experts, whose steps depend on more than shapes."""
+    """Of a folder with a config.json, or of such a file under any name that ends in .json. Raises
+    ConfigError: no such file, a key that it lacks, a mixture of experts, whose steps depend on more
+    than shapes, or a quantization other than fp8."""
     key = f"model {path}"
     config = read_config(path, key)
-    text: dict[str, Any] = config.get("text_config") or config
+    text: dict[str, Any] = with_defaults(config.get("text_config") or config)
     if any(text.get(name) for name in EXPERTS):
         raise ConfigError(f"{key}: a mixture of experts has no roofline here; calibrate it")
+    quantized = config.get("quantization_config") or {"quant_method": None}
+    method = quantized.get("quant_method")
+    if method not in (None, "fp8"):
+        raise ConfigError(f"{key}: quantization_config: {method!r} has no roofline here, fp8 has")
     kind = str(text.get("model_type"))
     found = Lookup(text, path, key)
     hidden = found.integer("hidden_size", "n_embd")
     heads = found.integer("num_attention_heads", "n_head")
     dtype_bytes = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
     return ModelShape(
-        name=path.name,
+        name=name_of(path),
         layers=found.integer("num_hidden_layers", "n_layer"),
         hidden=hidden,
         heads=heads,
@@ -42,6 +53,6 @@ def read_shape(path: Path) -> ModelShape:
         positions=found.integer("n_positions", "max_position_embeddings")
         if kind in {"opt", "gpt2"}
         else 0,
-        weight_dtype_bytes=dtype_bytes,
+        weight_dtype_bytes=1 if method == "fp8" else dtype_bytes,
         kv_dtype_bytes=dtype_bytes,
     )

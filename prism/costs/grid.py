@@ -18,9 +18,9 @@ SHIPPED = Path(__file__).parent / "data" / "aiconfigurator.json.gz"
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tables and where they are from. package, version, license: of the measurements' source."""
 
-    package: str
-    version: str
-    license: str
+    package: str = ""
+    version: str = ""
+    license: str = ""
     tables: tuple[StepTable, ...]
 
 
@@ -45,8 +45,10 @@ def read_grid(path: Path) -> Grid:
         return msgspec.json.decode(content, type=Grid)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}; write it with `prism-sim calibrate`") from error
+        raise ConfigError(f"{path}: {error}; docs/costs.md has the keys") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: not a file of cost tables: {error}") from error
 

@@ -80,7 +80,7 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{key}: {path} has no tokenizer.json; save the fast tokenizer there")
     text = config.get("text_config") or config
-    lookup = Lookup({**_DEFAULTS.get(str(text.get("model_type")), {}), **text}, path, key)
+    lookup = Lookup(with_defaults(text), path, key)
     heads = lookup.integer("num_attention_heads", "n_head")
     return ModelFiles(
         architecture=architecture,
@@ -108,16 +108,26 @@ class Lookup:
         if default is not None:
             return default
         raise ConfigError(
-            f"{self.key}: {self.path}/config.json lacks a positive {names[0]}; complete the file"
+            f"{self.key}: {config_file(self.path)} lacks a positive {names[0]}; complete the file"
         )
 
 
+def config_file(path: Path) -> Path:
+    """Of a folder; or the file itself, under any name that ends in .json."""
+    return path if path.suffix == ".json" else path / "config.json"
+
+
+def with_defaults(text: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that is of the text model, with what its architecture implies."""
+    return {**_DEFAULTS.get(str(text.get("model_type")), {}), **text}
+
+
 def read_config(path: Path, key: str) -> dict[str, Any]:
-    file = path / "config.json"
+    file = config_file(path)
     if not file.is_file():
         raise ConfigError(
-            f"{key}: {path} has no config.json; give a directory in Hugging Face's layout"
-            " (config.json, tokenizer.json, *.safetensors)"
+            f"{key}: {path} {'is not there' if file == path else 'has no config.json'}; give a"
+            " directory in Hugging Face's layout (config.json, tokenizer.json, *.safetensors)"
         )
     try:
         config = json.loads(file.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from prism.config.schema import SchedulerConfig, SloYaml, Strict
@@ -11,7 +12,7 @@ from prism.config.units import Bytes, Seconds
 class GpusYaml(Strict, frozen=True):
     """The GPUs."""
 
-    # A type that `prism-sim calibrate show` knows.
+    # a100-40, a100-80, h100, h200, l40s, or a type of `gpu_files`.
     type: str = "h100"
     # How many in all.
     count: int = 1
@@ -41,8 +42,8 @@ class SimModelYaml(Strict, frozen=True):
 
     # What the trace calls the model.
     name: str
-    # A public model whose shape `prism.costs` knows, or a folder with a config.json. Default: the
-    # name.
+    # A public model whose shape `prism.costs` knows; or Hugging Face's config.json under any name
+    # that ends in .json, or a folder with one, relative to this file. Default: the name.
     shape: str | None = None
     # Over how many GPUs it is spread (tensor parallel).
     tp: int = 1
@@ -211,6 +212,8 @@ class SimYaml(Strict, frozen=True):
     # Step costs that `prism-sim calibrate engine` measured, relative to this file, for the GPU,
     # model and TP in them.
     cost_files: tuple[str, ...] = ()
+    # Types of GPUs of your own, relative to this file. See [`types[]`](#types).
+    gpu_files: tuple[str, ...] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: SimEngineYaml = SimEngineYaml()
     activation: ActivationYaml = ActivationYaml()
@@ -224,3 +227,38 @@ class SimYaml(Strict, frozen=True):
     # "runs" takes runs of decode steps as one event. "single" takes one step per event: the same
     # results, slower.
     steps: str = "runs"
+
+
+class GpuTypeYaml(Strict, frozen=True):
+    """A type of GPUs, in the list `types` of a file of `gpu_files`. Rates are per second."""
+
+    # What `gpus.type` and cost tables call it. No name that Prism knows.
+    name: str
+    # Of one GPU.
+    memory: Bytes
+    # Peak rate of its memory.
+    bandwidth: Bytes
+    # Dense 16-bit peak, in 10^12 operations.
+    tflops: float
+    # One direction, per GPU.
+    pcie: Bytes = Bytes("32GB")
+    # Likewise. Default: peers talk over PCIe.
+    nvlink: Bytes | None = None
+    # The part of the peak that large kernels reach.
+    compute_efficiency: float = 0.65
+    # The part of the memory's peak rate that they reach.
+    bandwidth_efficiency: float = 0.8
+    # Latency of one small all-reduce.
+    allreduce: Seconds = Seconds("12us")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tflops < math.inf:
+            raise ValueError("tflops must be above 0 and finite")
+        if not (0 < self.compute_efficiency <= 1 and 0 < self.bandwidth_efficiency <= 1):
+            raise ValueError("compute_efficiency and bandwidth_efficiency must be in (0, 1]")
+
+
+class GpuFileYaml(Strict, frozen=True):
+    """A file of `gpu_files`."""
+
+    types: list[GpuTypeYaml]

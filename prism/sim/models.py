@@ -9,8 +9,10 @@ from pathlib import Path
 from prism.config.schema import SloYaml
 from prism.config.units import format_size
 from prism.costs.catalog import HOST_S, cost_model, model_shape
-from prism.costs.shapes import ModelShape
+from prism.costs.gpus import GpuSpec
+from prism.costs.shapes import ModelShape, known_shape
 from prism.errors import ConfigError, TooLargeError
+from prism.models.files import config_file
 from prism.policies.kv_blocks import KvShape
 from prism.sim.config import SimEngineYaml, SimModelYaml
 from prism.sim.setup import DegreeSetup, ModelSetup
@@ -22,7 +24,9 @@ TP_DEGREES = (1, 2, 4, 8)
 class Around:
     """What a model's setup depends on besides itself."""
 
-    gpu: str
+    gpu: GpuSpec
+    # Of the YAML, for relative paths.
+    folder: Path
     engine: SimEngineYaml
     page_bytes: int
     capacity_bytes: int
@@ -37,7 +41,7 @@ class Around:
 def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Around) -> ModelSetup:
     """longest_tokens: the most KV that one of its requests holds. Raises ConfigError: the model is
     unknown; TooLargeError: it does not fit on its GPUs."""
-    shape = _shape(model)
+    shape = _shape(model, around.folder)
     tp, engine = model.tp, around.engine
     if tp < 1:
         raise ConfigError(f"{model.name}.tp: {tp} must be at least 1")
@@ -88,7 +92,7 @@ def model_parts(model: SimModelYaml, shape: ModelShape, around: Around) -> dict[
     """For its own degree and the usual ones that its heads allow."""
     given = around.engine.host
     host_s = HOST_S if given is None else float(given)
-    name = model.shape or model.name
+    name = shape_source(model, around.folder)
     usual = (d for d in TP_DEGREES if d <= around.devices and not shape.heads % d)
     return {
         d: DegreeSetup(
@@ -121,8 +125,17 @@ def kv_quantum(shape: ModelShape, tp: int, around: Around) -> tuple[int, int]:
     return pages_bytes // block_bytes, pages_bytes
 
 
-def _shape(model: SimModelYaml) -> ModelShape:
+def shape_source(model: SimModelYaml, folder: Path) -> str:
+    """A public model's name, or a path that goes on from `folder`."""
+    given = model.shape or model.name
+    if known_shape(given) is not None:
+        return given
+    path = folder / given
+    return str(path) if config_file(path).is_file() or path.suffix == ".json" else given
+
+
+def _shape(model: SimModelYaml, folder: Path) -> ModelShape:
     try:
-        return model_shape(model.shape or model.name)
+        return model_shape(shape_source(model, folder))
     except ConfigError as error:
         raise ConfigError(f"{model.name}.shape: {error}") from error

@@ -20,9 +20,11 @@ import msgspec
 
 from prism.config.units import encoded
 from prism.errors import ConfigError, TooLargeError
+from prism.models.files import config_file
 from prism.policies import registry
 from prism.replay.results import Summary
 from prism.sim.config import SimYaml
+from prism.sim.models import shape_source
 from prism.sim.results import results_of
 from prism.sim.scenario import check, load, read_config, resolve
 from prism.sim.world import World
@@ -196,8 +198,10 @@ def _key(point: Point, kind: type[PointOutcome]) -> str:
 
 
 def _files_of(config: SimYaml, folder: Path) -> list[Path]:
-    """Those that the YAML names, a folder's all."""
-    named = [folder / name for name in (config.trace, *config.cost_files) if name]
+    """Those that the YAML names, of a trace's folder all."""
+    names = (config.trace, *config.cost_files, *config.gpu_files)
+    named = [folder / name for name in names if name]
+    named += [config_file(Path(shape_source(model, folder))) for model in config.models]
     found = [sorted(path.glob("*")) if path.is_dir() else [path] for path in named]
     return [path for paths in found for path in paths if path.is_file()]
 

@@ -14,7 +14,7 @@ import msgspec
 from prism.config.knobs import own_knobs
 from prism.config.reader import convert, read_mapping
 from prism.config.schema import MIGRATE_RUNNING
-from prism.costs.gpus import GpuSpec, gpu_spec
+from prism.costs.gpus import GpuSpec
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.baselines.adbs import AdbsSettings
@@ -26,6 +26,7 @@ from prism.policies.static import StaticSettings
 from prism.scheduler.local import Limits
 from prism.sim.base_slos import with_base_slos
 from prism.sim.config import BaselinesYaml, SimModelYaml, SimYaml
+from prism.sim.gpu_files import gpu_type
 from prism.sim.models import Around, model_setup
 from prism.sim.prefix import HASH_TOKENS
 from prism.sim.search import SEARCH_RATES
@@ -125,11 +126,12 @@ def cluster_setup(
     config: SimYaml, models: list[SimModelYaml], work: Workload, folder: Path
 ) -> ClusterSetup:
     """`folder`: of the YAML, for relative paths. Raises ConfigError."""
-    gpu = gpu_spec(config.gpus.type)
+    gpu = gpu_type(config.gpus.type, [folder / name for name in config.gpu_files])
     devices = _devices(config, gpu)
     page_bytes, capacity_bytes = devices[0].page_bytes, devices[0].capacity_bytes
     around = Around(
-        gpu=gpu.name,
+        gpu=gpu,
+        folder=folder,
         engine=config.engine,
         page_bytes=page_bytes,
         capacity_bytes=capacity_bytes,

@@ -77,9 +77,12 @@ def test_a_file_of_tables_is_read_as_written(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (b"{", "not a file of cost tables"),
-        (b"{}", "package"),
+        (b"{}", "tables"),
         (msgspec.json.encode(GRID).replace(b'"host_s":0.05', b'"host_s":"x"'), "host_s"),
-        (msgspec.json.encode(GRID).replace(b'"tp":1', b'"tp":0'), "tp must be above 0"),
+        (
+            msgspec.json.encode(GRID).replace(b'"tp":1', b'"tp":0'),
+            r"tables\.json: .*tp must be above 0",
+        ),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: bytes, says: str) -> None:
