@@ -37,6 +37,7 @@ from prism.messages.forkserver import (
 )
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Chunk, EngineOutput, Failure, Request, Sampling
+from tests.engines.preloaded import Preloaded
 
 DEVICE = "host:0"
 FORK_SERVER = ("-m", "prism.engines.forkserver")
@@ -100,17 +101,17 @@ class ForkServerProcess:
         run_dir = Path(config.run_dir)
         write_resolved(config, run_dir / "cluster.json")
         self.log_path = run_dir / "forkserver.log"
-        command = [sys.executable, *program, "--adapter", adapter]
-        command += ["--config", str(run_dir / "cluster.json"), "--device", device]
+        arguments = ["--adapter", adapter, "--config", str(run_dir / "cluster.json")]
+        arguments += ["--device", device]
+        env = {**os.environ, **environment}
+        self.process: subprocess.Popen[bytes] | Preloaded
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **environment},
-                bufsize=0,
-            )
+            if adapter == "sglang" and device.startswith("host") and program == FORK_SERVER:
+                self.process = Preloaded(arguments, env, log)
+            else:
+                command = [sys.executable, *program, *arguments]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+                self.process = subprocess.Popen(command, env=env, bufsize=0, **pipes)
         self._lines = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stdout, selectors.EVENT_READ)

@@ -57,6 +57,7 @@ GEMMA3 = tiny.TinyModel(
     },
 )
 RECIPES = {m.name: m for m in (*tiny.TINY_MODELS, MOE, GEMMA3)}
+TIE = 1e-3  # of `largest_gap`: less is rounding
 LLAMA, QWEN3, GPT2 = tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name
 
 

@@ -21,13 +21,12 @@ from tests.sglang.conftest import (
     ledger_of,
     opened_device,
 )
-from tests.sglang.models import LLAMA, QWEN3, largest_gap, prompts, spec_of
+from tests.sglang.models import LLAMA, QWEN3, TIE, largest_gap, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
 
 CONTEXT = 256
 REQUESTS = 10
-TIE = 1e-3
 END_ID = SPECIAL_TOKENS.index(END)
 ENGINES = {"e0": LLAMA, "e1": QWEN3}
 

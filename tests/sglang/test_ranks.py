@@ -13,14 +13,13 @@ import kvcached
 from prism.messages.engine import Activated, Deactivate, Deactivated, Export, Exported, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, config_of
-from tests.sglang.models import LLAMA, greedy, largest_gap, prompts, spec_of
+from tests.sglang.models import LLAMA, TIE, greedy, largest_gap, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
 
 PEER = "host:1"
 CAPACITY = 64 << 20
 CONTEXT = 512
-TIE = 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from prism.messages.engine import Deactivate, Deactivated, Submit
 from prism.messages.requests import Cancel, Sampling
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, kv_committed_bytes, ledger_of
-from tests.sglang.models import GPT2, LLAMA, QWEN3, greedy, prompts, spec_of
+from tests.sglang.models import GPT2, LLAMA, QWEN3, TIE, greedy, largest_gap, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
 
@@ -32,8 +32,11 @@ def run(device: DeviceUnderTest, model: str, tag: str, max_tokens: int = TOKENS)
     device.send(Submit([request(i, model, p, max_tokens) for i, p in asked.items()]))
     streams = device.finish(*asked)
     assert [s.finish_reason for s in streams] == ["length"] * 8
-    expected = [greedy(model, p, max_tokens) for p in asked.values()]
-    assert [s.token_ids for s in streams] == expected
+    assert [len(s.token_ids) for s in streams] == [max_tokens] * 8
+    gaps = [
+        largest_gap(model, p, s.token_ids) for p, s in zip(asked.values(), streams, strict=True)
+    ]
+    assert max(gaps) < TIE
 
 
 def test_one_process_serves_architectures_in_turn(device: DeviceUnderTest) -> None:

@@ -14,11 +14,10 @@ import kvcached
 from prism.messages.engine import Activated, SetLimit, Submit
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, ledger_of, opened_device
-from tests.sglang.models import LLAMA, largest_gap, prompts, spec_of
+from tests.sglang.models import LLAMA, TIE, largest_gap, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
 
-TIE = 1e-3
 CONTEXT = 2048
 QUANTUM_BYTES = 8 * PAGE_BYTES  # K and V of 4 layers
 
