@@ -1,4 +1,5 @@
-"""Write the references of both YAMLs from their classes and the notes beside the fields.
+"""Write the references of both YAMLs, from their classes and the notes beside the fields, and that
+of the simulator's tables.
 
     python scripts/config_reference.py            rewrite what is out of date
     python scripts/config_reference.py --check    name it; exit code 1 if anything is
@@ -24,6 +25,7 @@ from msgspec.structs import FieldInfo
 from prism.config.schema import ServeYaml
 from prism.config.units import format_size
 from prism.sim.config import GpuTypeYaml, SimYaml
+from prism.sim.tables import TABLES
 
 DOCS = Path(__file__).parent.parent / "docs"
 KINDS = {
@@ -56,6 +58,17 @@ One YAML file describes a simulation. `scripts/config_reference.py` writes this 
 example` prints a complete file; `--set engine.mixed_chunk=true` gives any key on the command line.
 [prism-sim.md](prism-sim.md) says what is simulated. Only `models` are required.
 """
+RESULTS = """# Results of prism-sim
+
+`prism-sim run --out DIR` writes four tables as `NAME.csv` and, where polars is installed, as
+`NAME.parquet`: `pip install 'prism-serving[frames]'`. `simulate` of `prism.sim` gives the same as
+DataFrames ([prism-sim.md](prism-sim.md)). Columns keep their names and meanings; later versions add
+some. `scripts/config_reference.py` writes this page.
+
+A value that does not exist is empty in CSV, and null in Parquet and DataFrames. `--no-requests`
+leaves out the table of requests. Beside the tables are `results.json` (all but the requests),
+`report.html` and, with `--timeline`, a Chrome trace.
+"""
 PAGES = {"configuration.md": (SERVE, ServeYaml), "prism-sim-configuration.md": (SIM, SimYaml)}
 
 
@@ -68,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, (head, struct) in PAGES.items()
     }
     pages[DOCS / "prism-sim-configuration.md"] += "".join(section(GpuTypeYaml, "types[]"))
+    pages[DOCS / "prism-sim-results.md"] = RESULTS + "".join(map(table, TABLES))
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if check:
@@ -75,6 +89,13 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             path.write_text(pages[path])
     return 1 if check and stale else 0
+
+
+def table(name: str) -> str:
+    """Of a table of results."""
+    found = TABLES[name]
+    head = f"\n## {name}\n\n{found.note}\n\n| column | type | what it is |\n|---|---|---|\n"
+    return head + "".join(f"| `{c.name}` | {c.kind} | {c.note} |\n" for c in found.columns)
 
 
 def section(struct: type[msgspec.Struct], path: str) -> Iterator[str]:

@@ -109,6 +109,13 @@ def test_the_program_on_step_costs_runs() -> None:
     assert 0 < cost.prefill_s(1024) < 1
 
 
+def test_the_program_on_simulations_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    results = ran("docs/prism-sim.md", "simulate", **{"results/notebook": str(tmp_path)})["results"]
+    assert len(results.requests) > 100
+    assert (tmp_path / "models.parquet").exists()
+
+
 def test_the_readmes_program_on_kvcached_runs() -> None:
     namespace = f'namespace="t{uuid4().hex[:10]}", capacity_bytes'
     assert len(ran("README.md", "import kvcached", capacity_bytes=namespace)["blocks"]) == 64

@@ -18,11 +18,9 @@ from prism.cli.replay import parse_scales
 from prism.cli.sweep import plan, sweep
 from prism.errors import ConfigError
 from prism.policies import added, registry
-from prism.replay.results import Results
-from prism.sim.results import SimResults, as_replay, results_of, write_requests_csv
-from prism.sim.scenario import Scenario, check, load, read_config
-from prism.sim.timeline import write_timeline
-from prism.sim.world import World
+from prism.sim.api import run_scenario
+from prism.sim.scenario import check, load, read_config
+from prism.sim.tables import has_polars
 
 app = new_app(
     "Simulate many models on shared GPUs: the live schedulers and every baseline, in minutes.",
@@ -32,7 +30,7 @@ app = new_app(
 
 @app.command(
     epilog="Example: prism-sim run; prism-sim run cluster.yaml --policy static --gpus 4 "
-    "--out results/static --requests --timeline"
+    "--out results/static --timeline"
 )
 def run(
     config: opts.Config = opts.EXAMPLE,
@@ -46,19 +44,19 @@ def run(
     set_: opts.SetOption = None,
     judge: Annotated[str, typer.Option(help="Judge at these SLO scales as well: 0.5,1,2")] = "1",
     out: opts.Out = None,
-    requests: Annotated[bool, typer.Option(help="Also write requests.csv.")] = False,
+    requests: Annotated[bool, typer.Option(help="Write the table of requests.")] = True,
     timeline: Annotated[bool, typer.Option(help="Also write a Chrome trace.")] = False,
 ) -> None:
     """Simulate one cluster and trace under one policy, or under each of several.
 
-    --out gets results.json, models.csv, decisions.csv and report.html, with --policies in a folder
-    for each of them.
+    --out gets results.json, report.html, and the tables requests, models, devices and decisions as
+    CSV and Parquet; with --policies in a folder for each of them.
     """
     given = opts.named(gpus=gpus, rate_scale=rate_scale, slo_scale=slo_scale, seed=seed)
     given |= opts.parse_sets(set_ or [])
     scales = parse_scales(judge)
-    if (requests or timeline) and out is None:
-        raise ConfigError("--requests and --timeline need --out FOLDER")
+    if timeline and out is None:
+        raise ConfigError("--timeline needs --out FOLDER")
     if policy is not None and policies is not None:
         raise ConfigError("--policy and --policies: give one of the two")
     opts.make_folder(out)
@@ -119,43 +117,20 @@ def _run_one(
     timeline: bool,
 ) -> None:
     """Simulate, print, and write into `out`."""
-    since_s = time.perf_counter()
-    world, found, replay = _simulate(load(config, changes), scales, since_s)
-    if out is None:
-        return
-    _write(out, world, found, replay)
-    if requests:
-        write_requests_csv(out / "requests.csv", world.records)
-    if timeline:
-        write_timeline(out / "timeline.json", world.setup, world.records)
-    Console().print(f"results: {out}")
-
-
-def _simulate(
-    scenario: Scenario, scales: tuple[float, ...], since_s: float
-) -> tuple[World, SimResults, Results]:
-    """Simulate and print. The last value is the same run in prism-replay's form."""
     from prism.cli.sim_console import Bar, print_run
 
     console = Console()
-    world = World(scenario.setup, scenario.work)
+    since_s = time.perf_counter()
+    scenario = load(config, changes)
     with Bar(console, "simulating") as bar:
-        world.progress = bar
-        world.run()
-    found = results_of(scenario.config, world, scales)
-    replay = as_replay(found, world.records, scales)
-    print_run(console, found, replay, since_s)
-    return world, found, replay
-
-
-def _write(out: Path, world: World, found: SimResults, replay: Results) -> None:
-    from prism.sim import results
-    from prism.sim.report import write_report
-
-    results.write_json(out / "results.json", found)
-    results.write_models_csv(out / "models.csv", found.summary)
-    results.write_decisions_csv(out / "decisions.csv", found.decisions)
-    write_report(out / "report.html", found, replay)
+        results = run_scenario(scenario, scales, progress=bar)
+    print_run(console, results.found, results.replay, since_s)
+    if out is None:
+        return
+    results.write(out, requests=requests, timeline=timeline)
+    if not has_polars():
+        console.print("no Parquet: it needs polars, which the extra [frames] brings")
+    console.print(f"results: {out}")
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""What a simulation leaves: results.json, models.csv, decisions.csv, report.html, and on request
-requests.csv and a timeline. Nothing in them depends on the machine or on the wall clock."""
+"""One run as a whole, as results.json has it. Nothing in it depends on the machine or on the wall
+clock. `tables.py` has its tables."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import msgspec
 from prism.config.units import encoded
 from prism.replay.results import (
     Counters,
-    GroupSummary,
     Results,
     RunConfig,
     StatusSample,
@@ -87,45 +86,13 @@ def write_json(path: Path, found: SimResults | Sequence[msgspec.Struct]) -> None
     path.write_bytes(msgspec.json.format(encoded_, indent=1) + b"\n")
 
 
-def write_models_csv(path: Path, summary: Summary) -> None:
-    """A row per model and SLO scale, the total last."""
-    write_csv(path, [r for name, group in summary.groups.items() for r in _group_rows(name, group)])
-
-
-def write_decisions_csv(path: Path, decisions: Sequence[Decision]) -> None:
-    _write_rows(path, Decision._fields, decisions)
-
-
-def write_requests_csv(path: Path, records: Records) -> None:
-    """A row per request; times in seconds of simulated time, empty where there is none. Of a trace
-    with hash_ids, cached_tokens as well."""
-    work = records.work
-    heads = (
-        "index,model,arrival_s,started_s,first_token_s,end_s,prompt_tokens,output_tokens,"
-        "slo_ttft_s,slo_tpot_s,error"
-    )
-    rows = (
-        (
-            i,
-            work.models[work.model[i]],
-            work.arrival_s[i],
-            *(_time(column[i]) for column in (records.started_s, records.first_s, records.end_s)),
-            work.prompt_tokens[i],
-            records.output_tokens[i],
-            work.slo_ttft_s[i],
-            work.slo_tpot_s[i],
-            records.errors.get(i, ""),
-            *((records.cached_tokens[i],) if work.hashes else ()),
-        )
-        for i in range(len(work))
-    )
-    _write_rows(path, (heads + ",cached_tokens" * bool(work.hashes)).split(","), rows)
-
-
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """A column for each key of any row, empty where a row lacks it."""
     heads = heads_of(rows)
-    _write_rows(path, heads, ([row.get(head, "") for head in heads] for row in rows))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(heads)
+        writer.writerows([row.get(head, "") for head in heads] for row in rows)
 
 
 def heads_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -165,32 +132,3 @@ def as_replay(results: SimResults, records: Records, scales: Sequence[float]) ->
     )
     shown = request_records(records, PLOTTED_REQUESTS)
     return Results(run, shown, samples, counters, results.summary)
-
-
-def _group_rows(name: str, group: GroupSummary) -> list[dict[str, Any]]:
-    times = {
-        f"{metric}_{part}": getattr(getattr(group, metric), part)
-        for metric in ("ttft_ms", "tpot_ms", "e2e_ms")
-        for part in ("mean", "p50", "p95", "p99")
-    }
-    counted = {"model": name, "requests": group.requests, "completed": group.completed}
-    return [
-        {
-            **counted,
-            "slo_scale": scale,
-            **{f"attainment_{m}": getattr(found, m) for m in ("ttft", "tpot", "e2e", "all")},
-            **times,
-        }
-        for scale, found in group.attainment.items()
-    ]
-
-
-def _write_rows(path: Path, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(heads)
-        writer.writerows(rows)
-
-
-def _time(time_s: float) -> float | str:
-    return time_s if time_s >= 0 else ""

@@ -23,6 +23,7 @@ from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
 from prism.policies.knobs import Knobs
 from prism.policies.static import StaticSettings
+from prism.replay.trace import Trace
 from prism.scheduler.local import Limits
 from prism.sim.base_slos import with_base_slos
 from prism.sim.config import BaselinesYaml, SimModelYaml, SimYaml
@@ -60,7 +61,13 @@ def read_config(path: Path, overrides: Overrides | None = None) -> SimYaml:
     """`overrides`: dotted keys such as "gpus.count" -> value. Raises ConfigError."""
     with _named(path):
         data = read_mapping(path, "gpus: and models:", "name a YAML file that is there")
-        for key, value in (overrides or {}).items():
+    return with_changes(data, overrides or {}, path)
+
+
+def with_changes(data: dict[str, Any], overrides: Overrides, path: Path) -> SimYaml:
+    """Of the file's keys, which change. `path`: for messages. Raises ConfigError."""
+    with _named(path):
+        for key, value in overrides.items():
             _put(data, key, value)
         return convert(data, SimYaml)
 
@@ -70,16 +77,19 @@ def load(path: Path, overrides: Overrides | None = None) -> Scenario:
     return resolve(read_config(path, overrides), path)
 
 
-def resolve(config: SimYaml, path: Path) -> Scenario:
-    """`path`: of the YAML, for messages and relative paths. Raises ConfigError, TraceError."""
+def resolve(config: SimYaml, path: Path, rows: Trace | None = None) -> Scenario:
+    """`path`: of the YAML, for messages and relative paths. rows: in place of the file that
+    `config.trace` names. Raises ConfigError, TraceError."""
     check(config, path)
     with _named(path):
         models = expand(config.models)
-        work = _workload(config, models, path.parent)
+        work = _workload(config, models, path.parent, rows)
         setup = cluster_setup(config, models, work, path.parent)
         if config.base_slos:
             plain = msgspec.structs.replace(config, rate_scale=1.0)
-            base = work if config.rate_scale == 1.0 else _workload(plain, models, path.parent)
+            base = work
+            if config.rate_scale != 1.0:
+                base = _workload(plain, models, path.parent, rows)
             setup = with_base_slos(setup, work, base, config.slo_scale)
         return Scenario(config, setup, work)
 
@@ -99,9 +109,11 @@ def _named(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def _workload(config: SimYaml, models: list[SimModelYaml], folder: Path) -> Workload:
+def _workload(
+    config: SimYaml, models: list[SimModelYaml], folder: Path, rows: Trace | None
+) -> Workload:
     names = {model.name: i for i, model in enumerate(models)}
-    trace = load_trace(config, models, folder)
+    trace = load_trace(config, models, folder, rows)
     work = workload(trace, names, config.slo_scale, config.trace or "generate")
     _fill_slos(work, config, models)
     return work

@@ -80,14 +80,19 @@ def attainment(found: Columns, scale: float) -> Attainment:
     """As `metrics.attainment`: an error misses every SLO; a single token meets its TPOT."""
     if not len(found):
         return Attainment(0)
-    met = {
+    within = met(found, scale)
+    every = within["ttft"] & within["tpot"] & within["e2e"]
+    parts = {name: float(values.mean()) for name, values in within.items()}
+    return Attainment(len(found), **parts, all=float(every.mean()))
+
+
+def met(found: Columns, scale: float) -> dict[str, Bools]:
+    """Metric -> which requests are within their SLO."""
+    return {
         "ttft": found.ok & (found.ttft_ms <= found.slo_ttft_ms * scale),
         "tpot": found.ok & ~(found.tpot_ms > found.slo_tpot_ms * scale),
         "e2e": found.ok & (found.e2e_ms <= found.slo_e2e_ms * scale),
     }
-    every = met["ttft"] & met["tpot"] & met["e2e"]
-    parts = {name: float(values.mean()) for name, values in met.items()}
-    return Attainment(len(found), **parts, all=float(every.mean()))
 
 
 def summarize(records: Records, scales: Sequence[float]) -> Summary:

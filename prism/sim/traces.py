@@ -15,7 +15,7 @@ from prism.replay.kinds import KINDS, config_of, config_of_preset
 from prism.replay.lengths import Lengths, LengthSource
 from prism.replay.options import parse_lengths
 from prism.replay.rows import ReadOptions
-from prism.replay.trace import TraceRequest
+from prism.replay.trace import Trace, TraceRequest
 from prism.sim.config import GenerateYaml, SimModelYaml, SimYaml, SourceYaml
 
 Models = Sequence[SimModelYaml]
@@ -29,9 +29,13 @@ OWN_KEYS = {
 LENGTHS = ("input_median", "input_max", "output_median", "output_max")
 
 
-def load_trace(config: SimYaml, models: Models, folder: Path) -> list[TraceRequest]:
-    """The trace at the rate scale. Raises ConfigError, TraceError."""
-    if config.trace is not None:
+def load_trace(
+    config: SimYaml, models: Models, folder: Path, rows: Trace | None = None
+) -> list[TraceRequest]:
+    """The trace, or the rows in its place, at the rate scale. Raises ConfigError, TraceError."""
+    if rows is not None:
+        trace = list(rows)
+    elif config.trace is not None:
         trace = read_source(folder / config.trace, config.source, models, config.seed)
     else:
         assert config.generate is not None

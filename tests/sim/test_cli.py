@@ -22,6 +22,7 @@ from prism.replay.kinds import config_of, config_of_preset
 from prism.replay.metrics import summarize as summarize_records
 from prism.sim.scenario import load
 from prism.sim.summary import request_records, summarize
+from prism.sim.tables import TABLES
 from prism.sim.world import World
 from tests.costs.tables import BENT
 
@@ -62,7 +63,7 @@ def test_run_writes_what_it_says(
     monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    extras = ("--requests", "--timeline", "--judge", "0.5,1")
+    extras = ("--timeline", "--judge", "0.5,1")
     assert call(monkeypatch, "run", str(config), "--out", str(out), *extras) == 0
     results = json.loads((out / "results.json").read_text())
     assert results["schema"] == "prism-sim/1"
@@ -72,6 +73,10 @@ def test_run_writes_what_it_says(
     requests = list(csv.DictReader((out / "requests.csv").read_text().splitlines()))
     assert len(requests) == 240
     assert all(float(r["arrival_s"]) <= float(r["first_token_s"]) for r in requests)
+    assert {path.stem for path in out.glob("*.parquet")} == {
+        path.stem for path in out.glob("*.csv")
+    }
+    assert {path.stem for path in out.glob("*.csv")} == {*TABLES}
     page = (out / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "<svg" in page
@@ -86,8 +91,8 @@ def test_the_same_seed_gives_the_same_bytes(
     outs = [tmp_path / "first", tmp_path / "second"]
     for out in outs:
         assert call(monkeypatch, "run", str(config), "--out", str(out), "--seed", "3") == 0
-    for name in ("results.json", "models.csv", "decisions.csv", "report.html"):
-        assert (outs[0] / name).read_bytes() == (outs[1] / name).read_bytes()
+    for path in outs[0].iterdir():
+        assert path.read_bytes() == (outs[1] / path.name).read_bytes()
 
 
 def test_summary_agrees_with_that_of_prism_replay(config: Path) -> None:

@@ -1,0 +1,75 @@
+"""A notebook on `prism.sim`, as a script: which policy keeps its SLOs on two GPUs, and why.
+
+Run it with `python examples/notebook.py`; in a notebook, each `# %%` begins a cell. It needs the
+package polars (`pip install 'prism-serving[frames]'`).
+"""
+
+# %% A cluster is the keys of the YAML; a trace is a file, or rows.
+import polars as pl
+
+from prism.policies.data import Action, Activate, ClusterView, Settings
+from prism.policies.registry import ELASTIC_MEMORY, Policy
+from prism.sim import Results, simulate
+
+setup = {
+    "gpus": {"type": "h100", "count": 2, "memory": "40GiB"},
+    "models": [
+        {"name": "chat", "shape": "Llama-3.1-8B"},
+        {"name": "tail", "shape": "Llama-3.2-3B", "count": 9},
+    ],
+    "slo": {"ttft": "500ms", "tpot": "50ms"},
+    "generate": {"seconds": 300, "rate": 6},
+    "seed": 1,
+}
+results = simulate(setup)
+print(results.summary.total.attainment["1"])
+
+# %% Each request is a row: the slowest first tokens, and who had them.
+slow = results.requests.sort("ttft_s", descending=True).head(5)
+print(slow.select("model", "device", "arrival_s", "ttft_s"))
+
+# %% Latency over time, in pieces of a minute.
+minutes = (
+    results.requests.group_by((pl.col("arrival_s") // 60).alias("minute"))
+    .agg(pl.len().alias("requests"), pl.col("ttft_s").quantile(0.99).alias("ttft_p99_s"))
+    .sort("minute")
+)
+print(minutes)
+
+
+# %% A policy of one's own needs no package here: the first device with room, for good.
+def first_fit(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
+    """One model for each plan; the next one sees what is left."""
+    for model in view.models:
+        for gpu in view.gpus:
+            need = model.weight_bytes + model.kv_floor_bytes
+            if model.state == "absent" and gpu.engines_free and gpu.free_bytes >= need:
+                return (Activate(model.name, gpu.name, "first that fits"),)
+    return ()
+
+
+mine = Policy("first-fit", first_fit, frozenset({ELASTIC_MEMORY}), evicts=False)
+runs: dict[str, Results] = {
+    "first-fit": simulate(setup, policy=mine),
+    "static": simulate(setup, changes={"policy": "static"}),
+    "prism": results,
+}
+
+# %% One table of all: attainment, busy GPUs, and how often models came and went.
+compared = pl.DataFrame(
+    {
+        "policy": list(runs),
+        "within_slo": [r.requests["met_ttft"].mean() for r in runs.values()],
+        "busy": [r.devices["busy"].mean() for r in runs.values()],
+        "activations": [r.devices["activations"].sum() for r in runs.values()],
+    }
+)
+print(compared)
+
+# %% The same requests elsewhere: a trace is rows, too.
+rows = [
+    {"timestamp": 1000.0 * i, "model": "chat", "input_length": 200, "output_length": 50}
+    for i in range(60)
+]
+alone = simulate(setup, rows, changes={"gpus.count": 1})
+print(alone.models.select("model", "requests", "ttft_ms_p99", "costs"))
