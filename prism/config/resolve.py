@@ -41,6 +41,7 @@ _DEVICE_NAME = re.compile(r"(host|cuda):\d{1,4}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.:@+/-]*")
 _PAGE_GRAIN_BYTES = 4096
 _ENGINES_MAX = 64
+_FRONTENDS_MAX = 16
 # Loops that are well may wait up to 10 s, for a device's ledger.
 HANG_LEAST_S = 15
 
@@ -207,6 +208,10 @@ def _check_frontend(data: FrontendConfig) -> None:
             " free one"
         )
     _at_least(data.max_open_requests, 1, "frontend.max_open_requests")
+    if not 1 <= data.processes <= _FRONTENDS_MAX:
+        raise ConfigError(
+            f"frontend.processes: {data.processes} is out of range; choose 1 to {_FRONTENDS_MAX}"
+        )
 
 
 def _journal(data: JournalYaml) -> JournalConfig:

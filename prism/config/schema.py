@@ -98,8 +98,12 @@ class FrontendConfig(
     host: str = "127.0.0.1"
     # The port to listen on. 0 takes any free one.
     port: int = 8000
+    # How many processes serve the port: 1 to 16. More than one pays where one process has no CPU
+    # left: see docs/operating.md.
+    processes: int = 1
     # With so many requests open, new ones get status 429. Half of it is kept in equal parts for
-    # each model, so one model alone gets at most the other half and its own part.
+    # each model, so one model alone gets at most the other half and its own part. Each process has
+    # an equal part of all this.
     max_open_requests: int = 4096
     # A request that receives no token for this long ends with an error.
     progress_timeout_s: Seconds = Seconds("10m")
@@ -314,6 +318,8 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     # Likewise: see `DirectMoves`.
     kv_offer_s: float = 5.0
     kv_fetch_s: float = 2.0
+    # Likewise: something listens at `preloaded_path` of each device.
+    preloaded: bool = False
 
     @property
     def scheduler_endpoint(self) -> str:
@@ -321,6 +327,10 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 
     def agent_engines_endpoint(self, device: str) -> str:
         return f"ipc://{self.run_dir}/engines-{device.replace(':', '')}"
+
+    def preloaded_path(self, device: str) -> Path:
+        """The socket of the process that keeps the device's imports ready."""
+        return Path(self.run_dir) / f"preloaded-{device.replace(':', '')}"
 
     def agent_cancel_endpoint(self, device: str) -> str:
         return f"ipc://{self.run_dir}/cancel-{device.replace(':', '')}"

@@ -9,10 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from prism.frontend.metrics import malformed_messages
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.gpu import GpuMemory
-from prism.transport import malformed_total
 
 # metric name -> (field of the report, help)
 _DEVICE_GAUGES = {
@@ -121,18 +121,8 @@ def _cluster(status: ClusterStatus) -> Iterator[Metric]:
     for action, count in status.actions_total.items():
         actions.add_metric([action], count)
     yield actions
-    dropped = CounterMetricFamily(
-        "prism_malformed_messages", "Messages dropped as malformed", labels=["process"]
-    )
-    for name, count in _malformed(status).items():
-        dropped.add_metric([name], count)
-    yield dropped
-
-
-def _malformed(status: ClusterStatus) -> dict[str, int]:
-    """By process; "frontend" is the one that answers."""
     agents = {agent.device: agent.malformed_total for agent in status.agents}
-    return {"frontend": malformed_total(), "scheduler": status.malformed_total, **agents}
+    yield malformed_messages({"scheduler": status.malformed_total, **agents})
 
 
 def _by_label(

@@ -19,7 +19,8 @@ from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics import Metrics
 from prism.frontend.refusals import RefusalWatch
 from prism.frontend.request_log import ChunkOutcome, OpenRequest, RequestLog
-from prism.messages.requests import Cancel, EngineOutput, Failure
+from prism.frontend.siblings import Siblings
+from prism.messages.requests import Cancel, EngineOutput, Failure, ToFrontend
 from prism.queueing.requests import RequestQueue
 from prism.transport import Channel
 
@@ -47,7 +48,9 @@ class Dispatcher:
     ) -> None:
         self.frontend_id = frontend_id
         self.reply_to = config.frontend_endpoint(frontend_id)
-        self.log = RequestLog(config.frontend.max_open_requests, len(config.models))
+        # Each frontend has its part, so that the bound is the cluster's.
+        open_max = -(-config.frontend.max_open_requests // config.frontend.processes)
+        self.log = RequestLog(open_max, len(config.models))
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
@@ -55,7 +58,10 @@ class Dispatcher:
         self._metrics = metrics
         self._cancel_endpoints = [config.agent_cancel_endpoint(d.name) for d in config.devices]
         self._context = zmq.asyncio.Context()
-        self._inbox: Channel[EngineOutput] = Channel(self._context, zmq.PULL, EngineOutput, hwm=0)
+        self._inbox: Channel[ToFrontend] = Channel(self._context, zmq.PULL, ToFrontend, hwm=0)
+        self.siblings = Siblings(
+            self._context, config, frontend_id, lambda: metrics.text(frontend_id)
+        )
         self._cancels = [Channel[None](self._context, zmq.PUSH) for _ in self._cancel_endpoints]
         self._loops: list[asyncio.Task[None]] = []
         # Set when a bug has ended one of the loops: nothing is served from then on.
@@ -133,8 +139,11 @@ class Dispatcher:
 
     async def _receive(self) -> None:
         while True:
-            _, output = await self._inbox.receive()
-            self._take(output)
+            _, message = await self._inbox.receive()
+            if isinstance(message, EngineOutput):
+                self._take(message)
+            else:
+                self.siblings.take(message)
 
     def _take(self, output: EngineOutput) -> None:
         unknown = []

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from prism.frontend.siblings import labelled
+from prism.transport import malformed_total
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
@@ -29,6 +36,11 @@ class Metrics:
         self.open = Gauge(
             "prism_open_requests", "Requests in progress", ["model"], registry=self.registry
         )
+        self.registry.register(_Malformed())
+
+    def text(self, frontend_id: str) -> str:
+        """For Prometheus."""
+        return labelled(generate_latest(self.registry).decode(), frontend_id)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"prism_{name}", text, ["model", *labels], registry=self.registry)
@@ -37,6 +49,22 @@ class Metrics:
         return Histogram(
             f"prism_{name}", text, ["model"], buckets=buckets_s, registry=self.registry
         )
+
+
+class _Malformed(Collector):
+    """Of this process; the cluster's status has the same of the others."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield malformed_messages({"frontend": malformed_total()})
+
+
+def malformed_messages(counts: dict[str, int]) -> Metric:
+    """`counts`: by process."""
+    name, text = "prism_malformed_messages", "Messages dropped as malformed"
+    dropped = CounterMetricFamily(name, text, labels=["process"])
+    for process, count in counts.items():
+        dropped.add_metric([process], count)
+    return dropped
 
 
 class RequestTimer:

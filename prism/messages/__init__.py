@@ -6,7 +6,7 @@ are wall-clock seconds since the epoch; monotonic times never leave a process. T
 model's own vocabulary ids.
 
 Sockets are ZeroMQ, `ipc://` below the run directory or loopback TCP:
-  frontend  binds PULL    <- agents PUSH `ToFrontend`                         requests.py
+  frontend  binds PULL    <- agents and frontends PUSH `ToFrontend`           requests.py
   agent     binds PULL    <- frontends and launcher PUSH `ToAgent`            requests.py
   agent     binds ROUTER  <- its engines DEALER (identity = engine id):
                              `ToEngine`, `FromEngine`                         engine.py

@@ -130,5 +130,18 @@ class FrontendGone(Wire, frozen=True):
     frontend_id: str
 
 
-ToFrontend = EngineOutput  # from an agent
+class MetricsWanted(Wire, frozen=True):
+    """Another frontend is scraped, and wants the answer."""
+
+    frontend_id: str
+
+
+class FrontendMetrics(Wire, frozen=True):
+    """The metrics of one frontend, as text for Prometheus."""
+
+    frontend_id: str
+    text: str
+
+
+ToFrontend = EngineOutput | MetricsWanted | FrontendMetrics  # from an agent | from a frontend
 ToAgent = Cancel | FrontendGone  # from a frontend | from the launcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -56,7 +57,7 @@ class Frontend(Child):
         variables: Mapping[str, str],
         line: AgentLine,
     ) -> None:
-        super().__init__(spec, logs, variables)
+        super().__init__(replace(spec, name=f"frontend-{slot}"), logs, variables)
         self._slot = slot
         self._line = line
         self._starts = 0

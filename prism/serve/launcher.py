@@ -240,9 +240,17 @@ def _others(
         )
         for device in config.devices
     ]
-    return [
-        [Child(spec, run_dir.logs, variables) for spec in group] for group in ([scheduler], agents)
-    ]
+    preloaded = [_preloaded(config, device.name, arguments) for device in config.devices]
+    groups = ([scheduler, *preloaded], agents)
+    return [[Child(spec, run_dir.logs, variables) for spec in group] for group in groups]
+
+
+def _preloaded(config: ClusterConfig, device: str, arguments: tuple[str, ...]) -> ChildSpec:
+    """The imports of the device's engines."""
+    path = str(config.preloaded_path(device))
+    more = ("--adapter", config.engine.adapter, "--device", device, "--preloaded", path)
+    name = f"preloaded-{device.replace(':', '')}"
+    return ChildSpec(name, "prism.engines.forkserver", (*arguments, *more), _GRACE_S)
 
 
 def _frontends(
@@ -253,7 +261,7 @@ def _frontends(
     line: AgentLine,
 ) -> list[Frontend]:
     spec = ChildSpec(
-        "frontend-f0",
+        "",
         "prism.frontend",
         ("--config", str(run_dir.config_file), "--listen-fd", str(listen_fd)),
         config.engine.drain_timeout_s + _GRACE_S,
@@ -261,7 +269,8 @@ def _frontends(
         # It was checked at the start: one model's files must not keep the others from being served.
         restart_arguments=("--without-unreadable",),
     )
-    return [Frontend("f0", spec, run_dir.logs, variables, line)]
+    slots = [f"f{number}" for number in range(config.frontend.processes)]
+    return [Frontend(slot, spec, run_dir.logs, variables, line) for slot in slots]
 
 
 def _mps(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> dict[str, str]:
@@ -316,6 +325,7 @@ def _resolved(
         run_dir=str(run_dir.path),
         redis_url=redis_server.url if redis_server else config.redis_url,
         port=listener.getsockname()[1],
+        preloaded=True,
     )
 
 

@@ -98,12 +98,14 @@ async def test_metrics(stack: Stack) -> None:
     await stack.services.queue.publish_status(published())
     lines = (await stack.client.get("/metrics")).text.splitlines()
     for line in (
-        'prism_requests_total{model="base",outcome="ok"} 1.0',
-        'prism_prompt_tokens_total{model="base"} 2.0',
-        'prism_output_tokens_total{model="base"} 3.0',
-        'prism_ttft_seconds_count{model="base"} 1.0',
-        'prism_slo_total{met="true",model="base",slo="ttft"} 1.0',
-        'prism_open_requests{model="base"} 0.0',
+        'prism_requests_total{frontend="f0",model="base",outcome="ok"} 1.0',
+        'prism_prompt_tokens_total{frontend="f0",model="base"} 2.0',
+        'prism_output_tokens_total{frontend="f0",model="base"} 3.0',
+        'prism_ttft_seconds_count{frontend="f0",model="base"} 1.0',
+        'prism_slo_total{frontend="f0",met="true",model="base",slo="ttft"} 1.0',
+        'prism_open_requests{frontend="f0",model="base"} 0.0',
+        'prism_malformed_messages_total{frontend="f0",process="frontend"} 0.0',
+        'prism_malformed_messages_total{process="scheduler"} 0.0',
         "prism_cluster_ready 1.0",
         'prism_placement{device="host:0",model="base"} 1.0',
         'prism_device_resident_bytes{device="host:0"} 65536.0',
@@ -115,3 +117,5 @@ async def test_metrics(stack: Stack) -> None:
         'prism_actions_total{action="activate"} 4.0',
     ):
         assert line in lines
+    heads = [line for line in lines if line.startswith("#")]
+    assert len(heads) == len(set(heads))

@@ -102,6 +102,7 @@ def test_requests_were_sent_again(cluster: Cluster) -> None:
     """The kills above met requests, or they showed nothing."""
     metrics = httpx.get(f"{cluster.url}/metrics").text
     lines = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[:1] != "#")
-    assert float(lines['prism_retries_total{model="a"}']) > 0
-    outcomes = {key for key in lines if key.startswith('prism_requests_total{model="a"')}
-    assert outcomes == {'prism_requests_total{model="a",outcome="ok"}'}
+    mine = 'frontend="f0.1",model="a"'
+    assert float(lines[f"prism_retries_total{{{mine}}}"]) > 0
+    outcomes = {key for key in lines if key.startswith(f"prism_requests_total{{{mine}")}
+    assert outcomes == {f'prism_requests_total{{{mine},outcome="ok"}}'}

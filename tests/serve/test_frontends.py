@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,18 +15,20 @@ from tempfile import TemporaryDirectory
 import httpx
 import pytest
 
+from prism.engines.fake import expected_tokens
 from tests.serve.conftest import Cluster, serving, until
 
+COUNT = 100
 SLOW = json.dumps({"decode_step_ms": 40})
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Engines that take 40 ms for a step."""
+    """Two frontends; engines that take 40 ms for a step."""
     folder = tmp_path_factory.mktemp("cluster")
     with (
         TemporaryDirectory(prefix="prism-") as temporary,
-        serving(folder, Path(temporary), SLOW) as made,
+        serving(folder, Path(temporary), SLOW, frontend={"port": 0, "processes": 2}) as made,
     ):
         yield made
 
@@ -40,29 +43,57 @@ def agent_log(cluster: Cluster) -> str:
     return (cluster.log.parent / "logs" / "agent-host0.log").read_text()
 
 
-async def broken_stream(client: httpx.AsyncClient, began: asyncio.Event) -> None:
-    body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": 240, "ignore_eos": True}
+def frontends(cluster: Cluster) -> set[str]:
+    return {path.name for path in cluster.run_dir.glob("frontend-*")}
+
+
+def requests_ended(cluster: Cluster) -> dict[str, float]:
+    """By frontend, those that ended well."""
+    text = httpx.get(f"{cluster.url}/metrics").text
+    pattern = r'^prism_requests_total{frontend="(.*)",model="a",outcome="ok"} (.*)$'
+    return {name: float(count) for name, count in re.findall(pattern, text, re.MULTILINE)}
+
+
+def test_all_processes_serve_the_port_and_are_in_the_metrics(cluster: Cluster) -> None:
+    """Each post is a connection of its own."""
+    count = 0
+    while len(requests_ended(cluster)) < 2:
+        assert cluster.post().status_code == 200
+        count += 1
+    assert sum(requests_ended(cluster).values()) == count
+
+
+async def stream(client: httpx.AsyncClient, began: asyncio.Event) -> bool:
+    """Whether all of it came."""
+    body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": COUNT, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    ids: list[int] = []
     with suppress(httpx.TransportError):
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as got:
-            async for _ in got.aiter_lines():
+        async with client.stream("POST", "/v1/completions", json=body) as got:
+            async for line in got.aiter_lines():
                 began.set()
+                if line.startswith("data: {"):
+                    ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+    assert ids == expected_tokens([9, 8, 7], len(ids))
+    return len(ids) == COUNT
 
 
-async def kill_under_load(cluster: Cluster) -> None:
-    """Twelve streams; eight of them may run at a time."""
-    began = asyncio.Event()
+async def kill_under_load(cluster: Cluster) -> list[bool]:
+    """Twelve streams; eight of them may run at a time. A frontend is killed when all have come."""
+    began = [asyncio.Event() for _ in range(12)]
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
-        streams = [asyncio.create_task(broken_stream(client, began)) for _ in range(12)]
-        await began.wait()
-        os.kill(cluster.child("prism.frontend"), signal.SIGKILL)
-        await asyncio.gather(*streams)
+        streams = [asyncio.create_task(stream(client, each)) for each in began]
+        for each in began[:4]:
+            await each.wait()
+        os.kill(cluster.child("--frontend-id\0f0."), signal.SIGKILL)
+        return await asyncio.gather(*streams)
 
 
 def test_orphans_of_a_dead_frontend_leave_the_engines_at_once(cluster: Cluster) -> None:
-    """Not by its heartbeat: that log line never comes."""
+    """Not by its heartbeat: that log line never comes. The other frontend's streams are whole."""
     asyncio.run(kill_under_load(cluster))
     until(lambda: "frontend f0.1 has ended" in agent_log(cluster), "the launcher's word")
     until(lambda: has_no_requests(cluster), "no orphans")
     assert "is gone: its requests are cancelled" not in agent_log(cluster)
     assert cluster.post().status_code == 200
-    assert [path.name for path in cluster.run_dir.glob("frontend-*")] == ["frontend-f0.2"]
+    until(lambda: frontends(cluster) == {"frontend-f0.2", "frontend-f1.1"}, "sockets")

@@ -26,7 +26,9 @@ FRAMES = [
 
 def malformed(cluster: Cluster) -> dict[str, float]:
     text = httpx.get(f"{cluster.url}/metrics").text
-    found = re.findall(r'^prism_malformed_messages_total{process="(.*)"} (.*)$', text, re.MULTILINE)
+    found = re.findall(
+        r'^prism_malformed_messages_total{.*process="(.*)"} (.*)$', text, re.MULTILINE
+    )
     return {process: float(count) for process, count in found}
 
 

@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prism.errors import QueueUnavailableError
 from prism.frontend.errors import RETRY_AFTER_S
 from prism.frontend.services import Services, services
+from prism.frontend.siblings import merged
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
@@ -58,7 +59,8 @@ async def metrics(request: Request) -> Response:
         found.cluster.status = await found.queue.status()
     except QueueUnavailableError:
         found.cluster.status = None
-    text = generate_latest(found.metrics.registry) + generate_latest(found.cluster)
+    frontends = await found.dispatcher.siblings.metrics()
+    text = merged([*frontends, generate_latest(found.cluster).decode()])
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

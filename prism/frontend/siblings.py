@@ -1,0 +1,89 @@
+"""The metrics of all frontends of a cluster: the one that is scraped asks the others."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from prism.config.schema import ClusterConfig
+from prism.messages.requests import FrontendMetrics, MetricsWanted
+from prism.transport import Channel
+
+ANSWER_S = 1.0  # one that answers later is left out
+_HELP = "# HELP "
+
+
+class Siblings:
+    """`own`: this frontend's metrics, as text for Prometheus. For one event loop."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        config: ClusterConfig,
+        frontend_id: str,
+        own: Callable[[], str],
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._id = frontend_id
+        self._own = own
+        self._channels: dict[str, Channel[None]] = {}
+        self._answers: dict[str, asyncio.Future[str]] = {}
+
+    async def metrics(self) -> list[str]:
+        """Of this frontend, and of all others that answer in time."""
+        asked = [self._asked(name) for name in self._others()]
+        if asked:
+            await asyncio.wait(asked, timeout=ANSWER_S)
+        return [self._own(), *(each.result() for each in asked if each.done())]
+
+    def take(self, message: MetricsWanted | FrontendMetrics) -> None:
+        if isinstance(message, MetricsWanted):
+            self._send(message.frontend_id, FrontendMetrics(self._id, self._own()))
+        elif (asked := self._answers.pop(message.frontend_id, None)) is not None:
+            asked.set_result(message.text)
+
+    def _others(self) -> set[str]:
+        """By their sockets, so that no Redis is needed. The launcher removes those of the dead."""
+        prefix = Path(self._config.frontend_endpoint("").removeprefix("ipc://"))
+        found = {path.name.removeprefix(prefix.name) for path in prefix.parent.glob("frontend-*")}
+        for gone in self._channels.keys() - found:
+            self._channels.pop(gone).close()
+            self._answers.pop(gone, None)
+        return found - {self._id}
+
+    def _asked(self, frontend_id: str) -> asyncio.Future[str]:
+        """Two scrapes at a time share an answer."""
+        if frontend_id not in self._answers:
+            self._answers[frontend_id] = asyncio.get_running_loop().create_future()
+        self._send(frontend_id, MetricsWanted(self._id))
+        return self._answers[frontend_id]
+
+    def _send(self, frontend_id: str, message: MetricsWanted | FrontendMetrics) -> None:
+        if frontend_id not in self._channels:
+            channel = self._channels[frontend_id] = Channel[None](self._context, zmq.PUSH)
+            channel.connect(self._config.frontend_endpoint(frontend_id))
+        try:
+            self._channels[frontend_id].send(message)
+        except zmq.ZMQError:  # it hangs
+            return
+
+
+def labelled(text: str, frontend_id: str) -> str:
+    """Each sample says which frontend it is of. REQUIRES: all samples have labels."""
+    return re.sub(r"^(\w+)\{", rf'\1{{frontend="{frontend_id}",', text, flags=re.MULTILINE)
+
+
+def merged(texts: Iterable[str]) -> str:
+    """One text: the samples of a metric stand together, behind its name and type."""
+    families: dict[str, list[str]] = {}
+    for text in texts:
+        for family in f"\n{text}".split(f"\n{_HELP}")[1:]:
+            says, kind, *samples = family.splitlines()
+            families.setdefault(f"{_HELP}{says}\n{kind}", []).extend(samples)
+    return "".join("\n".join([head, *samples]) + "\n" for head, samples in families.items())
