@@ -19,7 +19,9 @@ import msgspec
 from prism.frontend.errors import OverloadedError
 from prism.messages.requests import Chunk, Failure, Request, Resume
 
-ATTEMPTS_MAX = 3
+# Attempts whose engine died, perhaps by them; and attempts in all, whoever was to blame.
+SUSPECTED_MAX = 3
+ATTEMPTS_MAX = 20
 RESENDS_MAX = 3
 
 # What happens to a choice, by its number: new tokens, or its failure.
@@ -45,6 +47,7 @@ class OpenRequest:
     received: list[int] = field(default_factory=list)  # its output so far
     enqueued: bool = False  # Redis has this attempt, or had it
     resends: int = 0  # of attempts that the queue had lost
+    suspected: int = 0  # attempts whose engine died, perhaps by them
     progress_s: float = field(default_factory=time.monotonic)  # when it was sent or output came
 
     @property
@@ -64,6 +67,7 @@ class OpenRequest:
     def note_blame(self, failure: Failure) -> None:
         """A suspect of its engine's death is tried alone."""
         if failure.blame == "suspect":
+            self.suspected += 1
             suspected_at = max(failure.output_tokens, len(self.received))
             self.request = msgspec.structs.replace(self.request, suspected_at=suspected_at)
 
@@ -149,7 +153,10 @@ class RequestLog:
         return self._again_or_break(entry) if failure.retryable else ChunkOutcome.BREAK
 
     def _again_or_break(self, entry: OpenRequest) -> ChunkOutcome:
-        return ChunkOutcome.RETRY if entry.request.attempt < ATTEMPTS_MAX else ChunkOutcome.BREAK
+        """One whose agents or devices are taken away is tried more often than one whose engines
+        die while they compute it."""
+        again = entry.suspected < SUSPECTED_MAX and entry.request.attempt < ATTEMPTS_MAX
+        return ChunkOutcome.RETRY if again else ChunkOutcome.BREAK
 
     def _deliver(self, entry: OpenRequest, chunk: Chunk) -> None:
         first = len(entry.received)

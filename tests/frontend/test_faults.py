@@ -7,12 +7,15 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Literal
 
 import httpx
+import msgspec
 import pytest
 
 from prism.frontend.__main__ import drain, serve
 from prism.frontend.app import create_app
+from prism.frontend.request_log import ATTEMPTS_MAX
 from prism.messages.requests import Chunk, Failure, Request
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
@@ -32,7 +35,9 @@ async def until(condition: Callable[[], bool]) -> None:
 WHOLE = [*ids_of("the lazy dog"), 0]
 
 
-def failing(failures: int, cut: int) -> Callable[[Request], AsyncIterator[Chunk | Failure]]:
+def failing(
+    failures: int, cut: int, blame: Literal["", "suspect"] = ""
+) -> Callable[[Request], AsyncIterator[Chunk | Failure]]:
     """The first `failures` attempts die behind `cut` more tokens of WHOLE; the next one ends it."""
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
@@ -42,7 +47,7 @@ def failing(failures: int, cut: int) -> Callable[[Request], AsyncIterator[Chunk 
             return
         if cut:
             yield tokens(request, last.first_index, last.token_ids[:cut])
-        yield died(request)
+        yield msgspec.structs.replace(died(request), blame=blame)
         yield tokens(request, last.first_index + cut, ids_of("late"), "stop")
 
     return script
@@ -81,8 +86,18 @@ async def test_the_next_token_of_one_that_goes_on_is_due_within_its_tpot_slo(sta
     assert second.deadline_unix_s == second.arrival_unix_s + first.slo_tpot_s
 
 
-async def test_attempts_are_bounded(stack: Stack) -> None:
+async def test_a_request_outlives_many_agents_but_not_any_number(stack: Stack) -> None:
+    stack.agent.script = failing(ATTEMPTS_MAX - 1, 0)
+    answer = (await stack.client.post("/v1/completions", json=BODY)).json()
+    assert answer["choices"][0]["text"] == "the lazy dog"
     stack.agent.script = failing(100, 0)
+    response = await stack.client.post("/v1/completions", json=BODY)
+    assert response.json()["error"]["code"] == "engine_died"
+    assert len(stack.agent.seen) == 2 * ATTEMPTS_MAX
+
+
+async def test_attempts_that_may_have_killed_their_engine_are_few(stack: Stack) -> None:
+    stack.agent.script = failing(100, 0, "suspect")
     response = await stack.client.post("/v1/completions", json=BODY)
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_died"
@@ -90,7 +105,7 @@ async def test_attempts_are_bounded(stack: Stack) -> None:
 
 
 async def test_a_stream_without_attempts_left_ends_with_the_named_error(stack: Stack) -> None:
-    stack.agent.script = failing(100, 1)
+    stack.agent.script = failing(100, 1, "suspect")
     got = await stream(stack, "/v1/completions", **BODY)
     assert got[-1]["error"]["code"] == "engine_died"
     assert [r.attempt for r in stack.agent.seen] == [1, 2, 3]
