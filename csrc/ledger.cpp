@@ -155,7 +155,8 @@ Result<int> Ledger::join(const ClientOptions& options, int lock_fd, int memory_f
 }
 
 Status Ledger::leave(int slot) {
-  const Lock lock(*this, Patience::full);
+  const Lock lock(*this);
+  if (lock.timed_out()) return owe(slot, nullptr, 0);
   KV_TRY(lock.held());
   vacate(record(slot));
   return {};
@@ -200,21 +201,47 @@ Status Ledger::commit(int slot, uint64_t bytes) {
 }
 
 Status Ledger::cancel(int slot, uint64_t bytes) {
-  const Lock lock(*this, Patience::full);
-  KV_TRY(lock.held());
-  ClientRecord& client = record(slot);
-  if (bytes > client.pending_bytes) return underflow("were reserved");
-  update(client, [=](ClientRecord& c) { c.pending_bytes -= bytes; });
-  return {};
+  return give_back(slot, &ClientRecord::pending_bytes, bytes, "were reserved");
 }
 
 Status Ledger::release(int slot, uint64_t bytes) {
-  const Lock lock(*this, Patience::full);
+  return give_back(slot, &ClientRecord::committed_bytes, bytes, "were committed");
+}
+
+Status Ledger::give_back(int slot, uint64_t ClientRecord::* count, uint64_t bytes,
+                         const char* what) {
+  const Lock lock(*this);
+  if (lock.timed_out()) return owe(slot, count, bytes);
   KV_TRY(lock.held());
-  ClientRecord& client = record(slot);
-  if (bytes > client.committed_bytes) return underflow("were committed");
-  update(client, [=](ClientRecord& c) { c.committed_bytes -= bytes; });
+  if (bytes > record(slot).*count) return underflow(what);
+  update(record(slot), [=](ClientRecord& c) { c.*count -= bytes; });
   return {};
+}
+
+Status Ledger::owe(int slot, uint64_t ClientRecord::* count, uint64_t bytes) {
+  const std::lock_guard guard(owed_mutex_);
+  owed_.push_back({slot, record(slot).joined, count, bytes});
+  held_up_ = true;
+  return {};
+}
+
+bool Ledger::pay_owed() {
+  // Not waited for under the ledger's mutex: a later call pays.
+  const std::unique_lock guard(owed_mutex_, std::try_to_lock);
+  if (!guard) held_up_ = true;
+  if (!guard || owed_.empty()) return false;
+  for (const auto& [slot, joined, count, bytes] : owed_) {
+    ClientRecord& client = record(slot);
+    if (client.used == 0 || client.joined != joined) continue;
+    if (count == nullptr) {
+      vacate(client);
+    } else {
+      const uint64_t paid = std::min(client.*count, bytes);
+      update(client, [&](ClientRecord& c) { c.*count -= paid; });
+    }
+  }
+  owed_.clear();
+  return true;
 }
 
 Result<uint64_t> Ledger::available(int slot, uint64_t given_back_bytes) {
@@ -243,11 +270,7 @@ Status Ledger::reserve_static_locked(int slot, uint64_t bytes) {
 }
 
 Status Ledger::release_static(int slot, uint64_t bytes) {
-  const Lock lock(*this, Patience::full);
-  KV_TRY(lock.held());
-  if (bytes > record(slot).static_bytes) return underflow("were leased");
-  update(record(slot), [=](ClientRecord& c) { c.static_bytes -= bytes; });
-  return {};
+  return give_back(slot, &ClientRecord::static_bytes, bytes, "were leased");
 }
 
 Status Ledger::set_limit_locked(Lock& lock, int slot, uint64_t bytes) {

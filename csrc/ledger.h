@@ -18,6 +18,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -111,14 +112,17 @@ class Ledger : private NonCopyable {
   // Takes a free record and locks its byte with lock_fd (from open_lock_fd), which the client
   // keeps open as long as it holds memory. Returns the slot.
   Result<int> join(const ClientOptions& options, int lock_fd, int memory_fd);
+  // Succeeds as cancel and release do.
   Status leave(int slot);
   Result<int> open_lock_fd() const;
 
   // Pages. no_room carries what was asked and what this client could have.
   Status reserve(int slot, uint64_t bytes);
-  Status commit(int slot, uint64_t bytes);   // part of what was reserved now exists
-  Status cancel(int slot, uint64_t bytes);   // part of what was reserved will not exist
-  Status release(int slot, uint64_t bytes);  // part of what was committed exists no more
+  Status commit(int slot, uint64_t bytes);  // part of what was reserved now exists
+  // Part of what was reserved will not exist; part of what was committed exists no more. Both
+  // succeed, and the count follows, where a stopped process holds the mutex.
+  Status cancel(int slot, uint64_t bytes);
+  Status release(int slot, uint64_t bytes);
   // What reserve would grant now: the limit, others' minimums and unused own minimum counted.
   // With `given_back_bytes`, what it would grant once that much of the committed were released.
   Result<uint64_t> available(int slot, uint64_t given_back_bytes = 0);
@@ -233,6 +237,12 @@ class Ledger : private NonCopyable {
   Status without_the_dead(Attempt attempt);
   // Code::busy if it is used. REQUIRES: its byte is locked
   Status claim_record(int slot, const ClientOptions& options, const ProcessId& self, int memory_fd);
+  // Less of one of a record's counts, now or, if the mutex cannot be had, by the next one of this
+  // process who has it.
+  Status give_back(int slot, uint64_t ClientRecord::* count, uint64_t bytes, const char* what);
+  Status owe(int slot, uint64_t ClientRecord::* count, uint64_t bytes);
+  // Whether anything was owed. REQUIRES: the mutex is held
+  bool pay_owed();
   // Applies `change` to a record and keeps the total of charges right.
   template <class Change>
   void update(ClientRecord& client, Change change);
@@ -241,7 +251,18 @@ class Ledger : private NonCopyable {
   const int fd_;
   LedgerSegment* const segment_;
   std::atomic<int64_t> probed_ns_ = 0;
-  std::atomic<bool> held_up_ = false;  // the last wait for the mutex was in vain
+  // The last wait for the mutex was in vain, or something is owed.
+  std::atomic<bool> held_up_ = false;
+  // What was given back while the mutex could not be had; a record of another `joined` is another
+  // client's by now.
+  struct Owed {
+    int slot;
+    uint64_t joined;
+    uint64_t ClientRecord::* count;  // null: the client has left
+    uint64_t bytes;
+  };
+  std::mutex owed_mutex_;
+  std::vector<Owed> owed_;
 };
 
 }  // namespace kvcached

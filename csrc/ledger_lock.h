@@ -20,14 +20,10 @@
 namespace kvcached {
 
 // How long a lock that another holds is waited for: its holder may be stopped, or not exist at all
-// in a damaged segment. Tests of damaged segments wait less.
+// in a damaged segment. Once a wait was in vain, calls wait for a moment only, until a lock is had
+// again. Tests of damaged segments wait less.
 inline int64_t lock_patience_ns = 10'000'000'000;
 inline constexpr int64_t kShortLockPatienceNs = 100'000'000;
-
-// Once a wait was in vain, calls that ask wait for a moment only, until a lock is had again. Calls
-// that give memory back wait in full each time: what they cannot give stays charged until the
-// process ends.
-enum class Patience { short_after_timeout, full };
 
 // A process that is stopped inside stops all others, so there is no call to the system between
 // lock and unlock: no waiting, no file, no look at /proc (tests/kills checks that).
@@ -37,9 +33,8 @@ enum class Patience { short_after_timeout, full };
 // whose waker dies before that look again by themselves (kLookAgainNs).
 class Ledger::Lock : private NonCopyable {
  public:
-  explicit Lock(Ledger& ledger, Patience patience = Patience::short_after_timeout)
-      : segment_(*ledger.segment_) {
-    error_ = take(segment_.mutex, ledger.held_up_, patience);
+  explicit Lock(Ledger& ledger) : segment_(*ledger.segment_) {
+    error_ = take(ledger);
     step("lock: taken");
     charged_bytes_ = segment_.charged_bytes;
     if (error_ != EOWNERDEAD) return;
@@ -59,10 +54,11 @@ class Ledger::Lock : private NonCopyable {
     for (ClientRecord* client : asked_) futex_wake_all(&client->asked);
   }
 
+  bool timed_out() const { return error_ == ETIMEDOUT; }
   // Whether the mutex is held at all, be the device destroyed or not.
   Status held() const {
     if (error_ == 0) return {};
-    if (error_ == ETIMEDOUT) return held_up_by(segment_);
+    if (timed_out()) return held_up_by(segment_);
     if (error_ == EINVAL || error_ == ENOTRECOVERABLE) {
       return failure(Code::corrupt,
                      "the ledger is damaged: its mutex is none; stop all engines of the device and "
@@ -94,25 +90,24 @@ class Ledger::Lock : private NonCopyable {
   }
 
  private:
-  static int take(pthread_mutex_t& mutex, std::atomic<bool>& held_up, Patience patience) {
-    if (!is_ledger_mutex(mutex)) return EINVAL;
-    const int error = pthread_mutex_trylock(&mutex);
-    const bool was_held_up = held_up.load(std::memory_order_relaxed);
+  int take(Ledger& ledger) {
+    if (!is_ledger_mutex(segment_.mutex)) return EINVAL;
+    const int error = pthread_mutex_trylock(&segment_.mutex);
+    const bool was_held_up = ledger.held_up_.load(std::memory_order_relaxed);
     if (error != EBUSY && !was_held_up) [[likely]]
       return error;
-    return take_slowly(mutex, held_up, patience, error);
+    return take_slowly(ledger, error);
   }
 
   // Out of line, so that a lock which is free costs no more than the mutex does.
-  [[gnu::cold, gnu::noinline]] static int take_slowly(pthread_mutex_t& mutex,
-                                                      std::atomic<bool>& held_up, Patience patience,
-                                                      int error) {
+  [[gnu::cold, gnu::noinline]] int take_slowly(Ledger& ledger, int error) {
     if (error == EBUSY) {
-      const bool briefly = held_up && patience == Patience::short_after_timeout;
       const int64_t short_ns = std::min(kShortLockPatienceNs, lock_patience_ns);
-      error = wait_for(mutex, briefly ? short_ns : lock_patience_ns);
+      error = wait_for(segment_.mutex, ledger.held_up_ ? short_ns : lock_patience_ns);
     }
-    held_up = error == ETIMEDOUT;
+    // A segment that has to be repaired first is paid by the next one who locks.
+    if (error != EOWNERDEAD) ledger.held_up_ = error == ETIMEDOUT;
+    if (error == 0 && ledger.pay_owed()) announce_room();
     return error;
   }
 
