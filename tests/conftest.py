@@ -59,6 +59,8 @@ SAMPLES = (
     "serve/test_cluster.py",
     "sglang/test_serving.py::test_prefix_cache_changes_no_token_and_is_reported",
 )
+# They would begin last and be waited for, with nothing left to do beside them: they come first.
+FIRST = ("tests/tools/parity/test_live.py", "tests/torchcuda/", "tests/weights/test_deaths.py")
 TESTS = Path(__file__).parent
 
 
@@ -81,6 +83,7 @@ def is_slow(node_id: str) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     if not config.getoption("--quick"):
         return
     slow = [item for item in items if is_slow(item.nodeid)]
