@@ -17,7 +17,7 @@ namespace {
 // (slot, joined, bytes)
 using AskTuple = std::tuple<int, uint64_t, uint64_t>;
 
-void bind_view(nb::module_& module) {
+void bind_balloon_view(nb::module_& module) {
   nb::class_<BalloonView>(module, "BalloonView")
       .def_ro("now_ns", &BalloonView::now_ns)
       .def_ro("asks", &BalloonView::asks)
@@ -48,7 +48,7 @@ nb::object shrink_request(Client& client) {
 }  // namespace
 
 void bind_balloon(nb::module_& module) {
-  bind_view(module);
+  bind_balloon_view(module);
   module.def("balloon_view", unlocked(&Ledger::balloon_view));
   module.def("sleep", unlocked(&Ledger::sleep));
   module.def("ask", ask);

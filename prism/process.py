@@ -35,6 +35,7 @@ OPEN_FILES_MAX = 65536
 LOG_LEVEL_VARIABLE = "PRISM_LOG_LEVEL"
 _SILENT_BEATS = 25  # missed before the log says which loops stand still
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _COUNT_BYTES = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 T = TypeVar("T")
@@ -61,6 +62,12 @@ def die_with_parent(parent_pid: int | None = None, sig: int = signal.SIGKILL) ->
         raise OSError(code, os.strerror(code))
     if os.getppid() != expected:
         os.kill(os.getpid(), sig)
+
+
+def show_as(name: str) -> None:
+    """The name by which `ps` and `top` show this process, whose command line is its parent's. At
+    most 15 bytes of it."""
+    _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def configure_logging(
@@ -189,19 +196,34 @@ class _Watched(Coroutine[Any, Any, T]):
         return awaited
 
 
+class Pulse:
+    """A child's end of its supervisor's `Heartbeat`; in a process that nobody watches it does
+    nothing. One for each process."""
+
+    def __init__(self) -> None:
+        named = os.environ.pop(HEARTBEAT_VARIABLE, None)
+        self.fd = None if named is None else int(named)
+        self._count = 0
+
+    def beat(self) -> None:
+        self._count += 1
+        if self.fd is not None:
+            os.pwrite(self.fd, self._count.to_bytes(_COUNT_BYTES, "little"), 0)
+
+
 async def beat(turns: Turns | None = None) -> None:
     """Beat until cancelled, as long as all of `turns` go on. Returns at once in a process that
     nobody watches."""
-    named = os.environ.pop(HEARTBEAT_VARIABLE, None)
-    if named is None:
+    pulse = Pulse()
+    if pulse.fd is None:
         return
     import asyncio  # not above: the wrapper of a foreign program needs none
 
-    count = silent = 0
+    silent = 0
     while True:
         if turns is None or turns.all_turned():
-            count, silent = count + 1, 0
-            os.pwrite(int(named), count.to_bytes(_COUNT_BYTES, "little"), 0)
+            silent = 0
+            pulse.beat()
         elif (silent := silent + 1) == _SILENT_BEATS:
             logging.getLogger("prism").error("stand still: %s", ", ".join(turns.standing_still))
         await asyncio.sleep(HEARTBEAT_S)

@@ -341,7 +341,9 @@ class Agent:
         )
 
     def _start_fork_server(self) -> Coroutine[Any, Any, ForkServerClient]:
-        return ForkServerClient.start(self._config.engine.adapter, self._config_path, self._name)
+        config, name = self._config, self._name
+        preloaded = config.preloaded_path(name) if config.preloaded else None
+        return ForkServerClient.start(config.engine.adapter, self._config_path, name, preloaded)
 
     def _restore(self) -> None:
         self._frontends.forgive()

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from prism.agent.forked import ForkedProcess
 from prism.agent.lifecycle import Lifecycle
 from prism.agent.pool import EngineState
 from prism.agent.state import DeviceState
@@ -39,13 +40,18 @@ STARTS_MAX = 3
 class ForkServerClient:
     """One fork server process. It ends with its stdin, and its engines with it."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process | ForkedProcess) -> None:
         self._process = process
         self._decoder = msgspec.json.Decoder(FromForkServer)
 
     @classmethod
-    async def start(cls, adapter: str, config_path: Path, device: str) -> ForkServerClient:
-        """Returns at once; `ForkServerReady` is its first event."""
+    async def start(
+        cls, adapter: str, config_path: Path, device: str, preloaded: Path | None = None
+    ) -> ForkServerClient:
+        """`ForkServerReady` is its first event. `preloaded`: the socket of what forks it, which is
+        waited for; None: it imports by itself."""
+        if preloaded is not None:
+            return cls(await ForkedProcess.start(preloaded))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

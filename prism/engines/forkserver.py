@@ -8,6 +8,9 @@ It reads one JSON line per `ForkEngine` from stdin. It writes `ForkServerReady`,
 ends the engines (SIGTERM, after `TERMINATE_S` SIGKILL) and then this process. Engines die with
 this process whatever ends it. An engine writes to `run_dir/logs/<engine_id>.log`.
 
+With `--preloaded SOCKET` this process has no engines: it imports, and forks fork servers for who
+connects to the socket (`preloaded.py`).
+
 Forking is safe only from a process with one thread, so thread pools are off before the imports.
 CUDA does not survive a fork either. If the imports initialised it, this process starts itself again
 with `--fresh`: then it imports nothing, and each engine is a fresh process (`process.py`).
@@ -36,6 +39,7 @@ import msgspec
 from prism.config.schema import ClusterConfig, read_resolved
 from prism.engines import cuda_facts, process
 from prism.engines.core import EngineContext
+from prism.engines.preloaded import Preloaded
 from prism.engines.process import (
     SM_VARIABLE,
     THREAD_SETTINGS,
@@ -54,7 +58,7 @@ from prism.messages.forkserver import (
     ForkServerReady,
     FromForkServer,
 )
-from prism.process import die_with_parent, flush_log
+from prism.process import die_with_parent, flush_log, show_as
 
 TERMINATE_S = 5.0
 ENDED_LOGS_MAX = 8
@@ -212,6 +216,7 @@ class ForkServer:
         status, engine_id = 1, order.engine_id
         try:
             die_with_parent(parent_pid)
+            show_as("prism-engine")
             self._leave_fork_server(engine_id)
             # Read when the process makes its CUDA context, which nothing has done yet.
             os.environ[SM_VARIABLE] = str(order.sm_percent)
@@ -288,32 +293,44 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", required=True)
     parser.add_argument("--fresh", action="store_true", help="never fork: see above")
     parser.add_argument("--import-s", type=float, default=0.0, help="with --fresh: measured before")
+    parser.add_argument("--preloaded", type=Path, help="the socket to fork fork servers for")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    out_fd = take_stdout()
     log_to_stderr(f"forkserver-{options.device}")
     for name in THREAD_SETTINGS:
         os.environ.setdefault(name, "1")
     started_s = time.monotonic()
+    if options.preloaded:
+        die_with_parent()
+    out_fd = None if options.preloaded else take_stdout()
     try:
         adapter = load_adapter(options.adapter)
     except ConfigError as error:
         log.error("%s", error)
         return 2
-    config = read_resolved(options.config)
-    launch = partial(_launch_fresh, options) if options.fresh else None
     if not options.fresh:
         adapter.preload(options.device)
-        if cuda_facts.is_initialized():
-            _begin_again(options, out_fd, time.monotonic() - started_s)
         warn_about_threads()
         gc.collect()
         gc.freeze()
-    import_s = options.import_s + time.monotonic() - started_s
-    ForkServer(adapter, config, options.device, out_fd, launch).run(import_s)
+    options.import_s += time.monotonic() - started_s
+    if options.preloaded:
+        Preloaded(options.preloaded, partial(serve, options, adapter)).run()
+    return serve(options, adapter, out_fd)
+
+
+def serve(options: argparse.Namespace, adapter: ModuleType, out_fd: int | None = None) -> int:
+    """A fork server on descriptors 0, 1 and 2, until it shall end. `out_fd`: its stdout if that
+    was taken before the imports."""
+    out_fd = take_stdout() if out_fd is None else out_fd
+    if not options.fresh and cuda_facts.is_initialized():
+        _begin_again(options, out_fd)
+    launch = partial(_launch_fresh, options) if options.fresh else None
+    config = read_resolved(options.config)
+    ForkServer(adapter, config, options.device, out_fd, launch).run(options.import_s)
     return 0
 
 
@@ -321,18 +338,18 @@ def _launch_fresh(options: argparse.Namespace, order: ForkEngine) -> int:
     return process.start(order, options.adapter, options.config, options.device)
 
 
-def _begin_again(options: argparse.Namespace, out_fd: int, import_s: float) -> NoReturn:
+def _begin_again(options: argparse.Namespace, out_fd: int) -> NoReturn:
     """Become a fork server that starts fresh processes. What CUDA holds in this one is freed."""
     log.warning(
         "the imports initialised CUDA, so engines cannot be forked from this process: each starts"
         " in a fresh process, which takes %.0f s of imports and shares no memory with the others",
-        import_s,
+        options.import_s,
     )
     flush_log()
     os.dup2(out_fd, 1)
     os.close(out_fd)
     command = ["-m", "prism.engines.forkserver", "--adapter", options.adapter, "--fresh"]
-    command += ["--import-s", str(import_s)]
+    command += ["--import-s", str(options.import_s)]
     command += ["--config", str(options.config), "--device", options.device]
     os.execv(sys.executable, [sys.executable, *command])
 

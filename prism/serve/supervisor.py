@@ -19,7 +19,7 @@ _START_TRIES = 6
 _DEATHS_REPORTED = 3
 # If looks are further apart, this process itself was suspended, and most likely the others too.
 _LOOK_MAX_S = 1.0
-_FIRST_BEAT_S = 120.0  # imports come before the first one; tokenizers are loaded after it
+_FIRST_BEAT_S = 300.0  # imports come before the first one; tokenizers are loaded after it
 
 
 class ClusterFailedError(PrismError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,14 +35,15 @@ check(libc.mount(None, b"/", None, 0x44000, None))
 for path, size in ((b"/dev/shm", {shm}), ({logs!r}, {log})):
     check(libc.mount(b"tmpfs", path, b"tmpfs", 0, b"mode=%o,size=%d" % (0o700, size)))
 """
-# Command line -> part. An engine is a process that a fork server has forked.
+# Command line, or the name of what is forked -> part.
 PARTS = {
     "prism.frontend": "frontend",
     "prism.agent": "agent",
     "prism.cluster": "scheduler",
     "valkey-server": "redis",
-    "prism.engines.forkserver": "forkserver",
+    "prism.engines.forkserver": "preloaded",
 }
+FORKED = {"prism-forks": "forkserver", "prism-engine": "engine", "prism-rank": "rank"}
 GARBAGE = (b"", b"\xc1", b"\x91" * 200_000, b"\x82\xa4type\xa6Cancel\xabrequest_ids\x91\xa2\xff")
 _FULL_S = 5.0
 
@@ -88,32 +90,31 @@ def may_mount() -> bool:
 
 
 def command_of(pid: int) -> str:
+    return _said_of(pid, "cmdline")
+
+
+def name_of(pid: int) -> str:
+    return _said_of(pid, "comm").strip()
+
+
+def _said_of(pid: int, file: str) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/{file}").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
 def parts(cluster: Cluster) -> dict[int, str]:
-    """Pid -> part of every process of the cluster."""
-    found = {}
-    for pid in [cluster.process.pid, *descendants(cluster.process.pid)]:
+    """Pid -> part of every process of the cluster, orphans included."""
+    found = {cluster.process.pid: "launcher"}
+    below = descendants(cluster.process.pid)
+    config = f"{cluster.temporary}/"
+    for pid in (int(path.name) for path in Path("/proc").glob("[1-9]*")):
         command = command_of(pid)
-        name = next((part for text, part in PARTS.items() if text in command), "other")
-        if pid == cluster.process.pid:
-            name = "launcher"
-        elif name == "forkserver" and "forkserver" in command_of(parent_of(pid)):
-            name = "engine"
-        if alive(pid):
-            found[pid] = name
+        if alive(pid) and pid not in found and (pid in below or config in command):
+            named = (part for text, part in PARTS.items() if text in command)
+            found[pid] = FORKED.get(name_of(pid)) or next(named, "other")
     return found
-
-
-def parent_of(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
 
 
 class Striker:
@@ -263,7 +264,11 @@ def census(cluster: Cluster, striker: Striker) -> dict[str, object]:
             for path in shm.glob(names)
             if path.is_file() and striker.config.namespace in path.as_posix()
         ),
-        "files": sorted({p.name for p in cluster.run_dir.iterdir()} - {"troubles.json"}),
+        "files": sorted(
+            re.sub(r"ranks-.*", "ranks", path.name)
+            for path in cluster.run_dir.iterdir()
+            if path.name != "troubles.json"
+        ),
         "troubles": read_troubles(cluster.run_dir),
         "launcher's descriptors": len(os.listdir(f"/proc/{cluster.process.pid}/fd")),
     }

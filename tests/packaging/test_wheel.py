@@ -40,7 +40,9 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {key: value for key, value in os.environ.items() if "CUDA" not in key}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--no-index", "-w", str(folder), str(sdist)], env=env, check=True)
+    # A release's code; sources compiled together take a third of the time.
+    command += ["--no-index", "--config-settings=cmake.define.CMAKE_UNITY_BUILD=ON"]
+    subprocess.run([*command, "-w", str(folder), str(sdist)], env=env, check=True)
     (made,) = folder.glob("*.whl")
     return made
 

@@ -18,7 +18,7 @@ from prism.engines.ranks.follower import Follower
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.leader import LeaderCore
 from prism.errors import RankLostError
-from prism.process import die_with_parent, flush_log
+from prism.process import die_with_parent, flush_log, show_as
 
 Create = Callable[[EngineContext], EngineCore]
 
@@ -123,6 +123,7 @@ def _be_follower(place: RankPlace, create: Create, parent_pid: int) -> NoReturn:
     status = 1
     try:
         die_with_parent(parent_pid)
+        show_as("prism-rank")
         follow(place, create)
         status = 0
     except RankLostError:

@@ -1,0 +1,124 @@
+"""Fork servers that are forked from ready imports: they die with whom they serve, and only so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prism.agent.forkserver import ForkServerClient
+from prism.config.schema import ClusterConfig, DeviceConfig, write_resolved
+from prism.messages.forkserver import EngineForked, ForkEngine, ForkServerReady
+from prism.process import child_environment
+from tests.engines.harness import DEVICE, FORK_SERVER
+from tests.strangers import as_nobody, needs_root
+
+
+class Keeper:
+    """The process that keeps the imports, and its clients."""
+
+    def __init__(self, folder: Path) -> None:
+        devices = [DeviceConfig(DEVICE, 1 << 20, 1 << 16, 1)]
+        config = ClusterConfig("none", str(folder), "", "prism", devices=devices, models=[])
+        self.socket, self.config = config.preloaded_path(DEVICE), folder / "cluster.json"
+        write_resolved(config, self.config)
+        self._clients: list[ForkServerClient] = []
+
+    async def start(self) -> None:
+        command = [*FORK_SERVER, "--adapter", "fake", "--config", str(self.config)]
+        command += ["--device", DEVICE, "--preloaded", str(self.socket)]
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, env=child_environment()
+        )
+
+    async def fork_server(self) -> ForkServerClient:
+        client = await ForkServerClient.start("fake", self.config, DEVICE, self.socket)
+        self._clients.append(client)
+        assert isinstance(await client.event(), ForkServerReady)
+        return client
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+    async def close(self) -> None:
+        for client in self._clients:
+            client.kill()
+            await client.stop(10.0)
+        await self.kill()
+
+
+@pytest.fixture
+async def keeper(short_dir: Path) -> AsyncIterator[Keeper]:
+    made = Keeper(short_dir)
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def forks(client: ForkServerClient, engine_id: str) -> bool:
+    client.fork(ForkEngine(engine_id))
+    return isinstance(await client.event(), EngineForked)
+
+
+async def test_a_fork_server_ends_with_its_stdin(keeper: Keeper) -> None:
+    client = await keeper.fork_server()
+    found = psutil.Process(client.pid)
+    assert found.name() == "prism-forks"
+    assert await client.stop(10.0) == 0
+    assert not found.is_running() or found.status() == psutil.STATUS_ZOMBIE
+    with pytest.raises(ProcessLookupError):
+        client._process.kill()
+
+
+async def test_it_dies_with_whom_it_serves_even_while_it_is_stopped(keeper: Keeper) -> None:
+    client, other = await keeper.fork_server(), await keeper.fork_server()
+    os.kill(client.pid, signal.SIGSTOP)
+    client._process.link.close()  # type: ignore[union-attr]
+    await client._process.wait()
+    assert await forks(other, "e1")
+
+
+async def test_it_outlives_the_imports_and_the_next_ones_are_waited_for(keeper: Keeper) -> None:
+    client = await keeper.fork_server()
+    await keeper.kill()
+    assert await forks(client, "e0")
+    waiting = asyncio.create_task(keeper.fork_server())
+    await keeper.start()
+    assert await forks(await waiting, "e1")
+
+
+async def test_nonsense_and_a_removed_socket_keep_nobody_from_it(keeper: Keeper) -> None:
+    await keeper.fork_server()
+    for said in (b"", b"\x00" * 4096):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(keeper.socket))
+            stranger.send(said)
+    keeper.socket.unlink()
+    assert await forks(await keeper.fork_server(), "e0")
+
+
+@needs_root
+async def test_another_user_gets_none(keeper: Keeper, short_dir: Path) -> None:
+    await keeper.fork_server()
+    os.chmod(short_dir, 0o755)
+    os.chmod(keeper.socket, 0o777)
+
+    def refused() -> bool:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(30)
+            stranger.connect(str(keeper.socket))
+            try:
+                socket.send_fds(stranger, [b"."], [0, 1, 2])
+                return stranger.recv(1) == b""
+            except (ConnectionResetError, BrokenPipeError):
+                return True
+
+    assert as_nobody(refused)
