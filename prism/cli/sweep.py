@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,19 +27,30 @@ from prism.cli.sim_options import (
 from prism.errors import ConfigError
 from prism.replay.console import new_table
 from prism.replay.report import percent
+from prism.sim.intervals import Interval, interval
 from prism.sim.planning import CapacityPlan, Search, plans
 from prism.sim.points import (
+    Group,
     Point,
     PointOutcome,
     Store,
     grid,
     refuse_mistakes,
     run_points,
+    seeded,
     simulate,
 )
+from prism.sim.scenario import read_config
 
 Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        help="Simulate each point with so many seeds, from the file's on: means and 95 % confidence"
+        " intervals."
+    ),
+]
 SHORT = {"gpus": "gpus.count"}
 
 
@@ -51,6 +63,7 @@ def sweep(
     ],
     set_: SetOption = None,
     judge: Annotated[str, typer.Option(help="Judge at these SLO scales: 0.5,1,2")] = "1",
+    seeds: Seeds = 1,
     jobs: Jobs = 0,
 ) -> None:
     """Simulate every combination of the varied keys.
@@ -63,18 +76,27 @@ def sweep(
     fixed = parse_sets(set_ or [])
     make_folder(out)
     scales = parse_scales(judge)
-    points = [Point(str(config), {**fixed, **changes}, scales) for changes in grid(varied)]
+    if seeds != 1 and "seed" in varied:
+        raise ConfigError("--seeds: --vary seed names them already")
+    each = seeded(seeds_of(config, fixed, seeds))
+    combinations = grid(varied)
+    all_ = [changes | seed for changes in combinations for seed in each]
+    points = [Point(str(config), {**fixed, **changes}, scales) for changes in all_]
     refuse_mistakes(points)
     outcomes = _run(points, jobs, Store(out / "points", PointOutcome), "sweep")
     shown = [
-        PointOutcome({k: o.changes[k] for k in varied}, o.summary, o.counts, o.busy, o.problem)
-        for o in outcomes
+        PointOutcome(changes, o.summary, o.counts, o.busy, o.problem)
+        for changes, o in zip(all_, outcomes, strict=True)
+    ]
+    groups = [
+        Group(changes, shown[i * len(each) : (i + 1) * len(each)])
+        for i, changes in enumerate(combinations)
     ]
     from prism.sim.report import write_sweep
 
-    write_sweep(out, shown, f"{config.stem}: {' x '.join(varied)}")
+    write_sweep(out, groups, f"{config.stem}: {' x '.join(varied)}")
     console = Console()
-    console.print(sweep_table(shown, list(varied)))
+    console.print(sweep_table(groups, list(varied)))
     console.print(f"results: {out}")
 
 
@@ -88,10 +110,11 @@ def plan(
     metric: Annotated[str, typer.Option(help="ttft, tpot, e2e or all.")] = "ttft",
     max_gpus: Annotated[int, typer.Option(help="The most GPUs to try.")] = 32,
     set_: SetOption = None,
+    seeds: Seeds = 1,
     jobs: Jobs = 0,
     out: Out = None,
 ) -> None:
-    """Find the fewest GPUs at which each policy meets the target.
+    """Find the fewest GPUs at which each policy meets the target, in the mean over seeds.
 
     Each policy gets the same budget: doubling, then bisection. --out gets plan.json, plan.csv and
     report.html, with every point that was tried. Points that are there already are not simulated
@@ -106,8 +129,9 @@ def plan(
     most = {**fixed, "gpus.count": max_gpus}
     refuse_mistakes([Point(str(config), {**most, "policy": name}) for name in names], large=True)
     points = out / "points" if out else None
+    chosen = seeds_of(config, fixed, seeds)
     searches = [
-        Search(str(config), fixed, name, target, metric, max_gpus, points) for name in names
+        Search(str(config), fixed, name, target, metric, max_gpus, points, chosen) for name in names
     ]
     with Bar(Console(stderr=True), "policies") as bar:
         found = plans(searches, jobs=jobs or os.cpu_count() or 1, progress=bar)
@@ -128,18 +152,34 @@ def parse_vary(text: str) -> tuple[str, list[Any]]:
     return SHORT.get(key, key), [yaml.safe_load(value) for value in values.split(",")]
 
 
-def sweep_table(outcomes: list[PointOutcome], keys: list[str]) -> Table:
-    """A row per point, at the SLO scale nearest to 1."""
+def seeds_of(config: Path, fixed: dict[str, Any], count: int) -> tuple[int, ...]:
+    """So many, from the file's own on; none for a single one. Raises ConfigError."""
+    if count < 1:
+        raise ConfigError(f"--seeds {count}: give at least 1")
+    if count == 1:
+        return ()
+    read = read_config(config, fixed)
+    if read.trace is not None:
+        print(
+            "warning: --seeds: the trace is a file, of which a seed changes at most what rate_scale"
+            " and source draw: intervals do not say how other traces differ",
+            file=sys.stderr,
+        )
+    return tuple(range(read.seed, read.seed + count))
+
+
+def sweep_table(groups: list[Group], keys: list[str]) -> Table:
+    """A row per group, at the SLO scale nearest to 1."""
     table = new_table(None, *keys, "TTFT", "TPOT", "E2E", "all", "busy")
-    for outcome in outcomes:
-        heads = [str(outcome.changes[key]) for key in keys]
-        if outcome.summary is None:
-            table.add_row(*heads, outcome.problem.rpartition(": ")[2], "", "", "", "")
+    for group in groups:
+        heads = [str(group.changes[key]) for key in keys]
+        if group.problem:
+            table.add_row(*heads, group.problem.rpartition(": ")[2], "", "", "", "")
             continue
-        parts = outcome.summary.total.attainment
-        found = parts[min(parts, key=lambda scale: abs(float(scale) - 1))]
-        values = (found.ttft, found.tpot, found.e2e, found.all, outcome.busy)
-        table.add_row(*heads, *(percent(value) for value in values))
+        found = [group.attainment(metric) for metric in ("ttft", "tpot", "e2e", "all")]
+        found.append(interval([outcome.busy for outcome in group.outcomes]))
+        many = len(group.outcomes) > 1
+        table.add_row(*heads, *(_shown(value, many=many) for value in found))
     return table
 
 
@@ -148,8 +188,16 @@ def plan_table(made: list[CapacityPlan]) -> Table:
     table = new_table(title, "policy", "GPUs", "attainment", "points tried")
     for found in made:
         gpus = str(found.gpus) if found.gpus is not None else f"{max(found.tried)}+"
-        table.add_row(found.policy, gpus, percent(found.attainment), str(len(found.tried)))
+        at = found.gpus if found.gpus is not None else max(found.tried)
+        shown = _shown(
+            Interval(found.attainment, found.half_widths.get(at, 0.0)), many=found.seeds > 1
+        )
+        table.add_row(found.policy, gpus, shown, str(len(found.tried)))
     return table
+
+
+def _shown(found: Interval, *, many: bool) -> str:
+    return percent(found.mean) + (f" ± {100 * found.half_width:.1f}" if many else "")
 
 
 def _run(

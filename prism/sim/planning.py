@@ -8,7 +8,17 @@ from typing import Any
 
 import msgspec
 
-from prism.sim.points import Point, PointOutcome, Store, in_processes, run_points, simulate
+from prism.sim.intervals import Interval
+from prism.sim.points import (
+    Group,
+    Point,
+    PointOutcome,
+    Store,
+    in_processes,
+    run_points,
+    seeded,
+    simulate,
+)
 
 
 class CapacityPlan(msgspec.Struct, frozen=True):
@@ -20,12 +30,17 @@ class CapacityPlan(msgspec.Struct, frozen=True):
     attainment: float
     target: float
     metric: str
-    # GPUs -> attainment, in the order of trying. Every policy has the same budget.
+    # GPUs -> attainment, the mean over seeds, in the order of trying. Every policy has the same
+    # budget.
     tried: dict[int, float]
+    # Of 95 % confidence intervals of these; empty for a single seed.
+    half_widths: dict[int, float] = {}
+    seeds: int = 1
 
 
 class Search(msgspec.Struct, frozen=True):
-    """One policy's search, which any process can do. points: the folder of outcomes, if any."""
+    """One policy's search, which any process can do. points: the folder of outcomes, if any. seeds:
+    each point is simulated with all of them; empty: with that of the file."""
 
     config: str
     changes: dict[str, Any]
@@ -34,6 +49,7 @@ class Search(msgspec.Struct, frozen=True):
     metric: str
     most: int
     points: Path | None = None
+    seeds: tuple[int, ...] = ()
 
 
 def plans(
@@ -51,10 +67,10 @@ def plans(
 def plan_one(search: Search) -> CapacityPlan:
     store = Store(search.points, PointOutcome)
 
-    def simulated(gpus: int) -> PointOutcome:
+    def simulated(gpus: int) -> list[PointOutcome]:
         changes = {**search.changes, "policy": search.policy, "gpus.count": gpus}
-        point = Point(search.config, changes)
-        return run_points([point], simulate, jobs=1, store=store, progress=_silent)[0]
+        points = [Point(search.config, changes | seed) for seed in seeded(search.seeds)]
+        return run_points(points, simulate, jobs=1, store=store, progress=_silent)
 
     return fewest_gpus(
         search.policy,
@@ -75,24 +91,34 @@ def fewest_gpus(
     target: float,
     metric: str,
     most: int,
-    simulate: Callable[[int], PointOutcome],
+    simulate: Callable[[int], Sequence[PointOutcome]],
 ) -> CapacityPlan:
     """Double until the target is met, then bisect between the last two. Attainment need not rise
-    with every GPU; what is returned meets the target and one GPU less, as tried, does not.
-    `simulate`: the outcome on so many GPUs. At most 2 log2(most) + 2 points."""
-    tried: dict[int, float] = {}
+    with every GPU; what is returned meets the target in the mean over seeds and one GPU less, as
+    tried, does not. `simulate`: the outcomes on so many GPUs, one for each seed. At most
+    2 log2(most) + 2 points."""
+    tried: dict[int, Interval] = {}
+    seeds = 1
 
     def meets(gpus: int) -> bool:
+        nonlocal seeds
         if gpus not in tried:
-            tried[gpus] = simulate(gpus).attainment(metric, "1")
-        return tried[gpus] >= target
+            outcomes = simulate(gpus)
+            seeds = len(outcomes)
+            tried[gpus] = Group({}, outcomes).attainment(metric)
+        return tried[gpus].mean >= target
+
+    def plan(gpus: int | None, at: int) -> CapacityPlan:
+        means = {g: found.mean for g, found in tried.items()}
+        halves = {g: found.half_width for g, found in tried.items()} if seeds > 1 else {}
+        return CapacityPlan(policy, gpus, means[at], target, metric, means, halves, seeds)
 
     low, high = 0, 1
     while not meets(high):
         if high >= most:
-            return CapacityPlan(policy, None, tried[high], target, metric, tried)
+            return plan(None, high)
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if meets(middle) else (middle, high)
-    return CapacityPlan(policy, high, tried[high], target, metric, tried)
+    return plan(high, high)

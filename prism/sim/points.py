@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from prism.models.files import config_file
 from prism.policies import registry
 from prism.replay.results import Summary
 from prism.sim.config import SimYaml
+from prism.sim.intervals import Interval, interval
 from prism.sim.models import shape_source
 from prism.sim.results import results_of
 from prism.sim.scenario import check, load, read_config, resolve
@@ -60,6 +61,24 @@ class PointOutcome(msgspec.Struct, frozen=True):
             return 0.0
         value = getattr(self.summary.total.attainment[scale], metric)
         return 0.0 if value is None else float(value)
+
+
+class Group(NamedTuple):
+    """Outcomes that differ by their seed alone. changes: without the seed."""
+
+    changes: dict[str, Any]
+    outcomes: Sequence[PointOutcome]
+
+    @property
+    def problem(self) -> str:
+        return next((o.problem for o in self.outcomes if o.summary is None), "")
+
+    def attainment(self, metric: str) -> Interval:
+        """At the SLO scale nearest to 1; 0 for outcomes that could not be simulated."""
+        summary = self.outcomes[0].summary
+        scales = summary.total.attainment if summary else {"1"}
+        scale = min(scales, key=lambda scale: abs(float(scale) - 1))
+        return interval([o.attainment(metric, scale) for o in self.outcomes])
 
 
 def simulate(point: Point) -> PointOutcome:
@@ -224,3 +243,8 @@ def grid(varied: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     for key, values in varied.items():
         found = [{**changes, key: value} for changes in found for value in values]
     return found
+
+
+def seeded(seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """A change for each of the seeds; none at all without seeds."""
+    return [{"seed": seed} for seed in seeds] or [{}]

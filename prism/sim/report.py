@@ -10,16 +10,19 @@ from typing import Any
 from prism.replay.report import environment, percent, sections
 from prism.replay.results import Results
 from prism.replay.theme import HALF, SERIES_MAX, draw, legend_below, new_axes, series_color
+from prism.sim.intervals import interval
 from prism.sim.planning import CapacityPlan
-from prism.sim.points import PointOutcome
+from prism.sim.points import Group, PointOutcome
 from prism.sim.results import SimResults, heads_of, write_csv, write_json
 
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "all SLOs"}
 DECISIONS_SHOWN = 200
 
 Rows = Sequence[dict[str, Any]]
-Lines = Mapping[str, Sequence[tuple[Any, float]]]
-"""Label -> (x, per cent) of its points."""
+LinePoint = tuple[Any, float, float]
+"""x, per cent, half-width of its interval (0: none)."""
+Lines = Mapping[str, Sequence[LinePoint]]
+"""By label."""
 
 
 def write_report(path: Path, found: SimResults, replay: Results) -> None:
@@ -32,9 +35,10 @@ def write_report(path: Path, found: SimResults, replay: Results) -> None:
     path.write_text(page.render(**shown, sim=found, decisions=decisions), encoding="utf-8")
 
 
-def write_sweep(out: Path, outcomes: Sequence[PointOutcome], title: str) -> None:
+def write_sweep(out: Path, groups: Sequence[Group], title: str) -> None:
     """sweep.json, sweep.csv and report.html in `out`. The last varied key is the x axis."""
-    _write(out, "sweep", outcomes, sweep_rows(outcomes), title=title, plots=figures(outcomes))
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    _write(out, "sweep", outcomes, sweep_rows(groups), title=title, plots=figures(groups))
 
 
 def write_plans(out: Path, plans: Sequence[CapacityPlan], title: str) -> None:
@@ -55,32 +59,50 @@ def _write(
     (out / "report.html").write_text(page, encoding="utf-8")
 
 
-def sweep_rows(outcomes: Sequence[PointOutcome]) -> list[dict[str, Any]]:
-    """A row per point and SLO scale."""
+def sweep_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """A row per group and SLO scale: means over its seeds, and half-widths where there are
+    several."""
     rows = []
-    for outcome in outcomes:
-        summary = outcome.summary
-        if summary is None:
-            rows.append({**outcome.changes, "problem": outcome.problem})
+    for group in groups:
+        summary = group.outcomes[0].summary
+        if summary is None or group.problem:
+            rows.append({**group.changes, "problem": group.problem})
             continue
-        for scale, found in summary.total.attainment.items():
-            rows.append(
-                {
-                    **outcome.changes,
-                    "judged_at": scale,
-                    **{f"attainment_{m}": getattr(found, m) for m in METRICS},
-                    "ttft_p99_ms": summary.total.ttft_ms.p99,
-                    "tpot_p99_ms": summary.total.tpot_ms.p99,
-                    "requests_per_s": summary.requests_per_s,
-                    "busy": outcome.busy,
-                    "activations": outcome.counts.get("active", 0),
-                    "migrations": outcome.counts.get("migrated", 0),
-                    "retractions": outcome.counts.get("retractions", 0),
-                    "unserved": summary.total.errors.get("unserved", 0),
-                    "problem": "",
-                }
-            )
+        for scale in summary.total.attainment:
+            found = [_measured(o, scale) for o in group.outcomes]
+            rows.append({**group.changes, "judged_at": scale, **_over_seeds(found), "problem": ""})
     return rows
+
+
+def _measured(outcome: PointOutcome, scale: str) -> dict[str, float | None]:
+    """What one point gave. REQUIRES: it was simulated."""
+    summary = outcome.summary
+    assert summary is not None
+    found = summary.total.attainment[scale]
+    return {
+        **{f"attainment_{m}": getattr(found, m) for m in METRICS},
+        "ttft_p99_ms": summary.total.ttft_ms.p99,
+        "tpot_p99_ms": summary.total.tpot_ms.p99,
+        "requests_per_s": summary.requests_per_s,
+        "busy": outcome.busy,
+        "activations": outcome.counts.get("active", 0),
+        "migrations": outcome.counts.get("migrated", 0),
+        "retractions": outcome.counts.get("retractions", 0),
+        "unserved": summary.total.errors.get("unserved", 0),
+    }
+
+
+def _over_seeds(found: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
+    """A single point's values as they are."""
+    if len(found) == 1:
+        return dict(found[0])
+    row: dict[str, Any] = {"seeds": len(found)}
+    for name in found[0]:
+        values = [value for one in found if (value := one[name]) is not None]
+        known = interval(values) if values else None
+        row[name] = known and known.mean
+        row[f"{name}_ci95"] = known and known.half_width
+    return row
 
 
 def plan_rows(plans: Sequence[CapacityPlan]) -> list[dict[str, Any]]:
@@ -89,6 +111,7 @@ def plan_rows(plans: Sequence[CapacityPlan]) -> list[dict[str, Any]]:
             "policy": plan.policy,
             "gpus": plan.gpus if plan.gpus is not None else f"{max(plan.tried)}+",
             "attainment": plan.attainment,
+            **_plan_interval(plan),
             "metric": plan.metric,
             "target": plan.target,
             "points": len(plan.tried),
@@ -98,10 +121,17 @@ def plan_rows(plans: Sequence[CapacityPlan]) -> list[dict[str, Any]]:
     ]
 
 
-def figures(outcomes: Sequence[PointOutcome]) -> dict[str, str]:
+def _plan_interval(plan: CapacityPlan) -> dict[str, Any]:
+    if plan.seeds == 1:
+        return {}
+    at = plan.gpus if plan.gpus is not None else max(plan.tried)
+    return {"attainment_ci95": plan.half_widths[at], "seeds": plan.seeds}
+
+
+def figures(groups: Sequence[Group]) -> dict[str, str]:
     """Attainment over the last varied key, a line for each combination of the others."""
-    keys = list(outcomes[0].changes) if outcomes else []
-    simulated = [o for o in outcomes if o.summary is not None]
+    keys = list(groups[0].changes) if groups else []
+    simulated = [group for group in groups if not group.problem]
     if not keys or not simulated:
         return {}
     *others, axis = keys
@@ -109,22 +139,24 @@ def figures(outcomes: Sequence[PointOutcome]) -> dict[str, str]:
     return draw(plots)
 
 
-def _sweep_figure(
-    outcomes: Sequence[PointOutcome], others: Sequence[str], axis: str, metric: str
-) -> Any:
-    lines: dict[str, list[tuple[Any, float]]] = {}
-    for outcome in outcomes:
-        assert outcome.summary is not None
-        name = ", ".join(str(outcome.changes[key]) for key in others) or METRICS[metric]
-        scale = min(outcome.summary.total.attainment, key=lambda s: abs(float(s) - 1))
-        value = 100 * outcome.attainment(metric, scale)
-        lines.setdefault(name, []).append((_axis_value(outcome.changes[axis]), value))
+def _sweep_figure(groups: Sequence[Group], others: Sequence[str], axis: str, metric: str) -> Any:
+    lines: dict[str, list[LinePoint]] = {}
+    for group in groups:
+        name = ", ".join(str(group.changes[key]) for key in others) or METRICS[metric]
+        found = group.attainment(metric)
+        x = _axis_value(group.changes[axis])
+        lines.setdefault(name, []).append((x, 100 * found.mean, 100 * found.half_width))
     label = f"requests within their SLO, {METRICS[metric]} (%)"
     return _attainment_figure(f"{METRICS[metric]} attainment", axis, label, lines)
 
 
 def _plan_figure(plans: Sequence[CapacityPlan]) -> Any:
-    lines = {plan.policy: [(g, 100 * v) for g, v in sorted(plan.tried.items())] for plan in plans}
+    lines = {
+        plan.policy: [
+            (g, 100 * v, 100 * plan.half_widths.get(g, 0.0)) for g, v in sorted(plan.tried.items())
+        ]
+        for plan in plans
+    }
     target = 100 * plans[0].target
     return _attainment_figure("GPUs tried", "GPUs", "attainment (%)", lines, target)
 
@@ -134,9 +166,11 @@ def _attainment_figure(
 ) -> Any:
     figure, axes = new_axes(title, xlabel, ylabel, HALF)
     for number, (label, points) in enumerate(lines.items()):
-        xs, ys = zip(*points, strict=True)
+        xs, ys, halves = zip(*points, strict=True)
         color = series_color(min(number, SERIES_MAX - 1))
         axes.plot(xs, ys, marker="o", color=color, label=label)
+        if any(halves):
+            axes.errorbar(xs, ys, yerr=halves, fmt="none", ecolor=color, capsize=3)
     if target is not None:
         axes.axhline(target, linestyle=":", linewidth=1.2)
     axes.set_ylim(0, 103)

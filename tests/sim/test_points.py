@@ -96,9 +96,9 @@ def test_a_point_that_cannot_be_is_an_outcome(config: Path) -> None:
 def test_the_fewest_gpus_are_found(needed: int, most: int) -> None:
     asked: list[int] = []
 
-    def simulate(gpus: int) -> PointOutcome:
+    def simulate(gpus: int) -> list[PointOutcome]:
         asked.append(gpus)
-        return outcome(1.0 if gpus >= needed else 0.5)
+        return [outcome(1.0 if gpus >= needed else 0.5)]
 
     found = fewest_gpus("prism", target=0.99, metric="ttft", most=most, simulate=simulate)
     assert found.gpus == (needed if needed <= most else None)
