@@ -34,7 +34,8 @@ _PIPE_COLUMNS = 200
 
 app = typer.Typer(
     name="prism-serve",
-    help="Serve many models on few devices behind one OpenAI-compatible endpoint.",
+    help="Serve many models on few devices behind one OpenAI-compatible endpoint. Without a"
+    " command: up. docs/quick-start.md has a first YAML.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -44,7 +45,7 @@ Config = Annotated[
 ]
 NewRunDir = Annotated[
     Path | None,
-    typer.Option("--run-dir", help="Sockets, logs, state; must be new. Removed at the end."),
+    typer.Option("--run-dir", help="Sockets, logs, state: made at the start, removed at the end."),
 ]
 RunDirOption = Annotated[
     Path | None,

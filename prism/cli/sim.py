@@ -23,7 +23,8 @@ from prism.sim.scenario import check, load, read_config
 from prism.sim.tables import has_polars
 
 app = new_app(
-    "Simulate many models on shared GPUs: the live schedulers and every baseline, in minutes.",
+    "Simulate many models on shared GPUs, under prism-serve's own schedulers or other systems'"
+    " (prism-sim policies). Start with: prism-sim run. More: docs/prism-sim.md.",
     "prism-sim",
 )
 
