@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from prism.models.hugging_face import import_transformers
-from tests.acceptance.harness import MODELS
+from tests.acceptance.harness import MODELS, Answer
 
 TIE = 1e-4
 
@@ -51,18 +51,28 @@ def greedy(model: str, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
             out = network(step, past_key_values=out.past_key_values, use_cache=True)
 
 
-def is_greedy(model: str, prompt: tuple[int, ...], served: Sequence[int]) -> bool:
+@lru_cache(maxsize=4096)
+def is_greedy(model: str, prompt: tuple[int, ...], served: tuple[int, ...]) -> bool:
     """Whether `served` is what greedy decoding gives, a tie decided either way.
 
-    Batches sum in another order than a single stream, so logits differ by rounding; where the two
-    best tokens are closer than TIE, both are greedy, and what follows is judged after the token
-    that was served.
+    One pass over all of it says which token is best after each prefix. Batches sum in another order
+    than a single stream, so logits differ by rounding; where the two best tokens are closer than
+    TIE, both are greedy, and what follows is judged after the token that was served.
     """
-    if tuple(served) == greedy(model, prompt, len(served)):
-        return True
     import torch
 
     with torch.inference_mode():
         logits = load(model)(torch.tensor([[*prompt, *served]])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(served).unsqueeze(1)).squeeze(1)
     return bool((logits.max(dim=1).values - chosen).max() < TIE)
+
+
+def judge(jobs: Sequence[tuple[str, tuple[int, ...], int]], answers: Sequence[Answer]) -> list[str]:
+    """What is wrong with these answers to (model, prompt, tokens); empty if nothing is."""
+    wrong = []
+    for (model, prompt, tokens), answer in zip(jobs, answers, strict=True):
+        if answer.error is not None or len(answer.ids) != tokens:
+            wrong.append(f"{model}: {len(answer.ids)} of {tokens} tokens, {answer.error}")
+        elif not is_greedy(model, prompt, tuple(answer.ids)):
+            wrong.append(f"{model}: {answer.ids} after {prompt} is not greedy")
+    return wrong

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from tests.acceptance.harness import (
     serving,
     stop,
 )
-from tests.acceptance.reference import greedy, prompts
+from tests.acceptance.reference import judge, prompts
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
-TOKENS = 200
+TOKENS = 120
 
 
 def config(models: tuple[str, ...]) -> dict[str, Any]:
@@ -56,21 +57,26 @@ async def kill_in_flight(cluster: Cluster, model: str) -> list[Answer]:
         return await asyncio.wait_for(asyncio.gather(*jobs), 180)
 
 
-def test_five_engine_kills_lose_nothing(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cluster(
+    tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    with serving(config(tiny_models), tmp_path_factory.mktemp("faults")) as made:
+        yield made
+
+
+def test_five_engine_kills_lose_nothing(cluster: Cluster, tiny_models: tuple[str, str]) -> None:
     model = tiny_models[1]
-    with serving(config(tiny_models), tmp_path) as cluster:
-        reserved_before = reserved_bytes(cluster)
-        for kill in range(1, 6):
-            answers = asyncio.run(kill_in_flight(cluster, model))
-            for prompt, answer in zip(prompts(model, 8), answers, strict=True):
-                check_answer(model, prompt, answer)
-            wait_for_restarts(cluster, kill)
-        after = asyncio.run(one(cluster, model))
-        assert tuple(after.ids) == greedy(model, prompts(model, 1)[0], TOKENS)
-        assert cluster.operate("flush").returncode == 0
-        cluster.wait_until(
-            lambda: reserved_bytes(cluster) == reserved_before, "the dead engines' pages back", 15
-        )
+    reserved_before = reserved_bytes(cluster)
+    for kill in range(1, 6):
+        answers = asyncio.run(kill_in_flight(cluster, model))
+        assert not judge([(model, prompt, TOKENS) for prompt in prompts(model, 8)], answers)
+        wait_for_restarts(cluster, kill)
+    check_one(model, asyncio.run(one(cluster, model)))
+    assert cluster.operate("flush").returncode == 0
+    cluster.wait_until(
+        lambda: reserved_bytes(cluster) == reserved_before, "the dead engines' pages back", 15
+    )
 
 
 def wait_for_restarts(cluster: Cluster, kills: int) -> None:
@@ -85,9 +91,8 @@ def reserved_bytes(cluster: Cluster) -> int:
     return sum(int(agent["reserved_bytes"]) for agent in cluster.agents())
 
 
-def check_answer(model: str, prompt: tuple[int, ...], answer: Answer) -> None:
-    assert answer.error is None
-    assert tuple(answer.ids) == greedy(model, prompt, TOKENS)
+def check_one(model: str, answer: Answer) -> None:
+    assert not judge([(model, prompts(model, 1)[0], TOKENS)], [answer])
 
 
 async def one(cluster: Cluster, model: str) -> Answer:
@@ -96,16 +101,15 @@ async def one(cluster: Cluster, model: str) -> Answer:
 
 
 def test_sigterm_finishes_what_runs_and_leaves_nothing(
-    tiny_models: tuple[str, str], tmp_path: Path
+    cluster: Cluster, tiny_models: tuple[str, str]
 ) -> None:
+    """It ends the cluster, so it comes last."""
     model = tiny_models[0]
-    with serving(config(tiny_models), tmp_path) as cluster:
-        children = descendants(cluster.process.pid)
-        namespace = read_resolved(cluster.run_dir / "cluster.json").namespace
-        assert list(Path("/dev/shm").glob(f"prism-kvcached.{namespace}.*"))
-        answer = asyncio.run(stop_while_streaming(cluster, model))
-        assert tuple(answer.ids) == greedy(model, prompts(model, 1)[0], TOKENS)
-        cluster.process.wait(60)
+    children = descendants(cluster.process.pid)
+    namespace = read_resolved(cluster.run_dir / "cluster.json").namespace
+    assert list(Path("/dev/shm").glob(f"prism-kvcached.{namespace}.*"))
+    check_one(model, asyncio.run(stop_while_streaming(cluster, model)))
+    cluster.process.wait(60)
     assert cluster.process.returncode == 0
     time.sleep(0.5)
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

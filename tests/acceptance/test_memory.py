@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from tests.acceptance.harness import (
     model_yaml,
     serving,
 )
-from tests.acceptance.reference import is_greedy, prompts
+from tests.acceptance.reference import judge, prompts
 
 pytestmark = pytest.mark.sglang
 
 MIB = 1 << 20
+PROMPT = 320  # tokens that a request of the busy model takes at once
 
 
 def two_models(
@@ -99,12 +100,12 @@ def busy_tokens(config: dict[str, Any], models: Sequence[str], directory: Path) 
     with serving(config, directory) as cluster:
         warm = complete_all(cluster, [(models[1], range(20, 40), 4)])
         assert warm[0].error is None
-        lengths = [100 + 10 * (number % 7) for number in range(128)]
-        asked = zip(prompts(models[0], 128, (256, 256)), lengths, strict=True)
+        lengths = [60 + 5 * (number % 7) for number in range(96)]
+        asked = zip(prompts(models[0], 96, (PROMPT, PROMPT)), lengths, strict=True)
         answers = complete_all(cluster, [(models[0], prompt, tokens) for prompt, tokens in asked])
         assert not [a.error for a in answers if a.error]
         assert [len(a.ids) for a in answers] == lengths
-        return concurrent_tokens(answers, 256)
+        return concurrent_tokens(answers, PROMPT)
 
 
 @pytest.mark.timeout(900)
@@ -169,35 +170,39 @@ def mapped_bytes(cluster: Cluster) -> dict[str, int]:
 def contend(seconds: float, models: Sequence[str], directory: Path) -> None:
     """Both models driven against the device's limit; nothing dies, nothing is cut short."""
     capacity_bytes = 72 * MIB
+    full_bytes = 0.85 * capacity_bytes
     config = two_models(models, "72MiB", engine={"max_running": 32, "static": "4MiB"})
     with serving(config, directory) as cluster, Sampler(cluster) as sampler:
-        done = asyncio.run(drive(cluster, models, seconds))
-        assert all(answer.error is None for _, _, answer in done)
-        assert all(len(a.ids) == tokens for _, tokens, a in done)
+
+        def is_full() -> bool:
+            return max(sampler.device_bytes, default=0) > full_bytes
+
+        done = asyncio.run(drive(cluster, models, seconds, is_full))
         agent = cluster.agents()[0]
-    assert not [job for job, _, answer in done if not is_greedy(*job, answer.ids)]
+    assert not judge([job for job, _ in done], [answer for _, answer in done])
     assert agent["engine_restarts_total"] == 0
     assert max(sampler.device_bytes) <= capacity_bytes
-    assert max(sampler.device_bytes) > 0.85 * capacity_bytes, "the device was never full"
+    assert max(sampler.device_bytes) > full_bytes, "the device was never full"
     retractions = sum(model["retractions_total"] for model in agent["models"])
     print(f"{len(done)} requests, peak {max(sampler.device_bytes) / MIB:.1f} MiB of 72, ", end="")
     print(f"{retractions} retractions")
 
 
 async def drive(
-    cluster: Cluster, models: Sequence[str], seconds: float
-) -> list[tuple[tuple[str, tuple[int, ...]], int, Answer]]:
-    """24 closed-loop clients a model over a small set of prompts, for `seconds`."""
+    cluster: Cluster, models: Sequence[str], seconds: float, is_full: Callable[[], bool]
+) -> list[tuple[tuple[str, tuple[int, ...], int], Answer]]:
+    """24 closed-loop clients a model over a small set of prompts, for `seconds`, or a minute more
+    if a busy machine has not filled the device by then."""
     until = time.monotonic() + seconds
     done = []
 
     async def client(model: str, number: int) -> None:
         choices = prompts(model, 12, (150, 300))
         turn = number
-        while time.monotonic() < until:
+        while time.monotonic() < until + 60 * (not is_full()):
             prompt, tokens = choices[turn % len(choices)], 40 + 20 * (turn % 5)
             answer = await complete(http, model, prompt, tokens)
-            done.append(((model, prompt), tokens, answer))
+            done.append(((model, prompt, tokens), answer))
             turn += 7
 
     async with async_client(cluster) as http:

@@ -21,7 +21,7 @@ from tests.acceptance.harness import (
     model_yaml,
     serving,
 )
-from tests.acceptance.reference import greedy, prompts
+from tests.acceptance.reference import judge, prompts
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -51,7 +51,7 @@ def test_a_replay_maps_and_unmaps_pages(tiny_models: tuple[str, str], tmp_path: 
     trace = tmp_path / "trace.jsonl"
     shares = ",".join(f"{name}:0.5" for name in tiny_models)
     prism_replay(
-        *("generate", "--models", shares, "--seconds", "30", "--rate", "4"),
+        *("generate", "--models", shares, "--seconds", "15", "--rate", "4"),
         *("--seed", "5", "--input-tokens", "48:256", "--output-tokens", "16:64"),
         *("--slo", "1000/100", "--out", str(trace)),
     )
@@ -68,7 +68,7 @@ def test_a_replay_maps_and_unmaps_pages(tiny_models: tuple[str, str], tmp_path: 
     print({key: value for key, value in summary.items() if "maps" in key})
     assert summary["maps_per_minute"] >= 200
     assert summary["unmaps_per_minute"] >= 200
-    assert [tuple(answer.ids) for answer in answers.result()] == [greedy(*job) for job in jobs]
+    assert not judge(jobs, answers.result())
 
 
 @pytest.mark.long

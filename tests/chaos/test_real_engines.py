@@ -48,6 +48,6 @@ def test_kills_under_load(tmp_path: Path) -> None:
         campaign = Campaign(cluster, load, TINY)
         with told(campaign):
             asyncio.run(campaign.run(schedule(SEED, {("kill", "engine", 0.0): KILLS})))
-            ties = [s for s in load.bad if is_greedy(s.asked.model, s.asked.prompt, s.ids)]
+            ties = [s for s in load.bad if is_greedy(s.asked.model, s.asked.prompt, tuple(s.ids))]
             load.bad = [stream for stream in load.bad if stream not in ties]
             campaign.check()

@@ -19,6 +19,7 @@ from prism.config.resolve import load
 from prism.replay.results import read_results
 from prism.replay.trace import models_of, read_trace, write_trace
 from prism.scheduler.journal import Ended, Opened, Started
+from tests.engines.subjects import prepared
 from tests.replay.records import a_request
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,7 @@ def test_the_shipped_trace_is_what_its_program_writes() -> None:
 def replaying_demo(directory: Path, trace: Path) -> tuple[subprocess.Popen[str], str]:
     """A demo that has one answer and waits ten minutes for the next request; what it showed."""
     write_trace(trace, [a_request(0.0, "tiny-llama"), a_request(600.0, "tiny-llama")])
+    (directory / "models").symlink_to(prepared("tiny-llama").parent)  # its making is shown above
     demo = start_demo(directory, write_config(directory), trace)
     assert demo.stdout
     shown = ""
