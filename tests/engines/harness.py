@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 import kvcached
+from kvcached.weights.store import default_store
 from prism.config.schema import ClusterConfig, write_resolved
 from prism.messages.engine import (
     Activated,
@@ -291,7 +292,8 @@ class DeviceUnderTest:
         self._context.term()
         self.fork_server.close()
         self.memory.destroy(force=True)
-        shutil.rmtree(self.config.moves_dir, ignore_errors=True)
+        for folder in (self.config.moves_dir, default_store(self.config.namespace)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _receive(self, deadline_s: float, wanted: str) -> None:
         left_ms = 1000 * (deadline_s - time.monotonic())
