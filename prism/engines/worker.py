@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 import zmq
 
+from kvcached.errors import LedgerCorruptError
 from kvcached.handover.server import malformed_total as malformed_fetches
 from prism.engines.core import EngineContext, EngineCore, StepOutput, activation_failed
 from prism.errors import ActivationError, RankLostError, RequestsFailedError
@@ -283,9 +284,8 @@ class Worker:
         text = f"{type(error).__name__}: {error}"
         # Before the agent hears of it, which then kills this process.
         log.error("engine failed: %s", text, exc_info=error)
-        blame: Literal["suspect", "other"] = (
-            "other" if isinstance(error, RequestsFailedError) else "suspect"
-        )
+        is_known = isinstance(error, RequestsFailedError | LedgerCorruptError)
+        blame: Literal["suspect", "other"] = "other" if is_known else "suspect"
         self._fail(self._open, "engine_error", text, blame)
         # A lost rank says nothing about the model: the agent sees the end and takes another one.
         if self._activating is not None and not isinstance(error, RankLostError):

@@ -7,15 +7,23 @@ from typing import Any, cast
 
 import pytest
 
+from kvcached.errors import LedgerCorruptError
 from prism.agent.inbox import EngineInbox
 from prism.agent.pool import EngineProcess
 from prism.engines.worker import Worker
 from prism.errors import EngineError, RequestsFailedError
 
 
-@pytest.mark.parametrize(("named", "by_request"), [(True, False), (False, True)])
-def test_a_crash_whose_culprits_have_failed_by_name_makes_no_suspects(
-    named: bool, by_request: bool
+@pytest.mark.parametrize(
+    ("error", "by_request"),
+    [
+        (RequestsFailedError("no memory"), False),
+        (LedgerCorruptError("locked for too long by process 7, which is stopped inside"), False),
+        (EngineError("broken"), True),
+    ],
+)
+def test_a_crash_that_is_no_requests_fault_or_a_named_ones_makes_no_suspects(
+    error: Exception, by_request: bool
 ) -> None:
     deaths: list[bool] = []
 
@@ -28,5 +36,5 @@ def test_a_crash_whose_culprits_have_failed_by_name_makes_no_suspects(
     link = SimpleNamespace(send=lambda output: inbox._take(engine, output))
     worker = Worker(*cast("Any", (None, link, engine.id)))
     worker._open = {"survivor": 1}
-    worker._report_crash(RequestsFailedError("no memory") if named else EngineError("broken"))
+    worker._report_crash(error)
     assert deaths == [by_request]
