@@ -50,6 +50,7 @@ void test_vmm();
 void test_events();
 void test_cuda_faults();
 void test_ledger();
+void test_ledger_lock();
 void test_balloon();
 void test_kv_allocator();
 // On pages of kPage bytes of this device.

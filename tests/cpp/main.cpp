@@ -6,6 +6,7 @@ int main() {
   test_vmm();
   test_events();
   test_ledger();
+  test_ledger_lock();
   test_balloon();
   test_kv_allocator();
   test_region("host:0");

@@ -1,5 +1,3 @@
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -119,14 +117,6 @@ void every_record_can_be_taken_and_no_more() {
   ::close(lock_fd);
 }
 
-LedgerSegment* map_directly(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDWR);
-  void* memory = mmap(nullptr, sizeof(LedgerSegment), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  ::close(fd);
-  CHECK(memory != MAP_FAILED);
-  return static_cast<LedgerSegment*>(memory);
-}
-
 // The worst moment: the mutex is held, the record says one thing and the total another.
 void a_death_inside_the_mutex_is_repaired() {
   Fixture f;
@@ -148,133 +138,6 @@ void a_death_inside_the_mutex_is_repaired() {
   const LedgerUsage usage = value_of(f.ledger->usage());
   CHECK(usage.charged_bytes == 10 * kPage);
   CHECK(usage.clients.size() == 1);
-}
-
-// A child that holds the mutex and is stopped, as a client or not.
-pid_t stopped_inside(const std::string& path, bool as_client) {
-  const pid_t child = fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    const std::shared_ptr<Ledger> ledger = value_of(Ledger::open({path, {}, {}}));
-    if (as_client) (void)new Member(ledger, {.name = "stopped"});
-    LedgerSegment* segment = map_directly(path);
-    pthread_mutex_lock(&segment->mutex);
-    raise(SIGSTOP);
-    pthread_mutex_unlock(&segment->mutex);
-    _exit(0);
-  }
-  int outcome = 0;
-  CHECK(waitpid(child, &outcome, WUNTRACED) == child && WIFSTOPPED(outcome));
-  return child;
-}
-
-// After the first wait in vain each call waits for a moment only, whatever the patience.
-void check_locked_out(Ledger& ledger, int slot, const std::string& why) {
-  const int64_t patience_ns = lock_patience_ns;
-  for (const int64_t next_ns : {int64_t{20'000'000}, int64_t{3'600'000'000'000}}) {
-    lock_patience_ns = next_ns;
-    const Status refused = ledger.reserve(slot, kPage);
-    CHECK(refused.code == Code::corrupt && refused.message.find(why) != std::string::npos);
-  }
-  lock_patience_ns = patience_ns;
-}
-
-void let_go_on(pid_t child) {
-  CHECK(kill(child, SIGCONT) == 0);
-  int outcome = 0;
-  CHECK(waitpid(child, &outcome, 0) == child && WEXITSTATUS(outcome) == 0);
-}
-
-void a_holder_that_is_stopped_is_named() {
-  Fixture f;
-  const Member member(f.ledger);
-  const pid_t child = stopped_inside(f.path, true);
-  const std::string pid = std::to_string(child);
-  check_locked_out(
-      *f.ledger, member.slot,
-      "by process " + pid + ", which is stopped inside; let it go on (kill -CONT " + pid + ")");
-  let_go_on(child);
-  CHECK_OK(f.ledger->reserve(member.slot, kPage));
-}
-
-// The number may be that of another container's thread.
-void a_holder_that_is_no_client_here_is_not_named() {
-  Fixture f;
-  const Member member(f.ledger);
-  const pid_t child = stopped_inside(f.path, false);
-  const std::string why = "by thread " + std::to_string(child) + ", perhaps of another container";
-  check_locked_out(*f.ledger, member.slot, why);
-  LedgerSegment* segment = map_directly(f.path);
-  const ClientRecord own = segment->clients[member.slot];
-  segment->clients[member.slot].pid = child;
-  segment->clients[member.slot].start_ticks = own.start_ticks + 1'000'000;
-  check_locked_out(*f.ledger, member.slot, why);
-  segment->clients[member.slot].pid = own.pid;
-  segment->clients[member.slot].start_ticks = own.start_ticks;
-  let_go_on(child);
-}
-
-void a_lock_that_came_free_after_the_wait_names_nobody() {
-  Fixture f;
-  const Status status = held_up_by(*map_directly(f.path));
-  CHECK(status.message.find("it is free now: try again") != std::string::npos);
-}
-
-// Each giver is answered at once, and the next one who has the mutex counts what they gave.
-void memory_is_given_back_to_a_lock_that_is_held_for_long() {
-  Fixture f;
-  const Member member(f.ledger);
-  const std::shared_ptr<Ledger> other = value_of(Ledger::open({f.path, {}, {}}));
-  CHECK_OK(f.ledger->reserve(member.slot, 3 * kPage));
-  CHECK_OK(f.ledger->commit(member.slot, 2 * kPage));
-  CHECK_OK(f.ledger->reserve_static(member.slot, kPage));
-  const pid_t child = stopped_inside(f.path, true);
-  const int64_t patience_ns = lock_patience_ns;
-  lock_patience_ns = 20'000'000;
-  CHECK_CODE(f.ledger->reserve(member.slot, kPage), Code::corrupt);
-  lock_patience_ns = 3'600'000'000'000;
-  std::vector<std::thread> givers;
-  for (int i = 0; i < 2; ++i) {
-    givers.emplace_back([&] { CHECK_OK(f.ledger->release(member.slot, kPage)); });
-  }
-  givers.emplace_back([&] { CHECK_OK(f.ledger->cancel(member.slot, kPage)); });
-  givers.emplace_back([&] { CHECK_OK(f.ledger->release_static(member.slot, kPage)); });
-  for (std::thread& giver : givers) giver.join();
-  let_go_on(child);
-  lock_patience_ns = patience_ns;
-  CHECK(value_of(other->usage()).charged_bytes == 4 * kPage);
-  CHECK(f.charged() == 0);
-  CHECK_CODE(f.ledger->release(member.slot, kPage), Code::internal);
-}
-
-// Whatever else it owes is no other client's, which may have its record by then.
-void a_client_leaves_a_lock_that_is_held_for_long() {
-  Fixture f;
-  const int lock_fd = value_of(f.ledger->open_lock_fd());
-  const int leaver = value_of(f.ledger->join({.name = "leaver"}, lock_fd, -1));
-  CHECK_OK(f.ledger->reserve(leaver, 2 * kPage));
-  const pid_t child = stopped_inside(f.path, true);
-  const int64_t patience_ns = lock_patience_ns;
-  lock_patience_ns = 20'000'000;
-  CHECK_OK(f.ledger->leave(leaver));
-  CHECK_OK(f.ledger->cancel(leaver, kPage));
-  lock_patience_ns = patience_ns;
-  ::close(lock_fd);
-  let_go_on(child);
-  const Member next(f.ledger);
-  CHECK(next.slot == leaver);
-  CHECK_OK(f.ledger->reserve(next.slot, kPage));
-  CHECK(f.charged() == kPage);
-}
-
-void a_lock_word_that_names_nobody_is_an_error() {
-  Fixture f;
-  const Member member(f.ledger);
-  auto* word = reinterpret_cast<std::atomic<uint32_t>*>(&map_directly(f.path)->mutex);
-  word->store(0x3ffffffe);
-  check_locked_out(*f.ledger, member.slot, "by thread 1073741822, perhaps of another container");
-  word->store(0);
-  CHECK_OK(f.ledger->reserve(member.slot, kPage));
 }
 
 // And nobody for longer than a look may take, whatever the segment says.
@@ -387,12 +250,6 @@ void test_ledger() {
   static_memory_counts_beside_pages();
   every_record_can_be_taken_and_no_more();
   a_death_inside_the_mutex_is_repaired();
-  a_holder_that_is_stopped_is_named();
-  a_holder_that_is_no_client_here_is_not_named();
-  a_lock_that_came_free_after_the_wait_names_nobody();
-  memory_is_given_back_to_a_lock_that_is_held_for_long();
-  a_client_leaves_a_lock_that_is_held_for_long();
-  a_lock_word_that_names_nobody_is_an_error();
   nothing_is_granted_while_somebody_looks();
   a_death_is_seen_by_the_first_refusal_after_the_interval();
   room_of_the_dead_is_found_by_one_who_never_stops_asking();
