@@ -255,7 +255,7 @@ def census(cluster: Cluster, striker: Striker) -> dict[str, object]:
         "processes": Counter(parts(cluster).values()),
         "models": sorted(m["model"] for agent in agents for m in agent["models"]),
         "reserved bytes": sum(agent["reserved_bytes"] for agent in agents),
-        "keys": [k for k in keys if k != "malformed" and not k.startswith("queue:")],
+        "keys": [_unnumbered(k) for k in keys if k != "malformed" and not k.startswith("queue:")],
         "requests": open_requests + waiting,
         # without the weight store, which is a cache
         "segments": sorted(
@@ -265,10 +265,15 @@ def census(cluster: Cluster, striker: Striker) -> dict[str, object]:
             if path.is_file() and striker.config.namespace in path.as_posix()
         ),
         "files": sorted(
-            re.sub(r"ranks-.*", "ranks", path.name)
+            _unnumbered(path.name)
             for path in cluster.run_dir.iterdir()
             if path.name != "troubles.json"
         ),
         "troubles": read_troubles(cluster.run_dir),
         "launcher's descriptors": len(os.listdir(f"/proc/{cluster.process.pid}/fd")),
     }
+
+
+def _unnumbered(name: str) -> str:
+    """Without the number of a frontend or an engine that is another one's after its death."""
+    return re.sub(r"(frontend.f\d+)\.\d+", r"\1", re.sub(r"ranks-.*", "ranks", name))

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, told
-from tests.chaos.faults import may_mount, schedule
+from tests.chaos.campaign import DEVICE, MODELS, SEED, Campaign, chaos_cluster, told
+from tests.chaos.faults import Fault, may_mount, schedule
 from tests.chaos.load import Load, varied
 
 KILLS = int(os.environ.get("PRISM_CHAOS_KILLS", "60"))
 STOPS = int(os.environ.get("PRISM_CHAOS_STOPS", "40"))
-PARTS = ("engine", "forkserver", "agent", "scheduler", "frontend", "redis")
+PARTS = ("engine", "forkserver", "preloaded", "agent", "scheduler", "frontend", "redis")
+STOPPED = ("launcher", "rank", *PARTS)
+# Beside the others a model of two ranks, so on both devices.
+WITH_RANKS: dict[str, Any] = {
+    "models": [
+        *({"name": name, "path": name} for name in MODELS),
+        {"name": "t", "path": "a", "tp": 2},
+    ],
+    "devices": [{"name": f"host:{number}", **DEVICE, "engines": 3} for number in range(2)],
+}
 
 FEW = {
     ("kill", "engine", 0.0): 2,
@@ -29,6 +40,7 @@ FEW = {
     ("kill", "redis", 0.0): 1,
     ("flush", "redis", 0.0): 1,
     ("corrupt", "sockets", 0.0): 1,
+    **{("stop", part, 1.0): 1 for part in STOPPED},
 }
 OTHERS = {
     ("flush", "redis", 0.0): KILLS,
@@ -42,19 +54,36 @@ OTHERS = {
 FILLS = {("fill", "shm", 0.0): STOPS // 2, ("fill", "logs", 0.0): STOPS // 2}
 
 
-def run(folder: Path, counts: dict[tuple[str, str, float], int], clients: int) -> None:
-    with chaos_cluster(folder) as cluster:
-        load = Load(cluster.url, clients, partial(varied, SEED, MODELS))
-        campaign = Campaign(cluster, load)
+def run(
+    folder: Path,
+    faults: Sequence[Fault],
+    clients: int,
+    served: Sequence[str] = MODELS,
+    **changes: Any,
+) -> Campaign:
+    with chaos_cluster(folder, **changes) as cluster:
+        load = Load(cluster.url, clients, partial(varied, SEED, served))
+        campaign = Campaign(cluster, load, served)
         with told(campaign):
-            asyncio.run(campaign.run(schedule(SEED, counts)))
+            asyncio.run(campaign.run(faults))
             campaign.check()
         assert cluster.stop() == 0
         assert not list(cluster.temporary.iterdir())
+    return campaign
 
 
 def test_a_few_faults(tmp_path: Path) -> None:
-    run(tmp_path, FEW, clients=9)
+    run(tmp_path, schedule(SEED, FEW), 9, [*MODELS, "t"], **WITH_RANKS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_work_has_moved_on_before_a_stopped_process_wakes(tmp_path: Path) -> None:
+    """It is replaced, or nobody misses it; the one that wakes leaves no trace."""
+    stops = [Fault("stop", part, 0.2, 1.0, 30.0) for part in STOPPED]
+    changes = {"hang_timeout": "15s", **WITH_RANKS}
+    campaign = run(tmp_path, stops, 12, [*MODELS, "t"], **changes)
+    assert [str(each) for each in campaign.journal if each.recovered_s >= each.over_s] == []
 
 
 @pytest.mark.long
@@ -66,4 +95,5 @@ def test_every_kind_of_fault(tmp_path: Path) -> None:
         for part in ("launcher", *PARTS)
         for length_s in (5.0, 30.0)
     }
-    run(tmp_path, kills | stops | OTHERS | (FILLS if may_mount() else {}), clients=12)
+    counts = kills | stops | OTHERS | (FILLS if may_mount() else {})
+    run(tmp_path, schedule(SEED, counts), 12)
