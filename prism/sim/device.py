@@ -157,9 +157,9 @@ class SimDevice:
             Waiting(
                 key,
                 resident.model.name,
-                request.prompt_tokens,
+                request.todo_tokens,
                 request.output_tokens,
-                request.arrival_s,
+                request.queued_s,
                 request.deadline_s,
             )
         )

@@ -24,6 +24,7 @@ from prism.sim.records import Decision, Records
 from prism.sim.request import SimRequest
 from prism.sim.resident import Resident, Stage
 from prism.sim.setup import ClusterSetup, ModelSetup
+from prism.sim.workload import NO_SLO
 
 
 @dataclass(slots=True, eq=False)
@@ -248,6 +249,9 @@ class SimActuator:
         if receiver is None or receiver.engine is None:
             for request in requests:
                 request.forget_kv()
+                slo_s = self._records.work.slo_tpot_s[request.index]
+                slo_s = model.setup.slo_tpot_s if slo_s == NO_SLO else slo_s
+                request.goes_on(self._kernel.time_s, slo_s)
                 model.unplaced[request.index] = request
             self._hooks.route(model)
         else:

@@ -56,6 +56,7 @@ class Records:
     samples: list[ClusterSample] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     ended: int = 0
+    # When the last request ended: alarms may be set for later.
     end_time_s: float = 0.0
     events: int = 0
 
@@ -79,6 +80,7 @@ class Records:
         self.output_tokens[index] = request.generated
         self.cached_tokens[index] = request.cached_tokens
         self.ended += 1
+        self.end_time_s = time_s
         if error is not None:
             self.errors[index] = error
 

@@ -21,6 +21,8 @@ class SimRequest(msgspec.Struct, eq=False):
     prompt_tokens: int
     output_tokens: int
     deadline_s: float
+    # When it came to the queue; of one that goes on, last.
+    queued_s: float = -1.0
     # Ids of its prompt's whole blocks.
     hashes: tuple[int, ...] = ()
     # Output tokens so far.
@@ -48,7 +50,11 @@ class SimRequest(msgspec.Struct, eq=False):
 
     def __post_init__(self) -> None:
         self.kv_tokens = self.todo_tokens = self.prompt_tokens
-        self.last_s = self.arrival_s
+        self.last_s = self.queued_s = self.arrival_s
+
+    def goes_on(self, now_s: float, slo_tpot_s: float) -> None:
+        """It waits again in the middle of its output: its next token is due within the TPOT SLO."""
+        self.queued_s, self.deadline_s = now_s, now_s + slo_tpot_s
 
     def forget_kv(self) -> None:
         """What was computed of it, if anything was, is to be computed again."""

@@ -122,7 +122,6 @@ class World:
         if self.open_requests:  # not at the last event, which depends on how steps are taken
             self.kernel.time_s = horizon_s
             self._give_up_rest()
-        self.records.end_time_s = self.kernel.time_s
         self.records.events = self.kernel.events
         return self.records
 

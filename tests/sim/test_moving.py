@@ -11,6 +11,7 @@ import pytest
 from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Settings
 from prism.policies.placement import Hosted, Placement, Unit
+from prism.scheduler.local import Waiting
 from prism.sim.records import Records
 from prism.sim.scenario import load
 from prism.sim.setup import ActivationSettings, ClusterSetup
@@ -152,3 +153,23 @@ def test_the_yaml_says_whether_they_move(tmp_path: Path) -> None:
     )
     assert not load(path).setup.settings.move_running
     assert load(path, {"scheduler.migrate_running": "move"}).setup.settings.move_running
+
+
+def test_who_waits_for_another_copy_has_a_deadline_from_then_on() -> None:
+    """As in the live queue: the next token is due within the TPOT SLO. With its first deadline it
+    would stand behind all that can be on time."""
+    built = cluster([model(0, "a", activation_s=0.5, slo_tpot_s=0.2)], 1, warm=True)
+    trace = work(built, [request(0.5, "a", 500, 100), request(1.01, "a", 100, 5)])
+    world = World(built, trace)
+    world.kernel.at(AT_S, world.apply, Evict("a", "gpu:0", "test", move_running=True))
+    seen: list[Waiting] = []
+    device = world.devices[0]
+    add = device.scheduler.add
+    device.scheduler.add = lambda waiting: (seen.append(waiting), add(waiting))[1]  # type: ignore
+    records = world.run()
+    assert not records.errors
+    resumed = next(w for w in seen if w.id == "0")
+    moved_s = resumed.deadline_s - 0.2
+    assert moved_s == pytest.approx(AT_S, abs=0.05)
+    assert resumed.arrival_s == pytest.approx(moved_s)
+    assert resumed.prompt_tokens > 500  # its prompt and what it has given out

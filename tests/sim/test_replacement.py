@@ -114,3 +114,13 @@ def test_attainment_counts_what_is_known() -> None:
     assert replacement.attainment(records, 0, 4, 3.0) == pytest.approx(1 / 3)  # 3 is not due yet
     assert replacement.attainment(records, 0, 4, 9.0) == pytest.approx(1 / 4)
     assert replacement.attainment(records, 5, 5, 9.0) == 1.0
+
+
+def test_an_alarm_for_the_next_search_does_not_lengthen_the_run() -> None:
+    """Else GPUs look the less busy, the longer the interval."""
+    setup, trace = busy(60.0)
+    setup = dataclasses.replace(setup, replacement_interval_s=500.0)
+    world = World(setup, trace, Searches().policy())
+    records = world.run()
+    assert world.kernel.time_s > records.end_time_s
+    assert records.end_time_s == max(records.end_s)
