@@ -156,6 +156,7 @@ class Actuator:
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
         spec = self._state.config.model(name)
         command = ActivateModel(0, spec, limit_bytes, action.reason, action.peers)
+        since_s = self._state.now_s()
         result = self._link.post(device, command)
         try:
             if route_at_once:  # so that requests wait where they will be served
@@ -164,6 +165,8 @@ class Actuator:
         finally:
             result.cancel()
         await self._reported(device, name, "active")
+        now_s = self._state.now_s()
+        self._state.repaid_s[name] = now_s + (now_s - since_s)
 
     async def _take_down(self, command: EvictModel, device: str) -> None:
         timing = self._state.timing

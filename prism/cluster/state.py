@@ -69,6 +69,8 @@ class SchedulerState:
     demands: dict[str, str | None] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     activated_s: dict[str, float] = field(default_factory=dict)  # when models became active
+    # When models have been up for as long as they took to load.
+    repaid_s: dict[str, float] = field(default_factory=dict)
     actions_total: Counter[str] = field(default_factory=Counter)
     planned_once: bool = False
     # The cluster was ready once, perhaps under a scheduler before this one.

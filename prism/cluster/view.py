@@ -45,6 +45,7 @@ def _ranks(state: SchedulerState, device: str, name: str) -> tuple[str, ...]:
 
 def _model(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) -> ModelView:
     devices, stage = home_of(state, spec.name)
+    move = state.moves.get(spec.name)
     size = state.sizes.of(spec.name)
     reports = _reports(state, spec.name)
     waiting = state.unplaced.get(spec.name, 0) + sum(m.waiting for _, m in reports)
@@ -61,6 +62,7 @@ def _model(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) ->
         waiting=max(waiting, 1) if asked else waiting,
         running=sum(m.running for _, m in reports),
         idle_s=_idle_s(state, spec.name, now_s),
+        owes_s=max(0.0, state.repaid_s.get(spec.name, now_s) - now_s),
         device=devices[0] if devices else None,
         state=stage,
         never_evict=spec.never_evict,
@@ -70,6 +72,7 @@ def _model(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) ->
         barred=state.backoff.devices(spec.name, now_s),
         tp=spec.tp,
         peers=devices[1:],
+        moving_to=move.devices if move is not None and move.source is not None else (),
     )
 
 

@@ -12,14 +12,10 @@ from msgspec import structs
 from prism.policies import kvpr
 from prism.policies.bins import Bin, current_bins, devices_of, need_bytes, part
 from prism.policies.builder import PlanBuilder, settled
-from prism.policies.data import ClusterView, Migrate, ModelView, Settings, beside
+from prism.policies.data import Migrate, ModelView, Settings, beside
 
 PRESSED_FREE = 0.25
 """A device with a smaller part of its memory free may lack it before the next burst is over."""
-
-
-def in_transition(view: ClusterView) -> bool:
-    return any(m.state not in ("absent", "active") for m in view.models)
 
 
 def movable(b: Bin) -> list[ModelView]:
@@ -57,9 +53,8 @@ def _held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:
 def rebalance(builder: PlanBuilder) -> None:
     """The first move of Algorithm 1's placement off a contended device that alone lowers the worst
     KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
-    the least pressed devices. One at a time: the next interval sees its effect."""
-    if builder.changes():
-        return
+    the least pressed devices. One in a plan, and none to or from a device where a model comes or
+    goes: the next interval sees its effect."""
     models, gpus = settled(builder.view)
     residents = [m for m in models if m.device in builder.bins]
     # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
@@ -84,9 +79,12 @@ def rebalance(builder: PlanBuilder) -> None:
 
 
 def _relieved(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bool:
-    """Plans the move if `model` is contended where it is, relief is above tau, and the room that it
-    needs is free now: it must not press on requests that run there."""
+    """Plans the move if `model` is contended where it is, relief is above tau, no model comes or
+    goes on these devices, and the room that it needs is free now: it must not press on requests
+    that run there."""
     sources, tau = _held_by(builder, model), builder.settings.migration_threshold
+    if not builder.changing().isdisjoint(b.name for b in (*sources, *home)):
+        return False
     free = all(b.gpu.free_bytes >= need_bytes(model) for b in home)
     if model.state != "active" or not _contended(sources, builder.settings) or not free:
         return False

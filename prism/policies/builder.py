@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from prism.policies.bins import Bin, Bins, devices_of
-from prism.policies.data import Action, ClusterView, GpuView, ModelView, Refuse, Settings
+from prism.policies.data import (
+    Action,
+    Activate,
+    ClusterView,
+    GpuView,
+    Migrate,
+    ModelView,
+    Refuse,
+    Settings,
+)
 
 
 @dataclass(slots=True)
@@ -22,9 +31,19 @@ class PlanBuilder:
     def copied_bins(self) -> Bins:
         return {name: b.copy() for name, b in self.bins.items()}
 
-    def changes(self) -> bool:
-        """Whether it does anything: a refusal leaves the cluster as it is."""
-        return not all(isinstance(action, Refuse) for action in self.actions)
+    def changing(self) -> set[str]:
+        """Devices where a model comes or goes, or will by this plan."""
+        acts = {a.model: a for a in self.actions if not isinstance(a, Refuse)}
+        found: set[str] = set()
+        for action in acts.values():
+            if isinstance(action, Activate):
+                found.update((action.device, *action.peers))
+            elif isinstance(action, Migrate):
+                found.update((action.target, *action.peers))
+        for model in self.view.models:
+            if model.state not in ("absent", "active") or model.name in acts:
+                found.update((*devices_of(model), *model.moving_to))
+        return found
 
 
 def settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
@@ -39,8 +58,6 @@ def settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
     return [m for m in view.models if m.state != "draining"], gpus
 
 
-def starved(b: Bin, settings: Settings) -> bool:
-    """Its memory is short, and a model there has a backlog. A request that has only just arrived
-    waits as well; a backlog is as long as what runs."""
-    short = b.gpu.free_bytes < settings.short_fraction * b.gpu.capacity_bytes
-    return short and any(m.waiting >= m.running > 0 for m in b.models.values())
+def short(b: Bin, settings: Settings) -> bool:
+    """Resources are constrained there: little memory is free."""
+    return b.gpu.free_bytes < settings.short_fraction * b.gpu.capacity_bytes

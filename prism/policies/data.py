@@ -58,6 +58,8 @@ class ModelView(msgspec.Struct, frozen=True):
     running: int = 0
     # Seconds since its last request ended or arrived.
     idle_s: float = float("inf")
+    # Seconds until it has been up for as long as it took to load.
+    owes_s: float = 0.0
     # Of rank 0; `peers` has the other ranks in order.
     device: str | None = None
     # "absent", "activating", "active", "draining", or "migrating": it serves on `device` while it
@@ -78,8 +80,7 @@ class ModelView(msgspec.Struct, frozen=True):
     # The engine's part of weight_bytes on each device, the same at any degree; 0 where the model
     # runs at this degree only.
     share_bytes: int = 0
-    # Where a "migrating" copy is brought up, rank 0 first. Only the simulator knows it, whose
-    # models have several copies.
+    # Where a "migrating" copy is brought up, rank 0 first.
     moving_to: tuple[str, ...] = ()
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from prism.policies import kvpr
 from prism.policies.balance import (
     elsewhere,
-    in_transition,
     migrate,
     movable,
     rebalance,
@@ -26,7 +25,7 @@ from prism.policies.bins import (
     shortfall,
     size_text,
 )
-from prism.policies.builder import PlanBuilder, settled, starved
+from prism.policies.builder import PlanBuilder, settled, short
 from prism.policies.data import (
     Action,
     Activate,
@@ -46,7 +45,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     absent = [m for m in view.models if m.device is None and m.state == "absent"]
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
-    relieve = view.rebalance and not in_transition(view) and not calm(_loads(view), settings)
+    relieve = view.rebalance and not calm(_loads(view), settings)
     if not (asked or wanted or relieve):
         return ()
     models, gpus = settled(view)
@@ -125,19 +124,31 @@ def _make_room(builder: PlanBuilder, model: ModelView) -> None:
         return _activate(builder, model, home)
     if _evict_for(builder, model, _over_threshold(builder), "idle over the threshold"):
         return
-    # While a model moves, the room that it leaves behind may be the one this model waits for.
-    moving = any(m.state == "migrating" for m in builder.view.models)
-    if not moving and _move_for(builder, model):
+    if _is_made_room_for(builder, model):
+        return _refuse(builder, model)
+    if _move_for(builder, model):
         return
-    starving = model.waiting > 0 and not moving
-    if not (starving and _evict_for(builder, model, _longest_idle(builder), "requests starve")):
+    if not (
+        model.waiting > 0 and _evict_for(builder, model, _longest_idle(builder), "requests starve")
+    ):
         _refuse(builder, model)
+
+
+def _is_made_room_for(builder: PlanBuilder, model: ModelView) -> bool:
+    """A model is moving away from a device where `model` then has room."""
+    for mover in builder.view.models:
+        for b in (builder.bins.get(device) for device in devices_of(mover)):
+            if mover.state == "migrating" and b is not None and _victims(b, model, [mover]):
+                return True
+    return False
 
 
 # --- eviction ------------------------------------------------------------------------------
 
 
 def _idle(builder: PlanBuilder, longer_than_s: float) -> list[ModelView]:
+    """A model that is brought up stays for as long as that took: under overload, models that take
+    turns spend no more time coming than being there."""
     found = {
         model.name: model
         for b in builder.bins.values()
@@ -145,6 +156,7 @@ def _idle(builder: PlanBuilder, longer_than_s: float) -> list[ModelView]:
         if model.state == "active"
         and not (model.never_evict or model.running or model.waiting)
         and model.idle_s > longer_than_s
+        and model.owes_s <= 0
     }
     return list(found.values())
 
@@ -238,15 +250,13 @@ def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
 
 
 def _free_short_devices(builder: PlanBuilder) -> None:
-    """Memory short on a device where a busy model has a backlog: the first idle model goes."""
-    if builder.changes():
-        return
+    """A device short of memory loses its first idle model, unless models come or go there."""
     for b in builder.bins.values():
-        if not starved(b, builder.settings):
+        if not short(b, builder.settings) or b.name in builder.changing():
             continue
         if idle := [m for m in _over_threshold(builder) if m.name in b.models]:
             free = size_text(b.gpu.free_bytes)
-            reason = f"idle for {idle[0].idle_s:.1f} s while a backlog waits and {free} are free"
+            reason = f"idle for {idle[0].idle_s:.1f} s while {free} are free"
             _evict(builder, idle[0], reason)
 
 

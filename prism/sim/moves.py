@@ -184,6 +184,7 @@ class SimActuator:
             clear(device.site, resident.need_bytes(device))
         load_s = resident.ready_s - resident.since_s
         resident.stage, resident.ready_s = Stage.LOADING, now_s + load_s
+        resident.repaid_s = resident.ready_s + load_s
         for device in devices:
             device.pending_bytes -= resident.need_bytes(device)
             resident.accounts.append(self._open(device, resident))

@@ -48,6 +48,8 @@ class Resident:
     # Its requests in the queue.
     waiting: int = 0
     last_use_s: float = field(default=float("-inf"))
+    # When it has been up for as long as it took to load.
+    repaid_s: float = field(default=float("-inf"))
     # When its memory will be free, once it is empty.
     leaves_s: float | None = None
     # Copies that must be gone before this one loads, as the live actuator waits for them.

@@ -121,6 +121,7 @@ class Viewer:
             waiting=waiting,
             running=running,
             idle_s=idle_s,
+            owes_s=resident.repaid_s - now_s if resident.repaid_s > now_s else 0.0,
             device=resident.home.name,
             state=resident.state,
             peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),

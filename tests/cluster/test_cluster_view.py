@@ -96,6 +96,7 @@ def test_a_migration_counts_on_both_devices(there: tuple[ModelReport, ...]) -> N
     state.moves["a"] = Move("migrate", "a", "host:1", "host:0")
     models, gpus = look(state)
     assert (models["a"].device, models["a"].state) == ("host:0", "migrating")
+    assert models["a"].moving_to == ("host:1",)
     assert gpus["host:1"].fixed_bytes == MODEL_BYTES
     assert gpus["host:1"].engines_free == 2
     assert (gpus["host:0"].fixed_bytes, gpus["host:0"].engines_free) == (0, 2)
@@ -162,6 +163,14 @@ def test_idle_time_is_on_the_agents_clock_and_starts_with_the_activation() -> No
     assert models["b"].idle_s == pytest.approx(42.0)
     state.activated_s["a"] = 139.0
     assert look(state, now_s=142.0)[0]["a"].idle_s == pytest.approx(3.0)
+
+
+def test_a_model_owes_the_time_that_its_load_took() -> None:
+    state = make_state()
+    seen(state, report("host:0", ModelReport("a", "active")))
+    state.repaid_s["a"] = 145.0
+    owed = [look(state, now_s)[0]["a"].owes_s for now_s in (142.0, 145.0, 200.0)]
+    assert owed == [3.0, 0.0, 0.0]
 
 
 def test_an_operators_demand_counts_like_a_request_and_names_the_device() -> None:

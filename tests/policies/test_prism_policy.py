@@ -148,14 +148,40 @@ def test_room_of_models_on_their_way_out_counts() -> None:
     assert planned(models, [gpu("g0", engines_free=0)]) == [("activate", "a", "g0")]
 
 
-def test_a_short_device_with_a_backlog_loses_its_idle_model() -> None:
-    old = active("old", "g0", idle_s=60)
-    models = [active("busy", "g0", waiting=4, running=2), old]
-    assert planned(models, [gpu("g0", free_bytes=4)]) == [("evict", "old", "g0")]
-    just_arrived = active("busy", "g0", waiting=1)
-    assert planned([just_arrived, old], [gpu("g0", free_bytes=4)]) == []
-    assert planned(models, [gpu("g0", free_bytes=6)]) == []
-    assert planned(models, [gpu("g0", free_bytes=4)], rebalance=False) == []
+@pytest.mark.parametrize(("waiting", "running"), [(0, 3), (1, 0), (99, 100), (500, 0)])
+def test_memory_pressure_evicts_what_was_idle_over_the_threshold(
+    waiting: int, running: int
+) -> None:
+    """§6.2: "evicts a model if it remains idle longer than an empirical threshold", "only when GPU
+    resources are constrained", "prioritizes evicting models with larger SLOs". A backlog, or none
+    of it running yet, is no condition."""
+    busy = active("busy", "g0", waiting=waiting, running=running)
+    strict = active("strict", "g0", idle_s=1000, slo_ttft_s=0.5)
+    models = [busy, strict, active("lax", "g0", idle_s=46, slo_ttft_s=9.0)]
+    short = [gpu("g0", free_bytes=4)]
+    assert planned(models, short) == [("evict", "lax", "g0")]
+    assert planned(models, [gpu("g0", free_bytes=5)]) == []
+    assert planned(models, short, rebalance=False) == []
+    assert planned([busy, active("young", "g0", idle_s=44)], short) == []
+
+
+def test_a_model_stays_for_as_long_as_it_took_to_load() -> None:
+    """Else models that take turns would spend more time coming than being there."""
+    for owes_s, expected in ((0.1, [("refuse", "a")]), (0.0, [("evict", "b", "g0")])):
+        models = [active("b", "g0", weight=80, idle_s=99, owes_s=owes_s), model("a", 40, waiting=1)]
+        assert planned(models, [gpu("g0")])[:1] == expected
+
+
+def test_a_transition_elsewhere_does_not_keep_a_short_device_waiting() -> None:
+    models = [active("old", "g0", idle_s=60), active("busy", "g0", waiting=9)]
+    gpus = [gpu("g0", free_bytes=4), gpu("g1"), gpu("g2")]
+    away = [model("other", device="g1", state=s) for s in ("activating", "draining", "migrating")]
+    for other in away:
+        assert planned([*models, other], gpus) == [("evict", "old", "g0")]
+        here = structs.replace(other, device="g0")
+        assert planned([*models, here], gpus) == []
+    coming = structs.replace(away[2], moving_to=("g0",))
+    assert planned([*models, coming], gpus) == []
 
 
 # --- repacking and migration ---------------------------------------------------------------
@@ -179,6 +205,17 @@ def test_one_move_at_a_time_and_no_eviction_meanwhile() -> None:
     models[0] = structs.replace(models[0], state="migrating")
     models.append(active("young", "g0", weight=1, floor=0, idle_s=10))
     assert planned(models, [gpu("g0"), gpu("g1", fixed_bytes=50)]) == [("refuse", "large")]
+
+
+def test_a_move_that_makes_no_room_for_it_keeps_no_model_waiting() -> None:
+    """Elsewhere a model is moving; here a young idle one is in the way."""
+    models = [
+        active("young", "g0", weight=60, idle_s=10),
+        model("a", 50, waiting=1),
+        model("moving", 10, device="g1", state="migrating", moving_to=("g2",)),
+    ]
+    gpus = [gpu("g0"), gpu("g1", 40), gpu("g2", 40)]
+    assert planned(models, gpus) == [("evict", "young", "g0"), ("activate", "a", "g0")]
 
 
 def test_migration_needs_a_gain_above_tau() -> None:
@@ -246,12 +283,23 @@ def test_idle_models_do_not_migrate() -> None:
     assert planned(models, [gpu("g0"), gpu("g1")]) == []
 
 
-def test_no_migration_between_intervals_or_during_changes() -> None:
-    gpus = [gpu("g0"), gpu("g1")]
+def test_no_migration_between_intervals() -> None:
     models = [active("hot", "g0", token_rate=5.0, waiting=2), active("warm", "g0", token_rate=3.0)]
-    assert planned(models, gpus, rebalance=False) == []
-    under_way = model("other", device="g1", state="activating")
-    assert planned([*models, under_way], gpus) == []
+    assert planned(models, [gpu("g0"), gpu("g1")], rebalance=False) == []
+
+
+@pytest.mark.parametrize("state", ["activating", "draining", "migrating"])
+def test_no_migration_from_or_to_a_device_where_models_come_or_go(state: str) -> None:
+    """The rest of the cluster is balanced meanwhile."""
+    models = [active("hot", "g0", token_rate=5.0, waiting=2), active("warm", "g0", token_rate=3.0)]
+    gpus = [gpu("g0"), gpu("g1"), gpu("g2", capacity=50)]
+    for device, expected in (
+        ("g0", []),
+        ("g1", []),
+        ("g2", [("migrate", "warm", "g0", "g1")]),
+    ):
+        other = model("other", device=device, state=state)
+        assert planned([*models, other], gpus) == expected
 
 
 def test_pinned_models_do_not_migrate() -> None:
