@@ -118,7 +118,7 @@ class LocalScheduler:
         self._ordered_at_s = float("-inf")
         self._ordered_for: frozenset[str] = frozenset()
         self._changed = False
-        self._since_late = 0  # starts since that of a late request, while late ones wait
+        self._since_late = 0  # starts since a late request had its turn, while one waits
         self._suspects: dict[str, int] = {}  # id -> suspected_at
         self._passed: Counter[str] = Counter()
         self._held_since_s: dict[str, float] = {}
@@ -249,47 +249,51 @@ class LocalScheduler:
         lined_up = self._line.models()
         return changed and any(model in lined_up and budget.is_open(model) for model in budget)
 
-    def _sequence(self, budget: StepBudget, blocked: Collection[str]) -> Iterator[Waiting]:
+    def _sequence(self, budget: StepBudget, choice: _Choice) -> Iterator[Waiting]:
         """Suspects (those with the least output are the likeliest), held ones, on-time ones with
         late ones whose turn it is between them, the other late ones."""
         suspects = sorted(self._suspects, key=self._suspects.__getitem__)
         seen = dict.fromkeys([*suspects, *self._held_since_s])
         yield from [self._waiting[i] for i in seen]
         turns = True
-        for following in self._line.walk(budget, blocked):
+        for following in self._line.walk(budget, choice.blocked):
             while turns and self._since_late >= self._limits.late_every:
-                yield from self._turn(budget, blocked, seen)
+                yield from self._turn(budget, choice, seen)
                 turns = self._since_late < self._limits.late_every
             if following not in seen:
                 seen[following] = None
                 yield self._waiting[following]
 
     def _turn(
-        self, budget: StepBudget, blocked: Collection[str], seen: dict[str, None]
+        self, budget: StepBudget, choice: _Choice, seen: dict[str, None]
     ) -> Iterator[Waiting]:
         """Late heads, oldest first, until one starts. Who could have started, had its model not
         just used up what its engine takes in a step, is the first of the next step instead."""
         for head in self._line.late_heads(seen):
             model = self._waiting[head].model
-            if model not in blocked and model in budget:
+            if model not in choice.blocked and model in budget:
                 seen[head] = None
                 yield self._waiting[head]
-                if self._since_late < self._limits.late_every:
+                if choice.ids[-1:] == [head]:
+                    self._since_late = 0
                     return
             if model in budget and budget.has_taken(model):
                 return
 
     def _count_start(self, request_id: str) -> None:
-        """`late_every` counts while a late request waits."""
-        counts = self._line.has_late() and not self._line.is_late(request_id)
-        self._since_late = self._since_late + 1 if counts else 0
+        """Late ones that start because no other one can leave the count as it is: with them, the
+        turn of the oldest might never come."""
+        if not self._line.has_late():
+            self._since_late = 0
+        elif request_id in self._held_since_s or not self._line.is_late(request_id):
+            self._since_late += 1
 
     # --- admission --------------------------------------------------------------------------
 
     def _choose(self, now_s: float, budget: StepBudget) -> _Choice:
         self._end_old_holds(now_s)
         choice = _Choice()
-        for request in self._sequence(budget, choice.blocked):
+        for request in self._sequence(budget, choice):
             if request.model in choice.blocked or request.model not in budget:
                 continue
             if request.suspected_at is not None and not budget.idle(request.model):

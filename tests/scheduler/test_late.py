@@ -152,3 +152,17 @@ def test_the_oldest_late_one_is_passed_a_bounded_number_of_times(
     assert not waiting
     positions = [n for n, id in enumerate(started) if "late" in id]
     assert all(b - a > late_every for a, b in itertools.pairwise(positions))
+
+
+def test_late_ones_that_fill_idle_engines_take_no_turn_from_the_oldest() -> None:
+    """On-time requests of its own model fill its engine in each step, before its turn has come;
+    another model's late ones start because nothing else can there."""
+    backlog = Backlog(2)
+    oldest = backlog.add("m00", late=True)
+    started: list[str] = []
+    for _ in range(12):
+        backlog.add("m01", late=True)
+        backlog.add("m00", late=False)
+        started += backlog.step()
+    assert "soon" in started[0]
+    assert started.index(oldest) <= 2 * 4 + 2

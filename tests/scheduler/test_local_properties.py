@@ -5,7 +5,7 @@ The device model itself asserts at each dispatch that slots and memory are reall
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
@@ -69,6 +69,7 @@ def test_every_request_starts_exactly_once(
     assert sorted(device.dispatched) == [request.id for request in requests]
 
 
+@example(1, 4, 8, False, [5, 8, 13, 11, 1])
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 5),
