@@ -305,7 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
     started_s = time.monotonic()
     if options.preloaded:
         die_with_parent()
-    out_fd = None if options.preloaded else take_stdout()
+    out_fd, forks = None if options.preloaded else take_stdout(), True
     try:
         adapter = load_adapter(options.adapter)
     except ConfigError as error:
@@ -314,21 +314,24 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.fresh:
         gc.disable()  # imports leave no garbage; looking for it takes a tenth of their time
         adapter.preload(options.device)
+        forks = not cuda_facts.is_initialized()  # a fork of this process is told that it is not
         warn_about_threads()
         gc.collect()
         gc.freeze()
         gc.enable()
     options.import_s += time.monotonic() - started_s
     if options.preloaded:
-        Preloaded(options.preloaded, partial(serve, options, adapter)).run()
-    return serve(options, adapter, out_fd)
+        Preloaded(options.preloaded, partial(serve, options, adapter, forks)).run()
+    return serve(options, adapter, forks, out_fd)
 
 
-def serve(options: argparse.Namespace, adapter: ModuleType, out_fd: int | None = None) -> int:
-    """A fork server on descriptors 0, 1 and 2, until it shall end. `out_fd`: its stdout if that
-    was taken before the imports."""
+def serve(
+    options: argparse.Namespace, adapter: ModuleType, forks: bool, out_fd: int | None = None
+) -> int:
+    """A fork server on descriptors 0, 1 and 2, until it shall end. `forks`: the imports let it.
+    `out_fd`: its stdout if that was taken before the imports."""
     out_fd = take_stdout() if out_fd is None else out_fd
-    if not options.fresh and cuda_facts.is_initialized():
+    if not forks:
         _begin_again(options, out_fd)
     launch = partial(_launch_fresh, options) if options.fresh else None
     config = read_resolved(options.config)

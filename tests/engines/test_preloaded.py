@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,8 @@ from prism.config.schema import ClusterConfig, DeviceConfig, write_resolved
 from prism.messages.forkserver import EngineForked, ForkEngine, ForkServerReady
 from prism.process import child_environment
 from tests.engines.harness import DEVICE, FORK_SERVER
+from tests.engines.test_fresh_processes import INITIALISING
+from tests.kvcached.compiling import build_libcuda
 from tests.strangers import as_nobody, needs_root
 
 
@@ -31,11 +33,11 @@ class Keeper:
         write_resolved(config, self.config)
         self._clients: list[ForkServerClient] = []
 
-    async def start(self) -> None:
-        command = [*FORK_SERVER, "--adapter", "fake", "--config", str(self.config)]
+    async def start(self, program: Sequence[str] = FORK_SERVER, **environment: str) -> None:
+        command = [*program, "--adapter", "fake", "--config", str(self.config)]
         command += ["--device", DEVICE, "--preloaded", str(self.socket)]
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, env=child_environment()
+            sys.executable, *command, env=child_environment() | environment
         )
 
     async def fork_server(self) -> ForkServerClient:
@@ -103,6 +105,19 @@ async def test_nonsense_and_a_removed_socket_keep_nobody_from_it(keeper: Keeper)
             stranger.send(said)
     keeper.socket.unlink()
     assert await forks(await keeper.fork_server(), "e0")
+
+
+async def test_cuda_that_the_imports_initialised_is_not_forked_twice(short_dir: Path) -> None:
+    """The fork becomes a fork server of fresh processes, under the same pid."""
+    keeper = Keeper(short_dir)
+    await keeper.start(("-c", INITIALISING), KVCACHED_LIBCUDA=str(build_libcuda()))
+    client = await keeper.fork_server()
+    assert "--fresh" in psutil.Process(client.pid).cmdline()
+    client.fork(ForkEngine("e0"))
+    forked = await client.event()
+    assert isinstance(forked, EngineForked)
+    assert "prism.engines.process" in psutil.Process(forked.pid).cmdline()
+    await keeper.close()
 
 
 @needs_root
