@@ -55,19 +55,21 @@ async def running_services(
     dispatcher = Dispatcher(config, frontend_id, queue, metrics)
     await dispatcher.start()
     retrying = asyncio.create_task(_retry(config, tokenizers, unreadable or {}))
+    made = Services(
+        config=config,
+        queue=queue,
+        dispatcher=dispatcher,
+        metrics=metrics,
+        cluster=ClusterCollector(),
+        tokenizers=tokenizers,
+        unreadable=unreadable or {},
+        started_unix_s=int(time.time()),
+    )
     try:
-        yield Services(
-            config=config,
-            queue=queue,
-            dispatcher=dispatcher,
-            metrics=metrics,
-            cluster=ClusterCollector(),
-            tokenizers=tokenizers,
-            unreadable=unreadable or {},
-            started_unix_s=int(time.time()),
-        )
+        yield made
     finally:
         retrying.cancel()
+        await made.repeats.close()
         await dispatcher.close()
         await queue.close()
 

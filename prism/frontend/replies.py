@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from prism.errors import RequestError
 from prism.frontend.errors import STATUS_CLIENT_GONE, error_body
-from prism.frontend.generation import Generation
+from prism.frontend.repeats import Answering
 from prism.frontend.services import Services
 
 Events = AsyncGenerator[dict[str, Any], None]  # in OpenAI's shape
@@ -31,7 +31,7 @@ def sse(event: dict[str, Any]) -> bytes:
 async def reply_whole(
     request: Request,
     services: Services,
-    generation: Generation,
+    generation: Answering,
     render: Callable[[], dict[str, Any]],
 ) -> Response:
     """Wait for all output, then send `render()`."""
@@ -51,7 +51,7 @@ async def reply_whole(
         services.leave()
 
 
-async def _run(generation: Generation) -> None:
+async def _run(generation: Answering) -> None:
     await generation.start()
     async for _ in generation.updates():
         pass
@@ -83,7 +83,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, services: Services, generation: Generation, events: Events) -> None:
+    def __init__(self, services: Services, generation: Answering, events: Events) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._services = services
@@ -118,7 +118,7 @@ async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
 
 
 async def reply_stream(
-    request: Request, services: Services, generation: Generation, events: Events
+    request: Request, services: Services, generation: Answering, events: Events
 ) -> Response:
     """Enqueue first, so that a refusal still has its HTTP status; then stream `events`."""
     services.enter()
@@ -135,7 +135,7 @@ async def reply_stream(
 
 
 async def openai_events(
-    generation: Generation, kind: str, choices: Events, include_usage: bool
+    generation: Answering, kind: str, choices: Events, include_usage: bool
 ) -> Events:
     """`choices` as OpenAI's events. include_usage: a null in every event, and the counts in one
     more at the end."""

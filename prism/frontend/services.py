@@ -15,6 +15,7 @@ from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import UnavailableError
 from prism.frontend.generation import Generation, GenerationSpec
 from prism.frontend.metrics import Metrics
+from prism.frontend.repeats import Answering, Key, Repeat, Repeats
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.queueing.requests import RequestQueue
@@ -33,8 +34,20 @@ class Services:
     started_unix_s: int
     unreadable: Mapping[str, str] = field(default_factory=dict)  # model -> why it is left out
     draining: bool = False  # the frontend is about to end and refuses new requests
+    repeats: Repeats = field(init=False)
     _active: int = 0
     _left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.repeats = Repeats(
+            self.queue,
+            self.dispatcher.frontend_id,
+            generate=self._generation,
+            enter=self.enter,
+            leave=self.leave,
+            runs_max=self.config.frontend.max_open_requests,
+            queue_timeout_s=self.config.frontend.queue_timeout_s,
+        )
 
     def model(self, name: str) -> ModelSpec:
         for model in self.config.models:
@@ -70,7 +83,11 @@ class Services:
             self._left.clear()
             await self._left.wait()
 
-    def generation(self, spec: GenerationSpec) -> Generation:
+    def generation(self, spec: GenerationSpec, key: Key | None) -> Answering:
+        """`key`: the client's Idempotency-Key."""
+        return self._generation(spec) if key is None else Repeat(self.repeats, key, spec)
+
+    def _generation(self, spec: GenerationSpec) -> Generation:
         return Generation(
             spec,
             self.tokenizers[spec.requests[0].model],

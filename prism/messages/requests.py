@@ -120,6 +120,16 @@ class EngineOutput(Wire, frozen=True):
     failures: list[Failure] = []
 
 
+class KeptAnswer(Wire, frozen=True):
+    """What a client that sends its Idempotency-Key again gets. fingerprint: of its request."""
+
+    fingerprint: str
+    id: str
+    created_unix_s: float
+    # Of each choice, as its only chunk.
+    outputs: list[Chunk]
+
+
 class Cancel(Wire, frozen=True):
     request_ids: list[str]
 

@@ -1,6 +1,8 @@
--- ARGV: frontend, which has ended. Its heartbeat and its requests for models that are placed nowhere
--- go; only the first call looks for them. Returns how many. Those of a device are its agent's.
+-- ARGV: frontend, which has ended. Its heartbeat, its claims and its requests for models that are
+-- placed nowhere go; only the first call looks for these. Returns how many. Those of a device are
+-- its agent's.
 local frontend = ARGV[1]
+redis.call('DEL', claims_key(frontend))
 local known = redis.call('SREM', prefix .. 'frontends', frontend)
 if known + redis.call('DEL', prefix .. 'frontend:' .. frontend) == 0 then return 0 end
 local dropped = 0

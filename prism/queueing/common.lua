@@ -12,6 +12,8 @@
 -- incarnation        a random value: another one than before means that the data may be lost or old
 -- server             run id of the server that has this incarnation
 -- acquired:<device>  run id of the server that gave its lease out
+-- claims:<frontend>  hash key -> fingerprint, of answers that it computes; as its heartbeat
+-- answer:<key>       what was answered, for a while;   answers, answers_bytes: which, their size
 -- malformed          stream of entries whose body is no request
 local prefix = KEYS[1]
 local UNPLACED = 'unplaced'
@@ -20,6 +22,8 @@ local function queue_key(device) return prefix .. 'queue:' .. device end
 local function running_key(device) return prefix .. 'running:' .. device end
 local function admitted_key(device) return prefix .. 'admitted:' .. device end
 local function lease_key(device) return prefix .. 'lease:' .. device end
+local function claims_key(frontend) return prefix .. 'claims:' .. frontend end
+local function answer_key(key) return prefix .. 'answer:' .. key end
 local function epoch_key(device) return prefix .. 'epoch:' .. device end
 
 local function acquired_key(device) return prefix .. 'acquired:' .. device end

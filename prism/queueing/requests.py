@@ -26,7 +26,7 @@ from redis.commands.core import AsyncScript
 from prism.errors import LeaseLostError, MalformedRequestError, QueueUnavailableError
 from prism.messages import MALFORMED_ERRORS
 from prism.messages.cluster import ClusterStatus
-from prism.messages.requests import Request
+from prism.messages.requests import KeptAnswer, Request
 
 UNPLACED = "unplaced"
 _SOCKET_TIMEOUT_S = 10.0
@@ -37,6 +37,7 @@ _WRITABLE_TTL_S = 60.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
     "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside", "bury",
+    "claim", "settle",
 )  # fmt: skip
 # A full disk; replicas are missing; it became a replica.
 _OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN")
@@ -59,6 +60,7 @@ class RequestQueue:
             for name in _SCRIPTS
         }
         self._requests = msgspec.msgpack.Decoder(Request)
+        self._answers = msgspec.msgpack.Decoder(KeptAnswer)
         self._statuses = msgspec.msgpack.Decoder(ClusterStatus)
 
     @classmethod
@@ -114,6 +116,24 @@ class RequestQueue:
         one than before means that the server was started again, or is another server, and may
         have lost data."""
         return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8)))
+
+    async def claim(
+        self, key: str, frontend_id: str, fingerprint: str, ttl_s: float
+    ) -> KeptAnswer | str | None:
+        """The answer that is kept under `key`; or the fingerprint of the request that another
+        frontend computes; or None: this one computes it now, as long as its heart beats."""
+        args = (key, frontend_id, fingerprint, _ms(ttl_s))
+        whose, known = await self._run("claim", *args)
+        if whose == b"answered":
+            return self._answers.decode(known)
+        return _text(known) if whose == b"open" else None
+
+    async def settle(
+        self, key: str, frontend_id: str, answer: KeptAnswer | None, ttl_s: float
+    ) -> None:
+        """A claim ends. `answer` is kept for `ttl_s`, unless another one is kept already."""
+        body = b"" if answer is None else msgspec.msgpack.encode(answer)
+        await self._run("settle", key, frontend_id, body, _ms(ttl_s))
 
     async def bury(self, frontend_id: str) -> int:
         """Its process has ended: its heartbeat goes, and so do its requests in UNPLACED. Returns

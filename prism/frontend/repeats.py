@@ -1,0 +1,308 @@
+"""Requests with an Idempotency-Key: one that comes again gets the same answer, computed once.
+
+The first one claims the key in Redis and computes. Those that come again at the same frontend
+follow its output; at another frontend they wait for the answer that it keeps there. A claim ends
+with the heartbeat of its frontend, so the next one computes what a dead frontend had not finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from fastapi import Request
+
+from prism.errors import QueueUnavailableError, RequestError
+from prism.frontend.errors import GenerationError, OverloadedError, bad_request, queue_unavailable
+from prism.frontend.generation import GeneratedChoice, Generation, GenerationSpec, TextUpdate
+from prism.frontend.openai_types import GenerationBody
+from prism.messages.requests import Chunk, KeptAnswer
+from prism.queueing.requests import RequestQueue
+
+log = logging.getLogger(__name__)
+
+KEPT_S = 600.0
+CLAIM_TTL_S = 6.0  # each heartbeat renews it
+_KEY_CHARS_MAX = 255
+_LOOK_S = 0.2
+_RECORD_S = 1.0  # an answer's end waits no longer for Redis; it is kept later then
+
+
+class KeyReusedError(RequestError):
+    """The key was used with another body."""
+
+    code = "idempotency_key_reused"
+    status = 422
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Hashes: Redis has no client's key, and no digest of a prompt to try guesses on."""
+
+    name: str
+    fingerprint: str
+
+
+def read_key(request: Request, body: GenerationBody) -> Key | None:
+    """None where the client sent no key. Raises BadRequestError."""
+    given = request.headers.get("idempotency-key")
+    if given is None:
+        return None
+    if not 0 < len(given) <= _KEY_CHARS_MAX:
+        raise bad_request(f"Idempotency-Key: give 1 to {_KEY_CHARS_MAX} characters")
+    secret = blake2b(given.encode(), person=b"fingerprint").digest()
+    said = f"{request.url.path}\n{body.model_dump_json()}".encode()
+    name = blake2b(given.encode(), digest_size=16).hexdigest()
+    return Key(name, blake2b(said, key=secret, digest_size=16).hexdigest())
+
+
+class Run:
+    """One answer, as it grows, and who follows it."""
+
+    def __init__(self, key: Key, spec: GenerationSpec) -> None:
+        self.key = key
+        self.spec = spec
+        self.generation: Generation | None = None  # from its begin on
+        self.updates: list[TextUpdate] = []
+        self.error: RequestError | None = None
+        self.ended = False
+        self.followers = 0
+        self.task: asyncio.Task[None] | None = None
+        self.settling: asyncio.Task[None] | None = None  # its answer is being kept
+        self.news = asyncio.Event()  # another one after each
+
+    def begin(self, generation: Generation) -> None:
+        self.generation = generation
+        self._tell()
+
+    def show(self, update: TextUpdate) -> None:
+        self.updates.append(update)
+        self._tell()
+
+    def end(self, error: RequestError | None = None) -> None:
+        if not self.ended:
+            self.ended, self.error = True, error
+            self._tell()
+
+    def _tell(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+class Repeat:
+    """What one HTTP request sees of a Run; it takes the place of a Generation."""
+
+    def __init__(self, repeats: Repeats, key: Key, spec: GenerationSpec) -> None:
+        self._repeats = repeats
+        self._key = key
+        self._spec = spec
+        self._run: Run | None = None
+
+    async def start(self) -> None:
+        """Wait until output may come. Raises RequestError."""
+        self._run = run = self._repeats.join(self._key, self._spec)
+        while run.generation is None:
+            if run.error is not None:
+                raise run.error
+            await run.news.wait()
+
+    async def updates(self) -> AsyncIterator[TextUpdate]:
+        """All output from its beginning. Raises RequestError."""
+        assert self._run is not None
+        run, seen = self._run, 0
+        while True:
+            news = run.news
+            for update in run.updates[seen:]:
+                seen += 1
+                yield update
+            if seen < len(run.updates):
+                continue
+            if run.error is not None:
+                raise run.error
+            if run.ended:
+                return
+            await news.wait()
+
+    def finish(self, outcome: str | None = None) -> None:
+        """A run that has begun goes on without followers: its client may come again."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.followers -= 1
+            if not run.followers and run.generation is None and run.task is not None:
+                run.task.cancel()
+
+    @property
+    def _generation(self) -> Generation:
+        assert self._run is not None
+        assert self._run.generation is not None
+        return self._run.generation
+
+    @property
+    def spec(self) -> GenerationSpec:
+        return self._generation.spec
+
+    @property
+    def choices(self) -> list[GeneratedChoice]:
+        return self._generation.choices
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return self._generation.head(kind)
+
+    def usage(self) -> dict[str, Any]:
+        return self._generation.usage()
+
+
+Answering = Generation | Repeat
+
+
+class Repeats:
+    """The runs of one frontend. `generate` makes a generation; `enter` and `leave` are called
+    around each computation. For one event loop."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        frontend_id: str,
+        *,
+        generate: Callable[[GenerationSpec], Generation],
+        enter: Callable[[], None],
+        leave: Callable[[], None],
+        runs_max: int,
+        queue_timeout_s: float,
+    ) -> None:
+        self._queue = queue
+        self._id = frontend_id
+        self._generate = generate
+        self._enter = enter
+        self._leave = leave
+        self._runs_max = runs_max
+        self._queue_timeout_s = queue_timeout_s
+        self._runs: dict[str, Run] = {}
+
+    def join(self, key: Key, spec: GenerationSpec) -> Run:
+        """The run of this key; a new one if there is none. Raises RequestError."""
+        run = self._runs.get(key.name)
+        if run is None or run.error is not None:
+            if len(self._runs) >= self._runs_max:
+                raise OverloadedError("too many requests with an Idempotency-Key; try again later")
+            failed = run.task if run is not None else None
+            run = self._runs[key.name] = Run(key, spec)
+            run.task = asyncio.create_task(self._answer(run, failed))
+        _check(run.key.fingerprint, key)
+        run.followers += 1
+        return run
+
+    async def close(self) -> None:
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, run: Run, failed: asyncio.Task[None] | None) -> None:
+        """`failed`: an earlier run, whose claim has to end first."""
+        try:
+            if failed is not None:
+                await asyncio.wait([failed])
+            kept = await self._claim(run)
+            if kept is None:
+                await self._compute(run)
+            else:
+                self._replay(run, kept)
+            run.end()
+        except QueueUnavailableError as error:
+            run.end(queue_unavailable(error))
+        except RequestError as error:
+            run.end(error)
+        finally:
+            run.end(GenerationError("internal_error", "the request was not finished; try again"))
+            # An error is not kept: who comes again has it computed again.
+            await (run.settling or self._settle(run.key, None))
+            if self._runs.get(run.key.name) is run:
+                del self._runs[run.key.name]
+
+    async def _claim(self, run: Run) -> KeptAnswer | None:
+        """None: it is computed here. Raises QueueUnavailableError when Redis was away for long."""
+        until_s = time.monotonic() + self._queue_timeout_s
+        while True:
+            try:
+                name, fingerprint = run.key.name, run.key.fingerprint
+                found = await self._queue.claim(name, self._id, fingerprint, CLAIM_TTL_S)
+            except QueueUnavailableError:
+                if time.monotonic() >= until_s:
+                    raise
+            else:
+                if found is None:
+                    return None
+                _check(found if isinstance(found, str) else found.fingerprint, run.key)
+                if isinstance(found, KeptAnswer):
+                    return found
+                until_s = time.monotonic() + self._queue_timeout_s
+            await asyncio.sleep(_LOOK_S)
+
+    async def _compute(self, run: Run) -> None:
+        outcome: str | None = "failed"
+        generation = self._generate(run.spec)
+        self._enter()
+        try:
+            await generation.start()
+            run.begin(generation)
+            async for update in generation.updates():
+                if all(choice.finish_reason is not None for choice in generation.choices):
+                    run.settling = asyncio.create_task(self._settle(run.key, _kept(run)))
+                    await asyncio.wait([run.settling], timeout=_RECORD_S)
+                run.show(update)
+            outcome = None
+        except RequestError as error:
+            outcome = error.code
+            raise
+        finally:
+            generation.finish(outcome)
+            self._leave()
+
+    def _replay(self, run: Run, kept: KeptAnswer) -> None:
+        requests = [
+            msgspec.structs.replace(request, arrival_unix_s=kept.created_unix_s)
+            for request in run.spec.requests
+        ]
+        generation = self._generate(replace(run.spec, id=kept.id, requests=requests))
+        run.begin(generation)
+        for choice, output in zip(generation.choices, kept.outputs, strict=True):
+            run.show(choice.take(output))
+
+    async def _settle(self, key: Key, kept: KeptAnswer | None) -> None:
+        until_s = time.monotonic() + self._queue_timeout_s
+        while True:
+            try:
+                await self._queue.settle(key.name, self._id, kept, KEPT_S)
+            except QueueUnavailableError as error:
+                if time.monotonic() >= until_s:
+                    log.warning("an answer is not kept for its Idempotency-Key: %s", error)
+                    return
+                await asyncio.sleep(_LOOK_S)
+            else:
+                return
+
+
+def _check(fingerprint: str, key: Key) -> None:
+    if fingerprint != key.fingerprint:
+        raise KeyReusedError(
+            "Idempotency-Key: it was used with another body in the last"
+            f" {KEPT_S / 60:.0f} minutes; send a new key with a new request"
+        )
+
+
+def _kept(run: Run) -> KeptAnswer:
+    generation = run.generation
+    assert generation is not None
+    outputs = [
+        Chunk("", 1, 0, choice.token_ids, choice.finish_reason, choice.cached_tokens)
+        for choice in generation.choices
+    ]
+    created_unix_s = generation.spec.requests[0].arrival_unix_s
+    return KeptAnswer(run.key.fingerprint, generation.spec.id, created_unix_s, outputs)

@@ -1,0 +1,30 @@
+-- ARGV: key, frontend, answer or '', ttl in ms. The frontend's claim goes; the first answer stays.
+-- Of all that are kept the oldest go first, beyond a number or a size.
+local COUNT_MAX, BYTES_MAX = 10000, 64 * 1024 * 1024
+local key, me, answer, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+redis.call('HDEL', claims_key(me), key)
+if answer == '' or redis.call('EXISTS', answer_key(key)) == 1 then return 0 end
+local order, held = prefix .. 'answers', prefix .. 'answers_bytes'
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function first_goes(unless_later_than_ms)
+  local first = redis.call('LINDEX', order, 0)
+  local name, size, until_ms = string.match(first or '', '^(.*)|(%d+)|(%d+)$')
+  if not name or tonumber(until_ms) > unless_later_than_ms then return false end
+  redis.call('LPOP', order)
+  redis.call('DECRBY', held, size)
+  redis.call('DEL', answer_key(name))
+  return true
+end
+
+while first_goes(now_ms) do end
+redis.call('SET', answer_key(key), answer, 'PX', ttl_ms)
+redis.call('RPUSH', order, string.format('%s|%d|%.0f', key, #answer, now_ms + ttl_ms))
+redis.call('INCRBY', held, #answer)
+while redis.call('LLEN', order) > COUNT_MAX or tonumber(redis.call('GET', held)) > BYTES_MAX do
+  first_goes(math.huge)
+end
+redis.call('PEXPIRE', order, ttl_ms)
+redis.call('PEXPIRE', held, ttl_ms)
+return 0
