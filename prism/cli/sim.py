@@ -15,10 +15,12 @@ from prism.cli import trace as trace_cli
 from prism.cli.ends import MOVED, moved, new_app
 from prism.cli.ends import run as run_command
 from prism.cli.replay import parse_scales
+from prism.cli.sim_console import Bar, overview, print_run
 from prism.cli.sweep import plan, sweep
 from prism.errors import ConfigError
 from prism.policies import added, registry
 from prism.sim.api import run_scenario
+from prism.sim.results import SimResults
 from prism.sim.scenario import check, load, read_config
 from prism.sim.tables import has_polars
 
@@ -69,11 +71,13 @@ def run(
     names = opts.policy_names(policies)
     for name in names:
         check(read_config(config, {**given, "policy": name}), config)
+    runs = []
     for name in names:
         folder = out / name if out is not None else None
         opts.make_folder(folder)
         changes = {**given, "policy": name}
-        _run_one(config, changes, scales, folder, requests=requests, timeline=timeline)
+        runs.append(_run_one(config, changes, scales, folder, requests=requests, timeline=timeline))
+    Console().print(overview(*runs))
 
 
 @app.command(epilog="Example: prism-sim example > cluster.yaml")
@@ -116,10 +120,8 @@ def _run_one(
     *,
     requests: bool,
     timeline: bool,
-) -> None:
+) -> SimResults:
     """Simulate, print, and write into `out`."""
-    from prism.cli.sim_console import Bar, print_run
-
     console = Console()
     since_s = time.perf_counter()
     scenario = load(config, changes)
@@ -127,11 +129,12 @@ def _run_one(
         results = run_scenario(scenario, scales, progress=bar)
     print_run(console, results.found, results.replay, since_s)
     if out is None:
-        return
+        return results.found
     results.write(out, requests=requests, timeline=timeline)
     if not has_polars():
         console.print("no Parquet: it needs polars, which the extra [frames] brings")
     console.print(f"results: {out}")
+    return results.found
 
 
 def main() -> None:

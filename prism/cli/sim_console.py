@@ -60,20 +60,28 @@ def print_run(console: Console, found: SimResults, replay: Results, since_s: flo
     )
 
 
-def overview(found: SimResults) -> Table:
-    """One row: the policy and its attainment over all requests."""
-    config, total = found.config, found.summary.total
-    title = f"{config.policy} on {len(found.gpus)} x {config.gpus.type}"
+def overview(*runs: SimResults) -> Table:
+    """Attainment over all requests: a row for each SLO scale, and each policy if there are
+    several."""
+    policies = [found.config.policy for found in runs]
+    title = f"{', '.join(policies)} on {len(runs[0].gpus)} x {runs[0].config.gpus.type}"
     heads = ("SLO x", "TTFT", "TPOT", "E2E", "all", "P99 TTFT", "GPU busy", "activations")
-    table = new_table(title, *heads)
+    table = new_table(title, *(("policy",) if len(runs) > 1 else ()), *heads)
+    for found in runs:
+        _add_rows(table, found, (found.config.policy,) if len(runs) > 1 else ())
+    return table
+
+
+def _add_rows(table: Table, found: SimResults, first: tuple[str, ...]) -> None:
+    total = found.summary.total
     busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
     p99_ms = total.ttft_ms.p99
     for scale, part in total.attainment.items():
         table.add_row(
+            *first,
             scale,
             *(percent(value) for value in (part.ttft, part.tpot, part.e2e, part.all)),
             "-" if p99_ms is None else f"{p99_ms:.0f} ms",
             percent(busy),
             str(found.counts.get("active", 0)),
         )
-    return table

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import msgspec
 
-from prism.policies import registry
 from prism.policies.data import Settings
 from prism.policies.registry import Policy
 from prism.scheduler.journal import Left, Opened, Planned, Queued, Stepped, fields_of
@@ -17,11 +16,10 @@ from tools.parity.results import Check
 Records = tuple[Dated, ...]
 
 
-def check_all(journals: Journals, policy: str) -> list[Check]:
+def check_all(journals: Journals, policy: Policy) -> list[Check]:
     """Empty for journals that kept no inputs."""
-    found = registry.get(policy)
-    checks = [check_plans(journals.cluster, found)]
-    checks += [check_queue(device, records, found) for device, records in journals.agents.items()]
+    checks = [check_plans(journals.cluster, policy)]
+    checks += [check_queue(device, records, policy) for device, records in journals.agents.items()]
     return [check for check in checks if check.decisions]
 
 

@@ -79,7 +79,7 @@ def compare(given: Inputs) -> ParityOutcome:
         lead_s=lead_s,
         cores=cores if isfinite(cores) else None,
         costs={name: table.source for name, table in sorted(tables.items())},
-        checks=check_all(given.journals, given.config.policy),
+        checks=check_all(given.journals, world.policy),
         compared={
             "placement": compare_placement(live, simulated),
             "device of a request": admission.compare_devices(live, simulated),

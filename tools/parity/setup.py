@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
+from prism.config.knobs import own_knobs
 from prism.config.memory import BLOCK_TOKENS, layout_of, memory_need
 from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.costs.grid import read_grid
@@ -22,6 +23,7 @@ from prism.costs.shapes import short_name
 from prism.costs.table import StepTable, TableCost
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
+from prism.policies.knobs import Knobs
 from prism.policies.kv_blocks import KvShape
 from prism.replay.results import RequestRecord
 from prism.scheduler.journal import Ended, Queued, Served, Started
@@ -143,6 +145,7 @@ def cluster_setup(
             for index, model in enumerate(config.models)
         ),
         policy=config.policy,
+        knobs=Knobs(own=own_knobs(config.policy, config.knobs)),
         settings=scheduler.settings(),
         limits=Limits(prefill_chunk_tokens=engine.prefill_chunk_tokens),
         engine=EngineSettings(
