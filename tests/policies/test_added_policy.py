@@ -4,13 +4,11 @@ the YAML; one that is broken, or takes a name that is taken, is named and harms 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from prism.cli import sim as cli
 from prism.config.knobs import own_knobs
 from prism.errors import ConfigError
 from prism.policies import added, prism, registry
@@ -22,6 +20,7 @@ from prism.sim.scenario import load
 from prism.sim.world import World
 from tests.policies.clusters import SETTINGS, active, gpu, model, view
 from tests.policies.installed import importable, install_example, write_package
+from tests.sim.command import call
 
 NAME = "least-loaded"
 CONFIG = """
@@ -66,16 +65,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "cluster.yaml"
     path.write_text(CONFIG)
     return path
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of the command."""
-    monkeypatch.setattr(sys, "argv", ["prism-sim", *arguments])
-    try:
-        cli.main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
-    return 0
 
 
 def test_it_goes_where_least_is_to_do(policy: Policy) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from prism.sim.summary import request_records, summarize
 from prism.sim.tables import TABLES
 from prism.sim.world import World
 from tests.costs.tables import BENT
+from tests.sim.command import call
 
 CONFIG = """
 gpus: {type: h100, count: 2, memory: 40GiB}
@@ -33,16 +33,6 @@ models:
   - {name: b, shape: Llama-3.2-1B, count: 3}
 generate: {seconds: 60, rate: 4}
 """
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of the command."""
-    monkeypatch.setattr(sys, "argv", ["prism-sim", *arguments])
-    try:
-        cli.main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
-    return 0
 
 
 @pytest.fixture

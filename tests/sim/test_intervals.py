@@ -6,13 +6,12 @@ from __future__ import annotations
 import csv
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
-from prism.cli import sim as cli
 from prism.sim.intervals import Interval, interval, t_quantile
+from tests.sim.command import call
 
 CONFIG = """
 gpus: {type: h100, count: 1, memory: 40GiB}
@@ -69,16 +68,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "cluster.yaml"
     path.write_text(CONFIG)
     return path
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of the command."""
-    monkeypatch.setattr(sys, "argv", ["prism-sim", *arguments])
-    try:
-        cli.main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
-    return 0
 
 
 def test_a_sweep_over_seeds_has_means_and_intervals(

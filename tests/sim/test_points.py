@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.cli import sim as cli
 from prism.cli import sweep as sweep_cli
 from prism.cli.sweep import parse_vary
 from prism.errors import ConfigError
@@ -19,6 +17,7 @@ from prism.replay.results import Attainment, GroupSummary, Latency, Summary
 from prism.sim import planning, points
 from prism.sim.planning import fewest_gpus
 from prism.sim.points import Point, PointOutcome, Store, grid, run_points
+from tests.sim.command import call
 
 CONFIG = """
 gpus: {type: h100, count: 1, memory: 40GiB}
@@ -32,15 +31,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "cluster.yaml"
     path.write_text(CONFIG)
     return path
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["prism-sim", *arguments])
-    try:
-        cli.main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
-    return 0
 
 
 def outcome(attainment: float) -> PointOutcome:
