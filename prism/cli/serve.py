@@ -163,6 +163,13 @@ def flush(
     _operate(OperatorCommand("flush", model), as_json, run_dir)
 
 
+@app.command("replace-frontends", epilog="Example: prism-serve replace-frontends")
+def replace_frontends(*, run_dir: RunDirOption = None) -> None:
+    """Start new frontend processes on the same port; the present ones finish and leave."""
+    operator.replace_frontends(find(run_dir), _STATUS_TIMEOUT_S)
+    print("new frontends start; the present ones finish what is open, then they leave")
+
+
 def main() -> None:
     """Exit codes: 0 good, 1 the cluster or the action failed, 2 wrong input (one line each)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -2,6 +2,9 @@
 
 SIGTERM and SIGINT drain: new requests get 503, open ones finish or, after the drain's time, end
 with an error; then the process exits with 0. A second signal ends the drain at once.
+
+SIGUSR1 leaves to a successor on the same socket: no more connections are accepted, those that are
+open are served to the end of a request, and told then that they are closed.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _CLOSE_TIMEOUT_S = 3
 # Longer than clients keep idle connections, or they would meet one that is just being closed.
 _KEEP_ALIVE_S = 75
 _OTHER_FILES = 256
+_IDLE_S = 5.0
+_LOOK_S = 0.1
 
 
 class UvicornServer(uvicorn.Server):
@@ -84,6 +89,8 @@ async def serve(app: FastAPI, listener: socket.socket) -> bool:
         await asyncio.wait((serving, ending, broken), return_when=asyncio.FIRST_COMPLETED)
         if not broken.done():
             broken.cancel()
+            if ending.done() and ending.result() == signal.SIGUSR1:
+                await leave(server, app.state.services, signals)
             await drain(app.state.services, signals)
         dispatcher.break_all("internal_error", "the frontend failed; try again")
         server.should_exit = True
@@ -109,6 +116,31 @@ async def drain(services: Services, signals: asyncio.Queue[int]) -> None:
         await asyncio.wait_for(services.wait_idle(), 1.0)
 
 
+async def leave(server: UvicornServer, services: Services, signals: asyncio.Queue[int]) -> None:
+    """Accept no more, and wait until the connections that there are have ended: a request that
+    comes on one is answered, with `Connection: close`. At most the drain's time; a signal ends it.
+    """
+    for each in server.servers:
+        each.close()
+    server.config.encoded_headers.append((b"connection", b"close"))
+    server.server_state.default_headers = list(server.config.encoded_headers)
+    unused = asyncio.create_task(_unused(server, services))
+    hurry = asyncio.create_task(signals.get())
+    timeout_s = services.config.engine.drain_timeout_s
+    await asyncio.wait((unused, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in (unused, hurry):
+        task.cancel()
+
+
+async def _unused(server: UvicornServer, services: Services) -> None:
+    """Until no connection is left, or none has had a request for a while: a client that is about
+    to use its connection again shall not meet one that is just being closed."""
+    idle_s = 0.0
+    while (server.server_state.connections or services.busy) and idle_s < _IDLE_S:
+        await asyncio.sleep(_LOOK_S)
+        idle_s = 0.0 if services.busy else idle_s + _LOOK_S
+
+
 def _connections_max() -> int:
     """Some files stay for sockets to agents and Redis, and for the answer to one client more."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -118,7 +150,7 @@ def _connections_max() -> int:
 def _signal_queue() -> asyncio.Queue[int]:
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         loop.add_signal_handler(number, signals.put_nowait, number)
     return signals
 

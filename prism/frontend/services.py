@@ -73,6 +73,10 @@ class Services:
             raise error
         self._active += 1
 
+    @property
+    def busy(self) -> bool:
+        return self._active > 0
+
     def leave(self) -> None:
         self._active -= 1
         self._left.set()

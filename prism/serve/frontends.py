@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from prism.config.schema import ClusterConfig
 from prism.messages.requests import FrontendGone
+from prism.process import Heartbeat
 from prism.serve.children import Child, ChildSpec
 from prism.transport import BlockingChannel
+
+LEAVE = signal.SIGUSR1  # to a frontend: a successor has come
 
 
 class AgentLine:
@@ -43,6 +50,15 @@ class AgentLine:
         Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
+@dataclass(slots=True)
+class Leaving:
+    """A frontend whose successor was started."""
+
+    process: subprocess.Popen[bytes]
+    frontend_id: str
+    until_s: float | None = None  # it was told to leave; then it is killed
+
+
 class Frontend(Child):
     """Each process has an id of its own: what a dead one left is not taken for its successor's.
 
@@ -57,10 +73,11 @@ class Frontend(Child):
         variables: Mapping[str, str],
         line: AgentLine,
     ) -> None:
-        super().__init__(replace(spec, name=f"frontend-{slot}"), logs, variables)
+        super().__init__(dataclasses.replace(spec, name=f"frontend-{slot}"), logs, variables)
         self._slot = slot
         self._line = line
         self._starts = 0
+        self._leaving: list[Leaving] = []
 
     @property
     def frontend_id(self) -> str:
@@ -73,6 +90,70 @@ class Frontend(Child):
     def arguments(self) -> Sequence[str]:
         return (*self.spec.arguments, "--frontend-id", self.frontend_id)
 
+    def replace(self) -> None:
+        """Start another process; once that answers, this one takes no more connections, finishes
+        what is open and ends. Raises OSError; then nothing changes."""
+        old, beats = self._process, self._heartbeat
+        known = Leaving(old, self.frontend_id) if old is not None and old.poll() is None else None
+        self._heartbeat = Heartbeat()
+        try:
+            self.start()
+        except OSError:
+            self._heartbeat = beats
+            self._starts -= 1
+            raise
+        if known is not None:
+            self._leaving.append(known)
+
+    @property
+    def is_replaced(self) -> bool:
+        """A successor was started and does not answer yet."""
+        return any(each.until_s is None for each in self._leaving)
+
+    def watch(self) -> None:
+        """Call a few times a second."""
+        for each in list(self._leaving):
+            if each.process.poll() is not None:
+                self._leaving.remove(each)
+                self._line.frontend_gone(each.frontend_id)
+            elif each.until_s is None and self.beats():
+                each.until_s = time.monotonic() + self.spec.drain_s
+                each.process.send_signal(LEAVE)
+            elif each.until_s is not None and time.monotonic() > each.until_s:
+                each.process.kill()
+
+    def running(self) -> bool:
+        leaving = any(each.process.poll() is None for each in self._leaving)
+        return leaving or super().running()
+
+    def send(self, number: signal.Signals) -> None:
+        for each in self._leaving:
+            each.process.send_signal(number)
+        super().send(number)
+
+    def kill(self) -> None:
+        for each in self._leaving:
+            each.process.kill()
+            each.process.wait()
+        super().kill()
+
     def bury(self) -> None:
         """Its process has ended: agents end what it had asked for."""
         self._line.frontend_gone(self.frontend_id)
+
+
+def replace_if_asked(
+    asked: Path, frontends: Sequence[Frontend], say: Callable[[str], None]
+) -> None:
+    """An operator made the file `asked`. Call a few times a second."""
+    for each in frontends:
+        each.watch()
+    if not asked.exists() or any(each.is_replaced for each in frontends):
+        return
+    asked.unlink(missing_ok=True)
+    say("frontends are replaced; the present ones finish what is open")
+    for each in frontends:
+        try:
+            each.replace()
+        except OSError as error:
+            say(f"{each.name} cannot be replaced now: {error}")

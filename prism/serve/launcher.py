@@ -29,11 +29,11 @@ from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
-from prism.serve.frontends import AgentLine, Frontend
+from prism.serve.frontends import AgentLine, Frontend, replace_if_asked
 from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
 from prism.serve.progress import Probe, display
-from prism.serve.run_dir import REDIS_FOLDER, RunDir, remove_ledgers, sweep
+from prism.serve.run_dir import REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
             supervisor.settled = True
             while not signals.count:
                 watch()
+                replace_if_asked(run_dir.path / REPLACE_FILE, frontends, say)
                 time.sleep(_TICK_S)
             say("shutting down: open requests are finished first; once more ends at once")
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -12,11 +13,25 @@ from prism.errors import PrismError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import OperatorCommand
 from prism.messages.troubles import read_troubles
+from prism.serve.run_dir import REPLACE_FILE
 from prism.transport import BlockingChannel
+
+_LOOK_S = 0.1
 
 
 class OperatorError(PrismError):
     """The scheduler did not answer."""
+
+
+def replace_frontends(config: ClusterConfig, timeout_s: float) -> None:
+    """Ask the launcher of `config`, and wait until it begins. Raises OperatorError."""
+    asked, until_s = Path(config.run_dir) / REPLACE_FILE, time.monotonic() + timeout_s
+    asked.touch()
+    while asked.exists():
+        if time.monotonic() > until_s:
+            asked.unlink(missing_ok=True)
+            raise OperatorError(f"prism-serve did not begin in {timeout_s:g} s; try again")
+        time.sleep(_LOOK_S)
 
 
 def ask(config: ClusterConfig, command: OperatorCommand, timeout_s: float) -> ActionResult:

@@ -89,11 +89,55 @@ async def kill_under_load(cluster: Cluster) -> list[bool]:
         return await asyncio.gather(*streams)
 
 
+async def keep_asking(cluster: Cluster, over: asyncio.Event, tokens: int, **limits: int) -> int:
+    """Request after request; each of them is answered whole. How many."""
+    body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": tokens, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    pool = httpx.Limits(**limits)
+    count = 0
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60, limits=pool) as client:
+        while not over.is_set():
+            ids: list[int] = []
+            async with client.stream("POST", "/v1/completions", json=body) as got:
+                assert got.status_code == 200
+                async for line in got.aiter_lines():
+                    if line.startswith("data: {"):
+                        ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+            assert ids == expected_tokens([9, 8, 7], tokens)
+            count += 1
+    return count
+
+
+async def replace_under_load(cluster: Cluster) -> list[int]:
+    """Clients that keep their connection, and clients that open one for each request."""
+    over, before = asyncio.Event(), frontends(cluster)
+    kinds = [{}, {"max_keepalive_connections": 0}]
+    jobs = [
+        asyncio.create_task(keep_asking(cluster, over, tokens, **limits))
+        for limits in kinds
+        for tokens in (2, 2, 40)
+    ]
+    try:
+        done = await asyncio.to_thread(cluster.operate, "replace-frontends")
+        assert done.returncode == 0, done.stderr
+        await asyncio.to_thread(until, lambda: len(frontends(cluster) - before) == 2, "new ones")
+        await asyncio.to_thread(until, lambda: not frontends(cluster) & before, "the old ones' end")
+    finally:
+        over.set()
+    return list(await asyncio.gather(*jobs))
+
+
+def test_replaced_frontends_drop_nothing(cluster: Cluster) -> None:
+    assert all(asyncio.run(replace_under_load(cluster)))
+    assert cluster.post().status_code == 200
+    assert " ended (" not in cluster.output()
+
+
 def test_orphans_of_a_dead_frontend_leave_the_engines_at_once(cluster: Cluster) -> None:
     """Not by its heartbeat: that log line never comes. The other frontend's streams are whole."""
     asyncio.run(kill_under_load(cluster))
-    until(lambda: "frontend f0.1 has ended" in agent_log(cluster), "the launcher's word")
+    until(lambda: "frontend f0.2 has ended" in agent_log(cluster), "the launcher's word")
     until(lambda: has_no_requests(cluster), "no orphans")
     assert "is gone: its requests are cancelled" not in agent_log(cluster)
     assert cluster.post().status_code == 200
-    until(lambda: frontends(cluster) == {"frontend-f0.2", "frontend-f1.1"}, "sockets")
+    until(lambda: frontends(cluster) == {"frontend-f0.3", "frontend-f1.2"}, "sockets")
