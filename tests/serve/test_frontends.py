@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import pytest
@@ -141,3 +142,28 @@ def test_orphans_of_a_dead_frontend_leave_the_engines_at_once(cluster: Cluster) 
     assert "is gone: its requests are cancelled" not in agent_log(cluster)
     assert cluster.post().status_code == 200
     until(lambda: frontends(cluster) == {"frontend-f0.3", "frontend-f1.2"}, "sockets")
+
+
+async def kill_all_and_ask_again(cluster: Cluster) -> list[httpx.Response]:
+    """A keyed request is open when all frontends are killed. It comes again at once, twice."""
+    body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": COUNT, "ignore_eos": True}
+    ask: dict[str, Any] = {
+        "json": body | {"return_token_ids": True},
+        "headers": {"Idempotency-Key": "k"},
+    }
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        broken = asyncio.create_task(client.post("/v1/completions", **ask))
+        await asyncio.to_thread(until, lambda: not has_no_requests(cluster), "it runs")
+        for slot in ("f0", "f1"):
+            os.kill(cluster.child(f"--frontend-id\0{slot}."), signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            await broken
+        again = (client.post("/v1/completions", **ask) for _ in range(2))
+        return list(await asyncio.gather(*again))
+
+
+def test_who_asks_again_gets_one_answer_and_no_connection_is_refused(cluster: Cluster) -> None:
+    """While no frontend lives, connections wait. The dead one's claim of the key has gone."""
+    first, second = asyncio.run(kill_all_and_ask_again(cluster))
+    assert first.json()["choices"][0]["token_ids"] == expected_tokens([9, 8, 7], COUNT)
+    assert second.json() == first.json()
