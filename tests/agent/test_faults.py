@@ -25,12 +25,12 @@ from tests.agent.conftest import FAST
 from tests.agent.harness import (
     DEVICE,
     FakeFrontend,
-    Retrying,
     World,
     make_config,
     until,
     world,
 )
+from tests.agent.retrying import Retrying
 
 
 async def running_requests(

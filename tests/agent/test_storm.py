@@ -14,7 +14,8 @@ import pytest
 
 from prism.queueing import BundledRedis
 from tests.agent.conftest import FAST
-from tests.agent.harness import DEVICE, Retrying, World, make_config, until, world
+from tests.agent.harness import DEVICE, World, make_config, until, world
+from tests.agent.retrying import Retrying
 
 MODELS = ("a", "b")
 
