@@ -350,4 +350,4 @@ async def world(config: ClusterConfig, timing: AgentTiming | None = None) -> Asy
         assert not path.exists(), "the ledger's segment was left behind"
 
 
-__all__ = ["DEVICE", "Drain", "FakeFrontend", "Retrying", "World", "make_config", "until", "world"]
+__all__ = ["DEVICE", "Drain", "FakeFrontend", "World", "make_config", "until", "world"]
