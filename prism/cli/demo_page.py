@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prism.replay.report import environment
-from prism.replay.results import Results, read_results, scale_key
+from prism.replay.results import ReplayResults, read_results, scale_key
 from prism.scheduler.journal import AnyRecord, Opened, Started, read
 
 
@@ -62,7 +62,7 @@ def told(action: Started) -> str:
     return text[action.kind].format(action)
 
 
-def attainments(results: Results) -> Iterator[tuple[str, int, str]]:
+def attainments(results: ReplayResults) -> Iterator[tuple[str, int, str]]:
     """(model, requests, percentage of them that met their SLO)."""
     for name, group in results.summary.models.items():
         met = group.attainment[scale_key(1.0)].all

@@ -15,7 +15,7 @@ from prism.cli.ends import run as run_command
 from prism.errors import ConfigError
 from prism.replay import options as opts
 from prism.replay.prompts import parse_token_range
-from prism.replay.results import Results, RunConfig, read_results, write_results
+from prism.replay.results import ReplayResults, RunConfig, read_results, write_results
 from prism.replay.trace import TraceRequest, read_trace
 
 app = new_app(
@@ -107,7 +107,7 @@ def main() -> None:
     run_command(app, "prism-replay")
 
 
-def _replay(requests: list[TraceRequest], config: RunConfig) -> Results:
+def _replay(requests: list[TraceRequest], config: RunConfig) -> ReplayResults:
     from prism.replay.console import LiveProgress, print_results
     from prism.replay.runner import run_replay
 
@@ -118,7 +118,7 @@ def _replay(requests: list[TraceRequest], config: RunConfig) -> Results:
     return results
 
 
-def _write(results: Results, out: Path | None, html: Path | None) -> None:
+def _write(results: ReplayResults, out: Path | None, html: Path | None) -> None:
     console = Console()
     if out:
         write_results(out, results)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from prism.replay.console import attainment_table, latency_table, new_table
 from prism.replay.report import percent
-from prism.replay.results import Results
+from prism.replay.results import ReplayResults
 from prism.sim.results import SimResults
 
 MODELS_SHOWN = 12
@@ -42,7 +42,7 @@ class Bar:
         self._bar.update(self._task, completed=done, total=total)
 
 
-def print_run(console: Console, found: SimResults, replay: Results, since_s: float) -> None:
+def print_run(console: Console, found: SimResults, replay: ReplayResults, since_s: float) -> None:
     """Tables of one run. since_s: `time.perf_counter()` at its start."""
     if len(found.summary.models) <= MODELS_SHOWN:
         console.print(attainment_table(replay))

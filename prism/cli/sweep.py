@@ -30,9 +30,9 @@ from prism.replay.report import percent
 from prism.sim.intervals import Interval, interval
 from prism.sim.planning import CapacityPlan, Search, plans
 from prism.sim.points import (
-    Group,
     Point,
     PointOutcome,
+    SeedGroup,
     Store,
     grid,
     refuse_mistakes,
@@ -89,7 +89,7 @@ def sweep(
         for changes, o in zip(all_, outcomes, strict=True)
     ]
     groups = [
-        Group(changes, shown[i * len(each) : (i + 1) * len(each)])
+        SeedGroup(changes, shown[i * len(each) : (i + 1) * len(each)])
         for i, changes in enumerate(combinations)
     ]
     from prism.sim.report import write_sweep
@@ -168,7 +168,7 @@ def seeds_of(config: Path, fixed: dict[str, Any], count: int) -> tuple[int, ...]
     return tuple(range(read.seed, read.seed + count))
 
 
-def sweep_table(groups: list[Group], keys: list[str]) -> Table:
+def sweep_table(groups: list[SeedGroup], keys: list[str]) -> Table:
     """A row per group, at the SLO scale nearest to 1."""
     table = new_table(None, *keys, "TTFT", "TPOT", "E2E", "all", "busy")
     for group in groups:

@@ -62,7 +62,7 @@ def read_key(request: Request, body: GenerationBody) -> Key | None:
     return Key(name, blake2b(said, key=secret, digest_size=16).hexdigest())
 
 
-class Run:
+class SharedAnswer:
     """One answer, as it grows, and who follows it."""
 
     def __init__(self, key: Key, spec: GenerationSpec) -> None:
@@ -96,13 +96,13 @@ class Run:
 
 
 class Repeat:
-    """What one HTTP request sees of a Run; it takes the place of a Generation."""
+    """What one HTTP request sees of a SharedAnswer; it takes the place of a Generation."""
 
     def __init__(self, repeats: Repeats, key: Key, spec: GenerationSpec) -> None:
         self._repeats = repeats
         self._key = key
         self._spec = spec
-        self._run: Run | None = None
+        self._run: SharedAnswer | None = None
 
     async def start(self) -> None:
         """Wait until output may come. Raises RequestError."""
@@ -183,16 +183,16 @@ class Repeats:
         self._leave = leave
         self._runs_max = runs_max
         self._queue_timeout_s = queue_timeout_s
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, SharedAnswer] = {}
 
-    def join(self, key: Key, spec: GenerationSpec) -> Run:
+    def join(self, key: Key, spec: GenerationSpec) -> SharedAnswer:
         """The run of this key; a new one if there is none. Raises RequestError."""
         run = self._runs.get(key.name)
         if run is None or run.error is not None:
             if len(self._runs) >= self._runs_max:
                 raise OverloadedError("too many requests with an Idempotency-Key; try again later")
             failed = run.task if run is not None else None
-            run = self._runs[key.name] = Run(key, spec)
+            run = self._runs[key.name] = SharedAnswer(key, spec)
             run.task = asyncio.create_task(self._answer(run, failed))
         _check(run.key.fingerprint, key)
         run.followers += 1
@@ -204,7 +204,7 @@ class Repeats:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, run: Run, failed: asyncio.Task[None] | None) -> None:
+    async def _answer(self, run: SharedAnswer, failed: asyncio.Task[None] | None) -> None:
         """`failed`: an earlier run, whose claim has to end first."""
         try:
             if failed is not None:
@@ -226,7 +226,7 @@ class Repeats:
             if self._runs.get(run.key.name) is run:
                 del self._runs[run.key.name]
 
-    async def _claim(self, run: Run) -> KeptAnswer | None:
+    async def _claim(self, run: SharedAnswer) -> KeptAnswer | None:
         """None: it is computed here. Raises QueueUnavailableError when Redis was away for long."""
         until_s = time.monotonic() + self._queue_timeout_s
         while True:
@@ -245,7 +245,7 @@ class Repeats:
                 until_s = time.monotonic() + self._queue_timeout_s
             await asyncio.sleep(_LOOK_S)
 
-    async def _compute(self, run: Run) -> None:
+    async def _compute(self, run: SharedAnswer) -> None:
         outcome: str | None = "failed"
         generation = self._generate(run.spec)
         self._enter()
@@ -265,7 +265,7 @@ class Repeats:
             generation.finish(outcome)
             self._leave()
 
-    def _replay(self, run: Run, kept: KeptAnswer) -> None:
+    def _replay(self, run: SharedAnswer, kept: KeptAnswer) -> None:
         requests = [
             msgspec.structs.replace(request, arrival_unix_s=kept.created_unix_s)
             for request in run.spec.requests
@@ -297,7 +297,7 @@ def _check(fingerprint: str, key: Key) -> None:
         )
 
 
-def _kept(run: Run) -> KeptAnswer:
+def _kept(run: SharedAnswer) -> KeptAnswer:
     generation = run.generation
     assert generation is not None
     outputs = [

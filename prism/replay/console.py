@@ -11,7 +11,7 @@ from rich.table import Table
 
 from prism.replay.metrics import meets_all
 from prism.replay.report import milliseconds, percent
-from prism.replay.results import RequestRecord, Results
+from prism.replay.results import ReplayResults, RequestRecord
 from prism.replay.stats import TraceStats
 from prism.replay.trace import TraceRequest
 from prism.replay.trace_report import HEADS, model_cells, published
@@ -79,7 +79,7 @@ class LiveProgress:
             self.console.print(self.state)
 
 
-def print_results(console: Console, results: Results) -> None:
+def print_results(console: Console, results: ReplayResults) -> None:
     """Attainment at each SLO scale, latencies, and the server's counters."""
     console.print(attainment_table(results))
     console.print(latency_table(results))
@@ -105,7 +105,7 @@ def print_results(console: Console, results: Results) -> None:
     )
 
 
-def attainment_table(results: Results) -> Table:
+def attainment_table(results: ReplayResults) -> Table:
     """A row per model and SLO scale; narrow enough for 80 columns."""
     columns = ("model", "requests", "errors", "SLO x", "TTFT", "TPOT", "E2E", "all")
     table = new_table("SLO attainment (% of requests)", *columns)
@@ -120,7 +120,7 @@ def attainment_table(results: Results) -> Table:
     return table
 
 
-def latency_table(results: Results) -> Table:
+def latency_table(results: ReplayResults) -> Table:
     table = new_table("Latency of finished requests", "model", "", "mean", "P50", "P95", "P99")
     for name, group in results.summary.groups.items():
         rows = {"TTFT": group.ttft_ms, "TPOT": group.tpot_ms, "E2E": group.e2e_ms}

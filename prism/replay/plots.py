@@ -10,7 +10,7 @@ import numpy as np
 
 from prism.replay import theme
 from prism.replay.lengths import Floats
-from prism.replay.results import Attainment, RequestRecord, Results, scale_key
+from prism.replay.results import Attainment, ReplayResults, RequestRecord, scale_key
 
 LABELS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "All"}
 OTHERS = "other models"
@@ -18,7 +18,7 @@ MIB = 1 << 20
 MAP_BIN_S = 10.0
 
 
-def all_plots(results: Results) -> dict[str, str]:
+def all_plots(results: ReplayResults) -> dict[str, str]:
     """Name -> SVG of every figure that has data, in the report's order."""
     return theme.draw(
         {
@@ -34,7 +34,7 @@ def all_plots(results: Results) -> dict[str, str]:
     )
 
 
-def attainment_per_model(results: Results) -> Any:
+def attainment_per_model(results: ReplayResults) -> Any:
     """Bars per model and in total at the SLO scale nearest to 1."""
     scale = results.config.main_scale
     groups = {"total": results.summary.total, **results.summary.models}
@@ -56,7 +56,7 @@ def attainment_per_model(results: Results) -> Any:
     return figure
 
 
-def attainment_per_scale(results: Results) -> Any:
+def attainment_per_scale(results: ReplayResults) -> Any:
     """Lines of total attainment over the SLO scales; None with a single scale."""
     scales = sorted(results.config.slo_scales)
     found = [results.summary.total.attainment[scale_key(scale)] for scale in scales]
@@ -76,7 +76,7 @@ def attainment_per_scale(results: Results) -> Any:
     return figure
 
 
-def latency_cdf(results: Results, metric: str, title: str) -> Any:
+def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
     """One step curve per model over a logarithmic axis of milliseconds, its SLO dotted."""
     groups = _by_series(results)
     series = {name: _latencies_ms(records, metric) for name, records in groups.items()}
@@ -112,7 +112,7 @@ def _common_slo_ms(records: Sequence[RequestRecord], metric: str) -> float | Non
     return slos_ms.pop() if len(slos_ms) == 1 else None
 
 
-def arrivals(results: Results) -> Any:
+def arrivals(results: ReplayResults) -> Any:
     """Stacked bars of requests sent per time bin."""
     groups = _by_series(results)
     if not groups:
@@ -139,7 +139,7 @@ def arrivals(results: Results) -> Any:
     return figure
 
 
-def memory(results: Results) -> Any:
+def memory(results: ReplayResults) -> Any:
     """Stacked areas of mapped KV memory per model, from the server's status each second."""
     samples = results.samples
     if len(samples) < 2:
@@ -161,7 +161,7 @@ def memory(results: Results) -> Any:
     return figure
 
 
-def map_rate(results: Results) -> Any:
+def map_rate(results: ReplayResults) -> Any:
     """Pages mapped and unmapped per minute, over bins of 10 s."""
     if len(results.samples) < 2:
         return None
@@ -199,7 +199,7 @@ def _percent(attainment: Attainment, metric: str) -> float:
     return float("nan") if value is None else float(value) * 100
 
 
-def _series(results: Results) -> dict[str, str]:
+def _series(results: ReplayResults) -> dict[str, str]:
     """Model -> its series: its own, or OTHERS where there are more models than colours. First the
     trace's models by requests, then those that only the server knows."""
     extra = {name for sample in results.samples for name in sample.kv_bytes}
@@ -208,11 +208,11 @@ def _series(results: Results) -> dict[str, str]:
     return {name: name if rank < own else OTHERS for rank, name in enumerate(models)}
 
 
-def _color(results: Results, series: str) -> str:
+def _color(results: ReplayResults, series: str) -> str:
     return theme.series_color(list(dict.fromkeys(_series(results).values())).index(series))
 
 
-def _by_series(results: Results) -> dict[str, list[RequestRecord]]:
+def _by_series(results: ReplayResults) -> dict[str, list[RequestRecord]]:
     series = _series(results)
     groups: dict[str, list[RequestRecord]] = {}
     for name in results.summary.models:

@@ -8,17 +8,17 @@ from typing import Any
 import jinja2
 
 from prism.replay.plots import LABELS, all_plots
-from prism.replay.results import Attainment, GroupSummary, Latency, Results, scale_key
+from prism.replay.results import Attainment, GroupSummary, Latency, ReplayResults, scale_key
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "End to end"}
 
 
-def write_report(results: Results, path: Path) -> None:
+def write_report(results: ReplayResults, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(results), encoding="utf-8")
 
 
-def render(results: Results) -> str:
+def render(results: ReplayResults) -> str:
     page = environment("prism.replay").get_template("report.html")
     return page.render(**sections(results), counters=results.counters)
 
@@ -34,7 +34,7 @@ def environment(*packages: str) -> jinja2.Environment:
     )
 
 
-def sections(results: Results) -> dict[str, Any]:
+def sections(results: ReplayResults) -> dict[str, Any]:
     return {
         "config": results.config,
         "summary": results.summary,
@@ -48,7 +48,7 @@ def sections(results: Results) -> dict[str, Any]:
     }
 
 
-def cards(results: Results) -> list[tuple[str, str, str]]:
+def cards(results: ReplayResults) -> list[tuple[str, str, str]]:
     """(label, value, note) of the figures at the top."""
     summary, total = results.summary, results.summary.total
     failed = total.requests - total.completed
@@ -75,7 +75,7 @@ def attainment_card(total: GroupSummary, main: str) -> tuple[str, str, str]:
     return f"SLO attainment, x{main}", value, ", ".join(others) or "TTFT, TPOT and E2E together"
 
 
-def attainment_rows(results: Results) -> list[tuple[str, int, list[list[str]]]]:
+def attainment_rows(results: ReplayResults) -> list[tuple[str, int, list[list[str]]]]:
     """(model, requests, per scale the cells in the order of LABELS), the total last."""
     return [
         (name, group.requests, [_cells(found) for found in group.attainment.values()])
@@ -83,7 +83,7 @@ def attainment_rows(results: Results) -> list[tuple[str, int, list[list[str]]]]:
     ]
 
 
-def latency_rows(results: Results) -> list[tuple[str, int, list[str]]]:
+def latency_rows(results: ReplayResults) -> list[tuple[str, int, list[str]]]:
     """(model, output tokens, mean/P50/P95/P99 of each of LATENCIES), the total last."""
     return [
         (name, group.output_tokens, [c for key in LATENCIES for c in _times(getattr(group, key))])
@@ -115,5 +115,5 @@ def _times(found: Latency) -> list[str]:
     return [milliseconds(value) for value in (found.mean, found.p50, found.p95, found.p99)]
 
 
-def _unmaps(results: Results) -> str:
+def _unmaps(results: ReplayResults) -> str:
     return f"unmaps {results.summary.unmaps_per_minute:.0f}/min"

@@ -157,7 +157,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.slo_scales, key=lambda scale: abs(scale - 1))
 
 
-class Results(msgspec.Struct, frozen=True):
+class ReplayResults(msgspec.Struct, frozen=True):
     config: RunConfig
     records: list[RequestRecord]
     samples: list[StatusSample]
@@ -171,7 +171,7 @@ def scale_key(scale: float) -> str:
     return f"{scale:g}"
 
 
-def write_results(path: Path, results: Results) -> None:
+def write_results(path: Path, results: ReplayResults) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, results)
 
@@ -180,10 +180,10 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path) -> ReplayResults:
     """Raises ConfigError where the file is not a results file of this schema."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Results)
+        found = msgspec.json.decode(path.read_bytes(), type=ReplayResults)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -16,7 +16,7 @@ from prism.errors import ConfigError
 from prism.replay.client import ModelCard, Sender, cluster_status, connect, served_models
 from prism.replay.metrics import summarize
 from prism.replay.prompts import PromptSource
-from prism.replay.results import Counters, RequestRecord, Results, RunConfig, StatusSample
+from prism.replay.results import Counters, ReplayResults, RequestRecord, RunConfig, StatusSample
 from prism.replay.sampling import StatusTracker, sample_status
 from prism.replay.trace import Trace, TraceRequest, models_of
 
@@ -29,7 +29,7 @@ class Observer(Protocol):
     def done(self, record: RequestRecord) -> None: ...
 
 
-async def run_replay(trace: Trace, config: RunConfig, observer: Observer) -> Results:
+async def run_replay(trace: Trace, config: RunConfig, observer: Observer) -> ReplayResults:
     """Replay `trace` (already scaled) and wait for every answer.
 
     SIGINT stops sending and cancels requests in flight; the partial results are marked
@@ -71,7 +71,7 @@ class Replay:
         self.tracker = StatusTracker()
         self.stop = asyncio.Event()
 
-    async def run(self, trace: Trace) -> Results:
+    async def run(self, trace: Trace) -> ReplayResults:
         await self._first_status()
         started_unix_s = time.time()
         sender = Sender(self.http, self.config.timeout_s)
@@ -135,13 +135,13 @@ class Replay:
 
     def _results(
         self, duration_s: float, started_unix_s: float, counters: Counters | None
-    ) -> Results:
+    ) -> ReplayResults:
         config = msgspec.structs.replace(
             self.config, started_unix_s=started_unix_s, interrupted=self.stop.is_set()
         )
         records = sorted(self.records, key=lambda record: record.index)
         summary = summarize(records, config.slo_scales, duration_s, counters)
-        return Results(config, records, self.samples, counters, summary)
+        return ReplayResults(config, records, self.samples, counters, summary)
 
 
 @contextmanager

@@ -13,13 +13,12 @@ import msgspec
 from prism.config.reader import convert
 from prism.errors import ConfigError, TraceError
 from prism.policies.registry import Policy
-from prism.replay.results import Results as ReplayResults
-from prism.replay.results import Summary
+from prism.replay.results import ReplayResults, Summary
 from prism.replay.trace import TraceRequest
 from prism.sim.config import SimYaml
 from prism.sim.results import SimResults, as_replay, results_of, write_json
 from prism.sim.scenario import Scenario, read_config, resolve, with_changes
-from prism.sim.tables import TABLES, Run, frame, write_tables
+from prism.sim.tables import TABLES, TableSource, frame, write_tables
 from prism.sim.timeline import write_timeline
 from prism.sim.world import World
 
@@ -36,7 +35,7 @@ class Results:
     their columns. They are made when they are asked for, and need the package polars."""
 
     def __init__(self, found: SimResults, world: World, judge: Sequence[float]) -> None:
-        self._run = Run(found, world.records, world.setup)
+        self._run = TableSource(found, world.records, world.setup)
         self._judge = tuple(judge)
 
     @property

@@ -10,9 +10,9 @@ import msgspec
 
 from prism.sim.intervals import Interval
 from prism.sim.points import (
-    Group,
     Point,
     PointOutcome,
+    SeedGroup,
     Store,
     in_processes,
     run_points,
@@ -105,7 +105,7 @@ def fewest_gpus(
         if gpus not in tried:
             outcomes = simulate(gpus)
             seeds = len(outcomes)
-            tried[gpus] = Group({}, outcomes).attainment(metric)
+            tried[gpus] = SeedGroup({}, outcomes).attainment(metric)
         return tried[gpus].mean >= target
 
     def plan(gpus: int | None, at: int) -> CapacityPlan:

@@ -63,7 +63,7 @@ class PointOutcome(msgspec.Struct, frozen=True):
         return 0.0 if value is None else float(value)
 
 
-class Group(NamedTuple):
+class SeedGroup(NamedTuple):
     """Outcomes that differ by their seed alone. changes: without the seed."""
 
     changes: dict[str, Any]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from prism.replay.report import environment, percent, sections
-from prism.replay.results import Results
+from prism.replay.results import ReplayResults
 from prism.replay.theme import HALF, SERIES_MAX, draw, legend_below, new_axes, series_color
 from prism.sim.intervals import interval
 from prism.sim.planning import CapacityPlan
-from prism.sim.points import Group, PointOutcome
+from prism.sim.points import PointOutcome, SeedGroup
 from prism.sim.results import SimResults, heads_of, write_csv, write_json
 
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "all SLOs"}
@@ -25,7 +25,7 @@ Lines = Mapping[str, Sequence[LinePoint]]
 """By label."""
 
 
-def write_report(path: Path, found: SimResults, replay: Results) -> None:
+def write_report(path: Path, found: SimResults, replay: ReplayResults) -> None:
     """One run's page, everything inline. `replay`: the same run in prism-replay's form."""
     page = environment("prism.sim", "prism.replay").get_template("simulation.html")
     shown = sections(replay)
@@ -35,7 +35,7 @@ def write_report(path: Path, found: SimResults, replay: Results) -> None:
     path.write_text(page.render(**shown, sim=found, decisions=decisions), encoding="utf-8")
 
 
-def write_sweep(out: Path, groups: Sequence[Group], title: str) -> None:
+def write_sweep(out: Path, groups: Sequence[SeedGroup], title: str) -> None:
     """sweep.json, sweep.csv and report.html in `out`. The last varied key is the x axis."""
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     _write(out, "sweep", outcomes, sweep_rows(groups), title=title, plots=figures(groups))
@@ -59,7 +59,7 @@ def _write(
     (out / "report.html").write_text(page, encoding="utf-8")
 
 
-def sweep_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def sweep_rows(groups: Sequence[SeedGroup]) -> list[dict[str, Any]]:
     """A row per group and SLO scale: means over its seeds, and half-widths where there are
     several."""
     rows = []
@@ -128,7 +128,7 @@ def _plan_interval(plan: CapacityPlan) -> dict[str, Any]:
     return {"attainment_ci95": plan.half_widths[at], "seeds": plan.seeds}
 
 
-def figures(groups: Sequence[Group]) -> dict[str, str]:
+def figures(groups: Sequence[SeedGroup]) -> dict[str, str]:
     """Attainment over the last varied key, a line for each combination of the others."""
     keys = list(groups[0].changes) if groups else []
     simulated = [group for group in groups if not group.problem]
@@ -139,7 +139,9 @@ def figures(groups: Sequence[Group]) -> dict[str, str]:
     return draw(plots)
 
 
-def _sweep_figure(groups: Sequence[Group], others: Sequence[str], axis: str, metric: str) -> Any:
+def _sweep_figure(
+    groups: Sequence[SeedGroup], others: Sequence[str], axis: str, metric: str
+) -> Any:
     lines: dict[str, list[LinePoint]] = {}
     for group in groups:
         name = ", ".join(str(group.changes[key]) for key in others) or METRICS[metric]

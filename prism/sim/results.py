@@ -13,7 +13,7 @@ import msgspec
 from prism.config.units import encoded
 from prism.replay.results import (
     Counters,
-    Results,
+    ReplayResults,
     RunConfig,
     StatusSample,
     Summary,
@@ -100,7 +100,7 @@ def heads_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
-def as_replay(results: SimResults, records: Records, scales: Sequence[float]) -> Results:
+def as_replay(results: SimResults, records: Records, scales: Sequence[float]) -> ReplayResults:
     """In prism-replay's form, for its tables and plots; of many requests a sample."""
     config = results.config
     counts = results.counts
@@ -131,4 +131,4 @@ def as_replay(results: SimResults, records: Records, scales: Sequence[float]) ->
         seed=config.seed,
     )
     shown = request_records(records, PLOTTED_REQUESTS)
-    return Results(run, shown, samples, counters, results.summary)
+    return ReplayResults(run, shown, samples, counters, results.summary)

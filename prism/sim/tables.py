@@ -43,7 +43,7 @@ class Column(NamedTuple):
     note: str
 
 
-class Run(NamedTuple):
+class TableSource(NamedTuple):
     """What the tables are made of."""
 
     found: SimResults
@@ -57,10 +57,10 @@ class Table:
 
     note: str
     columns: tuple[Column, ...]
-    data: Callable[[Run], Data]
+    data: Callable[[TableSource], Data]
 
 
-def requests(run: Run) -> Data:
+def requests(run: TableSource) -> Data:
     records, work = run.records, run.records.work
     timed = columns(records)
     within = met(timed, 1.0)
@@ -87,7 +87,7 @@ def requests(run: Run) -> Data:
     }
 
 
-def models(run: Run) -> Data:
+def models(run: TableSource) -> Data:
     """The rows of all models with requests, then `total`."""
     setups = {model.name: model for model in run.setup.models}
     counted = Counter((decision.model, decision.kind) for decision in run.found.decisions)
@@ -109,7 +109,7 @@ def models(run: Run) -> Data:
     return _by_column(rows, MODELS)
 
 
-def devices(run: Run) -> Data:
+def devices(run: TableSource) -> Data:
     started = np.asarray(run.records.device)
     tokens = np.asarray(run.records.output_tokens, dtype=np.float64)
     # the last place is of requests that started nowhere
@@ -128,7 +128,7 @@ def devices(run: Run) -> Data:
     }
 
 
-def decisions(run: Run) -> Data:
+def decisions(run: TableSource) -> Data:
     made = run.found.decisions
     return {name: [getattr(decision, name) for decision in made] for name in Decision._fields}
 
@@ -207,7 +207,7 @@ TABLES: dict[str, Table] = {
 }
 
 
-def frame(name: str, run: Run) -> pl.DataFrame:
+def frame(name: str, run: TableSource) -> pl.DataFrame:
     """A table as a polars DataFrame, null where there is no value. Raises ConfigError without
     polars."""
     if not has_polars():
@@ -236,7 +236,7 @@ def has_polars() -> bool:
     return find_spec("polars") is not None
 
 
-def write_tables(folder: Path, run: Run, names: Sequence[str] = tuple(TABLES)) -> None:
+def write_tables(folder: Path, run: TableSource, names: Sequence[str] = tuple(TABLES)) -> None:
     """NAME.csv, and NAME.parquet where polars is installed."""
     for name in names:
         write_csv(folder / f"{name}.csv", name, run)
@@ -244,7 +244,7 @@ def write_tables(folder: Path, run: Run, names: Sequence[str] = tuple(TABLES)) -
             frame(name, run).write_parquet(folder / f"{name}.parquet")
 
 
-def write_csv(path: Path, name: str, run: Run) -> None:
+def write_csv(path: Path, name: str, run: TableSource) -> None:
     """With one header line; empty where there is no value."""
     table = TABLES[name]
     data = table.data(run)

@@ -16,7 +16,7 @@ from prism.replay.report import milliseconds, percent
 from prism.replay.results import (
     Counters,
     Latency,
-    Results,
+    ReplayResults,
     RunConfig,
     read_results,
     scale_key,
@@ -135,7 +135,7 @@ def test_results_read_back_equal(tmp_path: Path) -> None:
     records = [a_record(0), a_record(1, error="timeout", ttft_ms=None)]
     summary = metrics.summarize(records, [1.0], 2.0, None)
     config = RunConfig(trace="t", url="u", requests=2)
-    results = Results(config, records, [], None, summary)
+    results = ReplayResults(config, records, [], None, summary)
     write_results(tmp_path / "deep" / "r.json", results)
     assert read_results(tmp_path / "deep" / "r.json") == results
 
@@ -152,7 +152,9 @@ def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     config = RunConfig(trace="t", url="u", requests=0)
-    results = Results(config, [], [], None, metrics.summarize([], [1.0], 1.0, None), "other/9")
+    results = ReplayResults(
+        config, [], [], None, metrics.summarize([], [1.0], 1.0, None), "other/9"
+    )
     write_results(tmp_path / "r.json", results)
     with pytest.raises(ConfigError, match="schema 'other/9'"):
         read_results(tmp_path / "r.json")

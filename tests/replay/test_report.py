@@ -11,7 +11,7 @@ import pytest
 from prism.replay.metrics import summarize
 from prism.replay.plots import OTHERS, all_plots
 from prism.replay.report import render
-from prism.replay.results import Counters, Results, RunConfig, StatusSample
+from prism.replay.results import Counters, ReplayResults, RunConfig, StatusSample
 from prism.replay.theme import MARKERS
 from tests.replay.records import a_record
 
@@ -41,7 +41,9 @@ class Page(HTMLParser):
         self.text += data
 
 
-def results(models: int = 2, scales: tuple[float, ...] = (0.5, 1.0), **fields: object) -> Results:
+def results(
+    models: int = 2, scales: tuple[float, ...] = (0.5, 1.0), **fields: object
+) -> ReplayResults:
     records = [
         a_record(number, f"m{number % models}", **({"ttft_ms": 60.0 + number} | fields))
         for number in range(40)
@@ -59,7 +61,7 @@ def results(models: int = 2, scales: tuple[float, ...] = (0.5, 1.0), **fields: o
     counters = samples[-1].counters
     summary = summarize(records, scales, 40.0, counters)
     config = RunConfig(trace="test.jsonl", url="http://h:1", requests=40, slo_scales=scales)
-    return Results(config, records, samples, counters, summary)
+    return ReplayResults(config, records, samples, counters, summary)
 
 
 def test_nothing_is_fetched() -> None:
@@ -114,7 +116,7 @@ def test_model_names_are_escaped() -> None:
     records = [a_record(0, NASTY)]
     summary = summarize(records, (1.0,), 1.0, None)
     config = RunConfig(trace=NASTY, url="u", requests=1)
-    page = Page(render(Results(config, records, found.samples, None, summary)))
+    page = Page(render(ReplayResults(config, records, found.samples, None, summary)))
     assert "b" not in page.tags
     assert NASTY in page.text
 
@@ -141,7 +143,7 @@ def test_figures_without_data_are_left_out(fields: dict[str, object], absent: st
 
 def test_an_interrupted_run_and_an_empty_one_say_so() -> None:
     config = RunConfig(trace="t", url="u", requests=9, interrupted=True)
-    empty = Results(config, [], [], None, summarize([], (1.0,), 0.1, None))
+    empty = ReplayResults(config, [], [], None, summarize([], (1.0,), 0.1, None))
     assert "Interrupted: partial results, 0 of 9" in Page(render(empty)).text
 
 

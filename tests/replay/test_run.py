@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prism.errors import ConfigError
-from prism.replay.results import RequestRecord, Results, RunConfig
+from prism.replay.results import ReplayResults, RequestRecord, RunConfig
 from prism.replay.runner import run_replay
 from prism.replay.trace import Trace, TraceRequest
 from tests.replay.records import a_request
@@ -29,7 +29,7 @@ class Seen:
         self.records.append(record)
 
 
-def replay(server: ScriptedServer, trace: Trace, **fields: Any) -> Results:
+def replay(server: ScriptedServer, trace: Trace, **fields: Any) -> ReplayResults:
     config = RunConfig(trace="test", url=server.url, requests=len(trace), **fields)
     return asyncio.run(run_replay(trace, config, Seen()))
 
@@ -95,7 +95,7 @@ def test_failed_requests_are_named_and_miss_their_slos(
 
 
 def test_a_server_that_goes_away_is_a_connection_error(server: ScriptedServer) -> None:
-    async def cut_off() -> Results:
+    async def cut_off() -> ReplayResults:
         trace = [a_request(0.0), a_request(1.0)]
         config = RunConfig(trace="test", url=server.url, requests=2)
         task = asyncio.create_task(run_replay(trace, config, seen))
@@ -158,7 +158,7 @@ def test_an_unreachable_server_is_one_clear_error() -> None:
 
 
 def test_an_interrupt_gives_partial_results(server: ScriptedServer) -> None:
-    async def interrupted() -> Results:
+    async def interrupted() -> ReplayResults:
         trace = [a_request(0.0), a_request(0.0, "stuck"), a_request(3600.0)]
         config = RunConfig(trace="test", url=server.url, requests=3)
         task = asyncio.create_task(run_replay(trace, config, seen))

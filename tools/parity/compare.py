@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
-from prism.replay.results import RequestRecord, Results
+from prism.replay.results import ReplayResults, RequestRecord
 from prism.sim.profile import loads
 from prism.sim.workload import Workload
 from prism.sim.world import World
@@ -34,7 +34,7 @@ from tools.parity.setup import (
 @dataclass(frozen=True, slots=True)
 class Inputs:
     config: ClusterConfig
-    results: Results
+    results: ReplayResults
     journals: Journals
     costs: Path
     scales: Sequence[float] = (0.5, 1.0, 2.0)
@@ -101,7 +101,7 @@ def _causes(given: Inputs, live: History, world: World) -> Causes:
     return Causes(world.policy, limits, Moments(ours), Moments(theirs), live)
 
 
-def _checked(results: Results) -> list[RequestRecord]:
+def _checked(results: ReplayResults) -> list[RequestRecord]:
     if results.config.interrupted:
         raise ConfigError("--results: the replay was interrupted; give one that ended")
     if not results.records:

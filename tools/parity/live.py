@@ -21,7 +21,7 @@ from prism.costs.calibrate import CalibrationPlan, calibrate, save
 from prism.errors import ConfigError
 from prism.replay.console import LiveProgress
 from prism.replay.prompts import PromptSource, parse_token_range
-from prism.replay.results import Results, RunConfig, write_results
+from prism.replay.results import ReplayResults, RunConfig, write_results
 from prism.replay.runner import run_replay
 from prism.replay.trace import TraceRequest, models_of
 from prism.scheduler.journal import INPUTS
@@ -114,7 +114,7 @@ def _plan(given: LiveConfig, config: ClusterConfig, model: str) -> CalibrationPl
     )
 
 
-def _replay(given: LiveConfig, server: BackgroundServer, console: Console) -> Results:
+def _replay(given: LiveConfig, server: BackgroundServer, console: Console) -> ReplayResults:
     config = RunConfig(
         trace=given.trace_name,
         url=server.url,
@@ -127,7 +127,7 @@ def _replay(given: LiveConfig, server: BackgroundServer, console: Console) -> Re
         results = asyncio.run(run_replay(given.trace, config, progress))
     # the address means nothing after this run
     shown = msgspec.structs.replace(results.config, url="a prism-serve of its own")
-    return Results(shown, results.records, results.samples, results.counters, results.summary)
+    return ReplayResults(shown, results.records, results.samples, results.counters, results.summary)
 
 
 def _clear(logs: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from prism.errors import ConfigError
-from prism.replay.results import Results
+from prism.replay.results import ReplayResults
 from prism.scheduler.journal import AnyRecord, Ended, Left, Queued, Started, Stepped
 from prism.sim.world import World
 from tools.parity.journals import Dated, Journals
@@ -79,7 +79,7 @@ class History:
     """Request -> its last stay that ended with a dispatch."""
 
 
-def live_run(journals: Journals, results: Results) -> History:
+def live_run(journals: Journals, results: ReplayResults) -> History:
     """Raises ConfigError when the results are not of that cluster."""
     start_s = results.config.started_unix_s
     index_of = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from prism.replay.metrics import summarize
-from prism.replay.results import RequestRecord, Results, RunConfig
+from prism.replay.results import ReplayResults, RequestRecord, RunConfig
 from prism.scheduler.journal import Ended, Left, Opened, Queued, Started, Stepped
 from tools.parity.journals import Dated, Journals
 from tools.parity.runs import History, Placed, Wait, waits_of
@@ -59,7 +59,7 @@ def journals(
     )
 
 
-def replayed(*models: str, ids: Sequence[str] | None = None) -> Results:
+def replayed(*models: str, ids: Sequence[str] | None = None) -> ReplayResults:
     """A request of each model, 1 s apart; ids: the server's, default "r0", "r1", ..."""
     records = [
         RequestRecord(
@@ -81,4 +81,4 @@ def replayed(*models: str, ids: Sequence[str] | None = None) -> Results:
         for index, model in enumerate(models)
     ]
     config = RunConfig(trace="t.jsonl", url="here", requests=len(records), started_unix_s=START_S)
-    return Results(config, records, [], None, summarize(records, (1.0,), 3.0, None))
+    return ReplayResults(config, records, [], None, summarize(records, (1.0,), 3.0, None))
