@@ -219,7 +219,9 @@ Status Ledger::give_back(int slot, uint64_t ClientRecord::* count, uint64_t byte
 }
 
 Status Ledger::owe(int slot, uint64_t ClientRecord::* count, uint64_t bytes) {
-  const std::lock_guard guard(owed_mutex_);
+  // Nobody sleeps on it: pay_owed would have to wake him, under the ledger's mutex.
+  std::unique_lock guard(owed_mutex_, std::defer_lock);
+  while (!guard.try_lock()) std::this_thread::yield();
   owed_.push_back({slot, record(slot).joined, count, bytes});
   held_up_ = true;
   return {};

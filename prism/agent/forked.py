@@ -27,7 +27,16 @@ class ForkedProcess:
 
     @classmethod
     async def start(cls, path: Path) -> ForkedProcess:
-        """Waits while nobody listens at `path`, or the imports take their time."""
+        """Waits while nobody listens at `path`, or the imports take their time. Each try has pipes
+        of its own: those of a fork server that nobody heard of are closed, and it ends."""
+        while True:
+            try:
+                return await cls._asked(path)
+            except (OSError, ValueError):
+                await asyncio.sleep(_RETRY_S)
+
+    @classmethod
+    async def _asked(cls, path: Path) -> ForkedProcess:
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             theirs_in, ours_in = os.pipe()
@@ -63,23 +72,17 @@ class ForkedProcess:
 
 
 async def _ask(path: Path, descriptors: list[int]) -> tuple[int, int, socket.socket]:
-    """(pid, pidfd, link) of the fork server; asks again whenever the one asked dies."""
+    """(pid, pidfd, link) of the fork server. Raises OSError or ValueError if who is asked dies."""
     loop = asyncio.get_running_loop()
-    while True:
-        link = socket.socket(socket.AF_UNIX)
+    with ExitStack() as unless_forked:
+        link = unless_forked.enter_context(socket.socket(socket.AF_UNIX))
         link.setblocking(False)
-        try:
-            await loop.sock_connect(link, str(path))
-            socket.send_fds(link, [b"."], descriptors)
-            await _readable(link.fileno())
-            said, (pidfd,), _, _ = socket.recv_fds(link, 64, 1)
-            return int(said), pidfd, link
-        except (OSError, ValueError):
-            link.close()
-            await asyncio.sleep(_RETRY_S)
-        except BaseException:
-            link.close()
-            raise
+        await loop.sock_connect(link, str(path))
+        socket.send_fds(link, [b"."], descriptors)
+        await _readable(link.fileno())
+        said, (pidfd,), _, _ = socket.recv_fds(link, 64, 1)
+        unless_forked.pop_all()
+        return int(said), pidfd, link
 
 
 async def _readable(descriptor: int) -> None:

@@ -257,8 +257,8 @@ class ServeYaml(Strict, frozen=True):
     knobs: dict[str, dict[str, Any]] = {}
     # URL of a Redis-compatible server. Default: prism-serve starts its own.
     redis: str | None = None
-    # A frontend, a scheduler, an agent or the bundled Redis that does not answer for this long is
-    # killed and started again. At least 15 s.
+    # A frontend, a scheduler, an agent, the bundled Redis, a process that keeps imports ready: one
+    # that does not answer for this long is killed and started again. At least 15 s.
     hang_timeout: Seconds = _HANG_TIMEOUT
     frontend: FrontendConfig = FrontendConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -20,7 +20,6 @@ HOST_S = 1e-3
 Key = tuple[str, ModelShape, int]
 
 
-@cache
 def cost_model(
     gpu: str | GpuSpec,
     model: str,
@@ -28,13 +27,33 @@ def cost_model(
     host_s: float = HOST_S,
     files: tuple[Path, ...] = (),
 ) -> CostModel:
-    """The best costs known for this (GPU, model, TP). The same arguments give the same object.
+    """The best costs known for this (GPU, model, TP). The same arguments give the same object, as
+    long as the files that they name stay as they are.
 
     gpu: a known type's name, or a type of the user's own.
     files: tables of the user's own (`prism-sim calibrate engine` writes them), the last of which
     goes first; they name any GPU and model (`name_of` a path) and hold their host time.
     host_s: time per step not hidden behind the GPU, for all other tables. Raises ConfigError.
     """
+    read = (*files, Path(model)) if _is_path(model) else files
+    return _cost_model(gpu, model, tp, host_s, files, tuple(_changed_ns(path) for path in read))
+
+
+def _changed_ns(path: Path) -> int:
+    """0 of a file that is not there: whoever reads it says so."""
+    file = path / "config.json" if path.is_dir() else path
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+@cache
+def _cost_model(
+    gpu: str | GpuSpec,
+    model: str,
+    tp: int,
+    host_s: float,
+    files: tuple[Path, ...],
+    _changed: tuple[int, ...],
+) -> CostModel:
     type_ = gpu if isinstance(gpu, str) else gpu.name
     name = short_name(name_of(Path(model)) if _is_path(model) else model)
     for path in reversed(files):

@@ -91,9 +91,14 @@ class Preloaded:
         pid = os.fork()
         if pid == 0:
             self._be_fork_server(client, fds)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self._clients[pid] = client
         self._selector.register(client, selectors.EVENT_READ, pid)
-        pidfd = os.pidfd_open(pid)
         try:
             with suppress(OSError):  # it is gone already, and so will be the fork server
                 socket.send_fds(client, [str(pid).encode()], [pidfd])

@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -89,9 +90,10 @@ async def serve(app: FastAPI, listener: socket.socket) -> bool:
         await asyncio.wait((serving, ending, broken), return_when=asyncio.FIRST_COMPLETED)
         if not broken.done():
             broken.cancel()
+            left_s = app.state.services.config.engine.drain_timeout_s
             if ending.done() and ending.result() == signal.SIGUSR1:
-                await leave(server, app.state.services, signals)
-            await drain(app.state.services, signals)
+                left_s -= await leave(server, app.state.services, signals)
+            await drain(app.state.services, signals, left_s)
         dispatcher.break_all("internal_error", "the frontend failed; try again")
         server.should_exit = True
         await serving
@@ -99,14 +101,14 @@ async def serve(app: FastAPI, listener: socket.socket) -> bool:
         return not dispatcher.broken.is_set()
 
 
-async def drain(services: Services, signals: asyncio.Queue[int]) -> None:
-    """Refuse new requests and wait for the open ones, at most the drain's time."""
+async def drain(services: Services, signals: asyncio.Queue[int], timeout_s: float) -> None:
+    """Refuse new requests and wait for the open ones, at most so long."""
     services.draining = True
     idle = asyncio.create_task(services.wait_idle())
     again = asyncio.create_task(signals.get())
     await asyncio.wait(
         (idle, again),
-        timeout=services.config.engine.drain_timeout_s,
+        timeout=timeout_s,
         return_when=asyncio.FIRST_COMPLETED,
     )
     for task in (idle, again):
@@ -116,10 +118,12 @@ async def drain(services: Services, signals: asyncio.Queue[int]) -> None:
         await asyncio.wait_for(services.wait_idle(), 1.0)
 
 
-async def leave(server: UvicornServer, services: Services, signals: asyncio.Queue[int]) -> None:
+async def leave(server: UvicornServer, services: Services, signals: asyncio.Queue[int]) -> float:
     """Accept no more, and wait until the connections that there are have ended: a request that
     comes on one is answered, with `Connection: close`. At most the drain's time; a signal ends it.
+    Returns how long it took, in seconds.
     """
+    began_s = time.monotonic()
     for each in server.servers:
         each.close()
     server.config.encoded_headers.append((b"connection", b"close"))
@@ -130,6 +134,7 @@ async def leave(server: UvicornServer, services: Services, signals: asyncio.Queu
     await asyncio.wait((unused, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (unused, hurry):
         task.cancel()
+    return time.monotonic() - began_s
 
 
 async def _unused(server: UvicornServer, services: Services) -> None:

@@ -28,7 +28,6 @@ from prism.queueing.requests import RequestQueue
 log = logging.getLogger(__name__)
 
 KEPT_S = 600.0
-CLAIM_TTL_S = 6.0  # each heartbeat renews it
 _KEY_CHARS_MAX = 255
 _LOOK_S = 0.2
 _RECORD_S = 1.0  # an answer's end waits no longer for Redis; it is kept later then
@@ -49,7 +48,7 @@ class Key:
     fingerprint: str
 
 
-def read_key(request: Request, body: GenerationBody) -> Key | None:
+async def read_key(request: Request, body: GenerationBody) -> Key | None:
     """None where the client sent no key. Raises BadRequestError."""
     given = request.headers.get("idempotency-key")
     if given is None:
@@ -57,9 +56,11 @@ def read_key(request: Request, body: GenerationBody) -> Key | None:
     if not 0 < len(given) <= _KEY_CHARS_MAX:
         raise bad_request(f"Idempotency-Key: give 1 to {_KEY_CHARS_MAX} characters")
     secret = blake2b(given.encode(), person=b"fingerprint").digest()
-    said = f"{request.url.path}\n{body.model_dump_json()}".encode()
+    # A body may have megabytes.
+    said = await asyncio.to_thread(body.model_dump_json)
+    said = f"{request.url.path}\n{said}"
     name = blake2b(given.encode(), digest_size=16).hexdigest()
-    return Key(name, blake2b(said, key=secret, digest_size=16).hexdigest())
+    return Key(name, blake2b(said.encode(), key=secret, digest_size=16).hexdigest())
 
 
 class SharedAnswer:
@@ -101,12 +102,14 @@ class Repeat:
     def __init__(self, repeats: Repeats, key: Key, spec: GenerationSpec) -> None:
         self._repeats = repeats
         self._key = key
-        self._spec = spec
+        self._spec: GenerationSpec | None = spec  # not kept for longer than it is needed
         self._run: SharedAnswer | None = None
 
     async def start(self) -> None:
         """Wait until output may come. Raises RequestError."""
+        assert self._spec is not None
         self._run = run = self._repeats.join(self._key, self._spec)
+        self._spec = None
         while run.generation is None:
             if run.error is not None:
                 raise run.error
@@ -133,9 +136,7 @@ class Repeat:
         """A run that has begun goes on without followers: its client may come again."""
         run, self._run = self._run, None
         if run is not None:
-            run.followers -= 1
-            if not run.followers and run.generation is None and run.task is not None:
-                run.task.cancel()
+            self._repeats.unfollow(run)
 
     @property
     def _generation(self) -> Generation:
@@ -184,21 +185,34 @@ class Repeats:
         self._runs_max = runs_max
         self._queue_timeout_s = queue_timeout_s
         self._runs: dict[str, SharedAnswer] = {}
+        self._followers = 0
+        self._closing = False
 
     def join(self, key: Key, spec: GenerationSpec) -> SharedAnswer:
         """The run of this key; a new one if there is none. Raises RequestError."""
         run = self._runs.get(key.name)
+        full = self._followers if run is not None else max(self._followers, len(self._runs))
+        if full >= self._runs_max:
+            raise OverloadedError("too many requests with an Idempotency-Key; try again later")
         if run is None or run.error is not None:
-            if len(self._runs) >= self._runs_max:
-                raise OverloadedError("too many requests with an Idempotency-Key; try again later")
             failed = run.task if run is not None else None
             run = self._runs[key.name] = SharedAnswer(key, spec)
             run.task = asyncio.create_task(self._answer(run, failed))
         _check(run.key.fingerprint, key)
         run.followers += 1
+        self._followers += 1
         return run
 
+    def unfollow(self, run: SharedAnswer) -> None:
+        self._followers -= 1
+        run.followers -= 1
+        if not run.followers and run.generation is None and run.task is not None and not run.ended:
+            # Who joins from now on has another one, which waits for this one's end.
+            run.end(_unfinished())
+            run.task.cancel()
+
     async def close(self) -> None:
+        self._closing = True
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:
             task.cancel()
@@ -220,11 +234,13 @@ class Repeats:
         except RequestError as error:
             run.end(error)
         finally:
-            run.end(GenerationError("internal_error", "the request was not finished; try again"))
-            # An error is not kept: who comes again has it computed again.
-            await (run.settling or self._settle(run.key, None))
-            if self._runs.get(run.key.name) is run:
-                del self._runs[run.key.name]
+            run.end(_unfinished())
+            try:
+                # An error is not kept: who comes again has it computed again.
+                await (run.settling or self._settle(run.key, None))
+            finally:
+                if self._runs.get(run.key.name) is run:
+                    del self._runs[run.key.name]
 
     async def _claim(self, run: SharedAnswer) -> KeptAnswer | None:
         """None: it is computed here. Raises QueueUnavailableError when Redis was away for long."""
@@ -232,7 +248,7 @@ class Repeats:
         while True:
             try:
                 name, fingerprint = run.key.name, run.key.fingerprint
-                found = await self._queue.claim(name, self._id, fingerprint, CLAIM_TTL_S)
+                found = await self._queue.claim(name, self._id, fingerprint, KEPT_S)
             except QueueUnavailableError:
                 if time.monotonic() >= until_s:
                     raise
@@ -281,12 +297,16 @@ class Repeats:
             try:
                 await self._queue.settle(key.name, self._id, kept, KEPT_S)
             except QueueUnavailableError as error:
-                if time.monotonic() >= until_s:
+                if self._closing or time.monotonic() >= until_s:
                     log.warning("an answer is not kept for its Idempotency-Key: %s", error)
                     return
                 await asyncio.sleep(_LOOK_S)
             else:
                 return
+
+
+def _unfinished() -> RequestError:
+    return GenerationError("internal_error", "the request was not finished; try again")
 
 
 def _check(fingerprint: str, key: Key) -> None:

@@ -68,10 +68,10 @@ def sources(name: str) -> tuple[Path, ...]:
     """The Python files that a policy comes from: its module, or all of that module's package.
     REQUIRES: `get` has given it."""
     (point,) = (point for point in entry_points() if point.name == name)
-    file = sys.modules[point.module.partition(".")[0]].__file__
-    if file is None:
-        return ()
-    path = Path(file)
+    parts = point.module.split(".")
+    modules = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    # A namespace package has no file; what lies in it has.
+    path = next(Path(file) for name in modules if (file := sys.modules[name].__file__))
     return tuple(sorted(path.parent.rglob("*.py"))) if path.name == "__init__.py" else (path,)
 
 

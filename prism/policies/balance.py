@@ -83,13 +83,11 @@ def _relieved(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bo
     goes on these devices, and the room that it needs is free now: it must not press on requests
     that run there."""
     sources, tau = _held_by(builder, model), builder.settings.migration_threshold
-    if not builder.changing().isdisjoint(b.name for b in (*sources, *home)):
-        return False
     free = all(b.gpu.free_bytes >= need_bytes(model) for b in home)
     if model.state != "active" or not _contended(sources, builder.settings) or not free:
         return False
     relief = _relief_of(model, sources, home)
-    if relief <= tau:
+    if relief <= tau or not builder.changing().isdisjoint(b.name for b in (*sources, *home)):
         return False
     names = ", ".join(b.name for b in sources)
     reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"

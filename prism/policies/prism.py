@@ -251,13 +251,17 @@ def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
 
 def _free_short_devices(builder: PlanBuilder) -> None:
     """A device short of memory loses its first idle model, unless models come or go there."""
-    for b in builder.bins.values():
-        if not short(b, builder.settings) or b.name in builder.changing():
+    scarce = [b for b in builder.bins.values() if short(b, builder.settings)]
+    if not scarce:
+        return
+    changing, idle = builder.changing(), _over_threshold(builder)
+    for b in scarce:
+        victim = next((m for m in idle if m.name in b.models), None)
+        if victim is None or b.name in changing:
             continue
-        if idle := [m for m in _over_threshold(builder) if m.name in b.models]:
-            free = size_text(b.gpu.free_bytes)
-            reason = f"idle for {idle[0].idle_s:.1f} s while {free} are free"
-            _evict(builder, idle[0], reason)
+        free = size_text(b.gpu.free_bytes)
+        _evict(builder, victim, f"idle for {victim.idle_s:.1f} s while {free} are free")
+        changing.update(devices_of(victim))
 
 
 # --- migration -----------------------------------------------------------------------------

@@ -221,8 +221,13 @@ def sources(name: str) -> tuple[Path, ...]:
 
 
 def with_knobs(policy: Policy, knobs: PolicyKnobs | None) -> Policy:
-    """The policy tuned; itself without knobs."""
-    return policy if knobs is None or policy.make is None else policy.make(knobs)
+    """The policy tuned; itself without knobs. Raises ConfigError where it refuses them."""
+    if knobs is None or policy.make is None:
+        return policy
+    try:
+        return policy.make(knobs)
+    except ValueError as error:
+        raise ConfigError(f"knobs.{policy.name}: {error}") from error
 
 
 def missing(policy: Policy) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ local function acquired_key(device) return prefix .. 'acquired:' .. device end
 
 -- A server that was started again, or another one, may have older data than before.
 local function server_id()
-  return string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+  local info = redis.pcall('INFO', 'server')  -- a user may be denied it
+  return type(info) == 'string' and string.match(info, 'run_id:(%w+)') or 'unknown'
 end
 
 local function target_of(model)

@@ -41,13 +41,19 @@ class AgentLine:
             channel.close()
         self._context.term()
 
+    def serves(self, frontend_id: str) -> bool:
+        """It has read all it needs, and takes output and connections."""
+        return self._socket(frontend_id).exists()
+
+    def _socket(self, frontend_id: str) -> Path:
+        return Path(self._config.frontend_endpoint(frontend_id).removeprefix("ipc://"))
+
     def frontend_gone(self, frontend_id: str) -> None:
         """Never blocks. One that does not hear it notices the missing heartbeat, seconds later."""
         for channel in self._channels:
             with suppress(zmq.ZMQError):
                 channel.send(FrontendGone(frontend_id), block=False)
-        endpoint = self._config.frontend_endpoint(frontend_id)
-        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._socket(frontend_id).unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
@@ -91,10 +97,13 @@ class Frontend(Child):
         return (*self.spec.arguments, "--frontend-id", self.frontend_id)
 
     def replace(self) -> None:
-        """Start another process; once that answers, this one takes no more connections, finishes
-        what is open and ends. Raises OSError; then nothing changes."""
+        """Start another process; once that serves, this one takes no more connections, finishes
+        what is open and ends. A dead one is started again anyway. Raises OSError; then nothing
+        changes."""
         old, beats = self._process, self._heartbeat
-        known = Leaving(old, self.frontend_id) if old is not None and old.poll() is None else None
+        if old is None or old.poll() is not None:
+            return
+        left = Leaving(old, self.frontend_id)
         self._heartbeat = Heartbeat()
         try:
             self.start()
@@ -102,8 +111,7 @@ class Frontend(Child):
             self._heartbeat = beats
             self._starts -= 1
             raise
-        if known is not None:
-            self._leaving.append(known)
+        self._leaving.append(left)
 
     @property
     def is_replaced(self) -> bool:
@@ -116,7 +124,7 @@ class Frontend(Child):
             if each.process.poll() is not None:
                 self._leaving.remove(each)
                 self._line.frontend_gone(each.frontend_id)
-            elif each.until_s is None and self.beats():
+            elif each.until_s is None and self._line.serves(self.frontend_id):
                 each.until_s = time.monotonic() + self.spec.drain_s
                 each.process.send_signal(LEAVE)
             elif each.until_s is not None and time.monotonic() > each.until_s:

@@ -32,7 +32,7 @@ from prism.sim.world import World
 
 SCHEMA = "prism-sim-point/1"
 PACKAGE = Path(__file__).parents[1]
-SIMULATED = ("costs", "policies", "replay", "scheduler", "sim")
+SIMULATED = ("config", "costs", "models", "policies", "replay", "scheduler", "sim")
 
 
 class Point(msgspec.Struct, frozen=True):

@@ -244,7 +244,7 @@ async def test_draining_finishes_what_is_open_and_refuses_the_rest(stack: Stack)
     stack.agent.script = script
     open_request = asyncio.create_task(stream(stack, "/v1/completions", **BODY))
     await until(lambda: len(stack.agent.seen) == 1)
-    draining = asyncio.create_task(drain(stack.services, asyncio.Queue()))
+    draining = asyncio.create_task(drain(stack.services, asyncio.Queue(), 5.0))
     await until(lambda: stack.services.draining)
     refused = await stack.client.post("/v1/completions", json=BODY)
     assert refused.status_code == 503
@@ -268,6 +268,6 @@ async def test_what_the_drain_has_no_time_for_ends_with_an_error(stack: Stack) -
         await until(lambda: len(stack.agent.seen) == 1)
         signals: asyncio.Queue[int] = asyncio.Queue()
         signals.put_nowait(15)
-        await drain(stack.services, signals)
+        await drain(stack.services, signals, 5.0)
         got = await events(response)
     assert got[-1]["error"]["code"] == "shutting_down"

@@ -11,6 +11,7 @@ import msgspec
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles, write_troubles
+from prism.transport import malformed_total
 from tests.frontend.conftest import Stack
 from tests.frontend.scripted_agent import answering
 
@@ -96,6 +97,7 @@ async def test_metrics(stack: Stack) -> None:
     stack.agent.script = answering([7, 8, 0])
     await stack.client.post("/v1/completions", json={"model": "base", "prompt": [9, 9]})
     await stack.services.queue.publish_status(published())
+    dropped = float(malformed_total())  # of this process, whatever test it was in
     lines = (await stack.client.get("/metrics")).text.splitlines()
     for line in (
         'prism_requests_total{frontend="f0",model="base",outcome="ok"} 1.0',
@@ -104,7 +106,7 @@ async def test_metrics(stack: Stack) -> None:
         'prism_ttft_seconds_count{frontend="f0",model="base"} 1.0',
         'prism_slo_total{frontend="f0",met="true",model="base",slo="ttft"} 1.0',
         'prism_open_requests{frontend="f0",model="base"} 0.0',
-        'prism_malformed_messages_total{frontend="f0",process="frontend"} 0.0',
+        f'prism_malformed_messages_total{{frontend="f0",process="frontend"}} {dropped}',
         'prism_malformed_messages_total{process="scheduler"} 0.0',
         "prism_cluster_ready 1.0",
         'prism_placement{device="host:0",model="base"} 1.0',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,9 +13,11 @@ import pytest
 
 from prism.frontend.app import create_app
 from prism.messages.requests import Chunk, Failure, Request
-from tests.frontend.conftest import Stack, ids_of, listening
+from prism.queueing.server import BundledRedis
+from tests.frontend.conftest import Stack, ids_of, listening, make_config, stack_of
 from tests.frontend.scripted_agent import answering, died, rest, tokens
 from tests.frontend.test_completions import events
+from tests.frontend.test_faults import until
 
 KEY = {"Idempotency-Key": "my-secret-key"}
 BODY = {"model": "base", "prompt": "hello", "max_tokens": 60, "return_token_ids": True}
@@ -159,6 +162,18 @@ async def test_an_error_is_not_kept(stack: Stack) -> None:
     assert (await post(stack.client)).status_code == 503
     answer = await post(stack.client)
     assert answer.json()["choices"][0]["token_ids"] == IDS
+
+
+async def test_what_never_began_leaves_nothing(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    config = make_config(redis_server.url, namespace, short_dir, max_open_requests=2)
+    async with stack_of(config) as stack:
+        stack.agent.script = answering(IDS)
+        assert (await post(stack.client, prompt=["a", "b", "c"])).status_code == 429
+        await until(lambda: not stack.services.repeats._runs)
+        assert b"claims" not in await written(stack)
+        assert (await post(stack.client)).json()["choices"][0]["text"] == TEXT
 
 
 async def test_what_a_dead_frontend_left_is_computed_once(stack: Stack) -> None:

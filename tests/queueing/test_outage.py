@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.queueing import BundledRedis, RequestQueue
@@ -72,4 +73,20 @@ async def test_wrong_password(server: BundledRedis) -> None:
     queue = RequestQueue.connect(url, "n")
     with pytest.raises(QueueUnavailableError, match="password"):
         await queue.depth(DEVICE)
+    await queue.close()
+
+
+async def test_a_user_without_dangerous_commands_is_enough(
+    server: BundledRedis, namespace: str
+) -> None:
+    """As managed servers give it."""
+    with Redis.from_url(server.url) as admin:
+        rights = {"categories": ["+@all", "-@dangerous"], "keys": ["*"], "channels": ["*"]}
+        admin.acl_setuser("prism", enabled=True, passwords=["+word"], **rights)
+    queue = RequestQueue.connect(
+        server.url.replace(f":{server.password}@", "prism:word@"), namespace
+    )
+    assert await queue.beat("f0", 5.0) == await queue.beat("f0", 5.0)
+    epoch = await queue.acquire(DEVICE, "agent", 30)
+    await queue.renew(DEVICE, "agent", epoch, 30)
     await queue.close()

@@ -12,11 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from prism.engines.fake import expected_tokens
+from prism.serve.children import ChildSpec
+from prism.serve.frontends import AgentLine, Frontend
 from tests.serve.conftest import Cluster, serving, until
 
 COUNT = 100
@@ -167,3 +170,14 @@ def test_who_asks_again_gets_one_answer_and_no_connection_is_refused(cluster: Cl
     first, second = asyncio.run(kill_all_and_ask_again(cluster))
     assert first.json()["choices"][0]["token_ids"] == expected_tokens([9, 8, 7], COUNT)
     assert second.json() == first.json()
+
+
+def test_a_frontend_that_waits_for_its_restart_is_not_replaced(tmp_path: Path) -> None:
+    """Its successor would be forgotten by the restart, and go on unsupervised."""
+    spec = ChildSpec("", "time", (), 1.0)
+    frontend = Frontend("f0", spec, tmp_path, {}, Mock(spec=AgentLine))
+    frontend.start()
+    until(lambda: frontend.exit_code() is not None, "its end")
+    frontend.replace()
+    assert frontend.frontend_id == "f0.1"
+    assert not frontend.running()

@@ -22,7 +22,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     found = services(request)
     body = await read_body(request, ChatBody)
-    key = read_key(request, body)
+    key = await read_key(request, body)
     generation = found.generation(await chat_spec(found, body), key)
     if body.stream:
         kind, choices = "chat.completion.chunk", _choices(generation)

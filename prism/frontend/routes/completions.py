@@ -23,7 +23,7 @@ KIND = "text_completion"
 async def create_completion(request: Request) -> Response:
     found = services(request)
     body = await read_body(request, CompletionBody)
-    key = read_key(request, body)
+    key = await read_key(request, body)
     generation = found.generation(await completion_spec(found, body), key)
     if body.stream:
         choices = _choices(generation)
