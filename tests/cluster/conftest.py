@@ -76,7 +76,8 @@ class Cluster:
             DeviceConfig(f"host:{i}", int(room * MODEL_BYTES) // 4096 * 4096, 4096, engines)
             for i, room in enumerate(rooms)
         ]
-        settings = {"interval_s": 0.3, "idle_threshold_s": 0.5}
+        # Devices are full here: what is idle over the threshold would go.
+        settings = {"interval_s": 0.3, "idle_threshold_s": 60.0}
         settings |= more.pop("scheduler", {})
         self.config = ClusterConfig(
             namespace=self._namespace,
