@@ -55,6 +55,8 @@ class Keeper:
         for client in self._clients:
             client.kill()
             await client.stop(10.0)
+            # Its engines may still hold the other end.
+            client._process.stdout._transport.close()  # type: ignore[union-attr]
         await self.kill()
 
 
