@@ -12,7 +12,7 @@
 -- incarnation        a random value: another one than before means that the data may be lost or old
 -- server             run id of the server that has this incarnation
 -- acquired:<device>  run id of the server that gave its lease out
--- claims:<frontend>  hash key -> fingerprint, of answers that it computes; as its heartbeat
+-- claims:<frontend>  hash key -> fingerprint, of answers it computes; void without its heartbeat
 -- answer:<key>       what was answered, for a while;   answers, answers_bytes: which, their size
 -- malformed          stream of entries whose body is no request
 local prefix = KEYS[1]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from prism.costs.table import TableCost
 from prism.errors import ConfigError
-from prism.replay.results import GroupSummary
+from prism.replay.results import METRICS, GroupSummary
 from prism.sim.records import Decision, Records
 from prism.sim.results import SimResults
 from prism.sim.setup import ClusterSetup
@@ -80,9 +80,9 @@ def requests(run: TableSource) -> Data:
         "prompt_tokens": timed.prompt_tokens,
         "output_tokens": timed.output_tokens,
         "cached_tokens": np.asarray(records.cached_tokens),
-        **{f"{m}_s": getattr(timed, f"{m}_ms") / 1000 for m in ("ttft", "tpot", "e2e")},
-        **{f"slo_{m}_s": np.asarray(getattr(work, f"slo_{m}_s")) for m in ("ttft", "tpot", "e2e")},
-        **{f"met_{m}": within[m] for m in ("ttft", "tpot", "e2e")},
+        **{f"{m}_s": getattr(timed, f"{m}_ms") / 1000 for m in METRICS},
+        **{f"slo_{m}_s": np.asarray(getattr(work, f"slo_{m}_s")) for m in METRICS},
+        **{f"met_{m}": within[m] for m in METRICS},
         "error": _errors(records),
     }
 
@@ -155,10 +155,11 @@ REQUESTS = (
     Column("met_e2e", YES_NO, "Likewise, from end to end."),
     Column("error", TEXT, "`unserved`: nothing could serve it. Empty: it got all its tokens."),
 )
+LATENCY_PARTS = ("mean", "p50", "p95", "p99")
 LATENCIES = tuple(
     Column(f"{metric}_ms_{part}", NUMBER, f"{what}, {part}, over completed requests.")
-    for metric, what in (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2e", "End-to-end latency"))
-    for part in ("mean", "p50", "p95", "p99")
+    for metric, what in zip(METRICS, ("TTFT", "TPOT", "End-to-end latency"), strict=True)
+    for part in LATENCY_PARTS
 )
 MODELS = (
     Column("model", TEXT, "The model; `total` in the last rows is all of them."),
@@ -212,11 +213,14 @@ def frame(name: str, run: TableSource) -> pl.DataFrame:
     polars."""
     if not has_polars():
         raise ConfigError("polars: is not installed; pip install 'prism-serving[frames]' brings it")
+    table = TABLES[name]
+    return _frame(table, table.data(run))
+
+
+def _frame(table: Table, data: Data) -> pl.DataFrame:
     import polars as pl
 
     kinds = {TEXT: pl.String, WHOLE: pl.Int64, NUMBER: pl.Float64, YES_NO: pl.Boolean}
-    table = TABLES[name]
-    data = table.data(run)
     schema = {column.name: kinds[column.kind] for column in table.columns}
     series = [
         pl.Series(key, _plain(data[key]), dtype=kind, strict=True, nan_to_null=True)
@@ -239,15 +243,15 @@ def has_polars() -> bool:
 def write_tables(folder: Path, run: TableSource, names: Sequence[str] = tuple(TABLES)) -> None:
     """NAME.csv, and NAME.parquet where polars is installed."""
     for name in names:
-        write_csv(folder / f"{name}.csv", name, run)
+        table = TABLES[name]
+        data = table.data(run)
+        _write_csv(folder / f"{name}.csv", table, data)
         if has_polars():
-            frame(name, run).write_parquet(folder / f"{name}.parquet")
+            _frame(table, data).write_parquet(folder / f"{name}.parquet")
 
 
-def write_csv(path: Path, name: str, run: TableSource) -> None:
+def _write_csv(path: Path, table: Table, data: Data) -> None:
     """With one header line; empty where there is no value."""
-    table = TABLES[name]
-    data = table.data(run)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.name for column in table.columns)
@@ -287,14 +291,14 @@ def _errors(records: Records) -> NDArray[np.object_]:
 
 def _group_rows(group: GroupSummary) -> Iterator[Row]:
     times = {
-        f"{metric}_{part}": getattr(getattr(group, metric), part)
-        for metric in ("ttft_ms", "tpot_ms", "e2e_ms")
-        for part in ("mean", "p50", "p95", "p99")
+        f"{metric}_ms_{part}": getattr(getattr(group, f"{metric}_ms"), part)
+        for metric in METRICS
+        for part in LATENCY_PARTS
     }
     counts = ("requests", "completed", "input_tokens", "output_tokens")
     counted = {name: getattr(group, name) for name in counts}
     for scale, found in group.attainment.items():
-        parts = {f"attainment_{m}": getattr(found, m) for m in ("ttft", "tpot", "e2e", "all")}
+        parts = {f"attainment_{m}": getattr(found, m) for m in (*METRICS, "all")}
         yield {**counted, "slo_scale": float(scale), **parts, **times}
 
 
