@@ -8,7 +8,7 @@ package polars (`pip install 'prism-serving[frames]'`).
 import polars as pl
 
 from prism.policies.data import Action, Activate, ClusterView, Settings
-from prism.policies.registry import ELASTIC_MEMORY, Policy
+from prism.policies.policy import ELASTIC_MEMORY, Policy
 from prism.sim import Results, simulate
 
 setup = {

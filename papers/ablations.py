@@ -18,7 +18,7 @@ from prism.policies.baselines import dedicated, mux_placement, temporal
 from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.knobs import SHIPPED, Knobs, tuned
 from prism.policies.placement import ModelSpecView, Placement, Problem, Search, Unit
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 
 
 def unbalanced(view: ClusterView, settings: Settings) -> tuple[Action, ...]:

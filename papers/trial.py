@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from papers import ablations
 from prism.errors import ConfigError
 from prism.policies.placement import Placement
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.sim.points import Point, PointOutcome
 from prism.sim.profile import loads
 from prism.sim.records import NEVER, Records

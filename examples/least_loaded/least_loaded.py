@@ -4,7 +4,7 @@ from functools import partial
 
 from prism.policies.bins import need_bytes
 from prism.policies.data import Action, Activate, ClusterView, Evict, ModelView, Refuse, Settings
-from prism.policies.registry import ELASTIC_MEMORY, Policy, PolicyKnobs
+from prism.policies.policy import ELASTIC_MEMORY, Policy, PolicyKnobs
 
 
 class Knobs(PolicyKnobs, frozen=True):

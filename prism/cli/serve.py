@@ -21,7 +21,7 @@ from prism.errors import ConfigError
 from prism.frontend.tokenizers import load_tokenizers
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
-from prism.policies import added
+from prism.policies import registry
 from prism.serve import gpu_probe, operator, report
 from prism.serve.gpu_probe import GpuFound
 from prism.serve.launcher import Options, serve
@@ -248,7 +248,7 @@ def _device_of(config: ClusterConfig, gpu: int, device: str | None) -> str:
 
 
 def _warn(config: ClusterConfig) -> None:
-    for line in added.refused():
+    for line in registry.refused():
         print(f"warning: {line}", file=sys.stderr)
     if warning := report.memory_warning(config):
         print(warning, file=sys.stderr)

@@ -95,7 +95,7 @@ def policies() -> None:
         if problem is not None:
             typer.echo(f"warning: {problem}", err=True)
             continue
-        whose = f" (package {added.package(name)})" if name in added.names() else ""
+        whose = f" (package {added.package(name)})" if name not in registry.own_names() else ""
         typer.echo(f"{name}: {', '.join(sorted(registry.get(name).needs))}{whose}")
 
 

@@ -11,7 +11,7 @@ import yaml
 
 import prism.sim
 from prism.errors import ConfigError
-from prism.policies import added, registry
+from prism.policies import registry
 
 EXAMPLES = Path(prism.sim.__file__).parent / "examples"
 EXAMPLE = EXAMPLES / "eight-models.yaml"
@@ -80,7 +80,7 @@ def problem_of(policy: str) -> str | None:
 
 def warn_of_policies() -> None:
     """On stderr: packages whose policies are left out because of their names."""
-    for line in added.refused():
+    for line in registry.refused():
         print(f"warning: {line}", file=sys.stderr)
 
 

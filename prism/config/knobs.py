@@ -9,7 +9,7 @@ from prism.config.reader import convert
 from prism.config.schema import ClusterConfig, ServeYaml
 from prism.errors import ConfigError
 from prism.policies import registry
-from prism.policies.registry import Policy, PolicyKnobs
+from prism.policies.policy import Policy, PolicyKnobs
 
 
 def own_knobs(policy: str, given: Mapping[str, Mapping[str, Any]]) -> PolicyKnobs | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 import typing
+from collections.abc import Container
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from prism.errors import ConfigError
-from prism.policies.registry import FEATURES, Policy, PolicyKnobs, own_names
+from prism.policies.policy import FEATURES, Policy, PolicyKnobs
 
 GROUP = "prism.policies"
 
@@ -27,16 +28,16 @@ def entry_points() -> tuple[metadata.EntryPoint, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """Of policies that are not Prism's own; some of them may not be had."""
-    return tuple(sorted({point.name for point in entry_points()} - set(own_names())))
+    """Of all of them, sorted; some may not be had."""
+    return tuple(sorted({point.name for point in entry_points()}))
 
 
-def refused() -> tuple[str, ...]:
-    """A line for each entry point that takes the name of one of Prism's own policies."""
+def refused(own: Container[str]) -> tuple[str, ...]:
+    """A line for each entry point that takes the name of one of Prism's own policies, `own`."""
     return tuple(
         f"{_where(point)}: Prism has a policy of that name, which counts; rename the entry point"
         for point in entry_points()
-        if point.name in own_names()
+        if point.name in own
     )
 
 

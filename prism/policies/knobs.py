@@ -12,7 +12,8 @@ from prism.policies.baselines.adbs import AdbsSettings
 from prism.policies.baselines.doubling_budget import DbSettings
 from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
-from prism.policies.registry import Policy, PolicyKnobs, with_knobs
+from prism.policies.policy import Policy, PolicyKnobs
+from prism.policies.registry import with_knobs
 from prism.policies.static import StaticSettings
 
 

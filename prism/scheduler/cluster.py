@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from prism.policies.data import Action, ClusterView, Settings
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.scheduler.ports import ClusterPort
 
 

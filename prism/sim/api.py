@@ -12,7 +12,7 @@ import msgspec
 
 from prism.config.reader import convert
 from prism.errors import ConfigError, TraceError
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.replay.results import ReplayResults, Summary
 from prism.replay.trace import TraceRequest
 from prism.sim.config import SimYaml

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prism.costs.prefill_speed import Speed
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.scheduler.journal import QueueJournal, Sink
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
 from prism.scheduler.ports import EngineView

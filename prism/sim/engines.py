@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prism.costs.prefill_speed import Speed
 from prism.policies.kv_blocks import PoolUse, pool
 from prism.policies.placement import Hosted, Placement
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.sim.compute import Compute
 from prism.sim.controlled import ControlledEngine
 from prism.sim.engine import SimEngine

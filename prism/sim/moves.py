@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.sim.activation import activation_s, handover_s, home_node, migration_s
 from prism.sim.compute import Compute
 from prism.sim.device import SimDevice

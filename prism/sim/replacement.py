@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from prism.policies.placement import Placement
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.sim.profile import ModelLoad, loads
 from prism.sim.records import NEVER, Records
 from prism.sim.search import outcome, sample_of, search

@@ -12,7 +12,7 @@ from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, DeviceLoad, Evict, Migrate, Refuse
 from prism.policies.knobs import tuned
 from prism.policies.placement import Placement
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.scheduler.cluster import ClusterScheduler
 from prism.scheduler.journal import MemoryJournal
 from prism.scheduler.rates import TokenRates

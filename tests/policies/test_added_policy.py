@@ -11,9 +11,9 @@ import pytest
 
 from prism.config.knobs import own_knobs
 from prism.errors import ConfigError
-from prism.policies import added, prism, registry
+from prism.policies import prism, registry
 from prism.policies.data import Action, Activate, Evict, Refuse
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.sim import points
 from prism.sim.points import Point, PointOutcome
 from prism.sim.scenario import load
@@ -31,7 +31,7 @@ generate: {seconds: 60, rate: 2}
 GOOD = """
 from functools import partial
 from prism.policies import prism
-from prism.policies.registry import Policy, PolicyKnobs
+from prism.policies.policy import Policy, PolicyKnobs
 
 POLICY = Policy("good", prism.plan, frozenset())
 
@@ -194,7 +194,7 @@ def test_a_name_that_is_taken_is_refused_by_name(
     write_package(tmp_path, "second", GOOD, "good = second:POLICY")
     with importable(tmp_path):
         assert registry.get("prism").plan is prism.plan
-        (line,) = added.refused()
+        (line,) = registry.refused()
         assert "'prism' of the package first" in line
         assert call(monkeypatch, "run", str(config), "--rate-scale", "0.1") == 0
         assert line in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 
 from prism.errors import ConfigError
 from prism.policies import fcfs, moore_hodgson, prism, registry
-from prism.policies.registry import Policy
+from prism.policies.policy import KV_LIMIT, SM_SHARES, STEP_CONTROL, Policy
 
 
 def test_names_and_lookup() -> None:
@@ -29,7 +29,7 @@ def test_the_live_policy_has_what_it_needs() -> None:
 
 
 def test_what_the_engines_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = frozenset({registry.STEP_CONTROL, registry.SM_SHARES, registry.KV_LIMIT})
+    needs = frozenset({STEP_CONTROL, SM_SHARES, KV_LIMIT})
     wants_more = Policy("wants_more", prism.plan, needs)
     monkeypatch.setitem(registry._POLICIES, "wants_more", wants_more)
     assert registry.missing(wants_more) == ("SM shares", "step control")

@@ -18,7 +18,7 @@ import pytest
 import prism.sim
 from prism.errors import ConfigError, TraceError
 from prism.policies import static
-from prism.policies.registry import KV_LIMIT, Policy
+from prism.policies.policy import KV_LIMIT, Policy
 from prism.sim import Results, simulate, tables
 from prism.sim.tables import TABLES
 

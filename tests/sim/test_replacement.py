@@ -9,7 +9,7 @@ import pytest
 
 from prism.policies import registry
 from prism.policies.placement import Hosted, Placement, Problem, Unit
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.sim import replacement
 from prism.sim.records import Records
 from prism.sim.setup import ClusterSetup

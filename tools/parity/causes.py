@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.scheduler.journal import AnyRecord, Left, Queued, Stepped
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
 from prism.scheduler.ports import EngineView

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from prism.policies.data import Settings
-from prism.policies.registry import Policy
+from prism.policies.policy import Policy
 from prism.scheduler.journal import Left, Opened, Planned, Queued, Stepped, fields_of
 from prism.scheduler.local import Limits, LocalScheduler
 from tools.parity.causes import waiting_of
