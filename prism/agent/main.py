@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+import uvloop
+
 from kvcached import KvcachedError
 from prism.agent.agent import Agent
 from prism.agent.state import AgentTiming
@@ -45,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     configure_logging()
     try:
         config = _checked(read_resolved(options.config), options.device)
-        asyncio.run(_serve(config, options.config, options.device))
+        uvloop.run(_serve(config, options.config, options.device))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -12,6 +12,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from prism.cluster.actuator import Actuator
 from prism.cluster.controller import ClusterController
 from prism.cluster.link import AgentLinks
@@ -97,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     configure_logging()
     try:
-        asyncio.run(_serve(read_resolved(options.config)))
+        uvloop.run(_serve(read_resolved(options.config)))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -74,6 +74,7 @@ async def serve(app: FastAPI, listener: socket.socket) -> bool:
         uvicorn.Config(
             app,
             http=guarded_protocol(_connections_max()),
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",

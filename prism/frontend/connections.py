@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # From the connection's start, or its first byte behind an answer, to the end of the headers.
 HEAD_TIMEOUT_S = 30.0
+# What a client may send before its headers are whole, plus one read.
+HEAD_BYTES_MAX = 1 << 16
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n"
+    b"Connection: close\r\n\r\n"
+)
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0\r\n"
     b"Connection: close\r\n\r\n"
 )
 
 
-class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol with two bounds. Take a class of `guarded_protocol` for each server.
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with three bounds. Take a class of `guarded_protocol` for each server.
 
-    A client has `head_timeout_s` to send the headers of a request. Of more than `connections_max`
-    connections the one is closed that has been without a whole request for longest; where all of
-    them are being served, the new one gets a 503.
+    A client has `head_timeout_s` and HEAD_BYTES_MAX bytes for the headers of a request. Of more
+    than `connections_max` connections the one is closed that has been without a whole request for
+    longest; where all of them are being served, the new one gets a 503.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -29,6 +35,7 @@ class GuardedProtocol(H11Protocol):
     incomplete: dict[GuardedProtocol, None]
 
     _head_timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
@@ -44,16 +51,25 @@ class GuardedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._head_bytes = self._head_bytes + len(data) if self._is_answered else 0
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self.transport.write(_TOO_LARGE)
+            self._end()
         self._note_progress(began=True)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._note_progress(began=False)
 
+    @property
+    def _is_answered(self) -> bool:
+        """No request is being served; what comes is the headers of the next one."""
+        return self.cycle is None or self.cycle.response_complete
+
     def _note_progress(self, began: bool) -> None:
         """`began`: bytes of a request have come, or are due now; otherwise the time that uvicorn
         keeps idle connections counts."""
-        answered = self.cycle is None or self.cycle.response_complete
+        answered = self._is_answered
         if not answered:
             self._stop_timer()
         elif began and self._head_timer is None and not self.transport.is_closing():

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _HEARTBEAT_TTL_S = 6.0
 _HEARTBEAT_S = 2.0
 _QUEUE_RETRIES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_LOOK_S = 1.0
 _RESTORED_AT_ONCE = 16
 _UNKNOWN_MAX = 1024
 _CANCEL_BATCH_MAX = 1024
@@ -55,6 +56,7 @@ class Dispatcher:
         self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
         self._queue_timeout_s = config.frontend.queue_timeout_s
+        self._progress_timeout_s = config.frontend.progress_timeout_s
         self._metrics = metrics
         self._cancel_endpoints = [config.agent_cancel_endpoint(d.name) for d in config.devices]
         self._context = zmq.asyncio.Context()
@@ -73,8 +75,8 @@ class Dispatcher:
         self._inbox.bind(self.reply_to)
         for channel, endpoint in zip(self._cancels, self._cancel_endpoints, strict=True):
             channel.connect(endpoint)
-        loops = (self._receive(), self._beat(), self._refusals.run(), self._lost.run())
-        self._loops = [self._spawn(loop) for loop in loops]
+        watches = (self._refusals.run(), self._lost.run(), self._watch_progress())
+        self._loops = [self._spawn(loop) for loop in (self._receive(), self._beat(), *watches)]
 
     async def close(self) -> None:
         """Cancels what is open and lets the cancellations go out (bounded)."""
@@ -215,6 +217,17 @@ class Dispatcher:
                     await asyncio.sleep(_QUEUE_RETRIES_S[min(retry, len(_QUEUE_RETRIES_S) - 1)])
         except TimeoutError:
             raise error or QueueUnavailableError("Redis is silent") from None
+
+    async def _watch_progress(self) -> None:
+        """One look at all requests now and then: a timer of each token would cost more than it."""
+        timeout_s = self._progress_timeout_s
+        while True:
+            await asyncio.sleep(min(_LOOK_S, timeout_s / 4))
+            now_s = time.monotonic()
+            for entry in self.log:
+                if now_s - entry.progress_s > timeout_s:
+                    text = f"no token for {timeout_s:g} s; the request was cancelled"
+                    entry.break_off("timeout", text)
 
     # --- heartbeat --------------------------------------------------------------------------
 

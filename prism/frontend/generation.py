@@ -109,11 +109,9 @@ class Generation:
         tokenizer: ModelTokenizer,
         dispatcher: Dispatcher,
         metrics: Metrics,
-        progress_timeout_s: float,
     ) -> None:
         self.spec = spec
         self._dispatcher = dispatcher
-        self._progress_timeout_s = progress_timeout_s
         self._mailbox: Mailbox = asyncio.Queue()
         first = spec.requests[0]
         self._timer = RequestTimer(
@@ -165,13 +163,7 @@ class Generation:
         return sum(len(request.prompt_ids) for request in self.spec.requests)
 
     async def _next(self) -> TextUpdate | None:
-        try:
-            async with asyncio.timeout(self._progress_timeout_s):
-                number, event = await self._mailbox.get()
-        except TimeoutError as error:
-            raise GenerationError(
-                "timeout", f"no token for {self._progress_timeout_s:g} s; the request was cancelled"
-            ) from error
+        number, event = await self._mailbox.get()
         if isinstance(event, Failure):
             raise GenerationError(event.code, event.message)
         return self._take(self.choices[number], event)

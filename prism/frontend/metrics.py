@@ -81,6 +81,7 @@ class RequestTimer:
         self._began_s = self._last_s = 0.0
         self._first_s: float | None = None
         self._tokens = 0
+        self._output_tokens = metrics.output_tokens.labels(model)
 
     def begin(self, began_s: float, prompt_tokens: int) -> None:
         self._began_s = began_s
@@ -93,7 +94,7 @@ class RequestTimer:
         self._last_s = time.monotonic()
         self._first_s = self._first_s or self._last_s
         self._tokens += count
-        self._metrics.output_tokens.labels(self._model).inc(count)
+        self._output_tokens.inc(count)
 
     def end(self, outcome: str) -> None:
         self._metrics.open.labels(self._model).dec()

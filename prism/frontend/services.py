@@ -97,7 +97,6 @@ class Services:
             self.tokenizers[spec.requests[0].model],
             self.dispatcher,
             self.metrics,
-            self.config.frontend.progress_timeout_s,
         )
 
 

@@ -13,6 +13,7 @@ from statistics import median
 import pytest
 
 from tests.engines.subjects import prepared
+from tests.frontend.tiny_model import make_model
 from tests.kvcached.compiling import build_libcuda
 from tests.torchcuda import cuda_environment
 
@@ -64,6 +65,7 @@ def test_all_benchmarks_are_run_here() -> None:
         "sglang_side",
         "sglang_throughput",
         "activation",
+        "serving",
     }
     assert {path.stem for path in BENCH.glob("*.py")} - not_run_alone == set(SMALL)
 
@@ -71,6 +73,13 @@ def test_all_benchmarks_are_run_here() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_runs(name: str) -> None:
     assert "ratio" in run(name, *SMALL[name])
+
+
+def test_serving_is_compared_with_a_pass_through(tmp_path: Path) -> None:
+    make_model(tmp_path / "tiny")
+    small = ["--streams", "2", "--tokens", "20", "--requests", "4", "--rounds", "1"]
+    said = run("serving", "--model", str(tmp_path / "tiny"), *small)
+    assert len([line for line in said.splitlines() if "ratio" in line]) == 2
 
 
 @pytest.mark.sglang

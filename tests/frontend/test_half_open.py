@@ -16,7 +16,7 @@ from prism.config.schema import ClusterConfig
 from prism.frontend import bodies
 from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
-from prism.frontend.connections import guarded_protocol
+from prism.frontend.connections import HEAD_BYTES_MAX, guarded_protocol
 from prism.frontend.services import Services
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import make_config
@@ -98,6 +98,16 @@ async def test_headers_have_a_deadline(app_config: ClusterConfig, sent: bytes) -
     async with guarded(app_config, 100, 0.2) as this:
         connection = await this.connect(sent)
         assert (await connection.rest()).count(b"HTTP/1.1") == sent.count(b"\r\n\r\n")
+        assert await this.serves()
+
+
+async def test_headers_have_a_size(app_config: ClusterConfig) -> None:
+    async with guarded(app_config, 100, PATIENCE_S) as this:
+        field = b"X-Flood: %s\r\n" % (b"x" * 1000)
+        flood = MODELS[:-2] + field * (HEAD_BYTES_MAX // len(field) + 1)
+        # Not a byte more than is read before the answer: the rest would reset the connection.
+        connection = await this.connect(flood[: HEAD_BYTES_MAX + 1])
+        assert b" 431 " in await connection.answer()
         assert await this.serves()
 
 

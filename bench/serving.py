@@ -1,0 +1,253 @@
+"""CPU of the serving path, against a pass-through of FastAPI and httpx in the same run.
+
+    python bench/serving.py [--model DIR] [--streams 64] [--tokens 128] [--requests 400]
+        [--rounds 3]
+
+A cluster of one device and one fake engine with steps of 10 ms answers streams, all begun at once.
+CPU seconds of the frontend, the agent and the engine per 1,000 tokens, and, with answers of one
+token, per request; so many less of what the engine's step itself takes are the worker's. Beside
+them the same streams through `PASS_THROUGH`, which forwards what `UPSTREAM`, a server without a
+model or a tokenizer, sends at the same pace. Tokens per second and the median time to the first
+token of both.
+
+Model: `prism-models prepare tiny-llama`, of which only the tokenizer is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import yaml
+
+from prism.models.store import default_directory
+
+STEP_MS = 10
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+ROLES = ("frontend", "agent")
+
+PASS_THROUGH = """
+import os, sys
+import httpx, uvicorn
+from contextlib import asynccontextmanager
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+@asynccontextmanager
+async def lifespan(app):
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=sys.argv[1], timeout=None, limits=limits) as app.client:
+        yield
+
+app = FastAPI(lifespan=lifespan)
+
+@app.post("/v1/completions")
+async def forward(request: Request):
+    body = await request.json()
+    upstream = app.client.build_request("POST", "/v1/completions", json=body)
+    answer = await app.client.send(upstream, stream=True)
+
+    async def events():
+        async for line in answer.aiter_lines():
+            if line:
+                yield line + "\\n\\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+uvicorn.run(app, port=int(sys.argv[2]), log_level="error")
+"""
+
+UPSTREAM = """
+import asyncio, json, sys
+
+HEAD = b"HTTP/1.1 200 OK\\r\\nContent-Type: text/event-stream\\r\\nConnection: close\\r\\n\\r\\n"
+choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None}
+event = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "m"}
+EVENT = b"data: " + json.dumps({**event, "choices": [choice]}).encode() + b"\\n\\n"
+
+async def answer(reader, writer):
+    head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
+    length = int(head.split(b"content-length:")[1].split(b"\\r\\n")[0])
+    body = json.loads(await reader.readexactly(length))
+    loop = asyncio.get_running_loop()
+    writer.write(HEAD)
+    began_s = loop.time()
+    for number in range(1, body["max_tokens"] + 1):
+        due_s = began_s + number * float(sys.argv[2]) / 1000
+        await asyncio.sleep(max(0.0, due_s - loop.time()))
+        writer.write(EVENT)
+    writer.write(b"data: [DONE]\\n\\n")
+    writer.close()
+
+async def main():
+    server = await asyncio.start_server(answer, "127.0.0.1", int(sys.argv[1]), backlog=4096)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one round of streams took. CPU in seconds."""
+
+    tokens: int
+    seconds: float
+    first_token_s: float  # median
+    cpu_s: dict[str, float]  # by role
+
+
+async def stream(url: str, body: bytes) -> tuple[int, float]:
+    """Tokens, and seconds to the first one, of a streamed answer."""
+    place = urlsplit(url)
+    began_s, first_s, tokens = time.monotonic(), 0.0, 0
+    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 20)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + body)
+    received = b""
+    while part := await reader.read(1 << 16):
+        received += part
+        if not first_s and b"data: {" in received:
+            first_s = time.monotonic() - began_s
+    writer.close()
+    if b" 200 " not in received[:20] or b"[DONE]" not in received:
+        sys.exit(f"error: {url} answered {received[:300]!r}")
+    tokens = received.count(b'"text":')
+    return tokens, first_s
+
+
+def cpu_s(pids: dict[str, int]) -> dict[str, float]:
+    """User and system seconds so far, by role."""
+    times = {r: Path(f"/proc/{p}/stat").read_text().rpartition(")")[2] for r, p in pids.items()}
+    return {role: sum(map(int, text.split()[11:13])) * TICK_S for role, text in times.items()}
+
+
+def run(url: str, pids: dict[str, int], streams: int, bodies: list[bytes]) -> Run:
+    """Send all bodies, so many at a time."""
+
+    async def all_of_them() -> list[tuple[int, float]]:
+        gate = asyncio.Semaphore(streams)
+
+        async def one(body: bytes) -> tuple[int, float]:
+            async with gate:
+                return await stream(url, body)
+
+        return list(await asyncio.gather(*map(one, bodies)))
+
+    before, began_s = cpu_s(pids), time.monotonic()
+    answers = asyncio.run(all_of_them())
+    seconds, after = time.monotonic() - began_s, cpu_s(pids)
+    used = {role: after[role] - before[role] for role in pids}
+    return Run(sum(n for n, _ in answers), seconds, median(s for _, s in answers), used)
+
+
+def children(pid: int) -> Iterator[int]:
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield int(child)
+        yield from children(int(child))
+
+
+@contextmanager
+def process(command: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    try:
+        yield started
+    finally:
+        started.terminate()
+        started.wait(60)
+
+
+@contextmanager
+def cluster(model: Path, streams: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Its URL, and the pids of the processes on a request's way."""
+    with TemporaryDirectory(prefix="prism-") as folder:
+        settings = {
+            "devices": [{"name": "host:0", "capacity": "256MiB", "page": "64KiB", "engines": 1}],
+            "models": [{"name": "m", "path": str(model), "context_length": 512}],
+            "engine": {"adapter": "fake", "static": "1MiB", "max_running": streams},
+            "frontend": {"port": 0},
+        }
+        file = Path(folder, "prism.yaml")
+        file.write_text(yaml.safe_dump(settings))
+        fake = json.dumps({"decode_step_ms": STEP_MS})
+        serve = str(Path(sys.executable).with_name("prism-serve"))
+        with process([serve, "--config", str(file)], PRISM_FAKE=fake, TMPDIR=folder) as server:
+            assert server.stdout is not None
+            url = next(x.split()[-1] for x in server.stdout if x.startswith("ready in "))
+            url = url.removesuffix("/v1")
+            yield url, roles(url, server.pid)
+
+
+def roles(url: str, launcher: int) -> dict[str, int]:
+    lines = {p: Path(f"/proc/{p}/cmdline").read_text() for p in children(launcher)}
+    pids = {role: next(p for p, t in lines.items() if f"prism.{role}" in t) for role in ROLES}
+    with urlopen(f"{url}/status") as answer:
+        (agent,) = json.load(answer)["agents"]
+    return {**pids, "engine": agent["models"][0]["engine_pid"]}
+
+
+@contextmanager
+def pass_through() -> Iterator[tuple[str, dict[str, int]]]:
+    port = 20_000 + os.getpid() % 10_000
+    upstream = [sys.executable, "-c", UPSTREAM, str(port), str(STEP_MS)]
+    forward = [sys.executable, "-c", PASS_THROUGH, f"http://127.0.0.1:{port}", str(port + 1)]
+    with process(upstream), process(forward) as running:
+        time.sleep(3)
+        yield f"http://127.0.0.1:{port + 1}", {"pass-through": running.pid}
+
+
+def bodies(count: int, tokens: int) -> list[bytes]:
+    common = {"model": "m", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    return [json.dumps({**common, "prompt": [5, 6, 7, n % 200]}).encode() for n in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=default_directory() / "tiny-llama")
+    for name, value in {"streams": 64, "tokens": 128, "requests": 400, "rounds": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        ours = stack.enter_context(cluster(options.model, options.streams))
+        theirs = stack.enter_context(pass_through())
+        for url, pids in (ours, theirs):
+            run(url, pids, 4, bodies(8, 8))
+        pair = (ours, theirs)
+        rounds = [[measured(*each, options) for each in pair] for _ in range(options.rounds)]
+        for url, pids in (ours, theirs):
+            short = run(url, pids, 16, bodies(options.requests, 1))
+            per = {role: f"{1000 * s / options.requests:.2f} ms" for role, s in short.cpu_s.items()}
+            print(f"per request: {per}; first token {1000 * short.first_token_s:.0f} ms")
+    for name, which in {"frontend": ROLES[:1], "agent and engine": ("agent", "engine")}.items():
+        ratios = [
+            sum(a.cpu_s[r] for r in which) / max(b.cpu_s["pass-through"], TICK_S) for a, b in rounds
+        ]
+        print(f"CPU of {name} over the pass-through's, same tokens: ratio {median(ratios):.2f}")
+
+
+def measured(url: str, pids: dict[str, int], options: argparse.Namespace) -> Run:
+    result = run(url, pids, options.streams, bodies(options.streams, options.tokens))
+    per = {role: f"{1000 * s / result.tokens:.3f} s" for role, s in result.cpu_s.items()}
+    rate, first_ms = result.tokens / result.seconds, 1000 * result.first_token_s
+    print(f"per 1,000 tokens: {per}; {rate:.0f} tokens/s; first token {first_ms:.0f} ms")
+    return result
+
+
+if __name__ == "__main__":
+    main()
