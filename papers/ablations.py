@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
-from papers import mlfq, mux_greedy, round_robin
+from papers import mlfq, mux_planners, round_robin
 from prism.errors import ConfigError
 from prism.policies import fcfs, prism, registry
 from prism.policies.baselines import dedicated, mux_placement, temporal
@@ -82,18 +82,8 @@ def as_given(search: Search) -> Search:
     return changed(search, lambda model, problem: {"tp_degrees": (model.tp,)})
 
 
-def blind(search: Search) -> Search:
-    """Every model at the mean rate: the search does not know which will be asked for."""
-
-    def mean_rate(model: ModelSpecView, problem: Problem) -> dict[str, Any]:
-        return {"rate_rps": sum(m.rate_rps for m in problem.models) / len(problem.models)}
-
-    return changed(search, mean_rate)
-
-
 ONE_UNIT: dict[str, Any] = {"search": together(mux_placement.search)}
 OWN_KV: dict[str, Any] = {"search": partitioned(mux_placement.search), "kv_blocks": None}
-GIVEN_BLIND = as_given(blind(mux_placement.search))
 Change = Callable[[Policy], Policy]
 KnobsChange = Callable[[Knobs], Knobs]
 
@@ -103,10 +93,9 @@ VARIANTS: dict[tuple[str, str], Change] = {
     ("prism", "in-order"): lambda p: replace(p, plan=in_order),
     ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
     ("muxserve++", "given"): lambda p: replace(p, search=as_given(mux_placement.search)),
-    ("muxserve++", "blind"): lambda p: replace(p, search=blind(mux_placement.search)),
-    ("muxserve++", "given-blind"): lambda p: replace(p, search=GIVEN_BLIND),
+    ("muxserve++", "listed"): lambda p: replace(p, search=as_given(mux_planners.listed)),
     # MuxServe §4.4, Figures 8, 9 and 10
-    ("muxserve", "greedy"): lambda p: replace(p, search=mux_greedy.search),
+    ("muxserve", "greedy"): lambda p: replace(p, search=mux_planners.greedy),
     ("muxserve", "fcfs"): lambda p: replace(p, steps=temporal.FCFS),
     ("muxserve", "unit"): lambda p: replace(p, **ONE_UNIT),
     ("muxserve", "unit-fcfs"): lambda p: replace(p, steps=temporal.FCFS, **ONE_UNIT),

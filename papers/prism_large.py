@@ -15,6 +15,8 @@ from papers.prism_setup import FAIR_TUNED, fifty_eight, model_names, prepared
 from papers.tuning import Settings, Tuned
 
 STYLE = "arena-chat"
+SLO_SCALE, TPOT_PART = 5.0, 0.4
+"""Of TTFT 5 and of TPOT 2, at which (b) has Prism at 99 % with 16 GPUs."""
 LARGE_RATES = (4.0, 8.0, 16.0, 24.0)
 GPUS = {"prism": 16, "muxserve++": 32, sweeps.GIVEN: 32}
 """For nearly 99 % TTFT."""
@@ -34,8 +36,8 @@ def large(lab: Lab) -> Findings:
     counts, study = lab.pick((12, 16, 32), (32,)), Findings([], [], {}, [FAIR_TUNED])
     trace = lab.sources.styled(STYLE, model_names(58), lab.pick(300.0, 100.0), lab.seed)
     nodes = {"gpus": {"type": "h100", "count": 32, "nodes": 1}}
-    cluster = prepared(lab, "fifty-eight", fifty_eight(), trace, nodes)
-    fixed: dict[str, Any] = {"slo_scale": 5.0}
+    cluster = prepared(lab, "fifty-eight", fifty_eight(), trace, nodes, tpot_part=TPOT_PART)
+    fixed: dict[str, Any] = {"slo_scale": SLO_SCALE}
     cluster = replace(cluster, tuned=_tuned(lab, nodes, fixed))
     enough = {**fixed, "gpus.count": lab.pick(16, 32)}
     load = sweeps.held_rate(lab, cluster, enough, lab.pick(LARGE_RATES, (0.4,)))
@@ -59,7 +61,9 @@ def _tuned(lab: Lab, nodes: dict[str, Any], fixed: Settings) -> Tuned:
     there = tuning.elsewhere(lab)
     seconds, rate, gpus = lab.pick(TUNING_SECONDS, 100.0), lab.pick(16.0, 0.4), lab.pick(16, 32)
     trace = there.sources.styled(STYLE, model_names(58), seconds, there.seed)
-    cluster = prepared(there, "tuning-fifty-eight", fifty_eight(), trace, nodes)
+    cluster = prepared(
+        there, "tuning-fifty-eight", fifty_eight(), trace, nodes, tpot_part=TPOT_PART
+    )
     load = f"another such trace, {seconds:g} s, {gpus} GPUs at rate scale {rate:g}"
     return sweeps.tuned_on(lab, [cluster], {**fixed, "gpus.count": gpus, "rate_scale": rate}, load)
 
@@ -94,7 +98,7 @@ def tpot_gpus(tpot: Lines, most: int) -> list[Statement]:
     what = f"GPUs for 99 % TPOT among the baselines ({most + 1}: not up to {most})"
     return [
         findings.order(what, needed, levels, f"{SOURCE} (b)", smaller=True)
-        for levels in (TPOT_ORDER, sweeps.at_given_tp(TPOT_ORDER))
+        for levels in (TPOT_ORDER, sweeps.with_named(TPOT_ORDER, sweeps.GIVEN))
         if levels is TPOT_ORDER or sweeps.GIVEN in needed
     ]
 

@@ -1,5 +1,4 @@
-"""Prism's Figure 7: SLO attainment by rate, by SLO scale and by GPUs (§7.3). Changes of the setup
-that the paper does not have show what may turn a statement that does not hold here."""
+"""Prism's Figure 7: SLO attainment by rate, by SLO scale and by GPUs (§7.3)."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ from papers import prism_sweeps as sweeps
 from papers.findings import Findings, Statement
 from papers.lab import Lab
 from papers.lines import TARGET, Line, Lines, first_at_target, mean, ratios, up_to
-from papers.prism_setup import FAIR_TUNED, Cluster, eighteen, model_names, prepared
+from papers.prism_setup import FAIR_TUNED, eighteen, model_names, prepared
 from papers.sources import STYLES
-from papers.trial import Trial
-from papers.tuning import Settings, whole_mean
 
 MORE_REQUESTS: dict[str, dict[str, float]] = {
     "hyperbolic": {"muxserve++": 2.3, sweeps.GIVEN: 2.3, "static": 3.5},
@@ -36,14 +33,20 @@ SAID: dict[str, tuple[tuple[sweeps.Levels, str], ...]] = {
 
 
 def by_rate(lab: Lab) -> Findings:
+    return _by_rate(lab, sweeps.EIGHT)
+
+
+def by_rate_8b(lab: Lab) -> Findings:
+    return _by_rate(lab, sweeps.EIGHT_8B)
+
+
+def _by_rate(lab: Lab, models: sweeps.Models) -> Findings:
     study = Findings([], [], {}, [FAIR_TUNED])
     rates = lab.pick((8.0, 16.0, 32.0, 48.0), (4.0, 16.0))
     for style in STYLES:
-        cluster, fixed = (
-            sweeps.eight_model_cluster(lab, style),
-            {"slo_scale": sweeps.SLO_SCALES[style]},
-        )
-        points = sweeps.sweep(lab, cluster, "rate_scale", rates, fixed)
+        cluster = sweeps.eight_model_cluster(lab, style, models)
+        fixed = {"slo_scale": sweeps.SLO_SCALES[style]}
+        points = sweeps.sweep(lab, cluster, "rate_scale", rates, fixed, whole=sweeps.EIGHT_SYSTEMS)
         sweeps.gather(study, points, cluster, style, "rate_scale", where=style)
         by_metric = {metric: sweeps.attainments(points, metric) for metric in sweeps.METRICS}
         for metric, found in by_metric.items():
@@ -53,10 +56,7 @@ def by_rate(lab: Lab) -> Findings:
             what = f"{style}: mean {metric.upper()} attainment over the rates"
             for levels, source in SAID[metric]:
                 study.comparisons.extend(sweeps.orders(what, shares, source, levels))
-            if findings.order(what, shares, ("qlm", "serverlessllm"), ROW_1).agrees is False:
-                starts = engine_starts(lab, cluster, fixed, what, metric=metric, found=found)
-                study.comparisons.extend(starts)
-        study.comparisons.extend(degrading(lab, cluster, style, fixed, by_metric["tpot"]))
+        study.comparisons.extend(degrading(style, by_metric["tpot"]))
         study.comparisons.extend(more_requests(style, by_metric["ttft"]))
     return study
 
@@ -86,19 +86,11 @@ def more_requests(style: str, found: Lines) -> list[Statement]:
 
 # --- TPOT at high rates --------------------------------------------------------------------
 
-DEGRADING = ("muxserve++", sweeps.GIVEN, "static")
-TIGHT_RATE = 32.0
-"""Table 1's load, the highest at which GPUs of TIGHT are tried; at 48 a sixth of all is lost."""
+DEGRADING = ("muxserve++", sweeps.GIVEN, sweeps.LISTED, "static")
 
 
-def degrading(
-    lab: Lab, cluster: Cluster, style: str, fixed: Settings, tpot: Lines
-) -> list[Statement]:
-    """What is said of TPOT at high rates; where it does not hold, whether memory is why."""
-    known = {system: tpot[system] for system in DEGRADING if system in tpot}
-    said = {system: degrades(style, system, line) for system, line in known.items()}
-    level = {system: known[system] for system, one in said.items() if one.agrees is False}
-    return [*said.values(), *less_memory(lab, cluster, style, fixed, level)]
+def degrading(style: str, tpot: Lines) -> list[Statement]:
+    return [degrades(style, system, tpot[system]) for system in DEGRADING if system in tpot]
 
 
 def degrades(style: str, system: str, line: Line) -> Statement:
@@ -115,58 +107,6 @@ def degrades(style: str, system: str, line: Line) -> Statement:
     return findings.claim(what, holds, shown, "significantly", ROW_1)
 
 
-def less_memory(
-    lab: Lab, cluster: Cluster, style: str, fixed: Settings, level: Lines
-) -> list[Statement]:
-    """Whether the TPOT of the systems of `level` degrades on GPUs with less memory, from the lowest
-    rate to TIGHT_RATE, where it does not with all of it."""
-    # with the number of GPUs, as Table 1 has it, whose points these are at its load
-    tight, compared = {**fixed, "gpus.count": 2, "gpus.memory": sweeps.TIGHT}, []
-    for system, line in level.items():
-        whole = [(rate, share) for rate, share in line if rate <= TIGHT_RATE]
-        rates = (whole[0][0], whole[-1][0])
-        trials = [sweeps.at(cluster, system, **tight, rate_scale=rate) for rate in rates]
-        points = list(zip(rates, sweeps.attained(lab, trials, "tpot"), strict=True))
-        here, changed = (degrades(style, system, each) for each in (whole, points))
-        one = msgspec.structs.replace(
-            changed,
-            what=f"{changed.what}, GPUs of {sweeps.TIGHT} each",
-            ours=f"{here.ours}; changed {changed.ours}",
-            agrees=changed.agrees and here.agrees is False,
-        )
-        compared.append(findings.ablated(one))
-    return compared
-
-
-# --- ServerlessLLM and QLM -----------------------------------------------------------------
-
-STARTED = {"activation.layout": "15s"}
-"""ServerlessLLM's starts where each is of a new engine, for as long as QLM's is (§7.5). It keeps
-an idle model for as long as a start takes (`policies.serverlessllm`), so for longer as well."""
-
-
-def engine_starts(
-    lab: Lab, cluster: Cluster, fixed: Settings, what: str, *, metric: str, found: Lines
-) -> list[Statement]:
-    """§7.5 charges QLM the start of an engine for each swap. The paper does not say what
-    ServerlessLLM pays; here it finds engines that are up. Where it is before QLM: whether it would
-    be if both started one, or neither did. found: attainments by rate, compared by their means."""
-
-    def changed(system: str, changes: Settings) -> float | None:
-        rates = [{**fixed, "rate_scale": rate, **changes} for rate, _ in found["qlm"]]
-        return whole_mean(
-            sweeps.attained(lab, [sweeps.at(cluster, system, **r) for r in rates], metric)
-        )
-
-    started, pooled = changed("serverlessllm", STARTED), changed("qlm", sweeps.AS_FAST)
-    qlm, serverless = (mean(found[name]) for name in ("qlm", "serverlessllm"))
-    here, over = findings.ratio(qlm, serverless), f"{what}, qlm over serverlessllm,"
-    return [
-        findings.cause(f"{over} both start engines", here, findings.ratio(qlm, started)),
-        findings.cause(f"{over} neither starts one", here, findings.ratio(pooled, serverless)),
-    ]
-
-
 # --- by SLO scale --------------------------------------------------------------------------
 
 AT_99 = {
@@ -181,25 +121,40 @@ MUXSERVE_FIRST: sweeps.Levels = ("prism", "muxserve++", ("static", "qlm", "serve
 
 
 def by_slo(lab: Lab) -> Findings:
-    scales, study = lab.pick((5.0, 10.0, 20.0), (5.0, 20.0)), Findings([], [], {}, [FAIR_TUNED])
+    return _by_slo(lab, sweeps.EIGHT)
+
+
+def by_slo_8b(lab: Lab) -> Findings:
+    return _by_slo(lab, sweeps.EIGHT_8B)
+
+
+def _by_slo(lab: Lab, models: sweeps.Models) -> Findings:
+    """TTFT and TPOT each by its own scale: half, one and two of those at which Prism is said to
+    have 99 %."""
+    study = Findings([], [], {}, [FAIR_TUNED])
     for style in STYLES:
-        cluster = sweeps.eight_model_cluster(lab, style)
-        load = sweeps.held_rate(lab, cluster, {"slo_scale": sweeps.SLO_SCALES[style]})
-        points = sweeps.sweep(lab, cluster, "slo_scale", scales, {"rate_scale": load})
+        cluster, own = sweeps.eight_model_cluster(lab, style, models), sweeps.SLO_SCALES[style]
+        load = sweeps.held_rate(lab, cluster, {"slo_scale": own})
+        scales = [own * part for part in lab.pick((0.5, 1.0, 2.0), (0.5, 1.0))]
+        systems, fixed = sweeps.EIGHT_SYSTEMS, {"rate_scale": load}
+        points = sweeps.sweep(lab, cluster, "slo_scale", scales, fixed, whole=systems)
         where = f"{style}, rate scale {load:g}"
         sweeps.gather(study, points, cluster, style, "slo_scale", where=where)
-        for metric in sweeps.METRICS:
-            found = sweeps.attainments(points, metric)
+        by_metric = {metric: sweeps.attainments(points, metric) for metric in sweeps.METRICS}
+        part = sweeps.tpot_part(style)
+        by_metric["tpot"] = {
+            name: [(scale * part, share) for scale, share in line]
+            for name, line in by_metric["tpot"].items()
+        }
+        for metric, found in by_metric.items():
             title = f"{metric.upper()} by SLO scale, {style}"
             study.plots[f"{style}-{metric}"] = sweeps.figure(title, "SLO scale", found, metric)
             for system, said in AT_99[style, metric].items():
                 if system in found:
                     what = f"{style}: SLO scale at which {system} has 99 % {metric.upper()}"
                     study.comparisons.append(at_scale(what, found[system], said))
-        last = {name: line[-1][1] for name, line in sweeps.attainments(points, "ttft").items()}
+        last = {name: line[-1][1] for name, line in by_metric["ttft"].items()}
         study.comparisons.extend(largest_scale(style, last))
-        point = {"slo_scale": scales[-1], "rate_scale": load}
-        study.comparisons.extend(sweeps.on_other_traces(lab, cluster.tuned, style, point, last))
     return study
 
 
@@ -219,7 +174,7 @@ def largest_scale(style: str, last: Mapping[str, float | None]) -> list[Statemen
     known = {name: share for name, share in last.items() if share is not None}
     what, said = f"{style}: TTFT attainment at the largest scale", BEST_BASELINE[style]
     compared = [none_has(f"{style}: at the largest scale,", known, ROW_2)]
-    for system in ("muxserve++", sweeps.GIVEN):
+    for system in ("muxserve++", sweeps.GIVEN, sweeps.LISTED):
         if system in last:
             best = f"{what}, {system}, the paper's best baseline"
             compared.append(findings.value(best, last[system], said, ROW_2, unit="%"))
@@ -228,9 +183,10 @@ def largest_scale(style: str, last: Mapping[str, float | None]) -> list[Statemen
 
 def none_has(where: str, shares: Mapping[str, float], source: str) -> Statement:
     """No baseline has 99 % TTFT; `shares` may have Prism's as well."""
-    held = sorted(name for name in sweeps.BASELINES if shares.get(name, 0.0) >= TARGET)
+    names = sorted(set(sweeps.EIGHT_SYSTEMS) - {"prism"})
+    held = [name for name in names if shares.get(name, 0.0) >= TARGET]
     shown = ", ".join(held) + (" do" if len(held) > 1 else " does") if held else "none does"
-    known = any(name in shares for name in sweeps.BASELINES)
+    known = any(name in shares for name in names)
     what = f"{where} no baseline has 99 % TTFT"
     return findings.claim(what, not held if known else None, shown, "none does", source)
 
@@ -245,7 +201,8 @@ def by_gpus(lab: Lab) -> Findings:
     counts, study = lab.pick((2, 4, 5, 8), (4, 5)), Findings([], [], {}, [FAIR_TUNED])
     for style in STYLES:
         trace = lab.sources.styled(style, model_names(18), lab.pick(600.0, 20.0), lab.seed)
-        cluster = prepared(lab, f"eighteen-{style}", eighteen(), trace)
+        part = sweeps.tpot_part(style)
+        cluster = prepared(lab, f"eighteen-{style}", eighteen(), trace, tpot_part=part)
         cluster = replace(cluster, tuned=sweeps.tuned(lab, style))
         fixed = {"slo_scale": sweeps.SLO_SCALES[style]}
         enough = {**fixed, "gpus.count": lab.pick(PRISM_GPUS[style], 4)}
@@ -257,10 +214,6 @@ def by_gpus(lab: Lab) -> Findings:
             title = f"{metric.upper()} by GPUs, {style}"
             study.plots[f"{style}-{metric}"] = sweeps.figure(title, "GPUs", found, metric)
         study.comparisons.extend(fewest(style, ttft, tpot))
-        if first_at_target(ttft.get(sweeps.GIVEN, [])) is not None:
-            most = {**fixed, "gpus.count": counts[-1]}
-            equal = _by_equal_rates(lab, cluster, style, most, ttft[sweeps.GIVEN][-1][1])
-            study.comparisons.extend(equal)
         study.comparisons.append(few_at_tpot(style, tpot))
         study.comparisons.append(up_to_higher(style, "ttft", ttft))
         study.comparisons.append(up_to_higher(style, "tpot", tpot))
@@ -300,17 +253,3 @@ def up_to_higher(style: str, metric: str, found: Lines) -> Statement:
     best, name, gpus = max(each, default=(None, "a baseline", "as many"))
     what = f"{style}: {metric.upper()} attainment, at most, Prism over {name} with {gpus} GPUs"
     return findings.factor(what, best, HIGHER[metric], f"§1 (TPOT: {sweeps.OSDI})")
-
-
-def _by_equal_rates(
-    lab: Lab, cluster: Cluster, style: str, fixed: Settings, here: float | None
-) -> list[Statement]:
-    """Whether MuxServe++ gets there by knowing who will ask."""
-    given = {**cluster.tuned.of(sweeps.GIVEN), **fixed, "policy": "muxserve++"}
-    (share,) = sweeps.attained(lab, [Trial(cluster.config, given, variant="given-blind")])
-    if share is None or here is None:
-        return []
-    verdict = "is not the cause" if share >= TARGET else "names a cause"
-    what = f"ablation: {style}: {sweeps.GIVEN} by equal rates, with {fixed['gpus.count']} GPUs"
-    shown = f"{here:.1f} %, changed {share:.1f} %"
-    return [Statement(what, shown, "not published", verdict, "ours")]

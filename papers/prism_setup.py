@@ -65,8 +65,6 @@ class Cluster:
 
     config: str
     """Path of the YAML."""
-    history: str
-    """What `Trial.history` takes; empty without one."""
     slo_ttft_ms: tuple[float, float]
     """The smallest and the largest of a model."""
     slo_tpot_ms: tuple[float, float]
@@ -88,10 +86,11 @@ def prepared(
     trace: Trace,
     extra: dict[str, Any] | None = None,
     *,
-    history: Trace = (),
+    tpot_part: float = 1.0,
 ) -> Cluster:
     """Run the trace on dedicated GPUs for its P95 latencies (§7.2) and write the setup with these
-    as SLOs. Models without requests get the others' largest."""
+    as SLOs. Models without requests get the others' largest. tpot_part: the SLO scale of TPOT over
+    that of TTFT, which `slo_scale` is."""
     base = {
         "gpus": {"type": "h100", "count": 2},
         "models": [
@@ -114,10 +113,9 @@ def prepared(
     for model in base["models"]:
         ttft, tpot = slos.get(model["name"], (0.0, 0.0))
         ttft, tpot = ttft or ttfts[-1], tpot or tpots[-1]
-        model["slo"] = {"ttft": f"{ttft:.2f}ms", "tpot": f"{tpot:.3f}ms"}
+        model["slo"] = {"ttft": f"{ttft:.2f}ms", "tpot": f"{tpot * tpot_part:.3f}ms"}
     config = lab.setup(name, base, trace)
-    before = lab.history(name, history) if history else ""
-    return Cluster(config, before, (ttfts[0], ttfts[-1]), (tpots[0], tpots[-1]))
+    return Cluster(config, (ttfts[0], ttfts[-1]), (tpots[0], tpots[-1]))
 
 
 def model_names(count: int) -> list[str]:

@@ -9,14 +9,17 @@ from typing import Any
 from papers import findings, tuning
 from papers.findings import Findings, Plot, Statement
 from papers.lab import Lab
-from papers.lines import TARGET, Line, Lines, Points, lines, mean, problems, row
+from papers.lines import TARGET, Line, Lines, Points, lines, problems, row
 from papers.prism_setup import E2E_MODELS, Cluster, model_names, prepared
 from papers.trial import Trial, TrialOutcome
 from papers.tuning import Settings, Systems, Tuned, simulated
-from prism.replay import transforms
 
 GIVEN = "muxserve++ at given TP"
+LISTED = "muxserve++ as listed"
+AWARE = "qlm to instances by estimated wait"
 AT_TP = "muxserve++, at the TP degrees of the setup"
+Models = Sequence[tuple[str, int]]
+"""Shape and TP degree, the most popular first."""
 SYSTEMS = {
     "prism": ("prism", ""),
     "muxserve++": ("muxserve++", ""),
@@ -29,6 +32,10 @@ SYSTEMS = {
 published version adds. MuxServe++ twice: as its own search places models, free to spread each over
 several GPUs, and at the TP degrees that the paper's setup gives models (one GPU for all that fit on
 one, §7.3; "following common TP practices" for larger ones, §7.5)."""
+EIGHT_SYSTEMS = {**SYSTEMS, LISTED: ("muxserve++", "listed"), AWARE: ("qlm-aware", "")}
+"""For eight models, two that are not tuned. MuxServe++ as its listing says: at the given TP, by
+mean rates, of equal meshes the first. QLM by its own rule: Prism §7.5 has it give requests to the
+first idle instance, with which more GPUs do not help, and Table 1 has it need eight."""
 BASELINES = tuple(name for name in SYSTEMS if name != "prism")
 Levels = tuple[str | tuple[str, ...], ...]
 """Best first; of those in a tuple the paper says nothing among each other."""
@@ -37,38 +44,47 @@ OSDI = "OSDI 2026 version"
 
 METRICS = ("ttft", "tpot")
 SLO_SCALES = {"hyperbolic": 20.0, "arena-chat": 10.0}
-"""At which Prism has 99 % TTFT on its two GPUs (§7.3, Figure 7, middle row)."""
-RATES = (16.0, 24.0, 28.0, 32.0, 40.0, 48.0)
-SECONDS = 900.0
-TRACES = 4
-TIGHT = "48GB"
-"""Memory of a GPU; the eight models' weights take three quarters of two, not two fifths."""
-AS_FAST = {"activation.restart": "30ms", "activation.plain_load_rate": "23GB"}
-"""QLM's swaps at the speed of Prism's activations."""
+"""Of TTFT: where Prism has 99 % on its two GPUs (§7.3, Figure 7, middle row)."""
+TPOT_SCALES = {"hyperbolic": 22.0, "arena-chat": 3.0}
+"""Of TPOT, likewise."""
+RATES = (4.0, 8.0, 16.0, 24.0, 32.0, 48.0)
+SECONDS = 600.0
+TRACES = 3
 EIGHT = [(name, 1) for name in E2E_MODELS]
+EIGHT_8B = [("Llama-3.1-8B", 1)] * 8
+"""Their weights take 83 % of what models may use of two GPUs of 80 GB; those of EIGHT 42 %."""
 
 
-def eight_model_cluster(lab: Lab, style: str) -> Cluster:
-    """Eight models on two GPUs (§7.3), of the prototype's sizes. The trace is the second half of a
-    longer one, whose first half is its history."""
-    cluster = with_history(lab, f"eight-{style}", style, EIGHT, lab.pick(SECONDS, 20.0))
-    return replace(cluster, tuned=tuned(lab, style))
+def tpot_part(style: str) -> float:
+    return TPOT_SCALES[style] / SLO_SCALES[style]
+
+
+def eight_model_cluster(lab: Lab, style: str, models: Models = EIGHT) -> Cluster:
+    """Eight models on two GPUs (§7.3): of the prototype's sizes, or EIGHT_8B."""
+    cluster = with_models(lab, f"eight-{style}", style, models)
+    return replace(cluster, tuned=tuned(lab, style, models))
+
+
+def with_models(lab: Lab, name: str, style: str, models: Models) -> Cluster:
+    trace = lab.sources.styled(style, model_names(len(models)), lab.pick(SECONDS, 20.0), lab.seed)
+    return prepared(lab, name, models, trace, tpot_part=tpot_part(style))
 
 
 TUNING_RATE = 32.0
 """Of the rates of Figure 7 the one at which systems begin to differ."""
-TUNING_TRACES, TUNING_SECONDS = 3, 300.0
+TUNING_TRACES, TUNING_SECONDS = 2, 300.0
 """Where a placement by a trace's rates puts models is that trace's luck, more than its length's."""
 
 
-def tuned(lab: Lab, style: str) -> Tuned:
-    """All systems on eight models and two GPUs, for every study of them and of the eighteen."""
+def tuned(lab: Lab, style: str, models: Models = EIGHT) -> Tuned:
+    """All systems on eight models and two GPUs; as EIGHT, for the eighteen as well."""
     seconds, rate = lab.pick(TUNING_SECONDS, 20.0), lab.pick(TUNING_RATE, 8.0)
     clusters = []
     for number in range(lab.pick(TUNING_TRACES, 1)):
         there = tuning.elsewhere(lab, number)
-        trace = there.sources.styled(style, model_names(len(EIGHT)), seconds, there.seed)
-        clusters.append(prepared(there, f"tuning-{style}-{number}", EIGHT, trace))
+        trace = there.sources.styled(style, model_names(len(models)), seconds, there.seed)
+        name = f"tuning-{style}-{number}"
+        clusters.append(prepared(there, name, models, trace, tpot_part=tpot_part(style)))
     fixed = {"slo_scale": SLO_SCALES[style], "rate_scale": rate}
     load = (
         f"{len(clusters)} other traces of {style}, {seconds:g} s each, 8 models on 2 GPUs at "
@@ -89,34 +105,22 @@ def tuned_on(lab: Lab, clusters: Sequence[Cluster], fixed: Settings, load: str) 
     )
 
 
-def compared_systems(lab: Lab) -> Systems:
-    return {n: SYSTEMS[n] for n in lab.pick(tuple(SYSTEMS), ("prism", "muxserve++", "static"))}
+def compared_systems(lab: Lab, whole: Systems = SYSTEMS) -> Systems:
+    return {n: whole[n] for n in lab.pick(tuple(whole), ("prism", "muxserve++", "static"))}
 
 
 def several(lab: Lab, style: str) -> list[Cluster]:
     """As `eight_model_cluster`, untuned, on TRACES traces with a seed each. A few bursts decide a
-    trace of 15 minutes; what is true of one may be the other way round in the next."""
-    names = [f"eight-{style}"]
-    names += [f"eight-{style}-{number}" for number in range(1, lab.pick(TRACES, 1))]
+    trace of minutes; what is true of one may be the other way round in the next."""
     return [
-        with_history(replace(lab, seed=lab.seed + i), name, style, EIGHT, lab.pick(SECONDS, 20.0))
-        for i, name in enumerate(names)
+        with_models(replace(lab, seed=lab.seed + i), f"eight-{style}-{i}", style, EIGHT)
+        for i in range(lab.pick(TRACES, 1))
     ]
-
-
-def with_history(
-    lab: Lab, name: str, style: str, models: Sequence[tuple[str, int]], seconds: float
-) -> Cluster:
-    """`seconds` each of history and trace, half of the style's own arrivals if that is less."""
-    whole = lab.sources.styled(style, model_names(len(models)), 2 * seconds, lab.seed)
-    seconds = lab.sources.lasting(style, len(models), 2 * seconds) / 2
-    before = transforms.window(whole, 0, seconds)
-    return prepared(lab, name, models, transforms.window(whole, seconds), history=before)
 
 
 def at(cluster: Cluster, system: str, **changes: Any) -> Trial:
     """With the settings that the system was tuned to."""
-    policy, variant = SYSTEMS[system]
+    policy, variant = EIGHT_SYSTEMS[system]
     settings = {**cluster.tuned.of(system), **changes, "policy": policy}
     return Trial(cluster.config, settings, variant=variant)
 
@@ -145,10 +149,18 @@ def _held(lab: Lab, cluster: Cluster, fixed: Settings, rates: Sequence[float]) -
     return max(held, default=0.0)
 
 
-def sweep(lab: Lab, cluster: Cluster, key: str, values: Sequence[Any], fixed: Settings) -> Points:
+def sweep(
+    lab: Lab,
+    cluster: Cluster,
+    key: str,
+    values: Sequence[Any],
+    fixed: Settings,
+    *,
+    whole: Systems = SYSTEMS,
+) -> Points:
     """All systems over the values of one key."""
     setups = dict.fromkeys(values, cluster.config)
-    return simulated(lab, setups, compared_systems(lab), cluster.tuned, fixed, key=key)
+    return simulated(lab, setups, compared_systems(lab, whole), cluster.tuned, fixed, key=key)
 
 
 def attainments(points: Points, metric: str) -> Lines:
@@ -184,45 +196,31 @@ def figure(title: str, xlabel: str, found: Lines, metric: str) -> Plot:
 def orders(
     what: str, values: Mapping[str, float | None], source: str, levels: Levels = PRISM_FIRST
 ) -> list[Statement]:
-    """The paper's order, with MuxServe++ as its search places and at the given TP degrees; where it
-    is ahead of Prism, whether the TP degrees are why."""
+    """The paper's order, with each MuxServe++ and each QLM that `values` has; where MuxServe++ is
+    ahead of Prism as its search places, whether the TP degrees are why."""
     found = [findings.order(what, values, levels, source)]
-    if GIVEN in values and at_given_tp(levels) != levels and "prism" in levels:
+    if GIVEN in values and with_named(levels, GIVEN) != levels and "prism" in levels:
         pair = findings.order(what, values, ("prism", "muxserve++"), source)
         if pair.agrees is False:
             prism, free, given = (values.get(n) for n in ("prism", "muxserve++", GIVEN))
             ratios = findings.ratio(prism, free), findings.ratio(prism, given)
             found.append(findings.cause(f"{what}, Prism over {AT_TP}", *ratios))
-        found.append(findings.order(what, values, at_given_tp(levels), source))
+    for name in (GIVEN, LISTED, AWARE):
+        other = with_named(levels, name)
+        if name in values and other != levels:
+            found.append(findings.order(what, values, other, source))
     return found
 
 
-def at_given_tp(levels: Levels) -> Levels:
-    """The same with MuxServe++ at the given TP degrees."""
-    named = {"muxserve++": GIVEN}
+def with_named(levels: Levels, name: str) -> Levels:
+    """The same with GIVEN or LISTED for MuxServe++, or AWARE for QLM."""
+    named = {"qlm" if name == AWARE else "muxserve++": name}
     return tuple(
         named.get(level, level)
         if isinstance(level, str)
-        else tuple(named.get(name, name) for name in level)
+        else tuple(named.get(one, one) for one in level)
         for level in levels
     )
-
-
-def on_other_traces(
-    lab: Lab, settings: Tuned, style: str, point: Settings, values: Mapping[str, float | None]
-) -> list[Statement]:
-    """Where `values`, TTFT attainments at `point`, have static above MuxServe++ at the given TP,
-    which is not as published: whether this trace is why, by the means of others of its kind."""
-    here = findings.ratio(values.get(GIVEN), values.get("static"))
-    if here is None or here >= 1 - findings.EQUAL:
-        return []
-    clusters = [replace(cluster, tuned=settings) for cluster in several(lab, style)[1:]]
-    given, static = (
-        mean([(0, share) for share in attained(lab, [at(c, name, **point) for c in clusters])])
-        for name in (GIVEN, "static")
-    )
-    what = f"{style}: TTFT, {GIVEN} over static, on {len(clusters)} other traces"
-    return [findings.cause(what, here, findings.ratio(given, static), wanted=1.0)]
 
 
 def known_ends(line: Line) -> tuple[tuple[Any, float], tuple[Any, float]] | None:

@@ -64,8 +64,8 @@ class Sources:
         SLOs. It is as long as `lasting` says."""
         whole_s = self.lasting(style, len(models), seconds)
         if whole_s < seconds:
-            said = f"{style}: the {whole_s:g} s of arrivals that its sample has, history included"
-            self.shortened[f"{said} where there is one, instead of {seconds:g} s"] = None
+            said = f"{style}: the {whole_s:g} s of arrivals that its sample has"
+            self.shortened[f"{said}, instead of {seconds:g} s"] = None
             seconds = whole_s
         make = self._hyperbolic if style == "hyperbolic" else self._arena
         return onto(make(len(models), seconds, seed), models)

@@ -8,7 +8,6 @@ from papers import findings
 from papers.findings import Statement
 from papers.lines import first_at_target, up_to
 from papers.prism_parts import spread
-from papers.prism_table1 import nearer_to_published
 
 
 @pytest.mark.parametrize(
@@ -130,23 +129,6 @@ def test_where_a_line_crosses_the_target() -> None:
 def test_a_cause_is_what_turns_a_factor(here: float, changed: float | None, verdict: str) -> None:
     found = findings.cause("with slower hosts", here, changed)
     assert (found.verdict, found.agrees) == (verdict, None)
-
-
-@pytest.mark.parametrize(
-    ("here", "changed", "verdict"),
-    [
-        (100.0, 60.0, "names a cause"),
-        (100.0, 99.0, "is not the cause"),
-        (80.0, 100.0, "is not the cause"),
-        (30.0, 45.0, "names a cause"),
-        (30.0, 20.0, "is not the cause"),
-        (30.0, None, "cannot be formed here"),
-    ],
-)
-def test_a_cause_moves_a_row_to_the_published_one(
-    here: float, changed: float | None, verdict: str
-) -> None:
-    assert nearer_to_published("muxserve++ otherwise", here, changed, 51.0).verdict == verdict
 
 
 def test_the_spread_over_traces() -> None:

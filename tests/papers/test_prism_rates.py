@@ -1,97 +1,77 @@
-"""What turns Prism's Figure 7: each change is made to the systems it is of, and said by name."""
+"""Prism's Table 1 and Figure 7: each metric at its own SLO scale, each system beside its others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+import yaml
 
-from papers import prism_sweeps
+from papers import prism_sweeps, prism_table1
+from papers.findings import Plot
 from papers.lab import Lab
 from papers.lines import Lines
-from papers.prism_overall import STARTED, engine_starts, less_memory
 from papers.prism_setup import Cluster
-from papers.prism_sweeps import AS_FAST, TIGHT
+from papers.prism_sweeps import AWARE, EIGHT_8B, LISTED, orders, tpot_part, with_models
 from papers.trial import Trial
-
-NO_LAB = cast(Lab, None)
-CLUSTER = Cluster("setup.yaml", "", (1.0, 1.0), (1.0, 1.0))
+from prism.sim.scenario import load
 
 
-Attained = Callable[[Trial, str], float | None]
+def a_lab(folder: Path) -> Lab:
+    return Lab(folder, lambda what: nullcontext(lambda done, total: None), quick=True)
 
 
-def with_attainments(monkeypatch: pytest.MonkeyPatch, attainment: Attained) -> list[Trial]:
-    """Trials have these attainments without being simulated; returns the list that they go to."""
-    asked: list[Trial] = []
+@pytest.mark.parametrize(("style", "part"), [("hyperbolic", 1.1), ("arena-chat", 0.3)])
+def test_tpot_has_an_slo_scale_of_its_own(tmp_path: Path, style: str, part: float) -> None:
+    """§7.3: 20 and 22 on the Hyperbolic trace, 10 and 3 on Arena-Chat."""
+    cluster = with_models(a_lab(tmp_path), "eight", style, EIGHT_8B)
+    models = yaml.safe_load(Path(cluster.config).read_text())["models"]
+    tpots_ms = [float(model["slo"]["tpot"].removesuffix("ms")) for model in models]
+    assert tpot_part(style) == pytest.approx(part)
+    assert max(tpots_ms) == pytest.approx(cluster.slo_tpot_ms[1] * part, abs=1e-3)
 
-    def attained(lab: Lab, trials: Sequence[Trial], metric: str) -> list[float | None]:
-        asked.extend(trials)
-        return [attainment(trial, metric) for trial in trials]
+
+def test_eight_of_8b_take_five_sixths_of_two_gpus(tmp_path: Path) -> None:
+    cluster = with_models(a_lab(tmp_path), "eight", "hyperbolic", EIGHT_8B)
+    setup = load(Path(cluster.config)).setup
+    weights = sum(model.weight_bytes for model in setup.models)
+    assert weights / sum(gpu.capacity_bytes for gpu in setup.gpus) == pytest.approx(0.83, abs=0.01)
+
+
+def test_orders_are_judged_with_each_muxserve_and_each_qlm() -> None:
+    values = {"prism": 99.0, "muxserve++": 80.0, LISTED: 50.0, "qlm": 20.0, "static": 10.0}
+    values[AWARE] = 60.0
+    found = orders("x", values, "Table 1", prism_table1.TABLE)
+    assert [c.agrees for c in found] == [True, True, True]
+    assert [LISTED in c.published for c in found] == [False, True, False]
+    assert AWARE in found[2].published
+
+
+def test_qlm_by_each_of_its_rules() -> None:
+    found: Lines = {"qlm": [(2, 20.0), (8, 20.5)], AWARE: [(2, 20.0), (8, 99.5)]}
+    said = {c.what: (c.ours, c.agrees) for c in prism_table1._gpus(found)}
+    assert said == {
+        "GPUs for 99 % TTFT, qlm": ("not up to 8", False),
+        f"GPUs for 99 % TTFT, {AWARE}": ("8 GPUs", True),
+        "more GPUs do not help, qlm": ("20.0, then 20.5 %", True),
+        f"more GPUs do not help, {AWARE}": ("20.0, then 99.5 %", False),
+    }
+
+
+def test_memory_beside_weights_and_kv_is_varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {"1GiB": 90.0, "2GiB": 70.0, "3GiB": None}
+
+    def attained(lab: Lab, trials: Sequence[Trial]) -> list[float | None]:
+        return [shares[trial.changes["engine.static"]] for trial in trials]
 
     monkeypatch.setattr(prism_sweeps, "attained", attained)
-    return asked
-
-
-def changed(trial: Trial, changes: dict[str, Any]) -> bool:
-    return all(trial.changes.get(key) == value for key, value in changes.items())
-
-
-def test_tpot_on_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the same rates with all of it, of which those above Table 1's load are none."""
-    shares = {("static", 32.0): 80.0}
-
-    def attainment(trial: Trial, metric: str) -> float:
-        assert metric == "tpot"
-        return shares.get((trial.changes["policy"], trial.changes["rate_scale"]), 99.0)
-
-    trials = with_attainments(monkeypatch, attainment)
-    level: Lines = {
-        name: [(8.0, 100.0), (16.0, 100.0), (32.0, 99.5), (48.0, 100.0)]
-        for name in ("static", "muxserve++")
-    }
-    found = less_memory(NO_LAB, CLUSTER, "x", {"slo_scale": 20.0}, level)
-    assert [c.verdict.partition(":")[0] for c in found] == ["names the cause", "is not the cause"]
-    assert found[0].ours == (
-        "100.0 % at rate scale 8, 99.5 % at 32; changed 99.0 % at rate scale 8, 80.0 % at 32"
-    )
-    assert all(changed(trial, {"gpus.memory": TIGHT, "slo_scale": 20.0}) for trial in trials)
-    fell: Lines = {"static": [(8.0, 100.0), (32.0, 80.0), (48.0, 100.0)]}
-    (found_too,) = less_memory(NO_LAB, CLUSTER, "x", {}, fell)
-    assert found_too.verdict.startswith("is not the cause")
-    assert less_memory(NO_LAB, CLUSTER, "x", {}, {}) == []
-
-
-def test_who_starts_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both, or neither: each side of each ratio at all rates."""
-    values = {
-        ("serverlessllm", 8.0): 40.0,
-        ("serverlessllm", 16.0): 60.0,
-        ("qlm", 8.0): 70.0,
-        ("qlm", 16.0): 90.0,
-    }
-
-    def attainment(trial: Trial, metric: str) -> float:
-        policy, rate = trial.changes["policy"], trial.changes["rate_scale"]
-        assert changed(trial, {"serverlessllm": STARTED, "qlm": AS_FAST}[policy])
-        return values[policy, rate]
-
-    with_attainments(monkeypatch, attainment)
-    found: Lines = {
-        "qlm": [(8.0, 30.0), (16.0, 50.0)],
-        "serverlessllm": [(8.0, 70.0), (16.0, 90.0)],
-    }
-    both, neither = engine_starts(
-        NO_LAB, CLUSTER, {"slo_scale": 20.0}, "mean", metric="ttft", found=found
-    )
-    assert both.ours == "0.50x, changed 0.80x"
-    assert neither.ours == "0.50x, changed 1.00x"
-    assert [c.verdict for c in (both, neither)] == ["in its direction"] * 2
-
-
-def test_points_that_were_not_simulated_turn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_attainments(monkeypatch, lambda trial, metric: None)
-    found: Lines = {"qlm": [(8.0, 30.0)], "serverlessllm": [(8.0, 70.0)]}
-    made = engine_starts(NO_LAB, CLUSTER, {"slo_scale": 20.0}, "mean", metric="ttft", found=found)
-    assert [c.verdict for c in made] == ["cannot be formed here"] * 2
+    plots: dict[str, Plot] = {}
+    cluster = Cluster("setup.yaml", (1.0, 1.0), (1.0, 1.0))
+    monkeypatch.setattr(Lab, "pick", lambda self, full, quick: full)
+    found = prism_table1._outside(a_lab(Path()), cluster, {"gpus.count": 2}, plots)
+    assert {c.ours for c in found} == {"1GiB 90.0 %, 2GiB 70.0 %, 3GiB not placed"}
+    assert len(found) == len(prism_sweeps.EIGHT_SYSTEMS)
+    assert all(c.agrees is None for c in found)
+    assert set(plots) == {"outside"}

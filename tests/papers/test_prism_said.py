@@ -13,14 +13,15 @@ from papers import (
 )
 from papers.lines import Lines
 from papers.prism_parts import best_idle, robust
-from papers.prism_sweeps import GIVEN, PRISM_FIRST, at_given_tp
+from papers.prism_sweeps import AWARE, GIVEN, LISTED, PRISM_FIRST, with_named
 
 
 def test_table_1_is_the_papers_and_its_order_that_of_its_shares() -> None:
     paper = {"prism": 99, "muxserve++": 51, "qlm": 45, "static": 39}
     gpus = {"prism": 2, "muxserve++": 5, "qlm": 8, "static": 7}
-    assert {**paper, GIVEN: paper["muxserve++"]} == prism_table1.SHARES
-    assert {**gpus, GIVEN: gpus["muxserve++"]} == prism_table1.NEEDED
+    for said, shown in ((paper, prism_table1.SHARES), (gpus, prism_table1.NEEDED)):
+        both = {**dict.fromkeys((GIVEN, LISTED), said["muxserve++"]), AWARE: said["qlm"]}
+        assert {**said, **both} == shown
     assert tuple(sorted(paper, key=lambda name: -paper[name])) == prism_table1.TABLE
 
 
@@ -76,7 +77,7 @@ def test_an_order_says_nothing_inside_a_tuple() -> None:
     found = findings.order("x", ours, PRISM_FIRST, "Figure 7")
     assert (found.verdict, found.agrees) == ("same order", True)
     assert found.published == "prism > muxserve++, static, qlm, serverlessllm"
-    given = findings.order("x", {**ours, GIVEN: 120.0}, at_given_tp(PRISM_FIRST), "Figure 7")
+    given = findings.order("x", {**ours, GIVEN: 120.0}, with_named(PRISM_FIRST, GIVEN), "Figure 7")
     assert (given.verdict, given.agrees) == (
         f"differs in 1 of 3 pairs: {GIVEN} before prism",
         False,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from papers import catalog, report
 from papers.findings import Findings
-from papers.lab import Lab
-from papers.prism_setup import E2E_MODELS
-from papers.prism_sweeps import with_history
 from papers.sources import STYLES, Sources
 from prism.replay.bursty import PRESETS
-from prism.replay.trace import models_of, read_trace
+from prism.replay.trace import models_of
 
 ARENA = """id,timestamp_s,model_id,input_tokens,output_tokens
 0,0.5,3,11,21
@@ -41,31 +37,25 @@ def test_the_arena_sample_is_used_where_it_is(tmp_path: Path) -> None:
     assert "arena_chat27.csv" in sources.described()
 
 
-def test_a_shorter_arena_sample_is_taken_whole_with_half_of_it_as_history(tmp_path: Path) -> None:
+def test_a_shorter_arena_sample_is_taken_whole(tmp_path: Path) -> None:
     rows = [f"{i},{i / 2},{i % 9},{10 + i},20" for i in range(121)]
     (tmp_path / "arena_chat27.csv").write_text(ARENA.splitlines()[0] + "\n" + "\n".join(rows))
-    bar = nullcontext(lambda done, total: None)
-    lab = Lab(tmp_path / "study", lambda what: bar, sources=Sources(tmp_path))
-    models = [(name, 1) for name in E2E_MODELS]
-    cluster = with_history(lab, "eight", "arena-chat", models, 900.0)
-    folder = Path(cluster.config).parent
-    trace, before = read_trace(folder / "eight.jsonl"), read_trace(folder / cluster.history)
-    assert {request.input_length for request in before} <= set(range(10, 70))
-    assert {request.input_length for request in trace} <= set(range(70, 131))
-    assert len(before) + len(trace) > 120 * 8 / 9 - 2
-    assert trace[-1].arrival_s <= 30
-    (said,) = lab.sources.shortened
+    sources = Sources(tmp_path)
+    trace = sources.styled("arena-chat", [f"m{i}" for i in range(8)], 900.0, seed=0)
+    assert len(trace) > 120 * 8 / 9 - 2
+    assert trace[-1].arrival_s <= 60
+    (said,) = sources.shortened
     assert said.startswith("arena-chat: the 60 s of arrivals that its sample has")
-    assert said.endswith("instead of 1800 s")
+    assert said.endswith("instead of 900 s")
     found = report.result(
         catalog.get("prism-fig7-rate"),
         Findings([], [], {}),
         quick=False,
         seed=0,
         traces="",
-        shortened=list(lab.sources.shortened),
+        shortened=list(sources.shortened),
     )
-    assert f"Shortened: 15 minutes of trace, four rates; {said}." in report.markdown([found])
+    assert f"Shortened: 10 minutes of trace, four rates; {said}." in report.markdown([found])
 
 
 def test_beyond_the_arena_sample_its_lengths_come_at_the_generators_rate(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_what_was_taken_is_used_at_every_point(
 ) -> None:
     settings = {"baselines.static_kv": "tokens"}
     chosen = tuning.Tuned({"static": settings})
-    cluster = prism_sweeps.Cluster("x.yaml", "", (1, 1), (1, 1), chosen)
+    cluster = prism_sweeps.Cluster("x.yaml", (1, 1), (1, 1), chosen)
     changes = prism_sweeps.at(cluster, "static", rate_scale=2.0).changes
     assert changes == {**settings, "rate_scale": 2.0, "policy": "static"}
     monkeypatch.setattr(laboratory, "simulate", lambda trial: TrialOutcome(trial.changes))
