@@ -37,7 +37,7 @@ def test_eight_of_8b_take_five_sixths_of_two_gpus(tmp_path: Path) -> None:
     cluster = with_models(a_lab(tmp_path), "eight", "hyperbolic", EIGHT_8B)
     setup = load(Path(cluster.config)).setup
     weights = sum(model.weight_bytes for model in setup.models)
-    assert weights / sum(gpu.capacity_bytes for gpu in setup.gpus) == pytest.approx(0.83, abs=0.01)
+    assert weights / sum(d.capacity_bytes for d in setup.devices) == pytest.approx(0.83, abs=0.01)
 
 
 def test_orders_are_judged_with_each_muxserve_and_each_qlm() -> None:
