@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -33,16 +33,15 @@ SAID: dict[str, tuple[tuple[sweeps.Levels, str], ...]] = {
 
 
 def by_rate(lab: Lab) -> Findings:
-    return _by_rate(lab, sweeps.EIGHT)
+    return _by_rate(lab, sweeps.EIGHT, (8.0, 16.0, 32.0, 48.0))
 
 
 def by_rate_8b(lab: Lab) -> Findings:
-    return _by_rate(lab, sweeps.EIGHT_8B)
+    return _by_rate(lab, sweeps.EIGHT_8B, (4.0, 8.0, 16.0, 32.0))
 
 
-def _by_rate(lab: Lab, models: sweeps.Models) -> Findings:
-    study = Findings([], [], {}, [FAIR_TUNED])
-    rates = lab.pick((8.0, 16.0, 32.0, 48.0), (4.0, 16.0))
+def _by_rate(lab: Lab, models: sweeps.Models, rates: Sequence[float]) -> Findings:
+    study, rates = Findings([], [], {}, [FAIR_TUNED]), lab.pick(rates, (4.0, 16.0))
     for style in STYLES:
         cluster = sweeps.eight_model_cluster(lab, style, models)
         fixed = {"slo_scale": sweeps.SLO_SCALES[style]}

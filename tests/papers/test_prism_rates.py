@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from papers import prism_sweeps, prism_table1
-from papers.findings import Plot
 from papers.lab import Lab
 from papers.lines import Lines
 from papers.prism_setup import Cluster
@@ -61,17 +60,17 @@ def test_qlm_by_each_of_its_rules() -> None:
 
 
 def test_memory_beside_weights_and_kv_is_varied(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = {"1GiB": 90.0, "2GiB": 70.0, "3GiB": None}
+    shares = {"2GiB": 70.0, "3GiB": None}
 
     def attained(lab: Lab, trials: Sequence[Trial]) -> list[float | None]:
         return [shares[trial.changes["engine.static"]] for trial in trials]
 
     monkeypatch.setattr(prism_sweeps, "attained", attained)
-    plots: dict[str, Plot] = {}
-    cluster = Cluster("setup.yaml", (1.0, 1.0), (1.0, 1.0))
     monkeypatch.setattr(Lab, "pick", lambda self, full, quick: full)
-    found = prism_table1._outside(a_lab(Path()), cluster, {"gpus.count": 2}, plots)
-    assert {c.ours for c in found} == {"1GiB 90.0 %, 2GiB 70.0 %, 3GiB not placed"}
-    assert len(found) == len(prism_sweeps.EIGHT_SYSTEMS)
-    assert all(c.agrees is None for c in found)
-    assert set(plots) == {"outside"}
+    cluster = Cluster("setup.yaml", (1.0, 1.0), (1.0, 1.0))
+    with_two = {"prism": 90.0, "static": None}
+    found = prism_table1._outside(a_lab(Path()), cluster, {"gpus.count": 2}, with_two)
+    assert found["prism"] == [("1GiB", 90.0), ("2GiB", 70.0), ("3GiB", None)]
+    said = prism_table1._by_size("prism", dict(found["prism"]))
+    assert (said.ours, said.agrees) == ("1GiB 90.0 %, 2GiB 70.0 %, 3GiB not placed", None)
+    assert found["static"][0] == ("1GiB", None)
