@@ -199,7 +199,7 @@ HIGHER = {"ttft": 3.3, "tpot": 2.0}
 def by_gpus(lab: Lab) -> Findings:
     counts, study = lab.pick((2, 4, 5, 8), (4, 5)), Findings([], [], {}, [FAIR_TUNED])
     for style in STYLES:
-        trace = lab.sources.styled(style, model_names(18), lab.pick(600.0, 20.0), lab.seed)
+        trace = lab.sources.styled(style, model_names(18), lab.pick(400.0, 20.0), lab.seed)
         part = sweeps.tpot_part(style)
         cluster = prepared(lab, f"eighteen-{style}", eighteen(), trace, tpot_part=part)
         cluster = replace(cluster, tuned=sweeps.tuned(lab, style))

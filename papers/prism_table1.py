@@ -85,9 +85,9 @@ def _gpus(found: Lines) -> list[Statement]:
         if ends is not None:
             (few, first), (many, last) = ends
             what = f"more GPUs do not help, {system}"
-            holds, shown = last - first <= 100 * findings.EQUAL, f"{first:.1f}, then {last:.1f} %"
-            said = f"does not improve ({few} to {many} GPUs here)"
-            compared.append(findings.claim(what, holds, shown, said, "§7.5"))
+            holds = last - first <= 100 * findings.EQUAL
+            shown = f"{first:.1f} % with {few}, {last:.1f} % with {many}"
+            compared.append(findings.claim(what, holds, shown, "does not improve", "§7.5"))
     return compared
 
 

@@ -54,8 +54,8 @@ def test_qlm_by_each_of_its_rules() -> None:
     assert said == {
         "GPUs for 99 % TTFT, qlm": ("not up to 8", False),
         f"GPUs for 99 % TTFT, {AWARE}": ("8 GPUs", True),
-        "more GPUs do not help, qlm": ("20.0, then 20.5 %", True),
-        f"more GPUs do not help, {AWARE}": ("20.0, then 99.5 %", False),
+        "more GPUs do not help, qlm": ("20.0 % with 2, 20.5 % with 8", True),
+        f"more GPUs do not help, {AWARE}": ("20.0 % with 2, 99.5 % with 8", False),
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 from papers import lab as laboratory
 from papers import muxserve_setup, prism_sweeps, seallm_setup, tuning
 from papers.lab import Lab
+from papers.prism_setup import Cluster
 from papers.trial import Trial, TrialOutcome
 from prism.policies import registry
 from prism.sim.scenario import read_config, resolve
@@ -101,7 +102,7 @@ def test_what_was_taken_is_used_at_every_point(
 ) -> None:
     settings = {"baselines.static_kv": "tokens"}
     chosen = tuning.Tuned({"static": settings})
-    cluster = prism_sweeps.Cluster("x.yaml", (1, 1), (1, 1), chosen)
+    cluster = Cluster("x.yaml", (1, 1), (1, 1), chosen)
     changes = prism_sweeps.at(cluster, "static", rate_scale=2.0).changes
     assert changes == {**settings, "rate_scale": 2.0, "policy": "static"}
     monkeypatch.setattr(laboratory, "simulate", lambda trial: TrialOutcome(trial.changes))
