@@ -72,15 +72,6 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def history(self, name: str, trace: Trace) -> str:
-        """Write the trace of the time before; returns what `Trial.history` takes. Its name tells
-        its content, by which outcomes are kept."""
-        folder = self._setups()
-        path = folder / f"{name}-before.jsonl"
-        write_trace(path, trace)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-        return path.rename(folder / f"{name}-before-{digest}.jsonl").name
-
     def read(self, config: str) -> dict[str, Any]:
         """A setup that was written, without its trace."""
         data: dict[str, Any] = yaml.safe_load(Path(config).read_text())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from papers import findings
 from papers import muxserve_setup as setup
@@ -12,14 +11,11 @@ from papers.findings import Findings, Plot, Statement
 from papers.lab import Lab
 from papers.lines import (
     Lines,
-    Points,
     ahead,
     best_ratio,
-    cut,
     lines,
     outcomes,
     problems,
-    ratios,
     rows,
     study_of,
     up_to,
@@ -34,9 +30,6 @@ RPS = "throughput (req/s, weighted by rate)"
 SLO = "SLO attainment (%)"
 PER_MODEL = "average rate (req/s per model)"
 BASELINES = ("spatial", "temporal")
-SLOWER_HOST = "20ms"
-"""An ablation: what a step of an engine of 2024 may have cost beside the GPU's time."""
-ON_SLOWER = {"engine.host": SLOWER_HOST}
 
 
 def synthetic(lab: Lab) -> Findings:
@@ -44,7 +37,6 @@ def synthetic(lab: Lab) -> Findings:
     table, plots, every = [], {}, []
     rates: dict[float, Lines] = {}
     shares: dict[float, Lines] = {}
-    slower: dict[float, Points] = {}
     for alpha in lab.pick((0.9, 2.1), (0.9,)):
         weight = sum((m.rank + 1) ** -alpha for m in models)
         setups: dict[float, str] = {}
@@ -53,18 +45,13 @@ def synthetic(lab: Lab) -> Findings:
             config = lab.setup(f"alpha{alpha:g}-rate{most:g}", setup.cluster(models, 32), trace)
             setups[round(most * weight / len(models), 3)] = config
         points = simulated(lab, setups, setup.SYSTEMS, tuned)
-        slower[alpha] = simulated(lab, setups, setup.SYSTEMS, tuned, ON_SLOWER)
         rates[alpha], shares[alpha] = lines(points, setup.throughput), lines(points, slo)
         every += outcomes(points)
         table += rows(points, alpha=alpha)
         for what, ylabel, found in (("throughput", RPS, rates), ("slo", SLO, shares)):
             name = f"{what}-{alpha:g}".replace(".", "-")
             plots[name] = Plot(f"alpha {alpha:g}", PER_MODEL, ylabel, found[alpha])
-    slow_rates, slow_shares = (
-        {alpha: lines(points, measure) for alpha, points in slower.items()}
-        for measure in (setup.throughput, slo)
-    )
-    compared = [*_throughputs(rates, slow_rates), *in_time(shares, slow_shares)]
+    compared = [*_throughputs(rates), in_time(shares)]
     if len(shares) > 1:
         steep = max(shares)
         compared.append(
@@ -73,14 +60,12 @@ def synthetic(lab: Lab) -> Findings:
     return Findings(compared, table, plots, [setup.FAIR_TUNED, *tuned.said], problems(every))
 
 
-def _throughputs(by_alpha: Mapping[float, Lines], slower: Mapping[float, Lines]) -> list[Statement]:
+def _throughputs(by_alpha: Mapping[float, Lines]) -> list[Statement]:
     source, compared, best = "§4.2, Figure 5", [], []
     for alpha, rates in by_alpha.items():
         holds, shown = outperforms(rates)
         what = f"alpha {alpha:g}: MuxServe's throughput is the highest at every rate"
         compared.append(findings.claim(what, holds, shown, "in all scenarios", source))
-        if holds is False:
-            compared.append(always_cause(what, rates, slower[alpha]))
         for name in BASELINES:
             best.append(best_ratio(rates, "muxserve", name))
             what = f"alpha {alpha:g}: throughput, MuxServe over {name}, at most"
@@ -99,46 +84,12 @@ def outperforms(found: Lines) -> tuple[bool | None, str]:
     return (None, f"equal to {' and '.join(equals)} at every rate") if equals else (True, "it is")
 
 
-def behind(rates: Lines) -> list[Any]:
-    """Each x at which MuxServe is not the best."""
-    return list(dict.fromkeys(x for x, _ in ahead(rates, "muxserve", BASELINES)))
-
-
-def least_ratio(found: Lines, xs: Collection[Any]) -> float | None:
-    """MuxServe over the better baseline, at the x of `xs` where it is worst."""
-    some = cut(found, xs)
-    each = [r for name in BASELINES for _, r in ratios(some, "muxserve", name)]
-    return min(each, default=None)
-
-
-def always_cause(what: str, rates: Lines, slow: Lines) -> Statement:
-    """Whether the host's time keeps MuxServe from being the best at some rates. As in the
-    statement, equal is enough."""
-    xs = behind(rates)
-    places = " and ".join(f"{x:g}" for x in xs)
-    what = f"{what}, at {places} req/s per model, {SLOWER_HOST} of host time in each step"
-    here, changed = (least_ratio(found, xs) for found in (rates, slow))
-    return findings.cause(what, here, changed, wanted=1 - findings.EQUAL)
-
-
-def host_cause(what: str, rates: Lines, slow: Lines, over: str, x: Any) -> Statement:
-    """Whether the host's time decides MuxServe's factor over a baseline at x."""
-    here, changed = (best_ratio(cut(found, {x}), "muxserve", over) for found in (rates, slow))
-    what = f"{what}, at {x:g} req/s per model, {SLOWER_HOST} of host time in each step"
-    return findings.cause(what, here, changed)
-
-
-def in_time(by_alpha: Mapping[float, Lines], slower: Mapping[float, Lines]) -> list[Statement]:
-    """How many more requests are within 99 % SLO attainment. Where that is not as published:
-    whether the host's time is why."""
-    (most, where), (changed, there) = held_ratio(by_alpha), held_ratio(slower)
+def in_time(by_alpha: Mapping[float, Lines]) -> Statement:
+    """How many more requests are within 99 % SLO attainment."""
+    most, where = held_ratio(by_alpha)
     what = "requests within 99 % SLO attainment over either baseline, at most"
     source, said = "§4.2, Figure 5", PUBLISHED_SYNTHETIC["requests"]
-    found = findings.factor(what + where, most, said, source)
-    if found.agrees or most is None:
-        return [found]
-    what += f"{where}, {SLOWER_HOST} of host time in each step{there}"
-    return [found, findings.cause(what, most, changed)]
+    return findings.factor(what + where, most, said, source)
 
 
 def held_ratio(by_alpha: Mapping[float, Lines]) -> tuple[float | None, str]:
@@ -180,26 +131,21 @@ def chat(lab: Lab) -> Findings:
         trace = setup.shared_out(lab, models, rate * len(models), lab.pick(60.0, 6.0))
         setups[rate] = lab.setup(f"rate{rate:g}", setup.cluster(models, 32), trace)
     points = simulated(lab, setups, setup.SYSTEMS, tuned)
-    last = {max(setups): setups[max(setups)]}
-    slow = lines(simulated(lab, last, setup.SYSTEMS, tuned, ON_SLOWER), setup.throughput)
     rates, shares = lines(points, setup.throughput), lines(points, slo)
     plots = {
         "throughput": Plot("ChatLMSYS", PER_MODEL, RPS, rates),
         "slo": Plot("ChatLMSYS", PER_MODEL, SLO, shares),
     }
-    return study_of(points, _chat(rates, shares, slow), plots, [setup.FAIR_TUNED, *tuned.said])
+    return study_of(points, _chat(rates, shares), plots, [setup.FAIR_TUNED, *tuned.said])
 
 
-def _chat(rates: Lines, shares: Lines, slow: Lines) -> list[Statement]:
-    """slow: at the highest rate, with slower hosts."""
-    source, most = "§4.3, Figure 7", rates["muxserve"][-1][0]
+def _chat(rates: Lines, shares: Lines) -> list[Statement]:
+    source = "§4.3, Figure 7"
     compared: list[Statement] = []
     for name, said in PUBLISHED_CHAT.items():
         what = f"throughput, MuxServe over {name}"
         best = best_ratio(rates, "muxserve", name)
         compared.append(findings.factor(f"{what}, at most", best, said, source))
-        if compared[-1].agrees is False:
-            compared.append(host_cause(what, rates, slow, name, most))
     compared.append(always_in_time("", shares, "always", source))
     return [*compared, quite_bad(rates, shares, source)]
 

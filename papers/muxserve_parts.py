@@ -12,11 +12,14 @@ from papers.a100 import slo
 from papers.findings import Findings, Plot, Statement
 from papers.lab import Lab
 from papers.lines import Lines, Points, best_ratio, cut, lines, outcomes, problems, rows, study_of
-from papers.muxserve import ON_SLOWER, RPS, SLO, SLOWER_HOST
+from papers.muxserve import RPS, SLO
 from papers.trial import TrialOutcome
 from papers.tuning import Systems, simulated
 from prism.replay.lengths import SHAREGPT, Lengths
 
+SLOWER_HOST = "20ms"
+"""An ablation: what a step of an engine of 2024 may have cost beside the GPU's time."""
+ON_SLOWER = {"engine.host": SLOWER_HOST}
 LESS_MEMORY = "48GB"
 """Of a GPU, in ablations."""
 TIGHT = {"gpus.memory": LESS_MEMORY}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from papers import findings
@@ -14,7 +12,6 @@ from papers.a100 import slo
 from papers.findings import Findings, Plot, Statement
 from papers.lab import Lab
 from papers.lines import Lines, Measure, Points, lines, mean, study_of
-from papers.trial import Trial, TrialOutcome
 from papers.tuning import Tuned, simulated
 from prism.sim.scenario import load
 from prism.sim.world import World
@@ -95,11 +92,6 @@ def fig7(lab: Lab) -> Findings:
         worst_of(first, source),
         statements.faster(each, "alpaserve", "mean TPOT, over alpaserve", "always faster", source),
     ]
-    measure = ("mean TPOT", services.mean_tpot_ms)
-    for x, name in statements.best_ahead(each, smaller=True):
-        if name == "alpaserve":
-            same = services.ServiceLoad(x, services.seconds_for(lab))
-            compared += services.on_other_traces(lab, tuned, each, (x, name), same, measure=measure)
     for name in ("muxserve", "vllm"):
         what = f"SeaLLM's mean TPOT is similar to {name}'s"
         compared.append(statements.similar(each, name, what, source))
@@ -147,15 +139,9 @@ def fig8(lab: Lab) -> Findings:
     points = simulated(lab, setups, VARIANTS)
     times, shares = lines(points, services.latency), lines(points, slo)
     compared: list[Statement] = []
-    drifted: dict[str, list[TrialOutcome]] = {}
     measures = (("normalised latency", times, True), ("SLO attainment", shares, False))
     for measure, found, smaller in measures:
         compared += _without(measure, found, smaller)
-        over = statements.most(found, "A", smaller=smaller)
-        if over is not None and over <= 1 + findings.EQUAL:
-            drifted = drifted or _where_rates_drift(lab)
-            what = f"{SAID['A']}: {measure}"
-            compared.append(drift_cause(what, over, drifted, smaller=smaller))
     plots = {
         "latency": Plot("Normalised latency", "req/s", "normalised latency", times, log=True),
         "slo": Plot("SLO attainment", "req/s", "%", shares),
@@ -180,43 +166,6 @@ def _without(measure: str, found: Lines, smaller: bool) -> list[Statement]:
         if len(names) > 1:
             compared += [findings.factor(what(n), over[n], None, source) for n in names]
     return [*compared, findings.unsaid(what("P"), over["P"], source)]
-
-
-DRIFT_RPS = 16.0
-DRIFT_TRACES = 2
-DRIFT_INTERVAL = "15s"
-DRIFT = (
-    f"where another service becomes the popular one: {DRIFT_RPS:g} req/s without bursts, first "
-    f"placed by the time before, first interval {DRIFT_INTERVAL}, means of {DRIFT_TRACES} traces"
-)
-
-
-def _where_rates_drift(lab: Lab) -> dict[str, list[TrialOutcome]]:
-    """SeaLLM with replacement and without, on rates that change once and then stay."""
-    trials: list[Trial] = []
-    each = services.ServiceLoad(lab.pick(DRIFT_RPS, 3.0), lab.pick(90.0, 5.0), gap_cv=1.0)
-    setup = {**services.cluster(), "replacement_interval": DRIFT_INTERVAL}
-    for number in range(DRIFT_TRACES):
-        now, then = (replace(lab, seed=lab.seed + number + more) for more in (0, 500))
-        work = services.trace(now, replace(each, popular="chat-13b"))
-        config = lab.setup(f"drift{number}", setup, work)
-        past = lab.history(f"drift{number}", services.trace(then, replace(each, popular="chat-7b")))
-        trials += [
-            Trial(config, {"policy": "seallm"}, variant=variant, history=past)
-            for variant in ("", "A")
-        ]
-    found = lab.run(trials, "drifting rates")
-    return {"seallm": found[::2], "A": found[1::2]}
-
-
-def drift_cause(
-    what: str, here: float | None, drifted: Mapping[str, Sequence[TrialOutcome]], *, smaller: bool
-) -> Statement:
-    """Whether replacement gains where there is something to adapt to."""
-    measure = services.latency if smaller else slo
-    with_it, without = (sum(measure(m) or 0.0 for m in drifted[n]) for n in ("seallm", "A"))
-    changed = findings.ratio(without, with_it) if smaller else findings.ratio(with_it, without)
-    return findings.cause(f"{what}, {DRIFT}", here, changed)
 
 
 def fig14(lab: Lab) -> Findings:

@@ -9,11 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from papers import findings
 from papers.a100 import GPU, slo, with_slos
-from papers.findings import Statement
 from papers.lab import Lab
-from papers.lines import Lines, Measure, Points, ratio_at
+from papers.lines import Measure, Points
 from papers.trial import TrialOutcome
 from papers.tuning import RULE, Systems, Tuned, elsewhere, simulated, tune
 from prism.replay.lengths import SHAREGPT, Lengths, LengthSource, requests_at
@@ -96,13 +94,6 @@ class ServiceLoad:
     """Times the execution time of the request alone."""
     slo_of_service: bool = False
     """SLOs scale the service's mean execution time instead."""
-    popular: str = ""
-    """A service that has POPULAR of the requests; otherwise all have the same part."""
-    gap_cv: float = BURSTS_CV
-    """Coefficient of variation of the times between a service's arrivals."""
-
-
-POPULAR = 2 / 3
 
 
 def trace(lab: Lab, load: ServiceLoad) -> Trace:
@@ -111,7 +102,7 @@ def trace(lab: Lab, load: ServiceLoad) -> Trace:
     rng = np.random.default_rng([lab.seed, 11])
     names = [s.name for s in SERVICES]
     given = None
-    if load.skew == 1 and not load.popular:
+    if load.skew == 1:
         given = lab.sources.functions(names, load.seconds, load.rate_rps, lab.seed)
     if given is not None:
         moments_s = np.array([r.arrival_s for r in given])
@@ -121,8 +112,8 @@ def trace(lab: Lab, load: ServiceLoad) -> Trace:
         runs = -(-len(moments_s) // load.skew)
         whose = np.repeat(rng.integers(len(names), size=runs), load.skew)[: len(moments_s)]
     else:
-        rates = [load.rate_rps * _part(load, name) for name in names]
-        parts = [renewals(rate, load.gap_cv, load.seconds, rng) for rate in rates]
+        rate_rps = load.rate_rps / len(names)
+        parts = [renewals(rate_rps, BURSTS_CV, load.seconds, rng) for _ in names]
         moments_s = np.concatenate(parts)
         whose = np.repeat(np.arange(len(names)), [len(p) for p in parts])
     found: list[TraceRequest] = []
@@ -135,12 +126,6 @@ def trace(lab: Lab, load: ServiceLoad) -> Trace:
         load.slo_scale,
         of_mean=load.slo_of_service,
     )
-
-
-def _part(load: ServiceLoad, service: str) -> float:
-    if not load.popular:
-        return 1 / len(SERVICES)
-    return POPULAR if service == load.popular else (1 - POPULAR) / (len(SERVICES) - 1)
 
 
 def _spread(request: TraceRequest, spread: float, rng: np.random.Generator) -> TraceRequest:
@@ -223,31 +208,3 @@ def under_loads(
         for x, load in loads.items()
     }
     return simulated(lab, setups, systems or lab.pick(SYSTEMS, FAST), tuned)
-
-
-OTHER_TRACES = 2
-
-
-def on_other_traces(
-    lab: Lab,
-    tuned: Tuned,
-    found: Lines,
-    place: tuple[Any, str],
-    load: ServiceLoad,
-    *,
-    measure: tuple[str, Measure],
-) -> list[Statement]:
-    """Whether this trace alone has a baseline ahead of SeaLLM: means over other traces of the same
-    load. place: x and the baseline. measure: smaller figures are better."""
-    (x, name), (said, value) = place, measure
-    if lab.quick:
-        return []
-    setups: dict[int, str] = {}
-    for number in range(OTHER_TRACES):
-        work = trace(replace(lab, seed=lab.seed + number + 1), load)
-        setups[number] = lab.setup(f"x{x}-other{number}".replace(".", "-"), cluster(), work)
-    each = simulated(lab, setups, {s: SYSTEMS[s] for s in ("seallm", name)}, tuned).values()
-    own, other = (sum(value(by_name[s]) or 0.0 for by_name in each) for s in ("seallm", name))
-    here = ratio_at(found, x, "seallm", name, smaller=True)
-    what = f"{said} at {x:g}, over {name}, on {OTHER_TRACES} other traces"
-    return [findings.cause(what, here, findings.ratio(other, own), wanted=1 - findings.EQUAL)]

@@ -8,12 +8,10 @@ from typing import Any
 from papers import findings
 from papers.a100 import slo
 from papers.findings import Statement
-from papers.lines import Lines, Points, ahead, best_ratio, lines, ratio_at, ratios
+from papers.lines import Lines, Points, best_ratio, lines, ratio_at, ratios
 from papers.seallm_setup import FIXED, LARGEST, others_tail_s, tail_s
 
 BASELINES = ("vllm", "alpaserve", "muxserve")
-ENOUGH = 1 - findings.EQUAL
-"""To be as good as a baseline is enough."""
 
 
 def most(found: Lines, over: str, *, smaller: bool) -> float | None:
@@ -21,31 +19,10 @@ def most(found: Lines, over: str, *, smaller: bool) -> float | None:
     return best_ratio(found, "seallm", over, smaller=smaller)
 
 
-def best_ahead(found: Lines, *, smaller: bool) -> list[tuple[Any, str]]:
-    """Each x at which a baseline is better than SeaLLM, with that baseline."""
-    return ahead(found, "seallm", BASELINES, smaller=smaller)
-
-
 def shares_cause(what: str, found: Lines, *, smaller: bool) -> Statement:
     """Whether MuxServe gains by taking the SMs that are free."""
     here, fixed = (most(found, name, smaller=smaller) for name in ("muxserve", FIXED))
     return findings.cause(f"{what}, over muxserve with fixed shares of the compute", here, fixed)
-
-
-def place_causes(what: str, found: Lines, queues: Lines, *, smaller: bool) -> list[Statement]:
-    """For each x and baseline that is ahead: whether MuxServe with fixed shares would be, and
-    whether SeaLLM would be behind with `queues` that sink in place of budgets."""
-    both, rows = {**found, "queues": queues.get("seallm", [])}, []
-    for x, name in best_ahead(found, smaller=smaller):
-        here = ratio_at(found, x, "seallm", name, smaller=smaller)
-        if name == "muxserve":
-            fixed = ratio_at(found, x, "seallm", FIXED, smaller=smaller)
-            said = f"{what} at {x:g}, over muxserve with fixed shares of the compute"
-            rows.append(findings.cause(said, here, fixed, wanted=ENOUGH))
-        sunk = ratio_at(both, x, "queues", name, smaller=smaller)
-        said = f"{what} at {x:g}, over {name}, SeaLLM with feedback queues in place of budgets"
-        rows.append(findings.cause(said, here, sunk, wanted=ENOUGH))
-    return rows
 
 
 def tail_cause(points: Points, name: str) -> Statement:

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from papers import ablations
 from prism.errors import ConfigError
-from prism.policies.placement import Placement
-from prism.policies.policy import Policy
 from prism.sim.points import Point, PointOutcome
 from prism.sim.profile import loads
 from prism.sim.records import NEVER, Records
@@ -28,9 +26,6 @@ class Trial(Point, frozen=True):
     """Of the policy; see `papers.ablations`."""
     series: bool = False
     """Keep samples over time."""
-    history: str = ""
-    """Trace of the time before, beside the setup's. The first placement search gets its rates and
-    lengths instead of those to come."""
 
 
 class ModelMeasure(msgspec.Struct, frozen=True):
@@ -96,10 +91,9 @@ def simulate(trial: Trial) -> TrialOutcome:
     try:
         scenario = load(Path(trial.config), trial.changes)
         policy = ablations.get(scenario.config.policy, trial.variant, scenario.setup.knobs)
-        start = _placed_before(trial, policy) if trial.history else None
     except ConfigError as error:
         return TrialOutcome(trial.changes, problem=str(error))
-    world = World(scenario.setup, scenario.work, policy, start=start)
+    world = World(scenario.setup, scenario.work, policy)
     records = world.run()
     found = results_of(scenario.config, world, trial.judge)
     table = columns(records)
@@ -116,11 +110,6 @@ def simulate(trial: Trial) -> TrialOutcome:
         gpu_bytes=sum(gpu.capacity_bytes for gpu in found.gpus),
         series=_series(records) if trial.series else None,
     )
-
-
-def _placed_before(trial: Trial, policy: Policy) -> Placement | None:
-    past = load(Path(trial.config), {**trial.changes, "trace": trial.history})
-    return World(past.setup, past.work, policy).place()
 
 
 def _models(

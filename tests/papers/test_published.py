@@ -77,15 +77,11 @@ def test_requests_within_99_percent_are_read_between_rates() -> None:
         "spatial": line(100.0, 98.0, 90.0),
         "temporal": line(98.0, 90.0, 80.0),
     }
-    (found,) = in_time({0.9: shares}, {})
+    found = in_time({0.9: shares})
     assert (found.ours, found.published) == (f"{2.5 / 1.5:.2f}x", "2.90x")
     assert "over spatial, alpha 0.9" in found.what
     nothing: Lines = {name: line(90.0) for name in shares}
-    assert [c.agrees for c in in_time({0.9: nothing}, {0.9: shares})] == [None]
-    equal: Lines = dict.fromkeys(shares, line(100.0, 100.0, 100.0))
-    _, slower = in_time({0.9: equal}, {0.9: shares})
-    assert (slower.ours, slower.verdict) == ("1.00x, changed 1.67x", "names the cause")
-    assert "over spatial, alpha 0.9" in slower.what
+    assert in_time({0.9: nothing}).agrees is None
 
 
 @pytest.mark.parametrize(("temporal", "holds"), [(0.5, True), (1.0, False), (1.5, False)])
