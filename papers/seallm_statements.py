@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from papers import findings
-from papers.a100 import slo
 from papers.findings import Statement
 from papers.lines import Lines, Points, best_ratio, lines, ratio_at, ratios
 from papers.seallm_setup import FIXED, LARGEST, others_tail_s, tail_s
@@ -132,12 +131,6 @@ def shrinks(found: Lines, what: str, source: str, *, smaller: bool) -> Statement
 def _lead_at(found: Lines, x: Any, *, smaller: bool) -> float | None:
     each = (ratio_at(found, x, "seallm", n, smaller=smaller) for n in BASELINES if n in found)
     return min((r for r in each if r is not None), default=None)
-
-
-def fall_of(points: Points, system: str) -> float | None:
-    """A system's SLO attainment at the first x over that at the last."""
-    first, *_, last = (found[system] for found in points.values())
-    return findings.ratio(slo(first), slo(last))
 
 
 def gains_of(found: Lines) -> list[tuple[Any, float]]:
