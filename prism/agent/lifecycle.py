@@ -157,7 +157,9 @@ class Lifecycle:
         self, hosted: HostedModel, engine: EngineProcess, message: Activated
     ) -> None:
         hosted.stages_s = stages_of(hosted, message, self._now_s())
-        self._models.totals(hosted.name).activations += 1
+        totals = self._models.totals(hosted.name)
+        totals.activations += 1
+        totals.stages_s.update(hosted.stages_s)
         self._fingerprints.learn(hosted.name, message.fingerprint, engine.is_fresh)
         engine.is_fresh = hosted.needs_fresh = False
         self._effects.record(ActivationRecord(hosted.name, engine.id, hosted.stages_s, message))

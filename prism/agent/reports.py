@@ -66,6 +66,7 @@ def _model_report(
 ) -> ModelReport:
     status = engine.status if engine and engine.status else EngineStatus(hosted.engine_id, None)
     activated = engine.activated if engine else None
+    token_bytes = engine.token_bytes if engine else 0
     return ModelReport(
         model=hosted.name,
         state=hosted.state.value,
@@ -79,6 +80,8 @@ def _model_report(
         finished_total=totals.finished,
         failed_total=totals.failed,
         kv_mapped_bytes=status.kv_mapped_bytes,
+        kv_cached_bytes=status.evictable_tokens * token_bytes,
+        kv_idle_bytes=status.free_mapped_tokens * token_bytes,
         kv_reserve_bytes=activated.reserve_bytes if activated else 0,
         static_bytes=status.static_bytes or (activated.static_bytes if activated else 0),
         maps_total=totals.maps,
@@ -88,6 +91,7 @@ def _model_report(
         error=hosted.error,
         stages_s=hosted.stages_s,
         activations_total=totals.activations,
+        stages_total_s=dict(totals.stages_s),
         peers=hosted.peers,
         link_bytes=activated.link_bytes if activated else {},
     )

@@ -33,6 +33,7 @@ class TrackedRequest:
     newer: TrackedRequest | None = None  # a later entry of the same id; it waits for this one's end
     engine_id: str = ""
     need_tokens: int = 0  # KV that it was admitted for
+    started_unix_s: float = 0.0  # when it went to its engine
     prefilled: bool = False  # its first token came
     produced: int = 0  # output tokens that came, and those that came with it
     makes_way: bool = False  # its engine was told to hand it back, for a suspect

@@ -27,6 +27,7 @@ from prism.messages.requests import (
     EngineOutput,
     Failure,
     Request,
+    Started,
 )
 from prism.queueing import RequestQueue
 
@@ -221,7 +222,7 @@ class Serving:
         self._requests.start(tracked, engine_id, need_tokens)
         totals = self._state.models.totals(request.model)
         totals.prompt_tokens += len(request.prompt_ids)
-        totals.last_request_unix_s = self._now_unix_s()
+        totals.last_request_unix_s = tracked.started_unix_s = self._now_unix_s()
 
     # --- output -----------------------------------------------------------------------------
 
@@ -298,10 +299,14 @@ class Serving:
         totals = self._state.models.totals(run.request.model)
         totals.output_tokens += len(chunk.token_ids)
         was_on_trial, run.produced = run.is_on_trial, chunk.first_index + len(chunk.token_ids)
+        shows = run.state is RequestState.RUNNING
+        if shows and not run.prefilled:
+            started = Started(run.id, run.request.attempt, self._device, run.started_unix_s)
+            batch.started(run.request, started)
         if not run.prefilled or was_on_trial:
             run.prefilled = True
             self.wake()
-        if run.state is RequestState.RUNNING:
+        if shows:
             batch.chunk(run.request, chunk)
         if chunk.finish_reason is not None:
             totals.finished += 1

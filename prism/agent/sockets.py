@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from prism.messages.agent import ActionResult, AgentCommand, AgentReport, FromScheduler
 from prism.messages.engine import FromEngine, ToEngine
-from prism.messages.requests import Chunk, EngineOutput, Failure, Request
+from prism.messages.requests import Chunk, EngineOutput, Failure, Request, Started
 from prism.transport import ENGINE_MESSAGE_BYTES_MAX, BlockingChannel, Channel
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,9 @@ class OutputBatch:
     def chunk(self, request: Request, chunk: Chunk) -> None:
         self.output(request.reply_to, request.frontend_id).chunks.append(chunk)
 
+    def started(self, request: Request, started: Started) -> None:
+        self.output(request.reply_to, request.frontend_id).started.append(started)
+
     def failure(self, request: Request, failure: Failure) -> None:
         self.output(request.reply_to, request.frontend_id).failures.append(failure)
 
@@ -110,7 +113,7 @@ class OutputBatch:
         """What goes to this frontend."""
         address = (reply_to, frontend_id)
         if address not in self._by_address:
-            self._by_address[address] = EngineOutput(chunks=[], failures=[])
+            self._by_address[address] = EngineOutput(chunks=[], failures=[], started=[])
         return self._by_address[address]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -118,6 +119,7 @@ class ModelTotals:
     unmaps: int = 0
     retractions: int = 0
     activations: int = 0
+    stages_s: Counter[str] = field(default_factory=Counter)  # of all activations
     last_request_unix_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     _seen: dict[str, Counters] = field(default_factory=dict)

@@ -69,13 +69,14 @@ class Actuator:
     def _begin(self, move: Move, reason: str, work: Awaitable[None]) -> asyncio.Task[str]:
         log.info("%s %s on %s: %s", move.kind, move.model, move.device, reason)
         self._note(Started, move, reason=reason)
+        number = self._state.decisions.began(move.kind, move.model, *move.ends, reason)
         self._state.moves[move.model] = move
-        task = asyncio.create_task(self._finish(move, work))
+        task = asyncio.create_task(self._finish(move, work, number))
         self._tasks[move.model] = task
         self._state.changes.notify()
         return task
 
-    async def _finish(self, move: Move, work: Awaitable[None]) -> str:
+    async def _finish(self, move: Move, work: Awaitable[None], number: int) -> str:
         problem = ""
         try:
             await work
@@ -85,6 +86,7 @@ class Actuator:
             self._failed(move, problem)
         finally:
             self._note(Ended, move, problem=problem)
+            self._state.decisions.ended(number, problem)
             del self._state.moves[move.model]
             del self._tasks[move.model]
             self._state.changes.notify()

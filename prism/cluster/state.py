@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from prism.cluster.agents import AgentBook
 from prism.cluster.backoff import ActivationBackoff
 from prism.cluster.changes import Changes
+from prism.cluster.decisions import Decisions
 from prism.cluster.sizes import Sizes
 from prism.cluster.timing import SchedulerTiming
 from prism.config.schema import ClusterConfig
@@ -72,6 +73,7 @@ class SchedulerState:
     # When models have been up for as long as they took to load.
     repaid_s: dict[str, float] = field(default_factory=dict)
     actions_total: Counter[str] = field(default_factory=Counter)
+    decisions: Decisions = field(default_factory=Decisions)
     planned_once: bool = False
     # The cluster was ready once, perhaps under a scheduler before this one.
     started_all: bool = False

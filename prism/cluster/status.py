@@ -29,6 +29,7 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
         refusals=dict(state.refusals),
         malformed_total=malformed_total(),
         degraded=degraded(state),
+        decisions=state.decisions.latest(),
     )
 
 

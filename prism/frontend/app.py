@@ -14,7 +14,7 @@ from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import install_handlers
 from prism.frontend.metrics import Metrics
-from prism.frontend.routes import chat, completions, health, models
+from prism.frontend.routes import chat, completions, dashboard, health, models
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
 from prism.queueing.requests import RequestQueue
@@ -38,7 +38,7 @@ def create_app(
 
     app = FastAPI(title="Prism", lifespan=lifespan, docs_url=None, redoc_url=None)
     install_handlers(app)
-    for routes in (models, completions, chat, health):
+    for routes in (models, completions, chat, health, dashboard):
         app.include_router(routes.router)
     return app
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -14,12 +16,14 @@ from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.gpu import GpuMemory
 
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 # metric name -> (field of the report, help)
 _DEVICE_GAUGES = {
     "prism_device_capacity_bytes": ("capacity_bytes", "Memory of the device"),
     "prism_device_reserved_bytes": ("reserved_bytes", "Reserved in the ledger"),
     "prism_device_committed_bytes": ("committed_bytes", "Backed by pages"),
     "prism_device_resident_bytes": ("resident_bytes", "Resident, as the OS says"),
+    "prism_device_page_bytes": ("page_bytes", "One page of the device's memory"),
     "prism_device_engines_free": ("engines_free", "Engine processes without a model"),
     "prism_device_engines_starting": ("engines_starting", "Engine processes starting"),
     "prism_device_engines": ("engines_total", "Engine processes"),
@@ -46,6 +50,8 @@ _MODEL_GAUGES = {
     "prism_model_waiting_requests": ("waiting", "Requests in the device's queue"),
     "prism_model_running_requests": ("running", "Requests in the engine"),
     "prism_model_kv_mapped_bytes": ("kv_mapped_bytes", "KV cache mapped"),
+    "prism_model_kv_cached_bytes": ("kv_cached_bytes", "Of it, unused prefixes that are kept"),
+    "prism_model_kv_idle_bytes": ("kv_idle_bytes", "Of it, without a token"),
     "prism_model_kv_reserve_bytes": ("kv_reserve_bytes", "KV cache guaranteed"),
     "prism_model_static_bytes": ("static_bytes", "Weights and the fixed share"),
     "prism_model_activation_seconds": ("activation_s", "Duration of the last activation"),
@@ -60,20 +66,49 @@ _MODEL_COUNTERS = {
     "prism_model_activations": ("activations_total", "Times the model became active"),
     "prism_model_retractions": ("retractions_total", "Running requests put back for memory"),
 }
-# metric name -> (label that tells values of a model apart, help, values by that label)
-_PER_MODEL: dict[str, tuple[str, str, Callable[[ModelReport], Mapping[str, float]]]] = {
-    "prism_model_state": ("state", "1 for the model's state", lambda report: {report.state: 1}),
-    "prism_model_activation_stage_seconds": (
-        "stage",
+
+
+@dataclass(frozen=True, slots=True)
+class _PerModel:
+    """A metric with several values of each model on each device, told apart by `label`."""
+
+    name: str
+    text: str
+    label: str
+    values: Callable[[ModelReport], Mapping[str, float]]
+    family: _Family = GaugeMetricFamily
+
+
+def _stages(stages_s: Mapping[str, float]) -> dict[str, float]:
+    return {stage: s for stage, s in stages_s.items() if stage != "total"}
+
+
+_PER_MODEL = (
+    _PerModel(
+        "prism_model_state", "1 for the model's state", "state", lambda model: {model.state: 1}
+    ),
+    _PerModel(
+        "prism_model_activation_stage_seconds",
         "Stages of the last activation",
-        lambda report: {stage: s for stage, s in report.stages_s.items() if stage != "total"},
+        "stage",
+        lambda model: _stages(model.stages_s),
     ),
-    "prism_model_activation_link_bytes": (
-        "link",
+    _PerModel(
+        "prism_model_activations_stage_seconds",
+        "Spent in a stage, over all activations",
+        "stage",
+        lambda model: _stages(model.stages_total_s),
+        CounterMetricFamily,
+    ),
+    _PerModel(
+        "prism_model_activation_link_bytes",
         "What the last activation brought over each GPU's link to the host",
-        lambda report: report.link_bytes,
+        "link",
+        lambda model: model.link_bytes,
     ),
-}
+)
+# There from the start, so that a rate sees the first one.
+_ACTIONS = [f"{kind}{end}" for kind in ("activate", "evict", "migrate") for end in ("", "_failed")]
 _Labelled = Sequence[tuple[list[str], AgentReport | ModelReport | GpuMemory]]
 
 
@@ -82,6 +117,8 @@ class ClusterCollector(Collector):
 
     def __init__(self) -> None:
         self.status: ClusterStatus | None = None
+        self.registry = CollectorRegistry(support_collectors_without_names=True)
+        self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         status = self.status
@@ -101,8 +138,7 @@ class ClusterCollector(Collector):
         yield from _families(CounterMetricFamily, _DRIVER_COUNTERS, ["device"], gpus)
         yield from _families(GaugeMetricFamily, _MODEL_GAUGES, ["device", "model"], models)
         yield from _families(CounterMetricFamily, _MODEL_COUNTERS, ["device", "model"], models)
-        for name, (label, text, values) in _PER_MODEL.items():
-            yield _per_model(status, name, text, label, values)
+        yield from (_per_model(status, metric) for metric in _PER_MODEL)
 
 
 def _cluster(status: ClusterStatus) -> Iterator[Metric]:
@@ -118,7 +154,7 @@ def _cluster(status: ClusterStatus) -> Iterator[Metric]:
     yield _by_label("prism_kvpr", "KV pressure ratio", "device", status.kvpr)
     yield _by_label("prism_token_rate", "Tokens per second", "model", status.token_rates)
     actions = CounterMetricFamily("prism_actions", "Scheduler's actions", labels=["action"])
-    for action, count in status.actions_total.items():
+    for action, count in (dict.fromkeys(_ACTIONS, 0) | status.actions_total).items():
         actions.add_metric([action], count)
     yield actions
     agents = {agent.device: agent.malformed_total for agent in status.agents}
@@ -135,7 +171,7 @@ def _by_label(
 
 
 def _families(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    kind: _Family,
     table: dict[str, tuple[str, str]],
     labels: list[str],
     rows: _Labelled,
@@ -147,17 +183,15 @@ def _families(
         yield family
 
 
-def _per_model(
-    status: ClusterStatus,
-    name: str,
-    what: str,
-    label: str,
-    values: Callable[[ModelReport], Mapping[str, float]],
-) -> Metric:
-    """Several values of each model on each device, told apart by `label`."""
-    family = GaugeMetricFamily(name, what, labels=["device", "model", label])
+def _stages(stages_s: dict[str, float]) -> dict[str, float]:
+    return {stage: s for stage, s in stages_s.items() if stage != "total"}
+
+
+def _per_model(status: ClusterStatus, metric: _PerModel) -> Metric:
+    labels = ["device", "model", metric.label]
+    family = metric.family(metric.name, metric.text, labels=labels)
     for agent in status.agents:
         for report in agent.models:
-            for key, value in values(report).items():
+            for key, value in metric.values(report).items():
                 family.add_metric([agent.device, report.model, key], value)
     return family

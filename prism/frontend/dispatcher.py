@@ -62,7 +62,7 @@ class Dispatcher:
         self._context = zmq.asyncio.Context()
         self._inbox: Channel[ToFrontend] = Channel(self._context, zmq.PULL, ToFrontend, hwm=0)
         self.siblings = Siblings(
-            self._context, config, frontend_id, lambda: metrics.text(frontend_id)
+            self._context, config, frontend_id, lambda names: metrics.text(frontend_id, names)
         )
         self._cancels = [Channel[None](self._context, zmq.PUSH) for _ in self._cancel_endpoints]
         self._loops: list[asyncio.Task[None]] = []
@@ -149,6 +149,9 @@ class Dispatcher:
 
     def _take(self, output: EngineOutput) -> None:
         unknown = []
+        for started in output.started:
+            if (entry := self.log.take_start(started)) is not None:
+                self._metrics.waited(entry.request, started.unix_s)
         for chunk in output.chunks:
             outcome = self.log.take_chunk(chunk)
             if outcome is ChunkOutcome.UNKNOWN and self._is_unknown_and_new(chunk.request_id):

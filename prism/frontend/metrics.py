@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from prism.frontend.siblings import labelled
+from prism.messages.requests import Request
 from prism.transport import malformed_total
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
@@ -32,15 +33,23 @@ class Metrics:
         self.tpot_s = self._histogram(
             "tpot_seconds", "Time per output token after the first", _TPOT_BUCKETS_S
         )
+        self.queue_s = self._histogram(
+            "queue_seconds", "Arrival to the hand-over to an engine", _TTFT_BUCKETS_S
+        )
         self.e2e_s = self._histogram("e2e_seconds", "Time to the last token", _E2E_BUCKETS_S)
         self.open = Gauge(
             "prism_open_requests", "Requests in progress", ["model"], registry=self.registry
         )
         self.registry.register(_Malformed())
 
-    def text(self, frontend_id: str) -> str:
-        """For Prometheus."""
-        return labelled(generate_latest(self.registry).decode(), frontend_id)
+    def waited(self, request: Request, started_unix_s: float) -> None:
+        """Two processes' clocks, of one machine."""
+        queue_s = max(0.0, started_unix_s - request.arrival_unix_s)
+        self.queue_s.labels(request.model).observe(queue_s)
+
+    def text(self, frontend_id: str, names: tuple[str, ...] = ()) -> str:
+        """For Prometheus. `names`: of samples, if not all are wanted."""
+        return labelled(chosen(self.registry, names), frontend_id)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"prism_{name}", text, ["model", *labels], registry=self.registry)
@@ -49,6 +58,12 @@ class Metrics:
         return Histogram(
             f"prism_{name}", text, ["model"], buckets=buckets_s, registry=self.registry
         )
+
+
+def chosen(registry: CollectorRegistry, names: tuple[str, ...]) -> str:
+    """As text for Prometheus: the samples of these names, or all of them."""
+    wanted = registry.restricted_registry(names) if names else registry
+    return generate_latest(wanted).decode()
 
 
 class _Malformed(Collector):

@@ -17,7 +17,7 @@ from enum import Enum, auto
 import msgspec
 
 from prism.frontend.errors import OverloadedError
-from prism.messages.requests import Chunk, Failure, Request, Resume
+from prism.messages.requests import Chunk, Failure, Request, Resume, Started
 
 # Attempts whose engine died, perhaps by them; and attempts in all, whoever was to blame.
 SUSPECTED_MAX = 3
@@ -48,6 +48,7 @@ class OpenRequest:
     enqueued: bool = False  # Redis has this attempt, or had it
     resends: int = 0  # of attempts that the queue had lost
     suspected: int = 0  # attempts whose engine died, perhaps by them
+    started: Started | None = None  # when and where it came to an engine first
     progress_s: float = field(default_factory=time.monotonic)  # when it was sent or output came
 
     @property
@@ -128,6 +129,14 @@ class RequestLog:
         entry = self._open.pop(request_id, None)
         if entry is not None:
             self._by_model[entry.request.model] -= 1
+        return entry
+
+    def take_start(self, started: Started) -> OpenRequest | None:
+        """The request, where this is the first time that it came to an engine."""
+        entry = self._open.get(started.request_id)
+        if entry is None or entry.started is not None:
+            return None
+        entry.started = started
         return entry
 
     def take_chunk(self, chunk: Chunk) -> ChunkOutcome:

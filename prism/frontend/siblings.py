@@ -14,38 +14,41 @@ from prism.config.schema import ClusterConfig
 from prism.messages.requests import FrontendMetrics, MetricsWanted
 from prism.transport import Channel
 
+Names = tuple[str, ...]
 ANSWER_S = 1.0  # one that answers later is left out
 _HELP = "# HELP "
 
 
 class Siblings:
-    """`own`: this frontend's metrics, as text for Prometheus. For one event loop."""
+    """`own`: this frontend's metrics of these names (none: all), as text for Prometheus. For one
+    event loop."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         config: ClusterConfig,
         frontend_id: str,
-        own: Callable[[], str],
+        own: Callable[[Names], str],
     ) -> None:
         self._context = context
         self._config = config
         self._id = frontend_id
         self._own = own
         self._channels: dict[str, Channel[None]] = {}
-        self._answers: dict[str, asyncio.Future[str]] = {}
+        self._answers: dict[tuple[str, Names], asyncio.Future[str]] = {}
 
-    async def metrics(self) -> list[str]:
+    async def metrics(self, names: Names = ()) -> list[str]:
         """Of this frontend, and of all others that answer in time."""
-        asked = [self._asked(name) for name in self._others()]
+        asked = [self._asked(other, names) for other in self._others()]
         if asked:
             await asyncio.wait(asked, timeout=ANSWER_S)
-        return [self._own(), *(each.result() for each in asked if each.done())]
+        return [self._own(names), *(each.result() for each in asked if each.done())]
 
     def take(self, message: MetricsWanted | FrontendMetrics) -> None:
         if isinstance(message, MetricsWanted):
-            self._send(message.frontend_id, FrontendMetrics(self._id, self._own()))
-        elif (asked := self._answers.pop(message.frontend_id, None)) is not None:
+            answer = FrontendMetrics(self._id, self._own(message.names), message.names)
+            self._send(message.frontend_id, answer)
+        elif asked := self._answers.pop((message.frontend_id, message.names), None):
             asked.set_result(message.text)
 
     def _others(self) -> set[str]:
@@ -54,15 +57,17 @@ class Siblings:
         found = {path.name.removeprefix(prefix.name) for path in prefix.parent.glob("frontend-*")}
         for gone in self._channels.keys() - found:
             self._channels.pop(gone).close()
-            self._answers.pop(gone, None)
+        for key in [key for key in self._answers if key[0] not in found]:
+            del self._answers[key]
         return found - {self._id}
 
-    def _asked(self, frontend_id: str) -> asyncio.Future[str]:
-        """Two scrapes at a time share an answer."""
-        if frontend_id not in self._answers:
-            self._answers[frontend_id] = asyncio.get_running_loop().create_future()
-        self._send(frontend_id, MetricsWanted(self._id))
-        return self._answers[frontend_id]
+    def _asked(self, frontend_id: str, names: Names) -> asyncio.Future[str]:
+        """Two scrapes of the same at a time share an answer."""
+        key = (frontend_id, names)
+        if key not in self._answers:
+            self._answers[key] = asyncio.get_running_loop().create_future()
+        self._send(frontend_id, MetricsWanted(self._id, names))
+        return self._answers[key]
 
     def _send(self, frontend_id: str, message: MetricsWanted | FrontendMetrics) -> None:
         if frontend_id not in self._channels:

@@ -25,6 +25,8 @@ class ModelReport(Wire, frozen=True):
     finished_total: int = 0
     failed_total: int = 0
     kv_mapped_bytes: int = 0
+    kv_cached_bytes: int = 0  # of kv_mapped_bytes: kept for prompts that begin alike, unused now
+    kv_idle_bytes: int = 0  # of kv_mapped_bytes: no token's
     kv_reserve_bytes: int = 0
     static_bytes: int = 0
     maps_total: int = 0
@@ -36,6 +38,7 @@ class ModelReport(Wire, frozen=True):
     # engine and for memory.
     stages_s: dict[str, float] = {}
     activations_total: int = 0
+    stages_total_s: dict[str, float] = {}  # stages_s, summed over all activations
     peers: tuple[str, ...] = ()
     link_bytes: dict[str, int] = {}  # brought over each link by the last activation, all ranks
 

@@ -17,6 +17,20 @@ class OperatorCommand(Wire, frozen=True):
 ToScheduler = FromAgent | OperatorCommand
 
 
+class Decision(Wire, frozen=True):
+    """A move of a model, and how it went. `kind`: "activate" and "drop_copy" on `device`, "evict"
+    from there, or "migrate" from there to `target`."""
+
+    time_unix_s: float  # when it began
+    kind: str
+    model: str
+    device: str
+    target: str = ""
+    reason: str = ""
+    problem: str = ""  # why it failed
+    seconds: float | None = None  # None: it is under way
+
+
 class ClusterStatus(Wire, frozen=True):
     """What the scheduler publishes in Redis each interval. Frontends render /health and /metrics
     from it; tests read counters from it."""
@@ -34,3 +48,4 @@ class ClusterStatus(Wire, frozen=True):
     malformed_total: int = 0  # messages that the scheduler dropped
     # Part -> what is wrong with it. The rest of the cluster goes on.
     degraded: dict[str, str] = {}
+    decisions: list[Decision] = []  # the latest ones, in the order in which they began

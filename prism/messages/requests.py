@@ -113,11 +113,21 @@ class Failure(Wire, frozen=True):
     output_tokens: int = 0
 
 
+class Started(Wire, frozen=True):
+    """An agent gave this attempt to an engine of its device. It comes with the first output."""
+
+    request_id: str
+    attempt: int
+    device: str
+    unix_s: float
+
+
 class EngineOutput(Wire, frozen=True):
-    """What one or more engine steps produced."""
+    """What one or more engine steps produced. `started`: added by the agent."""
 
     chunks: list[Chunk] = []
     failures: list[Failure] = []
+    started: list[Started] = []
 
 
 class KeptAnswer(Wire, frozen=True):
@@ -141,9 +151,10 @@ class FrontendGone(Wire, frozen=True):
 
 
 class MetricsWanted(Wire, frozen=True):
-    """Another frontend is scraped, and wants the answer."""
+    """Another frontend is scraped, and wants the answer. `names`: of metrics; none: of all."""
 
     frontend_id: str
+    names: tuple[str, ...] = ()
 
 
 class FrontendMetrics(Wire, frozen=True):
@@ -151,6 +162,7 @@ class FrontendMetrics(Wire, frozen=True):
 
     frontend_id: str
     text: str
+    names: tuple[str, ...] = ()
 
 
 ToFrontend = EngineOutput | MetricsWanted | FrontendMetrics  # from an agent | from a frontend

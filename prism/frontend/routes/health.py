@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from prism.errors import QueueUnavailableError
 from prism.frontend.errors import RETRY_AFTER_S
+from prism.frontend.metrics import chosen
 from prism.frontend.services import Services, services
 from prism.frontend.siblings import merged
 from prism.messages.agent import AgentReport
@@ -23,6 +24,7 @@ router = APIRouter()
 
 _STATUS_AGE_MIN_S = 10.0
 _STATUS_AGE_INTERVALS = 4
+_NAMES_MAX = 100
 
 
 @router.get("/health")
@@ -54,13 +56,15 @@ async def status(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
+    """`?name[]=` chooses samples by their names, as Prometheus' own libraries do."""
     found = services(request)
+    names = tuple(sorted(set(request.query_params.getlist("name[]"))))[:_NAMES_MAX]
     try:
         found.cluster.status = await found.queue.status()
     except QueueUnavailableError:
         found.cluster.status = None
-    frontends = await found.dispatcher.siblings.metrics()
-    text = merged([*frontends, generate_latest(found.cluster).decode()])
+    frontends = await found.dispatcher.siblings.metrics(names)
+    text = merged([*frontends, chosen(found.cluster.registry, names)])
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

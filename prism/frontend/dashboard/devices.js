@@ -1,0 +1,121 @@
+// Devices as memory maps: a bar of segments, each model's together.
+
+import { el, keyed, setAttribute, setText } from "./dom.js";
+import { bytes, number } from "./format.js";
+
+const KINDS = [
+  ["weights", "weights"],
+  ["used", "KV in use"],
+  ["cached", "KV cached"],
+  ["idle", "KV mapped, empty"],
+];
+const REST = [
+  ["held", "reserved, not mapped"],
+  ["free", "free"],
+];
+// Degrees, far apart; neighbours by name differ most.
+const HUES = [262, 45, 165, 330, 95, 220, 20, 300, 190, 70];
+const hues = new Map();
+
+/** A model keeps its hue while the page is open. */
+export function hueOf(model) {
+  if (!hues.has(model)) hues.set(model, HUES[hues.size % HUES.length]);
+  return hues.get(model);
+}
+
+export function showDevices(parent, maps) {
+  keyed(parent, maps, (map) => map.name, create, update);
+}
+
+function create(map) {
+  const bar = el("div", { class: "bar", role: "list", "aria-label": `Memory of ${map.name}` });
+  bar.addEventListener("keydown", (event) => walk(bar, event));
+  for (const type of ["mouseover", "focusin"]) bar.addEventListener(type, (event) => explain(bar, event.target));
+  for (const type of ["mouseleave", "focusout"]) bar.addEventListener(type, () => explain(bar, null));
+  return el(
+    "article",
+    { class: "device", "aria-label": map.name },
+    el("div", { class: "head" }, el("h3", { text: map.name }), el("span", { class: "grow" }), el("span", { class: "facts" })),
+    bar,
+    el("p", { class: "detail faint", "aria-hidden": "true" }),
+  );
+}
+
+function update(node, map) {
+  setText(node.querySelector(".facts"), facts(map));
+  const bar = node.querySelector(".bar");
+  keyed(bar, parts(map), (part) => part.key, createPart, (each, part) => updatePart(each, part, map));
+  if (!bar.querySelector("[tabindex='0']")) bar.querySelector(".seg")?.setAttribute("tabindex", "0");
+  const shown = bar.querySelector(".seg.shown");
+  if (shown) setText(node.querySelector(".detail"), shown.getAttribute("aria-label"));
+  else setText(node.querySelector(".detail"), summary(map));
+  node.dataset.summary = summary(map);
+}
+
+function facts(map) {
+  const { free, starting, total } = map.engines;
+  const engines = `${total - free - starting} of ${total} engines busy${starting ? `, ${starting} starting` : ""}`;
+  const pressure = map.kvpr === null ? "∞" : map.kvpr === undefined ? "–" : map.kvpr.toPrecision(2);
+  return `KVPR ${pressure} · ${engines} · ${bytes(map.reserved)} of ${bytes(map.capacity)}`;
+}
+
+function summary(map) {
+  const kv = (kind) => map.groups.reduce((sum, group) => sum + group[kind], 0);
+  return KINDS.slice(0, 3).map(([kind, text]) => `${text} ${bytes(kv(kind))}`).join(" · ") + ` · free ${bytes(map.free)}`;
+}
+
+function parts(map) {
+  const groups = map.groups.map((group) => ({
+    key: `model ${group.model}`,
+    title: group.model,
+    hue: hueOf(group.model),
+    segments: KINDS.map(([kind, text]) => ({ kind, text: `${group.model}: ${text}`, size: group[kind] })),
+  }));
+  const rest = REST.map(([kind, text]) => ({ key: kind, title: "", hue: null, segments: [{ kind, text, size: map[kind] }] }));
+  return [...groups, ...rest];
+}
+
+function createPart() {
+  return el("div", { class: "part" }, el("div", { class: "segments" }), el("span", { class: "name", "aria-hidden": "true" }));
+}
+
+function updatePart(node, part, map) {
+  const size = part.segments.reduce((sum, segment) => sum + segment.size, 0);
+  node.hidden = size === 0;
+  grow(node, size);
+  if (part.hue !== null) node.style.setProperty("--hue", part.hue);
+  setText(node.querySelector(".name"), part.title);
+  setAttribute(node, "title", part.title || null);
+  const create = (segment) => el("div", { class: `seg ${segment.kind}`, role: "listitem", tabindex: "-1" });
+  keyed(node.querySelector(".segments"), part.segments, (segment) => segment.kind, create, (each, segment) => {
+    each.hidden = segment.size === 0;
+    grow(each, segment.size);
+    const share = number((100 * segment.size) / map.capacity);
+    setAttribute(each, "aria-label", `${segment.text} ${bytes(segment.size)} (${share} % of ${map.name})`);
+  });
+}
+
+/** In MiB: parts of 1 would not fill the bar. */
+function grow(node, size) {
+  node.style.setProperty("flex", `${size / 2 ** 20} 1 0`);
+}
+
+/** Arrow keys, Home and End go from segment to segment; Tab goes on to the next device. */
+function walk(bar, event) {
+  const all = [...bar.querySelectorAll(".seg")].filter((seg) => seg.offsetParent !== null);
+  const at = all.indexOf(event.target);
+  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: all.length - 1 }[event.key];
+  if (to === undefined || !all[to]) return;
+  event.preventDefault();
+  for (const seg of bar.querySelectorAll(".seg")) seg.tabIndex = -1;
+  all[to].tabIndex = 0;
+  all[to].focus();
+}
+
+function explain(bar, target) {
+  const device = bar.closest(".device");
+  const seg = target?.closest?.(".seg") ?? bar.querySelector(".seg:focus");
+  for (const each of bar.querySelectorAll(".shown")) each.classList.remove("shown");
+  seg?.classList.add("shown");
+  setText(device.querySelector(".detail"), seg?.getAttribute("aria-label") ?? device.dataset.summary);
+}

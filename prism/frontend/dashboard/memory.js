@@ -1,0 +1,75 @@
+// The cluster's status as memory maps of its devices and rows of its models.
+
+/** By device: {name, capacity, reserved, groups, held, free, kvpr, engines}; a group is one model's
+ * memory on the device, in bytes by kind. `held`: promised by the ledger and not mapped. */
+export function deviceMaps(status) {
+  return status.agents.map((agent) => {
+    const groups = modelsOn(status, agent.device).map(groupOf);
+    const shown = groups.reduce((sum, g) => sum + g.weights + g.used + g.cached + g.idle, 0);
+    const reserved = Math.max(agent.reserved_bytes, shown);
+    return {
+      name: agent.device,
+      capacity: Math.max(agent.capacity_bytes, reserved),
+      reserved,
+      groups,
+      held: reserved - shown,
+      free: Math.max(0, agent.capacity_bytes - reserved),
+      kvpr: status.kvpr[agent.device],
+      engines: { free: agent.engines_free, starting: agent.engines_starting, total: agent.engines_total },
+    };
+  });
+}
+
+/** Reports of one rank each: a model over several devices has as much on each of them. */
+function modelsOn(status, device) {
+  const here = (agent, model) => agent.device === device || model.peers.includes(device);
+  return status.agents.flatMap((agent) => agent.models.filter((model) => here(agent, model)));
+}
+
+function groupOf(report) {
+  const mapped = report.kv_mapped_bytes;
+  const cached = Math.min(report.kv_cached_bytes, mapped);
+  const idle = Math.min(report.kv_idle_bytes, mapped - cached);
+  return {
+    model: report.model,
+    state: report.state,
+    weights: report.static_bytes,
+    used: mapped - cached - idle,
+    cached,
+    idle,
+  };
+}
+
+/** A row for each model that is configured or seen, by name. */
+export function modelRows(status, names, history) {
+  const reports = status.agents.flatMap((agent) => agent.models.map((model) => ({ agent, model })));
+  const seen = [...names, ...reports.map(({ model }) => model.model), ...Object.keys(status.unplaced)];
+  return [...new Set(seen)].sort().map((name) => {
+    const mine = reports.filter(({ model }) => model.model === name);
+    const sum = (field) => mine.reduce((total, { model }) => total + model[field], 0);
+    return {
+      name,
+      ...stateOf(status, name, mine),
+      devices: [...new Set(mine.flatMap(({ agent, model }) => [agent.device, ...model.peers]))],
+      running: sum("running"),
+      waiting: sum("waiting") + (status.unplaced[name] ?? 0),
+      requests: history.rate("prism_requests_total", name, 10_000),
+      tokens: history.rate("prism_output_tokens_total", name, 10_000),
+      ttft: history.attainment("ttft", name),
+      tpot: history.attainment("tpot", name),
+      weights: sum("static_bytes"),
+      kv: sum("kv_mapped_bytes"),
+    };
+  });
+}
+
+const ORDER = ["active", "activating", "draining", "failed"];
+
+function stateOf(status, name, mine) {
+  const states = mine.map(({ model }) => model.state);
+  const state = ORDER.find((each) => states.includes(each));
+  const error = mine.map(({ model }) => model.error).find((text) => text);
+  const why = error ?? status.refusals[name] ?? "";
+  if (state) return { state, why };
+  return { state: status.unplaced[name] ? "waits for a place" : "not loaded", why };
+}

@@ -1,0 +1,72 @@
+// What frontends count, read from /metrics, and what it came to over a window.
+
+export const NAMES = ["prism_requests_total", "prism_output_tokens_total", "prism_slo_total"];
+const KEPT_MS = 5 * 60_000;
+const LINE = /^(\w+)\{(.*)\} (\S+)$/;
+const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
+
+/** Text for Prometheus -> Map of a series' name and labels -> {name, labels, value}. */
+export function parseMetrics(text) {
+  const found = new Map();
+  for (const line of text.split("\n")) {
+    const match = LINE.exec(line);
+    if (!match) continue;
+    const labels = {};
+    for (const [, name, value] of match[2].matchAll(LABEL)) labels[name] = unescaped(value);
+    found.set(`${match[1]}{${match[2]}`, { name: match[1], labels, value: Number(match[3]) });
+  }
+  return found;
+}
+
+function unescaped(value) {
+  return value.replace(/\\(.)/g, (_, char) => (char === "n" ? "\n" : char));
+}
+
+/** Samples of the last five minutes. Times are in ms. */
+export class History {
+  #samples = []; // {ms, series}
+
+  add(ms, series) {
+    this.#samples.push({ ms, series });
+    while (this.#samples[0].ms < ms - KEPT_MS) this.#samples.shift();
+  }
+
+  /** What the series that `wanted` accepts grew by, and in how many seconds. A counter that fell
+   * has started again at 0: its frontend has. */
+  growth(wanted, windowMs = KEPT_MS) {
+    const last = this.#samples.at(-1);
+    if (!last) return { count: 0, seconds: 0 };
+    const first = this.#samples.find((sample) => sample.ms >= last.ms - windowMs);
+    let count = 0;
+    for (const [key, { name, labels, value }] of last.series) {
+      if (!wanted(name, labels)) continue;
+      const before = first.series.get(key)?.value ?? 0;
+      count += value < before ? value : value - before;
+    }
+    return { count, seconds: (last.ms - first.ms) / 1000 };
+  }
+
+  /** Per second, over the last `windowMs`; null before the second sample. */
+  rate(name, model, windowMs) {
+    const wanted = (other, labels) => other === name && (model === null || labels.model === model);
+    const { count, seconds } = this.growth(wanted, windowMs);
+    return seconds > 0 ? count / seconds : null;
+  }
+
+  /** {part, since}: of the requests that met their SLO in the last minutes; or since the frontends
+   * began, where none ended in them. part: null where none ended at all. */
+  attainment(slo, model) {
+    const judged = (met) => (name, labels) =>
+      name === "prism_slo_total" && labels.slo === slo && labels.met === met &&
+      (model === null || labels.model === model);
+    let [met, missed] = ["true", "false"].map((each) => this.growth(judged(each)).count);
+    const since = met + missed > 0 ? "in the last 5 minutes" : "since the frontends began";
+    if (met + missed === 0) [met, missed] = ["true", "false"].map((each) => this.#total(judged(each)));
+    return { part: met + missed > 0 ? met / (met + missed) : null, since };
+  }
+
+  #total(wanted) {
+    const series = this.#samples.at(-1)?.series.values() ?? [];
+    return [...series].reduce((sum, s) => sum + (wanted(s.name, s.labels) ? s.value : 0), 0);
+  }
+}

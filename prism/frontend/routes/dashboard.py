@@ -1,0 +1,48 @@
+"""GET /dashboard: a page that shows the cluster live. It reads /status and /metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.responses import RedirectResponse, Response
+from starlette.exceptions import HTTPException
+
+router = APIRouter(include_in_schema=False)
+
+_MEDIA_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+# The page's own files and the figures it asks for: nothing from elsewhere, nothing inline.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+# By name; some 30 KB.
+_FILES = {
+    file.name: file.read_bytes()
+    for file in Path(__file__).parents[1].joinpath("dashboard").iterdir()
+}
+
+
+@router.get("/dashboard")
+async def to_the_page() -> Response:
+    """Relative, so that it also leads there behind a proxy's prefix."""
+    return RedirectResponse("dashboard/", headers=HEADERS)
+
+
+@router.get("/dashboard/{name:path}")
+async def file_of_the_page(name: str) -> Response:
+    name = name or "index.html"
+    if name not in _FILES:
+        raise HTTPException(404, "no such file")
+    return Response(_FILES[name], 200, HEADERS, _MEDIA_TYPES[Path(name).suffix])

@@ -1,0 +1,163 @@
+"""The dashboard in a real headless Chromium: what it shows, follows and refuses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from playwright.async_api import Page, Route, async_playwright, expect
+
+from prism.frontend.routes import dashboard
+from tests.frontend.conftest import Stack
+from tests.frontend.pages import HOSTILE, busy
+from tests.frontend.scripted_agent import answering
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def browser_path() -> str:
+    """Of an installed browser."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser is installed; one of {', '.join(BROWSERS)} must be in PATH")
+    return found
+
+
+@asynccontextmanager
+async def open_page(url: str) -> AsyncIterator[tuple[Page, list[str]]]:
+    """The dashboard, and what its browser complains about: errors, and what the policy forbids."""
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=browser_path(), args=["--no-sandbox"]
+        )
+        page = await browser.new_page(color_scheme="light")
+        complaints: list[str] = []
+        page.on("console", lambda said: complaints.append(said.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        await page.goto(f"{url}/dashboard")
+        yield page, complaints
+        await browser.close()
+
+
+async def test_the_page_in_a_browser(stack: Stack) -> None:
+    """One browser for all: it is started once."""
+    stack.agent.script = answering([7, 8, 0])
+    await stack.services.queue.publish_status(busy())
+    await stack.client.post("/v1/completions", json={"model": "base", "prompt": [9, 9]})
+    async with open_page(stack.url) as (page, complaints):
+        await expect(page.locator(".device")).to_have_count(2)
+        await shows_names_as_text(page)
+        await shows_models_and_decisions(page)
+        await follows_the_memory(page, stack)
+        await goes_by_keyboard(page)
+        await has_two_themes(page)
+        assert complaints == []
+        await asks_for_a_key(page)
+
+
+async def shows_names_as_text(page: Page) -> None:
+    """No name of a model is taken for HTML."""
+    await expect(page.locator("#models .model", has_text=HOSTILE)).to_be_visible()
+    await expect(page.locator("#decisions .reason").nth(1)).to_contain_text(HOSTILE)
+    assert await page.locator("main img, main script").count() == 0
+    assert await page.title() == "Prism"
+
+
+async def shows_models_and_decisions(page: Page) -> None:
+    served = page.get_by_role("row", name=re.compile("^base"))
+    await expect(served).to_contain_text("100 %")
+    refused = page.get_by_role("row", name=re.compile("^deepseek-v3"))
+    await expect(refused).to_contain_text("waits for a place")
+    await expect(refused).to_contain_text("larger than any device")
+    newest = page.locator("#decisions tbody tr").first
+    await expect(newest).to_contain_text("2 requests wait for it")
+    await expect(newest).to_contain_text("under way")
+    await expect(page.locator("#health")).to_have_text("degraded")
+    await expect(page.locator("#troubles")).to_contain_text("engine e2 was replaced")
+
+
+async def follows_the_memory(page: Page, stack: Stack) -> None:
+    """A bar's segments are as wide as what they stand for, and change with it."""
+    used = page.locator(".device").first.locator(".part").first.locator(".used")
+    await expect(used).to_have_attribute("aria-label", re.compile(r"KV in use 12\.0 GiB \(15"))
+    await stack.services.queue.publish_status(busy(llama_used_gib=24.0))
+    await expect(used).to_have_attribute("aria-label", re.compile(r"KV in use 24\.0 GiB \(30"))
+    bar = page.locator(".device").first.locator(".bar")
+    share = "async (node) => { await new Promise((ok) => setTimeout(ok, 500));"
+    share += " return node.getBoundingClientRect().width; }"
+    assert await used.evaluate(share) / await bar.evaluate(share) == pytest.approx(0.3, abs=0.02)
+
+
+async def goes_by_keyboard(page: Page) -> None:
+    bar = page.locator(".device").first.locator(".bar")
+    await bar.locator("[tabindex='0']").focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(bar.locator(".used").first).to_be_focused()
+    await expect(page.locator(".detail").first).to_contain_text("KV in use 24.0 GiB")
+    await page.keyboard.press("/")
+    await page.keyboard.type("LLAMA")
+    await expect(page.locator("#models tbody tr")).to_have_count(1)
+    await page.keyboard.press("Escape")
+    await page.keyboard.press("p")
+    await expect(page.locator("#pause")).to_have_attribute("aria-pressed", "true")
+    await expect(page.locator("#age")).to_have_text("paused")
+    await page.keyboard.press("p")
+    await page.get_by_role("searchbox").fill("")
+    await page.get_by_role("button", name="Running").press("Enter")
+    await expect(page.locator("#models tbody tr").first).to_contain_text("llama-3.1-8b")
+
+
+async def has_two_themes(page: Page) -> None:
+    """The system's, until one is chosen."""
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = await page.evaluate(colour)
+    await page.emulate_media(color_scheme="dark")
+    dark = await page.evaluate(colour)
+    assert dark != light
+    await page.locator("h1").click()
+    await page.keyboard.press("t")
+    assert await page.evaluate(colour) == light
+    await page.keyboard.press("t")
+    assert await page.evaluate(colour) == dark
+
+
+async def asks_for_a_key(page: Page) -> None:
+    """It is sent from then on, and forgotten with the tab."""
+    keys = []
+
+    async def refuse(route: Route) -> None:
+        keys.append(route.request.headers.get("authorization"))
+        await route.fulfill(status=401, json={"error": {"message": "no key"}})
+
+    await page.route("**/status", refuse)
+    await page.get_by_label("This cluster asks for an API key").fill("secret-key")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#health")).to_contain_text("no key")
+    assert keys[0] is None
+    await page.wait_for_function("() => !document.hidden")
+    while keys[-1] is None:
+        await page.wait_for_timeout(50)
+    assert keys[-1] == "Bearer secret-key"
+
+
+async def test_its_files_come_with_a_strict_policy(stack: Stack) -> None:
+    """Nothing inline, nothing from elsewhere."""
+    client = httpx.AsyncClient(base_url=stack.url, follow_redirects=True)
+    async with client:
+        page = await client.get("/dashboard")
+        assert page.url.path == "/dashboard/"
+        policy = page.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self';")
+        assert "unsafe" not in policy
+        for name in re.findall(r'(?:href|src)="([a-z.]+)"', page.text):
+            found = await client.get(f"/dashboard/{name}")
+            assert found.status_code == 200
+            assert found.headers["content-security-policy"] == policy
+        for name in ("../health.py", "..%2fapp.py", "no.js"):
+            assert (await client.get(f"/dashboard/{name}")).status_code == 404
+    text = b"".join(dashboard._FILES.values()).replace(b"http://www.w3.org/2000/svg", b"")
+    assert not re.search(rb"https?://|innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
