@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -14,18 +15,44 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.conftest import Cluster, serving, until
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples" / "monitoring"
 DEVICES = [
     {"name": f"host:{i}", "capacity": "16MiB", "page": "64KiB", "engines": 2} for i in range(2)
 ]
 UNITS = ("_seconds", "_bytes", "_total")
 # Those that have no unit, or count tokens, requests, engines.
 PLAIN = re.compile(r"_(ready|requests|depth|engines|free|starting|kvpr|rate|placement|state)$")
+
+
+MOVE = {
+    "prism_requests_total",
+    "prism_prompt_tokens_total",
+    "prism_output_tokens_total",
+    "prism_retries_total",
+    "prism_ttft_seconds_count",
+    "prism_tpot_seconds_count",
+    "prism_e2e_seconds_count",
+    "prism_queue_seconds_count",
+    "prism_slo_total",
+    "prism_engine_restarts_total",
+    "prism_model_activations_stage_seconds_total",
+    "prism_model_activations_total",
+    "prism_model_prompt_tokens_total",
+    "prism_model_output_tokens_total",
+    "prism_model_finished_requests_total",
+    "prism_model_maps_total",
+    "prism_model_kv_mapped_bytes",
+    "prism_model_kv_cached_bytes",
+    "prism_token_rate",
+    "prism_kvpr",
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +87,20 @@ def sums(found: dict[str, Metric], *labels: str) -> Counter[tuple[str, ...]]:
     return total
 
 
+def series(found: dict[str, Metric]) -> dict[tuple[Any, ...], float]:
+    samples = [sample for family in found.values() for sample in family.samples]
+    return {(s.name, frozenset(s.labels.items())): s.value for s in samples}
+
+
 def grown(before: dict[str, Metric], after: dict[str, Metric], *labels: str) -> set[Any]:
-    """Names, with these labels' values."""
-    earlier, later = sums(before, *labels), sums(after, *labels)
-    return {key if labels else key[0] for key in later if later[key] > earlier[key]}
+    """Names of series that grew or came, with these labels' values. A model that leaves a device
+    takes its series with it."""
+    earlier = series(before)
+    keys = [key for key, value in series(after).items() if value > earlier.get(key, 0)]
+    if not labels:
+        return {name for name, _ in keys}
+    named = [(name, dict(pairs)) for name, pairs in keys]
+    return {(name, *(has.get(label) for label in labels)) for name, has in named}
 
 
 async def work(cluster: Cluster) -> None:
@@ -111,32 +148,11 @@ def test_all_move_and_frontends_sum(cluster: Cluster) -> None:
     target = "host:1" if source == "host:0" else "host:0"
     operate(cluster, "activate", "a", "--device", target)
     operate(cluster, "evict", "b")
-    assert cluster.post("b").status_code == 200
-    until(lambda: ended_well(cluster) == 13, "all requests are counted, over both frontends")
+    for model in "ab":
+        assert cluster.post(model, max_tokens=60, ignore_eos=True).status_code == 200
+    until(lambda: ended_well(cluster) == 14, "all requests are counted, over both frontends")
+    until(lambda: grown(before, families(cluster)) >= MOVE, "all move")
     after = families(cluster)
-    names = grown(before, after)
-    assert names >= {
-        "prism_requests_total",
-        "prism_prompt_tokens_total",
-        "prism_output_tokens_total",
-        "prism_retries_total",
-        "prism_ttft_seconds_count",
-        "prism_tpot_seconds_count",
-        "prism_e2e_seconds_count",
-        "prism_queue_seconds_count",
-        "prism_slo_total",
-        "prism_engine_restarts_total",
-        "prism_model_activations_stage_seconds_total",
-        "prism_model_activations_total",
-        "prism_model_prompt_tokens_total",
-        "prism_model_output_tokens_total",
-        "prism_model_finished_requests_total",
-        "prism_model_maps_total",
-        "prism_model_kv_mapped_bytes",
-        "prism_model_kv_cached_bytes",
-        "prism_token_rate",
-        "prism_kvpr",
-    }
     assert {("prism_actions_total", "migrate"), ("prism_actions_total", "evict")} <= grown(
         before, after, "action"
     )
@@ -177,3 +193,47 @@ def test_decisions_are_in_the_status_with_their_reasons(cluster: Cluster) -> Non
     moved = [each for each in decisions if each["kind"] == "migrate"]
     assert [each["model"] for each in moved] == ["a"]
     assert {moved[0]["device"], moved[0]["target"]} == {"host:0", "host:1"}
+
+
+def test_the_dashboard_and_the_alerts_ask_for_metrics_that_are_there(cluster: Cluster) -> None:
+    found = {sample.name for family in families(cluster).values() for sample in family.samples}
+    found |= {each for each in documented("gpu-memory.md") if each.startswith("prism_")}
+    # Only from the first of them on.
+    found |= {"prism_unplaced_requests", "prism_slo_total"}
+    asked = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
+    asked += [rule["expr"] for rule in alerts()]
+    assert len(asked) > 40
+    for expression in asked:
+        names = set(re.findall(r"\b(?:prism_\w+|up)\b", expression)) - {"up"}
+        assert names or "up{" in expression, expression
+        assert names <= found, expression
+
+
+def test_each_alert_has_its_line_in_the_runbook() -> None:
+    rows = re.findall(r"^\| `(Prism\w+)` \|", (DOCS / "operating.md").read_text(), re.MULTILINE)
+    assert rows == [rule["alert"] for rule in alerts()]
+
+
+def test_panels_do_not_overlap() -> None:
+    """And each has an id and a title of its own."""
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in panels())
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    for key in ("id", "title"):
+        assert len({panel[key] for panel in panels()}) == len(panels())
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((EXAMPLES / "grafana.json").read_text())["panels"]
+    return found
+
+
+def alerts() -> list[dict[str, Any]]:
+    [group] = yaml.safe_load((EXAMPLES / "alerts.yml").read_text())["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
