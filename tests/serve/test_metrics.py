@@ -63,7 +63,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         serving(
             folder,
             Path(temporary),
-            '{"decode_step_ms": 10}',
+            '{"decode_step_ms": 20}',
             devices=DEVICES,
             frontend={"port": 0, "processes": 2},
             scheduler={"interval": "60s"},
@@ -105,7 +105,7 @@ def grown(before: dict[str, Metric], after: dict[str, Metric], *labels: str) -> 
 
 async def work(cluster: Cluster) -> None:
     """Requests of both models at once; an engine dies under them."""
-    bodies = [{"model": m, "prompt": [9, 8, i], "max_tokens": 80} for m in "ab" for i in range(6)]
+    bodies = [{"model": m, "prompt": [9, 8, i], "max_tokens": 100} for m in "ab" for i in range(6)]
     bodies[0]["slo_ttft_ms"] = 1
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60, limits=limits) as client:
@@ -113,13 +113,13 @@ async def work(cluster: Cluster) -> None:
             asyncio.create_task(client.post("/v1/completions", json=body | {"ignore_eos": True}))
             for body in bodies
         ]
-        await asyncio.to_thread(until, lambda: running(cluster) > 1, "requests run")
+        await asyncio.to_thread(until, lambda: running(cluster, "b") > 0, "requests run")
         os.kill(engine_pid(cluster, "b"), signal.SIGKILL)
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
 
 
-def running(cluster: Cluster) -> float:
-    return sums(families(cluster))["prism_model_running_requests",]
+def running(cluster: Cluster, model: str) -> float:
+    return sums(families(cluster), "model")["prism_model_running_requests", model]
 
 
 def engine_pid(cluster: Cluster, model: str) -> int:
