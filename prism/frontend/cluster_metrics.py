@@ -183,10 +183,6 @@ def _families(
         yield family
 
 
-def _stages(stages_s: dict[str, float]) -> dict[str, float]:
-    return {stage: s for stage, s in stages_s.items() if stage != "total"}
-
-
 def _per_model(status: ClusterStatus, metric: _PerModel) -> Metric:
     labels = ["device", "model", metric.label]
     family = metric.family(metric.name, metric.text, labels=labels)

@@ -22,7 +22,7 @@ from prism.messages.requests import Request
 from prism.transport import malformed_total
 
 # A series of its own for the birth of each counter: twice the text, and nobody asks for it.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,9 +77,9 @@ def families(cluster: Cluster) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def sums(found: dict[str, Metric], *labels: str) -> Counter[tuple[str, ...]]:
+def sums(found: dict[str, Metric], *labels: str) -> dict[tuple[str, ...], float]:
     """The samples of each name, summed by these labels; those without them are left out."""
-    total: Counter[tuple[str, ...]] = Counter()
+    total: dict[tuple[str, ...], float] = defaultdict(float)
     for sample in (sample for family in found.values() for sample in family.samples):
         if all(label in sample.labels for label in labels):
             key = (sample.name, *(sample.labels[label] for label in labels))
