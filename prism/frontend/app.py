@@ -70,6 +70,7 @@ async def running_services(
     finally:
         retrying.cancel()
         await made.repeats.close()
+        await made.grammars.close()
         await dispatcher.close()
         await queue.close()
 

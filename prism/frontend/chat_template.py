@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prism.errors import ConfigError
 from prism.frontend.errors import bad_request
+from prism.models.special_tokens import token_text
 
 # Of the template, and of what `chat_template_kwargs` may bring it to compute.
 _REFUSALS = (
@@ -28,7 +29,7 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self._special_tokens = special_tokens
 
-    def render(self, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """The prompt up to where the assistant's answer begins. Raises BadRequestError where the
         template refuses the conversation (roles in a wrong order, for example)."""
         values = {"add_generation_prompt": True, **self._special_tokens, **options}
@@ -51,12 +52,6 @@ def load_chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> Cha
         return ChatTemplate(source, {name: text for name, text in tokens.items() if text})
     except TemplateError as error:
         raise ConfigError(f"{directory}: the chat template is not valid Jinja: {error}") from error
-
-
-def token_text(entry: Any) -> str | None:
-    """A special token's text; tokenizer_config.json holds a string or an object."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
 
 
 def _source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:

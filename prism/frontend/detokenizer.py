@@ -13,16 +13,20 @@ _INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """One output's text. Special tokens are left out; bytes of an incomplete character wait for
-    the rest. The pieces joined equal decode(prompt + ids) without the prompt's text.
+    """One output's text. Special tokens are left out where `skip_special_tokens`; bytes of an
+    incomplete character wait for the rest. The pieces joined equal decode(prompt + ids) without the
+    prompt's text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
         if self._decode(self._context).endswith(_INCOMPLETE):
             self._context = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -50,8 +54,8 @@ class Detokenizer:
             # that is already out; from here on the text goes on with a fresh stream.
             if "Invalid prefix" not in str(error):
                 raise
-            self._stream = DecodeStream(ids=[], skip_special_tokens=True)
+            self._stream = DecodeStream(ids=[], skip_special_tokens=self._skip)
             return self._stream.step(self._tokenizer, token_id)  # type: ignore[no-any-return]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip))

@@ -14,15 +14,15 @@ from prism.frontend.metrics import Metrics, RequestTimer
 from prism.frontend.request_log import Mailbox, OpenRequest
 from prism.frontend.stop_strings import StopMatcher
 from prism.frontend.tokenizers import ModelTokenizer
-from prism.messages.requests import Chunk, Failure, Request
+from prism.messages.requests import Chunk, Failure, Logprobs, Request
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSpec:
     """What to generate for one HTTP request: a choice for each of `requests`.
 
-    The requests differ in their prompts alone. They go to the queue; the other fields stay in the
-    frontend, which turns tokens into text.
+    The requests differ in their prompts and seeds. They go to the queue; the other fields stay in
+    the frontend, which turns tokens into text.
     """
 
     id: str
@@ -30,6 +30,11 @@ class GenerationSpec:
     stops: tuple[str, ...]
     show_token_ids: bool
     began_s: float  # monotonic time of arrival
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # the client sees those of so many of the likeliest tokens
+    # Of each prompt: choices that the client sees, and choices that are made.
+    shown: tuple[int, int] = (1, 1)
+    echoes: tuple[str, ...] = ()  # text before each choice's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class TextUpdate:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    logprobs: Logprobs | None = None
 
 
 class GeneratedChoice:
@@ -51,7 +57,11 @@ class GeneratedChoice:
         self.opened = opened
         self.finish_reason: str | None = None
         self.cached_tokens = 0
-        self._detokenizer = Detokenizer(tokenizer.tokenizer, opened.request.prompt_ids)
+        self.logprobs: Logprobs | None = None
+        self.prompt_logprobs: Logprobs | None = None
+        self._detokenizer = Detokenizer(
+            tokenizer.tokenizer, opened.request.prompt_ids, spec.skip_special_tokens
+        )
         self._stops = StopMatcher(spec.stops)
         self.texts: list[str] = []
         self.token_ids: list[int] = []
@@ -66,12 +76,23 @@ class GeneratedChoice:
             self.finish_reason = chunk.finish_reason
             text += self._end()
         self.texts.append(text)
-        return TextUpdate(self.opened.choice, text, taken, self.finish_reason)
+        logprobs = self._take_logprobs(chunk, len(taken))
+        return TextUpdate(self.opened.choice, text, taken, self.finish_reason, logprobs)
 
     def so_far(self) -> TextUpdate:
         """All its output in one update."""
         text = "".join(self.texts)
-        return TextUpdate(self.opened.choice, text, self.token_ids, self.finish_reason)
+        choice, reason = self.opened.choice, self.finish_reason
+        return TextUpdate(choice, text, self.token_ids, reason, self.logprobs)
+
+    def _take_logprobs(self, chunk: Chunk, tokens: int) -> Logprobs | None:
+        self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
+        if chunk.logprobs is None:
+            return None
+        taken = chunk.logprobs.part(0, tokens)
+        self.logprobs = self.logprobs or Logprobs()
+        self.logprobs.extend(taken)
+        return taken
 
     def _shown(self, chunk: Chunk) -> int:
         """How many of the ids show text: a token that ended the output does not, even where the

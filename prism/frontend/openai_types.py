@@ -6,11 +6,10 @@ refused by name unless they hold their neutral value: nothing is dropped silentl
 
 from __future__ import annotations
 
-import json
 import reprlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from prism.frontend.errors import bad_request
 
@@ -18,38 +17,42 @@ STOPS_MAX = 16
 STOP_CHARS_MAX = 1024
 STOP_IDS_MAX = 1024
 PROMPTS_MAX = 128
-MESSAGES_MAX = 4096
-PARTS_MAX = 1024  # of one message
-TEMPLATE_OPTIONS_CHARS_MAX = 1 << 20
+CHOICES_MAX = 128  # of one prompt
+LOGPROBS_MAX = 20  # likeliest tokens in each place
+BIASES_MAX = 1024
+BIAS_MAX = 100
 # Engines keep counts and ids in 32 bits.
 INT32_MAX = 2**31 - 1
 
-_IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-# name -> values that ask for nothing
+_IGNORED = {
+    "metadata", "priority", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
+    "safety_identifier", "service_tier", "store", "user", "verbosity",
+}  # fmt: skip
+# name -> values that ask for nothing. Null does so in every field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "modalities": (None, ["text"]),
-    "n": (None, 1),
-    "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "top_logprobs": (None, 0),
+    "add_special_tokens": (),
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0, 1),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "prediction": (),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([], ""),
+    "stream_reasoning": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "web_search_options": (),
 }
-
-_SHORT_MESSAGES = 32
-_SHORT_CHARS = 16 << 10
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Choices = Annotated[int, Field(ge=1, le=CHOICES_MAX)]
 Milliseconds = Annotated[float, Field(gt=0, le=3.6e6)]
 
 
@@ -60,13 +63,14 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What both routes share. `ignore_eos`, `top_k`, `stop_token_ids`, `return_token_ids`,
-    `slo_ttft_ms` and `slo_tpot_ms` are extensions of OpenAI's interface."""
+    """What both routes share. Extensions of OpenAI's interface have the names that SGLang and vLLM
+    give them; `slo_ttft_ms` and `slo_tpot_ms` are our own."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: str
     max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
@@ -75,7 +79,22 @@ class GenerationBody(BaseModel):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_IDS_MAX)] = []
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=BIASES_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    n: Choices | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -103,9 +122,34 @@ class GenerationBody(BaseModel):
             raise ValueError("must be positive, or -1 for all tokens")
         return value
 
+    @field_validator("logit_bias")
+    @classmethod
+    def _logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for name, bias in (value or {}).items():
+            if not (name.isascii() and name.isdigit() and int(name[:11]) <= INT32_MAX):
+                raise ValueError(f"{name:.20} is no token id; give ids of the model's vocabulary")
+            if not -BIAS_MAX <= bias <= BIAS_MAX:
+                raise ValueError(f"{bias:g} must lie between -{BIAS_MAX} and {BIAS_MAX}")
+        return value
+
     @property
     def tokens_asked(self) -> int | None:
-        return self.max_tokens
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def choices_asked(self) -> int:
+        """Of each prompt, as the client sees them."""
+        return self.n or 1
+
+    @property
+    def choices_made(self) -> int:
+        """Of each prompt; the best of them are shown."""
+        return self.choices_asked
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        """How many of the likeliest tokens in each place; None: no log probabilities."""
+        return None
 
     @property
     def include_usage(self) -> bool:
@@ -113,8 +157,12 @@ class GenerationBody(BaseModel):
 
     def refuse_unsupported(self) -> None:
         """Raises BadRequestError naming the first field whose effect is not provided."""
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            message = "max_tokens and max_completion_tokens differ; give one of them"
+            raise bad_request(message, "max_completion_tokens")
         for name, value in (self.model_extra or {}).items():
-            if name in _IGNORED:
+            if name in _IGNORED or value is None:
                 continue
             if name not in _NEUTRAL:
                 raise bad_request(f"{name}: unknown field; remove it", name)
@@ -132,6 +180,9 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions. `prompt` is normalised to a list of texts or token id lists."""
 
     prompt: list[str] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | Literal[False] | None = None
+    echo: bool | None = None
+    best_of: Choices | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -147,6 +198,23 @@ class CompletionBody(GenerationBody):
             )
         return prompts
 
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.choices_made < self.choices_asked:
+            raise bad_request(f"best_of: must be at least n, {self.choices_asked}", "best_of")
+        if self.stream and self.choices_made > self.choices_asked:
+            raise bad_request("best_of: cannot be streamed; remove best_of or stream", "best_of")
+
+    @property
+    def choices_made(self) -> int:
+        return self.best_of or self.choices_asked
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        return self.logprobs
+
 
 def _all_texts(prompts: list[Any]) -> bool:
     return all(isinstance(p, str) for p in prompts)
@@ -158,80 +226,3 @@ def _all_id_lists(prompts: list[Any]) -> bool:
 
 def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
-
-
-class Message(BaseModel):
-    """`content` as text: parts of type "text" are joined by newlines."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        """Clients send an earlier answer back with all its empty fields."""
-        if not isinstance(value, dict):
-            return value
-        return {k: v for k, v in value.items() if v is not None and v != []}
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content_text(cls, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        if len(value) > PARTS_MAX:
-            raise ValueError(f"has {len(value)} parts; at most {PARTS_MAX} are allowed")
-        for number, part in enumerate(value):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f'part {number} must be {{"type": "text", "text": "..."}}; other kinds are'
-                    " not supported"
-                )
-        return "\n".join(part["text"] for part in value)
-
-
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions. `chat_template_kwargs` are passed to the model's template."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: TokenCount | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _few_messages(cls, value: Any) -> Any:
-        # Before each of them is checked: that takes seconds for hundreds of thousands.
-        if isinstance(value, list) and len(value) > MESSAGES_MAX:
-            raise ValueError(f"has {len(value)} messages; at most {MESSAGES_MAX} are allowed")
-        return value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _short_options(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if (length := len(json.dumps(value))) > TEMPLATE_OPTIONS_CHARS_MAX:
-            most = TEMPLATE_OPTIONS_CHARS_MAX
-            raise ValueError(f"has {length} characters; at most {most} are allowed")
-        return value
-
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        both = self.max_tokens is not None and self.max_completion_tokens is not None
-        if both and self.max_tokens != self.max_completion_tokens:
-            message = "max_tokens and max_completion_tokens differ; give one of them"
-            raise bad_request(message, "max_completion_tokens")
-
-    @property
-    def is_short(self) -> bool:
-        """Its template is rendered in less time than a thread takes."""
-        plain = all(isinstance(v, bool | int | str) for v in self.chat_template_kwargs.values())
-        texts = [m.content for m in self.messages[: _SHORT_MESSAGES + 1]]
-        texts += [str(value) for value in self.chat_template_kwargs.values() if plain]
-        return plain and len(texts) <= _SHORT_MESSAGES and sum(map(len, texts)) <= _SHORT_CHARS
-
-    @property
-    def tokens_asked(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens

@@ -320,9 +320,19 @@ def _check(fingerprint: str, key: Key) -> None:
 def _kept(run: SharedAnswer) -> KeptAnswer:
     generation = run.generation
     assert generation is not None
-    outputs = [
-        Chunk("", 1, 0, choice.token_ids, choice.finish_reason, choice.cached_tokens)
-        for choice in generation.choices
-    ]
+    outputs = [_as_chunk(choice) for choice in generation.choices]
     created_unix_s = generation.spec.requests[0].arrival_unix_s
     return KeptAnswer(run.key.fingerprint, generation.spec.id, created_unix_s, outputs)
+
+
+def _as_chunk(choice: GeneratedChoice) -> Chunk:
+    return Chunk(
+        request_id="",
+        attempt=1,
+        first_index=0,
+        token_ids=choice.token_ids,
+        finish_reason=choice.finish_reason,
+        cached_tokens=choice.cached_tokens,
+        logprobs=choice.logprobs,
+        prompt_logprobs=choice.prompt_logprobs,
+    )

@@ -97,6 +97,11 @@ class RequestLog:
         self._share = open_max // (2 * models)
         self._by_model: Counter[str] = Counter()
 
+    @property
+    def most_of_one_model(self) -> int:
+        """Requests for it that have room where no other is open."""
+        return self._open_max - self._share * (self._models - 1)
+
     def __len__(self) -> int:
         return len(self._open)
 
@@ -173,5 +178,9 @@ class RequestLog:
         entry.received += fresh
         entry.progress_s = time.monotonic()
         if fresh or chunk.finish_reason is not None:
-            new = msgspec.structs.replace(chunk, first_index=first, token_ids=fresh)
+            skipped = first - chunk.first_index
+            logprobs = chunk.logprobs.part(skipped) if chunk.logprobs else None
+            new = msgspec.structs.replace(
+                chunk, first_index=first, token_ids=fresh, logprobs=logprobs
+            )
             entry.mailbox.put_nowait((entry.choice, new))

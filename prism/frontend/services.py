@@ -14,6 +14,7 @@ from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import UnavailableError
 from prism.frontend.generation import Generation, GenerationSpec
+from prism.frontend.grammars import GrammarTrials
 from prism.frontend.metrics import Metrics
 from prism.frontend.repeats import Answering, Key, Repeat, Repeats
 from prism.frontend.tokenizers import ModelTokenizer
@@ -35,10 +36,12 @@ class Services:
     unreadable: Mapping[str, str] = field(default_factory=dict)  # model -> why it is left out
     draining: bool = False  # the frontend is about to end and refuses new requests
     repeats: Repeats = field(init=False)
+    grammars: GrammarTrials = field(init=False)
     _active: int = 0
     _left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self.grammars = GrammarTrials(self.config.engine.adapter)
         self.repeats = Repeats(
             self.queue,
             self.dispatcher.frontend_id,

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 from uuid import uuid4
+
+from msgspec import structs
 
 from prism.errors import ContextLengthError
 from prism.frontend.chat_template import ChatTemplate
+from prism.frontend.chat_types import ChatBody
 from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
-from prism.frontend.openai_types import ChatBody, CompletionBody, GenerationBody
+from prism.frontend.grammars import grammar_of
+from prism.frontend.openai_types import CompletionBody, GenerationBody
+from prism.frontend.sampling import sampling_of
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
-from prism.messages.requests import Request, Sampling
+from prism.messages.requests import Grammar, Request, Sampling
 
-# Engines hold it in 32 bits, where less becomes 0. Below this it means the likeliest token alone.
-_TOP_P_MIN = 1e-6
 _SLO_MIN_S = 1e-6
+
+
+class _Ends(NamedTuple):
+    """What ends an output."""
+
+    eos_ids: tuple[int, ...]
+    grammar: Grammar | None
 
 
 async def completion_spec(services: Services, body: CompletionBody) -> GenerationSpec:
@@ -28,7 +39,15 @@ async def completion_spec(services: Services, body: CompletionBody) -> Generatio
     model = services.model(body.model)
     tokenizer = services.tokenizers[model.name]
     prompts = await _encoded(model, body, tokenizer)
-    return _spec(services, body, clocks, prompts, tokenizer.eos_ids)
+    grammar = await _grammar(services, body, model)
+    spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.eos_ids, grammar))
+    return replace(spec, echoes=_echoes(body, tokenizer)) if body.echo else spec
+
+
+def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
+    """The prompt's text for each choice."""
+    texts = (p if isinstance(p, str) else tokenizer.tokenizer.decode(p) for p in body.prompt)
+    return tuple(text for text in texts for _ in range(body.choices_made))
 
 
 async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
@@ -38,6 +57,8 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     tokenizer = services.tokenizers[model.name]
     if tokenizer.chat_template is None:
         raise bad_request(f"model: {model.name} has no chat template; use /v1/completions", "model")
+    if body.uses_tools:
+        raise bad_request(f"tools: {model.name} has no tool parser; remove them", "tools")
     _refuse_hopeless(model, body, tokenizer, sum(len(m.content) for m in body.messages))
     # What takes long must not hold up the event loop, whose heartbeat keeps all requests alive.
     if body.is_short:
@@ -46,20 +67,30 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
         text = await asyncio.to_thread(_rendered, body, tokenizer.chat_template)
     _refuse_hopeless(model, body, tokenizer, len(text))
     prompts = await tokenizer.encode([text], special_tokens=False)
-    return _spec(services, body, clocks, prompts, tokenizer.chat_eos_ids)
+    grammar = await _grammar(services, body, model)
+    return _spec(services, body, clocks, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
+
+
+async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -> Grammar | None:
+    found = grammar_of(body)
+    if found is None:
+        return None
+    await services.grammars.check(model, services.tokenizers[model.name], *found)
+    return found[0]
 
 
 def _rendered(body: ChatBody, template: ChatTemplate) -> str:
-    return template.render(_messages(body), body.chat_template_kwargs)
-
-
-def _messages(body: ChatBody) -> list[dict[str, Any]]:
-    """As templates expect them; "developer" is OpenAI's newer word for "system"."""
-    messages = [m.model_dump(exclude_none=True) for m in body.messages]
-    for message in messages:
-        if message["role"] == "developer":
-            message["role"] = "system"
-    return messages
+    """The prompt. An answer that the client begins goes on where its text ends."""
+    messages = [message.for_template() for message in body.messages]
+    text = template.render(messages, body.template_values())
+    begun = body.messages[-1].content.rstrip()
+    if not body.continue_final_message:
+        return text
+    at = text.rfind(begun)
+    if at < 0:
+        message = "continue_final_message: the model's template changes the last message"
+        raise bad_request(message, "continue_final_message")
+    return text[: at + len(begun)]
 
 
 async def _encoded(
@@ -117,7 +148,7 @@ def _spec(
     body: GenerationBody,
     clocks: tuple[float, float],
     prompts: list[list[int]],
-    eos_ids: tuple[int, ...],
+    ends: _Ends,
 ) -> GenerationSpec:
     """`clocks`: the time of arrival, by the monotonic and by the wall clock."""
     model = services.model(body.model)
@@ -125,21 +156,24 @@ def _spec(
     ttft_s = model.slo_ttft_s if body.slo_ttft_ms is None else _slo_s(body.slo_ttft_ms)
     tpot_s = model.slo_tpot_s if body.slo_tpot_ms is None else _slo_s(body.slo_tpot_ms)
     spec_id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid4().hex}"
-    vocab_size = services.tokenizers[model.name].vocab_size
-    sampling = _sampling(body, body.tokens_asked or room, eos_ids, vocab_size)
+    tokenizer = services.tokenizers[model.name]
+    sampling = sampling_of(body, tokenizer, body.tokens_asked or room, *ends)
+    samplings = [_with_seed(sampling, number) for number in range(body.choices_made)]
+    choices = [(prompt, each) for prompt in prompts for each in samplings]
+    _refuse_too_many(services, model, len(choices), "n" if len(samplings) > 1 else "prompt")
     requests = [
         Request(
             id=f"{spec_id}-{number}",
             model=model.name,
             prompt_ids=prompt,
-            sampling=sampling,
+            sampling=each,
             arrival_unix_s=clocks[1],
             slo_ttft_s=ttft_s,
             slo_tpot_s=tpot_s,
             frontend_id=services.dispatcher.frontend_id,
             reply_to=services.dispatcher.reply_to,
         )
-        for number, prompt in enumerate(prompts)
+        for number, (prompt, each) in enumerate(choices)
     ]
     return GenerationSpec(
         id=spec_id,
@@ -147,7 +181,26 @@ def _spec(
         stops=tuple(body.stop or ()),
         show_token_ids=bool(body.return_token_ids),
         began_s=clocks[0],
+        skip_special_tokens=body.skip_special_tokens,
+        logprobs=body.logprobs_asked,
+        shown=(body.choices_asked, body.choices_made),
     )
+
+
+def _with_seed(sampling: Sampling, number: int) -> Sampling:
+    """Choices of one prompt differ although the client gives one seed."""
+    if sampling.seed is None or not number:
+        return sampling
+    seed = (sampling.seed + number + 2**63) % 2**64 - 2**63
+    return structs.replace(sampling, seed=seed)
+
+
+def _refuse_too_many(services: Services, model: ModelSpec, asked: int, param: str) -> None:
+    """More than can ever be open is no matter of trying again."""
+    most = services.dispatcher.log.most_of_one_model
+    if asked > most:
+        message = f"{param}: makes {asked} choices; at most {most} of {model.name} fit at once"
+        raise bad_request(message, param)
 
 
 def _slo_s(asked_ms: float) -> float:
@@ -163,24 +216,3 @@ def _room(model: ModelSpec, prompt: list[int], body: GenerationBody) -> int:
     if room < (body.tokens_asked or 1):
         raise _too_long(model, body, len(prompt))
     return room
-
-
-def _sampling(
-    body: GenerationBody, max_tokens: int, eos_ids: tuple[int, ...], vocab_size: int
-) -> Sampling:
-    stop_ids = () if body.ignore_eos else eos_ids
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else max(body.top_p, _TOP_P_MIN),
-        # The whole vocabulary and more is all tokens.
-        top_k=-1 if body.top_k is None or body.top_k >= vocab_size else body.top_k,
-        seed=body.seed,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        ignore_eos=body.ignore_eos,
-        # An id outside the vocabulary never comes.
-        stop_token_ids=tuple(
-            dict.fromkeys((*stop_ids, *(i for i in body.stop_token_ids if i < vocab_size)))
-        ),
-    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,22 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from prism.errors import ConfigError
-from prism.frontend.chat_template import ChatTemplate, load_chat_template, token_text
+from prism.frontend.chat_template import ChatTemplate, load_chat_template
 from prism.messages.models import ModelSpec
+from prism.models.special_tokens import end_ids, read_json, text_model
 
 log = logging.getLogger(__name__)
 
 # Below this, encoding takes less time than handing it to a thread.
 _INLINE_CHARS_MAX = 4096
+# Sampling defaults of a model, and what requests may ask for.
+_DEFAULTS = {
+    "temperature": (0, 2),
+    "top_p": (1e-6, 1),
+    "top_k": (1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 2),
+}
 # Longer than tokens of ordinary text are, for tokenizers that shorten it first (runs of spaces).
 _TOKEN_CHARS_MIN = 64
 
@@ -34,6 +43,8 @@ class ModelTokenizer:
     chat_eos_ids: tuple[int, ...]  # end a turn of a conversation; they include eos_ids
     chat_template: ChatTemplate | None
     token_chars_max: int  # longest text of one token
+    # temperature, top_p, ... of generation_config.json: for requests that say nothing
+    sampling_defaults: dict[str, float]
 
     async def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
         """Token ids of each; `special_tokens` adds what the model wants around a text (BOS). Long
@@ -46,6 +57,31 @@ class ModelTokenizer:
         # The call for a batch, since it alone lets go of the interpreter's lock.
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [list(encoding.ids) for encoding in encodings]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The text of one token alone. It may be a part of a character."""
+        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        piece = self.tokenizer.id_to_token(token_id) or ""
+        if "\ufffd" not in text:
+            # Decoders drop the space before a text's first word.
+            drops_space = piece.startswith("\u2581") and not text.startswith(" ")
+            return f"{' ' * drops_space}{text}".encode()
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        known = [_BYTES.get(letter) for letter in piece]
+        return bytes(b for b in known if b is not None) if None not in known else text.encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in byte-level vocabularies, as GPT-2 has them: printable
+    ones for themselves, the others in order from U+0100."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {chr(byte): byte for byte in shown}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_letters()
 
 
 def load_tokenizers(
@@ -70,20 +106,29 @@ def load_tokenizers(
 
 def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
     tokenizer = _tokenizer(directory / "tokenizer.json", shared)
-    settings = _read_json(directory / "tokenizer_config.json")
-    model = _read_json(directory / "config.json")
-    generation = _read_json(directory / "generation_config.json")
-    text_model = model.get("text_config") or model
-    eos_ids = _ids(generation.get("eos_token_id", text_model.get("eos_token_id")))
-    turn_end = tokenizer.token_to_id(token_text(settings.get("eos_token")) or "")
+    eos_ids, chat_eos_ids = end_ids(directory, tokenizer)
+    vocab_size = text_model(read_json(directory / "config.json")).get("vocab_size") or 0
+    settings = read_json(directory / "tokenizer_config.json")
+    generation = read_json(directory / "generation_config.json")
     return ModelTokenizer(
         tokenizer=tokenizer,
-        vocab_size=max(tokenizer.get_vocab_size(), int(text_model.get("vocab_size") or 0)),
+        vocab_size=max(tokenizer.get_vocab_size(), int(vocab_size)),
         eos_ids=eos_ids,
-        chat_eos_ids=tuple(dict.fromkeys((*eos_ids, *_ids(turn_end)))),
+        chat_eos_ids=chat_eos_ids,
         chat_template=load_chat_template(directory, settings),
         token_chars_max=max(_TOKEN_CHARS_MIN, *map(len, tokenizer.get_vocab())),
+        sampling_defaults=_sampling_defaults(generation),
     )
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """Values that a request could ask for; others are left out."""
+    defaults: dict[str, float] = {}
+    for name, (least, most) in _DEFAULTS.items():
+        value = generation.get(name)
+        if isinstance(value, int | float) and least <= value <= most:
+            defaults[name] = int(value) if name == "top_k" else float(value)
+    return defaults
 
 
 def _tokenizer(file: Path, shared: dict[bytes, Tokenizer]) -> Tokenizer:
@@ -98,18 +143,3 @@ def _tokenizer(file: Path, shared: dict[bytes, Tokenizer]) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}; repair the file") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if isinstance(v, int))

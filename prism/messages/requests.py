@@ -13,6 +13,14 @@ FinishReason = str  # "stop" | "length" | "cancelled"
 FRONTEND_SILENT = "frontend_silent"
 
 
+class Grammar(Wire, frozen=True):
+    """What the output must match: a JSON schema, a regular expression, a grammar in EBNF, or a
+    structural tag (a JSON object that says where in free text a grammar holds)."""
+
+    kind: Literal["json", "regex", "ebnf", "structural_tag"]
+    text: str
+
+
 class Sampling(Wire, frozen=True):
     """Decoding parameters, in OpenAI's terms. `temperature` 0 is greedy."""
 
@@ -25,6 +33,14 @@ class Sampling(Wire, frozen=True):
     presence_penalty: float = 0.0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0  # no stop token comes before
+    # None: no log probabilities. Otherwise those of each token and of so many of the likeliest.
+    logprobs: int | None = None
+    prompt_logprobs: bool = False  # of the prompt's tokens, too
+    grammar: Grammar | None = None
 
 
 class Resume(Wire, frozen=True):
@@ -71,6 +87,11 @@ class Request(Wire, frozen=True):
         return len(self.prompt_ids) + self.resumed_tokens
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They come with the first output."""
+        return self.sampling.prompt_logprobs and not self.resumed_tokens
+
+    @property
     def is_suspect(self) -> bool:
         """It may have killed an engine, and has come no further since."""
         return self.suspected_at is not None and self.resumed_tokens <= self.suspected_at
@@ -89,6 +110,24 @@ class Request(Wire, frozen=True):
         return structs.replace(self, arrival_unix_s=now_unix_s, slo_ttft_s=self.slo_tpot_s)
 
 
+class Logprobs(Wire, frozen=True):
+    """Log probabilities of tokens in a row: before temperature, behind biases and penalties."""
+
+    values: list[float] = []
+    # Of each token: the likeliest ones, the first most, and theirs.
+    top_ids: list[list[int]] = []
+    top_values: list[list[float]] = []
+
+    def part(self, start: int, end: int | None = None) -> Logprobs:
+        cut = slice(start, end)
+        return Logprobs(self.values[cut], self.top_ids[cut], self.top_values[cut])
+
+    def extend(self, more: Logprobs) -> None:
+        self.values.extend(more.values)
+        self.top_ids.extend(more.top_ids)
+        self.top_values.extend(more.top_values)
+
+
 class Chunk(Wire, frozen=True):
     """Tokens of one request from one engine step. A chunk with a `finish_reason` is its last."""
 
@@ -98,6 +137,8 @@ class Chunk(Wire, frozen=True):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None  # behind the prompt's first token
 
 
 class Failure(Wire, frozen=True):

@@ -31,10 +31,21 @@ COMPLETION_ERRORS = [
     ({"stop": [""]}, "stop", "stop: must be a non-empty string or a list of them"),
     ({"stop": ["a"] * 17}, "stop", "stop: has 17 strings; at most 16"),
     ({"stream": "yes"}, "stream", "stream: Input should be a valid boolean"),
-    ({"n": 2}, "n", "n: 2 is not supported; remove it"),
-    ({"echo": True}, "echo", "echo: True is not supported"),
-    ({"logprobs": 5}, "logprobs", "logprobs: 5 is not supported"),
-    ({"min_p": 0.1}, "min_p", "min_p: unknown field; remove it"),
+    ({"n": True}, "n", "n: Input should be a valid integer"),
+    ({"n": 129}, "n", "n: Input should be less than or equal to 128"),
+    ({"n": 3, "best_of": 2}, "best_of", "best_of: must be at least n, 3"),
+    ({"best_of": 2, "stream": True}, "best_of", "best_of: cannot be streamed"),
+    ({"echo": 1}, "echo", "echo: Input should be a valid boolean"),
+    ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ({"logprobs": True}, "logprobs", "logprobs"),
+    ({"min_p": 1.1}, "min_p", "min_p: Input should be less than or equal to 1"),
+    ({"min_pp": 0.1}, "min_pp", "min_pp: unknown field; remove it"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "101 must lie between -100 and 100"),
+    ({"logit_bias": {"the": 1}}, "logit_bias", "the is no token id"),
+    ({"logit_bias": {"300": 1}}, "logit_bias", "300 is outside the vocabulary of 300 tokens"),
+    ({"suffix": "x"}, "suffix", "suffix: 'x' is not supported; remove it"),
+    ({"prompt": ["x"] * 128, "n": 128}, "n", "n: makes 16384 choices; at most"),
     ({"slo_ttft_ms": 0}, "slo_ttft_ms", "slo_ttft_ms: Input should be greater than 0"),
 ]
 
@@ -66,8 +77,10 @@ CHAT_ERRORS = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "no tools here"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one of them"),
     ({"model": "base"}, "base has no chat template; use /v1/completions"),
-    ({"tools": [{"type": "function"}]}, "tools: "),
-    ({"top_logprobs": 2}, "top_logprobs: 2 is not supported"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function: Field required"),
+    ({"top_logprobs": 2}, "top_logprobs: needs logprobs: true"),
+    ({"tool_choice": "required"}, "tool_choice: needs tools"),
+    ({"continue_final_message": True}, "continue_final_message: the last message must be"),
 ]
 
 

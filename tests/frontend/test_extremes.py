@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from prism.errors import RequestError
 from prism.frontend.bodies import parse_body
-from prism.frontend.openai_types import ChatBody, CompletionBody, GenerationBody
+from prism.frontend.chat_types import ChatBody
+from prism.frontend.openai_types import CompletionBody, GenerationBody
+from prism.frontend.request_log import RequestLog
 from prism.frontend.services import Services
 from prism.frontend.specs import chat_spec, completion_spec
 from prism.frontend.tokenizers import load_tokenizers
@@ -32,6 +34,7 @@ NUMBERS = st.sampled_from([*INTEGERS, *FLOATS, *(-each for each in FLOATS), -0.0
 SINGLE = (
     "max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty",
     "slo_ttft_ms", "slo_tpot_ms", "n", "best_of", "logprobs", "top_logprobs", "min_p",
+    "repetition_penalty", "min_tokens", "echo",
 )  # fmt: skip
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(SINGLE, NUMBERS),
@@ -49,10 +52,11 @@ PROMPTS = st.just("x") | st.lists(NUMBERS, min_size=1, max_size=3)
 def services(tmp_path_factory: pytest.TempPathFactory) -> Services:
     """What turns bodies into requests, and nothing that sends them."""
     config = make_config("", "n", tmp_path_factory.mktemp("models"))
+    log = RequestLog(open_max=1024)
     return Services(
         config=config,
         queue=cast("Any", None),
-        dispatcher=cast("Any", SimpleNamespace(frontend_id="f0", reply_to="nowhere")),
+        dispatcher=cast("Any", SimpleNamespace(frontend_id="f0", reply_to="nowhere", log=log)),
         metrics=cast("Any", None),
         cluster=cast("Any", None),
         tokenizers=load_tokenizers(config.models),
@@ -68,7 +72,7 @@ def request_of(services: Services, kind: type[GenerationBody], body: dict[str, A
     else:
         assert isinstance(parsed, CompletionBody)
         spec = asyncio.run(completion_spec(services, parsed))
-    [request] = spec.requests
+    request = spec.requests[-1]
     return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)
 
 
@@ -78,6 +82,11 @@ def check_fits(sampling: Sampling) -> None:
     assert sampling.top_k == -1 or 1 <= np.int32(sampling.top_k) < VOCAB_SIZE
     assert 0 < np.float32(sampling.top_p) <= 1
     assert 0 <= np.float32(sampling.temperature) <= 2
+    assert 0 <= np.float32(sampling.min_p) <= 1
+    assert 0 < np.float32(sampling.repetition_penalty) <= 2
+    assert 0 <= sampling.min_tokens <= sampling.max_tokens
+    assert sampling.logprobs is None or 0 <= sampling.logprobs <= 20
+    assert all(0 <= i < VOCAB_SIZE and abs(b) <= 100 for i, b in sampling.logit_bias.items())
     for penalty in (sampling.frequency_penalty, sampling.presence_penalty):
         assert -2 <= np.float32(penalty) <= 2
     if sampling.seed is not None:
@@ -133,7 +142,12 @@ async def test_a_number_beyond_32_bits_is_refused_over_http(stack: Stack, top_k:
     assert not stack.agent.seen
 
 
-@pytest.mark.parametrize("change", [{"logprobs": 0}, {"n": True}, {"echo": 0}])
+@pytest.mark.parametrize("change", [{"n": True}, {"echo": 0}, {"logprobs": True}])
 def test_zero_is_not_false_and_true_is_not_one(services: Services, change: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="is not supported"):
+    with pytest.raises(RequestError, match="Input should be"):
         request_of(services, CompletionBody, {"model": "base", "prompt": "x", **change})
+
+
+def test_no_likeliest_tokens_are_still_log_probabilities(services: Services) -> None:
+    body = {"model": "base", "prompt": "x", "logprobs": 0}
+    assert request_of(services, CompletionBody, body).sampling.logprobs == 0

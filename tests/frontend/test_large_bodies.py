@@ -12,7 +12,8 @@ import pytest
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.bodies import parse_body
 from prism.frontend.chat_template import ChatTemplate
-from prism.frontend.openai_types import MESSAGES_MAX, PARTS_MAX, ChatBody, CompletionBody
+from prism.frontend.chat_types import MESSAGES_MAX, PARTS_MAX, ChatBody
+from prism.frontend.openai_types import CompletionBody
 from tests.frontend.conftest import Stack
 from tests.frontend.scripted_agent import answering
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import warnings
 from typing import Any
 
@@ -167,6 +168,10 @@ SEAMS: dict[str, str | None] = {
     "layers.rotary_embedding.factory:_ROPE_DICT": None,
     # arguments and sampling
     "layers.sampler:multinomial_with_seed": "logprobs, seed, positions",
+    "layers.sampler:top_k_top_p_min_p_sampling_from_probs_torch": (
+        "probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, "
+        "return_filtered_probs, max_top_k"
+    ),
     "server_args:ServerArgs": None,
     "server_args:PortArgs": None,
     "sampling.sampling_params:SamplingParams.normalize": "self, tokenizer",
@@ -174,6 +179,20 @@ SEAMS: dict[str, str | None] = {
     "sampling.sampling_params:TOP_K_ALL": None,
     "sampling.penaltylib:BatchedFrequencyPenalizer.is_prepared": "self",
     "sampling.penaltylib:BatchedPresencePenalizer.is_prepared": "self",
+    "sampling.penaltylib:BatchedRepetitionPenalizer.is_prepared": "self",
+    "sampling.penaltylib:BatchedMinNewTokensPenalizer.is_prepared": "self",
+    # grammars and log probabilities
+    "constrained.base_grammar_backend:BaseGrammarBackend._init_value_dispatch": (
+        "self, key, require_reasoning"
+    ),
+    "constrained.base_grammar_backend:BaseGrammarBackend.set_cache": "self, key, value",
+    "constrained.base_grammar_backend:BaseGrammarObject.accept_token": "self, token",
+    "constrained.grammar_manager:GrammarManager.get_ready_grammar_requests": "self",
+    "constrained.xgrammar_backend:XGrammarGrammarBackend": (
+        "tokenizer, vocab_size, model_eos_token_ids, any_whitespace, max_whitespace_cnt"
+    ),
+    "managers.scheduler:Scheduler.init_grammar_manager": "self",
+    "managers.schedule_batch:Req.set_finish_with_abort": ("self, error_msg, status_code, err_type"),
     "model_executor.forward_batch_info:ForwardMode.EXTEND": None,
     "layers.dual_gemm:DualGemm._select_mode": "self, gate_up_proj, hidden_size",
     "layers.sampler:murmur_hash32": "seed, positions, col_indices",
@@ -290,7 +309,7 @@ def test_private_attributes_that_are_read() -> None:
     req = inspect.getsource(resolve("managers.schedule_batch:Req"))
     for name in ("send_token_offset", "finished_output", "finished_len", "prefix_len"):
         assert f"self.{name}" in req, name
-    for kind in ("frequency", "presence"):
+    for kind in ("frequency", "presence", "repetition"):
         module = "sampling.penaltylib"
         penalizer = inspect.getsource(resolve(f"{module}:Batched{kind.title()}Penalizer"))
         for name in (f"{kind}_penalties", f"cumulated_{kind}_penalties"):
@@ -304,3 +323,21 @@ def test_private_attributes_that_are_read() -> None:
     paged = inspect.getsource(resolve("mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"))
     for name in ("free_pages", "free_page_ids_group", "staged_pages", "num_staged_pages"):
         assert f"self.{name}" in paged, name
+
+
+def test_what_grammars_and_log_probabilities_rest_on() -> None:
+    req = inspect.getsource(resolve("managers.schedule_batch:Req"))
+    for name in ("input_logprob_sent", "logprob_start_len", "return_logprob", "tokenizer"):
+        assert f"self.{name}" in req, name
+    manager = inspect.getsource(resolve("constrained.grammar_manager:GrammarManager"))
+    for name in ("SGLANG_GRAMMAR_POLL_INTERVAL", "grammar_backend", "grammar_queue"):
+        assert f"self.{name}" in manager, name
+    xgrammar = inspect.getsource(resolve("constrained.xgrammar_backend:XGrammarGrammarBackend"))
+    assert "self.grammar_compiler" in xgrammar
+    least = inspect.getsource(resolve("sampling.penaltylib:BatchedMinNewTokensPenalizer"))
+    assert "self.len_output_tokens += 1" in least
+    # All that SGLang asks of a request's tokenizer while no stop string is given to it.
+    assert set(re.findall(r"req\.tokenizer\.(\w+)", least)) == {
+        "additional_stop_token_ids",
+        "eos_token_id",
+    }

@@ -8,13 +8,15 @@ import msgspec
 import pytest
 
 from prism.messages.engine import Submit
-from prism.messages.requests import Request, Resume
+from prism.messages.requests import Grammar, Request, Resume
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.models import LLAMA, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
 
 TOKENS = 48
+STOP = tuple(range(300, 1200))
+GRAMMAR = Grammar("regex", "[a-z ]{200,400}")
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "top_p": 0.9, "seed": 7},
@@ -26,6 +28,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.7,
         "presence_penalty": -0.5,
     },
+    "repetition": {"repetition_penalty": 1.6},
+    "least tokens": {"stop_token_ids": STOP, "min_tokens": TOKENS},
+    "biased": {"logit_bias": {7: 6.0, 9: 5.5}, "temperature": 1.0, "min_p": 0.02, "seed": 3},
+    "grammar": {"grammar": GRAMMAR, "temperature": 1.0, "seed": 5},
+    "probabilities": {"logprobs": 2, "prompt_logprobs": True},
 }
 
 
@@ -52,3 +59,7 @@ def test_the_rest_is_the_same_from_any_point(device: DeviceUnderTest) -> None:
         tokens = [token for chunk in stream.chunks for token in chunk.token_ids]
         assert tokens == whole[name][int(cut) :], item.id
         assert stream.finish_reason == "length"
+        logprobs = [chunk.logprobs for chunk in stream.chunks if chunk.logprobs]
+        asked = item.sampling.logprobs is not None
+        assert sum(len(part.values) for part in logprobs) == (len(tokens) if asked else 0)
+        assert all(chunk.prompt_logprobs is None for chunk in stream.chunks)

@@ -22,6 +22,7 @@ from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOut
 from prism.engines.fake import leak
 from prism.engines.fake.memory import BLOCK_TOKENS, FakeMemory
 from prism.engines.fake.options import FakeOptions, needs
+from prism.engines.fake.sampling import refused, with_logprobs
 from prism.engines.fake.tokens import seed_of, token_at
 from prism.engines.fake.weights import FakeWeights
 from prism.engines.gpu_share import GpuShare
@@ -182,6 +183,9 @@ class FakeCore:
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             excess = len(request.prompt_ids) + request.sampling.max_tokens - self._context_tokens
+            if (refusal := refused(request)) is not None:
+                self._rejected.append(refusal)
+                continue
             if excess > 0 or not request.prompt_ids:
                 self._rejected.append(_too_long(request, excess))
                 continue
@@ -325,7 +329,8 @@ class FakeCore:
             memory.check(sequence.tokens[:-1], sequence.blocks)
             self._drop(sequence)
         cached = sequence.cached if first_index == 0 else 0
-        return Chunk(request.id, request.attempt, first_index, [token], reason, cached)
+        chunk = Chunk(request.id, request.attempt, first_index, [token], reason, cached)
+        return with_logprobs(chunk, request)
 
     def _inject_fault(self, request: Request) -> None:
         count, options = self._totals.output_tokens, self._options
@@ -379,6 +384,6 @@ def _last_chunk(sequence: FakeSequence, reason: str) -> Chunk:
 
 def _finish_reason(sequence: FakeSequence, token: int) -> str | None:
     sampling = sequence.request.sampling
-    if token in sampling.stop_token_ids:
+    if token in sampling.stop_token_ids and sequence.produced > sampling.min_tokens:
         return "stop"
     return "length" if sequence.produced >= sampling.max_tokens else None

@@ -80,7 +80,7 @@ class ActiveModel:
         """The model's part of EngineStatus."""
         scheduler, kv = self.scheduler, self.memory.kv
         evictable = int(scheduler.tree_cache.evictable_size())
-        waiting = scheduler.waiting_reqs()
+        waiting = [*scheduler.waiting_reqs(), *scheduler.compiling_reqs()]
         attainable = scheduler.token_to_kv_pool_allocator.attainable_tokens()
         return {
             "model": self.order.model.name,

@@ -280,14 +280,20 @@ class SglangCore:
         if finish == "abort":
             finish = "cancelled"
         if finish == "cancelled" and not running.cancelled:
-            message = emission.message or "SGLang ended the request"
-            output.failures.append(
-                Failure(request.id, request.attempt, "engine_error", message, True)
-            )
+            output.failures.append(_failure(request, emission))
             return
         cached = emission.cached_tokens if first_index == 0 else 0
         output.chunks.append(
-            Chunk(request.id, request.attempt, first_index, emission.token_ids, finish, cached)
+            Chunk(
+                request.id,
+                request.attempt,
+                first_index,
+                emission.token_ids,
+                finish,
+                cached,
+                emission.logprobs,
+                emission.prompt_logprobs,
+            )
         )
 
     # --- status ----------------------------------------------------------------------------
@@ -323,6 +329,12 @@ class SglangCore:
         if self._active is None:
             raise RuntimeError("no model is active")
         return self._active
+
+
+def _failure(request: Request, emission: Emission) -> Failure:
+    code = "invalid_request_error" if emission.refused else "engine_error"
+    message = emission.message or "SGLang ended the request"
+    return Failure(request.id, request.attempt, code, message, not emission.refused)
 
 
 def _activation_error(order: ActivateEngine, error: Exception, device: str) -> ActivationError:

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from prism.engines import kv_file
 from prism.engines.kv_direct import DirectMoves
+from prism.engines.sglang import grammars, logprobs
 from prism.engines.sglang.scheduler import InProcessScheduler
 from prism.messages.requests import Resume
 
@@ -52,6 +53,9 @@ def join(scheduler: InProcessScheduler, direct: DirectMoves, req: Req, resume: R
     collective of the ranks."""
     req.output_ids = array("q", resume.output_ids)
     req.send_token_offset = len(resume.output_ids)
+    if resume.output_ids and req.return_logprob:
+        logprobs.without_prompt(req)
+    grammars.catch_up(req)
     allocator = scheduler.token_to_kv_pool_allocator
     whole = resume.kv_tokens // allocator.page_size * allocator.page_size
     rows = _take_file(scheduler, resume) if resume.kv_path else None

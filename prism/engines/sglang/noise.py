@@ -7,17 +7,41 @@ depend on what else is in its batch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.srt.layers import sampler
 
 _MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: positions of one seed get unlike generators
 _BITS_63 = (1 << 63) - 1
 _hash_on_gpu = sampler.murmur_hash32
+_sample = sampler.top_k_top_p_min_p_sampling_from_probs_torch
 
 
 def install() -> None:
-    """Let `random_bits` stand before SGLang's hash. Idempotent."""
+    """Let ours stand before SGLang's hash and its sampling. Idempotent."""
     sampler.murmur_hash32 = random_bits
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample
+
+
+def sample(probs: torch.Tensor, *filters: Any, **options: Any) -> Any:
+    """A token id of each row, int32.
+
+    SGLang draws noise for a token's rank here, and for its id where no request of the batch has a
+    top_k, top_p or min_p: what a seed gives would depend on the others. And it refuses min_p beside
+    seeds, since what is left does not sum to 1, which the Gumbel trick does not need.
+    """
+    top_ks, top_ps, min_ps, _, seed, positions = filters
+    if seed is None or options.get("return_filtered_probs"):
+        return _sample(probs, *filters, **options)
+    ordered, ids = probs.sort(dim=-1, descending=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device).view(1, -1)
+    before = ordered.cumsum(dim=-1) - ordered
+    left_out = (rank >= top_ks.view(-1, 1)) | (before > top_ps.view(-1, 1))
+    left_out |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
+    kept = probs.masked_fill(torch.empty_like(left_out).scatter_(1, ids, left_out), 0.0)
+    drawn = sampler.multinomial_with_seed(kept.to(torch.float64).log_(), seed, positions)
+    return drawn.view(-1).to(torch.int32)
 
 
 def random_bits(

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.sampling.penaltylib import BatchedFrequencyPenalizer, BatchedPresencePenalizer
+from sglang.srt.sampling.penaltylib import (
+    BatchedFrequencyPenalizer,
+    BatchedMinNewTokensPenalizer,
+    BatchedPresencePenalizer,
+    BatchedRepetitionPenalizer,
+)
 
 
 def count_earlier_output(batch: ScheduleBatch) -> None:
@@ -16,16 +23,25 @@ def count_earlier_output(batch: ScheduleBatch) -> None:
     orchestrator = batch.sampling_info.penalizer_orchestrator
     if not orchestrator.is_required:
         return
-    penalizers = orchestrator.penalizers
-    frequency = penalizers[BatchedFrequencyPenalizer]
-    presence = penalizers[BatchedPresencePenalizer]
     for row, req in enumerate(batch.reqs):
-        if not req.output_ids:
-            continue
-        output = torch.tensor(list(req.output_ids), dtype=torch.int64, device=batch.device)
-        if frequency.is_prepared():
-            penalties = frequency.frequency_penalties[row].expand(len(output))
-            frequency.cumulated_frequency_penalties[row].scatter_add_(0, output, penalties)
-        if presence.is_prepared():
-            penalties = presence.presence_penalties[row].expand(len(output))
-            presence.cumulated_presence_penalties[row].scatter_(0, output, penalties)
+        if req.output_ids:
+            output = torch.tensor(list(req.output_ids), dtype=torch.int64, device=batch.device)
+            _count(orchestrator.penalizers, row, output)
+
+
+def _count(penalizers: Any, row: int, output: torch.Tensor) -> None:
+    frequency = penalizers[BatchedFrequencyPenalizer]
+    if frequency.is_prepared():
+        penalties = frequency.frequency_penalties[row].expand(len(output))
+        frequency.cumulated_frequency_penalties[row].scatter_add_(0, output, penalties)
+    presence = penalizers[BatchedPresencePenalizer]
+    if presence.is_prepared():
+        penalties = presence.presence_penalties[row].expand(len(output))
+        presence.cumulated_presence_penalties[row].scatter_(0, output, penalties)
+    repetition = penalizers[BatchedRepetitionPenalizer]
+    if repetition.is_prepared():
+        penalties = repetition.repetition_penalties[row].expand(len(output))
+        repetition.cumulated_repetition_penalties[row].scatter_(0, output, penalties)
+    stop_tokens = penalizers[BatchedMinNewTokensPenalizer]
+    if stop_tokens.is_prepared():
+        stop_tokens.len_output_tokens[row] += len(output)

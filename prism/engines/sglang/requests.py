@@ -33,9 +33,9 @@ def convert(
         mm_inputs=None,
         token_type_ids=None,
         sampling_params=sampling_params(request.sampling, vocab_size),
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
+        return_logprob=request.sampling.logprobs is not None,
+        logprob_start_len=0 if request.wants_prompt_logprobs else -1,
+        top_logprobs_num=request.sampling.logprobs or 0,
         token_ids_logprob=None,
         stream=True,
     )
@@ -58,8 +58,15 @@ def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=set(sampling.stop_token_ids) or None,
             sampling_seed=_seed(sampling),
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias={str(i): bias for i, bias in sampling.logit_bias.items()} or None,
+            **_grammar(sampling),
         )
         params.normalize(None)
+        # Without a tokenizer SGLang refuses it; it asks the tokenizer for stop tokens alone, which
+        # the request has.
+        params.min_new_tokens = sampling.min_tokens
         params.verify(vocab_size)
     except ValueError as error:
         raise BadRequestError(str(error)) from error
@@ -75,6 +82,13 @@ def _seed(sampling: Sampling) -> int:
     return sampling.seed if sampling.seed is not None else secrets.randbits(62)
 
 
+def _grammar(sampling: Sampling) -> dict[str, str]:
+    grammar = sampling.grammar
+    if grammar is None:
+        return {}
+    return {"json_schema" if grammar.kind == "json" else grammar.kind: grammar.text}
+
+
 def _check_ranges(sampling: Sampling) -> None:
     """What the tensors hold: 32 bits for counts, ids and probabilities."""
     last_stop_id = max(sampling.stop_token_ids, default=0)
@@ -84,6 +98,9 @@ def _check_ranges(sampling: Sampling) -> None:
         "stop_token_ids": (last_stop_id, 0, _INT32_MAX),
         "temperature": (sampling.temperature, 0, _FLOAT32_MAX),
         "top_p": (sampling.top_p, _FLOAT32_MIN, 1),
+        "repetition_penalty": (sampling.repetition_penalty, _FLOAT32_MIN, 2),
+        "logprobs": (sampling.logprobs or 0, 0, _INT32_MAX),
+        "logit_bias": (max(map(abs, sampling.logit_bias.values()), default=0), 0, _FLOAT32_MAX),
     }
     for name, (value, least, most) in ranges.items():
         if not least <= value <= most:

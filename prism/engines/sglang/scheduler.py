@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
@@ -27,7 +29,13 @@ from sglang.srt.utils.common import DynamicGradMode
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang.srt.utils.watchdog import Watchdog
 
+from prism.engines.sglang import logprobs
+from prism.engines.sglang.grammars import Grammars
 from prism.engines.sglang.penalties import count_earlier_output
+from prism.messages.requests import Logprobs
+
+# What SGLang asks a tokenizer where `min_tokens` is set; requests bring their stop tokens.
+_NO_TOKENIZER = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,9 @@ class Emission:
     finish: str | None
     message: str = ""
     cached_tokens: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    refused: bool = False  # the request is wrong: no other engine would serve it
 
 
 class Outbox(list[Emission]):
@@ -76,11 +87,19 @@ def _emission(req: Req) -> Emission:
         if req.finished_len is None:
             req.finished_len = len(req.output_ids)
     output = req.output_ids_through_stop
-    new = list(output[req.send_token_offset :])
-    req.send_token_offset = len(output)
+    start, req.send_token_offset = req.send_token_offset, len(output)
     reason = req.finished_reason
     finish, message = _finish(reason)
-    return Emission(req.rid, new, finish, message, int(req.cached_tokens))
+    return Emission(
+        rid=req.rid,
+        token_ids=list(output[start:]),
+        finish=finish,
+        message=message,
+        cached_tokens=int(req.cached_tokens),
+        logprobs=logprobs.of_output(req, start, len(output)),
+        prompt_logprobs=logprobs.of_prompt(req),
+        refused=isinstance(reason, FINISH_ABORT) and reason.status_code == HTTPStatus.BAD_REQUEST,
+    )
 
 
 def _finish(reason: Any) -> tuple[str | None, str]:
@@ -136,6 +155,9 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     def init_request_receiver(self) -> None:
         self.request_receiver = None
 
+    def init_grammar_manager(self) -> None:
+        self.grammar_manager = Grammars(self)
+
     def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
         return InProcessStreamer
 
@@ -155,6 +177,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         # Sampling with each request's own seed; as a start-up argument it would switch the prefix
         # cache off, which is about reproducible logits, not about seeds.
         get_context().override("prism.seeds", enable_deterministic_inference=True)
+        self.tokenizer = _NO_TOKENIZER
         self._war_barrier_enabled = False
         self.schedule_stream.synchronize = lambda: None
         self.metrics_reporter.start_scheduler_time_accounting()
@@ -208,7 +231,8 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     def find(self, rid: str) -> Req | None:
         """The request, wherever it stands between two steps; None once it has ended."""
         batches = [b.reqs for b in (self.running_batch, self.last_batch) if b is not None]
-        found = (req for reqs in (*batches, self.waiting_reqs()) for req in reqs)
+        places = (*batches, self.waiting_reqs(), self.compiling_reqs())
+        found = (req for reqs in places for req in reqs)
         return next((req for req in found if req.rid == rid and not req.finished()), None)
 
     @staticmethod
@@ -228,3 +252,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         """Requests whose prompt is not computed yet, the half-prefilled one included."""
         chunked = self.chunked_req
         return [*self.waiting_queue, *([] if chunked is None else [chunked])]
+
+    def compiling_reqs(self) -> list[Req]:
+        """Requests that wait for their grammar."""
+        return list(self.grammar_manager.grammar_queue)

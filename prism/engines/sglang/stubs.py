@@ -27,6 +27,11 @@ _ENVIRONMENT = {
     # several: on loopback.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    # Positions of a prompt whose log probabilities are computed at once: each takes a vocabulary of
+    # float32.
+    "SGLANG_LOGPROB_CHUNK_SIZE": "256",
+    # Log probabilities are those before temperature, as OpenAI's are.
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }

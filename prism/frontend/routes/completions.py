@@ -8,12 +8,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from prism.frontend.bodies import read_body
-from prism.frontend.generation import TextUpdate
+from prism.frontend.generation import GeneratedChoice, TextUpdate
+from prism.frontend.logprobs import CompletionLogprobs, joined, mean
 from prism.frontend.openai_types import CompletionBody
 from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Events, openai_events, reply_stream, reply_whole
 from prism.frontend.services import services
 from prism.frontend.specs import completion_spec
+from prism.frontend.tokenizers import ModelTokenizer
+from prism.messages.requests import Logprobs
 
 router = APIRouter()
 KIND = "text_completion"
@@ -25,29 +28,67 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     key = await read_key(request, body)
     generation = found.generation(await completion_spec(found, body), key)
+    tokenizer = found.tokenizers[body.model]
     if body.stream:
-        choices = _choices(generation)
+        choices = _choices(generation, tokenizer)
         events = openai_events(generation, KIND, choices, body.include_usage)
         return await reply_stream(request, found, generation, events)
-    return await reply_whole(request, found, generation, lambda: _whole(generation))
+    return await reply_whole(request, found, generation, lambda: _whole(generation, tokenizer))
 
 
-async def _choices(generation: Answering) -> Events:
+async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
+    shown: dict[int, _Shown] = {}
     async for update in generation.updates():
-        yield _delta(update, generation.spec.show_token_ids)
+        if update.choice not in shown:
+            shown[update.choice] = _Shown(generation, tokenizer, update.choice)
+        yield shown[update.choice].delta(update)
 
 
-def _delta(update: TextUpdate, show_ids: bool) -> dict[str, Any]:
-    choice = {
-        "index": update.choice,
-        "text": update.text,
-        "logprobs": None,
-        "finish_reason": update.finish_reason,
-    }
-    return {**choice, "token_ids": update.token_ids} if show_ids else choice
+class _Shown:
+    """One choice as its client sees it: behind its prompt where that is echoed."""
+
+    def __init__(self, generation: Answering, tokenizer: ModelTokenizer, choice: int) -> None:
+        self._spec = generation.spec
+        self._choice = generation.choices[choice]
+        self._logprobs = CompletionLogprobs(tokenizer)
+        self._echo = self._spec.echoes[choice] if self._spec.echoes else ""
+
+    def delta(self, update: TextUpdate) -> dict[str, Any]:
+        logprobs = None
+        if self._spec.logprobs is not None:
+            logprobs = self._with_prompt(update)
+        echo, self._echo = self._echo, ""
+        choice = {
+            "index": update.choice,
+            "text": echo + update.text,
+            "logprobs": logprobs,
+            "finish_reason": update.finish_reason,
+        }
+        ids = {"token_ids": update.token_ids} if self._spec.show_token_ids else {}
+        return {**choice, **ids}
+
+    def _with_prompt(self, update: TextUpdate) -> dict[str, Any]:
+        before = self._choice.prompt_logprobs if self._echo else None
+        prompt_ids = self._choice.opened.request.prompt_ids
+        prompt = self._logprobs.prompt(prompt_ids, before) if before else None
+        part = self._logprobs.part(update.token_ids, update.logprobs or Logprobs())
+        return joined(prompt, part) if prompt else part
 
 
-def _whole(generation: Answering) -> dict[str, Any]:
-    ended = [choice.so_far() for choice in generation.choices]
-    choices = [_delta(update, generation.spec.show_token_ids) for update in ended]
+def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:
+    ended = [
+        _Shown(generation, tokenizer, choice.opened.choice).delta(choice.so_far())
+        for choice in _best(generation)
+    ]
+    choices = [{**choice, "index": index} for index, choice in enumerate(ended)]
     return {**generation.head(KIND), "choices": choices, "usage": generation.usage()}
+
+
+def _best(generation: Answering) -> list[GeneratedChoice]:
+    """Those that the client sees: of each prompt the likeliest, if more were made."""
+    shown, made = generation.spec.shown
+    if shown == made:
+        return generation.choices
+    groups = [generation.choices[i : i + made] for i in range(0, len(generation.choices), made)]
+    ranked = [sorted(group, key=lambda c: mean(c.logprobs), reverse=True) for group in groups]
+    return [choice for group in ranked for choice in group[:shown]]

@@ -1,0 +1,40 @@
+"""What the fake model knows of sampling: its output is a function of the prompt alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from prism.messages.requests import Chunk, Failure, Logprobs, Request
+
+LN2 = math.log(2)
+
+
+def refused(request: Request) -> Failure | None:
+    """Where the request asks for what would have to change the output."""
+    sampling = request.sampling
+    lacking = "grammars" if sampling.grammar else "logit_bias" if sampling.logit_bias else ""
+    if not lacking:
+        return None
+    text = f"the fake engine has no {lacking}"
+    return Failure(request.id, request.attempt, "invalid_request_error", text)
+
+
+def with_logprobs(chunk: Chunk, request: Request) -> Chunk:
+    """The chunk, with log probabilities where the request asks for them."""
+    top = request.sampling.logprobs
+    if top is None:
+        return chunk
+    of_prompt = request.wants_prompt_logprobs and not chunk.first_index
+    prompt = logprobs_of(request.prompt_ids[1:], top) if of_prompt else None
+    own = logprobs_of(chunk.token_ids, top)
+    return structs.replace(chunk, logprobs=own, prompt_logprobs=prompt)
+
+
+def logprobs_of(token_ids: Sequence[int], top: int) -> Logprobs:
+    """Every token is the likeliest one; the next ids follow, each with half of the chance."""
+    nearest = [[token + step for step in range(top)] for token in token_ids]
+    falling = [[-(step + 1) * LN2 for step in range(top)] for _ in token_ids]
+    return Logprobs([-LN2] * len(token_ids), nearest if top else [], falling if top else [])

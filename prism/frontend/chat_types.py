@@ -1,0 +1,207 @@
+"""The body of OpenAI's chat completions: messages, and what is said to the model's template."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from prism.frontend.errors import bad_request
+from prism.frontend.openai_types import LOGPROBS_MAX, GenerationBody
+
+MESSAGES_MAX = 4096
+PARTS_MAX = 1024  # of one message
+TEMPLATE_OPTIONS_CHARS_MAX = 1 << 20
+
+TOOLS_MAX = 128
+_SHORT_MESSAGES = 32
+_SHORT_TOOLS = 8
+_SHORT_CHARS = 16 << 10
+
+
+class FunctionCall(BaseModel):
+    """`arguments`: JSON as text."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    """A call in the history."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool that must be called."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class Message(BaseModel):
+    """`content` as text: parts of type "text" are joined by newlines."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Clients send an earlier answer back with all its empty fields."""
+        if not isinstance(value, dict):
+            return value
+        said = {k: v for k, v in value.items() if v is not None and v != []}
+        if "reasoning" in said:  # newer name
+            said.setdefault("reasoning_content", said.pop("reasoning"))
+        if "content" not in said and said.get("role") == "assistant" and len(said) > 1:
+            said["content"] = ""  # it called tools
+        return said
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates expect it: "developer" is OpenAI's newer word for "system", and arguments of
+        calls are objects."""
+        said = self.model_dump(exclude_none=True)
+        if self.role == "developer":
+            said["role"] = "system"
+        for call in said.get("tool_calls", []):
+            call["function"]["arguments"] = _object(call["function"]["arguments"])
+        return said
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content_text(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        if len(value) > PARTS_MAX:
+            raise ValueError(f"has {len(value)} parts; at most {PARTS_MAX} are allowed")
+        for number, part in enumerate(value):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f'part {number} must be {{"type": "text", "text": "..."}}; other kinds are'
+                    " not supported"
+                )
+        return "\n".join(part["text"] for part in value)
+
+
+def _object(arguments: str) -> Any:
+    """Templates write arguments as JSON; text that is none stays text."""
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions. `chat_template_kwargs` are passed to the model's template."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Literal[False] | None = None
+    tools: Annotated[list[Tool], Field(max_length=TOOLS_MAX)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_messages(cls, value: Any) -> Any:
+        # Before each of them is checked: that takes seconds for hundreds of thousands.
+        if isinstance(value, list) and len(value) > MESSAGES_MAX:
+            raise ValueError(f"has {len(value)} messages; at most {MESSAGES_MAX} are allowed")
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _short_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if (length := len(json.dumps(value))) > TEMPLATE_OPTIONS_CHARS_MAX:
+            most = TEMPLATE_OPTIONS_CHARS_MAX
+            raise ValueError(f"has {length} characters; at most {most} are allowed")
+        return value
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs: needs logprobs: true", "top_logprobs")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            message = "continue_final_message: the last message must be the assistant's"
+            raise bad_request(message, "continue_final_message")
+        self._check_tool_choice()
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        names = [tool.function.name for tool in self.tools or []]
+        if choice not in (None, "none", "auto") and not names:
+            raise bad_request("tool_choice: needs tools", "tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            message = f"tool_choice: there is no tool {choice.function.name!r:.80}"
+            raise bad_request(message, "tool_choice")
+
+    @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def is_short(self) -> bool:
+        """Its template is rendered in less time than a thread takes."""
+        plain = all(isinstance(v, bool | int | str) for v in self.chat_template_kwargs.values())
+        texts = [m.content for m in self.messages[: _SHORT_MESSAGES + 1]]
+        texts += [str(value) for value in self.chat_template_kwargs.values() if plain]
+        few = len(texts) <= _SHORT_MESSAGES and len(self.tools or []) <= _SHORT_TOOLS
+        return plain and few and sum(map(len, texts)) <= _SHORT_CHARS
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def template_values(self) -> dict[str, Any]:
+        """What the template may ask for beside the messages."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+        values: dict[str, Any] = {"tools": tools if self.uses_tools else None}
+        if self.reasoning_effort is not None:
+            values["reasoning_effort"] = self.reasoning_effort
+        begins = self.add_generation_prompt and not self.continue_final_message
+        return {**values, "add_generation_prompt": begins, **self.chat_template_kwargs}

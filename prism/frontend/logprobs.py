@@ -1,0 +1,88 @@
+"""Log probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prism.frontend.tokenizers import ModelTokenizer
+from prism.messages.requests import Logprobs
+
+# What OpenAI shows for a token that cannot come.
+_LEAST = -9999.0
+
+
+def chat_logprobs(
+    tokenizer: ModelTokenizer, token_ids: list[int], logprobs: Logprobs
+) -> dict[str, Any]:
+    """`choice.logprobs` of a chat completion."""
+    content = []
+    for place, (token_id, value) in enumerate(zip(token_ids, logprobs.values, strict=False)):
+        top = _top(logprobs, place)
+        likeliest = [_entry(tokenizer, other, chance) for other, chance in top]
+        content.append({**_entry(tokenizer, token_id, value), "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """`choice.logprobs` of a completion, from one part of its text to the next."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0  # of the next token, in characters
+
+    def prompt(self, token_ids: list[int], logprobs: Logprobs) -> dict[str, Any]:
+        """Nothing comes before the first token of a prompt."""
+        shown = self._named([self._name(i) for i in token_ids[:1]])
+        rest = self.part(token_ids[1:], logprobs)
+        return joined(shown, rest)
+
+    def part(self, token_ids: list[int], logprobs: Logprobs) -> dict[str, Any]:
+        shown = self._named([self._name(token_id) for token_id in token_ids])
+        shown["token_logprobs"] = [max(value, _LEAST) for value in logprobs.values]
+        shown["top_logprobs"] = [
+            {self._name(i): max(v, _LEAST) for i, v in (*_top(logprobs, place), (token_id, value))}
+            for place, (token_id, value) in enumerate(zip(token_ids, logprobs.values, strict=False))
+        ]
+        return shown
+
+    def _named(self, names: list[str]) -> dict[str, Any]:
+        offsets = []
+        for name in names:
+            offsets.append(self._offset)
+            self._offset += len(name)
+        nothing: list[None] = [None] * len(names)
+        return {
+            "tokens": names,
+            "token_logprobs": nothing,
+            "top_logprobs": nothing,
+            "text_offset": offsets,
+        }
+
+    def _name(self, token_id: int) -> str:
+        text = self._tokenizer.token_bytes(token_id)
+        try:
+            return text.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {name: first[name] + second[name] for name in first}
+
+
+def mean(logprobs: Logprobs | None) -> float:
+    """Of a whole answer: the higher, the better."""
+    values = logprobs.values if logprobs else []
+    return sum(values) / len(values) if values else 0.0
+
+
+def _top(logprobs: Logprobs, place: int) -> list[tuple[int, float]]:
+    if place >= len(logprobs.top_ids):
+        return []
+    return list(zip(logprobs.top_ids[place], logprobs.top_values[place], strict=True))
+
+
+def _entry(tokenizer: ModelTokenizer, token_id: int, value: float) -> dict[str, Any]:
+    text = tokenizer.token_bytes(token_id)
+    token = text.decode(errors="replace")
+    return {"token": token, "logprob": max(value, _LEAST), "bytes": list(text)}

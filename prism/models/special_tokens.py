@@ -1,0 +1,49 @@
+"""What a model's files say about its special tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from prism.errors import ConfigError
+
+
+def end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens that end a completion, and those that end a turn of a conversation, which include
+    them. Raises ConfigError for files that cannot be read."""
+    model = read_json(directory / "config.json")
+    generation = read_json(directory / "generation_config.json")
+    settings = read_json(directory / "tokenizer_config.json")
+    eos_ids = _ids(generation.get("eos_token_id", text_model(model).get("eos_token_id")))
+    turn_end = tokenizer.token_to_id(token_text(settings.get("eos_token")) or "")
+    return eos_ids, tuple(dict.fromkeys((*eos_ids, *_ids(turn_end))))
+
+
+def text_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of config.json about text."""
+    return config.get("text_config") or config
+
+
+def token_text(entry: Any) -> str | None:
+    """A special token's text; tokenizer_config.json holds a string or an object."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Empty where there is no such file. Raises ConfigError for one that cannot be read."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}; repair the file") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(v for v in values if isinstance(v, int))

@@ -1,0 +1,155 @@
+"""The openai client against SGLang: choices, log probabilities, structured output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.acceptance.harness import Cluster, cluster_yaml, model_yaml, serving
+
+pytestmark = pytest.mark.sglang
+
+MODEL = "tiny-llama"
+SAID: Any = [{"role": "user", "content": "Who are you?"}]
+
+
+class Person(BaseModel):
+    name: Literal["ada", "grace"]
+    clever: bool
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    config = cluster_yaml(
+        [model_yaml(name) for name in tiny_models],
+        [{"name": "host:0", "capacity": "192MiB", "page": "64KiB", "engines": 1}],
+    )
+    with serving(config, tmp_path_factory.mktemp("client")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_choices_and_log_probabilities(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": SAID, "n": 2, "seed": 1, "max_tokens": 12}
+    asked |= {"logprobs": True, "top_logprobs": 2, "logit_bias": {"40": 2}}
+    answer = client.chat.completions.create(**asked)
+    assert len({c.message.content for c in answer.choices}) == 2
+    for choice in answer.choices:
+        content = (choice.logprobs and choice.logprobs.content) or []
+        assert len(content) <= 12
+        assert all(c.logprob <= 0 and len(c.top_logprobs) == 2 for c in content)
+    texts = {0: "", 1: ""}
+    for chunk in client.chat.completions.create(stream=True, **asked):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == {c.index: c.message.content for c in answer.choices}
+
+
+def test_log_likelihoods_of_a_prompt(client: openai.OpenAI) -> None:
+    """As the evaluation harness asks: ids, echo, one token more."""
+    prompt = list(range(40, 60))
+    asked: Any = {"model": MODEL, "prompt": prompt, "echo": True, "temperature": 0}
+    whole = client.completions.create(max_tokens=1, logprobs=1, **asked).choices[0]
+    assert whole.logprobs is not None
+    values = whole.logprobs.token_logprobs or []
+    assert values[0] is None
+    assert len(values) == len(prompt) + 1
+    longer = [*prompt, 77]
+    asked["prompt"] = longer
+    again = client.completions.create(max_tokens=1, logprobs=1, **asked).choices[0]
+    assert again.logprobs is not None
+    same = (again.logprobs.token_logprobs or [])[1 : len(prompt)]
+    assert same == pytest.approx(values[1 : len(prompt)], abs=1e-3)
+
+
+def test_the_best_of_several(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": "Once", "max_tokens": 8, "seed": 3}
+    several = client.completions.create(n=4, logprobs=0, **asked)
+    best = client.completions.create(best_of=4, logprobs=0, **asked).choices[0]
+
+    def mean(choice: Any) -> float:
+        values: list[float] = choice.logprobs.token_logprobs
+        return sum(values) / len(values)
+
+    assert mean(best) == pytest.approx(max(map(mean, several.choices)), abs=1e-3)
+
+
+def test_a_parsed_answer(client: openai.OpenAI) -> None:
+    for seed in range(4):
+        asked: Any = {"model": MODEL, "messages": SAID, "max_tokens": 200, "seed": seed}
+        answer = client.chat.completions.parse(response_format=Person, **asked)
+        assert isinstance(answer.choices[0].message.parsed, Person)
+    text = "".join(
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(
+            **asked, stream=True, response_format={"type": "json_object"}, temperature=0
+        )
+    )
+    assert text.lstrip().startswith("{")
+
+
+STRUCTURES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"regex": "(yes|no)"}, ("yes", "no")),
+    ({"guided_choice": ["left", "right"]}, ("left", "right")),
+    ({"ebnf": 'root ::= "on" | "off"'}, ("on", "off")),
+    ({"structured_outputs": {"choice": ["up", "down"]}}, ("up", "down")),
+]
+
+
+@pytest.mark.parametrize(("extra", "expected"), STRUCTURES)
+def test_structures_by_other_names(
+    client: openai.OpenAI, extra: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    asked: Any = {"model": MODEL, "prompt": "So", "max_tokens": 30, "extra_body": extra}
+    assert client.completions.create(**asked).choices[0].text in expected
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "(a"}, "regex: cannot be compiled: Regex parsing error"),
+    ({"ebnf": "root ::= nothing"}, "ebnf: cannot be compiled: EBNF parser error"),
+    ({"guided_json": {"type": "object", "uniqueItems": True}}, "keyword(s) uniqueItems"),
+    ({"regex": "a", "ebnf": "b"}, "ebnf: regex asks for a structure, too; give one of them"),
+    ({"json_schema": "{"}, "json_schema: is not JSON"),
+    ({"regex": "\0"}, "regex: has a NUL character"),
+    ({"response_format": {"type": "xml"}}, "response_format: type must be text, json_object"),
+]
+
+
+def test_what_cannot_be_compiled_is_refused_by_name(cluster: Cluster) -> None:
+    for extra, message in REFUSED:
+        body = {"model": MODEL, "prompt": "x", **extra, "stream": True}
+        response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+        assert response.status_code == 400, extra
+        assert message in response.json()["error"]["message"]
+    assert sum(agent["engine_restarts_total"] for agent in cluster.agents()) == 0
+
+
+async def _many(url: str) -> list[Any]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        schema = {"name": "person", "schema": Person.model_json_schema(), "strict": True}
+        shape: Any = {"type": "json_schema", "json_schema": schema}
+        asked: Any = {"model": MODEL, "messages": SAID, "max_tokens": 200}
+        calls = [
+            client.chat.completions.create(**asked, seed=n, response_format=shape)
+            for n in range(32)
+        ]
+        return await asyncio.gather(*calls)
+
+
+def test_answers_to_a_schema_are_valid(cluster: Cluster) -> None:
+    answers = asyncio.run(_many(cluster.url))
+    for answer in answers:
+        Person.model_validate(json.loads(answer.choices[0].message.content))

@@ -1,0 +1,189 @@
+"""Several choices, echoes and log probabilities in OpenAI's shapes, whole and streamed; bodies as
+common clients send them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
+from prism.messages.requests import Chunk, Failure, Logprobs, Request
+from tests.frontend.conftest import TOKENIZER, Stack, ids_of, make_spec
+from tests.frontend.scripted_agent import Script, answering
+from tests.frontend.test_completions import stream
+from tests.frontend.tiny_model import make_model
+
+TEXT = "größer"
+
+
+def probable(ids: list[int], value: float = -0.5) -> Script:
+    """Sends `ids` one by one with log probabilities: each token and its neighbour."""
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        prompt = request.prompt_ids[1:]
+        before = part(prompt, -2.0) if request.sampling.prompt_logprobs else None
+        mine = value - int(request.id.rsplit("-", 1)[1])  # the first choice is the likeliest
+        for index, token_id in enumerate(ids):
+            reason = "stop" if index + 1 == len(ids) else None
+            of_token = part([token_id], mine) if request.sampling.logprobs is not None else None
+            first = before if index == 0 else None
+            yield Chunk(request.id, 1, index, [token_id], reason, 0, of_token, first)
+
+    def part(ids: list[int], value: float) -> Logprobs:
+        near = [[i, (i + 1) % 300] for i in ids]
+        return Logprobs([value] * len(ids), near, [[value, value - 1]] * len(ids))
+
+    return script
+
+
+async def test_choices_of_one_prompt_have_seeds_of_their_own(stack: Stack) -> None:
+    stack.agent.script = answering([*ids_of("hi"), 0])
+    body = {"model": "base", "prompt": ["a", "b"], "n": 3, "seed": 7}
+    answer = (await stack.client.post("/v1/completions", json=body)).json()
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(i, "hi") for i in range(6)]
+    by_prompt = sorted((r.prompt_ids, r.sampling.seed) for r in stack.agent.seen)
+    assert by_prompt == [(ids_of(p), seed) for p in "ab" for seed in (7, 8, 9)]
+    chat = {"model": "chat", "messages": [{"role": "user", "content": "x"}], "n": 2}
+    got = await stream(stack, "/v1/chat/completions", **chat)
+    for index in range(2):
+        mine = [e["choices"][0] for e in got if e["choices"][0]["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert "".join(c["delta"]["content"] for c in mine) == "hi"
+        assert mine[-1]["finish_reason"] == "stop"
+
+
+async def test_the_best_are_the_likeliest(stack: Stack) -> None:
+    stack.agent.script = probable(ids_of("hi"))
+    body = {"model": "base", "prompt": "a", "n": 1, "best_of": 3, "return_token_ids": True}
+    answer = (await stack.client.post("/v1/completions", json=body)).json()
+    assert len(stack.agent.seen) == 3
+    assert len(answer["choices"]) == 1
+    assert answer["choices"][0]["logprobs"] is None
+    assert answer["usage"]["completion_tokens"] == 3 * len(ids_of("hi"))
+
+
+async def test_an_echo_with_log_probabilities(stack: Stack) -> None:
+    """As the evaluation harness sends it for log-likelihoods: ids, one token, echo."""
+    stack.agent.script = probable(ids_of(TEXT))
+    prompt = ids_of("the fox €")
+    body = {"model": "base", "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 200}
+    whole = (await stack.client.post("/v1/completions", json=body)).json()["choices"][0]
+    assert whole["text"] == "the fox €" + TEXT
+    shown = whole["logprobs"]
+    all_ids = prompt + ids_of(TEXT)
+    assert len(shown["tokens"]) == len(all_ids) == len(shown["text_offset"])
+    assert shown["token_logprobs"] == [None] + [-2.0] * (len(prompt) - 1) + [-0.5] * len(
+        ids_of(TEXT)
+    )
+    assert shown["top_logprobs"][0] is None
+    assert shown["top_logprobs"][1][shown["tokens"][1]] == -2.0
+    assert any(name.startswith("bytes:\\x") for name in shown["tokens"])
+    parts = [e["choices"][0] for e in await stream(stack, "/v1/completions", **body)]
+    assert "".join(p["text"] for p in parts) == whole["text"]
+    for name, values in shown.items():
+        assert [v for p in parts for v in p["logprobs"][name]] == values
+
+
+async def test_a_chats_log_probabilities(stack: Stack) -> None:
+    stack.agent.script = probable([*ids_of(TEXT), 0])
+    messages: Any = [{"role": "user", "content": "x"}]
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        asked: Any = {"model": "chat", "messages": messages, "logprobs": True, "top_logprobs": 2}
+        answer = await client.chat.completions.create(**asked)
+        assert answer.choices[0].logprobs is not None
+        content = answer.choices[0].logprobs.content or []
+        said = b"".join(bytes(c.bytes or []) for c in content[:-1])
+        assert said.decode() == TEXT == answer.choices[0].message.content
+        assert [len(c.top_logprobs) for c in content] == [2] * len(content)
+        chunks = [c async for c in await client.chat.completions.create(stream=True, **asked)]
+        parts = [c.choices[0].logprobs.content or [] for c in chunks if c.choices[0].logprobs]
+        assert [c for part in parts for c in part] == content
+    assert stack.agent.seen[0].sampling.logprobs == 2
+
+
+EXTRAS: dict[str, Any] = {
+    "min_p": 0, "repetition_penalty": 1.0, "skip_special_tokens": True, "prediction": None,
+    "web_search_options": None, "min_tokens": 0, "logit_bias": {}, "tools": [], "stop": None,
+    "max_completion_tokens": 3, "user": "me", "metadata": {"a": "b"}, "top_k": -1, "n": 1,
+    "response_format": {"type": "text"}, "service_tier": "auto", "surprise": None,
+}  # fmt: skip
+
+
+async def test_extras_that_ask_for_nothing(stack: Stack) -> None:
+    stack.agent.script = answering([*ids_of("hi"), 0])
+    extras = {key: value for key, value in EXTRAS.items() if key != "tools"}
+    body = {"model": "base", "prompt": "x", **extras, "best_of": 1, "echo": False}
+    response = await stack.client.post("/v1/completions", json={**body, "logprobs": None})
+    assert response.status_code == 200, response.text
+    chat = {"model": "chat", "messages": [{"role": "user", "content": "x"}], **EXTRAS}
+    chat |= {"add_generation_prompt": True, "reasoning_effort": "low", "logprobs": False}
+    chat |= {"tool_choice": "auto", "parallel_tool_calls": True, "functions": []}
+    response = await stack.client.post("/v1/chat/completions", json=chat)
+    assert response.status_code == 200, response.text
+    assert {r.sampling.max_tokens for r in stack.agent.seen} == {3}
+
+
+async def test_parameters_reach_the_engine(stack: Stack) -> None:
+    stack.agent.script = answering([5])
+    asked = {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": {"7": -3}, "min_tokens": 2}
+    body = {"model": "base", "prompt": "x", "skip_special_tokens": False, **asked}
+    await stack.client.post("/v1/completions", json=body)
+    sampling = stack.agent.seen[0].sampling
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.2)
+    assert (sampling.logit_bias, sampling.min_tokens) == ({7: -3.0}, 2)
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.reasoning_content or '' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }} {{ c.function.arguments.city }}>"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture
+def tools_tokenizer(tmp_path: Path) -> ModelTokenizer:
+    """A model whose template has tools, and that has sampling defaults."""
+    path = make_model(tmp_path / "tools")
+    settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 7, "eos_token_id": 0}
+    (path / "generation_config.json").write_text(json.dumps(defaults))
+    return load_tokenizers([make_spec("chat", path)])["chat"]
+
+
+async def test_a_history_with_tools_and_an_answer_begun(
+    stack: Stack, tools_tokenizer: ModelTokenizer
+) -> None:
+    stack.services.tokenizers["chat"] = tools_tokenizer  # type: ignore[index]
+    stack.agent.script = answering([5])
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm "},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "assistant", "content": "It will "},
+    ]
+    body = {"model": "chat", "messages": messages, "continue_final_message": True}
+    response = await stack.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    expected = "[user] hi[assistant] hm <weather Oslo>[tool] rain[assistant] It will"
+    assert TOKENIZER.decode(stack.agent.seen[0].prompt_ids) == expected
+
+
+async def test_sampling_defaults_are_the_models(
+    stack: Stack, tools_tokenizer: ModelTokenizer
+) -> None:
+    stack.services.tokenizers["chat"] = tools_tokenizer  # type: ignore[index]
+    stack.agent.script = answering([5])
+    body: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "x"}]}
+    for change in ({}, {"temperature": 0, "top_p": 1, "top_k": -1}):
+        await stack.client.post("/v1/chat/completions", json={**body, **change})
+    first, second = (r.sampling for r in stack.agent.seen)
+    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.6, 0.95, 20, 0.0)
+    assert (second.temperature, second.top_p, second.top_k) == (0, 1, -1)

@@ -1,0 +1,169 @@
+"""Outputs that match a grammar, biased ones, and log probabilities: with transformers' figures, and
+an engine that outlives what cannot be compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from prism.messages.engine import Submit
+from prism.messages.requests import Grammar, Logprobs
+from tests.engines.harness import DeviceUnderTest, Stream, request
+from tests.sglang.models import LLAMA, _network, greedy, path_of, prompts, spec_of
+
+pytestmark = pytest.mark.sglang
+
+SAMPLED = {"temperature": 1.0, "ignore_eos": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "grace"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "json": Grammar("json", json.dumps(SCHEMA)),
+    "regex": Grammar("regex", "(cat|dog){2,4}!"),
+    "ebnf": Grammar("ebnf", 'root ::= "a" ("b" | "c") root | "."'),
+}
+BROKEN = {
+    "regex": Grammar("regex", "(a"),
+    "ebnf": Grammar("ebnf", "root ::= nothing"),
+    "schema": Grammar("json", '{"type": "object", "uniqueItems": true}'),
+    "tag": Grammar("structural_tag", "[]"),
+}
+
+
+@pytest.fixture(scope="module")
+def served(device: DeviceUnderTest) -> DeviceUnderTest:
+    device.activate(spec_of(LLAMA), max_running=8)
+    return device
+
+
+def text_of(stream: Stream) -> str:
+    tokenizer = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json"))
+    return str(tokenizer.decode(stream.token_ids))
+
+
+def logprobs_of(stream: Stream) -> Logprobs:
+    joined = Logprobs()
+    for chunk in stream.chunks:
+        if chunk.logprobs:
+            joined.extend(chunk.logprobs)
+    return joined
+
+
+def test_outputs_match_their_grammars(served: DeviceUnderTest) -> None:
+    """Beside an ordinary one, whose tokens stay the same; each grammar several times, from the
+    cache, too."""
+    asked = prompts(LLAMA, 4, (5, 60), seed=9)
+    made = [
+        request(f"{kind}-{n}", LLAMA, prompt, 200, grammar=grammar, seed=n, **SAMPLED)
+        for n, prompt in enumerate(asked)
+        for kind, grammar in GRAMMARS.items()
+    ]
+    served.send(Submit([request("plain", LLAMA, asked[0]), *made]))
+    [plain] = served.finish("plain")
+    assert plain.token_ids == greedy(LLAMA, asked[0], 16)
+    for item, stream in zip(made, served.finish(*(i.id for i in made)), strict=True):
+        assert stream.failure is None, item.id
+        assert stream.finish_reason in ("stop", "length"), item.id
+        if stream.finish_reason == "stop":
+            check(item.id.partition("-")[0], text_of(stream))
+    ended = [i for i in made if i.id.startswith("json")]
+    assert ended
+
+
+def check(kind: str, text: str) -> None:
+    if kind == "json":
+        answer = json.loads(text)
+        assert answer["name"] in ("ada", "grace")
+        assert answer["age"] <= 99
+    else:
+        pattern = r"(cat|dog){2,4}!" if kind == "regex" else r"(a[bc])*\."
+        assert re.fullmatch(pattern, text), text
+
+
+def test_what_cannot_be_compiled_is_refused_and_ends_nothing(served: DeviceUnderTest) -> None:
+    [prompt] = prompts(LLAMA, 1, (20, 20))
+    made = [request(f"no-{n}", LLAMA, prompt, grammar=g, **SAMPLED) for n, g in BROKEN.items()]
+    again = [request(f"{i.id}-again", LLAMA, prompt, grammar=i.sampling.grammar) for i in made]
+    served.send(Submit([*made, request("beside", LLAMA, prompt)]))
+    served.send(Submit(again))
+    for stream in served.finish(*(i.id for i in (*made, *again))):
+        assert stream.failure is not None
+        assert stream.failure.code == "invalid_request_error"
+        assert not stream.failure.retryable
+    assert served.finish("beside")[0].token_ids == greedy(LLAMA, prompt, 16)
+
+
+def test_biases_and_least_tokens(served: DeviceUnderTest) -> None:
+    [prompt] = prompts(LLAMA, 1, (20, 20), seed=4)
+    first = greedy(LLAMA, prompt, 16)
+    changes: dict[str, dict[str, Any]] = {
+        "forced": {"logit_bias": {77: 100.0}},
+        "banned": {"logit_bias": {first[0]: -100.0}},
+        "stopped": {"stop_token_ids": (first[2],)},
+        "later": {"stop_token_ids": tuple(set(first)), "min_tokens": 5},
+        "likeliest": {"min_p": 1.0, "temperature": 1.0},
+    }
+    served.send(Submit([request(n, LLAMA, prompt, 16, **c) for n, c in changes.items()]))
+    got = dict(zip(changes, served.finish(*changes), strict=True))
+    assert got["forced"].token_ids == [77] * 16
+    assert first[0] not in got["banned"].token_ids
+    assert got["stopped"].token_ids == first[: first.index(first[2]) + 1]
+    assert not set(got["later"].token_ids[:5]) & set(first)
+    assert got["likeliest"].token_ids == first
+
+
+def test_a_seeds_tokens_do_not_depend_on_the_others(served: DeviceUnderTest) -> None:
+    """Not on whether one of them has a top_p, top_k or min_p either."""
+    [prompt] = prompts(LLAMA, 1, (20, 20), seed=6)
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 11}
+    alone = request("alone", LLAMA, prompt, 16, **sampled)
+    served.send(Submit([alone]))
+    [expected] = served.finish("alone")
+    for name, change in {"p": {"top_p": 0.5}, "k": {"top_k": 3}, "m": {"min_p": 0.3}}.items():
+        beside = request(f"beside-{name}", LLAMA, prompt, 16, **sampled, **change)
+        again = request(f"again-{name}", LLAMA, prompt, 16, **sampled)
+        served.send(Submit([beside, again]))
+        _, got = served.finish(beside.id, again.id)
+        assert got.token_ids == expected.token_ids, name
+
+
+def test_log_probabilities_are_the_models(served: DeviceUnderTest) -> None:
+    """Of the output and of the prompt, whole and in chunks of 64 tokens, batched with requests that
+    want none; a prompt that is cached already is computed again."""
+    asked = prompts(LLAMA, 3, (30, 200), seed=8)
+    wanted = {"logprobs": 3, "prompt_logprobs": True}
+    for turn in ("first", "cached"):
+        made = [request(f"{turn}-{n}", LLAMA, p, 8, **wanted) for n, p in enumerate(asked)]
+        beside = request(f"{turn}-beside", LLAMA, asked[0], 8)
+        served.send(Submit([*made, beside]))
+        streams = served.finish(*(i.id for i in made))
+        for prompt, stream in zip(asked, streams, strict=True):
+            check_logprobs(prompt, stream)
+        [plain] = served.finish(beside.id)
+        assert plain.token_ids == streams[0].token_ids
+        assert all(chunk.logprobs is None for chunk in plain.chunks)
+
+
+def check_logprobs(prompt: list[int], stream: Stream) -> None:
+    output = stream.token_ids
+    with torch.inference_mode():
+        logits = _network(LLAMA)(torch.tensor([prompt + output])).logits[0, :-1]
+    expected = torch.log_softmax(logits.float(), dim=-1)
+    chosen = expected.gather(1, torch.tensor((prompt + output)[1:])[:, None])[:, 0]
+    of_prompt = stream.chunks[0].prompt_logprobs
+    assert of_prompt is not None
+    joined = Logprobs()
+    for part in (of_prompt, logprobs_of(stream)):
+        joined.extend(part)
+    torch.testing.assert_close(torch.tensor(joined.values), chosen, atol=2e-3, rtol=0)
+    top = torch.tensor(joined.top_values)
+    torch.testing.assert_close(top, expected.topk(3).values, atol=2e-3, rtol=0)
+    assert all(len(ids) == 3 for ids in joined.top_ids)
