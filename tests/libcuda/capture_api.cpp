@@ -5,16 +5,14 @@ using test_libcuda::CaptureMode;
 using test_libcuda::CaptureStatus;
 using test_libcuda::Error;
 using test_libcuda::Graph;
+using test_libcuda::handle;
+using test_libcuda::number;
 using test_libcuda::served_in_context;
 using test_libcuda::Simulator;
 
 namespace {
 
 thread_local CaptureMode thread_mode = CaptureMode::global;
-
-uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
-
-void* handle(uint64_t number) { return reinterpret_cast<void*>(number); }
 
 bool is_mode(int mode) { return mode >= 0 && mode <= static_cast<int>(CaptureMode::relaxed); }
 

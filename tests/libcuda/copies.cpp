@@ -16,8 +16,6 @@ void* map_memory(uint64_t bytes) {
   return made;
 }
 
-uint64_t number(const void* address) { return reinterpret_cast<uint64_t>(address); }
-
 uint64_t value(const std::map<int, uint64_t>& counts, int device) {
   const auto found = counts.find(device);
   return found == counts.end() ? 0 : found->second;

@@ -7,12 +7,11 @@
 #include "served.h"
 
 using test_libcuda::Error;
+using test_libcuda::number;
 using test_libcuda::Simulator;
 using test_libcuda::Work;
 
 namespace {
-
-uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 
 // The source first: both ends are touched until the copy is made.
 Error submit(Simulator& cuda, uint64_t stream, Work from, Work to, void* target,

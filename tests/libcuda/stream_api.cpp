@@ -5,14 +5,12 @@
 #include "served.h"
 
 using test_libcuda::Error;
+using test_libcuda::handle;
+using test_libcuda::number;
 using test_libcuda::Simulator;
 using test_libcuda::Work;
 
 namespace {
-
-uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
-
-void* handle(uint64_t number) { return reinterpret_cast<void*>(number); }
 
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 constexpr unsigned kEventFlags = 7;

@@ -6,6 +6,7 @@ python -m tests.torchcuda.life RUN_DIR [ATTENTION] [GRAPHS]
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -63,6 +64,7 @@ class Life:
             namespace=config.namespace,
         )
         adapter.preload(DEVICE)
+        gc.freeze()  # as the fork server does: each model's end looks for garbage
         self.say("preloaded", initialised=torch.cuda.is_initialized())
         self.core: Any = adapter.create(EngineContext("e0", DEVICE, config))
         self.say("opened", **self.memory())
