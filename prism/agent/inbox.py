@@ -18,6 +18,7 @@ from prism.agent.reports import Reporter
 from prism.agent.serving import Serving
 from prism.agent.sockets import EngineLink, SchedulerLink
 from prism.agent.state import DeviceState, Models
+from prism.config.units import format_size
 from prism.messages.agent import (
     ActionResult,
     ActivateModel,
@@ -165,7 +166,7 @@ class OrderInbox:
         self._reclaimer.flush(
             [each.engine_id for each in active],
             lambda returned_bytes: self._reporter.answer(
-                ActionResult(order.action_id, True, f"{returned_bytes} bytes returned")
+                ActionResult(order.action_id, True, f"{format_size(returned_bytes)} returned")
             ),
         )
 

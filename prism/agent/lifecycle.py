@@ -273,6 +273,8 @@ class Lifecycle:
         for hosted in list(self._models.hosted.values()):
             if hosted.state is ModelState.DRAINING:
                 self._deactivate_when_idle(hosted)
+            elif hosted.state is ModelState.FAILED:
+                self._forget_when_old(hosted)
         self._place_those_waiting()
 
     def _forgive_own_absence(self) -> None:
@@ -302,6 +304,11 @@ class Lifecycle:
         if overdue or not self._effects.engine_load(hosted.engine_id):
             hosted.deactivating = True
             self._effects.send(hosted.engine_id, Deactivate())
+
+    def _forget_when_old(self, hosted: HostedModel) -> None:
+        if self._now_s() - hosted.since_s > self._timing.failed_keep_s:
+            del self._models.hosted[hosted.name]
+            self._effects.changed()
 
     # --- engines for models -----------------------------------------------------------------
 

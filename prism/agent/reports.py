@@ -79,6 +79,7 @@ def _model_report(
         output_tokens_total=totals.output_tokens,
         finished_total=totals.finished,
         failed_total=totals.failed,
+        cancelled_total=totals.cancelled,
         kv_mapped_bytes=status.kv_mapped_bytes,
         kv_cached_bytes=status.evictable_tokens * token_bytes,
         kv_idle_bytes=status.free_mapped_tokens * token_bytes,

@@ -309,7 +309,10 @@ class Serving:
         if shows:
             batch.chunk(run.request, chunk)
         if chunk.finish_reason is not None:
-            totals.finished += 1
+            if chunk.finish_reason == "cancelled":
+                totals.cancelled += 1
+            else:
+                totals.finished += 1
             self._ended(run)
 
     def _take_failure(self, run: TrackedRequest, failure: Failure, batch: OutputBatch) -> None:

@@ -35,6 +35,7 @@ class AgentTiming:
     # scheduler's order to activate.
     absent_grace_s: float = 3.0
     failed_grace_s: float = 0.5  # the same for a model that failed
+    failed_keep_s: float = 60.0  # so long its failure is reported
     frontend_check_s: float = 1.0
     frontend_missing_s: float = 3.0  # a frontend without a heartbeat for so long is dead
     reclaim_s: float = 1.0  # an engine that answers later is not counted on for memory
@@ -115,6 +116,7 @@ class ModelTotals:
     output_tokens: int = 0
     finished: int = 0
     failed: int = 0
+    cancelled: int = 0
     maps: int = 0
     unmaps: int = 0
     retractions: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 
@@ -23,7 +24,9 @@ def sim() -> None:
 
 
 def _run(command: str, module: str) -> None:
-    """One line and exit code 2 where a package of the extra is missing."""
+    """One line and exit code 2 where a package of the extra is missing. Ctrl-C during the imports,
+    which may take seconds, ends the process without a word."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         cli = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -33,4 +36,5 @@ def _run(command: str, module: str) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    signal.signal(signal.SIGINT, before)
     cli.main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import typer
 
 from prism.errors import ConfigError, PrismError
+
+INTERRUPTED = 128 + signal.SIGINT
 
 MOVED: dict[str, Any] = {
     "hidden": True,
@@ -28,12 +31,15 @@ def new_app(help_: str | None = None, name: str | None = None) -> typer.Typer:
 
 
 def run(command: Callable[[], object], name: str) -> None:
-    """Exit codes: 0 good, 1 for what failed, 2 for wrong input. The line begins with `name`."""
+    """Exit codes: 0 good, 1 for what failed, 2 for wrong input, 130 for Ctrl-C. The line begins
+    with `name`."""
     try:
         command()
     except PrismError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def moved(command: str, module: str) -> Callable[[], None]:

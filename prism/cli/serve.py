@@ -25,6 +25,7 @@ from prism.policies import registry
 from prism.serve import gpu_probe, operator, report
 from prism.serve.gpu_probe import GpuFound
 from prism.serve.launcher import Options, serve
+from prism.serve.preflight import check_addresses, check_machine
 from prism.serve.run_dir import find
 
 DEFAULT_CONFIG = Path("prism.yaml")
@@ -93,9 +94,10 @@ def up(
 
 
 @app.command(epilog="Example: prism-serve check --config prism.yaml")
-def check(*, config: Config = None) -> None:
-    """Check the YAML, the models' files and the GPUs: what fits where. Start nothing."""
-    checked, gpus = _probed(_load(config, None, None), may_be_occupied=True)
+def check(*, config: Config = None, host: Host = None, port: Port = None) -> None:
+    """Check the YAML, models' files, GPUs, addresses: what fits where. Start nothing."""
+    checked, gpus = _probed(_load(config, host, port), may_be_occupied=True)
+    check_addresses(checked)
     load_tokenizers(checked.models)
     _console().print(report.configuration(checked, gpus))
     _warn(checked)
@@ -183,6 +185,7 @@ def _load(config: Path | None, host: str | None, port: int | None) -> ClusterCon
         )
     loaded = load(config or DEFAULT_CONFIG)
     _check_installed(loaded.engine.adapter)
+    check_machine(loaded)
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(
             f"--port: {port} is not a valid port; choose 1 to 65535, or 0 for any free one"
@@ -222,17 +225,31 @@ def _level(name: str) -> str:
 
 def _operate(command: OperatorCommand, as_json: bool, run_dir: Path | None) -> ActionResult:
     config = find(run_dir)
+    _check_known(config, command)
     timeout_s = max(_ACTION_TIMEOUT_S, 2 * config.engine.activation_timeout_s)
     result = operator.ask(config, command, timeout_s)
     if as_json:
         shown = {"ok": result.ok, "message": result.message, "seconds": result.seconds}
         known = {"stages_s": result.stages_s, "link_bytes": result.link_bytes}
         print(json.dumps(shown | {name: what for name, what in known.items() if what}))
+    elif result.ok:
+        print(result.message or "done")
     else:
-        print(result.message or ("done" if result.ok else "failed"))
+        print(f"error: {result.message or 'failed'}", file=sys.stderr)
     if not result.ok:
         raise typer.Exit(1)
     return result
+
+
+def _check_known(config: ClusterConfig, command: OperatorCommand) -> None:
+    """Raises ConfigError that lists what there is."""
+    models, devices = [m.name for m in config.models], [d.name for d in config.devices]
+    for what, name, known in (
+        ("model", command.model, models),
+        ("device", command.device, devices),
+    ):
+        if name is not None and name not in known:
+            raise ConfigError(f"there is no {what} {name!r}; the {what}s are {', '.join(known)}")
 
 
 def _device_of(config: ClusterConfig, gpu: int, device: str | None) -> str:

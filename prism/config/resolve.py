@@ -89,6 +89,7 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
     for index, model in enumerate(models):
         _check_spread(model, f"models[{index}]")
     config = _planned(config)
+    _check_loadable(config)
     models = [_arranged(model, config, data.engine.kv_layout) for model in models]
     config = msgspec.structs.replace(config, models=models)
     check_memory(config)
@@ -121,6 +122,13 @@ def _planned(
             check_static(config, device.name, needs)
         devices.append(msgspec.structs.replace(device, idle_bytes=needs.idle_bytes))
     return msgspec.structs.replace(config, devices=devices)
+
+
+def _check_loadable(config: ClusterConfig) -> None:
+    adapter = importlib.import_module(f"prism.engines.{config.engine.adapter}")
+    for index, model in enumerate(config.models):
+        if why := adapter.refuses(Path(model.path)):
+            raise ConfigError(f"models[{index}].path: {why}")
 
 
 def _check_spread(model: ModelSpec, key: str) -> None:

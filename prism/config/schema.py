@@ -98,6 +98,12 @@ class FrontendConfig(
     host: str = "127.0.0.1"
     # The port to listen on. 0 takes any free one.
     port: int = 8000
+    # Whether the frontend's log has a line of JSON for each request: id, model, status, time and
+    # token counts.
+    access_log: bool = True
+    # Web pages of these origins, such as https://chat.example.org, may use the API in a browser
+    # (CORS). "*" is every origin.
+    cors_origins: list[str] = []
     # How many processes serve the port: 1 to 16. More than one pays where one process has no CPU
     # left: see docs/operating.md.
     processes: int = 1

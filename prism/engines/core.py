@@ -1,10 +1,12 @@
 """What the worker loop asks of an engine adapter.
 
-An adapter is a package `prism.engines.<name>` with five functions:
+An adapter is a package `prism.engines.<name>` with six functions:
   lacks(device: str) -> str                  what keeps it from serving there, "" if nothing does;
                                              imports nothing heavy
   needs(device: str) -> GpuNeeds             what its processes take there outside of kvcached, as
                                              planned; imports nothing heavy
+  refuses(model: Path) -> str                why it cannot load the checkpoint in that folder, "" if
+                                             nothing is known against it; imports nothing heavy
   preload(device: str) -> None               heavy imports, once, in the fork server before any fork
   create(context: EngineContext) -> EngineCore   in the forked engine process
   weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0")

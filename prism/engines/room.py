@@ -6,6 +6,7 @@ import time
 
 import kvcached
 from kvcached import NoRoomError
+from prism.config.units import format_size
 
 SHRINK_S = 2.0
 _LOOK_AGAIN_S = 0.005
@@ -24,7 +25,7 @@ def await_room(
         device.request_room(missing_bytes, within_s=wait_s)
     while (free_bytes := device.usage().free_bytes) < need_bytes:
         if time.monotonic() >= until_s or (only_offered and not _can_come(device, need_bytes)):
-            text = f"{free_bytes} bytes are free, {need_bytes} are needed"
+            text = f"{format_size(free_bytes)} are free, {format_size(need_bytes)} are needed"
             raise NoRoomError(text, need_bytes, free_bytes)
         time.sleep(_LOOK_AGAIN_S)
 

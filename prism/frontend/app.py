@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema import ClusterConfig, FrontendConfig
+from prism.frontend.calls import ID_HEADER, Calls
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import install_handlers
 from prism.frontend.metrics import Metrics
+from prism.frontend.openapi import describe
 from prism.frontend.routes import chat, completions, dashboard, health, models
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
@@ -36,11 +39,27 @@ def create_app(
             app.state.services = found
             yield
 
-    app = FastAPI(title="Prism", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Prism", lifespan=lifespan, redoc_url=None)
+    describe(app)
     install_handlers(app)
+    _add_middleware(app, config.frontend)
     for routes in (models, completions, chat, health, dashboard):
         app.include_router(routes.router)
     return app
+
+
+def _add_middleware(app: FastAPI, config: FrontendConfig) -> None:
+    """The last one added is the outermost: a preflight is answered, and logged, before anything is
+    asked of it."""
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[ID_HEADER, "retry-after"],
+        )
+    app.add_middleware(Calls, access_log=config.access_log)
 
 
 @asynccontextmanager

@@ -61,6 +61,7 @@ _MODEL_COUNTERS = {
     "prism_model_output_tokens": ("output_tokens_total", "Tokens generated"),
     "prism_model_finished_requests": ("finished_total", "Requests finished"),
     "prism_model_failed_requests": ("failed_total", "Requests failed"),
+    "prism_model_cancelled_requests": ("cancelled_total", "Requests cancelled"),
     "prism_model_maps": ("maps_total", "Page maps"),
     "prism_model_unmaps": ("unmaps_total", "Page unmaps"),
     "prism_model_activations": ("activations_total", "Times the model became active"),

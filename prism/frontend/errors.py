@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from prism.errors import BadRequestError, QueueUnavailableError, RequestError
+from prism.frontend.calls import ID_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -118,12 +119,24 @@ async def _on_queue_unavailable(_: Request, error: Exception) -> JSONResponse:
     return respond(queue_unavailable(error))
 
 
-async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    allow = _allowed(error)
+    if allow and request.method == "OPTIONS":
+        return Response(status_code=204, headers=allow)
     shown = RequestError(f"{error.detail}: {request.method} {request.url.path}")
     shown.status = error.status_code
     shown.code = "not_found" if error.status_code == 404 else "invalid_request_error"
-    return respond(shown)
+    answer = respond(shown)
+    answer.headers.update(allow)
+    return answer
+
+
+def _allowed(error: HTTPException) -> dict[str, str]:
+    """Of a path that has other methods: which."""
+    methods = (error.headers or {}).get("Allow", "").split(", ")
+    heads = ["HEAD"] if "GET" in methods and "HEAD" not in methods else []
+    return {"Allow": ", ".join([*sorted(methods), *heads, "OPTIONS"])} if methods[0] else {}
 
 
 async def _on_client_gone(_: Request, _error: Exception) -> Response:
@@ -132,10 +145,13 @@ async def _on_client_gone(_: Request, _error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    call_id = request.state.call.id
+    log.error("%s %s failed (%s)", request.method, request.url.path, call_id, exc_info=error)
     shown = RequestError("internal error; the frontend's log has the details")
     shown.status, shown.code = 500, "internal_error"
-    return respond(shown)
+    answer = respond(shown)
+    answer.headers[ID_HEADER] = call_id
+    return answer
 
 
 def _kind(status: int) -> str:

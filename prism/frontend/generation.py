@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from prism.frontend import calls
+from prism.frontend.calls import Call
 from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import GenerationError
@@ -134,6 +136,7 @@ class Generation:
         self.spec = spec
         self._dispatcher = dispatcher
         self._mailbox: Mailbox = asyncio.Queue()
+        self._call = calls.current.get() or Call("")
         first = spec.requests[0]
         self._timer = RequestTimer(
             metrics, first.model, first.slo_ttft_s, first.slo_tpot_s, len(spec.requests)
@@ -147,6 +150,8 @@ class Generation:
         """Raises OverloadedError or QueueUnavailableError; then nothing is left in the queue.
         `finish` must follow in any case."""
         self._timer.begin(self.spec.began_s, self._prompt_tokens())
+        self._call.generation, self._call.model = self.spec.id, self.spec.requests[0].model
+        self._call.prompt_tokens = self._prompt_tokens()
         await self._dispatcher.submit([choice.opened for choice in self.choices])
 
     async def updates(self) -> AsyncIterator[TextUpdate]:
@@ -194,6 +199,7 @@ class Generation:
             return None
         update = choice.take(chunk)
         self._timer.tokens(len(update.token_ids))
+        self._call.output_tokens += len(update.token_ids)
         if choice.finish_reason is not None:
             self._end_choice(choice, by_engine=chunk.finish_reason is not None)
         return update

@@ -101,7 +101,7 @@ class GenerationBody(BaseModel):
     slo_ttft_ms: Milliseconds | None = None
     slo_tpot_ms: Milliseconds | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _stop_list(cls, value: Any) -> Any:
         stops = [value] if isinstance(value, str) else value
@@ -184,7 +184,11 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     best_of: Choices | None = None
 
-    @field_validator("prompt", mode="before")
+    @field_validator(
+        "prompt",
+        mode="before",
+        json_schema_input_type=str | list[str] | list[int] | list[list[int]],
+    )
     @classmethod
     def _prompt_list(cls, value: Any) -> Any:
         prompts = value if isinstance(value, list) else [value]

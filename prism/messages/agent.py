@@ -24,6 +24,7 @@ class ModelReport(Wire, frozen=True):
     output_tokens_total: int = 0
     finished_total: int = 0
     failed_total: int = 0
+    cancelled_total: int = 0
     kv_mapped_bytes: int = 0
     kv_cached_bytes: int = 0  # of kv_mapped_bytes: kept for prompts that begin alike, unused now
     kv_idle_bytes: int = 0  # of kv_mapped_bytes: no token's

@@ -21,17 +21,17 @@ import redis
 from rich.console import Console
 
 from prism.config.schema import ClusterConfig, write_resolved
-from prism.errors import ConfigError, QueueUnavailableError
+from prism.errors import ConfigError
 from prism.frontend.listener import open_listener
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
-from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec
 from prism.serve.frontends import AgentLine, Frontend, replace_if_asked
 from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
+from prism.serve.preflight import check_redis
 from prism.serve.progress import Probe, display
 from prism.serve.run_dir import REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
@@ -284,34 +284,11 @@ def _mps(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> dict[str, 
 def _redis(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> BundledRedis | None:
     """The bundled server, started; None where the user names one, which must answer."""
     if config.redis_url:
-        asyncio.run(_check_redis(config.redis_url))
+        asyncio.run(check_redis(config.redis_url))
         return None
     directory = run_dir.path / REDIS_FOLDER
     directory.mkdir()
     return stack.enter_context(BundledRedis(directory))
-
-
-async def _check_redis(url: str) -> None:
-    # Neither message repeats the URL, nor a part of it: it may hold a password.
-    unreadable = (
-        "redis: the URL cannot be read; write redis://:PASSWORD@host:port, with %2F for a / in the"
-        " password and so on, and no options"
-    )
-    try:
-        queue = RequestQueue.connect(url, "prism-check")
-    except ValueError as error:
-        raise ConfigError(unreadable) from error
-    try:
-        await queue.status()
-    except TypeError as error:
-        raise ConfigError(unreadable) from error
-    except (QueueUnavailableError, redis.RedisError) as error:
-        raise ConfigError(
-            f"redis: {error}; start that server, correct the URL, or leave the key out to use the"
-            " bundled one"
-        ) from error
-    finally:
-        await queue.close()
 
 
 def _resolved(

@@ -216,7 +216,7 @@ def _agents_table(status: ClusterStatus) -> Table:
 def _active_table(status: ClusterStatus) -> Table:
     table = Table(
         "model", "device", "state", "waiting", "running", "KV mapped", "weights and fixed",
-        "maps", "unmaps", "finished", "failed",
+        "maps", "unmaps", "finished", "failed", "cancelled",
     )  # fmt: skip
     for agent in status.agents:
         for model in agent.models:
@@ -232,5 +232,6 @@ def _active_table(status: ClusterStatus) -> Table:
                 str(model.unmaps_total),
                 str(model.finished_total),
                 str(model.failed_total),
+                str(model.cancelled_total),
             )
     return table

@@ -121,13 +121,19 @@ def find(wanted: Path | None) -> ClusterConfig:
         if not _is_held(wanted):
             raise ConfigError(f"--run-dir: no prism-serve runs in {wanted}; correct the path")
         return _read(wanted)
-    running = [_read(p) for p in _candidates() if _is_held(p)]
-    if not running:
+    found = running()
+    if not found:
         raise ConfigError("no running prism-serve was found; start one, or name its --run-dir")
-    if len(running) > 1:
-        listed = ", ".join(f"{c.run_dir} (port {c.port})" for c in running)
+    if len(found) > 1:
+        listed = ", ".join(f"{c.run_dir} (port {c.port})" for c in found)
         raise ConfigError(f"several clusters run: {listed}; choose one with --run-dir")
-    return running[0]
+    return found[0]
+
+
+def running() -> list[ClusterConfig]:
+    """This user's clusters, of those in the temporary directory. Raises ConfigError for one of
+    another version."""
+    return [_read(path) for path in _candidates() if _is_held(path)]
 
 
 def sweep() -> None:

@@ -133,6 +133,17 @@ def test_activation_is_answered_when_the_model_is_active() -> None:
     assert bench.effects.answers[0].seconds == 1.5
 
 
+def test_a_failure_is_reported_for_a_while_and_then_forgotten() -> None:
+    bench = Bench(engines=1)
+    bench.order("a")
+    bench.lifecycle.activation_failed(bench.engine("a"), ActivationFailed("a", "bad file"))
+    assert bench.stage("a") == "failed"
+    bench.tick_until(TIMING.failed_keep_s - 1)
+    assert bench.stage("a") == "failed"
+    bench.tick_until(TIMING.failed_keep_s + 2)
+    assert bench.stage("a") == "absent"
+
+
 def test_two_orders_for_one_model_get_one_engine_and_two_answers() -> None:
     bench = Bench()
     bench.order("a", 1)

@@ -130,7 +130,7 @@ async def test_a_peer_without_room_fails_the_activation_with_what_is_missing(
         result = await activate_pair(pair)
         assert not result.ok
         assert "rank 1: " in result.message
-        assert "bytes are missing" in result.message or "more than are free" in result.message
+        assert "are missing on" in result.message or "more than are free" in result.message
         assert pair.device.usage().reserved_bytes == 0
         loot.release()
     assert (await activate_pair(pair)).ok

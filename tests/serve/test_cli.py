@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,7 @@ from tests.frontend.tiny_model import make_model
 def prism_serve(*arguments: str, cwd: Path, tmp: Path) -> subprocess.CompletedProcess[str]:
     """Run the command; `tmp` is its temporary directory, so that no other cluster is seen."""
     command = [sys.executable, "-c", "from prism.cli.serve import main; main()", *arguments]
-    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp), "HOME": str(cwd)}
+    environment = {**os.environ, "TMPDIR": str(tmp), "HOME": str(cwd)}
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
@@ -70,6 +74,73 @@ def test_a_port_in_use(folder: Path, short_dir: Path) -> None:
         done = prism_serve("--port", str(port), cwd=folder, tmp=short_dir)
     message = f"frontend.port: cannot listen on 127.0.0.1:{port}: Address already in use; choose"
     check_refused(done, message, short_dir)
+
+
+def change(folder: Path, old: str, new: str) -> None:
+    path = folder / "prism.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_check_finds_what_would_fail_at_the_start(folder: Path, short_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = prism_serve("check", "--port", port, cwd=folder, tmp=short_dir)
+    check_refused(done, f"frontend.port: cannot listen on 127.0.0.1:{port}", short_dir)
+    done = prism_serve("check", "--host", "192.0.2.1", cwd=folder, tmp=short_dir)
+    check_refused(done, "frontend.host: '192.0.2.1' is not an address", short_dir)
+    whole = (folder / "prism.yaml").read_text()
+    (folder / "prism.yaml").write_text(f"{whole}redis: redis://127.0.0.1:1\n")
+    check_refused(
+        prism_serve("check", cwd=folder, tmp=short_dir), "redis: Redis does not answer", short_dir
+    )
+    (folder / "prism.yaml").write_text(whole)
+
+
+@pytest.mark.parametrize("command", ["check", "up"])
+def test_a_weight_store_that_cannot_be(folder: Path, short_dir: Path, command: str) -> None:
+    change(folder, "adapter: fake", "adapter: fake\n  weight_store: prism.yaml/store")
+    done = prism_serve(command, cwd=folder, tmp=short_dir)
+    check_refused(done, "engine.weight_store: ", short_dir)
+    assert "is no folder; choose another folder, auto or off" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "up"])
+def test_more_memory_than_the_machine_has(folder: Path, short_dir: Path, command: str) -> None:
+    change(folder, "16MiB", "900TiB")
+    done = prism_serve(command, cwd=folder, tmp=short_dir)
+    check_refused(done, "devices[].capacity: 900TiB for host devices exceed the", short_dir)
+
+
+@pytest.mark.parametrize("command", ["check", "up"])
+def test_a_model_that_sglang_does_not_know(folder: Path, short_dir: Path, command: str) -> None:
+    change(folder, "adapter: fake", "adapter: sglang")
+    config = json.loads((folder / "a" / "config.json").read_text())
+    for changes, message in (
+        ({"model_type": "foo"}, "model_type 'foo', which the installed SGLang and transformers"),
+        ({"architectures": ["FooForCausalLM"]}, "names FooForCausalLM, which the installed SGLang"),
+    ):
+        (folder / "a" / "config.json").write_text(json.dumps(config | changes))
+        done = prism_serve(command, cwd=folder, tmp=short_dir)
+        check_refused(done, "models[0].path: ", short_dir)
+        assert message in done.stderr
+
+
+def test_ctrl_c_leaves_no_traceback_at_any_time(folder: Path, short_dir: Path) -> None:
+    code = "from prism.cli.commands import serve; print(flush=True); serve()"
+    for later_s in (0.0, 0.1, 0.3, 0.6, 1.0):
+        with subprocess.Popen(
+            [sys.executable, "-c", code, "check"], cwd=folder, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(short_dir)},
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(later_s)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        assert "Traceback" not in errors, (later_s, errors)
+        assert process.returncode in (0, -signal.SIGINT, 130)
 
 
 def test_a_port_out_of_range(folder: Path, short_dir: Path) -> None:

@@ -77,8 +77,10 @@ def test_operators_flush(cluster: Cluster) -> None:
 
 def test_operators_mistakes_are_named(cluster: Cluster) -> None:
     done = cluster.operate("activate", "zzz")
-    assert done.returncode == 1
-    assert "there is no model 'zzz'; the models are a, b" in done.stdout
+    assert done.returncode == 2
+    assert done.stderr == "error: there is no model 'zzz'; the models are a, b\n"
+    done = cluster.operate("prefetch", "a", "--device", "host:9")
+    assert (done.returncode, done.stderr[:29]) == (2, "error: there is no device 'ho")
 
 
 def test_status_for_people(cluster: Cluster) -> None:

@@ -51,6 +51,6 @@ def test_what_is_wrong_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFi
     model = ["--model", str(path_of(LLAMA)), "--json", str(report)]
     assert check(*model, "--capacity", "20MiB") == 2
     facts = json.loads(report.read_text())
-    assert (facts["rounds"], "bytes are missing" in facts["error"]) == ([], True)
+    assert (facts["rounds"], "are missing on" in facts["error"]) == ([], True)
     assert check(*model, "--dtype", "float7") == 2
     assert "--dtype: unknown type float7" in capsys.readouterr().err

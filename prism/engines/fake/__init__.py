@@ -9,8 +9,17 @@ with the fields of `FakeOptions`, for example
     PRISM_FAKE='{"decode_step_ms": 5, "prefill_tokens_per_s": 20000, "die_at_token": 40}'
 """
 
-from prism.engines.fake.adapter import create, lacks, preload, weight_key
+from prism.engines.fake.adapter import create, lacks, preload, refuses, weight_key
 from prism.engines.fake.options import FakeOptions, needs
 from prism.engines.fake.tokens import expected_tokens
 
-__all__ = ["FakeOptions", "create", "expected_tokens", "lacks", "needs", "preload", "weight_key"]
+__all__ = [
+    "FakeOptions",
+    "create",
+    "expected_tokens",
+    "lacks",
+    "needs",
+    "preload",
+    "refuses",
+    "weight_key",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 from kvcached import WeightKey
 from prism.engines.core import EngineContext, EngineCore
@@ -14,6 +15,11 @@ def lacks(device: str) -> str:
     if device.startswith("host:") or FakeOptions.from_environment().cpu_reads_gpu:
         return ""
     return f"the fake engine cannot serve on {device}"
+
+
+def refuses(model: Path) -> str:
+    """It reads no model."""
+    return ""
 
 
 def preload(device: str = "host:0") -> None:

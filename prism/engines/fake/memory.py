@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import kvcached
 from prism.config.memory import layout_of as arranged_layout_of
+from prism.config.units import format_size
 from prism.engines import kv_file
 from prism.engines.core import EngineContext
 from prism.engines.fake.cpu_view import cpu_address
@@ -117,8 +118,8 @@ class FakeMemory:
         limit_bytes = order.kv_limit_bytes
         if limit_bytes is not None and limit_bytes < self.reserve_bytes:
             raise ActivationError(
-                f"{order.model.name}: its KV limit of {limit_bytes} bytes is below the "
-                f"{self.reserve_bytes} bytes of one request of full context"
+                f"{order.model.name}: its KV limit of {format_size(limit_bytes)} is below the "
+                f"{format_size(self.reserve_bytes)} of one request of full context"
             )
 
     def _release(self) -> None:
@@ -130,7 +131,8 @@ class FakeMemory:
     def _no_room(self, device: kvcached.Device, model: ModelSpec) -> ActivationError:
         need_bytes = self.static_bytes + self.reserve_bytes
         missing_bytes = max(1, need_bytes - device.usage().free_bytes)
-        text = f"{model.name} needs {need_bytes} bytes, {missing_bytes} more than are free"
+        need, missing = format_size(need_bytes), format_size(missing_bytes)
+        text = f"{model.name} needs {need}, {missing} more than are free"
         return ActivationError(text, missing_bytes)
 
     def _open_buffers(self, num_layers: int) -> list[NDArray[Any]]:

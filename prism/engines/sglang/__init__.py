@@ -8,5 +8,6 @@ sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear d
 
 from prism.engines.sglang.adapter import create, preload
 from prism.engines.sglang.gpu import lacks, needs, weight_key
+from prism.engines.sglang.known import refuses
 
-__all__ = ["create", "lacks", "needs", "preload", "weight_key"]
+__all__ = ["create", "lacks", "needs", "preload", "refuses", "weight_key"]

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from kvcached.errors import WeightFileError, WeightMismatchError
+from prism.config.units import format_size
 from prism.engines.sglang import gpu
 from prism.engines.sglang.memory import EngineMemory, active_memory
 from prism.engines.sglang.weights import ModelWeights
@@ -151,8 +152,8 @@ def check(model: nn.Module, weights: ModelWeights) -> None:
     if strays:
         size_bytes = sum(t.numel() * t.element_size() for t in strays.values())
         raise SelfCheckError(
-            f"{size_bytes} bytes of parameters lie outside of the ledger's pages after loading"
-            f" ({_some(strays)})"
+            f"{format_size(size_bytes)} of parameters lie outside of the ledger's pages after"
+            f" loading ({_some(strays)})"
         )
     lost = [name for name, tensor in others(model) if tensor.is_meta]
     if lost:

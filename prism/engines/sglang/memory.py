@@ -13,6 +13,7 @@ import torch
 
 import kvcached
 from prism.config.memory import BLOCK_TOKENS, layout_of, whole_pages
+from prism.config.units import format_size
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.room import make_room
 from prism.engines.sglang.weights import ModelWeights
@@ -171,9 +172,9 @@ class EngineMemory:
         limit = order.kv_limit_bytes
         if limit is not None and limit < self.plan.reserve_bytes:
             raise ActivationError(
-                f"model {order.model.name}: its KV limit of {limit} bytes is below the "
-                f"{self.plan.reserve_bytes} bytes of one request of {order.model.context_length} "
-                "tokens; raise its share or lower its context_length"
+                f"model {order.model.name}: its KV limit of {format_size(limit)} is below the "
+                f"{format_size(self.plan.reserve_bytes)} of one request of "
+                f"{order.model.context_length} tokens; raise its share or lower its context_length"
             )
 
     def _make_room(self, device: kvcached.Device) -> None:
@@ -203,9 +204,10 @@ class EngineMemory:
     def _no_room(self, error: kvcached.NoRoomError, more_bytes: int) -> ActivationError:
         missing = error.need_bytes - error.free_bytes + more_bytes
         return ActivationError(
-            f"model {self._name} needs {self.plan.weight_bytes} bytes for weights,"
-            f" {self.plan.share_bytes} for its engine and {self.plan.reserve_bytes} of KV;"
-            f" {missing} bytes are missing on the device",
+            f"model {self._name} needs {format_size(self.plan.weight_bytes)} for weights,"
+            f" {format_size(self.plan.share_bytes)} for its engine and"
+            f" {format_size(self.plan.reserve_bytes)} of KV; {format_size(missing)} are missing on"
+            " the device",
             missing,
         )
 

@@ -1,0 +1,55 @@
+"""Which models SGLang can load, read off the installed sources: importing them takes seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def refuses(model: Path) -> str:
+    """Why SGLang cannot load the checkpoint in this folder; empty where nothing is known against
+    it."""
+    if find_spec("sglang") is None or find_spec("transformers") is None:
+        return ""
+    config = json.loads((model / "config.json").read_text())
+    kind, architecture = str(config.get("model_type")), str(config["architectures"][0])
+    named = rf"""["']{re.escape(kind)}["']"""
+    as_key, as_field = rf"""{named}\s*[:,]\s*["']\w+Config""", rf"model_type(: str)? = {named}"
+    if not _found(f"{as_key}|{as_field}", _configurations()):
+        return (
+            f"{model}/config.json has model_type {kind!r}, which the installed SGLang and"
+            " transformers do not know; correct it or upgrade them"
+        )
+    if not _found(rf"""(\bclass |["']){re.escape(architecture)}\b""", _models()):
+        return (
+            f"{model}/config.json names {architecture}, which the installed SGLang cannot serve;"
+            " give another model or upgrade it"
+        )
+    return ""
+
+
+def _configurations() -> Iterator[Path]:
+    auto = _folder("transformers") / "models" / "auto"
+    yield from (auto / "auto_mappings.py", auto / "configuration_auto.py")
+    yield from (_folder("sglang") / "srt" / "configs").glob("*.py")
+
+
+def _models() -> Iterator[Path]:
+    """SGLang also serves what transformers implement."""
+    yield from (_folder("sglang") / "srt" / "models").glob("*.py")
+    yield _folder("transformers") / "models" / "auto" / "modeling_auto.py"
+
+
+def _found(pattern: str, files: Iterator[Path]) -> bool:
+    wanted = re.compile(pattern)
+    return any(wanted.search(file.read_text(errors="replace")) for file in files if file.exists())
+
+
+def _folder(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])

@@ -1,0 +1,99 @@
+"""What is true of every HTTP request: it has an id, an answer to HEAD, and a line in the log."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass
+from uuid import uuid4
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ID_HEADER = "x-request-id"
+# What a client names its request; another one gets an id of ours. It stands in logs.
+_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_PATH_CHARS_MAX = 200
+# They come every few seconds from programs that watch.
+_PROBES = ("/health", "/metrics", "/status")
+
+log = logging.getLogger("prism.access")
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request, as the log tells of it: no prompt, no key, no query."""
+
+    id: str
+    method: str = ""
+    path: str = ""
+    client: str = ""
+    model: str = ""
+    generation: str = ""  # the id in the answer, by which agents and engines log it
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+current: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+class Calls:
+    """ASGI middleware. `access_log`: a line of JSON for each request."""
+
+    def __init__(self, app: ASGIApp, access_log: bool) -> None:
+        self._app = app
+        self._logs = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s, call, status = time.monotonic(), _call_of(scope), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[ID_HEADER] = call.id
+            await send(message)
+
+        token = current.set(call)
+        scope.setdefault("state", {})["call"] = call
+        try:
+            await self._app(_as_get(scope), receive, send_with_id)
+        except Exception:
+            status = 500  # which starlette answers with, outside of all middleware
+            raise
+        finally:
+            current.reset(token)
+            if self._logs:
+                _write(call, status, time.monotonic() - began_s)
+
+
+def _call_of(scope: Scope) -> Call:
+    wanted = Headers(scope=scope).get(ID_HEADER, "")
+    return Call(
+        id=wanted if _ID.fullmatch(wanted) else uuid4().hex,
+        method=scope["method"],
+        path=scope["path"][:_PATH_CHARS_MAX],
+        client=(scope.get("client") or ("",))[0],
+    )
+
+
+def _as_get(scope: Scope) -> Scope:
+    """uvicorn leaves out the body of the answer to a HEAD."""
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+
+
+def _write(call: Call, status: int, seconds: float) -> None:
+    """Status 0: the client went away before its answer began."""
+    level = logging.DEBUG if call.path in _PROBES else logging.INFO
+    if not log.isEnabledFor(level):
+        return
+    known = {name: value for name, value in dataclasses.asdict(call).items() if value}
+    line = {**known, "status": status, "ms": round(seconds * 1000, 1)}
+    log.log(level, msgspec.json.encode(line).decode())

@@ -1,0 +1,88 @@
+"""What `/openapi.json` says beyond FastAPI's own: bodies, which the routes read themselves, and
+errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from prism.frontend.openai_types import ChatBody, CompletionBody, GenerationBody
+
+_SCHEMAS = "#/components/schemas/"
+_BODIES: Mapping[str, type[GenerationBody]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+}
+_TEXT = {"type": "string"}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ANY_ERRORS = {401: "no key, or an unknown one", 500: "a bug"}
+_MODEL_ERRORS = {404: "no such model", 503: "the model cannot be served now"}
+_BODY_ERRORS = {
+    400: "the body is wrong; the message names the field",
+    408: "the body was not complete in time",
+    413: "the body is too large",
+    422: "the Idempotency-Key was used with another body",
+    429: "too many requests",
+    504: "no token came in time",
+}
+_EVENTS = {"text/event-stream": {"schema": _TEXT}}
+
+
+def describe(app: FastAPI) -> None:
+    """Have `app` publish all of it."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _schema(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = {"Error": _ERROR}
+    for path, operations in made["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own check, which never fails here
+            errors = dict(_ANY_ERRORS)
+            if path.startswith("/v1/models/"):
+                errors |= _MODEL_ERRORS
+            if (body := _BODIES.get(path)) is not None:
+                errors |= _MODEL_ERRORS | _BODY_ERRORS
+                operation["requestBody"] = _request_body(body, schemas)
+                operation["responses"]["200"]["content"] |= _EVENTS
+            operation["responses"] |= {str(s): _error(what) for s, what in errors.items()}
+    made["components"] = {"schemas": schemas}
+    return made
+
+
+def _request_body(body: type[GenerationBody], schemas: dict[str, Any]) -> dict[str, Any]:
+    schema = body.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+    schemas |= schema.pop("$defs", {})
+    schemas[body.__name__] = schema
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + body.__name__}}}
+    return {"required": True, "content": content}
+
+
+def _error(what: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}}
+    return {"description": what, "content": content}

@@ -1,0 +1,86 @@
+"""What would fail at the start or soon after it, found before anything is started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+import redis
+
+from kvcached.trust import distrust
+from prism.config.schema import AUTO_STORE, ClusterConfig, is_gpu
+from prism.config.units import format_size
+from prism.errors import ConfigError, QueueUnavailableError
+from prism.frontend.listener import open_listener
+from prism.queueing.requests import RequestQueue
+from prism.serve import run_dir
+
+
+def check_machine(config: ClusterConfig) -> None:
+    """Memory and folders. Raises ConfigError that names the key."""
+    _check_capacities(config)
+    _check_store(config.engine.weight_store)
+
+
+def check_addresses(config: ClusterConfig) -> None:
+    """What the cluster listens on and connects to. A port that another cluster of this user
+    listens on is no mistake: its YAML is checked before a reload. Raises ConfigError."""
+    if not config.port or config.port not in [each.port for each in run_dir.running()]:
+        open_listener(config.host, config.port).close()
+    if config.redis_url:
+        asyncio.run(check_redis(config.redis_url))
+
+
+def _check_capacities(config: ClusterConfig) -> None:
+    wanted = sum(d.capacity_bytes for d in config.devices if not is_gpu(d.name))
+    total = psutil.virtual_memory().total
+    if wanted > total:
+        raise ConfigError(
+            f"devices[].capacity: {format_size(wanted)} for host devices exceed the"
+            f" {format_size(total)} of this machine; lower the capacities"
+        )
+
+
+def _check_store(store: str) -> None:
+    if store in ("", AUTO_STORE):
+        return
+    path = Path(store)
+    there = next(p for p in (path, *path.parents) if p.exists())
+    problem = ""
+    if not there.is_dir():
+        problem = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"{there} may not be written to"
+    elif there == path:
+        problem = distrust(path) or ""
+    if problem:
+        raise ConfigError(
+            f"engine.weight_store: {store} cannot be used: {problem}; choose another folder, auto"
+            " or off"
+        )
+
+
+async def check_redis(url: str) -> None:
+    """Raises ConfigError where it does not answer."""
+    # Neither message repeats the URL, nor a part of it: it may hold a password.
+    unreadable = (
+        "redis: the URL cannot be read; write redis://:PASSWORD@host:port, with %2F for a / in the"
+        " password and so on, and no options"
+    )
+    try:
+        queue = RequestQueue.connect(url, "prism-check")
+    except ValueError as error:
+        raise ConfigError(unreadable) from error
+    try:
+        await queue.status()
+    except TypeError as error:
+        raise ConfigError(unreadable) from error
+    except (QueueUnavailableError, redis.RedisError) as error:
+        raise ConfigError(
+            f"redis: {error}; start that server, correct the URL, or leave the key out to use the"
+            " bundled one"
+        ) from error
+    finally:
+        await queue.close()
