@@ -44,6 +44,7 @@ class RequestError(PrismError):
     code = "invalid_request_error"
     status = 400
     param: str | None = None
+    retry_after_s: int | None = None
 
 
 class BadRequestError(RequestError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,8 @@ import typer
 from rich.console import Console
 
 from prism.cli.ends import run
+from prism.config.access import ApiKey, hashed
+from prism.config.keys import KEY_PREFIX, add_key
 from prism.config.resolve import load, measured
 from prism.config.schema import ClusterConfig, is_gpu
 from prism.errors import ConfigError
@@ -163,6 +166,25 @@ def flush(
 ) -> None:
     """Give back idle memory: spare pages and the prefix cache, of MODEL or of all."""
     _operate(OperatorCommand("flush", model), as_json, run_dir)
+
+
+@app.command("new-key", epilog="Example: prism-serve new-key alice --keys keys.yaml --model llama")
+def new_key(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    *,
+    keys: Annotated[Path, typer.Option(help="The file that access.keys names.")],
+    model: Annotated[list[str] | None, typer.Option(help="May use it; default: all.")] = None,
+    requests_per_minute: Annotated[int, typer.Option(help="0: no bound.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="0: no bound.")] = 0,
+    is_operator: Annotated[
+        bool, typer.Option("--operator", help="May read /status and /metrics.")
+    ] = False,
+) -> None:
+    """Make an API key and add its hash to a file. The key is printed once and kept nowhere."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    bounds = (requests_per_minute, tokens_per_minute)
+    add_key(keys, ApiKey(name, hashed(key), model or [], *bounds, is_operator))
+    print(key)
 
 
 @app.command("replace-frontends", epilog="Example: prism-serve replace-frontends")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
+from prism.config.access import ApiKey
+from prism.config.keys import read_keys
 from prism.config.knobs import live_policy
 from prism.config.memory import KV_LAYOUTS, arranged, check_memory, check_static
 from prism.config.reader import read_yaml
@@ -20,6 +23,7 @@ from prism.config.schema import (
     AUTO_STORE,
     CUDA_GRAPHS,
     MIGRATE_RUNNING,
+    AccessYaml,
     ClusterConfig,
     DeviceConfig,
     DeviceYaml,
@@ -80,8 +84,10 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
         port=data.frontend.port,
         scheduler=data.scheduler,
         engine=_engine(data.engine, base_dir),
-        frontend=data.frontend,
+        frontend=_with_tls(data.frontend, base_dir),
         journal=_journal(data.journal),
+        keys=_keys(data.access, base_dir, [model.name for model in models]),
+        open_to_all=data.access.open_to_all,
         hang_timeout_s=float(data.hang_timeout),
     )
     _check_names(config)
@@ -95,6 +101,31 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
     check_memory(config)
     _check_shares(config)
     return config
+
+
+def _keys(access: AccessYaml, base_dir: Path, models: list[str]) -> list[ApiKey]:
+    return read_keys(access.keys, access.keys_variable, base_dir, models)
+
+
+def _with_tls(data: FrontendConfig, base_dir: Path) -> FrontendConfig:
+    """Raises ConfigError where the files do not belong together."""
+    files = [
+        str((base_dir / Path(name).expanduser()).resolve()) if name else None
+        for name in (data.tls_certificate, data.tls_key)
+    ]
+    certificate, key = files
+    if certificate is None and key is None:
+        return data
+    if certificate is None or key is None:
+        raise ConfigError("frontend: tls_certificate and tls_key go together; give both or none")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:
+        raise ConfigError(
+            f"frontend.tls_certificate: {certificate} and {key} cannot be used: {error}; give a"
+            " certificate and its key, both in PEM format"
+        ) from error
+    return msgspec.structs.replace(data, tls_certificate=certificate, tls_key=key)
 
 
 def measured(config: ClusterConfig, context_bytes: Mapping[str, int]) -> ClusterConfig:

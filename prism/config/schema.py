@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from prism.config.access import ApiKey
 from prism.config.units import Bytes, Seconds, decoded, encoded
 from prism.messages.models import ModelSpec
 from prism.policies.data import Settings
@@ -104,6 +105,11 @@ class FrontendConfig(
     # Web pages of these origins, such as https://chat.example.org, may use the API in a browser
     # (CORS). "*" is every origin.
     cors_origins: list[str] = []
+    # A file in PEM format: with it and its key the endpoint speaks HTTPS. Relative paths start at
+    # the YAML's folder.
+    tls_certificate: str | None = None
+    # The certificate's private key, in PEM format.
+    tls_key: str | None = None
     # How many processes serve the port: 1 to 16. More than one pays where one process has no CPU
     # left: see docs/operating.md.
     processes: int = 1
@@ -249,6 +255,19 @@ class JournalYaml(Strict, frozen=True):
     max: Bytes = Bytes(JournalConfig().max_bytes)
 
 
+class AccessYaml(Strict, frozen=True):
+    """Who may use the HTTP endpoint."""
+
+    # A YAML file with hashes of API keys, their models and rates; `prism-serve new-key` adds one.
+    # Relative paths start at this file's folder. Default: nobody needs a key.
+    keys: str | None = None
+    # An environment variable that holds more keys, as NAME=KEY with commas between.
+    keys_variable: str | None = None
+    # Without keys, frontend.host must be an address that no other machine reaches, unless this is
+    # true.
+    open_to_all: bool = False
+
+
 class ServeYaml(Strict, frozen=True):
     """The whole file."""
 
@@ -267,6 +286,7 @@ class ServeYaml(Strict, frozen=True):
     # that does not answer for this long is killed and started again. At least 15 s.
     hang_timeout: Seconds = _HANG_TIMEOUT
     frontend: FrontendConfig = FrontendConfig()
+    access: AccessYaml = AccessYaml()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     journal: JournalYaml = JournalYaml()
@@ -318,6 +338,8 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     engine: EngineConfig = EngineConfig()
     frontend: FrontendConfig = FrontendConfig()
     journal: JournalConfig = JournalConfig()
+    keys: list[ApiKey] = []
+    open_to_all: bool = False
     hang_timeout_s: float = float(_HANG_TIMEOUT)
     # Not in the YAML: only tests need another. How often an agent reports without a change.
     report_interval_s: float = 0.5

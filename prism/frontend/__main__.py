@@ -24,7 +24,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from prism.config.schema import ClusterConfig, read_resolved
+from prism.config.schema import ClusterConfig, FrontendConfig, read_resolved
 from prism.errors import ConfigError
 from prism.frontend.app import create_app
 from prism.frontend.connections import guarded_protocol
@@ -57,19 +57,20 @@ def main() -> int:
         config = read_resolved(arguments.config)
         listener = _listener(config, arguments.listen_fd)
         app = create_app(config, arguments.frontend_id, arguments.without_unreadable)
-        ended_in_order = uvloop.run(serve(app, listener))
+        ended_in_order = uvloop.run(serve(app, listener, config.frontend))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0 if ended_in_order else 1
 
 
-async def serve(app: FastAPI, listener: socket.socket) -> bool:
+async def serve(app: FastAPI, listener: socket.socket, tls: FrontendConfig | None = None) -> bool:
     """Serve on `listener` until a signal, then drain. Raises ConfigError.
 
     Returns False, without a drain, when the dispatcher broke: a new process must take over.
     """
     beating = asyncio.create_task(beat())
+    tls = tls or FrontendConfig()
     server = UvicornServer(
         uvicorn.Config(
             app,
@@ -78,6 +79,8 @@ async def serve(app: FastAPI, listener: socket.socket) -> bool:
             log_config=None,
             access_log=False,
             lifespan="off",
+            ssl_certfile=tls.tls_certificate,
+            ssl_keyfile=tls.tls_key,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )

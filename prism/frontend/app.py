@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from prism.config.schema import ClusterConfig, FrontendConfig
+from prism.config.schema import ClusterConfig
+from prism.frontend.access import Guard
 from prism.frontend.calls import ID_HEADER, Calls
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
@@ -42,24 +43,26 @@ def create_app(
     app = FastAPI(title="Prism", lifespan=lifespan, redoc_url=None)
     describe(app)
     install_handlers(app)
-    _add_middleware(app, config.frontend)
+    _add_middleware(app, config)
     for routes in (models, completions, chat, health, dashboard):
         app.include_router(routes.router)
     return app
 
 
-def _add_middleware(app: FastAPI, config: FrontendConfig) -> None:
+def _add_middleware(app: FastAPI, config: ClusterConfig) -> None:
     """The last one added is the outermost: a preflight is answered, and logged, before anything is
     asked of it."""
-    if config.cors_origins:
+    if config.keys:
+        app.add_middleware(Guard, keys=config.keys)
+    if config.frontend.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=config.cors_origins,
+            allow_origins=config.frontend.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=[ID_HEADER, "retry-after"],
         )
-    app.add_middleware(Calls, access_log=config.access_log)
+    app.add_middleware(Calls, access_log=config.frontend.access_log)
 
 
 @asynccontextmanager

@@ -14,6 +14,8 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prism.config.access import ApiKey
+
 ID_HEADER = "x-request-id"
 # What a client names its request; another one gets an id of ours. It stands in logs.
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -34,9 +36,13 @@ class Call:
     client: str = ""
     model: str = ""
     generation: str = ""  # the id in the answer, by which agents and engines log it
+    key: str = ""  # the name of the API key
     prompt_tokens: int = 0
     output_tokens: int = 0
+    api_key: ApiKey | None = None
 
+
+_LOGGED = tuple(field.name for field in dataclasses.fields(Call) if field.name != "api_key")
 
 current: ContextVar[Call | None] = ContextVar("call", default=None)
 
@@ -94,6 +100,7 @@ def _write(call: Call, status: int, seconds: float) -> None:
     level = logging.DEBUG if call.path in _PROBES else logging.INFO
     if not log.isEnabledFor(level):
         return
-    known = {name: value for name, value in dataclasses.asdict(call).items() if value}
-    line = {**known, "status": status, "ms": round(seconds * 1000, 1)}
+    known = {name: getattr(call, name) for name in _LOGGED}
+    said = {name: value for name, value in known.items() if value}
+    line = {**said, "status": status, "ms": round(seconds * 1000, 1)}
     log.log(level, msgspec.json.encode(line).decode())

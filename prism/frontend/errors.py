@@ -20,7 +20,7 @@ RETRY_AFTER_S = 2
 STATUS_CLIENT_GONE = 499
 _RETRY_STATUSES = (429, 503)
 # The rest of the body is not read: the connection is of no further use.
-_CLOSE_STATUSES = (408, 413)
+_CLOSE_STATUSES = (401, 403, 408, 413)
 # Failure codes of engines and agents that are the request's own fault.
 _CLIENT_CODES = ("context_length_exceeded", "invalid_request_error")
 
@@ -96,7 +96,9 @@ def install_handlers(app: FastAPI) -> None:
 def respond(error: RequestError) -> JSONResponse:
     headers: dict[str, str] = {}
     if error.status in _RETRY_STATUSES:
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+        headers["Retry-After"] = str(error.retry_after_s or RETRY_AFTER_S)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.status in _CLOSE_STATUSES:
         headers["Connection"] = "close"
     return JSONResponse(error_body(error), error.status, headers)
@@ -157,4 +159,6 @@ async def _on_bug(request: Request, error: Exception) -> JSONResponse:
 def _kind(status: int) -> str:
     if status == 429:
         return "rate_limit_error"
+    if status in (401, 403):
+        return "authentication_error"
     return "invalid_request_error" if status < 500 else "server_error"

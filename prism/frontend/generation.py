@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prism.frontend import calls
+from prism.frontend.access import Rates
 from prism.frontend.calls import Call
 from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.dispatcher import Dispatcher
@@ -132,10 +133,12 @@ class Generation:
         tokenizer: ModelTokenizer,
         dispatcher: Dispatcher,
         metrics: Metrics,
+        rates: Rates,
     ) -> None:
         self.spec = spec
         self._dispatcher = dispatcher
         self._mailbox: Mailbox = asyncio.Queue()
+        self._metrics, self._rates = metrics, rates
         self._call = calls.current.get() or Call("")
         first = spec.requests[0]
         self._timer = RequestTimer(
@@ -152,6 +155,7 @@ class Generation:
         self._timer.begin(self.spec.began_s, self._prompt_tokens())
         self._call.generation, self._call.model = self.spec.id, self.spec.requests[0].model
         self._call.prompt_tokens = self._prompt_tokens()
+        await self._rates.begin(self._call.api_key, self._prompt_tokens())
         await self._dispatcher.submit([choice.opened for choice in self.choices])
 
     async def updates(self) -> AsyncIterator[TextUpdate]:
@@ -165,6 +169,8 @@ class Generation:
         "ok" if every choice has ended, else "cancelled") is counted."""
         ended = all(choice.finish_reason is not None for choice in self.choices)
         self._timer.end(outcome or ("ok" if ended else "cancelled"))
+        self._rates.end(self._call.api_key, self._call.output_tokens)
+        self._metrics.of_key(self._call)
         self._dispatcher.cancel([choice.opened.request.id for choice in self.choices])
 
     def head(self, kind: str) -> dict[str, Any]:

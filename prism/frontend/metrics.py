@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from prism.frontend.calls import Call
 from prism.frontend.siblings import labelled
 from prism.messages.requests import Request
 from prism.transport import malformed_total
@@ -50,7 +51,16 @@ class Metrics:
         self.open = Gauge(
             "prism_open_requests", "Requests in progress", ["model"], registry=self.registry
         )
+        self.key_requests = self._counter("key_requests", "Requests ended, by API key", "key")
+        self.key_tokens = self._counter("key_tokens", "Tokens, by API key", "key", "kind")
         self.registry.register(_Malformed())
+
+    def of_key(self, call: Call) -> None:
+        """A generation has ended."""
+        if call.key:
+            self.key_requests.labels(call.model, call.key).inc()
+            self.key_tokens.labels(call.model, call.key, "prompt").inc(call.prompt_tokens)
+            self.key_tokens.labels(call.model, call.key, "output").inc(call.output_tokens)
 
     def waited(self, request: Request, started_unix_s: float) -> None:
         """Two processes' clocks, of one machine."""

@@ -10,6 +10,7 @@ from fastapi import Request
 
 from prism.config.schema import ClusterConfig
 from prism.errors import UnknownModelError
+from prism.frontend.access import Rates, may_use
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import UnavailableError
@@ -37,11 +38,13 @@ class Services:
     draining: bool = False  # the frontend is about to end and refuses new requests
     repeats: Repeats = field(init=False)
     grammars: GrammarTrials = field(init=False)
+    rates: Rates = field(init=False)
     _active: int = 0
     _left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.grammars = GrammarTrials(self.config.engine.adapter)
+        self.rates = Rates(self.queue)
         self.repeats = Repeats(
             self.queue,
             self.dispatcher.frontend_id,
@@ -52,13 +55,20 @@ class Services:
             queue_timeout_s=self.config.frontend.queue_timeout_s,
         )
 
+    def models(self) -> list[ModelSpec]:
+        """Those that the present request may use."""
+        return [model for model in self.config.models if may_use(model.name)]
+
     def model(self, name: str) -> ModelSpec:
-        for model in self.config.models:
+        for model in self.models():
             if model.name == name:
                 self._check_readable(name)
                 return model
-        known = ", ".join(m.name for m in self.config.models)
-        error = UnknownModelError(f"the model {name!r:.200} does not exist; models here: {known}")
+        known = ", ".join(m.name for m in self.models())
+        yours = "" if len(self.models()) == len(self.config.models) else ", or not for this key"
+        error = UnknownModelError(
+            f"the model {name!r:.200} does not exist{yours}; models here: {known}"
+        )
         error.param = "model"
         raise error
 
@@ -100,6 +110,7 @@ class Services:
             self.tokenizers[spec.requests[0].model],
             self.dispatcher,
             self.metrics,
+            self.rates,
         )
 
 

@@ -14,6 +14,7 @@
 -- acquired:<device>  run id of the server that gave its lease out
 -- claims:<frontend>  hash key -> fingerprint, of answers it computes; void without its heartbeat
 -- answer:<key>       what was answered, for a while;   answers, answers_bytes: which, their size
+-- limit:<key>        what is left of an API key's rates: requests, tokens, and when that was (ms)
 -- malformed          stream of entries whose body is no request
 local prefix = KEYS[1]
 local UNPLACED = 'unplaced'

@@ -37,7 +37,7 @@ _WRITABLE_TTL_S = 60.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
     "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside", "bury",
-    "claim", "settle",
+    "claim", "settle", "take",
 )  # fmt: skip
 # A full disk; replicas are missing; it became a replica.
 _OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN")
@@ -134,6 +134,15 @@ class RequestQueue:
         """A claim ends. `answer` is kept for `ttl_s`, unless another one is kept already."""
         body = b"" if answer is None else msgspec.msgpack.encode(answer)
         await self._run("settle", key, frontend_id, body, _ms(ttl_s))
+
+    async def take_rate(
+        self, key: str, requests: int, tokens: int, cost_tokens: int, *, spent: bool = False
+    ) -> float:
+        """A request of an API key that has so many requests and tokens a minute (0: no bound).
+        Returns the seconds until it may be tried again; 0: it may begin. `spent`: these tokens were
+        computed already."""
+        wait_ms = await self._run("take", key, requests, tokens, cost_tokens, int(spent))
+        return int(wait_ms) / 1000
 
     async def bury(self, frontend_id: str) -> int:
         """Its process has ended: its heartbeat goes, and so do its requests in UNPLACED. Returns

@@ -31,8 +31,8 @@ from prism.serve.children import Child, ChildSpec
 from prism.serve.frontends import AgentLine, Frontend, replace_if_asked
 from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
-from prism.serve.preflight import check_redis
-from prism.serve.progress import Probe, display
+from prism.serve.preflight import check_exposure, check_redis
+from prism.serve.progress import Probe, display, url_of
 from prism.serve.run_dir import REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
 
@@ -90,6 +90,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
         # Opened here, so that the port is checked before anything starts, and stays open while
         # a frontend is replaced.
         listener = stack.enter_context(open_listener(config.host, config.port))
+        check_exposure(config)
         sweep()
         run_dir = RunDir.create(options.run_dir, options.log_dir)
         stack.callback(run_dir.remove)
@@ -192,7 +193,7 @@ def _until_ready(
     config: ClusterConfig, watch: Callable[[], None], signals: Signals, console: Console
 ) -> None:
     began_s = time.monotonic()
-    probe = Probe(_url(config))
+    probe = Probe(config)
     reason: str | None = "starting"
     tick = 0
     with display(console) as show:
@@ -211,7 +212,7 @@ def _until_ready(
 def _announce(
     config: ClusterConfig, seconds: float, status: ClusterStatus | None, say: Callable[..., None]
 ) -> None:
-    url = _url(config)
+    url = url_of(config)
     say(f"[bold green]ready[/] in {seconds:.1f} s: {url}/v1", highlight=False, soft_wrap=True)
     refusals = status.refusals if status else {}
     for line in (
@@ -318,9 +319,3 @@ def _forget_keys(config: ClusterConfig) -> None:
     with redis.Redis.from_url(config.redis_url, socket_timeout=5) as client:
         for key in client.scan_iter(f"{config.namespace}:*", count=1000):
             client.unlink(key)
-
-
-def _url(config: ClusterConfig) -> str:
-    """Where this machine reaches the frontend."""
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.port}"

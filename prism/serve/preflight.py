@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 from pathlib import Path
 
@@ -29,8 +30,27 @@ def check_addresses(config: ClusterConfig) -> None:
     listens on is no mistake: its YAML is checked before a reload. Raises ConfigError."""
     if not config.port or config.port not in [each.port for each in run_dir.running()]:
         open_listener(config.host, config.port).close()
+    check_exposure(config)
     if config.redis_url:
         asyncio.run(check_redis(config.redis_url))
+
+
+def check_exposure(config: ClusterConfig) -> None:
+    """Raises ConfigError where other machines could ask without a key."""
+    if config.keys or config.open_to_all or _is_loopback(config.host):
+        return
+    raise ConfigError(
+        f"frontend.host: other machines reach {config.host or 'all addresses'}, and nobody needs a"
+        " key: set access.keys (prism-serve new-key makes them), listen on 127.0.0.1, or set"
+        " access.open_to_all: true"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_capacities(config: ClusterConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,17 +12,40 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from prism.config.schema import ClusterConfig
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 
 _PROBE_TIMEOUT_S = 2.0
 
 
+def url_of(config: ClusterConfig) -> str:
+    """Where this machine reaches the frontend."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    kind = "https" if config.frontend.tls_certificate else "http"
+    return f"{kind}://{f'[{host}]' if ':' in host else host}:{config.port}"
+
+
+def _trusted(certificate: str | None) -> ssl.SSLContext | bool:
+    """The cluster's own certificate, whatever name it has and whoever signed it."""
+    if certificate is None:
+        return True
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
 class Probe:
     """Asks a frontend how the cluster is."""
 
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=_PROBE_TIMEOUT_S, trust_env=False)
+    def __init__(self, config: ClusterConfig) -> None:
+        self._http = httpx.Client(
+            base_url=url_of(config),
+            timeout=_PROBE_TIMEOUT_S,
+            trust_env=False,
+            verify=_trusted(config.frontend.tls_certificate),
+        )
 
     def reason(self) -> str | None:
         """Why the cluster is not ready; None when it is."""

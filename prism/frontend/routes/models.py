@@ -15,7 +15,7 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     found = services(request)
-    return {"object": "list", "data": [_card(found, m) for m in found.config.models]}
+    return {"object": "list", "data": [_card(found, m) for m in found.models()]}
 
 
 @router.get("/v1/models/{name:path}")

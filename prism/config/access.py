@@ -1,0 +1,26 @@
+"""API keys: who may use which models over HTTP, and how much. Only hashes are kept."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import msgspec
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One entry of the keys' file."""
+
+    name: str
+    sha256: str  # of the key, as hexadecimal digits
+    models: list[str] = []  # empty: all
+    requests_per_minute: int = 0  # 0: no bound
+    tokens_per_minute: int = 0  # of prompts and outputs; 0: no bound
+    operator: bool = False  # may also read /status and /metrics
+
+
+class KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: list[ApiKey] = []
+
+
+def hashed(key: str) -> str:
+    return sha256(key.encode()).hexdigest()

@@ -1,0 +1,96 @@
+"""Read, check and add API keys."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from prism.config.access import ApiKey, KeysFile, hashed
+from prism.config.reader import convert
+from prism.errors import ConfigError
+
+KEY_PREFIX = "sk-prism-"
+_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
+_HASH = re.compile(r"[0-9a-f]{64}")
+# Keys are hashed without a salt and without work: only long random ones are safe so.
+_KEY_CHARS_MIN = 20
+
+
+def read_keys(
+    file: str | None, variable: str | None, base_dir: Path, models: Collection[str]
+) -> list[ApiKey]:
+    """Of the file and of the environment variable, which is removed: children shall not inherit it.
+    Raises ConfigError."""
+    found = list(_of_file(base_dir / Path(file).expanduser())) if file else []
+    if variable:
+        found += _of_variable(variable)
+    if (file or variable) and not found:
+        raise ConfigError("access: there are no keys; make one with prism-serve new-key")
+    for index, key in enumerate(found):
+        _check(key, index, models)
+    for index, key in enumerate(found):
+        if key.name in [other.name for other in found[:index]]:
+            raise ConfigError(f"access: two keys are called {key.name!r}; rename one")
+    return found
+
+
+def add_key(file: Path, key: ApiKey) -> None:
+    """To the file, which this user alone may read. Raises ConfigError."""
+    found = list(_of_file(file)) if file.exists() else []
+    if key.name in [other.name for other in found]:
+        raise ConfigError(f"NAME: {file} has a key called {key.name!r}; choose another")
+    _check(key, len(found), key.models)
+    text = yaml.safe_dump(msgspec.to_builtins(KeysFile([*found, key])), sort_keys=False)
+    partial = file.with_name(f"{file.name}.partial")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        out.write(text)
+    partial.replace(file)
+
+
+def _of_file(path: Path) -> list[ApiKey]:
+    try:
+        data: Any = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"access.keys: cannot read {path}: {why}; correct the path") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"access.keys: {path} is no YAML; correct it") from error
+    return convert(data, KeysFile, "access.keys").keys
+
+
+def _of_variable(name: str) -> list[ApiKey]:
+    """NAME=KEY, with commas between."""
+    found = []
+    for part in filter(None, os.environ.pop(name, "").split(",")):
+        owner, _, key = part.strip().partition("=")
+        if len(key) < _KEY_CHARS_MIN:
+            raise ConfigError(
+                f"access.keys_variable: ${name} must hold NAME=KEY, with commas between, and keys"
+                f" of {_KEY_CHARS_MIN} characters or more"
+            )
+        found.append(ApiKey(owner, hashed(key)))
+    return found
+
+
+def _check(key: ApiKey, index: int, models: Collection[str]) -> None:
+    where = f"access.keys.keys[{index}]"
+    if not _NAME.fullmatch(key.name):
+        raise ConfigError(f"{where}.name: {key.name!r} cannot be used; write letters and digits")
+    if not _HASH.fullmatch(key.sha256):
+        raise ConfigError(f"{where}.sha256: is not 64 hexadecimal digits; use prism-serve new-key")
+    bounds: Mapping[str, int] = {
+        "requests_per_minute": key.requests_per_minute,
+        "tokens_per_minute": key.tokens_per_minute,
+    }
+    for name, value in bounds.items():
+        if value < 0:
+            raise ConfigError(f"{where}.{name}: {value} is below 0; 0 is no bound")
+    for model in key.models:
+        if model not in models:
+            raise ConfigError(f"{where}.models: there is no model {model!r}; correct the name")

@@ -1,0 +1,128 @@
+"""Who may ask what: API keys, their models and their rates."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Sequence
+from math import ceil
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from prism.config.access import ApiKey, hashed
+from prism.errors import QueueUnavailableError, RequestError
+from prism.frontend import calls
+from prism.frontend.errors import OverloadedError, respond
+from prism.queueing.requests import RequestQueue
+
+OPEN_PATHS = ("/health", "/openapi.json", "/docs")
+_FOR_ALL_KEYS = "/v1/"
+
+log = logging.getLogger(__name__)
+
+
+class UnauthorizedError(RequestError):
+    code = "invalid_api_key"
+    status = 401
+
+
+class ForbiddenError(RequestError):
+    code = "forbidden"
+    status = 403
+
+
+class Guard:
+    """ASGI middleware: nothing but `OPEN_PATHS` without a key. Paths outside of /v1/ tell of all
+    models and clients, and need an operator's."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
+        self._app, self._keys = app, tuple(keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+        except RequestError as error:
+            await respond(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        key = find(self._keys, presented(Headers(scope=scope)))
+        if key is None:
+            raise UnauthorizedError(
+                "no API key, or an unknown one; send the header Authorization: Bearer KEY"
+            )
+        if not scope["path"].startswith(_FOR_ALL_KEYS) and not key.operator:
+            raise ForbiddenError("this needs the key of an operator")
+        if (call := calls.current.get()) is not None:
+            call.key, call.api_key = key.name, key
+
+
+def presented(headers: Headers) -> str:
+    """The key of a request; as Anthropic's clients send it, too."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def find(keys: Sequence[ApiKey], key: str) -> ApiKey | None:
+    """In a time that does not tell how close a wrong key comes."""
+    found, digest = None, hashed(key)
+    for each in keys:
+        if hmac.compare_digest(each.sha256, digest):
+            found = each
+    return found
+
+
+def may_use(model: str) -> bool:
+    """Whether the key of the present request allows the model."""
+    call = calls.current.get()
+    key = call.api_key if call else None
+    return key is None or not key.models or model in key.models
+
+
+class Rates:
+    """The rates of keys, which Redis keeps for all frontends. For one event loop."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def begin(self, key: ApiKey | None, prompt_tokens: int) -> None:
+        """Raises OverloadedError, which says when to try again, or QueueUnavailableError."""
+        if key is None or not (key.requests_per_minute or key.tokens_per_minute):
+            return
+        wait_s = await self._queue.take_rate(
+            key.name, key.requests_per_minute, key.tokens_per_minute, prompt_tokens
+        )
+        if wait_s > 0:
+            error = OverloadedError(
+                f"the key {key.name} has a limit of {_limits(key)}; try again in {wait_s:.1f} s"
+            )
+            error.retry_after_s = ceil(wait_s)
+            raise error
+
+    def end(self, key: ApiKey | None, output_tokens: int) -> None:
+        """What was generated is owed."""
+        if key is None or not key.tokens_per_minute or not output_tokens:
+            return
+        task = asyncio.create_task(self._charge(key, output_tokens))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _charge(self, key: ApiKey, tokens: int) -> None:
+        try:
+            await self._queue.take_rate(
+                key.name, key.requests_per_minute, key.tokens_per_minute, tokens, spent=True
+            )
+        except QueueUnavailableError as error:
+            log.warning("%d tokens of the key %s are not counted: %s", tokens, key.name, error)
+
+
+def _limits(key: ApiKey) -> str:
+    found = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
+    return " and ".join(f"{n} {what}" for what, n in found.items() if n) + " a minute"

@@ -1,0 +1,108 @@
+"""API keys: who gets in, to which models, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from prism.config.access import ApiKey, hashed
+from prism.queueing.requests import RequestQueue
+from prism.queueing.server import BundledRedis
+from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
+from tests.frontend.scripted_agent import answering
+
+ALL, ONE, FEW, ROOT = ("key-of-" + name + "-1234567890" for name in ("all", "one", "few", "root"))
+KEYS = [
+    ApiKey("all", hashed(ALL)),
+    ApiKey("one", hashed(ONE), models=["base"]),
+    ApiKey("few", hashed(FEW), requests_per_minute=2, tokens_per_minute=1000),
+    ApiKey("root", hashed(ROOT), operator=True),
+]
+
+
+@pytest.fixture
+async def guarded(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> AsyncIterator[Stack]:
+    config = make_config(redis_server.url, namespace, short_dir)
+    async with stack_of(msgspec.structs.replace(config, keys=KEYS)) as stack:
+        stack.agent.script = answering([*ids_of("yes"), 0])
+        yield stack
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def ask(stack: Stack, key: str, **more: Any) -> httpx.Response:
+    body = {"model": "base", "prompt": "hello", "temperature": 0, **more}
+    return await stack.client.post("/v1/completions", json=body, headers=bearer(key))
+
+
+async def test_nothing_without_a_key(guarded: Stack) -> None:
+    for path in ("/health", "/openapi.json", "/docs"):
+        assert (await guarded.client.get(path)).status_code != 401
+    wrong: list[dict[str, str]] = [{}, bearer(ALL + "x"), {"Authorization": ALL}]
+    for headers in (*wrong, bearer(hashed(ALL))):
+        for path in ("/v1/models", "/status", "/metrics", "/nowhere"):
+            refused = await guarded.client.get(path, headers=headers)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert "x-request-id" in refused.headers
+    posted = await guarded.client.post("/v1/completions", json={"model": "base", "prompt": "x"})
+    assert posted.status_code == 401
+    assert guarded.agent.seen == []
+
+
+async def test_what_each_key_may(guarded: Stack) -> None:
+    assert (await ask(guarded, ALL)).status_code == 200
+    both = await guarded.client.get("/v1/models", headers={"x-api-key": ALL})
+    assert [m["id"] for m in both.json()["data"]] == ["chat", "base"]
+    one = await guarded.client.get("/v1/models", headers=bearer(ONE))
+    assert [m["id"] for m in one.json()["data"]] == ["base"]
+    assert (await ask(guarded, ONE)).status_code == 200
+    refused = await ask(guarded, ONE, model="chat")
+    assert refused.status_code == 404
+    assert "does not exist, or not for this key; models here: base" in refused.text
+    assert (await guarded.client.get("/v1/models/chat", headers=bearer(ONE))).status_code == 404
+    assert (await guarded.client.get("/metrics", headers=bearer(ALL))).status_code == 403
+    counted = (await guarded.client.get("/metrics", headers=bearer(ROOT))).text
+    lines = [x for x in counted.splitlines() if 'key="one"' in x and "_total" in x]
+    values = {x.partition("{")[0] + x[-4:] for x in lines}
+    prompt = f"prism_key_tokens_total {len(ids_of('hello'))}.0"
+    assert {"prism_key_requests_total 1.0", prompt} <= values
+
+
+async def test_rates_say_when_to_try_again(guarded: Stack) -> None:
+    answers = [await ask(guarded, FEW) for _ in range(3)]
+    assert [a.status_code for a in answers] == [200, 200, 429]
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+    assert "the key few has a limit of 2 requests and 1000 tokens a minute" in answers[2].text
+    assert (await ask(guarded, ALL)).status_code == 200
+    assert len(guarded.agent.seen) == 3
+
+
+async def test_rates_hold_for_all_frontends(redis_server: BundledRedis, namespace: str) -> None:
+    """Two connections of their own; tokens are owed after the answer."""
+    one, two = (RequestQueue.connect(redis_server.url, namespace) for _ in range(2))
+    try:
+        waits = await asyncio.gather(*(q.take_rate("k", 6, 0, 5) for q in (one, two) * 6))
+        assert sorted(w > 0 for w in waits) == [False] * 6 + [True] * 6
+        assert await one.take_rate("t", 0, 600, 100) == 0
+        assert await two.take_rate("t", 0, 600, 2000, spent=True) == 0
+        began_s = time.monotonic()
+        owed_s = await one.take_rate("t", 0, 600, 10)
+        assert 140 < owed_s + (time.monotonic() - began_s) <= 151.1
+        # More than a minute's worth at once is let in when all of it is there.
+        assert await one.take_rate("big", 0, 600, 5000) == 0
+        assert await one.take_rate("big", 0, 600, 1) > 400
+    finally:
+        await one.close()
+        await two.close()

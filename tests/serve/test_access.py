@@ -1,0 +1,113 @@
+"""Keys and TLS of a whole cluster, and which addresses need them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+import pytest
+import yaml
+
+from prism.config.access import hashed
+from prism.config.keys import read_keys
+from prism.errors import ConfigError
+from tests.serve.conftest import SERVE, Cluster, serving, write_yaml
+
+IN_VARIABLE = "from-the-environment-123"
+
+
+def new_key(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*SERVE, "new-key", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def make_certificate(folder: Path) -> None:
+    names = ["-subj", "/CN=prism.example", "-addext", "subjectAltName=DNS:prism.example"]
+    made = ["-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *made],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, str]]:
+    """Listens on all addresses, with TLS; and the key of its file."""
+    make_certificate(tmp_path)
+    monkeypatch.setenv("PRISM_TEST_KEYS", f"env={IN_VARIABLE}")
+    made = new_key("alice", "--keys", str(tmp_path / "keys.yaml"), "--model", "a", "--operator")
+    assert made.returncode == 0, made.stderr
+    frontend = {
+        "port": 0, "host": "0.0.0.0",
+        "tls_certificate": "cert.pem", "tls_key": "key.pem",
+    }  # fmt: skip
+    access = {"keys": "keys.yaml", "keys_variable": "PRISM_TEST_KEYS"}
+    with (
+        TemporaryDirectory(prefix="prism-") as temporary,
+        serving(tmp_path, Path(temporary), frontend=frontend, access=access) as cluster,
+    ):
+        yield cluster, made.stdout.strip()
+
+
+def test_a_cluster_with_keys_and_tls(guarded: tuple[Cluster, str], tmp_path: Path) -> None:
+    cluster, key = guarded
+    assert cluster.url.startswith("https://127.0.0.1:")
+    with httpx.Client(base_url=cluster.url, verify=False) as client:
+        assert client.get("/health").status_code == 200
+        body = {"model": "a", "prompt": [9, 8], "max_tokens": 4}
+        assert client.post("/v1/completions", json=body).status_code == 401
+        for each, model, status in ((key, "a", 200), (key, "b", 404), (IN_VARIABLE, "b", 200)):
+            headers = {"Authorization": f"Bearer {each}"}
+            answer = client.post("/v1/completions", json=body | {"model": model}, headers=headers)
+            assert answer.status_code == status, answer.text
+    resolved = (cluster.run_dir / "cluster.json").read_text()
+    logs = "".join(f.read_text(errors="replace") for f in (tmp_path / "logs").glob("*.log"))
+    assert '"key":"alice"' in logs
+    for secret in (key, IN_VARIABLE):
+        assert secret not in resolved + logs + (tmp_path / "keys.yaml").read_text()
+        for pid in cluster.pids:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            assert secret.encode() not in environment
+
+
+def test_nobody_else_is_reached_without_keys(tmp_path: Path) -> None:
+    for command in ("check", "up"):
+        path = write_yaml(tmp_path, frontend={"port": 0, "host": "0.0.0.0"})
+        done = subprocess.run(
+            [*SERVE, command, "--config", str(path)], capture_output=True, text=True, timeout=60,
+            check=False, env={**os.environ, "TMPDIR": str(tmp_path)},
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: frontend.host: other machines reach 0.0.0.0, and")
+
+
+def test_keys_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys.yaml"
+    good = {"name": "x", "sha256": hashed("k")}
+    for keys, message in (
+        ([good, good], "access: two keys are called 'x'; rename one"),
+        ([good | {"name": "x y"}], "keys[0].name: 'x y' cannot be used"),
+        ([good | {"sha256": "k"}], "sha256: is not 64 hexadecimal digits"),
+        ([good | {"models": ["zzz"]}], "keys[0].models: there is no model 'zzz'"),
+        ([good | {"tokens_per_minute": -1}], "tokens_per_minute: -1 is below 0"),
+        ([good | {"modles": []}], "modles: unknown key; did you mean 'models'?"),
+        ([], "access: there are no keys; make one with prism-serve new-key"),
+    ):
+        file.write_text(yaml.safe_dump({"keys": keys}))
+        with pytest.raises(ConfigError, match="access") as caught:
+            read_keys("keys.yaml", None, tmp_path, ["a"])
+        assert message in str(caught.value)
+    with pytest.raises(ConfigError, match=r"access\.keys: cannot read .*: No such file"):
+        read_keys("nothing.yaml", None, tmp_path, ["a"])
+    monkeypatch.setenv("SHORT", "me=secret")
+    with pytest.raises(ConfigError, match=r"\$SHORT must hold NAME=KEY.*20 characters") as short:
+        read_keys(None, "SHORT", tmp_path, ["a"])
+    assert "secret" not in str(short.value)
+    assert new_key("x", "--keys", str(tmp_path / "new.yaml")).returncode == 0
+    again = new_key("x", "--keys", str(tmp_path / "new.yaml"))
+    assert (again.returncode, again.stderr[:11]) == (2, "error: NAME")
+    assert (tmp_path / "new.yaml").stat().st_mode & 0o777 == 0o600
