@@ -15,6 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from prism.cli import watch
 from prism.cli.ends import run
 from prism.config.access import ApiKey, hashed
 from prism.config.keys import KEY_PREFIX, add_key
@@ -118,6 +119,32 @@ def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
         _console().print(report.cluster(shown))
 
 
+@app.command(epilog="Example: prism-serve top --every 0.5")
+def top(
+    *,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    times: Annotated[int | None, typer.Option(help="So many looks; default: until Ctrl-C.")] = None,
+    run_dir: RunDirOption = None,
+) -> None:
+    """The running cluster as it changes: memory of each device, models, what waits."""
+    if every <= 0:
+        raise ConfigError(f"--every: {every:g} is not above 0; give seconds, such as 1")
+    watch.show(find(run_dir), _console(), every, times)
+
+
+@app.command(epilog="Examples: prism-serve logs   |   prism-serve logs frontend-f0 --follow")
+def logs(
+    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART]...")] = None,
+    *,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Of each log's end.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """The ends of the logs of PARTs (frontend-f0, scheduler, agent-host0, ...) or of all."""
+    if code := watch.logs(find(run_dir), parts or [], lines, follow=follow):
+        raise typer.Exit(code)
+
+
 @app.command(
     epilog="Examples: prism-serve activate tiny-llama   |   prism-serve activate tiny-llama"
     " --device host:1   |   prism-serve activate tiny-llama --gpu 0 --profile"
@@ -137,6 +164,18 @@ def activate(
     result = _operate(OperatorCommand("activate", model, device), as_json, run_dir)
     if profile and not as_json:
         _console().print(report.activation(result))
+
+
+@app.command(epilog="Example: prism-serve migrate tiny-llama host:1")
+def migrate(
+    model: Model,
+    device: Annotated[str, typer.Argument(metavar="DEVICE")],
+    *,
+    as_json: AsJson = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Move MODEL to DEVICE; what runs finishes where it is, or moves with it."""
+    _operate(OperatorCommand("activate", model, device), as_json, run_dir)
 
 
 @app.command(epilog="Example: prism-serve evict tiny-llama")

@@ -89,6 +89,21 @@ def test_status_for_people(cluster: Cluster) -> None:
     assert "policy prism, ready" in table
 
 
+def test_the_cluster_as_it_changes(cluster: Cluster) -> None:
+    done = cluster.operate("top", "--times", "2", "--every", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert "■ weights" in done.stdout
+    assert "█" * 40 in done.stdout
+    done = cluster.operate("logs", "scheduler", "-n", "3")
+    assert (done.returncode, done.stdout.count("\n")) == (0, 3)
+    everything = cluster.operate("logs").stdout
+    assert all(f"{part}.log <==" in everything for part in ("frontend-f0", "agent-host0"))
+    done = cluster.operate("logs", "nobody")
+    assert (done.returncode, done.stderr[:38]) == (2, "error: PART: there is no log of 'nobod")
+    moved = cluster.operate("migrate", "a", "host:0")
+    assert (moved.returncode, moved.stdout) == (0, "a is active on host:0\n")
+
+
 def test_a_frontend_that_dies_is_replaced_on_the_same_port(cluster: Cluster) -> None:
     os.kill(cluster.child("prism.frontend"), signal.SIGKILL)
     until(lambda: "frontend-f0 ended (signal SIGKILL)" in cluster.output(), "notice")
