@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from base64 import b64decode
 from collections.abc import Sequence
 from math import ceil
 
@@ -47,7 +48,10 @@ class Guard:
         try:
             self._admit(scope)
         except RequestError as error:
-            await respond(error)(scope, receive, send)
+            answer = respond(error)
+            if error.status == 401 and not scope["path"].startswith(_FOR_ALL_KEYS):
+                answer.headers["WWW-Authenticate"] = 'Basic realm="Prism"'
+            await answer(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -64,9 +68,19 @@ class Guard:
 
 
 def presented(headers: Headers) -> str:
-    """The key of a request; as Anthropic's clients send it, too."""
+    """The key of a request; as Anthropic's clients and browsers send it, too."""
     kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+    if kind.lower() == "bearer":
+        return key.strip()
+    return _password(key) if kind.lower() == "basic" else headers.get("x-api-key", "")
+
+
+def _password(credentials: str) -> str:
+    """A browser's, for the pages of operators."""
+    try:
+        return b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def find(keys: Sequence[ApiKey], key: str) -> ApiKey | None:
