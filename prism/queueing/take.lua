@@ -1,7 +1,7 @@
 
--- ARGV: key's name, requests and tokens that a minute brings (0: no bound), tokens to take, and 1 if
--- they are spent already. Two buckets that hold a minute's worth; tokens may be owed. Returns 0, or
--- the milliseconds after which there is room.
+-- ARGV: key's name, requests and tokens that a minute brings (0: no bound), tokens to take, and 1
+-- if they are spent already. Two buckets that hold a minute's worth; tokens may be owed. Returns 0,
+-- or the milliseconds after which there is room.
 local key = prefix .. 'limit:' .. ARGV[1]
 local rates = {tonumber(ARGV[2]), tonumber(ARGV[3])}
 local cost, spent = tonumber(ARGV[4]), ARGV[5] == '1'

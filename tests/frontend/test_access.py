@@ -75,9 +75,9 @@ async def test_what_each_key_may(guarded: Stack) -> None:
     assert (await guarded.client.get("/v1/models/chat", headers=bearer(ONE))).status_code == 404
     assert (await guarded.client.get("/metrics", headers=bearer(ALL))).status_code == 403
     counted = (await guarded.client.get("/metrics", headers=bearer(ROOT))).text
-    page = await guarded.client.get("/dashboard", auth=("anybody", ROOT))
+    page = await guarded.client.get("/dashboard/", auth=("anybody", ROOT))
     assert page.status_code == 200
-    assert (await guarded.client.get("/dashboard", auth=("root", ROOT + "x"))).status_code == 401
+    assert (await guarded.client.get("/dashboard/", auth=("root", ROOT + "x"))).status_code == 401
     lines = [x for x in counted.splitlines() if 'key="one"' in x and "_total" in x]
     values = {x.partition("{")[0] + x[-4:] for x in lines}
     prompt = f"prism_key_tokens_total {len(ids_of('hello'))}.0"
