@@ -9,7 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from prism.frontend.openai_types import ChatBody, CompletionBody, GenerationBody
+from prism.frontend.chat_types import ChatBody
+from prism.frontend.openai_types import CompletionBody, GenerationBody
 
 _SCHEMAS = "#/components/schemas/"
 _BODIES: Mapping[str, type[GenerationBody]] = {

@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from prism.frontend.errors import OverloadedError, bad_request
+from prism.frontend.errors import OverloadedError
 from prism.messages.requests import Chunk, Failure, Request, Resume, Started
 
 # Attempts whose engine died, perhaps by them; and attempts in all, whoever was to blame.
@@ -109,14 +109,7 @@ class RequestLog:
         return iter(list(self._open.values()))
 
     def add(self, opened: list[OpenRequest]) -> None:
-        """Raises OverloadedError, adding none, where they do not all have room, and BadRequestError
-        where they never would."""
-        most = self._open_max - self._share * (self._models - 1)
-        if len(opened) > most:
-            raise bad_request(
-                f"{len(opened)} prompts at once are more than the {most} that this server takes"
-                " (frontend.max_open_requests): send them in several requests"
-            )
+        """Raises OverloadedError, adding none, where they do not all have room."""
         asked = Counter(entry.request.model for entry in opened)
         kept = self._kept_for_others(asked)
         if len(self._open) + len(opened) + kept > self._open_max:
