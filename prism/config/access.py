@@ -7,6 +7,19 @@ from hashlib import sha256
 import msgspec
 
 
+class AccessYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who may use the HTTP endpoint."""
+
+    # A YAML file with hashes of API keys, their models and rates; `prism-serve new-key` adds one.
+    # Relative paths start at this file's folder. Default: nobody needs a key.
+    keys: str | None = None
+    # An environment variable that holds more keys, as NAME=KEY with commas between.
+    keys_variable: str | None = None
+    # Without keys, frontend.host must be an address that no other machine reaches, unless this is
+    # true.
+    open_to_all: bool = False
+
+
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One entry of the keys' file."""
 

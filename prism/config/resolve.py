@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from prism.config.access import ApiKey
+from prism.config.access import AccessYaml, ApiKey
 from prism.config.keys import read_keys
 from prism.config.knobs import live_policy
 from prism.config.memory import KV_LAYOUTS, arranged, check_memory, check_static
@@ -23,7 +23,6 @@ from prism.config.schema import (
     AUTO_STORE,
     CUDA_GRAPHS,
     MIGRATE_RUNNING,
-    AccessYaml,
     ClusterConfig,
     DeviceConfig,
     DeviceYaml,
@@ -295,6 +294,8 @@ def _model(data: ModelYaml, key: str, base_dir: Path, *, on_gpus: bool) -> Model
         **files.shape(dtype, data.context_length),
         slo_ttft_s=float(data.slo.ttft),
         slo_tpot_s=float(data.slo.tpot),
+        slo_least_ttft_s=float(data.slo.least_ttft or 0),
+        slo_least_tpot_s=float(data.slo.least_tpot or 0),
         never_evict=data.never_evict,
         pinned_device=data.device,
         static_share=data.static_share,

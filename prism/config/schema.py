@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from prism.config.access import ApiKey
+from prism.config.access import AccessYaml, ApiKey
 from prism.config.units import Bytes, Seconds, decoded, encoded
 from prism.messages.models import ModelSpec
 from prism.policies.data import Settings
@@ -59,6 +59,15 @@ class SloYaml(Strict, frozen=True):
     tpot: Seconds = Seconds("200ms")
 
 
+class ModelSloYaml(SloYaml, frozen=True):
+    """The latencies of one model's requests."""
+
+    # The tightest TTFT that a request may ask for. Default: any.
+    least_ttft: Seconds | None = None
+    # The same for TPOT.
+    least_tpot: Seconds | None = None
+
+
 class ModelYaml(Strict, frozen=True):
     """One model."""
 
@@ -68,7 +77,7 @@ class ModelYaml(Strict, frozen=True):
     # the YAML's folder.
     path: str
     # Requests without an SLO of their own get this one.
-    slo: SloYaml = SloYaml()
+    slo: ModelSloYaml = ModelSloYaml()
     # The most tokens of a prompt and its answer. Default: what the model was trained for.
     context_length: int | None = None
     # "auto" is float32 on host devices and the files' own type on GPUs.
@@ -117,6 +126,9 @@ class FrontendConfig(
     # each model, so one model alone gets at most the other half and its own part. Each process has
     # an equal part of all this.
     max_open_requests: int = 4096
+    # Whether new requests for a model get status 429 while others wait beyond their TTFT SLO.
+    # Otherwise they are served late.
+    shed: bool = False
     # A request that receives no token for this long ends with an error.
     progress_timeout_s: Seconds = Seconds("10m")
     # While Redis takes no requests, they wait for so long; then they end with status 503.
@@ -253,19 +265,6 @@ class JournalYaml(Strict, frozen=True):
     keep: str = JournalConfig().keep
     # The most that one journal file holds.
     max: Bytes = Bytes(JournalConfig().max_bytes)
-
-
-class AccessYaml(Strict, frozen=True):
-    """Who may use the HTTP endpoint."""
-
-    # A YAML file with hashes of API keys, their models and rates; `prism-serve new-key` adds one.
-    # Relative paths start at this file's folder. Default: nobody needs a key.
-    keys: str | None = None
-    # An environment variable that holds more keys, as NAME=KEY with commas between.
-    keys_variable: str | None = None
-    # Without keys, frontend.host must be an address that no other machine reaches, unless this is
-    # true.
-    open_to_all: bool = False
 
 
 class ServeYaml(Strict, frozen=True):

@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from prism.config.schema import ClusterConfig
 from prism.errors import QueueUnavailableError
+from prism.frontend.errors import OverloadedError
 from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics import Metrics
 from prism.frontend.refusals import RefusalWatch
@@ -55,6 +56,7 @@ class Dispatcher:
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
+        self._sheds = config.frontend.shed
         self._queue_timeout_s = config.frontend.queue_timeout_s
         self._progress_timeout_s = config.frontend.progress_timeout_s
         self._metrics = metrics
@@ -95,6 +97,11 @@ class Dispatcher:
     async def submit(self, opened: Sequence[OpenRequest]) -> None:
         """Enqueue all of them, or none: raises OverloadedError, or QueueUnavailableError when Redis
         has been away for `frontend.queue_timeout`."""
+        model = opened[0].request.model
+        if self._sheds and (late := self.log.late(model, time.time())):
+            raise OverloadedError(
+                f"{late} requests for {model} wait beyond their TTFT SLO; try again later"
+            )
         self.log.add(list(opened))
         try:
             for entry in opened:

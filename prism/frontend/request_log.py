@@ -126,6 +126,15 @@ class RequestLog:
         used = [min(n, self._share) for m, n in self._by_model.items() if m not in asking]
         return self._share * (self._models - len(asking)) - sum(used)
 
+    def late(self, model: str, now_unix_s: float) -> int:
+        """Requests for the model that have no token yet and should have had one."""
+        return sum(
+            entry.request.model == model
+            and not entry.received
+            and now_unix_s > entry.request.deadline_unix_s
+            for entry in self._open.values()
+        )
+
     def get(self, request_id: str) -> OpenRequest | None:
         return self._open.get(request_id)
 

@@ -153,8 +153,8 @@ def _spec(
     """`clocks`: the time of arrival, by the monotonic and by the wall clock."""
     model = services.model(body.model)
     room = min(_room(model, prompt, body) for prompt in prompts)
-    ttft_s = model.slo_ttft_s if body.slo_ttft_ms is None else _slo_s(body.slo_ttft_ms)
-    tpot_s = model.slo_tpot_s if body.slo_tpot_ms is None else _slo_s(body.slo_tpot_ms)
+    ttft_s = _slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
+    tpot_s = _slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
     spec_id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid4().hex}"
     tokenizer = services.tokenizers[model.name]
     sampling = sampling_of(body, tokenizer, body.tokens_asked or room, *ends)
@@ -203,8 +203,15 @@ def _refuse_too_many(services: Services, model: ModelSpec, asked: int, param: st
         raise bad_request(message, param)
 
 
-def _slo_s(asked_ms: float) -> float:
-    """The least positive numbers would become 0."""
+def _slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) -> float:
+    """Raises BadRequestError for a target that is tighter than the model's bound. The least
+    positive numbers would become 0."""
+    if asked_ms is None:
+        return usual_s
+    if asked_ms < least_s * 1000:
+        raise bad_request(
+            f"{field}: {asked_ms:g} is below the {least_s * 1000:g} that may be asked for", field
+        )
     return max(asked_ms / 1000, _SLO_MIN_S)
 
 

@@ -26,6 +26,8 @@ class ModelSpec(Wire, frozen=True):
     token_bytes: int
     slo_ttft_s: float
     slo_tpot_s: float
+    slo_least_ttft_s: float = 0.0  # the tightest that a request may ask for
+    slo_least_tpot_s: float = 0.0
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None

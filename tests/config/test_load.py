@@ -86,7 +86,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     (
         put("xyz", value=1),
         "xyz: unknown key; known keys: devices, models, policy, knobs, redis, hang_timeout,"
-        " frontend, scheduler, engine, journal",
+        " frontend, access, scheduler, engine, journal",
     ),
     (
         put("models", 0, "slo", "tfft", value="1s"),
