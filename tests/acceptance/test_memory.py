@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,32 +94,40 @@ def concurrent_tokens(answers: Sequence[Answer], prompt_tokens: int) -> int:
     return most
 
 
-def busy_tokens(config: dict[str, Any], models: Sequence[str], directory: Path) -> int:
+def roomy(models: Sequence[str], policy: str) -> dict[str, Any]:
+    engine = {"max_running": 64, "static": "4MiB"}
+    return two_models(models, "128MiB", (448, 256), policy=policy, engine=engine)
+
+
+@pytest.fixture(scope="module")
+def elastic(
+    tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    with serving(roomy(tiny_models, "prism"), tmp_path_factory.mktemp("elastic")) as cluster:
+        yield cluster
+
+
+def busy_tokens(cluster: Cluster, models: Sequence[str]) -> int:
     """Most concurrent tokens of models[0] under more load than the device holds."""
-    directory.mkdir()
-    with serving(config, directory) as cluster:
-        warm = complete_all(cluster, [(models[1], range(20, 40), 4)])
-        assert warm[0].error is None
-        lengths = [60 + 5 * (number % 7) for number in range(96)]
-        asked = zip(prompts(models[0], 96, (PROMPT, PROMPT)), lengths, strict=True)
-        answers = complete_all(cluster, [(models[0], prompt, tokens) for prompt, tokens in asked])
-        assert not [a.error for a in answers if a.error]
-        assert [len(a.ids) for a in answers] == lengths
-        return concurrent_tokens(answers, PROMPT)
+    warm = complete_all(cluster, [(models[1], range(20, 40), 4)])
+    assert warm[0].error is None
+    lengths = [60 + 5 * (number % 7) for number in range(96)]
+    asked = zip(prompts(models[0], 96, (PROMPT, PROMPT)), lengths, strict=True)
+    answers = complete_all(cluster, [(models[0], prompt, tokens) for prompt, tokens in asked])
+    assert not [a.error for a in answers if a.error]
+    assert [len(a.ids) for a in answers] == lengths
+    return concurrent_tokens(answers, PROMPT)
 
 
 @pytest.mark.timeout(900)
 def test_a_busy_model_takes_what_an_idle_one_leaves(
-    tiny_models: tuple[str, str], tmp_path: Path, record_property: Any
+    elastic: Cluster, tiny_models: tuple[str, str], tmp_path: Path, record_property: Any
 ) -> None:
     """The busy model runs at least 1.8 times the tokens of an equal static split. The rest to 2
     is what the idle model is guaranteed: room for one request of its full context."""
-    capacity, contexts = "128MiB", (448, 256)
-    engine = {"max_running": 64, "static": "4MiB"}
-    static = two_models(tiny_models, capacity, contexts, policy="static", engine=engine)
-    elastic = two_models(tiny_models, capacity, contexts, policy="prism", engine=engine)
-    split = busy_tokens(static, tiny_models, tmp_path / "static")
-    shared = busy_tokens(elastic, tiny_models, tmp_path / "elastic")
+    shared = busy_tokens(elastic, tiny_models)
+    with serving(roomy(tiny_models, "static"), tmp_path) as static:
+        split = busy_tokens(static, tiny_models)
     record_property("static_tokens", split)
     record_property("elastic_tokens", shared)
     print(f"concurrent tokens: static split {split}, elastic {shared}, ratio {shared / split:.2f}")
@@ -141,22 +149,21 @@ def floor_bytes(model: str, page_bytes: int) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_kv_returns_to_the_floor(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+def test_kv_returns_to_the_floor(elastic: Cluster, tiny_models: tuple[str, str]) -> None:
     """After requests end and the prefix cache is flushed, only the padding block's slab stays."""
     floors = {model: floor_bytes(model, 64 << 10) for model in tiny_models}
-    with serving(two_models(tiny_models, "128MiB"), tmp_path) as cluster:
-        pids = [cluster.process.pid, *descendants(cluster.process.pid)]
-        jobs = [(m, p, 48) for m in tiny_models for p in prompts(m, 8, (100, 200))]
-        with Sampler(cluster) as sampler:
-            answers = complete_all(cluster, jobs)
-        assert all(a.error is None for a in answers)
-        active = [c for c in sampler.device.usage().clients if c.static_bytes]
-        weights = sum(c.static_bytes - sampler.share_bytes for c in active)
-        assert max(sampler.resident_bytes) - weights > 4 * sum(floors.values())
-        flushed = cluster.operate("flush")
-        assert flushed.returncode == 0, flushed.stderr
-        cluster.wait_until(lambda: mapped_bytes(cluster) == floors, "KV mapped at its floor", 15)
-        resident = memfd_resident_bytes(pids)
+    pids = [elastic.process.pid, *descendants(elastic.process.pid)]
+    jobs = [(m, p, 48) for m in tiny_models for p in prompts(m, 8, (100, 200))]
+    with Sampler(elastic) as sampler:
+        answers = complete_all(elastic, jobs)
+    assert all(a.error is None for a in answers)
+    active = [c for c in sampler.device.usage().clients if c.static_bytes]
+    weights = sum(c.static_bytes - sampler.share_bytes for c in active)
+    assert max(sampler.resident_bytes) - weights > 4 * sum(floors.values())
+    flushed = elastic.operate("flush")
+    assert flushed.returncode == 0, flushed.stderr
+    elastic.wait_until(lambda: mapped_bytes(elastic) == floors, "KV mapped at its floor", 15)
+    resident = memfd_resident_bytes(pids)
     print(
         f"floor {floors}, resident after the flush {resident}, peak {max(sampler.resident_bytes)}"
     )
