@@ -1,4 +1,7 @@
-"""Builds the C++ of the tests with CMake (tests/CMakeLists.txt)."""
+"""Builds the C++ of the tests with CMake (tests/CMakeLists.txt).
+
+`python -m tests.kvcached.compiling` builds all of it ahead of the tests.
+"""
 
 from __future__ import annotations
 
@@ -98,3 +101,15 @@ def keep_own_book() -> None:
         book = Path(f"/dev/shm/test-libcuda-{os.getpid()}.book")
         os.environ["KVCACHED_TEST_CUDA_BOOK"] = str(book)
         atexit.register(book.unlink, missing_ok=True)
+
+
+def main() -> None:
+    from tests.torchcuda.building import build_front
+
+    for make in (build_libcuda, build_libnvml, build_front, build_kills, build_race, build_fuzz):
+        make()
+    build_tests("address,undefined")
+
+
+if __name__ == "__main__":
+    main()
