@@ -7,8 +7,10 @@ import importlib
 import re
 import ssl
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -250,6 +252,26 @@ def _check_frontend(data: FrontendConfig) -> None:
         raise ConfigError(
             f"frontend.processes: {data.processes} is out of range; choose 1 to {_FRONTENDS_MAX}"
         )
+    _check_traces(data.traces)
+
+
+def _check_traces(address: str) -> None:
+    if address and urlsplit(address).scheme not in ("http", "https"):
+        raise ConfigError(
+            f"frontend.traces: {address!r} is not an http address; an OpenTelemetry collector has"
+            " http://127.0.0.1:4318/v1/traces"
+        )
+    if address and not _has_opentelemetry():
+        raise ConfigError(
+            "frontend.traces needs OpenTelemetry; pip install 'prism-serving[traces]'"
+        )
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # of the packages around it
+        return False
 
 
 def _journal(data: JournalYaml) -> JournalConfig:

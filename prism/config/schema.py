@@ -136,6 +136,9 @@ class FrontendConfig(
     # A request whose model has no place for this long ends with status 503 and the scheduler's
     # reason.
     refused_timeout_s: Seconds = Seconds("60s")
+    # Where OpenTelemetry traces of requests go, over OTLP in HTTP: http://127.0.0.1:4318/v1/traces,
+    # say. Empty: none are made. Needs the extra `traces`: pip install 'prism-serving[traces]'.
+    traces: str = ""
 
 
 ADAPTERS = ("sglang", "fake")

@@ -21,6 +21,7 @@ from prism.frontend.openapi import describe
 from prism.frontend.routes import chat, completions, dashboard, health, models
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
+from prism.frontend.tracing import TraceParents, Traces
 from prism.queueing.requests import RequestQueue
 
 RETRY_S = 10.0
@@ -52,6 +53,8 @@ def create_app(
 def _add_middleware(app: FastAPI, config: ClusterConfig) -> None:
     """The last one added is the outermost: a preflight is answered, and logged, before anything is
     asked of it."""
+    if config.frontend.traces:
+        app.add_middleware(TraceParents)
     if config.keys:
         app.add_middleware(Guard, keys=config.keys)
     if config.frontend.cors_origins:
@@ -73,7 +76,8 @@ async def running_services(
     unreadable: dict[str, str] | None = {} if without_unreadable else None
     tokenizers = await asyncio.to_thread(load_tokenizers, config.models, unreadable)
     queue = RequestQueue.connect(config.redis_url, config.namespace)
-    metrics = Metrics()
+    address = config.frontend.traces
+    metrics = Metrics(Traces(address, frontend_id) if address else None)
     dispatcher = Dispatcher(config, frontend_id, queue, metrics)
     await dispatcher.start()
     retrying = asyncio.create_task(_retry(config, tokenizers, unreadable or {}))
@@ -95,6 +99,8 @@ async def running_services(
         await made.grammars.close()
         await dispatcher.close()
         await queue.close()
+        if metrics.traces is not None:
+            await asyncio.to_thread(metrics.traces.close)
 
 
 async def _retry(

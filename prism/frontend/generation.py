@@ -168,7 +168,8 @@ class Generation:
         """Cancel what still runs; call it once, however the request ended. `outcome` (default:
         "ok" if every choice has ended, else "cancelled") is counted."""
         ended = all(choice.finish_reason is not None for choice in self.choices)
-        self._timer.end(outcome or ("ok" if ended else "cancelled"))
+        opened = [choice.opened for choice in self.choices]
+        self._timer.end(outcome or ("ok" if ended else "cancelled"), opened)
         self._rates.end(self._call.api_key, self._call.output_tokens)
         self._metrics.of_key(self._call)
         self._dispatcher.cancel([choice.opened.request.id for choice in self.choices])

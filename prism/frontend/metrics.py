@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,7 +18,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from prism.frontend.calls import Call
+from prism.frontend.request_log import OpenRequest
 from prism.frontend.siblings import labelled
+from prism.frontend.tracing import RequestTimes, Traces, traceparent
 from prism.messages.requests import Request
 from prism.transport import malformed_total
 
@@ -31,9 +33,10 @@ _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """The metrics of one frontend, in a registry of its own."""
+    """The metrics of one frontend, in a registry of its own, and its traces, if they are wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: Traces | None = None) -> None:
+        self.traces = traces
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests ended, by outcome", "outcome")
         self.retries = self._counter("retries", "Requests sent again after a failure")
@@ -116,10 +119,12 @@ class RequestTimer:
         self._began_s = self._last_s = 0.0
         self._first_s: float | None = None
         self._tokens = 0
+        self._parent = ""
         self._output_tokens = metrics.output_tokens.labels(model)
 
     def begin(self, began_s: float, prompt_tokens: int) -> None:
         self._began_s = began_s
+        self._parent = traceparent.get()
         self._metrics.open.labels(self._model).inc()
         self._metrics.prompt_tokens.labels(self._model).inc(prompt_tokens)
 
@@ -131,11 +136,19 @@ class RequestTimer:
         self._tokens += count
         self._output_tokens.inc(count)
 
-    def end(self, outcome: str) -> None:
+    def end(self, outcome: str, choices: Sequence[OpenRequest]) -> None:
+        if self._metrics.traces is not None:
+            times = self._times()
+            self._metrics.traces.request(choices, times, outcome, self._tokens, self._parent)
         self._metrics.open.labels(self._model).dec()
         self._metrics.requests.labels(self._model, outcome).inc()
         if outcome == "ok" and self._first_s is not None:
             self._observe(self._first_s)
+
+    def _times(self) -> RequestTimes:
+        wall_ahead_s = time.time() - time.monotonic()
+        first_unix_s = self._first_s + wall_ahead_s if self._first_s else None
+        return RequestTimes(self._began_s + wall_ahead_s, first_unix_s, time.time())
 
     def _observe(self, first_s: float) -> None:
         ttft_s = first_s - self._began_s

@@ -1,0 +1,127 @@
+"""A request's way as OpenTelemetry spans, where `frontend.traces` asks for them.
+
+All spans of a request are made when it ends, by its frontend: agents say when they gave it to an
+engine (`Started`), so neither they nor engines need the library. It exports in a thread of its own,
+drops spans where the collector is slower, and reads OpenTelemetry's own environment variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from prism.frontend.request_log import OpenRequest
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+# The header of the HTTP request that this task answers: the client's span that it belongs to.
+traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+EXPORT_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Of one HTTP request, in seconds since the epoch. first_unix_s: of its first token."""
+
+    began_unix_s: float
+    first_unix_s: float | None
+    ended_unix_s: float
+
+
+class TraceParents:
+    """ASGI middleware that keeps the header `traceparent` for the spans."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            traceparent.set(dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
+        await self._app(scope, receive, send)
+
+
+class Traces:
+    """Sends spans to a collector at `address`, by OTLP over HTTP. REQUIRES: the extra `traces`,
+    which is looked for when the configuration is read."""
+
+    def __init__(self, address: str, frontend_id: str) -> None:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        named = {"service.name": "prism", "service.instance.id": frontend_id}
+        self._provider = TracerProvider(resource=Resource.create(named))
+        exporter = OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("prism")
+        self._api = trace
+        self._parents = TraceContextTextMapPropagator()
+
+    def close(self) -> None:
+        """Sends what is left; blocks for at most EXPORT_TIMEOUT_S."""
+        self._provider.force_flush(EXPORT_TIMEOUT_S * 1000)
+        self._provider.shutdown()
+
+    def request(
+        self,
+        opened: Sequence[OpenRequest],
+        times: RequestTimes,
+        outcome: str,
+        output_tokens: int,
+        parent: str,
+    ) -> None:
+        """One HTTP request has ended. `opened`: its choices. `parent`: a `traceparent`, or ""."""
+        first = opened[0].request
+        root = self._tracer.start_span(
+            f"generate {first.model}",
+            context=self._parents.extract({"traceparent": parent}),
+            kind=self._api.SpanKind.SERVER,
+            start_time=_ns(times.began_unix_s),
+            attributes={
+                "gen_ai.request.model": first.model,
+                "gen_ai.usage.input_tokens": sum(len(each.request.prompt_ids) for each in opened),
+                "gen_ai.usage.output_tokens": output_tokens,
+                "prism.outcome": outcome,
+            },
+        )
+        if outcome not in ("ok", "cancelled"):
+            root.set_status(self._api.StatusCode.ERROR, outcome)
+        inside = self._api.set_span_in_context(root)
+        for each in opened:
+            self._choice(each, times, inside)
+        root.end(_ns(times.ended_unix_s))
+
+    def _choice(self, opened: OpenRequest, times: RequestTimes, inside: Context) -> None:
+        """It waits until an agent starts it, is prefilled until the first token, then decodes."""
+        started, end = opened.started, times.ended_unix_s
+        about: dict[str, str | int] = {
+            "prism.request": opened.request.id,
+            "prism.attempts": opened.request.attempt,
+        }
+        start = min(started.unix_s, end) if started else end
+        self._span("queue", times.began_unix_s, start, about, inside)
+        if started is None:
+            return
+        about["prism.device"] = started.device
+        first = max(start, times.first_unix_s or end)
+        self._span("prefill", start, first, about, inside)
+        if times.first_unix_s is not None:
+            self._span("decode", first, end, about, inside)
+
+    def _span(
+        self, name: str, began: float, ended: float, about: dict[str, str | int], inside: Context
+    ) -> None:
+        span = self._tracer.start_span(name, inside, start_time=_ns(began), attributes=about)
+        span.end(_ns(ended))
+
+
+def _ns(unix_s: float) -> int:
+    return round(unix_s * 1e9)
