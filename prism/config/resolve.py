@@ -322,6 +322,8 @@ def _model(data: ModelYaml, key: str, base_dir: Path, *, on_gpus: bool) -> Model
         pinned_device=data.device,
         static_share=data.static_share,
         tp=data.tp,
+        tool_parser=data.tool_parser,
+        reasoning_parser=data.reasoning_parser,
     )
 
 

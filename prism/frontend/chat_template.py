@@ -26,6 +26,7 @@ class ChatTemplate:
     """A compiled template and the special tokens that it may name (bos_token, ...)."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self.source = source
         self._template = _environment().from_string(source)
         self._special_tokens = special_tokens
 

@@ -14,6 +14,7 @@ from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import GenerationError
 from prism.frontend.metrics import Metrics, RequestTimer
+from prism.frontend.parsers import Parsing
 from prism.frontend.request_log import Mailbox, OpenRequest
 from prism.frontend.stop_strings import StopMatcher
 from prism.frontend.tokenizers import ModelTokenizer
@@ -38,6 +39,7 @@ class GenerationSpec:
     # Of each prompt: choices that the client sees, and choices that are made.
     shown: tuple[int, int] = (1, 1)
     echoes: tuple[str, ...] = ()  # text before each choice's own
+    parsing: Parsing | None = None
 
 
 @dataclass(frozen=True, slots=True)

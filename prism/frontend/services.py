@@ -17,6 +17,7 @@ from prism.frontend.errors import UnavailableError
 from prism.frontend.generation import Generation, GenerationSpec
 from prism.frontend.grammars import GrammarTrials
 from prism.frontend.metrics import Metrics
+from prism.frontend.parsers import AnswerParsers
 from prism.frontend.repeats import Answering, Key, Repeat, Repeats
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
@@ -39,12 +40,14 @@ class Services:
     repeats: Repeats = field(init=False)
     grammars: GrammarTrials = field(init=False)
     rates: Rates = field(init=False)
+    parsers: AnswerParsers = field(init=False)
     _active: int = 0
     _left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.grammars = GrammarTrials(self.config.engine.adapter)
         self.rates = Rates(self.queue)
+        self.parsers = AnswerParsers(self.config.engine.adapter)
         self.repeats = Repeats(
             self.queue,
             self.dispatcher.frontend_id,

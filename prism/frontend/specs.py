@@ -17,6 +17,7 @@ from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.grammars import grammar_of
 from prism.frontend.openai_types import CompletionBody, GenerationBody
+from prism.frontend.parsers import tool_grammar
 from prism.frontend.sampling import sampling_of
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer
@@ -57,8 +58,6 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     tokenizer = services.tokenizers[model.name]
     if tokenizer.chat_template is None:
         raise bad_request(f"model: {model.name} has no chat template; use /v1/completions", "model")
-    if body.uses_tools:
-        raise bad_request(f"tools: {model.name} has no tool parser; remove them", "tools")
     _refuse_hopeless(model, body, tokenizer, sum(len(m.content) for m in body.messages))
     # What takes long must not hold up the event loop, whose heartbeat keeps all requests alive.
     if body.is_short:
@@ -67,8 +66,14 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
         text = await asyncio.to_thread(_rendered, body, tokenizer.chat_template)
     _refuse_hopeless(model, body, tokenizer, len(text))
     prompts = await tokenizer.encode([text], special_tokens=False)
+    parsing = await services.parsers.parsing(body, model, tokenizer, text)
     grammar = await _grammar(services, body, model)
-    return _spec(services, body, clocks, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
+    if (calls := tool_grammar(parsing, body)) is not None and grammar is None:
+        await services.grammars.check(model, tokenizer, calls, "tools")
+        grammar = calls
+    spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
+    # Tokens that begin a call or end the reasoning may be special.
+    return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
 
 
 async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -> Grammar | None:

@@ -33,3 +33,6 @@ class ModelSpec(Wire, frozen=True):
     static_share: float | None = None
     kv_arrangement: str = "per_layer"  # a name of kvcached's
     tp: int = 1  # devices that it is spread over (tensor parallel)
+    # Of its answers: a name of the engine's, "auto" or "none".
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"

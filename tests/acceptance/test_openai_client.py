@@ -30,7 +30,7 @@ def cluster(
     tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     config = cluster_yaml(
-        [model_yaml(name) for name in tiny_models],
+        [model_yaml(name, tool_parser="qwen25") for name in tiny_models],
         [{"name": "host:0", "capacity": "192MiB", "page": "64KiB", "engines": 1}],
     )
     with serving(config, tmp_path_factory.mktemp("client")) as made:
@@ -153,3 +153,39 @@ def test_answers_to_a_schema_are_valid(cluster: Cluster) -> None:
     answers = asyncio.run(_many(cluster.url))
     for answer in answers:
         Person.model_validate(json.loads(answer.choices[0].message.content))
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_calls_that_must_be_made(client: openai.OpenAI, choice: Any) -> None:
+    asked: Any = {"model": MODEL, "messages": SAID, "tools": [TOOL], "tool_choice": choice}
+    asked |= {"max_tokens": 60, "seed": 2, "temperature": 0.5}
+    calls = client.chat.completions.create(**asked).choices[0].message.tool_calls or []
+    assert calls
+    assert calls[0].function.name == "weather"
+    assert json.loads(calls[0].function.arguments)["city"] in ("Oslo", "Rome")
+    deltas = [
+        delta
+        for chunk in client.chat.completions.create(stream=True, **asked)
+        for delta in chunk.choices[0].delta.tool_calls or []
+        if delta.index == 0
+    ]
+    assert deltas[0].function.name == "weather"
+    said = "".join(delta.function.arguments or "" for delta in deltas)
+    assert json.loads(said) == json.loads(calls[0].function.arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -39,8 +41,64 @@ async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
     for choice in generation.choices:
         begin = {"role": "assistant", "content": ""}
         yield {"index": choice.opened.choice, "delta": begin, "finish_reason": None}
+    told = [_Told(generation) for _ in generation.choices]
     async for update in generation.updates():
-        yield _choice(update, {"delta": {"content": update.text}}, generation, tokenizer)
+        said = told[update.choice]
+        delta = said.delta(update)
+        reason = said.finish_reason(update)
+        yield _choice(
+            replace(update, finish_reason=reason), {"delta": delta}, generation, tokenizer
+        )
+
+
+class _Told:
+    """One choice, told apart into reasoning, content and tool calls where the model has parsers."""
+
+    def __init__(self, generation: Answering) -> None:
+        parsing = generation.spec.parsing
+        self._parser = parsing.parser() if parsing else None
+        self._calls = 0
+
+    def delta(self, update: TextUpdate) -> dict[str, Any]:
+        if self._parser is None:
+            return {"content": update.text}
+        piece = self._parser.push(update.text, last=update.finish_reason is not None)
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            delta["tool_calls"] = [self._call(*call) for call in piece.calls]
+        return delta
+
+    def message(self, update: TextUpdate) -> dict[str, Any]:
+        """The whole of it, as one message."""
+        message: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}
+        if self._parser is None:
+            return message
+        piece = self._parser.whole(update.text)
+        message["content"] = piece.text if piece.text or not piece.calls else None
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            calls = [self._call(*call) for call in piece.calls]
+            message["tool_calls"] = [{k: c[k] for k in ("id", "type", "function")} for c in calls]
+        return message
+
+    def finish_reason(self, update: TextUpdate) -> str | None:
+        calls = self._calls and update.finish_reason == "stop"
+        return "tool_calls" if calls else update.finish_reason
+
+    def _call(self, number: int, name: str, arguments: str) -> dict[str, Any]:
+        if not name:
+            return {"index": number, "function": {"arguments": arguments}}
+        self._calls += 1
+        function = {"name": name, "arguments": arguments}
+        return {
+            "index": number,
+            "id": f"call_{uuid4().hex}",
+            "type": "function",
+            "function": function,
+        }
 
 
 def _choice(
@@ -57,8 +115,9 @@ def _choice(
 def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:
     choices = []
     for each in generation.choices:
-        ended = each.so_far()
-        message = {"role": "assistant", "content": ended.text, "refusal": None}
+        ended, told = each.so_far(), _Told(generation)
+        message = told.message(ended)
+        ended = replace(ended, finish_reason=told.finish_reason(ended))
         choices.append(_choice(ended, {"message": message}, generation, tokenizer))
     head = generation.head("chat.completion")
     return {**head, "choices": choices, "usage": generation.usage()}

@@ -1,0 +1,278 @@
+"""SGLang's parsers of answers: tool calls and reasoning, in each model's own format.
+
+They are pure text, but SGLang's package takes 6 s and 400 MB to import, with torch. A frontend
+needs neither: the parsers' modules are imported below empty packages, with stand-ins for the few
+names that they only mention (`_stand_ins`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+# Characters at a prompt's end among which its generation prompt opens or closes the reasoning.
+_TAIL_CHARS = 64
+_PIECE_CHARS = 8
+
+
+@dataclass(slots=True)
+class Piece:
+    """What some text of an answer says. A call begins with its name; its arguments follow, JSON in
+    pieces. `calls`: (number of the call, name or "", arguments)."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[tuple[int, str, str]] = field(default_factory=list)
+
+
+class AnswerParser:
+    """One answer, as its text comes. `tools`: as OpenAI defines them, with the choice among them;
+    "" for a parser that is not wanted."""
+
+    def __init__(
+        self,
+        *,
+        tool_parser: str,
+        reasoning_parser: str,
+        tools: Sequence[dict[str, Any]],
+        tool_choice: Any,
+        prompt: str,
+    ) -> None:
+        self._reasoning = _reasoner(reasoning_parser, prompt) if reasoning_parser else None
+        self._calls: Any = None
+        self._tools: list[Any] = []
+        if tools and tool_parser:
+            self._tools = _tools(tools)
+            self._calls = _call_parser(tool_parser, self._tools, tool_choice)
+        self._array = isinstance(self._calls, _library().array_parser.JsonArrayParser)
+        self._names: list[str] = []
+
+    def push(self, text: str, *, last: bool = False) -> Piece:
+        """`last`: no more text comes."""
+        piece = Piece()
+        start = 0
+        while start < len(text):
+            # The parsers are made for a token's text at a time. They lose what is behind the end of
+            # a call, and what is before the first one's begin, in the same piece. With the length
+            # of a call's arguments each takes longer.
+            end = start + (1 if self._calls is not None and not self._names else _PIECE_CHARS)
+            self._push(text[start:end], False, piece)
+            start = end
+        if last:
+            self._push("", True, piece)
+        return piece
+
+    def whole(self, text: str) -> Piece:
+        """A whole answer at once: unlike `push`, in time that grows with its length."""
+        piece = Piece()
+        if self._reasoning is not None:
+            reasoning, rest = self._reasoning.parse_non_stream(text)
+            piece.reasoning, text = reasoning or "", rest or ""
+        if self._array:
+            try:
+                found = json.loads(text)
+            except ValueError:
+                piece.text = text  # it was cut off
+                return piece
+            calls = [(c["name"], json.dumps(c["parameters"])) for c in found]
+        elif self._calls is not None and self._calls.has_tool_call(text):
+            text, items = self._calls.parse_non_stream(text)
+            calls = [(item.name or "", item.parameters) for item in items]
+        else:
+            calls = []
+        piece.text = "" if self._array else text
+        piece.calls = [(number, *call) for number, call in enumerate(calls)]
+        return piece
+
+    def _push(self, text: str, last: bool, piece: Piece) -> None:
+        if self._reasoning is not None:
+            reasoning, rest = self._reasoning.parse_stream_chunk(text)
+            piece.reasoning, text = piece.reasoning + (reasoning or ""), rest or ""
+            if last:
+                reasoning, rest = self._reasoning.parse_stream_end()
+                piece.reasoning, text = piece.reasoning + (reasoning or ""), text + (rest or "")
+        if self._calls is not None:
+            text, items = self._parse(text, last)
+            piece.calls += [self._numbered(item) for item in items]
+            if last and not self._names and not self._array:
+                # It could have become a call's begin.
+                text += getattr(self._calls.detector, "_buffer", "")
+        piece.text += text
+
+    def _parse(self, text: str, last: bool) -> tuple[str, list[Any]]:
+        if self._array:
+            results = [self._calls.parse_streaming_increment(text, self._tools)]
+            results += [self._calls.finish(self._tools)] if last else []
+            said = "".join(result.normal_text or "" for result in results)
+            return said, [call for result in results for call in result.calls]
+        said, items = self._calls.parse_stream_chunk(text)
+        if last:
+            rest, more = self._calls.parse_stream_end()
+            said, items = (said or "") + rest, [*items, *more]
+        return said or "", items
+
+    def _numbered(self, item: Any) -> tuple[int, str, str]:
+        if item.name:
+            self._names.append(item.name)
+        return max(0, len(self._names) - 1), item.name or "", item.parameters or ""
+
+
+def constraint(
+    tool_parser: str, tools: Sequence[dict[str, Any]], tool_choice: Any, parallel: bool
+) -> tuple[str, str] | None:
+    """(kind, text) of the grammar that makes the model call; None: it may do as it likes."""
+    parser = _library().calls.FunctionCallParser(
+        _tools(tools), tool_parser, tool_choice=_choice(tool_choice)
+    )
+    found = parser.get_structure_constraint(_choice(tool_choice), parallel)
+    if found is None:
+        return None
+    kind, value = found
+    value = value if isinstance(value, str | dict) else value.model_dump(by_alias=True)
+    if kind == "structural_tag":
+        value = _new_form(json.loads(value) if isinstance(value, str) else value)
+    text = value if isinstance(value, str) else json.dumps(value)
+    names = {"json_schema": "json", "full_assistant_ebnf": "ebnf"}
+    return names.get(kind, kind), text
+
+
+def detect(template: str, tokenizer: Any) -> tuple[str, str]:
+    """(tool parser, reasoning parser) that fit a chat template and the vocabulary (`get_vocab`) of
+    its model; "" where none is known."""
+    detection = _library().detection
+    force, config = detection.detect_reasoning_pattern(template)
+    tool = detection.detect_tool_call_parser(template, tokenizer, config, force)
+    reasoning = detection.detect_reasoning_parser(template, tokenizer, config, force)
+    return tool or "", reasoning or ""
+
+
+def unknown(tool_parser: str, reasoning_parser: str) -> str:
+    """What is wrong with the names that a configuration gives; "": nothing."""
+    library = _library()
+    known = {
+        "tool_parser": (tool_parser, library.calls.FunctionCallParser.ToolCallParserEnum),
+        "reasoning_parser": (reasoning_parser, library.reasoning.ReasoningParser.DetectorMap),
+    }
+    for key, (name, names) in known.items():
+        if name and name not in names:
+            return f"{key}: {name!r} is unknown; give one of {', '.join(sorted(names))}"
+    return ""
+
+
+def _reasoner(name: str, prompt: str) -> Any:
+    parser = _library().reasoning.ReasoningParser
+    made = parser(name, stream_reasoning=True)
+    start = getattr(made.detector, "think_start_token", "") or ""
+    end = getattr(made.detector, "think_end_token", "") or ""
+    tail = prompt[-_TAIL_CHARS:]
+    if not start or (start not in tail and end not in tail):
+        return made
+    return parser(name, stream_reasoning=True, force_reasoning=tail.rfind(start) > tail.rfind(end))
+
+
+def _call_parser(name: str, tools: list[Any], tool_choice: Any) -> Any:
+    library = _library()
+    choice = _choice(tool_choice)
+    made = library.calls.FunctionCallParser(tools, name, tool_choice=choice)
+    if choice == "auto" or made.owns_tool_format():
+        return made
+    return library.array_parser.JsonArrayParser()
+
+
+def _tools(tools: Sequence[dict[str, Any]]) -> list[Any]:
+    return [_library().protocol.Tool.model_validate(tool) for tool in tools]
+
+
+def _choice(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _library().protocol.ToolChoice.model_validate(value)
+    return value or "auto"
+
+
+def _new_form(tag: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's older structural tags as XGrammar's."""
+    if "structures" not in tag:
+        return tag
+    tags = [
+        {
+            "type": "tag",
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
+            "end": each["end"],
+        }
+        for each in tag["structures"]
+    ]
+    at_least_one = bool(tag.get("at_least_one"))
+    form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    return {"type": "structural_tag", "format": {**form, "at_least_one": at_least_one}}
+
+
+@lru_cache(maxsize=1)
+def _library() -> types.SimpleNamespace:
+    """SGLang's modules: as they are where the package is imported already."""
+    stand_ins = {} if "sglang" in sys.modules else _stand_ins()
+    sys.modules.update(stand_ins)
+    try:
+        names = {
+            "calls": "sglang.srt.function_call.function_call_parser",
+            "array_parser": "sglang.srt.function_call.json_array_parser",
+            "protocol": "sglang.srt.entrypoints.openai.protocol",
+            "reasoning": "sglang.srt.parser.reasoning_parser",
+            "detection": "sglang.srt.parser.template_detection",
+        }
+        return types.SimpleNamespace(**{k: importlib.import_module(n) for k, n in names.items()})
+    finally:
+        # What is not SGLang's own may be wanted whole by others.
+        for name in stand_ins:
+            if not name.startswith("sglang"):
+                sys.modules.pop(name, None)
+
+
+def _stand_ins() -> dict[str, types.ModuleType]:
+    package = _empty("sglang", _place_of("sglang"))
+    xgrammar = _empty("xgrammar", _place_of("xgrammar"))
+    sys.modules["xgrammar"] = xgrammar
+    try:
+        tags = importlib.import_module("xgrammar.structural_tag")
+        models = importlib.import_module("xgrammar.builtin_structural_tag")
+    finally:
+        del sys.modules["xgrammar"]
+    xgrammar.StructuralTag = tags.StructuralTag  # type: ignore[attr-defined]
+    xgrammar.get_model_structural_tag = models.get_model_structural_tag  # type: ignore[attr-defined]
+    groups = "sglang.srt.arg_groups"
+    overrides = {"declare_resolution": None, "resolving_view": None}
+    hook = {"muse_spark_chat_template_default": None}
+    return {
+        "sglang": package,
+        "xgrammar": xgrammar,
+        "transformers": _empty("transformers", [], PreTrainedTokenizerBase=object),
+        "sglang.utils": _empty("sglang.utils", [], convert_json_schema_to_str=_schema_text),
+        groups: _empty(groups, []),
+        f"{groups}.overrides": _empty(f"{groups}.overrides", [], **overrides),
+        f"{groups}.muse_spark_hook": _empty(f"{groups}.muse_spark_hook", [], **hook),
+    }
+
+
+def _empty(name: str, path: Sequence[str], **names: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__path__ = list(path)
+    module.__dict__.update(names)
+    return module
+
+
+def _place_of(name: str) -> list[str]:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ModuleNotFoundError(f"{name} is not installed: install the engine's requirements")
+    return list(spec.submodule_search_locations)
+
+
+def _schema_text(schema: Any) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)

@@ -1,0 +1,131 @@
+"""Answers told apart into reasoning, text and tool calls, by the adapter's parsers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from prism.frontend.chat_types import ChatBody, NamedTool
+from prism.frontend.errors import UnavailableError, bad_request
+from prism.frontend.tokenizers import ModelTokenizer
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Grammar
+
+_KEPT_PROMPT_CHARS = 256
+# Without one of these a template knows no reasoning.
+_REASONING_MARKS = ("think", "THINK", "reason", "<|channel|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How one request's answers are parsed."""
+
+    module: Any
+    tool_parser: str
+    reasoning_parser: str
+    tools: tuple[dict[str, Any], ...]
+    tool_choice: Any
+    prompt: str  # its end
+
+    def parser(self) -> Any:
+        """For one choice: `push` its text, or ask for the `whole`."""
+        return self.module.AnswerParser(
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            prompt=self.prompt,
+        )
+
+
+class AnswerParsers:
+    """Imports the adapter's parsers when a model needs one, and knows each model's. For one event
+    loop."""
+
+    def __init__(self, adapter: str) -> None:
+        self._name = f"prism.engines.{adapter}.parsers"
+        self._can = importlib.util.find_spec(self._name) is not None
+        self._found: dict[str, tuple[str, str]] = {}
+
+    async def parsing(
+        self, body: ChatBody, model: ModelSpec, tokenizer: ModelTokenizer, prompt: str
+    ) -> Parsing | None:
+        """None: the answers are plain text. Raises BadRequestError where tools have no parser."""
+        if not body.uses_tools and not self._may_reason(model, tokenizer):
+            return None
+        names = await self._names(model, tokenizer)
+        if body.uses_tools and not names[0]:
+            text = f"tools: {model.name} has no tool_parser; name one in the YAML, or remove them"
+            raise bad_request(text, "tools")
+        tool_parser = names[0] if body.uses_tools else ""
+        if not tool_parser and not names[1]:
+            return None
+        tools = tuple(t.model_dump(exclude_none=True) for t in _chosen(body)) if tool_parser else ()
+        tail = prompt[-_KEPT_PROMPT_CHARS:]
+        return Parsing(self._module(), tool_parser, names[1], tools, _choice(body), tail)
+
+    def _may_reason(self, model: ModelSpec, tokenizer: ModelTokenizer) -> bool:
+        if not self._can or model.reasoning_parser == "none":
+            return False
+        template = tokenizer.chat_template
+        marked = template is not None and any(m in template.source for m in _REASONING_MARKS)
+        return marked or model.reasoning_parser != "auto"
+
+    async def _names(self, model: ModelSpec, tokenizer: ModelTokenizer) -> tuple[str, str]:
+        """(tool parser, reasoning parser); "" for none."""
+        if not self._can:
+            return "", ""
+        if model.name not in self._found:
+            self._found[model.name] = await asyncio.to_thread(self._look, model, tokenizer)
+        return self._found[model.name]
+
+    def _look(self, model: ModelSpec, tokenizer: ModelTokenizer) -> tuple[str, str]:
+        module = self._module()
+        wanted = (model.tool_parser, model.reasoning_parser)
+        named = ["" if name in ("auto", "none") else name for name in wanted]
+        if error := module.unknown(*named):
+            raise UnavailableError(f"{model.name} cannot be served: {error}")
+        template = tokenizer.chat_template
+        auto = module.detect(template.source, tokenizer.tokenizer) if template else ("", "")
+        tool, reasoning = (
+            found if name == "auto" else mine
+            for name, mine, found in zip(wanted, named, auto, strict=True)
+        )
+        return tool, reasoning
+
+    def _module(self) -> Any:
+        return importlib.import_module(self._name)
+
+
+def tool_grammar(parsing: Parsing | None, body: ChatBody) -> Grammar | None:
+    """What makes the model call the tools that it must. Raises BadRequestError."""
+    if parsing is None or not parsing.tools:
+        return None
+    parallel = body.parallel_tool_calls is not False
+    try:
+        found = parsing.module.constraint(
+            parsing.tool_parser, parsing.tools, parsing.tool_choice, parallel
+        )
+    except ValueError as error:
+        raise bad_request(f"tools: {error}", "tools") from error
+    must = parsing.tool_choice != "auto"
+    if found is None and must:
+        text = f"tool_choice: calls of {parsing.tool_parser} cannot be forced; use auto"
+        raise bad_request(text, "tool_choice")
+    return Grammar(*found) if found else None
+
+
+def _chosen(body: ChatBody) -> list[Any]:
+    """The tools, or the one that must be called."""
+    tools, choice = body.tools or [], body.tool_choice
+    if isinstance(choice, NamedTool):
+        return [tool for tool in tools if tool.function.name == choice.function.name]
+    return tools
+
+
+def _choice(body: ChatBody) -> Any:
+    choice = body.tool_choice or "auto"
+    return choice.model_dump() if isinstance(choice, NamedTool) else choice
