@@ -118,6 +118,14 @@ def tool_grammar(parsing: Parsing | None, body: ChatBody) -> Grammar | None:
     return Grammar(*found) if found else None
 
 
+def behind_reasoning(parsing: Parsing, grammar: Grammar) -> Grammar:
+    """The same, free to reason first where the prompt has the model do so."""
+    if not parsing.reasoning_parser:
+        return grammar
+    name, prompt = parsing.reasoning_parser, parsing.prompt
+    return Grammar(*parsing.module.behind_reasoning(name, prompt, grammar.kind, grammar.text))
+
+
 def _chosen(body: ChatBody) -> list[Any]:
     """The tools, or the one that must be called."""
     tools, choice = body.tools or [], body.tool_choice

@@ -17,7 +17,7 @@ from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.grammars import grammar_of
 from prism.frontend.openai_types import CompletionBody, GenerationBody
-from prism.frontend.parsers import tool_grammar
+from prism.frontend.parsers import behind_reasoning, tool_grammar
 from prism.frontend.sampling import sampling_of
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer
@@ -68,9 +68,11 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     prompts = await tokenizer.encode([text], special_tokens=False)
     parsing = await services.parsers.parsing(body, model, tokenizer, text)
     grammar = await _grammar(services, body, model)
-    if (calls := tool_grammar(parsing, body)) is not None and grammar is None:
-        await services.grammars.check(model, tokenizer, calls, "tools")
-        grammar = calls
+    field = "response_format" if grammar else "tools"
+    grammar = grammar or tool_grammar(parsing, body)
+    if grammar is not None and parsing is not None:
+        grammar = behind_reasoning(parsing, grammar)
+        await services.grammars.check(model, tokenizer, grammar, field)
     spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
     # Tokens that begin a call or end the reasoning may be special.
     return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec

@@ -119,6 +119,20 @@ async def test_a_call_that_must_be_made_has_a_grammar(tools_stack: Stack) -> Non
     assert set(tried) == {"tools"}
 
 
+async def test_a_structure_begins_behind_the_reasoning() -> None:
+    from prism.engines.sglang import parsers
+
+    asked = ("json", '{"type": "object"}')
+    for prompt, opens in (("x<think>\n", True), ("x<think>\n\n</think>\n\n", False), ("x", False)):
+        kind, text = parsers.behind_reasoning("deepseek-r1", prompt, *asked)
+        assert (kind == "structural_tag") is opens
+        assert opens or (kind, text) == asked
+        if opens:
+            thought, answer = json.loads(text)["format"]["elements"]
+            assert thought["end"] == "</think>"
+            assert answer["json_schema"] == {"type": "object"}
+
+
 async def test_a_model_without_a_parser_is_named(stack: Stack) -> None:
     body = {"model": "chat", "messages": SAID, "tools": [WEATHER]}
     error = (await stack.client.post("/v1/chat/completions", json=body)).json()["error"]

@@ -169,12 +169,40 @@ def unknown(tool_parser: str, reasoning_parser: str) -> str:
 def _reasoner(name: str, prompt: str) -> Any:
     parser = _library().reasoning.ReasoningParser
     made = parser(name, stream_reasoning=True)
-    start = getattr(made.detector, "think_start_token", "") or ""
-    end = getattr(made.detector, "think_end_token", "") or ""
+    start, end = _marks(made)
     tail = prompt[-_TAIL_CHARS:]
     if not start or (start not in tail and end not in tail):
         return made
     return parser(name, stream_reasoning=True, force_reasoning=tail.rfind(start) > tail.rfind(end))
+
+
+def _marks(parser: Any) -> tuple[str, str]:
+    detector = parser.detector
+    marks = (getattr(detector, "think_start_token", ""), getattr(detector, "think_end_token", ""))
+    return marks[0] or "", marks[1] or ""
+
+
+def behind_reasoning(reasoning_parser: str, prompt: str, kind: str, text: str) -> tuple[str, str]:
+    """(kind, text) of a grammar that holds from the end of the reasoning on, where the prompt opens
+    one; else the same."""
+    start, end = _marks(_library().reasoning.ReasoningParser(reasoning_parser))
+    tail = prompt[-_TAIL_CHARS:]
+    if not end or tail.rfind(start) <= tail.rfind(end):
+        return kind, text
+    answer = _as_form(kind, text)
+    reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+    form = {"type": "sequence", "elements": [reasoning, answer]}
+    return "structural_tag", json.dumps({"type": "structural_tag", "format": form})
+
+
+def _as_form(kind: str, text: str) -> Any:
+    if kind == "json":
+        return {"type": "json_schema", "json_schema": json.loads(text)}
+    if kind == "structural_tag":
+        return json.loads(text)["format"]
+    if kind == "regex":
+        return {"type": "regex", "pattern": text}
+    return {"type": "grammar", "grammar": text}
 
 
 def _call_parser(name: str, tools: list[Any], tool_choice: Any) -> Any:
@@ -244,8 +272,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         models = importlib.import_module("xgrammar.builtin_structural_tag")
     finally:
         del sys.modules["xgrammar"]
-    xgrammar.StructuralTag = tags.StructuralTag  # type: ignore[attr-defined]
-    xgrammar.get_model_structural_tag = models.get_model_structural_tag  # type: ignore[attr-defined]
+    xgrammar.__dict__["StructuralTag"] = tags.StructuralTag
+    xgrammar.__dict__["get_model_structural_tag"] = models.get_model_structural_tag
     groups = "sglang.srt.arg_groups"
     overrides = {"declare_resolution": None, "resolving_view": None}
     hook = {"muse_spark_chat_template_default": None}
