@@ -31,6 +31,7 @@ from prism.serve.children import Child, ChildSpec
 from prism.serve.frontends import AgentLine, Frontend, replace_if_asked
 from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
+from prism.serve.news import told
 from prism.serve.preflight import check_exposure, check_redis
 from prism.serve.progress import Probe, display, url_of
 from prism.serve.run_dir import REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
@@ -121,6 +122,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
             supervisor.start()
             _until_ready(resolved, watch, signals, console)
             supervisor.settled = True
+            stack.enter_context(told(resolved, say))
             while not signals.count:
                 watch()
                 replace_if_asked(run_dir.path / REPLACE_FILE, frontends, say)

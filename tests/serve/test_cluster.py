@@ -110,6 +110,14 @@ def test_a_frontend_that_dies_is_replaced_on_the_same_port(cluster: Cluster) -> 
     assert cluster.post().status_code == 200
 
 
+def test_an_engine_that_dies_is_on_the_console(cluster: Cluster) -> None:
+    assert cluster.post().status_code == 200
+    [agent] = json.loads(cluster.operate("status", "--json").stdout)["agents"]
+    os.kill(next(m["engine_pid"] for m in agent["models"] if m["model"] == "a"), signal.SIGKILL)
+    until(lambda: "host:0: an engine has ended" in cluster.output(), "notice")
+    assert cluster.post().status_code == 200
+
+
 def test_a_redis_that_dies_comes_back_with_its_data(cluster: Cluster) -> None:
     os.kill(cluster.child("valkey-server"), signal.SIGKILL)
     until(lambda: "redis ended (signal SIGKILL); starting it again" in cluster.output(), "notice")

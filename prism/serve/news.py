@@ -1,0 +1,55 @@
+"""What the console says of engines, whose deaths only their agents see."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import redis
+
+from prism.config.schema import ClusterConfig
+from prism.messages.cluster import ClusterStatus
+
+_LOOK_S = 1.0
+_TIMEOUT_S = 5.0
+
+
+@contextmanager
+def told(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, a thread prints a line whenever a device has replaced engines."""
+    over = threading.Event()
+    thread = threading.Thread(target=_tell, args=(config, say, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_TIMEOUT_S)
+
+
+def _tell(config: ClusterConfig, say: Callable[[str], None], over: threading.Event) -> None:
+    known: dict[str, tuple[int, int]] = {}
+    with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
+        while not over.wait(_LOOK_S):
+            try:
+                body = client.get(f"{config.namespace}:status")
+            except (redis.RedisError, OSError):
+                continue  # the supervisor says so
+            if isinstance(body, bytes):
+                for line in news(msgspec.msgpack.decode(body, type=ClusterStatus), known):
+                    say(line)
+
+
+def news(status: ClusterStatus, known: dict[str, tuple[int, int]]) -> Iterator[str]:
+    """What has happened since `known`, which is brought up to date: device -> its agent's epoch,
+    engines replaced. A new agent counts from 0."""
+    for agent in status.agents:
+        epoch, before = known.get(agent.device, (agent.epoch, 0))
+        since = before if epoch == agent.epoch else 0
+        known[agent.device] = agent.epoch, agent.engine_restarts_total
+        if (ended := agent.engine_restarts_total - since) > 0:
+            what = "an engine has" if ended == 1 else f"{ended} engines have"
+            log = f"agent-{agent.device.replace(':', '')}.log"
+            yield f"{agent.device}: {what} ended and made way for new ones; see {log}"
