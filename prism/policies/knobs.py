@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from prism.policies import static
-from prism.policies.baselines import adbs, doubling_budget, qlm, seallm
+from prism.policies.baselines import adbs, aegaeon, doubling_budget, qlm, seallm
 from prism.policies.baselines.adbs import AdbsSettings
+from prism.policies.baselines.aegaeon import AegaeonSettings
 from prism.policies.baselines.doubling_budget import DbSettings
 from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
@@ -26,6 +27,7 @@ class Knobs:
     adbs: AdbsSettings = field(default_factory=AdbsSettings)
     seallm: SeallmSettings = field(default_factory=SeallmSettings)
     budgets: DbSettings = field(default_factory=DbSettings)
+    aegaeon: AegaeonSettings = field(default_factory=AegaeonSettings)
     # Of another package's policy.
     own: PolicyKnobs | None = None
 
@@ -37,6 +39,7 @@ TUNED: dict[str, Callable[[Policy, Knobs], Policy]] = {
     "qlm-aware": lambda p, k: replace(
         p, assign=partial(qlm.assign, settings=replace(k.qlm, swap_aware=True))
     ),
+    "aegaeon": lambda p, k: replace(p, turns=aegaeon.turns(k.aegaeon)),
     "muxserve": lambda p, k: replace(p, steps=adbs.control(k.adbs)),
     "seallm": lambda p, k: replace(
         p,

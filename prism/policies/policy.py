@@ -21,6 +21,7 @@ from prism.policies.kv_blocks import KvBlocks
 from prism.policies.placement import Search
 from prism.policies.queues import Assign
 from prism.policies.steps import StepControl
+from prism.policies.turns import TurnPolicy
 
 ADMISSION_ORDER = "admission order"  # requests start in the order that the policy gives
 ELASTIC_MEMORY = "elastic memory"  # KV pages are mapped while used and returned afterwards
@@ -30,10 +31,18 @@ SM_SHARES = "SM shares"  # models get fractions of a device's compute
 UNIFIED_KV = "unified KV blocks"  # models of a device share one pool of blocks
 PLACEMENT_SEARCH = "placement search"  # profiles and recent requests feed a search for a placement
 VIRTUAL_QUEUES = "virtual queues"  # requests are bound to devices before their model is there
+TOKEN_TURNS = "token-level switching"  # weights and KV change places with the host between tokens
 
 LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT})
 """What the engines of the live system offer."""
-FEATURES = LIVE_ENGINES | {STEP_CONTROL, SM_SHARES, UNIFIED_KV, PLACEMENT_SEARCH, VIRTUAL_QUEUES}
+FEATURES = LIVE_ENGINES | {
+    STEP_CONTROL,
+    SM_SHARES,
+    UNIFIED_KV,
+    PLACEMENT_SEARCH,
+    VIRTUAL_QUEUES,
+    TOKEN_TURNS,
+}
 """What the simulator's engines offer."""
 
 
@@ -64,6 +73,8 @@ class Policy:
     steps: StepControl | None = None
     # Binds waiting requests to devices instead of to their model's device.
     assign: Assign | None = None
+    # Models take turns on devices: no model has a place, and `plan` is not asked for any.
+    turns: TurnPolicy | None = None
     # The pool that the models of a device share. None: each has blocks of its own.
     kv_blocks: KvBlocks | None = None
     # An activation starts a new engine process instead of reusing one.

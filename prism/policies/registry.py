@@ -14,6 +14,7 @@ from prism.errors import ConfigError
 from prism.policies import added, moore_hodgson, prism, static, target
 from prism.policies.baselines import (
     adbs,
+    aegaeon,
     alpaserve,
     dedicated,
     doubling_budget,
@@ -33,6 +34,7 @@ from prism.policies.policy import (
     PLACEMENT_SEARCH,
     SM_SHARES,
     STEP_CONTROL,
+    TOKEN_TURNS,
     UNIFIED_KV,
     VIRTUAL_QUEUES,
     Policy,
@@ -126,6 +128,13 @@ _POLICIES = {
         ),
         Policy(
             "serverlessllm", serverlessllm.plan, frozenset({ADMISSION_ORDER}), asks_startup=True
+        ),
+        Policy(
+            "aegaeon",
+            aegaeon.plan,
+            frozenset({TOKEN_TURNS}),
+            calm=_always,
+            turns=aegaeon.turns(),
         ),
     )
 }

@@ -183,6 +183,8 @@ class BaselinesYaml(Strict, frozen=True):
     seallm_services: int = 2
     # Of seallm: a request that has waited for so many budgets goes first.
     seallm_starvation: float = 5.0
+    # Of aegaeon: the part of the GPUs that prefill. At least one does, and one decodes.
+    aegaeon_prefill: float = 0.375
 
 
 class SimYaml(Strict, frozen=True):

@@ -56,6 +56,15 @@ class SimModel:
         """It has requests that have not ended."""
         return bool(self.unplaced) or any(r.open_requests for r in self.residents)
 
+    def give_up(self) -> list[SimRequest]:
+        """Its requests, in the order of arrival; none of its queues has them any more."""
+        left = list(self.unplaced.values())
+        for resident in list(self.residents):
+            left += resident.home.withdraw(resident)
+            if resident.engine is not None:
+                left += resident.engine.requests()
+        return sorted(left, key=lambda request: request.index)
+
     def least_loaded(self) -> Resident | None:
         """The copy with the fewest requests; None where no copy takes any."""
         if len(self.residents) == 1:

@@ -18,6 +18,7 @@ from prism.costs.gpus import GpuSpec
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.baselines.adbs import AdbsSettings
+from prism.policies.baselines.aegaeon import AegaeonSettings
 from prism.policies.baselines.doubling_budget import DbSettings
 from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
@@ -218,6 +219,7 @@ def _knobs(config: SimYaml) -> Knobs:
         qlm=QlmSettings(group_requests_max=given.qlm_group),
         adbs=AdbsSettings(prefill_sm_min=given.muxserve_prefill, adapt_every_s=adapt_s),
         seallm=SeallmSettings(services_max=given.seallm_services),
+        aegaeon=AegaeonSettings(prefill_part=given.aegaeon_prefill),
         budgets=DbSettings(starvation_factor=given.seallm_starvation),
         own=own_knobs(config.policy, config.knobs),
     )
@@ -264,6 +266,8 @@ def _check(config: SimYaml) -> None:
 def _check_baselines(given: BaselinesYaml) -> None:
     if min(given.qlm_group, given.seallm_services) < 1:
         raise ConfigError("baselines.qlm_group and seallm_services: must be at least 1")
+    if not 0 < given.aegaeon_prefill < 1:
+        raise ConfigError("baselines.aegaeon_prefill: must be between 0 and 1")
     if not 0 < given.muxserve_prefill <= 1 or not given.seallm_starvation > 0:
         raise ConfigError("baselines.muxserve_prefill must be in (0, 1], seallm_starvation above 0")
 

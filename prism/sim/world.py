@@ -30,6 +30,7 @@ from prism.sim.request import Listener, SimRequest
 from prism.sim.resident import Resident, Stage
 from prism.sim.search import search
 from prism.sim.setup import ClusterSetup
+from prism.sim.turns import TurnPool
 from prism.sim.view import Viewer
 from prism.sim.workload import NO_SLO, Workload
 
@@ -77,6 +78,9 @@ class World:
         self.by_name = {device.name: device for device in self.devices}
         self.models = [SimModel(model) for model in setup.models]
         self._model_of = {model.setup.name: model for model in self.models}
+        self._turns = None
+        if self.policy.turns is not None:
+            self._turns = TurnPool(self.kernel, self.policy, setup, self.devices, self.records)
         hooks = Hooks(self._route, self._wake, self._engine)
         searches = self.policy.search is not None or self.policy.steps is not None
         self._loads = loads(setup, work) if searches else None
@@ -176,6 +180,9 @@ class World:
         if request.model in self._left_out:
             self.records.finish(request, self.kernel.time_s, "unserved")
             return
+        if self._turns is not None:
+            self._turns.reach(model.setup, request)
+            return
         model.last_use_s = self.kernel.time_s
         self._growing[request.model] = self._held[request.model] = model
         target = None if self._bindings is not None else model.least_loaded()
@@ -248,21 +255,15 @@ class World:
 
     def _give_up_rest(self) -> None:
         """What nothing could serve ends with an error."""
-        now_s = self.kernel.time_s
-        for model in self.models:
-            left = list(model.unplaced.values())
-            for resident in list(model.residents):
-                left += resident.home.withdraw(resident)
-                if resident.engine is not None:
-                    left += resident.engine.requests()
-            for request in sorted(left, key=lambda r: r.index):
-                self.records.finish(request, now_s, "unserved")
+        left = [request for model in self.models for request in model.give_up()]
+        for request in left if self._turns is None else self._turns.requests():
+            self.records.finish(request, self.kernel.time_s, "unserved")
 
     def _sample(self) -> None:
         """Note the state, a few hundred times in the run."""
         held = [self._held[index] for index in sorted(self._held)]
         sample = self._viewer.sample(self.kernel.time_s, held)
-        self.records.samples.append(sample)
+        self.records.samples.append(self._turns.counted(sample) if self._turns else sample)
         left = (m for m in held if m.busy or m.setup.index in sample.kv_bytes)
         self._held = {model.setup.index: model for model in left}
         if self._next < self._requests or self.open_requests:

@@ -1,0 +1,130 @@
+"""A cluster whose devices models take turns on: token-level switching, as `TurnPolicy` decides.
+
+No model has a place: a request prefills on one device, its KV waits in the host's memory, and it
+decodes on another device in its model's turns. There is neither admission nor eviction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prism.errors import ConfigError
+from prism.policies.policy import Policy
+from prism.sim.compute import Compute
+from prism.sim.device import SimDevice
+from prism.sim.kernel import Kernel
+from prism.sim.records import ClusterSample, Decision, Records
+from prism.sim.request import SimRequest
+from prism.sim.seat import Seat, blocks_of, kv_bytes
+from prism.sim.setup import ClusterSetup, ModelSetup
+from prism.sim.turn_decode import DecodeDevice
+from prism.sim.turn_prefill import PrefillDevice
+
+
+class TurnPool:
+    """All devices. Raises ConfigError for what token-level switching cannot serve."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        policy: Policy,
+        setup: ClusterSetup,
+        devices: Sequence[SimDevice],
+        records: Records,
+    ) -> None:
+        assert policy.turns is not None
+        _check(policy.name, setup)
+        self._kernel = kernel
+        self._policy = policy.turns
+        self._records = records
+        self._refused: set[int] = set()
+        self._on_the_way: dict[int, SimRequest] = {}
+        compute = Compute(kernel)
+        count, part = len(devices), policy.turns.prefill_part
+        prefills = min(count - 1, max(1, round(part * count)))
+        seats = [Seat(kernel, setup, device) for device in devices]
+        chunk_tokens = setup.engine.prefill_chunk_tokens
+        self._prefills = [
+            PrefillDevice(compute, seat, chunk_tokens, self._prefilled) for seat in seats[:prefills]
+        ]
+        self._decodes = [
+            DecodeDevice(
+                compute,
+                seat,
+                settings=setup.engine,
+                policy=policy.turns,
+                ended=self._end,
+                switched=self._switched,
+            )
+            for seat in seats[prefills:]
+        ]
+        self._largest = seats[0]
+
+    def reach(self, model: ModelSetup, request: SimRequest) -> None:
+        """A request arrives."""
+        tokens = request.prompt_tokens + request.output_tokens
+        if kv_bytes(model, blocks_of(model, tokens)) > self._largest.most_kv_bytes(model):
+            self._refuse(model)
+            self._records.finish(request, self._kernel.time_s, "unserved")
+            return
+        queues = [device.view() for device in self._prefills]
+        number, place = self._policy.prefill_on(model.name, queues)
+        self._prefills[number].add(model, request, place)
+
+    def requests(self) -> list[SimRequest]:
+        """All that have not ended."""
+        held = [r for device in (*self._prefills, *self._decodes) for r in device.requests()]
+        return [*held, *self._on_the_way.values()]
+
+    def counted(self, sample: ClusterSample) -> ClusterSample:
+        """With the requests that wait for their prefill, and with the others."""
+        waiting = sum(len(device.requests()) for device in self._prefills)
+        running = sum(len(device.requests()) for device in self._decodes)
+        return sample._replace(waiting=waiting, running=running + len(self._on_the_way))
+
+    def _prefilled(self, model: ModelSetup, request: SimRequest, seat: Seat) -> None:
+        if request.generated >= request.output_tokens:
+            self._end(request)
+            return
+        self._on_the_way[request.index] = request
+        copy_s = seat.copy_s(model, request.kv_tokens)
+        self._kernel.after(copy_s, self._decode, model, request)
+
+    def _decode(self, model: ModelSetup, request: SimRequest) -> None:
+        """Its KV is in the host's memory."""
+        del self._on_the_way[request.index]
+        number = self._policy.decode_on(model.name, [d.models() for d in self._decodes])
+        self._decodes[number].add(model, request)
+
+    def _end(self, request: SimRequest) -> None:
+        self._records.finish(request, self._kernel.time_s)
+
+    def _switched(self, model: ModelSetup, seat: Seat, turn_s: float) -> None:
+        reason = f"a turn of {turn_s:.2f} s"
+        now_s, name = self._kernel.time_s, seat.device.name
+        self._records.decide(Decision(now_s, "active", model.name, name, reason=reason))
+
+    def _refuse(self, model: ModelSetup) -> None:
+        if model.index not in self._refused:
+            self._refused.add(model.index)
+            why = "KV of its longest request does not fit beside its weights"
+            now_s = self._kernel.time_s
+            self._records.decide(Decision(now_s, "refuse", model.name, "", reason=why))
+
+
+def _check(policy: str, setup: ClusterSetup) -> None:
+    if len(setup.devices) < 2:
+        raise ConfigError(
+            f"gpus.count: policy {policy!r} prefills and decodes on different GPUs; give it at "
+            "least 2"
+        )
+    wide = next((model for model in setup.models if model.tp > 1), None)
+    if wide is not None:
+        raise ConfigError(
+            f"policy: {policy!r} has one GPU for each turn, and {wide.name} has tp {wide.tp}; "
+            "leave that model out or take another policy"
+        )
+    if setup.engine.prefix_reuse:
+        raise ConfigError(
+            f"engine.prefix_reuse: {policy!r} keeps no prefixes on its devices; leave it off"
+        )

@@ -1,0 +1,71 @@
+"""Aegaeon's algorithms: turns by hand from its equations, groups, and where batches go."""
+
+from __future__ import annotations
+
+import pytest
+
+from prism.errors import ConfigError
+from prism.policies import registry
+from prism.policies.baselines.aegaeon import decode_on, prefill_on, quotas_s
+from prism.policies.turns import PrefillGroup, PrefillQueue, TurnBatch
+
+
+def batch(model: str, step_s: float, switch_s: float, slo_s: float = 0.1) -> TurnBatch:
+    return TurnBatch(model, step_s, slo_s, switch_s)
+
+
+def test_turns_of_a_full_round_end_at_the_longest() -> None:
+    """n = 4 and 5: sum 1/n = .45; c = 2: alpha = 2 / (4 x 4) + .45 = .575, above .5. The turn of
+    the slower batch is QMAX, 2 / (4 x .125), the other one 2 / (5 x .125)."""
+    found = quotas_s([batch("slow", 0.025, 1.5), batch("fast", 0.02, 0.5)])
+    assert found == pytest.approx((4.0, 3.2))
+
+
+def test_turns_of_a_round_with_time_to_spare_are_shorter() -> None:
+    """n = 10 and 10, c = .5: .5 / 40 + .2 = .2125 is below .5, so alpha is .5 and each turn
+    .5 / (10 x .3): 17 steps of 10 ms, 1.67 s of reading, for a round of .83 s."""
+    found = quotas_s([batch("a", 0.01, 0.25), batch("b", 0.01, 0.25)])
+    assert found == pytest.approx((1 / 6, 1 / 6))
+
+
+def test_all_turns_of_a_round_are_worth_the_same_part_of_it() -> None:
+    """1 / alpha of the round, as the paper estimates attainment; here alpha is 1.575."""
+    batches = [batch(str(k), 0.005 * k, 0.1 * k, 0.04 * k**0.5) for k in range(1, 7)]
+    quotas = quotas_s(batches)
+    round_s = sum(quotas) + sum(b.switch_s for b in batches)
+    worth = {round(q * b.slo_tpot_s / b.step_s, 9) for q, b in zip(quotas, batches, strict=True)}
+    assert len(worth) == 1
+    ahead = [b.slo_tpot_s / b.step_s for b in batches]
+    alpha = 2.1 / (min(ahead) * 4.0) + sum(1 / n for n in ahead)
+    assert worth.pop() * alpha == pytest.approx(round_s)
+    assert max(quotas) == pytest.approx(4.0)
+
+
+def test_one_batch_has_the_longest_turn() -> None:
+    assert quotas_s([batch("a", 0.01, 0.3)], 2.5) == pytest.approx((2.5,))
+    assert quotas_s([]) == ()
+
+
+def test_without_switches_to_pay_turns_are_the_longest() -> None:
+    assert quotas_s([batch("a", 0.01, 0.0), batch("b", 0.02, 0.0)]) == pytest.approx((2.0, 4.0))
+
+
+def test_a_request_joins_a_group_that_is_not_full() -> None:
+    busy = PrefillQueue((PrefillGroup("b", 1), PrefillGroup("a", 7)), 9.0)
+    assert prefill_on("a", [PrefillQueue((), 0.0), busy]) == (1, 1)
+
+
+def test_a_full_group_is_followed_by_a_new_one_where_least_is_to_be_done() -> None:
+    full = PrefillQueue((PrefillGroup("a", 8),), 0.1)
+    assert prefill_on("a", [PrefillQueue((), 2.0), full, PrefillQueue((), 1.0)]) == (1, None)
+    assert prefill_on("b", [PrefillQueue((), 2.0), PrefillQueue((), 1.0)]) == (1, None)
+
+
+def test_a_model_decodes_where_it_has_a_batch_else_where_fewest_do() -> None:
+    assert decode_on("a", [["b"], ["c", "a"]]) == 1
+    assert decode_on("d", [["b", "a"], ["c"], ["e"]]) == 1
+
+
+def test_the_live_system_says_why_it_cannot() -> None:
+    with pytest.raises(ConfigError, match=r"'aegaeon' needs token-level switching, which the eng"):
+        registry.live("aegaeon")

@@ -1,0 +1,153 @@
+"""Token-level switching in the simulator: nothing is lost, memory is kept to, times by hand, and a
+whole run from a YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism.errors import ConfigError
+from prism.replay.trace import TraceRequest
+from prism.sim.setup import ActivationSettings, ClusterSetup, EngineSettings
+from prism.sim.world import World
+from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, work
+from tests.sim.command import call
+from tests.sim.test_conservation import (
+    assert_ends_once_and_in_order,
+    assert_equal,
+    assert_memory_is_given_back,
+    odd_cost,
+    simulate,
+    step_by_step,
+    traces,
+)
+
+NAMES = ("a", "b", "c", "d")
+ACTIVATION = ActivationSettings(layout_s=0.03, load_bytes_s=160 * MIB, node_load_bytes_s=160 * MIB)
+"""16 MiB of weights in 0.1 s."""
+CONFIG = """
+gpus: {type: h100, count: 4}
+models: [{name: m, shape: Llama-3.1-8B, count: 12}]
+slo: {ttft: 10s, tpot: 100ms}
+generate: {kind: steady, alpha: 0, seconds: 60, rate: 2}
+policy: POLICY
+"""
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> ClusterSetup:
+    """Models of which two, or only one, fit on a device; memory for few requests."""
+    weights = st.sampled_from([8, 24, 40])
+    models = [
+        model(i, name, weight_bytes=draw(weights) * MIB, parts=parts(odd_cost(i, 1e-6), kv))
+        for i, name in enumerate(NAMES)
+        for kv in [draw(st.sampled_from([1, 8]))]
+    ]
+    engine = EngineSettings(max_running=draw(st.sampled_from([2, 16])), prefill_chunk_tokens=64)
+    gpus = draw(st.integers(2, 4))
+    return cluster(models, gpus, engine=engine, policy="aegaeon", activation=ACTIVATION)
+
+
+@given(setups(), traces())
+@settings(max_examples=40, deadline=None)
+def test_no_request_is_lost_and_memory_is_kept_to(
+    setup: ClusterSetup, trace: list[TraceRequest]
+) -> None:
+    """The ledger asserts at every change that nothing is overfilled."""
+    world, records = simulate(setup, trace)
+    assert not records.errors
+    assert records.output_tokens.tolist() == list(world.work.output_tokens)
+    assert_ends_once_and_in_order(world, records)
+    assert_memory_is_given_back(world)
+
+
+@given(setups(), traces())
+@settings(max_examples=20, deadline=None)
+def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceRequest]) -> None:
+    assert_equal(simulate(setup, trace)[1], simulate(step_by_step(setup), trace)[1])
+
+
+def by_hand(trace: Sequence[TraceRequest], **changes: object) -> tuple[World, list[float]]:
+    """Two devices, prefill 0.1 ms a token, decode steps of 10 ms, switches of 0.13 s; KV of 100
+    tokens takes 0.6 ms to or from the host."""
+    cost = LinearCost(context_s=0.0)
+    models = [model(i, name, parts=parts(cost)) for i, name in enumerate(NAMES)]
+    setup = cluster(models, 2, policy="aegaeon", activation=ACTIVATION)
+    world = World(dataclasses.replace(setup, **changes), work(setup, trace))  # type: ignore[arg-type]
+    records = world.run()
+    return world, [*records.first_s, *records.end_s]
+
+
+def test_a_lone_request_waits_for_its_weights_on_both_devices() -> None:
+    """First token: switch 0.13 + prompt 0.01. Then its KV to the host and back, and 19 steps after
+    the other device's switch."""
+    copy_s = 100 * 1024 / (160 * MIB)
+    world, (first_s, end_s) = by_hand([request(0.0, "a")])
+    assert first_s == pytest.approx(0.14)
+    assert end_s == pytest.approx(0.14 + copy_s + 0.13 + copy_s + 19 * 0.01)
+    assert [(d.kind, d.device) for d in world.records.decisions] == [("active", "gpu:1")]
+
+
+def test_a_request_joins_its_models_turn_after_a_step() -> None:
+    """The second one's prompt needs no switch, and its KV comes while the first one decodes."""
+    copy_s = 100 * 1024 / (160 * MIB)
+    _, (_, second_s, _, end_s) = by_hand([request(0.0, "a", 100, 200), request(1.003, "a")])
+    assert second_s == pytest.approx(1.013)
+    decoding_s = 0.14 + 2 * copy_s + 0.13
+    came_s = 1.013 + 2 * copy_s
+    steps = -(-(came_s - decoding_s) // 0.01)
+    assert end_s == pytest.approx(decoding_s + (steps + 19) * 0.01)
+
+
+def test_two_models_take_turns_of_the_papers_length() -> None:
+    """Each batch is 10 times as fast as its SLO asks and a switch takes 0.13 s, so that turns are
+    0.26 / (10 x (0.5 - 0.2)) = 87 ms: 8 steps. The next model's weights come during them, in 0.1 s.
+    The first turn is the longest, since the other model comes later."""
+    world, _ = by_hand([request(0.0, "a", 100, 900), request(0.0, "b", 100, 900)])
+    turns = [d for d in world.records.decisions if d.kind == "active"]
+    assert [d.model for d in turns[:6]] == ["a", "b", "a", "b", "a", "b"]
+    assert turns[0].reason == "a turn of 4.00 s"
+    assert {d.reason for d in turns[1:6]} == {"a turn of 0.09 s"}
+    gaps = [b.time_s - a.time_s for a, b in pairwise(turns[1:6])]
+    # b's first weights came during the long turn; KV takes up to 3 ms
+    expected = [0.08 + 0.03] + 3 * [0.08 + 0.02 + 0.03]
+    assert gaps == pytest.approx(expected, abs=0.004)
+
+
+def test_what_cannot_be_served_is_refused_by_name() -> None:
+    large = request(0.0, "a", 60_000, 10)
+    setup = cluster([model(0, "a")], 2, policy="aegaeon")
+    records = World(setup, work(setup, [large])).run()
+    assert records.errors == {0: "unserved"}
+    assert [(d.kind, d.model) for d in records.decisions] == [("refuse", "a")]
+
+
+def test_clusters_that_it_does_not_know_are_named() -> None:
+    trace = [request(0.0, "a")]
+    one = cluster([model(0, "a")], 1, policy="aegaeon")
+    with pytest.raises(ConfigError, match=r"gpus\.count: policy 'aegaeon'.*at least 2"):
+        World(one, work(one, trace))
+    wide = cluster([model(0, "a", tp=2)], 2, policy="aegaeon")
+    with pytest.raises(ConfigError, match="a has tp 2; leave that model out"):
+        World(wide, work(wide, trace))
+    reuse = dataclasses.replace(
+        cluster([model(0, "a")], 2, policy="aegaeon"), engine=EngineSettings(prefix_reuse=True)
+    )
+    with pytest.raises(ConfigError, match=r"engine\.prefix_reuse: 'aegaeon'"):
+        World(reuse, work(reuse, trace))
+
+
+def test_a_run_from_a_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve models on four GPUs, of which each holds at most four at a time."""
+    config = tmp_path / "pool.yaml"
+    config.write_text(CONFIG.replace("POLICY", "aegaeon"))
+    assert call(monkeypatch, "run", str(config), "--out", str(tmp_path / "out")) == 0
+    rows = (tmp_path / "out" / "requests.csv").read_text().splitlines()
+    assert len(rows) > 60
+    assert not any(row.endswith("unserved") for row in rows)
