@@ -96,6 +96,12 @@ class Compute:
 
     def start(self, job: Job) -> None:
         now_s = job.since_s = self.kernel.time_s
+        first = job.gpus[0]
+        if len(job.gpus) == 1 and not first.jobs and first.speed == 1.0:
+            first.since_s, job.speed = now_s, 1.0
+            first.jobs.append(job)
+            self._schedule(job)
+            return
         for gpu in job.gpus:
             if not gpu.jobs:
                 gpu.since_s = now_s
@@ -117,7 +123,9 @@ class Compute:
             gpu.jobs.remove(job)
             if not gpu.jobs:
                 gpu.busy_s += now_s - gpu.since_s
-        self._adapt(job.gpus, None)
+        first = job.gpus[0]
+        if len(job.gpus) > 1 or first.jobs or first.speed != 1.0:  # else nobody's speed changes
+            self._adapt(job.gpus, None)
         job.on_end()
 
     def _adapt(self, gpus: Sequence[Gpu], started: Job | None) -> None:

@@ -221,7 +221,9 @@ class KvSpace:
     def unclaim(self) -> None:
         if self.target_quanta:
             self.target_quanta = 0
-            self._note_claims()
+            for ledger, account in self._ranks:
+                if account.claim_bytes:
+                    ledger.set_claim(account, 0)
 
     def _resize(self) -> None:
         quanta = -(-self.live_blocks // self.quantum_blocks)
