@@ -73,8 +73,9 @@ class TurnPool:
 
     def requests(self) -> list[SimRequest]:
         """All that have not ended."""
-        held = [r for device in (*self._prefills, *self._decodes) for r in device.requests()]
-        return [*held, *self._on_the_way.values()]
+        prefilling = [request for device in self._prefills for request in device.requests()]
+        decoding = [request for device in self._decodes for request in device.requests()]
+        return [*prefilling, *self._on_the_way.values(), *decoding]
 
     def counted(self, sample: ClusterSample) -> ClusterSample:
         """With the requests that wait for their prefill, and with the others."""
