@@ -9,6 +9,7 @@ import pytest
 from papers import ablations
 from prism.policies import registry
 from prism.policies.baselines.adbs import AdbsSettings
+from prism.policies.baselines.aegaeon import AegaeonSettings
 from prism.policies.baselines.doubling_budget import DbSettings
 from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
@@ -17,6 +18,7 @@ from prism.policies.static import StaticSettings
 from prism.policies.steps import DeviceStepView, EngineStepView, StepRequest
 
 CHANGED = {
+    "aegaeon": ({"turns"}, Knobs(aegaeon=AegaeonSettings(prefill_part=0.5))),
     "static": ({"plan"}, Knobs(static=StaticSettings(by_tokens=True))),
     "qlm": ({"assign"}, Knobs(qlm=QlmSettings(group_requests_max=2))),
     "qlm-aware": ({"assign"}, Knobs(qlm=QlmSettings(group_requests_max=2))),

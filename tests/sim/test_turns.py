@@ -73,13 +73,13 @@ def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceReque
     assert_equal(simulate(setup, trace)[1], simulate(step_by_step(setup), trace)[1])
 
 
-def by_hand(trace: Sequence[TraceRequest], **changes: object) -> tuple[World, list[float]]:
+def by_hand(trace: Sequence[TraceRequest]) -> tuple[World, list[float]]:
     """Two devices, prefill 0.1 ms a token, decode steps of 10 ms, switches of 0.13 s; KV of 100
     tokens takes 0.6 ms to or from the host."""
     cost = LinearCost(context_s=0.0)
     models = [model(i, name, parts=parts(cost)) for i, name in enumerate(NAMES)]
     setup = cluster(models, 2, policy="aegaeon", activation=ACTIVATION)
-    world = World(dataclasses.replace(setup, **changes), work(setup, trace))  # type: ignore[arg-type]
+    world = World(setup, work(setup, trace))
     records = world.run()
     return world, [*records.first_s, *records.end_s]
 
