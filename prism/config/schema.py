@@ -91,10 +91,9 @@ class ModelYaml(Strict, frozen=True):
     static_share: float | None = None
     # Over how many devices the model is spread (tensor parallel). The scheduler chooses which.
     tp: int = 1
-    # SGLang's name of the parser of this model's tool calls ("qwen25", "llama3", ...). "auto" finds
-    # it by the chat template, "none" means none.
+    # The parser of its tool calls, by SGLang's name; "auto" goes by the chat template; or "none".
     tool_parser: str = "auto"
-    # The same for the parser that tells reasoning from the answer ("qwen3", "deepseek-r1", ...).
+    # The same for its reasoning ("qwen3", "deepseek-r1", ...).
     reasoning_parser: str = "auto"
 
 
