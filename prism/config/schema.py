@@ -112,14 +112,11 @@ class FrontendConfig(
     host: str = "127.0.0.1"
     # The port to listen on. 0 takes any free one.
     port: int = 8000
-    # Whether the frontend's log has a line of JSON for each request: id, model, status, time and
-    # token counts.
+    # Whether the frontend's log has a line of JSON for each request.
     access_log: bool = True
-    # Web pages of these origins, such as https://chat.example.org, may use the API in a browser
-    # (CORS). "*" is every origin.
+    # Web pages of these origins ("*": all) may use the API in a browser (CORS).
     cors_origins: list[str] = []
-    # A file in PEM format: with it and its key the endpoint speaks HTTPS. Relative paths start at
-    # the YAML's folder.
+    # A file in PEM format, beside the YAML: with it and its key the endpoint speaks HTTPS.
     tls_certificate: str | None = None
     # The certificate's private key, in PEM format.
     tls_key: str | None = None
