@@ -84,7 +84,10 @@ function show() {
   showTotals($("totals"), totalsOf(rows, history, lines));
   showDevices($("devices"), deviceMaps(status));
   const shown = showModels($("models"), rows, $("filter").value);
-  setText($("models-shown"), shown === rows.length ? `${rows.length}` : `${shown} of ${rows.length}`);
+  setText(
+    $("models-shown"),
+    shown === rows.length ? `${rows.length}` : `${shown} of ${rows.length}`,
+  );
   showDecisions($("decisions"), status.decisions, Date.now() / 1000);
   showTroubles();
   setText($("policy"), `policy ${status.policy}`);
@@ -110,10 +113,16 @@ function showTroubles() {
   const parts = Object.entries(status.degraded).map(([part, why]) => ({ part, why }));
   $("troubles").hidden = parts.length === 0;
   const create = () => el("li", {}, el("strong"), " ", el("span"));
-  keyed($("troubles"), parts, ({ part }) => part, create, (node, { part, why }) => {
-    setText(node.children[0], part);
-    setText(node.children[1], why);
-  });
+  keyed(
+    $("troubles"),
+    parts,
+    ({ part }) => part,
+    create,
+    (node, { part, why }) => {
+      setText(node.children[0], part);
+      setText(node.children[1], why);
+    },
+  );
 }
 
 function setPaused(value) {

@@ -30,12 +30,20 @@ export function showDevices(parent, maps) {
 function create(map) {
   const bar = el("div", { class: "bar", role: "list", "aria-label": `Memory of ${map.name}` });
   bar.addEventListener("keydown", (event) => walk(bar, event));
-  for (const type of ["mouseover", "focusin"]) bar.addEventListener(type, (event) => explain(bar, event.target));
-  for (const type of ["mouseleave", "focusout"]) bar.addEventListener(type, () => explain(bar, null));
+  for (const type of ["mouseover", "focusin"])
+    bar.addEventListener(type, (event) => explain(bar, event.target));
+  for (const type of ["mouseleave", "focusout"])
+    bar.addEventListener(type, () => explain(bar, null));
   return el(
     "article",
     { class: "device", "aria-label": map.name },
-    el("div", { class: "head" }, el("h3", { text: map.name }), el("span", { class: "grow" }), el("span", { class: "facts" })),
+    el(
+      "div",
+      { class: "head" },
+      el("h3", { text: map.name }),
+      el("span", { class: "grow" }),
+      el("span", { class: "facts" }),
+    ),
     bar,
     el("p", { class: "detail faint", "aria-hidden": "true" }),
   );
@@ -44,8 +52,15 @@ function create(map) {
 function update(node, map) {
   setText(node.querySelector(".facts"), facts(map));
   const bar = node.querySelector(".bar");
-  keyed(bar, parts(map), (part) => part.key, createPart, (each, part) => updatePart(each, part, map));
-  if (!bar.querySelector("[tabindex='0']")) bar.querySelector(".seg")?.setAttribute("tabindex", "0");
+  keyed(
+    bar,
+    parts(map),
+    (part) => part.key,
+    createPart,
+    (each, part) => updatePart(each, part, map),
+  );
+  if (!bar.querySelector("[tabindex='0']"))
+    bar.querySelector(".seg")?.setAttribute("tabindex", "0");
   const shown = bar.querySelector(".seg.shown");
   if (shown) setText(node.querySelector(".detail"), shown.getAttribute("aria-label"));
   else setText(node.querySelector(".detail"), summary(map));
@@ -54,14 +69,20 @@ function update(node, map) {
 
 function facts(map) {
   const { free, starting, total } = map.engines;
-  const engines = `${total - free - starting} of ${total} engines busy${starting ? `, ${starting} starting` : ""}`;
-  const pressure = map.kvpr === null ? "∞" : map.kvpr === undefined ? "–" : map.kvpr.toPrecision(2);
+  const coming = starting ? `, ${starting} starting` : "";
+  const engines = `${total - free - starting} of ${total} engines busy${coming}`;
+  // JSON has no infinity; a device that is not alive has none.
+  const pressure = map.kvpr === null ? "∞" : (map.kvpr?.toPrecision(2) ?? "–");
   return `KVPR ${pressure} · ${engines} · ${bytes(map.reserved)} of ${bytes(map.capacity)}`;
 }
 
 function summary(map) {
   const kv = (kind) => map.groups.reduce((sum, group) => sum + group[kind], 0);
-  return KINDS.slice(0, 3).map(([kind, text]) => `${text} ${bytes(kv(kind))}`).join(" · ") + ` · free ${bytes(map.free)}`;
+  return (
+    KINDS.slice(0, 3)
+      .map(([kind, text]) => `${text} ${bytes(kv(kind))}`)
+      .join(" · ") + ` · free ${bytes(map.free)}`
+  );
 }
 
 function parts(map) {
@@ -69,14 +90,28 @@ function parts(map) {
     key: `model ${group.model}`,
     title: group.model,
     hue: hueOf(group.model),
-    segments: KINDS.map(([kind, text]) => ({ kind, text: `${group.model}: ${text}`, size: group[kind] })),
+    segments: KINDS.map(([kind, text]) => ({
+      kind,
+      text: `${group.model}: ${text}`,
+      size: group[kind],
+    })),
   }));
-  const rest = REST.map(([kind, text]) => ({ key: kind, title: "", hue: null, segments: [{ kind, text, size: map[kind] }] }));
+  const rest = REST.map(([kind, text]) => ({
+    key: kind,
+    title: "",
+    hue: null,
+    segments: [{ kind, text, size: map[kind] }],
+  }));
   return [...groups, ...rest];
 }
 
 function createPart() {
-  return el("div", { class: "part" }, el("div", { class: "segments" }), el("span", { class: "name", "aria-hidden": "true" }));
+  return el(
+    "div",
+    { class: "part" },
+    el("div", { class: "segments" }),
+    el("span", { class: "name", "aria-hidden": "true" }),
+  );
 }
 
 function updatePart(node, part, map) {
@@ -86,13 +121,24 @@ function updatePart(node, part, map) {
   if (part.hue !== null) node.style.setProperty("--hue", part.hue);
   setText(node.querySelector(".name"), part.title);
   setAttribute(node, "title", part.title || null);
-  const create = (segment) => el("div", { class: `seg ${segment.kind}`, role: "listitem", tabindex: "-1" });
-  keyed(node.querySelector(".segments"), part.segments, (segment) => segment.kind, create, (each, segment) => {
-    each.hidden = segment.size === 0;
-    grow(each, segment.size);
-    const share = number((100 * segment.size) / map.capacity);
-    setAttribute(each, "aria-label", `${segment.text} ${bytes(segment.size)} (${share} % of ${map.name})`);
-  });
+  const create = (segment) =>
+    el("div", { class: `seg ${segment.kind}`, role: "listitem", tabindex: "-1" });
+  keyed(
+    node.querySelector(".segments"),
+    part.segments,
+    (segment) => segment.kind,
+    create,
+    (each, segment) => {
+      each.hidden = segment.size === 0;
+      grow(each, segment.size);
+      const share = number((100 * segment.size) / map.capacity);
+      setAttribute(
+        each,
+        "aria-label",
+        `${segment.text} ${bytes(segment.size)} (${share} % of ${map.name})`,
+      );
+    },
+  );
 }
 
 /** In MiB: parts of 1 would not fill the bar. */
@@ -117,5 +163,8 @@ function explain(bar, target) {
   const seg = target?.closest?.(".seg") ?? bar.querySelector(".seg:focus");
   for (const each of bar.querySelectorAll(".shown")) each.classList.remove("shown");
   seg?.classList.add("shown");
-  setText(device.querySelector(".detail"), seg?.getAttribute("aria-label") ?? device.dataset.summary);
+  setText(
+    device.querySelector(".detail"),
+    seg?.getAttribute("aria-label") ?? device.dataset.summary,
+  );
 }

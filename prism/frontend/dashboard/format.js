@@ -26,7 +26,9 @@ export function percent(part) {
 
 export function seconds(value) {
   if (value < 1) return `${Math.round(value * 1000)} ms`;
-  return value < 60 ? `${value.toFixed(1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  return value < 60
+    ? `${value.toFixed(1)} s`
+    : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
 }
 
 export function ago(value) {

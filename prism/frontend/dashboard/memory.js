@@ -15,7 +15,11 @@ export function deviceMaps(status) {
       held: reserved - shown,
       free: Math.max(0, agent.capacity_bytes - reserved),
       kvpr: status.kvpr[agent.device],
-      engines: { free: agent.engines_free, starting: agent.engines_starting, total: agent.engines_total },
+      engines: {
+        free: agent.engines_free,
+        starting: agent.engines_starting,
+        total: agent.engines_total,
+      },
     };
   });
 }
@@ -43,7 +47,11 @@ function groupOf(report) {
 /** A row for each model that is configured or seen, by name. */
 export function modelRows(status, names, history) {
   const reports = status.agents.flatMap((agent) => agent.models.map((model) => ({ agent, model })));
-  const seen = [...names, ...reports.map(({ model }) => model.model), ...Object.keys(status.unplaced)];
+  const seen = [
+    ...names,
+    ...reports.map(({ model }) => model.model),
+    ...Object.keys(status.unplaced),
+  ];
   return [...new Set(seen)].sort().map((name) => {
     const mine = reports.filter(({ model }) => model.model === name);
     const sum = (field) => mine.reduce((total, { model }) => total + model[field], 0);

@@ -57,11 +57,14 @@ export class History {
    * began, where none ended in them. part: null where none ended at all. */
   attainment(slo, model) {
     const judged = (met) => (name, labels) =>
-      name === "prism_slo_total" && labels.slo === slo && labels.met === met &&
+      name === "prism_slo_total" &&
+      labels.slo === slo &&
+      labels.met === met &&
       (model === null || labels.model === model);
     let [met, missed] = ["true", "false"].map((each) => this.growth(judged(each)).count);
     const since = met + missed > 0 ? "in the last 5 minutes" : "since the frontends began";
-    if (met + missed === 0) [met, missed] = ["true", "false"].map((each) => this.#total(judged(each)));
+    if (met + missed === 0)
+      [met, missed] = ["true", "false"].map((each) => this.#total(judged(each)));
     return { part: met + missed > 0 ? met / (met + missed) : null, since };
   }
 

@@ -59,7 +59,8 @@ function compare(a, b) {
 
 function createModel(row) {
   const made = el("tr");
-  for (const [, , , isNumber] of COLUMNS) made.append(el("td", isNumber ? { class: "number" } : {}));
+  for (const [, , , isNumber] of COLUMNS)
+    made.append(el("td", isNumber ? { class: "number" } : {}));
   const swatch = el("i", { class: "swatch" });
   swatch.style.setProperty("--hue", hueOf(row.name));
   made.cells[0].className = "model";
@@ -80,7 +81,11 @@ function updateModel(node, row) {
   setText(why, row.why);
   [row.ttft, row.tpot].forEach((met, place) => {
     setAttribute(node.cells[7 + place], "data-grade", grade(met.part));
-    setAttribute(node.cells[7 + place], "title", met.part === null ? "no request ended" : met.since);
+    setAttribute(
+      node.cells[7 + place],
+      "title",
+      met.part === null ? "no request ended" : met.since,
+    );
   });
   setAttribute(node.cells[4], "data-grade", row.waiting > 0 ? "fair" : null);
 }
@@ -93,7 +98,9 @@ function grade(part) {
 export function showDecisions(table, decisions, nowS) {
   // Two of the same moment differ in their model.
   const key = (each) => `${each.time_unix_s} ${each.kind} ${each.model}`;
-  keyed(table.tBodies[0], [...decisions].reverse(), key, createDecision, (node, each) => updateDecision(node, each, nowS));
+  keyed(table.tBodies[0], [...decisions].reverse(), key, createDecision, (node, each) =>
+    updateDecision(node, each, nowS),
+  );
 }
 
 function createDecision(each) {
@@ -103,7 +110,11 @@ function createDecision(each) {
     "tr",
     {},
     el("td", { class: "faint", title: when.toLocaleString() }),
-    el("td", {}, el("span", { class: "pill", "data-kind": each.kind, text: each.kind.replace("_", " ") })),
+    el(
+      "td",
+      {},
+      el("span", { class: "pill", "data-kind": each.kind, text: each.kind.replace("_", " ") }),
+    ),
     el("td", { class: "model", title: each.model, text: each.model }),
     el("td", { text: where }),
     el("td", { class: "reason" }, el("span", { text: each.reason }), el("span", { class: "why" })),
@@ -119,17 +130,28 @@ function updateDecision(node, each, nowS) {
 
 /** `totals`: {name, value, line, grade, title}; a line is a sequence of figures, or null. */
 export function showTotals(parent, totals) {
-  const create = (total) => el("div", { class: "total" }, el("dt", { text: total.name }), el("dd"), sparkline());
-  keyed(parent, totals, (total) => total.name, create, (node, total) => {
-    setText(node.children[1], total.value);
-    setAttribute(node, "data-grade", total.grade ?? null);
-    setAttribute(node, "title", total.title ?? null);
-    draw(node.children[2], total.line);
-  });
+  const create = (total) =>
+    el("div", { class: "total" }, el("dt", { text: total.name }), el("dd"), sparkline());
+  keyed(
+    parent,
+    totals,
+    (total) => total.name,
+    create,
+    (node, total) => {
+      setText(node.children[1], total.value);
+      setAttribute(node, "data-grade", total.grade ?? null);
+      setAttribute(node, "title", total.title ?? null);
+      draw(node.children[2], total.line);
+    },
+  );
 }
 
 function sparkline() {
-  const made = svg("svg", { viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" });
+  const made = svg("svg", {
+    viewBox: "0 0 100 24",
+    preserveAspectRatio: "none",
+    "aria-hidden": "true",
+  });
   made.append(svg("polyline", { "vector-effect": "non-scaling-stroke" }));
   return made;
 }
@@ -138,7 +160,9 @@ function draw(node, line) {
   const figures = (line ?? []).filter((each) => each !== null);
   const most = Math.max(1e-9, ...figures);
   const step = 100 / Math.max(1, figures.length - 1);
-  const points = figures.map((each, i) => `${(i * step).toFixed(1)},${(23 - (22 * each) / most).toFixed(1)}`);
+  const points = figures.map(
+    (each, i) => `${(i * step).toFixed(1)},${(23 - (22 * each) / most).toFixed(1)}`,
+  );
   node.firstChild.setAttribute("points", figures.length > 1 ? points.join(" ") : "");
 }
 
@@ -155,7 +179,12 @@ export function totalsOf(rows, history, lines) {
     { name: "Requests/s", value: number(lines.requests.at(-1)), line: lines.requests },
     { name: "Output tokens/s", value: number(lines.tokens.at(-1)), line: lines.tokens },
     { name: "Running", value: number(sum("running")), line: lines.running },
-    { name: "Waiting", value: number(sum("waiting")), line: lines.waiting, grade: sum("waiting") ? "fair" : null },
+    {
+      name: "Waiting",
+      value: number(sum("waiting")),
+      line: lines.waiting,
+      grade: sum("waiting") ? "fair" : null,
+    },
     attained("ttft"),
     attained("tpot"),
   ];
