@@ -52,10 +52,12 @@ class Lab:
         return self.write(name, {**config, "trace": f"{name}.jsonl"})
 
     def write(self, name: str, config: Mapping[str, Any]) -> str:
-        """Write a YAML of `prism-sim` alone; returns its path. Raises ConfigError as `setup`."""
+        """Write a YAML of `prism-sim` alone; returns its path. Raises ConfigError as `setup`. Each
+        model gets one place from Prism, as in the papers."""
         path = self._setups() / f"{name}.yaml"
         partial = path.with_suffix(".new")
-        partial.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+        alone = {"models": [{**m, "replicas": {"max": 1}} for m in config.get("models", ())]}
+        partial.write_text(yaml.safe_dump({**config, **alone}, sort_keys=False))
         self._claim(path, partial)
         return str(path)
 

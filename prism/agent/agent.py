@@ -117,6 +117,7 @@ class Agent:
             engines=self._link,
             tokens=self._tokens,
             wake=self._admission.wake,
+            reread=self._reread,
             headroom_tokens=self._limits.headroom_tokens,
         )
         self._reader = QueueReader(
@@ -344,6 +345,9 @@ class Agent:
         config, name = self._config, self._name
         preloaded = config.preloaded_path(name) if config.preloaded else None
         return ForkServerClient.start(config.engine.adapter, self._config_path, name, preloaded)
+
+    def _reread(self) -> None:
+        self._reader.replay()
 
     def _restore(self) -> None:
         self._frontends.forgive()

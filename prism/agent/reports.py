@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
+
+import msgspec
 
 from kvcached import Device
 from prism.agent.pool import EngineProcess, EngineState
@@ -32,8 +33,14 @@ def build_report(
     usage = device.usage()
     pool, models = state.pool, state.models
     waiting, runs = state.requests.waiting_counts(), state.requests.running_counts()
+    waits_s = state.requests.oldest_waits(time_unix_s)
     reports = [
-        _model_report(hosted, models.totals(name), pool.get(hosted.engine_id), waiting, runs)
+        msgspec.structs.replace(
+            _model_report(hosted, models.totals(name), pool.get(hosted.engine_id)),
+            waiting=waiting[name],
+            running=runs[name],
+            oldest_wait_s=waits_s.get(name, 0.0),
+        )
         for name, hosted in models.hosted.items()
     ]
     return AgentReport(
@@ -58,11 +65,7 @@ def build_report(
 
 
 def _model_report(
-    hosted: HostedModel,
-    totals: ModelTotals,
-    engine: EngineProcess | None,
-    waiting: Counter[str],
-    runs: Counter[str],
+    hosted: HostedModel, totals: ModelTotals, engine: EngineProcess | None
 ) -> ModelReport:
     status = engine.status if engine and engine.status else EngineStatus(hosted.engine_id, None)
     activated = engine.activated if engine else None
@@ -70,8 +73,6 @@ def _model_report(
     return ModelReport(
         model=hosted.name,
         state=hosted.state.value,
-        waiting=waiting[hosted.name],
-        running=runs[hosted.name],
         engine_id=hosted.engine_id,
         engine_pid=engine.pid if engine else 0,
         last_request_unix_s=totals.last_request_unix_s,

@@ -246,6 +246,14 @@ class RequestTable:
         """Model -> waiting requests."""
         return self._scheduler.waiting()
 
+    def oldest_waits(self, now_unix_s: float) -> dict[str, float]:
+        """Model -> for how long the first of its waiting requests has waited since it came."""
+        found: dict[str, float] = {}
+        for each in self.waiting():
+            wait_s = now_unix_s - each.request.arrival_unix_s
+            found[each.request.model] = max(wait_s, found.get(each.request.model, 0.0))
+        return found
+
     # --- what runs --------------------------------------------------------------------------
 
     def on_engines(self) -> list[TrackedRequest]:

@@ -38,7 +38,8 @@ GONE_MAX = 256  # ids of frontends that are remembered
 
 class Serving:
     """`wake`: something happened after which requests may start, or queue updates are pending.
-    headroom_tokens: as the scheduler's limits have it. now_unix_s: wall clock."""
+    `reread`: requests have left the queue unseen; it is to be read again. headroom_tokens: as the
+    scheduler's limits have it. now_unix_s: wall clock."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Serving:
         engines: EngineLink,
         tokens: TokenSender,
         wake: Callable[[], None],
+        reread: Callable[[], None],
         headroom_tokens: int,
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
@@ -63,6 +65,7 @@ class Serving:
         self._engines = engines
         self._tokens = tokens
         self.wake = wake
+        self._reread = reread
         self._headroom_tokens = headroom_tokens
         self._now_unix_s = now_unix_s
         self.paused = False
@@ -157,8 +160,8 @@ class Serving:
             self._engines.send(hosted.engine_id, Export())
 
     async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
-        entry_ids = [tracked.entry_id for tracked in admitting]
         try:
+            entry_ids = [tracked.entry_id for tracked in admitting]
             admitted = await self._queue.admit(self._device, epoch, entry_ids)
         except (QueueUnavailableError, LeaseLostError):
             for tracked in admitting:
@@ -171,6 +174,7 @@ class Serving:
                 continue
             if tracked.cancelled:  # its entry is stale; the request may wait in another one
                 self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
+            self._reread()
             self._requests.drop(tracked)
         for model, chosen in by_model.items():
             self._submit(model, chosen)
@@ -254,8 +258,7 @@ class Serving:
     def engine_lost(self, engine_id: str, why: str, by_request: bool = True) -> bool:
         """Every request on this engine fails; its frontend may send it again, unless it is to
         blame (see `RequestTable`). Whether one is. `by_request`: one of them may be."""
-        batch = OutputBatch()
-        runs = self._requests.on_engine(engine_id)
+        batch, runs = OutputBatch(), self._requests.on_engine(engine_id)
         guilty = by_request and len(runs) == 1 and runs[0].is_on_trial
         for run in runs:
             if guilty:
@@ -336,7 +339,8 @@ class Serving:
             if (tracked := self._requests.get(request_id)) is None:
                 continue
             if not tracked.is_on_engine:
-                batch.chunk(tracked.request, _cancelled(tracked.request))
+                attempt = tracked.request.attempt
+                batch.chunk(tracked.request, Chunk(request_id, attempt, 0, [], "cancelled"))
             self._withdraw(tracked)
         self._tokens.send(batch)
         self.wake()
@@ -394,7 +398,3 @@ def _failure(request: Request, code: str, message: str) -> Failure:
 def _silent_frontend(request: Request) -> Failure:
     why = "the frontend was suspended or cut off for seconds, and the request was stopped meanwhile"
     return _failure(request, FRONTEND_SILENT, why)
-
-
-def _cancelled(request: Request) -> Chunk:
-    return Chunk(request.id, request.attempt, 0, [], "cancelled")

@@ -128,7 +128,14 @@ class Actuator:
             problem = await asyncio.shield(eviction)
             if problem:
                 raise ActionError(f"{model} could not be evicted from {action.device}: {problem}")
-        await self._bring_up(action.model, action.device, action, route_at_once=True)
+        name, device = action.model, action.device
+        await self._bring_up(name, device, action, route_at_once=not action.joins)
+        if action.joins:
+            others = [d for d in await self._routed(name) if d != device]
+            await self._queue.route(name, *others, device)
+
+    async def _routed(self, model: str) -> tuple[str, ...]:
+        return (await self._queue.placement()).get(model, ())
 
     async def _hint(self, action: Activate) -> None:
         """The device's machine reads the model's files while other models leave. The result is
@@ -140,14 +147,21 @@ class Actuator:
 
     async def _evict(self, action: Evict) -> None:
         # First the route: no request may arrive at a model that is being taken down.
-        await self._queue.route(action.model, None)
-        await self._take_down(EvictModel(0, action.model, action.reason), action.device)
+        name = action.model
+        kept = [d for d in await self._routed(name) if d != action.device]
+        await self._queue.route(name, *kept)
+        move = action.move_running and bool(kept)
+        targets = (kept[0], *self._state.book.peers(kept[0], name)) if move else ()
+        command = EvictModel(0, name, action.reason, move, targets)
+        await self._take_down(command, action.device)
 
     async def _migrate(self, action: Migrate) -> None:
         """Make before break: the source serves until the target is ready. Requests that run there
         then finish there, or go to the target with their KV."""
         await self._bring_up(action.model, action.target, action, route_at_once=False)
-        await self._queue.route(action.model, action.target)
+        routed = await self._routed(action.model)
+        others = [d for d in routed if d not in (action.source, action.target)]
+        await self._queue.route(action.model, action.target, *others)
         targets = (action.target, *action.peers)
         command = EvictModel(0, action.model, action.reason, action.move_running, targets)
         await self._take_down(command, action.source)
@@ -168,6 +182,7 @@ class Actuator:
             result.cancel()
         await self._reported(device, name, "active")
         now_s = self._state.now_s()
+        self._state.load_s[name] = now_s - since_s
         self._state.repaid_s[name] = now_s + (now_s - since_s)
 
     async def _take_down(self, command: EvictModel, device: str) -> None:

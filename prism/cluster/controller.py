@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from uuid import uuid4
 
 from prism.cluster.actuator import Actuator
@@ -192,7 +193,7 @@ class ClusterController:
         log.warning("%s was lost on %s: %s", model, device, problem)
         self._state.actions_total["lost"] += 1
         self._state.backoff.died(model, device, problem, self._state.now_s())
-        self._state.wanted.add(model)
+        self._want({model})
 
     def _give_up_on_predecessor(self, before: AgentReport | None, report: AgentReport) -> None:
         """An agent that restarted will not answer commands to its predecessor."""
@@ -224,23 +225,28 @@ class ClusterController:
         log.warning("the agent of %s is gone (%s); it served %s", device, why, served)
         self._state.actions_total["agent_lost"] += 1
         self._link.give_up(device, f"the agent of {device} is gone: {why}")
-        self._state.wanted |= models - self._state.moves.keys()
+        self._want(models - self._state.moves.keys())
+
+    def _want(self, models: Collection[str]) -> None:
+        """These come up again, but for those that other copies serve."""
+        self._state.wanted |= {m for m in models if not self._state.book.where(m, "active")}
 
     async def _mend(self, moving: set[str]) -> None:
         for repair in repairs(self._state, self._state.now_s()):
             if repair.model in moving:
                 continue
             if isinstance(repair, Route):
-                log.info("route %s to %s: %s", repair.model, repair.device, repair.reason)
-                moved = await self._queue.route(repair.model, repair.device)
+                where = ", ".join(repair.devices) or "no device"
+                log.info("route %s to %s: %s", repair.model, where, repair.reason)
+                moved = await self._queue.route(repair.model, *repair.devices)
                 self._note_route(repair, moved)
             else:
                 self._actuator.drop_copy(repair.model, repair.device, repair.home)
 
     def _note_route(self, repair: Route, moved: int) -> None:
         self._state.unplaced.pop(repair.model, None)
-        if repair.device is not None:
-            self._state.placement[repair.model] = repair.device
+        if repair.devices:
+            self._state.placement[repair.model] = repair.devices
             return
         self._state.placement.pop(repair.model, None)
         if moved:

@@ -117,16 +117,18 @@ class Operator:
 
     async def _evict(self, model: str) -> ActionResult:
         if self._state.config.model(model).never_evict:
-            return _result(False, f"{model} is never_evict in the configuration; change it there")
+            why = f"{model} is never_evict, or has replicas.min above 1, in the configuration"
+            return _result(False, f"{why}; change it there")
         if model in self._state.moves:
             return _result(False, _busy(self._state, model))
         devices = self._state.book.where(model, "active")
         if not devices:
             return _result(True, f"{model} is not active")
-        placed = self._state.placement.get(model)
-        device = placed if placed in devices else devices[0]
-        problem = await self._done(Evict(model, device, "an operator asked for it"))
-        return _result(not problem, problem or f"{model} evicted from {device}")
+        for device in devices:
+            problem = await self._done(Evict(model, device, "an operator asked for it"))
+            if problem:
+                return _result(False, problem)
+        return _result(True, f"{model} evicted from {', '.join(devices)}")
 
     async def _done(self, action: Evict | Migrate) -> str:
         task = self._actuator.start(action)

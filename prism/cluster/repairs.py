@@ -11,10 +11,10 @@ from prism.cluster.state import SchedulerState
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Placement of `model` in Redis becomes `device`; its waiting requests go there."""
+    """Placement of `model` in Redis becomes `devices`; its waiting requests go there."""
 
     model: str
-    device: str | None
+    devices: tuple[str, ...]
     reason: str
 
 
@@ -34,7 +34,7 @@ def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
     """Leaves out models with an action under way, and devices whose agent may still come."""
     names = [model.name for model in state.config.models]
     gone = [name for name in state.placement if name not in names]
-    mended: list[Repair] = [Route(name, None, "not in the configuration") for name in gone]
+    mended: list[Repair] = [Route(name, (), "not in the configuration") for name in gone]
     for name in names:
         if name not in state.moves:
             mended += _mend(state, name, now_s)
@@ -42,25 +42,29 @@ def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
 
 
 def _mend(state: SchedulerState, name: str, now_s: float) -> list[Repair]:
-    placed = state.placement.get(name)
-    if placed is not None and _may_come(state, placed, now_s):
+    placed = state.placement.get(name, ())
+    if any(_may_come(state, device, now_s) for device in placed):
         return []
-    home = _home(state, name, placed)
+    homes = _homes(state, name, placed)
     mended: list[Repair] = []
-    if home != placed:
-        mended.append(Route(name, home, f"it was routed to {placed or 'no device'}"))
-    elif home is not None and state.unplaced.get(name):
-        mended.append(Route(name, home, "requests waited although it is placed"))
-    copies = [d for d in state.book.where(name, "active") if home is not None and d != home]
-    return mended + [DropCopy(name, copy, home) for copy in copies[:1] if home is not None]
+    if homes != placed:
+        mended.append(Route(name, homes, f"it was routed to {', '.join(placed) or 'no device'}"))
+    elif homes and state.unplaced.get(name):
+        mended.append(Route(name, homes, "requests waited although it is placed"))
+    copies = [d for d in state.book.where(name, "active") if homes and d not in homes]
+    return mended + [DropCopy(name, copy, homes[0]) for copy in copies[:1]]
 
 
 def _may_come(state: SchedulerState, device: str, now_s: float) -> bool:
     return state.book.report(device) is None and not state.book.is_gone(device, now_s)
 
 
-def _home(state: SchedulerState, name: str, placed: str | None) -> str | None:
-    serving = state.book.where(name, "active") or state.book.where(name, "activating")
-    if placed in serving:
-        return placed
-    return serving[0] if serving else None
+def _homes(state: SchedulerState, name: str, placed: tuple[str, ...]) -> tuple[str, ...]:
+    """Of several copies one that its agent brings up again keeps its place; one that is alone gives
+    it to a copy that serves."""
+    active = state.book.where(name, "active")
+    serving = active or state.book.where(name, "activating")
+    if len(placed) > 1:
+        serving = state.book.where(name, "active", "activating")
+    kept = tuple(device for device in placed if device in serving)
+    return kept or tuple(serving[:1])

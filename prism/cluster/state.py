@@ -62,7 +62,8 @@ class SchedulerState:
     now_s: Callable[[], float]  # a monotonic clock, of which all times `*_s` here are
     changes: Changes
     started_s: float
-    placement: dict[str, str] = field(default_factory=dict)  # as last read from Redis
+    # Model -> devices of its copies, as last read from Redis.
+    placement: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unplaced: dict[str, int] = field(default_factory=dict)  # as last read from Redis
     moves: dict[str, Move] = field(default_factory=dict)  # by model
     wanted: set[str] = field(default_factory=set)  # to be resident although no request waits
@@ -70,8 +71,9 @@ class SchedulerState:
     demands: dict[str, str | None] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     activated_s: dict[str, float] = field(default_factory=dict)  # when models became active
-    # When models have been up for as long as they took to load.
+    # When models have been up for as long as they took to load, and how long that was.
     repaid_s: dict[str, float] = field(default_factory=dict)
+    load_s: dict[str, float] = field(default_factory=dict)
     actions_total: Counter[str] = field(default_factory=Counter)
     decisions: Decisions = field(default_factory=Decisions)
     planned_once: bool = False

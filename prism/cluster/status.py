@@ -19,7 +19,8 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
     return ClusterStatus(
         time_unix_s=time.time(),
         policy=state.policy.name,
-        placement=dict(state.placement),
+        placement={name: devices[0] for name, devices in state.placement.items()},
+        copies={name: d for name, d in state.placement.items() if len(d) > 1},
         agents=state.book.reports(),
         kvpr={name: b.kvpr for name, b in bins.items() if b.gpu.alive},
         token_rates={m.name: m.token_rate for m in view.models if m.token_rate > 0},

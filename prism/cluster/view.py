@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from prism.cluster.agents import ABSENT_STATES
 from prism.cluster.state import Move, SchedulerState
@@ -19,37 +20,70 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
     """`now_s` is by the state's clock. An action under way shows as if its memory and engine
     were taken already, and given back only when it is over."""
     rates = state.rates.rates(now_s)
-    models = tuple(_model(state, m, rates.get(m.name, 0.0), now_s) for m in state.config.models)
+    models = tuple(
+        view
+        for spec in state.config.models
+        for view in _views(state, spec, rates.get(spec.name, 0.0), now_s)
+    )
     gpus = tuple(_gpu(state, device, models) for device in state.config.devices)
     return ClusterView(now_s, models, gpus)
 
 
-def home_of(state: SchedulerState, name: str) -> tuple[tuple[str, ...], str]:
-    """(devices, rank 0 first, state) of a model in ModelView's terms."""
+def homes_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], str]]:
+    """(devices, rank 0 first, state) of each copy of a model in ModelView's terms. Copies that
+    nothing is routed to show only where there is no other."""
     move = state.moves.get(name)
+    ends = (move.device, move.source) if move is not None else ()
+    routed = [d for d in state.placement.get(name, ()) if d not in ends]
+    found = [
+        (_ranks(state, device, name), stage)
+        for device in routed
+        if (stage := state.book.state(device, name)) != "absent"
+    ]
     if move is not None and move.source is not None:
-        return _ranks(state, move.source, name), "migrating"
+        return [*found, (_ranks(state, move.source, name), "migrating")]
     if move is not None:
-        return move.devices, _MOVING[move.kind]
+        return [*found, (move.devices, _MOVING[move.kind])]
     for stage in ("active", "activating", "draining"):
-        devices = state.book.where(name, stage)
-        if devices:
-            placed = state.placement.get(name)
-            return _ranks(state, placed if placed in devices else devices[0], name), stage
-    return (), "absent"
+        if any(known == stage for _, known in found):
+            break
+        if devices := state.book.where(name, stage):
+            return [(_ranks(state, devices[0], name), stage)]
+    return found
 
 
 def _ranks(state: SchedulerState, device: str, name: str) -> tuple[str, ...]:
     return (device, *state.book.peers(device, name))
 
 
-def _model(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) -> ModelView:
-    devices, stage = home_of(state, spec.name)
+def _views(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) -> list[ModelView]:
+    """One for each copy, which has an equal share of the rate; one for a model that is nowhere."""
+    homes = homes_of(state, spec.name)
+    if len(homes) < 2:
+        (devices, stage) = homes[0] if homes else ((), "absent")
+        return [_model(state, spec, now_s, rate, Copy(devices, stage, _reports(state, spec.name)))]
+    reports = _reports(state, spec.name)
+    copies = [Copy(d, stage, [r for r in reports if r[0] == d[0]]) for d, stage in homes]
+    return [_model(state, spec, now_s, rate / len(homes), copy) for copy in copies]
+
+
+class Copy(NamedTuple):
+    """Where a copy is, and the reports that tell of it."""
+
+    devices: tuple[str, ...]
+    stage: str
+    reports: list[tuple[str, ModelReport]]
+
+
+def _model(
+    state: SchedulerState, spec: ModelSpec, now_s: float, rate: float, copy: Copy
+) -> ModelView:
+    devices, stage, reports = copy
     move = state.moves.get(spec.name)
     size = state.sizes.of(spec.name)
-    reports = _reports(state, spec.name)
     waiting = state.unplaced.get(spec.name, 0) + sum(m.waiting for _, m in reports)
     asked = spec.name in state.demands
+    moving = move is not None and stage == "migrating"
     return ModelView(
         name=spec.name,
         weight_bytes=size.weight_bytes,
@@ -61,7 +95,7 @@ def _model(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) ->
         # An operator's activation counts like one request that waits.
         waiting=max(waiting, 1) if asked else waiting,
         running=sum(m.running for _, m in reports),
-        idle_s=_idle_s(state, spec.name, now_s),
+        idle_s=_idle_s(state, spec.name, reports, now_s),
         owes_s=max(0.0, state.repaid_s.get(spec.name, now_s) - now_s),
         device=devices[0] if devices else None,
         state=stage,
@@ -72,7 +106,11 @@ def _model(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) ->
         barred=state.backoff.devices(spec.name, now_s),
         tp=spec.tp,
         peers=devices[1:],
-        moving_to=move.devices if move is not None and move.source is not None else (),
+        moving_to=move.devices if move is not None and moving else (),
+        replicas_min=spec.replicas_min,
+        replicas_max=spec.replicas_max,
+        oldest_wait_s=max((m.oldest_wait_s for _, m in reports), default=0.0),
+        load_s=state.load_s.get(spec.name, 0.0),
     )
 
 
@@ -80,13 +118,15 @@ def _reports(state: SchedulerState, name: str) -> list[tuple[str, ModelReport]]:
     return [(r.device, m) for r in state.book.reports() for m in r.models if m.model == name]
 
 
-def _idle_s(state: SchedulerState, name: str, now_s: float) -> float:
+def _idle_s(
+    state: SchedulerState, name: str, reports: list[tuple[str, ModelReport]], now_s: float
+) -> float:
     """Since the last request, or since the model became active if that was later.
 
     The agent's own clock dates its requests, so that clocks of two machines are never compared.
     """
     idle_s = now_s - state.activated_s.get(name, state.started_s)
-    for device, model in _reports(state, name):
+    for device, model in reports:
         report = state.book.report(device)
         if report is not None and model.last_request_unix_s > 0:
             since_s = report.time_unix_s - model.last_request_unix_s
@@ -153,6 +193,6 @@ def _elsewhere_bytes(
     """Bytes here of models that their ModelView shows on other devices: copies on their way in or
     out."""
     copies = {m.model for home, m in _present(state) if device in (home, *m.peers)}
-    here = copies.union(unseen)
-    away = [m.name for m in models if m.name in here and device not in devices_of(m)]
+    shown = {m.name for m in models if device in devices_of(m)}
+    away = copies.union(unseen) - shown
     return sum(state.sizes.part_bytes(name) for name in away)

@@ -97,6 +97,8 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
         _check_spread(model, f"models[{index}]")
     config = _planned(config)
     _check_loadable(config)
+    rows = zip(models, data.models, strict=True)
+    models = [_replicated(m, row, f"models[{i}]", config) for i, (m, row) in enumerate(rows)]
     models = [_arranged(model, config, data.engine.kv_layout) for model in models]
     config = msgspec.structs.replace(config, models=models)
     check_memory(config)
@@ -173,6 +175,14 @@ def _check_spread(model: ModelSpec, key: str) -> None:
             f"{key}.tp: {model.num_kv_heads} KV heads cannot be shared by {model.tp} devices;"
             " choose a divisor"
         )
+
+
+def _replicated(model: ModelSpec, data: ModelYaml, key: str, config: ClusterConfig) -> ModelSpec:
+    here = (d for d in config.devices if model.pinned_device in (None, d.name))
+    fewest, most = data.replicas.bounds(key, (d.node for d in here), model.tp)
+    stays = model.never_evict or fewest > 1
+    changes = {"replicas_min": fewest, "replicas_max": most, "never_evict": stays}
+    return msgspec.structs.replace(model, **changes)
 
 
 def _arranged(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> ModelSpec:

@@ -2,9 +2,6 @@
 
 `prism-serve` parses and checks the YAML once (`load`), builds `ClusterConfig` and writes it as
 JSON (mode 0600) into the run directory; child processes read that file with `read_resolved`.
-
-Sections whose keys need no more than their types are one class for both; the others are a class of
-the YAML and one of the configuration.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from typing import Any
 import msgspec
 
 from prism.config.access import AccessYaml, ApiKey
+from prism.config.replicas import ReplicasYaml
 from prism.config.units import Bytes, Seconds, decoded, encoded
 from prism.messages.models import ModelSpec
 from prism.policies.data import Settings
@@ -95,6 +93,7 @@ class ModelYaml(Strict, frozen=True):
     tool_parser: str = "auto"
     # The same for its reasoning ("qwen3", "deepseek-r1", ...).
     reasoning_parser: str = "auto"
+    replicas: ReplicasYaml = ReplicasYaml()
 
 
 class FrontendConfig(

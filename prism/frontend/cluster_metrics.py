@@ -146,8 +146,9 @@ def _cluster(status: ClusterStatus) -> Iterator[Metric]:
     placement = GaugeMetricFamily(
         "prism_placement", "1 where a model is placed", labels=["model", "device"]
     )
-    for model, device in status.placement.items():
-        placement.add_metric([model, device], 1)
+    for model, first in status.placement.items():
+        for device in status.copies.get(model, (first,)):
+            placement.add_metric([model, device], 1)
     yield placement
     depth = {a.device: float(sum(m.waiting for m in a.models)) for a in status.agents}
     yield _by_label("prism_queue_depth", "Requests waiting for a device", "device", depth)

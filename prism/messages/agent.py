@@ -42,6 +42,7 @@ class ModelReport(Wire, frozen=True):
     stages_total_s: dict[str, float] = {}  # stages_s, summed over all activations
     peers: tuple[str, ...] = ()
     link_bytes: dict[str, int] = {}  # brought over each link by the last activation, all ranks
+    oldest_wait_s: float = 0.0  # of its waiting requests
 
 
 class AgentReport(Wire, frozen=True):

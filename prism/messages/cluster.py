@@ -49,3 +49,5 @@ class ClusterStatus(Wire, frozen=True):
     # Part -> what is wrong with it. The rest of the cluster goes on.
     degraded: dict[str, str] = {}
     decisions: list[Decision] = []  # the latest ones, in the order in which they began
+    # Model -> devices, of models with several copies; `placement` has the first one.
+    copies: dict[str, tuple[str, ...]] = {}

@@ -36,3 +36,5 @@ class ModelSpec(Wire, frozen=True):
     # Of its answers: a name of the engine's, "auto" or "none".
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    replicas_min: int = 1  # copies that stay up
+    replicas_max: int = 1

@@ -57,9 +57,13 @@ def rebalance(builder: PlanBuilder) -> None:
     goes: the next interval sees its effect."""
     models, gpus = settled(builder.view)
     residents = [m for m in models if m.device in builder.bins]
-    # An idle model exerts no pressure: moving it would cost an activation and relieve nothing.
-    free = [m for m in residents if m.tp == 1 and m.token_rate > 0]
-    staying = [m for m in residents if m.tp > 1 or m.token_rate == 0]
+    # An idle model exerts no pressure: moving it would cost an activation and relieve nothing. A
+    # model with several copies is spread already.
+    several = builder.copies
+    busy = [m for m in residents if m.token_rate > 0 and m.name not in several]
+    free = [m for m in busy if m.tp == 1]
+    leaving = {m.name for m in free}
+    staying = [m for m in residents if m.name not in leaving]
     tau = builder.settings.migration_threshold
     start = partial(current_bins, residents, gpus, staying)
     placement = kvpr.place(free, gpus, tau, start)
@@ -72,8 +76,8 @@ def rebalance(builder: PlanBuilder) -> None:
             continue
         if _relieved(builder, model, [target]):
             return
-    for model in sorted((m for m in residents if m.tp > 1), key=kvpr.by_pressure):
-        home = elsewhere(builder, part(model)) if model.token_rate > 0 else None
+    for model in sorted((m for m in busy if m.tp > 1), key=kvpr.by_pressure):
+        home = elsewhere(builder, part(model))
         if home is not None and _relieved(builder, part(model), home):
             return
 

@@ -108,14 +108,17 @@ class Bin:
         return Bin(self.gpu, self.engines, kept).kvpr
 
     def allows(self, model: ModelView) -> bool:
-        """May the model be here at all: pinned elsewhere, agent gone, failed here just now."""
+        """May the model be here at all: pinned elsewhere, agent gone, failed here just now, or
+        another copy is here."""
         name = self.gpu.name
         if model.pinned_device not in (None, name) or not self.gpu.alive:
+            return False
+        if model.name in self.models:
             return False
         return model.device == name or name not in model.barred
 
     def fits(self, model: ModelView) -> bool:
-        """REQUIRES: no part of the same model is here."""
+        """Never where a part of the same model is."""
         return (
             len(self.models) < self.engines
             and model.weight_bytes + model.kv_floor_bytes <= self.room_bytes

@@ -27,6 +27,21 @@ class PlanBuilder:
     settings: Settings
     bins: Bins
     actions: list[Action] = field(default_factory=list)
+    # Model -> its copies, of models that have several; those on their way count.
+    copies: dict[str, list[ModelView]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found: dict[str, list[ModelView]] = {}
+        for model in self.view.models:
+            found.setdefault(model.name, []).append(model)
+        self.copies = {name: views for name, views in found.items() if len(views) > 1}
+
+    def is_changing(self, name: str) -> bool:
+        """The model has an action in this plan, or a copy of it comes, goes or moves: no other
+        action of it can be carried out now."""
+        if any(action.model == name for action in self.actions):
+            return True
+        return any(copy.state != "active" for copy in self.copies.get(name, ()))
 
     def copied_bins(self) -> Bins:
         return {name: b.copy() for name, b in self.bins.items()}

@@ -82,6 +82,15 @@ class ModelView(msgspec.Struct, frozen=True):
     share_bytes: int = 0
     # Where a "migrating" copy is brought up, rank 0 first.
     moving_to: tuple[str, ...] = ()
+    # How many copies it may have; the policy chooses where.
+    replicas_min: int = 1
+    replicas_max: int = 1
+    # Since when the first of this copy's waiting requests waits, in seconds.
+    oldest_wait_s: float = 0.0
+    # How long its last activation took; 0: not known.
+    load_s: float = 0.0
+    # A copy's token rate when one of the model was saturated last; 0: none ever was.
+    saturated_rate: float = 0.0
 
 
 class GpuView(msgspec.Struct, frozen=True):
@@ -150,6 +159,8 @@ class DeviceLoad(msgspec.Struct, frozen=True):
     beside: float
     # Of its memory.
     free_part: float
+    # A model there may need another copy, or has several, of which one may leave.
+    copies: bool = False
 
 
 def beside(running: Collection[float]) -> float:
@@ -169,6 +180,8 @@ class Activate:
     kv_limit_bytes: int | None = None
     # The devices of ranks 1 and up of a tensor-parallel model.
     peers: tuple[str, ...] = ()
+    # Another copy serves the model: requests come here only once this one is up.
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +193,7 @@ class Evict:
     device: str
     reason: str
     # Running requests go on at another copy of the model, or wait for one, instead of finishing.
-    # The live system lets them finish.
+    # Without another copy the live system lets them finish.
     move_running: bool = False
 
 

@@ -7,9 +7,10 @@ the `Activate` that needs its room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from prism.policies import kvpr
+from prism.policies import kvpr, replicas
 from prism.policies.balance import (
     elsewhere,
     migrate,
@@ -45,7 +46,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     absent = [m for m in view.models if m.device is None and m.state == "absent"]
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
-    relieve = view.rebalance and not calm(_loads(view), settings)
+    relieve = view.rebalance and not calm(_loads(view, settings), settings)
     if not (asked or wanted or relieve):
         return ()
     models, gpus = settled(view)
@@ -54,6 +55,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     _seat(builder, wanted, _refuse)
     if relieve:
         _free_short_devices(builder)
+        replicas.adjust(builder, _clear_idle)
         rebalance(builder)
     return tuple(builder.actions)
 
@@ -62,19 +64,27 @@ def calm(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
     """No device is short of memory or contended: all are left as they are."""
     # A hair below, since parts are summed in another order than `_contention` does.
     most, least = settings.contended_requests * 0.999, settings.short_fraction
-    return not any(load.beside >= most or load.free_part < least for load in loads)
+    return not any(load.copies or load.beside >= most or load.free_part < least for load in loads)
 
 
-def _loads(view: ClusterView) -> list[DeviceLoad]:
+def _loads(view: ClusterView, settings: Settings) -> list[DeviceLoad]:
     parts: dict[str, list[float]] = {gpu.name: [] for gpu in view.gpus}
+    copies = Counter(model.name for model in view.models)
+    unsettled: set[str] = set()
     for model in view.models:
+        if replicas.to_adjust(model, copies[model.name], settings):
+            unsettled.update(devices_of(model))
         if model.device is not None and model.token_rate > 0:
             part = model.token_rate * model.slo_tpot_s / model.tp
             for device in (model.device, *model.peers):
                 if device in parts:
                     parts[device].append(part)
     return [
-        DeviceLoad(beside(parts[gpu.name]), gpu.free_bytes / max(1, gpu.capacity_bytes))
+        DeviceLoad(
+            beside(parts[gpu.name]),
+            gpu.free_bytes / max(1, gpu.capacity_bytes),
+            gpu.name in unsettled,
+        )
         for gpu in view.gpus
     ]
 
@@ -124,6 +134,8 @@ def _make_room(builder: PlanBuilder, model: ModelView) -> None:
         return _activate(builder, model, home)
     if _evict_for(builder, model, _over_threshold(builder), "idle over the threshold"):
         return
+    if _evict_for(builder, model, replicas.beyond_first(builder), "other copies serve it"):
+        return
     if _is_made_room_for(builder, model):
         return _refuse(builder, model)
     if _move_for(builder, model):
@@ -150,13 +162,14 @@ def _idle(builder: PlanBuilder, longer_than_s: float) -> list[ModelView]:
     """A model that is brought up stays for as long as that took: under overload, models that take
     turns spend no more time coming than being there."""
     found = {
-        model.name: model
+        (model.name, model.device): model
         for b in builder.bins.values()
         for model in b.models.values()
         if model.state == "active"
         and not (model.never_evict or model.running or model.waiting)
         and model.idle_s > longer_than_s
         and model.owes_s <= 0
+        and not builder.is_changing(model.name)
     }
     return list(found.values())
 
@@ -180,7 +193,7 @@ def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelV
         return None
     trial = b.copy()
     chosen: list[ModelView] = []
-    for victim in (m for m in idle if m.name in b.models):
+    for victim in (m for m in idle if m.name in b.models and b.name in devices_of(m)):
         trial.take(victim.name)
         chosen.append(victim)
         if trial.fits(model):
@@ -206,34 +219,65 @@ Option = tuple[tuple[int, float, str], list[Bin], list[ModelView]]
 
 def _evict_for(builder: PlanBuilder, model: ModelView, idle: Sequence[ModelView], why: str) -> bool:
     """Evict where that costs the fewest models, then where pressure is least afterwards."""
+    option = _cheapest(builder.bins.values(), model, idle)
+    if option is None:
+        return False
+    _, home, victims = option
+    _clear(builder, model, victims, why)
+    _activate(builder, model, home, f"after evicting {', '.join(v.name for v in victims)}")
+    return True
+
+
+def _clear_idle(
+    builder: PlanBuilder, model: ModelView, bins: Collection[Bin], worst: float
+) -> Sequence[Bin] | None:
+    """Room for another copy, of what is idle over the threshold there; with it each device's KVPR
+    is below `worst`."""
+    option = _cheapest(bins, model, _over_threshold(builder))
+    if option is None:
+        return None
+    _, home, victims = option
+    for b in home:
+        trial = b.copy()
+        for victim in victims:
+            if victim.name in trial.models:
+                trial.take(victim.name)
+        if trial.kvpr_with(model) >= worst:
+            return None
+    _clear(builder, model, victims, "idle over the threshold")
+    return home
+
+
+def _cheapest(bins: Iterable[Bin], model: ModelView, idle: Sequence[ModelView]) -> Option | None:
     options = []
-    for b in builder.bins.values():
+    for b in bins:
         victims = _victims(b, model, idle)
         if victims is not None:
             rank = (len(victims), b.kvpr_without(v.name for v in victims), b.name)
             options.append((rank, [b], victims))
     if model.tp > 1:
         options = _on_one_node(options, model.tp)
-    if not options:
-        return False
-    _, home, victims = min(options, key=lambda option: option[0])
+    return min(options, key=lambda option: option[0], default=None)
+
+
+def _clear(builder: PlanBuilder, model: ModelView, victims: Iterable[ModelView], why: str) -> None:
     for victim in victims:
         reason = f"{why}: idle for {victim.idle_s:.1f} s, makes room for {model.name}"
         _evict(builder, victim, reason)
-    _activate(builder, model, home, f"after evicting {', '.join(v.name for v in victims)}")
-    return True
 
 
 def _on_one_node(options: Iterable[Option], tp: int) -> list[Option]:
-    """For each node that has enough of them, the cheapest `tp` devices together."""
-    nodes: dict[str, list[Option]] = {}
+    """For each node that has enough of them, the cheapest `tp` devices together, of which no two
+    lose a copy of the same model: a model has one action at a time."""
+    nodes: dict[str, tuple[list[Option], dict[str, ModelView]]] = {}
     for option in sorted(options, key=lambda option: option[0]):
-        nodes.setdefault(option[1][0].gpu.node, []).append(option)
+        chosen, victims = nodes.setdefault(option[1][0].gpu.node, ([], {}))
+        if len(chosen) < tp and all(victims.get(v.name, v) == v for v in option[2]):
+            chosen.append(option)
+            victims.update({v.name: v for v in option[2]})
     found: list[Option] = []
-    for on_node in nodes.values():
-        if len(on_node) >= tp:
-            chosen = on_node[:tp]
-            victims = {v.name: v for _, _, leaving in chosen for v in leaving}
+    for chosen, victims in nodes.values():
+        if len(chosen) == tp:
             worst = max(rank[1] for rank, _, _ in chosen)
             home = [b for _, bins, _ in chosen for b in bins]
             found.append(((len(victims), worst, home[0].name), home, list(victims.values())))
@@ -243,10 +287,11 @@ def _on_one_node(options: Iterable[Option], tp: int) -> list[Option]:
 def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
     """All parts leave; `victim` is active, so that it has a device."""
     assert victim.device is not None
-    builder.actions.append(Evict(victim.name, victim.device, reason))
-    for b in builder.bins.values():
-        if victim.name in b.models:
-            b.take(victim.name)
+    # Only a copy beside others can be running.
+    builder.actions.append(Evict(victim.name, victim.device, reason, victim.running > 0))
+    for device in devices_of(victim):
+        if device in builder.bins and victim.name in builder.bins[device].models:
+            builder.bins[device].take(victim.name)
 
 
 def _free_short_devices(builder: PlanBuilder) -> None:
@@ -256,7 +301,8 @@ def _free_short_devices(builder: PlanBuilder) -> None:
         return
     changing, idle = builder.changing(), _over_threshold(builder)
     for b in scarce:
-        victim = next((m for m in idle if m.name in b.models), None)
+        here = (m for m in idle if m.name in b.models and b.name in devices_of(m))
+        victim = next(here, None)
         if victim is None or b.name in changing:
             continue
         free = size_text(b.gpu.free_bytes)
@@ -280,9 +326,11 @@ def _move_for(builder: PlanBuilder, model: ModelView) -> bool:
         if b.fits(model):
             roomy.setdefault(b.gpu.node, []).append(b.name)
     most_bytes = max((b.room_bytes for b in builder.bins.values()), default=0)
+    several = builder.copies
     for b in builder.bins.values():
         beside = roomy.get(b.gpu.node, [])
-        for mover in sorted(movable(b), key=lambda m: (m.running > 0, need_bytes(m), m.name)):
+        alone = [m for m in movable(b) if m.name not in several]
+        for mover in sorted(alone, key=lambda m: (m.running > 0, need_bytes(m), m.name)):
             enough = len(beside) + len(devices_of(mover)) >= model.tp
             if not enough or need_bytes(mover) > most_bytes:
                 continue

@@ -5,7 +5,8 @@
 -- running:<device>   hash id -> body;   admitted:<device>  hash entry id -> id, its inverse
 -- open               hash id -> "attempt|place|device|model"; place is the stream entry's id while
 --                    waiting and "=" .. the entry's id while running
--- placement          hash model -> device
+-- load               hash device|model -> requests that wait or run there
+-- placement          hash model -> devices of its copies, with '|' between them
 -- lease:<device>     "owner|epoch" with a time to live;   epoch:<device>  the last one given out
 -- frontend:<id>      a heartbeat with a time to live
 -- frontends          set of those whose heartbeat has ever come, less those found dead
@@ -35,8 +36,23 @@ local function server_id()
   return type(info) == 'string' and string.match(info, 'run_id:(%w+)') or 'unknown'
 end
 
+local function devices_of(model)
+  local found = {}
+  local placed = redis.call('HGET', prefix .. 'placement', model)
+  for device in string.gmatch(placed or '', '[^|]+') do table.insert(found, device) end
+  return found
+end
+
+-- Of several copies the one with the least expected wait: fewest of its requests wait or run.
 local function target_of(model)
-  return redis.call('HGET', prefix .. 'placement', model) or UNPLACED
+  local devices = devices_of(model)
+  if #devices < 2 then return devices[1] or UNPLACED end
+  local best, least
+  for _, device in ipairs(devices) do
+    local open = tonumber(redis.call('HGET', prefix .. 'load', device .. '|' .. model) or '0')
+    if not least or open < least then best, least = device, open end
+  end
+  return best
 end
 
 local function open_read(id)
@@ -47,8 +63,24 @@ local function open_read(id)
   return {attempt = attempt, running = mark == '=', entry = entry, device = device, model = model}
 end
 
+local function count(device, model, change)
+  local now = redis.call('HINCRBY', prefix .. 'load', device .. '|' .. model, change)
+  -- Requests that were there before anybody counted.
+  if now < 0 then redis.call('HSET', prefix .. 'load', device .. '|' .. model, 0) end
+end
+
 local function open_write(id, attempt, place, device, model)
+  local before = open_read(id)
+  if not before or before.device ~= device or before.model ~= model then
+    if before then count(before.device, before.model, -1) end
+    count(device, model, 1)
+  end
   redis.call('HSET', prefix .. 'open', id, table.concat({attempt, place, device, model}, '|'))
+end
+
+local function open_drop(id, record)
+  count(record.device, record.model, -1)
+  redis.call('HDEL', prefix .. 'open', id)
 end
 
 local function add_waiting(device, id, model, attempt, body)
@@ -87,7 +119,7 @@ local function drop_entry(device, entry)
   redis.call('XDEL', queue_key(device), entry)
   local id = found[2][2]
   local record = open_read(id)
-  if record and record.entry == entry then redis.call('HDEL', prefix .. 'open', id) end
+  if record and record.entry == entry then open_drop(id, record) end
   return found[2]
 end
 

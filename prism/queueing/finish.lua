@@ -7,7 +7,7 @@ for i = 3, #ARGV do
   local record = open_read(id)
   if record and record.running and record.device == device then
     take_out(id, record)
-    redis.call('HDEL', prefix .. 'open', id)
+    open_drop(id, record)
   end
 end
 return 0

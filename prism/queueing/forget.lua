@@ -6,7 +6,7 @@ for i = 1, #ARGV, 2 do
   local record = open_read(id)
   if record and not record.running and tonumber(record.attempt) <= tonumber(ARGV[i + 1]) then
     take_out(id, record)
-    redis.call('HDEL', prefix .. 'open', id)
+    open_drop(id, record)
     table.insert(dropped, id)
   end
 end

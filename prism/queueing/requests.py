@@ -257,17 +257,16 @@ class RequestQueue:
 
     # --- the cluster scheduler --------------------------------------------------------------
 
-    async def route(self, model: str, device: str | None) -> int:
-        """Place `model` (None: nowhere) and move its waiting requests; returns how many moved.
-
-        Only the cluster scheduler calls this.
+    async def route(self, model: str, *devices: str) -> int:
+        """Place the copies of `model` (none: nowhere) and move its waiting requests; returns how
+        many moved. Only the cluster scheduler calls this.
         """
-        return int(await self._run("route", model, device or ""))
+        return int(await self._run("route", model, *devices))
 
-    async def placement(self) -> dict[str, str]:
-        """Model -> device."""
+    async def placement(self) -> dict[str, tuple[str, ...]]:
+        """Model -> the devices of its copies."""
         placed = await self._call(self._redis.hgetall(self._prefix + "placement"))
-        return {_text(model): _text(device) for model, device in placed.items()}
+        return {_text(model): tuple(_text(d).split("|")) for model, d in placed.items()}
 
     async def depth(self, device: str) -> int:
         """Requests waiting in this queue."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from msgspec import structs
+
 from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.policy import Policy
+from prism.policies.replicas import saturated
 from prism.scheduler.ports import ClusterPort
 
 
@@ -27,6 +30,8 @@ class ClusterScheduler:
         self._settings = settings
         self._interval_s = interval_s
         self._rebalance_at_s = float("-inf")
+        # model -> a copy's token rate when one was saturated last
+        self._saturated_rates: dict[str, float] = {}
         self.observe: Callable[[ClusterView, tuple[Action, ...]], None] | None = None
 
     def due(self, now_s: float) -> bool:
@@ -38,10 +43,27 @@ class ClusterScheduler:
         due = self.due(now_s)
         if due:
             self._rebalance_at_s = now_s + self._interval_s
-        view = replace(self._port.view(), now_s=now_s, rebalance=due)
+        view = self._with_rates(replace(self._port.view(), now_s=now_s, rebalance=due))
         actions = self._policy.plan(view, self._settings)
         if self.observe is not None:
             self.observe(view, actions)
         for action in actions:
             self._port.apply(action)
         return actions
+
+    def _with_rates(self, view: ClusterView) -> ClusterView:
+        """With what copies can serve, as far as it was seen."""
+        rates = self._saturated_rates
+        # A copy that does not serve yet has its share of the rate, too.
+        unsettled = {m.name for m in view.models if m.replicas_max > 1 and m.state != "active"}
+        for model in view.models:
+            may_copy = model.replicas_max > 1 and model.name not in unsettled
+            if may_copy and saturated(model, self._settings):
+                rates[model.name] = model.token_rate
+        if not rates:
+            return view
+        models = tuple(
+            structs.replace(m, saturated_rate=rates[m.name]) if m.name in rates else m
+            for m in view.models
+        )
+        return replace(view, models=models)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from prism.config.replicas import ReplicasYaml
 from prism.config.schema import SchedulerConfig, SloYaml, Strict
 from prism.config.units import Bytes, Seconds
 
@@ -61,6 +62,7 @@ class SimModelYaml(Strict, frozen=True):
     device: str | None = None
     # This model's fraction of its GPU's KV memory under the static policy.
     static_share: float | None = None
+    replicas: ReplicasYaml = ReplicasYaml()
     # Its part of the requests of a generated trace. Default: by the trace's kind.
     share: float | None = None
 

@@ -67,7 +67,6 @@ class SimDevice:
         # a journal tells of every request in the queue, and step control of every request
         self._may_skip_queue = journal is None and self.controller is None
         self._changed = False
-        self._requests: dict[str, SimRequest] = {}
         self._touched: list[SimEngine] = []
         self._tick_due = False
 
@@ -112,7 +111,7 @@ class SimDevice:
     def _start_alone(self, resident: Resident, request: SimRequest) -> bool:
         """Nobody waits, and it can start: it needs no place in the queue."""
         engine = resident.engine
-        if engine is None or self._requests or self.site.starved or not self._may_skip_queue:
+        if engine is None or self.site.starved or not self._may_skip_queue or len(self.scheduler):
             return False
         if not self._surely_starts(resident, engine, request):
             self._look(resident, engine)
@@ -151,8 +150,7 @@ class SimDevice:
             resident.engine.admit([request])
             return
         key = str(request.index)
-        self._requests[key] = request
-        resident.waiting += 1
+        resident.queue[key] = request
         self.scheduler.add(
             Waiting(
                 key,
@@ -177,12 +175,10 @@ class SimDevice:
         self.try_dispatch()
 
     def withdraw(self, resident: Resident) -> list[SimRequest]:
-        """The copy's waiting requests, oldest first; they are here no more."""
-        model = resident.model.index
-        keys = [key for key, request in self._requests.items() if request.model == model]
-        self.scheduler.remove(keys)
-        resident.waiting = 0
-        return [self._requests.pop(key) for key in keys]
+        """The copy's waiting requests, in the order in which they came; they are here no more."""
+        left, resident.queue = resident.queue, {}
+        self.scheduler.remove(left)
+        return list(left.values())
 
     def try_dispatch(self) -> None:
         """Something changed: start all that can start now."""
@@ -191,11 +187,11 @@ class SimDevice:
             return
         if self.site.starved:
             self._readmit()
-        if self._requests:
+        if len(self.scheduler):
             plan = self.scheduler.step(self._kernel.time_s, self._views())
             for model, keys in plan.starts.items():
                 self._start(self.residents[model], keys)
-            if self._requests:
+            if len(self.scheduler):
                 self._expect_tick()
         if self._touched:
             touched, self._touched = self._touched, []
@@ -204,8 +200,7 @@ class SimDevice:
 
     def _start(self, resident: Resident, keys: Sequence[str]) -> None:
         assert resident.engine is not None
-        resident.waiting -= len(keys)
-        resident.engine.admit([self._requests.pop(key) for key in keys])
+        resident.engine.admit([resident.queue.pop(key) for key in keys])
         self._touched.append(resident.engine)
 
     def _readmit(self) -> None:
@@ -243,7 +238,7 @@ class SimDevice:
 
     def _tick(self) -> None:
         self._tick_due = False
-        if self._requests:
+        if len(self.scheduler):
             self.try_dispatch()
 
     # --- what the local scheduler sees ------------------------------------------------------

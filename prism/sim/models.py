@@ -30,7 +30,8 @@ class Around:
     engine: SimEngineYaml
     page_bytes: int
     capacity_bytes: int
-    devices: int
+    # Of each device.
+    nodes: tuple[str, ...]
     # Models per device, for the layout that "auto" chooses.
     shared: int
     slo: SloYaml
@@ -45,9 +46,9 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
     tp, engine = model.tp, around.engine
     if tp < 1:
         raise ConfigError(f"{model.name}.tp: {tp} must be at least 1")
-    if tp > around.devices:
+    if tp > len(around.nodes):
         raise TooLargeError(
-            f"{model.name}.tp: {tp} GPUs are needed, the cluster has {around.devices}"
+            f"{model.name}.tp: {tp} GPUs are needed, the cluster has {len(around.nodes)}"
         )
     weights_bytes = shape.weight_bytes()
     if model.weights is not None:
@@ -68,6 +69,8 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
         )
     slo = model.slo or around.slo
     chunk = engine.prefill_chunk_tokens
+    nodes = around.nodes if model.device is None else around.nodes[:1]
+    fewest, most = model.replicas.bounds(model.name, nodes, tp)
     return ModelSetup(
         index=index,
         name=model.name,
@@ -81,9 +84,11 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
         slo_tpot_s=slo.tpot * around.slo_scale,
         parts=parts,
         prefill_tokens_per_s=chunk / part.cost.prefill_s(chunk),
-        never_evict=model.never_evict,
+        never_evict=model.never_evict or fewest > 1,
         pinned_device=model.device,
         static_share=model.static_share,
+        replicas_min=fewest,
+        replicas_max=most,
         request_s=float(engine.request) if engine.request else 0.0,
     )
 
@@ -93,7 +98,7 @@ def model_parts(model: SimModelYaml, shape: ModelShape, around: Around) -> dict[
     given = around.engine.host
     host_s = HOST_S if given is None else float(given)
     name = shape_source(model, around.folder)
-    usual = (d for d in TP_DEGREES if d <= around.devices and not shape.heads % d)
+    usual = (d for d in TP_DEGREES if d <= len(around.nodes) and not shape.heads % d)
     return {
         d: DegreeSetup(
             cost_model(around.gpu, name, d, host_s, around.cost_files),

@@ -112,10 +112,16 @@ class SimActuator:
     # --- orders -----------------------------------------------------------------------------
 
     def activate(
-        self, model: SimModel, devices: list[SimDevice], limit_bytes: int | None
+        self,
+        model: SimModel,
+        devices: list[SimDevice],
+        limit_bytes: int | None,
+        joins: bool = False,
     ) -> Resident:
-        """Bring `model` up; its waiting requests go to the new copy's queue at once."""
+        """Bring `model` up; its waiting requests go to the new copy's queue at once. joins: a part
+        of those of the other copies, when it is up."""
         resident = self._begin(model, devices, limit_bytes, self._load_s(model, devices))
+        resident.joins = joins
         self._hooks.route(model)
         return resident
 
@@ -191,7 +197,7 @@ class SimActuator:
         now_s = self._kernel.time_s
         for device in devices:
             clear(device.site, resident.need_bytes(device))
-        load_s = resident.ready_s - resident.since_s
+        load_s = resident.load_s = resident.ready_s - resident.since_s
         resident.stage, resident.ready_s = Stage.LOADING, now_s + load_s
         resident.repaid_s = resident.ready_s + load_s
         for device in devices:
@@ -220,6 +226,8 @@ class SimActuator:
         self._log("active", resident)
         if resident.replaces is not None:
             self._take_over(model, resident)
+        if resident.joins:
+            self._spread(model)
         self._hooks.route(model)
         resident.home.try_dispatch()
         self._hooks.changed()
@@ -330,6 +338,12 @@ class SimActuator:
         for request in resident.home.withdraw(resident):
             model.unplaced[request.index] = request
         self._hooks.route(model)
+
+    def _spread(self, model: SimModel) -> None:
+        """What waits is divided among all copies that take requests."""
+        for resident in [r for r in model.residents if r.takes_requests]:
+            for request in resident.home.withdraw(resident):
+                model.unplaced[request.index] = request
 
     def _load_s(self, model: SimModel, devices: list[SimDevice]) -> float:
         return activation_s(

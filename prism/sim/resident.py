@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from prism.sim.engine import SimEngine
 from prism.sim.memory import Account
+from prism.sim.request import SimRequest
 from prism.sim.setup import ModelSetup
 
 if TYPE_CHECKING:
@@ -45,11 +46,15 @@ class Resident:
     replaces: Resident | None = None
     replaced_by: Resident | None = None
     accounts: list[Account] = field(default_factory=list)
-    # Its requests in the queue.
-    waiting: int = 0
+    # Its waiting requests, by their key in the queue of `home`, in the order in which they came.
+    queue: dict[str, SimRequest] = field(default_factory=dict)
     last_use_s: float = field(default=float("-inf"))
     # When it has been up for as long as it took to load.
     repaid_s: float = field(default=float("-inf"))
+    # How long it took to load.
+    load_s: float = 0.0
+    # Another copy serves the model until this one is up.
+    joins: bool = False
     # When its memory will be free, once it is empty.
     leaves_s: float | None = None
     # Copies that must be gone before this one loads, as the live actuator waits for them.
@@ -76,6 +81,15 @@ class Resident:
         return 0 if self.pooled else self.model.floor_bytes(self.tp)
 
     @property
+    def waiting(self) -> int:
+        return len(self.queue)
+
+    @property
+    def first_s(self) -> float:
+        """When the first of its waiting requests came. REQUIRES: it has one."""
+        return next(iter(self.queue.values())).queued_s
+
+    @property
     def running(self) -> int:
         return self.engine.running if self.engine is not None else 0
 
@@ -90,8 +104,9 @@ class Resident:
 
     @property
     def takes_requests(self) -> bool:
-        """New requests may be sent here; a migration's target only once it is ready."""
-        if self.replaces is not None:
+        """New requests may be sent here; a migration's target, or a further copy, only once it is
+        ready."""
+        if self.replaces is not None or (self.joins and self.stage is not Stage.ACTIVE):
             return False
         return self.stage is not Stage.DRAINING
 

@@ -148,7 +148,7 @@ def cluster_setup(
         engine=config.engine,
         page_bytes=page_bytes,
         capacity_bytes=capacity_bytes,
-        devices=len(devices),
+        nodes=tuple(device.node for device in devices),
         shared=-(-len(models) // len(devices)),
         slo=config.slo,
         slo_scale=config.slo_scale,

@@ -81,6 +81,9 @@ class ModelSetup:
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
+    # How many copies it may have.
+    replicas_min: int = 1
+    replicas_max: int = 1
     # As measured, in place of what `ActivationSettings` would give.
     activation_s: float | None = None
     # From a request's arrival to its device's queue.

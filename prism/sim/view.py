@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import structs
 
-from prism.policies.data import DeviceLoad, GpuView, ModelView, beside
+from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, beside
+from prism.policies.replicas import to_adjust
 from prism.sim.activation import startup_s
 from prism.sim.device import SimDevice
 from prism.sim.moves import SimModel
@@ -46,11 +47,14 @@ class Viewer:
                 views.append(self._absent_view(model, now_s, rate))
         return tuple(views)
 
-    def loads(self, rates: Mapping[str, float], low_part: float) -> Iterator[DeviceLoad]:
-        """For `Policy.calm`: of devices with several busy models or less than `low_part` of their
-        memory free, which alone can matter. free_part counts what runs in flight may still take as
-        taken, as long as it then is not below `low_part`.
+    def loads(
+        self, now_s: float, rates: Mapping[str, float], settings: Settings
+    ) -> Iterator[DeviceLoad]:
+        """For `Policy.calm`: of devices with several busy models, little memory free, or a model
+        whose copies may change: they alone can matter. free_part counts what runs in flight
+        may still take as taken, as long as it then is not below `short_fraction`.
         """
+        low_part = settings.short_fraction
         running: dict[SimDevice, list[float]] = {}
         for name, rate in rates.items():
             model = self._by_name[name]
@@ -60,14 +64,35 @@ class Viewer:
                 part = rate * model.setup.slo_tpot_s / len(shown) / len(devices)
                 for device in devices:
                     running.setdefault(device, []).append(part)
+        unsettled = self._unsettled(now_s, rates, settings)
         for device in self._devices:
             ledger, parts = device.ledger, running.get(device, ())
             free_part = (ledger.spare_bytes - device.pending_bytes) / ledger.capacity_bytes
             if free_part < low_part:
                 device.site.sync()
                 free_part = device.room_bytes() / ledger.capacity_bytes
-            if len(parts) > 1 or free_part < low_part:
-                yield DeviceLoad(beside(parts), free_part)
+            if len(parts) > 1 or free_part < low_part or device in unsettled:
+                yield DeviceLoad(beside(parts), free_part, device in unsettled)
+
+    def _unsettled(
+        self, now_s: float, rates: Mapping[str, float], settings: Settings
+    ) -> set[SimDevice]:
+        """Devices of models of which a copy may have to come or go."""
+        found: set[SimDevice] = set()
+        for model in self._models:
+            residents, setup = model.residents, model.setup
+            if not residents or setup.replicas_max == 1:
+                continue
+            waits = residents[0].waiting or model.unplaced
+            if len(residents) == 1 and setup.replicas_min == 1 and not waits:
+                continue  # most models, without a look at anything else
+            shown = [r for r in model.residents if r.replaces is None]
+            share = rates.get(model.setup.name, 0.0) / max(1, len(shown))
+            for resident in shown:
+                view = self._resident_view(model, resident, now_s, share)
+                if to_adjust(view, len(shown), settings):
+                    found.update(resident.devices)
+        return found
 
     def sample(self, now_s: float, holding: Sequence[SimModel]) -> ClusterSample:
         """`holding`: all models that have requests or KV memory."""
@@ -125,6 +150,8 @@ class Viewer:
             device=resident.home.name,
             state=resident.state,
             peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
+            oldest_wait_s=now_s - resident.first_s if resident.queue else 0.0,
+            load_s=resident.load_s,
             moving_to=tuple(d.name for d in target.devices) if target is not None else (),
         )
 
@@ -141,6 +168,8 @@ class Viewer:
                 never_evict=setup.never_evict,
                 pinned_device=setup.pinned_device,
                 static_share=setup.static_share,
+                replicas_min=setup.replicas_min,
+                replicas_max=setup.replicas_max,
                 tp=tp,
                 startup_s=startup_s(setup, self._startup) if self._startup else {},
                 share_bytes=setup.share_bytes,

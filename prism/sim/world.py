@@ -287,7 +287,7 @@ class World:
         if isinstance(action, Activate):
             self._decide("activate", action.model, action.device, "", action.reason)
             devices = [self.by_name[name] for name in (action.device, *action.peers)]
-            self._moves.activate(model, devices, action.kv_limit_bytes)
+            self._moves.activate(model, devices, action.kv_limit_bytes, action.joins)
         elif isinstance(action, Evict):
             self._decide("evict", action.model, action.device, "", action.reason)
             resident = self._resident(model, action.device)
@@ -374,17 +374,17 @@ class World:
         calm, settings = self.policy.calm, self.setup.settings
         if calm is None or self._asked():
             return False
-        return calm(self._device_loads(settings.short_fraction), settings)
+        return calm(self._device_loads(), settings)
 
     def _asked(self) -> bool:
         """Some model is to come up."""
         return any(model.asked for model in self.models)
 
-    def _device_loads(self, low_part: float) -> Iterator[DeviceLoad]:
+    def _device_loads(self) -> Iterator[DeviceLoad]:
         """Looked at only by policies that ask for them."""
         now_s = self.kernel.time_s
         self._observe(now_s)
-        yield from self._viewer.loads(self._rates.rates(now_s), low_part)
+        yield from self._viewer.loads(now_s, self._rates.rates(now_s), self.setup.settings)
 
     def _pause_s(self) -> float:
         """Where a backlog starts another copy, it is looked for as often as requests nowhere."""

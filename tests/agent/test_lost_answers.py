@@ -33,8 +33,8 @@ class LossyQueue(RequestQueue):
 class Desk:
     """Serving with a real queue; engines are `bench.sent`."""
 
-    def __init__(self, bench: Bench, queue: RequestQueue) -> None:
-        self.bench, self.queue, self.epoch = bench, queue, 0
+    def __init__(self, bench: Bench, queue: LossyQueue) -> None:
+        self.bench, self.queue, self.epoch, self.is_stale = bench, queue, 0, False
         self.tokens = TokenSender(lambda _: None)
         self.serving = Serving(
             state=bench.state,
@@ -45,11 +45,15 @@ class Desk:
             engines=bench.sent,  # type: ignore[arg-type]
             tokens=self.tokens,
             wake=lambda: None,
+            reread=self.reread,
             headroom_tokens=64,
         )
 
+    def reread(self) -> None:
+        self.is_stale = True
+
     async def replay(self) -> None:
-        """What the intake does after an outage."""
+        """What the intake does after an outage, and where it was asked to."""
         entries = await self.queue.read(DEVICE, "0", 0)
         for entry_id, waiting in entries:
             self.serving.arrived(entry_id, waiting)
@@ -93,7 +97,7 @@ async def test_it_runs_once(desk: Desk, replay_first: bool) -> None:
 async def test_it_goes_where_its_model_went(desk: Desk) -> None:
     await desk.lose_an_answer()
     desk.serving.hand_back({"a"})
-    await desk.queue.route("a", None)
+    await desk.queue.route("a")
     await desk.serving.turn(desk.epoch)
     assert await desk.queue.unplaced_counts() == {"a": 1}
 
@@ -109,3 +113,18 @@ async def test_nobody_wants_it_any_more(desk: Desk, who: str) -> None:
     await desk.queue.acquire(DEVICE, "agent", 30)  # what runs there would wait again
     assert await desk.queue.depth(DEVICE) == 0
     assert desk.submitted == []
+
+
+async def test_what_left_for_another_copy_no_longer_counts_as_waiting(desk: Desk) -> None:
+    """The agent of a device that stays is not told: the first that it cannot admit says it."""
+    desk.queue.lost = True  # no more answers
+    for number in range(60):
+        await desk.queue.enqueue(request(str(number)))
+    await desk.replay()
+    assert await desk.queue.route("a", DEVICE, *(f"host:{i}" for i in range(1, 20))) == 57
+    waiting = desk.bench.state.requests.waiting_counts
+    assert waiting()["a"] == 60
+    await desk.serving.turn(desk.epoch)
+    assert desk.is_stale
+    await desk.replay()
+    assert waiting()["a"] == await desk.queue.depth(DEVICE) == 3 - len(desk.submitted)

@@ -81,7 +81,7 @@ async def keep_placed(this: World) -> None:
     """As the cluster scheduler does."""
     while True:
         with suppress(QueueUnavailableError):
-            if await this.queue.placement() != {"a": DEVICE}:
+            if await this.queue.placement() != {"a": (DEVICE,)}:
                 await this.queue.route("a", DEVICE)
         await asyncio.sleep(0.1)
 

@@ -21,7 +21,7 @@ async def test_eviction_lets_running_ones_finish_and_the_engine_serves_another(
     full = await scheduler.activate("c")
     assert not full.ok
     assert "no engine is free (a, b)" in full.message
-    await agent_world.queue.route("a", None)
+    await agent_world.queue.route("a")
     result = await scheduler.evict("a")
     assert result.ok, result.message
     await agent_world.frontend.finish(running)

@@ -67,6 +67,7 @@ class RequestsMachine(RuleBasedStateMachine):
             engines=cast("Any", self.engine),
             tokens=cast("Any", self.frontend),
             wake=lambda: None,
+            reread=lambda: None,
             headroom_tokens=64,
         )
 

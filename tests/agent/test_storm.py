@@ -38,7 +38,7 @@ async def restart_redis(_: World, server: BundledRedis, rng: random.Random) -> N
 async def move(this: World, _: BundledRedis, rng: random.Random) -> None:
     """Away and back, as the cluster scheduler would."""
     model = rng.choice(MODELS)
-    await this.queue.route(model, None)
+    await this.queue.route(model)
     await this.scheduler.evict(model)
     await this.scheduler.activate(model)
     await this.queue.route(model, DEVICE)

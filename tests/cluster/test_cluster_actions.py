@@ -15,7 +15,7 @@ async def test_start_places_every_model_that_fits(cluster: Cluster) -> None:
     assert sorted(map(len, active.values())) == [1, 2]
     assert set.union(*active.values()) == {"a", "b", "c"}
     placement = await cluster.queue.placement()
-    assert placement == {m: d for d, models in active.items() for m in models}
+    assert placement == {m: (d,) for d, models in active.items() for m in models}
     status = await cluster.status()
     assert status.actions_total["activate"] == 3
     assert set(status.kvpr) == {"host:0", "host:1"}
@@ -140,14 +140,14 @@ async def test_migration_is_make_before_break(cluster: Cluster) -> None:
 
     await eventually(busy)
     moved = second.orders[0][1]
-    assert (await cluster.queue.placement())[moved] == "host:0"
+    assert (await cluster.queue.placement())[moved] == ("host:0",)
     served = first.finished[moved]
     await cluster.send(moved)
     await eventually(lambda: first.finished[moved] > served)
     assert not [order for order in first.orders if order[0] == "evict"]
     second.stuck.clear()
     await eventually(lambda: moved in second.active() and moved not in first.residents)
-    assert (await cluster.queue.placement())[moved] == "host:1"
+    assert (await cluster.queue.placement())[moved] == ("host:1",)
     await cluster.serves(moved)
     assert (await cluster.status()).actions_total["migrate"] == 1
 
@@ -190,7 +190,7 @@ async def test_a_model_over_two_devices_gets_both_and_gives_both_back(cluster: C
         return home, peer
 
     home, peer = of_wide()
-    assert (await cluster.queue.placement()) == {"wide": home.device}
+    assert (await cluster.queue.placement()) == {"wide": (home.device,)}
     refused = await cluster.command("activate", model="wide", device=peer.device)
     assert not refused.ok
     assert "leave the device out" in refused.message

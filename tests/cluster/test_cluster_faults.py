@@ -53,7 +53,7 @@ async def test_a_failed_activation_is_tried_on_the_other_device(cluster: Cluster
     await cluster.start_agent("host:1")
     await cluster.send("a")
     await eventually(lambda: cluster.agents["host:1"].finished["a"])
-    assert (await cluster.queue.placement()) == {"a": "host:1"}
+    assert (await cluster.queue.placement()) == {"a": ("host:1",)}
 
 
 async def test_requests_of_a_failed_activation_go_back_to_unplaced(cluster: Cluster) -> None:
@@ -95,13 +95,13 @@ async def test_a_restarted_scheduler_does_not_wait_for_a_dead_agent(cluster: Clu
     await cluster.start()
     placement = await cluster.queue.placement()
     await cluster.stop_scheduler()
-    await cluster.kill_agent(placement["a"])
+    await cluster.kill_agent(placement["a"][0])
     seen: list[bool] = []
 
     async def noted() -> bool:
         status = await cluster.status()
         seen.append(status.ready)
-        return placement["a"] in status.degraded
+        return placement["a"][0] in status.degraded
 
     cluster.start_scheduler()
     await eventually(noted)
@@ -158,12 +158,12 @@ async def test_an_active_model_that_is_not_routed_gets_routed(cluster: Cluster) 
     cluster.configure(spec("a"), rooms=(1.0,))
     await cluster.start()
     await cluster.stop_scheduler()
-    await cluster.queue.route("a", None)
+    await cluster.queue.route("a")
     await cluster.send("a")
     assert cluster.finished("a") == 0
     cluster.start_scheduler()
     await eventually(lambda: cluster.finished("a"))
-    assert await cluster.queue.placement() == {"a": "host:0"}
+    assert await cluster.queue.placement() == {"a": ("host:0",)}
     assert cluster.orders() == [("activate", "a")]
 
 
@@ -171,13 +171,13 @@ async def test_a_second_copy_is_taken_down(cluster: Cluster) -> None:
     """As after a scheduler that died in the middle of a migration."""
     cluster.configure(spec("a"), rooms=(1.0, 1.0))
     await cluster.start()
-    home = (await cluster.queue.placement())["a"]
+    home = (await cluster.queue.placement())["a"][0]
     other = ({"host:0", "host:1"} - {home}).pop()
     await cluster.stop_scheduler()
     cluster.agents[other].residents["a"] = replace(cluster.agents[home].residents["a"])
     cluster.start_scheduler()
     await eventually(lambda: cluster.active() == {home: {"a"}, other: set()})
-    assert (await cluster.queue.placement()) == {"a": home}
+    assert (await cluster.queue.placement()) == {"a": (home,)}
     await cluster.serves("a")
 
 
@@ -204,15 +204,15 @@ async def test_requests_of_a_lost_agent_go_elsewhere(cluster: Cluster) -> None:
     cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
     await cluster.start()
     placement = await cluster.queue.placement()
-    cluster.agents[placement["a"]].serving = False
-    assert await cluster.send("a") == placement["a"]
-    await cluster.kill_agent(placement["a"])
+    cluster.agents[placement["a"][0]].serving = False
+    assert await cluster.send("a") == placement["a"][0]
+    await cluster.kill_agent(placement["a"][0])
     await eventually(lambda: cluster.finished("a"))
     assert set((await cluster.queue.placement()).values()) == {placement["b"]}
     status = await cluster.status()
     assert status.ready, "the other device serves"
     assert status.degraded == {
-        placement["a"]: "its agent does not report; its models may go elsewhere"
+        placement["a"][0]: "its agent does not report; its models may go elsewhere"
     }
 
 
@@ -261,10 +261,10 @@ async def test_an_agent_that_hangs_is_lost_and_may_come_back(cluster: Cluster) -
     cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
     await cluster.start()
     placement = await cluster.queue.placement()
-    agent = cluster.agents[placement["a"]]
+    agent = cluster.agents[placement["a"][0]]
     agent.silent, agent.serving = True, False
     await cluster.send("a")
-    await eventually(lambda: cluster.agents[placement["b"]].finished["a"])
+    await eventually(lambda: cluster.agents[placement["b"][0]].finished["a"])
     agent.silent, agent.serving = False, True
     await eventually(lambda: not agent.residents)
     assert set((await cluster.queue.placement()).values()) == {placement["b"]}
@@ -274,7 +274,7 @@ async def test_an_agent_that_hangs_is_lost_and_may_come_back(cluster: Cluster) -
 async def test_what_a_lost_agent_was_running_is_served_elsewhere(cluster: Cluster) -> None:
     cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
     await cluster.start()
-    home = (await cluster.queue.placement())["a"]
+    home = (await cluster.queue.placement())["a"][0]
     agent = cluster.agents[home]
     agent.serving = False
     await cluster.send("a")
@@ -329,7 +329,7 @@ async def test_a_model_whose_engine_died_comes_back_at_once(cluster: Cluster) ->
 async def test_a_model_that_the_agent_revives_is_left_alone(cluster: Cluster) -> None:
     cluster.configure(spec("a"), rooms=(1.0, 1.0))
     await cluster.start()
-    home = (await cluster.queue.placement())["a"]
+    home = (await cluster.queue.placement())["a"][0]
     resident = cluster.agents[home].residents["a"]
     resident.state = "activating"
     await cluster.agents[home].report()

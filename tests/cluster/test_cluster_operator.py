@@ -31,7 +31,7 @@ async def test_evict_and_activate(cluster: Cluster) -> None:
 async def test_activate_on_a_named_device_moves_the_model(cluster: Cluster) -> None:
     cluster.configure(spec("a"), rooms=(1.0, 1.0))
     await cluster.start()
-    home = (await cluster.queue.placement())["a"]
+    home = (await cluster.queue.placement())["a"][0]
     other = ({"host:0", "host:1"} - {home}).pop()
     result = await cluster.command("activate", model="a", device=other)
     assert (result.ok, result.message) == (True, f"a moved to {other}")
@@ -81,7 +81,7 @@ async def test_flush_trims_devices_or_one_model(cluster: Cluster) -> None:
     await cluster.start()
     result = await cluster.command("flush")
     assert result.message == "host:0: trimmed 7 bytes; host:1: trimmed 7 bytes"
-    home = (await cluster.queue.placement())["a"]
+    home = (await cluster.queue.placement())["a"][0]
     assert (await cluster.command("flush", model="a")).message == f"{home}: trimmed 7 bytes"
     assert cluster.agents[home].orders[-1] == ("trim", "a")
     await cluster.command("evict", model="a")

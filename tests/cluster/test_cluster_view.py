@@ -148,10 +148,54 @@ def test_a_failed_model_is_absent_and_its_requests_count() -> None:
 def test_the_copy_that_is_routed_is_the_one_shown() -> None:
     state = make_state()
     seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
-    state.placement["a"] = "host:1"
+    state.placement["a"] = ("host:1",)
     models, gpus = look(state)
     assert models["a"].device == "host:1"
     assert gpus["host:0"].fixed_bytes == MODEL_BYTES
+
+
+def test_each_copy_has_a_view_with_its_share() -> None:
+    """Of the rate; what waits and runs is its device's, and what waits nowhere is everybody's."""
+    state = make_state()
+    first = ModelReport("a", "active", waiting=5, running=3, oldest_wait_s=2.0)
+    seen(state, report("host:0", first), report("host:1", ModelReport("a", "active", running=1)))
+    state.placement["a"], state.unplaced["a"] = ("host:1", "host:0"), 2
+    state.load_s["a"] = 1.5
+    views = [m for m in build_view(state, 100.0).models if m.name == "a"]
+    assert [(m.device, m.state, m.waiting, m.running) for m in views] == [
+        ("host:1", "active", 2, 1),
+        ("host:0", "active", 7, 3),
+    ]
+    assert [(m.oldest_wait_s, m.load_s) for m in views] == [(0.0, 1.5), (2.0, 1.5)]
+    assert [gpu.fixed_bytes for gpu in build_view(state, 100.0).gpus] == [0, 0]
+
+
+def test_copies_show_beside_one_that_comes_or_goes() -> None:
+    state = make_state()
+    seen(state, report("host:0", ModelReport("a", "active")), report("host:1"))
+    state.placement["a"] = ("host:0",)
+    state.moves["a"] = Move("activate", "a", "host:1")
+    views = [m for m in build_view(state, 100.0).models if m.name == "a"]
+    assert [(m.device, m.state) for m in views] == [
+        ("host:0", "active"),
+        ("host:1", "activating"),
+    ]
+    state.placement["a"] = ("host:0", "host:1")
+    state.moves["a"] = Move("evict", "a", "host:0")
+    seen(state, report("host:1", ModelReport("a", "active")))
+    views = [m for m in build_view(state, 100.0).models if m.name == "a"]
+    assert [(m.device, m.state) for m in views] == [("host:1", "active"), ("host:0", "draining")]
+
+
+def test_a_lost_copy_is_routed_no_more_and_one_that_comes_back_stays() -> None:
+    state = make_state()
+    seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
+    state.placement["a"] = ("host:0", "host:1")
+    assert repairs(state, 100.0) == []
+    seen(state, report("host:1", ModelReport("a", "activating")))
+    assert repairs(state, 100.0) == []
+    seen(state, report("host:1", ModelReport("a", "failed")))
+    assert repairs(state, 100.0) == [Route("a", ("host:0",), "it was routed to host:0, host:1")]
 
 
 def test_idle_time_is_on_the_agents_clock_and_starts_with_the_activation() -> None:
@@ -196,7 +240,7 @@ def test_sizes_are_measured_unless_placement_must_stay_fixed(policy: str, weight
 def test_nothing_to_mend_when_redis_and_agents_agree() -> None:
     state = make_state()
     seen(state, report("host:0", ModelReport("a", "active")), report("host:1"))
-    state.placement = {"a": "host:0"}
+    state.placement = {"a": ("host:0",)}
     state.unplaced = {"b": 4}
     assert repairs(state, 100.0) == []
 
@@ -204,16 +248,16 @@ def test_nothing_to_mend_when_redis_and_agents_agree() -> None:
 def test_devices_that_may_still_come_are_left_alone() -> None:
     state = make_state()
     seen(state, report("host:0"))
-    state.placement = {"a": "host:1", "b": "host:0"}
+    state.placement = {"a": ("host:1",), "b": ("host:0",)}
     assert [r.model for r in repairs(state, 101.0)] == ["b"]
     (_, late) = sorted(repairs(state, 131.0), key=lambda r: r.model, reverse=True)
-    assert late == Route("a", None, "it was routed to host:1")
+    assert late == Route("a", (), "it was routed to host:1")
 
 
 def test_a_model_with_an_action_under_way_is_left_to_it() -> None:
     state = make_state()
     seen(state, report("host:0"), report("host:1"))
-    state.placement = {"a": "host:0"}
+    state.placement = {"a": ("host:0",)}
     state.moves["a"] = Move("activate", "a", "host:0")
     assert repairs(state, 100.0) == []
 
@@ -221,10 +265,10 @@ def test_a_model_with_an_action_under_way_is_left_to_it() -> None:
 def test_requests_stranded_in_unplaced_and_second_copies() -> None:
     state = make_state()
     seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
-    state.placement, state.unplaced = {"a": "host:1", "zzz": "host:0"}, {"a": 1}
+    state.placement, state.unplaced = {"a": ("host:1",), "zzz": ("host:0",)}, {"a": 1}
     assert repairs(state, 100.0) == [
-        Route("zzz", None, "not in the configuration"),
-        Route("a", "host:1", "requests waited although it is placed"),
+        Route("zzz", (), "not in the configuration"),
+        Route("a", ("host:1",), "requests waited although it is placed"),
         DropCopy("a", "host:0", "host:1"),
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from prism.config.replicas import ReplicasYaml
 from prism.config.resolve import load
 from prism.config.schema import read_resolved, write_resolved
 from prism.errors import ConfigError
@@ -43,6 +44,29 @@ def written(folder: Path, data: object) -> Path:
     path = folder / "prism.yaml"
     path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
     return path
+
+
+def test_bounds_of_copies_follow_the_devices(folder: Path) -> None:
+    """By default as many as there are devices; a model with a device of its own has one place."""
+    data = copy.deepcopy(GOOD)
+    a, b = load(written(folder, data)).models
+    assert [(m.replicas_min, m.replicas_max) for m in (a, b)] == [(1, 2), (1, 1)]
+    data["models"][0]["replicas"] = {"min": 2, "max": 9}
+    kept = load(written(folder, data)).models[0]
+    assert (kept.replicas_min, kept.never_evict) == (2, True)
+    data["models"][0]["replicas"] = {"max": 0}
+    with pytest.raises(ConfigError, match=r"models\[0\].replicas.max: 0 must be at least 1"):
+        load(written(folder, data))
+    for bounds, most in (({"min": 3}, 2), ({"min": 2, "max": 1}, 1), ({"min": 0}, 2)):
+        data["models"][0]["replicas"] = bounds
+        with pytest.raises(ConfigError, match=rf"models\[0\].replicas.min: .* 1 to {most}"):
+            load(written(folder, data))
+
+
+def test_copies_of_a_wide_model_stay_within_nodes() -> None:
+    three = ReplicasYaml().bounds("a", ["x", "x", "x", "y", "y"], tp=2)
+    assert three == (1, 2)
+    assert ReplicasYaml().bounds("a", ["x", "y"], tp=2) == (1, 1)
 
 
 def test_a_good_file(folder: Path) -> None:

@@ -42,7 +42,7 @@ async def test_goes_where_its_model_is_placed(queue: RequestQueue) -> None:
     assert await queue.enqueue(request("3", "b")) == UNPLACED
     assert await waiting(queue, DEVICE) == ["1", "2"]
     assert await queue.unplaced_counts() == {"b": 1}
-    assert await queue.placement() == {"a": DEVICE}
+    assert await queue.placement() == {"a": (DEVICE,)}
 
 
 async def test_a_burst_waits_for_connections(queue: RequestQueue) -> None:
@@ -81,8 +81,40 @@ async def test_moves_forth_and_back_in_order(queue: RequestQueue) -> None:
     assert [r.id for _, r in await queue.read(OTHER, "0", 0, count=300)] == [
         str(n) for n in range(0, 600, 2)
     ]
-    assert await queue.route("a", None) == 300
+    assert await queue.route("a") == 300
     assert await queue.unplaced_counts() == {"a": 300, "b": 300}
+
+
+async def test_of_several_copies_the_one_with_least_to_do_gets_a_request(
+    queue: RequestQueue,
+) -> None:
+    """Running requests count, until they end or wait elsewhere."""
+    await queue.route("b", OTHER)
+    await queue.enqueue(request("other", "b"))
+    await queue.route("a", DEVICE, OTHER)
+    assert await queue.placement() == {"a": (DEVICE, OTHER), "b": (OTHER,)}
+    assert [await queue.enqueue(request(str(n))) for n in range(4)] == [DEVICE, OTHER] * 2
+    epoch = await queue.acquire(DEVICE, "agent", TTL_S)
+    await queue.admit(DEVICE, epoch, await entries(queue, DEVICE))
+    assert await queue.enqueue(request("4")) == DEVICE
+    await queue.finish(DEVICE, epoch, ["0", "2", "2"])
+    assert [await queue.enqueue(request(n)) for n in "567"] == [DEVICE, DEVICE, OTHER]
+    assert await queue.forget(["1", "3"]) == {"1", "3"}
+    assert await queue.enqueue(request("7", attempt=2)) == OTHER
+
+
+async def test_a_copy_that_joins_shares_what_waits_and_one_that_leaves_gives_it_up(
+    queue: RequestQueue,
+) -> None:
+    await queue.route("a", DEVICE)
+    for n in range(600):
+        await queue.enqueue(request(str(n)))
+    assert await queue.route("a", DEVICE, OTHER) == 300
+    assert await queue.route("a", DEVICE, OTHER) == 0
+    assert (await queue.depth(DEVICE), await queue.depth(OTHER)) == (300, 300)
+    assert await queue.route("a", OTHER) == 300
+    assert (await queue.depth(DEVICE), await queue.depth(OTHER)) == (0, 600)
+    assert await queue.route("a") == 600
 
 
 async def test_admitted_once_and_gone_when_finished(queue: RequestQueue) -> None:
@@ -236,7 +268,9 @@ async def test_route_while_being_admitted_leaves_one_place(
         for n in range(total):
             await scheduler.enqueue(request(str(n)))
             if n % 3 == 0:
-                await scheduler.route("a", rng.choice([None, "host:0", "host:1"]))
+                await scheduler.route(
+                    "a", *rng.choice([(), ("host:0",), ("host:1",), ("host:0", "host:1")])
+                )
         await scheduler.route("a", "host:1")
 
     await asyncio.wait_for(asyncio.gather(schedule(), serve(0), serve(1)), 60)

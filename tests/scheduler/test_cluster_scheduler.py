@@ -8,10 +8,20 @@ import pytest
 from msgspec import structs
 
 from prism.policies import registry
-from prism.policies.data import Activate, Evict, GpuView, Migrate, ModelView, Refuse, Settings
+from prism.policies.data import (
+    Action,
+    Activate,
+    ClusterView,
+    Evict,
+    GpuView,
+    Migrate,
+    ModelView,
+    Refuse,
+    Settings,
+)
 from prism.scheduler.cluster import ClusterScheduler
 from prism.scheduler.fakes import FakeCluster
-from tests.policies.clusters import gpu, model
+from tests.policies.clusters import active, gpu, model, view
 
 SETTINGS = Settings(idle_threshold_s=45.0)
 
@@ -137,3 +147,27 @@ def test_the_static_policy_never_moves_anything() -> None:
         cluster.serve(rate=dice.random())
         run(cluster, loop, cluster.now_s + 1.0)
     assert [type(a) for _, a in cluster.applied] == [Activate] * 4
+
+
+def test_what_a_copy_can_serve_is_noted_while_all_serve() -> None:
+    """A copy on its way has its share of the rate, too, so the others' would be too low."""
+    load = {"token_rate": 60.0, "waiting": 9, "oldest_wait_s": 9.0, "replicas_max": 4}
+    one = active("a", "host:0", **load)
+    half = structs.replace(one, token_rate=30.0)
+    coming = model("a", device="host:1", state="activating", token_rate=30.0, replicas_max=4)
+    views: list[ClusterView] = []
+    shown = [one]
+
+    class Shown(FakeCluster):
+        def view(self) -> ClusterView:
+            return view(shown, gpus(100, 100))
+
+        def apply(self, action: Action) -> None:
+            pass
+
+    loop = scheduler(Shown([], []))
+    loop.observe = lambda seen, _: views.append(seen)
+    loop.step(0.0)
+    shown = [half, coming]
+    loop.step(0.0)
+    assert [m.saturated_rate for seen in views for m in seen.models] == [60.0, 60.0, 60.0]

@@ -236,6 +236,8 @@ def _model(
         never_evict=spec.never_evict,
         pinned_device=spec.pinned_device,
         static_share=spec.static_share,
+        replicas_min=spec.replicas_min,
+        replicas_max=spec.replicas_max,
         activation_s=found.activation_s.get(spec.name),
         request_s=min(found.reach_s, request_s),
         submit_s=max(0.0, request_s - found.reach_s),
