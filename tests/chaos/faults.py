@@ -126,8 +126,12 @@ class Striker:
         self.config: ClusterConfig = read_resolved(cluster.run_dir / "cluster.json")
 
     def strike(self, fault: Fault) -> str:
-        """What was struck, for the journal."""
-        return str(getattr(self, f"_{fault.kind}")(fault))
+        """What was struck, for the journal. Begins again where another fault has hold of Redis."""
+        while True:
+            try:
+                return str(getattr(self, f"_{fault.kind}")(fault))
+            except redis.RedisError:
+                time.sleep(0.05)
 
     def root(self) -> Path:
         """The file systems as the cluster sees them."""
