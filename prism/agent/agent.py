@@ -45,7 +45,7 @@ from prism.scheduler.local import Limits, LocalScheduler
 
 log = logging.getLogger(__name__)
 
-_RETURN_S = 1.0  # for engines of other devices to end what they borrowed here
+_RETURN_S = 5.0  # for engines of other devices to end what they borrowed here
 
 
 class Agent:

@@ -20,6 +20,8 @@ ID_HEADER = "x-request-id"
 # What a client names its request; another one gets an id of ours. It stands in logs.
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _PATH_CHARS_MAX = 200
+# What a client asked for then is any text, perhaps one that belongs into a body.
+_UNKNOWN_PATHS = (404, 405)
 # They come every few seconds from programs that watch.
 _PROBES = ("/health", "/metrics", "/status")
 
@@ -101,6 +103,8 @@ def _write(call: Call, status: int, seconds: float) -> None:
     if not log.isEnabledFor(level):
         return
     known = {name: getattr(call, name) for name in _LOGGED}
+    if status in _UNKNOWN_PATHS:
+        del known["path"]
     said = {name: value for name, value in known.items() if value}
     line = {**said, "status": status, "ms": round(seconds * 1000, 1)}
     log.log(level, msgspec.json.encode(line).decode())

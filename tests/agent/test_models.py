@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prism.config.units import parse_size
 from prism.messages.agent import ActivateModel, TrimModel
 from tests.agent.harness import DEVICE, World, until
 
@@ -146,7 +147,7 @@ async def test_trim_gives_the_cache_back(agent_world: World) -> None:
     held = agent_world.device.usage().committed_bytes
     result = await agent_world.scheduler.ask(TrimModel(0, None))
     assert result.ok
-    assert int(result.message.split()[0]) > 0
+    assert parse_size(result.message.split()[0], "trim") > 0
     assert agent_world.device.usage().committed_bytes < held
     assert not (await agent_world.scheduler.ask(TrimModel(0, "b"))).ok
 

@@ -181,12 +181,13 @@ async def test_too_many_open_requests(
 ) -> None:
     config = make_config(redis_server.url, namespace, short_dir, max_open_requests=2)
     async with stack_of(config) as stack:
-        response = await stack.client.post(
-            "/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]}
-        )
+        waiting = asyncio.create_task(stack.client.post("/v1/completions", json=BODY))
+        await until(lambda: len(stack.services.dispatcher.log) == 1)
+        response = await stack.client.post("/v1/completions", json={**BODY, "prompt": ["a", "b"]})
         assert response.status_code == 429
         assert response.headers["retry-after"]
         assert "frontend.max_open_requests" in response.json()["error"]["message"]
+        waiting.cancel()
         stack.agent.script = answering([7])
         assert (await stack.client.post("/v1/completions", json=BODY)).status_code == 200
 

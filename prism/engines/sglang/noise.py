@@ -7,6 +7,7 @@ depend on what else is in its batch.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def install() -> None:
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample
 
 
+@wraps(_sample)
 def sample(probs: torch.Tensor, *filters: Any, **options: Any) -> Any:
     """A token id of each row, int32.
 
