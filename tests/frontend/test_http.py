@@ -66,7 +66,8 @@ async def test_the_access_log(stack: Stack, caplog: pytest.LogCaptureFixture) ->
         "output_tokens": done.json()["usage"]["completion_tokens"],
         "status": 200,
     }  # fmt: skip
-    assert (lost["path"], lost["status"]) == ("/no\nwhere", 404)
+    assert "path" not in lost  # it may be a prompt
+    assert lost["status"] == 404
 
 
 async def test_a_bug_has_an_id_too(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
