@@ -117,7 +117,7 @@ class Agent:
             engines=self._link,
             tokens=self._tokens,
             wake=self._admission.wake,
-            reread=self._reread,
+            missed=self._missed,
             headroom_tokens=self._limits.headroom_tokens,
         )
         self._reader = QueueReader(
@@ -346,8 +346,11 @@ class Agent:
         preloaded = config.preloaded_path(name) if config.preloaded else None
         return ForkServerClient.start(config.engine.adapter, self._config_path, name, preloaded)
 
-    def _reread(self) -> None:
-        self._reader.replay()
+    def _missed(self, model: str) -> None:
+        """With other copies of the model, more requests may have gone to them."""
+        hosted = self._state.models.hosted.get(model)
+        if hosted is not None and hosted.spec.replicas_max > 1:
+            self._reader.refresh()
 
     def _restore(self) -> None:
         self._frontends.forgive()

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 
 BLOCK_S = 1.0  # a read of the queue waits so long for the next request
+REFRESH_S = 1.0  # between readings of the whole queue for entries that left it
 # The order is computed at most this often. What arrives meanwhile is ordered together.
 PAUSE_S = 0.002
 # Without news a turn follows after this time: deadlines pass, and memory may have come free.
@@ -126,7 +127,13 @@ class QueueReader:
         self._on_replayed = on_replayed
         self._set_aside = set_aside
         self._replay = True
+        self._refresh = False
+        self._replayed_s = float("-inf")
         self._cursor = "0"
+
+    def refresh(self) -> None:
+        """As `replay`, at most every REFRESH_S: what has left the queue does no harm meanwhile."""
+        self._refresh = True
 
     def replay(self) -> None:
         """Read everything that waits again: the queue may have changed unseen."""
@@ -136,7 +143,7 @@ class QueueReader:
         down = False
         while True:
             try:
-                if self._replay:
+                if self._replay or self._refresh_is_due():
                     await self._read_all()
                 await self._read(BLOCK_S)
                 down = False
@@ -146,6 +153,9 @@ class QueueReader:
                 log.log(logging.DEBUG if down else logging.WARNING, "%s", error)
                 down = self._replay = True
                 await asyncio.sleep(self._timing.retry_s)
+
+    def _refresh_is_due(self) -> bool:
+        return self._refresh and time.monotonic() >= self._replayed_s + REFRESH_S
 
     async def _take_out(self, malformed: Mapping[str, tuple[str, int]]) -> None:
         """The rest is read again: this read may have been the middle of a replay."""
@@ -157,7 +167,8 @@ class QueueReader:
             await asyncio.sleep(self._timing.retry_s)
 
     async def _read_all(self) -> None:
-        self._replay, self._cursor = False, "0"
+        self._replay = self._refresh = False
+        self._replayed_s, self._cursor = time.monotonic(), "0"
         seen: set[str] = set()
         while entries := await self._read(0.0):
             seen.update(entries)

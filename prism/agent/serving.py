@@ -38,8 +38,8 @@ GONE_MAX = 256  # ids of frontends that are remembered
 
 class Serving:
     """`wake`: something happened after which requests may start, or queue updates are pending.
-    `reread`: requests have left the queue unseen; it is to be read again. headroom_tokens: as the
-    scheduler's limits have it. now_unix_s: wall clock."""
+    `missed`: a request of this model has left the queue unseen. headroom_tokens: as the scheduler's
+    limits have it. now_unix_s: wall clock."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Serving:
         engines: EngineLink,
         tokens: TokenSender,
         wake: Callable[[], None],
-        reread: Callable[[], None],
+        missed: Callable[[str], None],
         headroom_tokens: int,
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
@@ -65,7 +65,7 @@ class Serving:
         self._engines = engines
         self._tokens = tokens
         self.wake = wake
-        self._reread = reread
+        self._missed = missed
         self._headroom_tokens = headroom_tokens
         self._now_unix_s = now_unix_s
         self.paused = False
@@ -161,8 +161,7 @@ class Serving:
 
     async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
         try:
-            entry_ids = [tracked.entry_id for tracked in admitting]
-            admitted = await self._queue.admit(self._device, epoch, entry_ids)
+            admitted = await self._queue.admit(self._device, epoch, [t.entry_id for t in admitting])
         except (QueueUnavailableError, LeaseLostError):
             for tracked in admitting:
                 self._put_back(tracked)
@@ -174,7 +173,8 @@ class Serving:
                 continue
             if tracked.cancelled:  # its entry is stale; the request may wait in another one
                 self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
-            self._reread()
+            else:
+                self._missed(tracked.request.model)
             self._requests.drop(tracked)
         for model, chosen in by_model.items():
             self._submit(model, chosen)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from prism.cluster.link import AgentLinks, settle
 from prism.cluster.state import Move, SchedulerState
@@ -30,6 +31,7 @@ class Actuator:
         self._link = link
         self._queue = queue
         self._tasks: dict[str, asyncio.Task[str]] = {}
+        self._routing: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
 
     def start(self, action: Action) -> asyncio.Task[str] | None:
         """Begin; the task's value is "" or what went wrong. None: nothing to do, or the model
@@ -56,6 +58,33 @@ class Actuator:
             why = f"a second copy, {home} serves it"
             move = Move("drop_copy", model, device, home)
             self._begin(move, why, self._take_down(EvictModel(0, model, why), device))
+
+    def evict_all(
+        self, model: str, devices: Sequence[str], reason: str
+    ) -> asyncio.Task[str] | None:
+        """All copies, which are active on these, leave as one action. As `start`."""
+        if model in self._state.moves:
+            return None
+        held = [part for d in devices for part in (d, *self._state.book.peers(d, model))]
+        move = Move("evict", model, held[0], peers=tuple(held[1:]))
+        return self._begin(move, reason, self._evict_all(model, devices, reason))
+
+    async def reroute(
+        self, model: str, change: Callable[[tuple[str, ...]], Iterable[str]]
+    ) -> tuple[str, ...]:
+        """Requests go to what `change` makes of the devices that they go to now; returns those.
+        One change of a model at a time, so that none is lost. Where Redis has no devices of the
+        model, the change begins with those where it is active and not on its way. Raises
+        QueueUnavailableError."""
+        async with self._routing[model]:
+            placed = (await self._queue.placement()).get(model) or self._serving(model)
+            devices = tuple(change(placed))
+            await self._queue.route(model, *devices)
+        return devices
+
+    def _serving(self, model: str) -> tuple[str, ...]:
+        move, active = self._state.moves.get(model), self._state.book.where(model, "active")
+        return tuple(d for d in active if move is None or d not in move.routes)
 
     async def stop(self) -> None:
         """Cancel what is under way; the agents finish it, the next scheduler sees the result."""
@@ -131,11 +160,7 @@ class Actuator:
         name, device = action.model, action.device
         await self._bring_up(name, device, action, route_at_once=not action.joins)
         if action.joins:
-            others = [d for d in await self._routed(name) if d != device]
-            await self._queue.route(name, *others, device)
-
-    async def _routed(self, model: str) -> tuple[str, ...]:
-        return (await self._queue.placement()).get(model, ())
+            await self.reroute(name, lambda placed: [*(d for d in placed if d != device), device])
 
     async def _hint(self, action: Activate) -> None:
         """The device's machine reads the model's files while other models leave. The result is
@@ -148,20 +173,28 @@ class Actuator:
     async def _evict(self, action: Evict) -> None:
         # First the route: no request may arrive at a model that is being taken down.
         name = action.model
-        kept = [d for d in await self._routed(name) if d != action.device]
-        await self._queue.route(name, *kept)
+        kept = await self.reroute(name, lambda placed: (d for d in placed if d != action.device))
         move = action.move_running and bool(kept)
         targets = (kept[0], *self._state.book.peers(kept[0], name)) if move else ()
         command = EvictModel(0, name, action.reason, move, targets)
         await self._take_down(command, action.device)
 
+    async def _evict_all(self, model: str, devices: Sequence[str], reason: str) -> None:
+        await self.reroute(model, lambda _: ())
+        command = EvictModel(0, model, reason)
+        ends = (self._take_down(command, device) for device in devices)
+        for outcome in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
     async def _migrate(self, action: Migrate) -> None:
         """Make before break: the source serves until the target is ready. Requests that run there
         then finish there, or go to the target with their KV."""
         await self._bring_up(action.model, action.target, action, route_at_once=False)
-        routed = await self._routed(action.model)
-        others = [d for d in routed if d not in (action.source, action.target)]
-        await self._queue.route(action.model, action.target, *others)
+        ends = (action.source, action.target)
+        await self.reroute(
+            action.model, lambda placed: [action.target, *(d for d in placed if d not in ends)]
+        )
         targets = (action.target, *action.peers)
         command = EvictModel(0, action.model, action.reason, action.move_running, targets)
         await self._take_down(command, action.source)
@@ -176,7 +209,7 @@ class Actuator:
         result = self._link.post(device, command)
         try:
             if route_at_once:  # so that requests wait where they will be served
-                await self._queue.route(name, device)
+                await self.reroute(name, lambda _: (device,))
             await settle(result, device, self._state.timing.activation_s)
         finally:
             result.cancel()

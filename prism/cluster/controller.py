@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from prism.cluster.actuator import Actuator
 from prism.cluster.link import AgentLinks
-from prism.cluster.repairs import Route, repairs
+from prism.cluster.repairs import Reroute, Route, repairs
 from prism.cluster.state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
@@ -78,6 +78,7 @@ class ClusterController:
         for model in state.book.take(report, now_s):
             if model not in state.moves:
                 self._died(model, device)
+        self._note_revivals(before, report)
         totals = {m.model: m.prompt_tokens_total + m.output_tokens_total for m in report.models}
         state.rates.observe(device, report.epoch, totals, now_s)
         state.sizes.observe(report)
@@ -187,6 +188,14 @@ class ClusterController:
 
     # --- faults -----------------------------------------------------------------------------
 
+    def _note_revivals(self, before: AgentReport | None, report: AgentReport) -> None:
+        """What came while an engine was brought up again says nothing of the load."""
+        coming = {m.model for m in before.models if m.state == "activating"} if before else set()
+        for model in report.models:
+            if model.state == "active" and model.model in coming:
+                repaid_s = self._state.now_s() + model.activation_s
+                self._state.repaid_s[model.model] = repaid_s
+
     def _died(self, model: str, device: str) -> None:
         found = self._state.book.model(device, model)
         problem = (found.error if found else "") or f"its engine on {device} ended"
@@ -200,7 +209,7 @@ class ClusterController:
         if before is None or before.epoch == report.epoch:
             return
         for move in list(self._state.moves.values()):
-            for device in (move.device, move.source):
+            for device in (*move.devices, move.source):
                 known = self._state.book.state(report.device, move.model) != "absent"
                 if device == report.device and not known:
                     self._link.give_up(device, f"the agent of {device} restarted", move.model)
@@ -233,24 +242,39 @@ class ClusterController:
 
     async def _mend(self, moving: set[str]) -> None:
         for repair in repairs(self._state, self._state.now_s()):
-            if repair.model in moving:
-                continue
-            if isinstance(repair, Route):
+            if isinstance(repair, Reroute):
+                await self._reroute(repair)
+            elif repair.model in moving or repair.model in self._state.moves:
+                continue  # its action ended or began a moment ago
+            elif isinstance(repair, Route):
                 where = ", ".join(repair.devices) or "no device"
                 log.info("route %s to %s: %s", repair.model, where, repair.reason)
                 moved = await self._queue.route(repair.model, *repair.devices)
-                self._note_route(repair, moved)
+                self._note_route(repair.model, repair.devices, moved)
             else:
                 self._actuator.drop_copy(repair.model, repair.device, repair.home)
 
-    def _note_route(self, repair: Route, moved: int) -> None:
-        self._state.unplaced.pop(repair.model, None)
-        if repair.devices:
-            self._state.placement[repair.model] = repair.devices
-            return
-        self._state.placement.pop(repair.model, None)
-        if moved:
-            self._state.unplaced[repair.model] = moved
+    async def _reroute(self, repair: Reroute) -> None:
+        lost, instead = set(repair.lost), repair.instead
+        devices = await self._actuator.reroute(
+            repair.model, lambda placed: [d for d in placed if d not in lost] or instead
+        )
+        why = f"without {', '.join(repair.lost)}" if lost else "the placement was lost"
+        log.info("route %s to %s: %s", repair.model, ", ".join(devices) or "no device", why)
+        self._note_route(repair.model, devices, 0)
+
+    def _note_route(self, model: str, devices: tuple[str, ...], moved: int) -> None:
+        state, move = self._state, self._state.moves.get(model)
+        state.unplaced.pop(model, None)
+        if devices:
+            state.placement[model] = devices
+        else:
+            state.placement.pop(model, None)
+        if moved and not devices:
+            state.unplaced[model] = moved
+        known, active = state.reviving.get(model, frozenset()), state.book.where(model, "active")
+        coming = known.intersection(active).union(state.book.where(model, "activating"))
+        state.reviving[model] = coming.difference(devices, move.routes if move else ())
 
     async def _recover_queues(self) -> None:
         """Requests that a lost agent left running wait again, where their model is routed now."""

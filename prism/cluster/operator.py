@@ -16,7 +16,7 @@ from prism.cluster.view import build_view
 from prism.errors import ActionError
 from prism.messages.agent import ActionResult, AgentCommand, PrefetchModel, TrimModel
 from prism.messages.cluster import OperatorCommand
-from prism.policies.data import Evict, Migrate
+from prism.policies.data import Migrate
 
 COMMANDS = ("activate", "evict", "prefetch", "flush", "status")
 log = logging.getLogger("prism.cluster")
@@ -124,15 +124,14 @@ class Operator:
         devices = self._state.book.where(model, "active")
         if not devices:
             return _result(True, f"{model} is not active")
-        for device in devices:
-            problem = await self._done(Evict(model, device, "an operator asked for it"))
-            if problem:
-                return _result(False, problem)
+        task = self._actuator.evict_all(model, devices, "an operator asked for it")
+        problem = await self._done(model, task)
+        if problem:
+            return _result(False, problem)
         return _result(True, f"{model} evicted from {', '.join(devices)}")
 
-    async def _done(self, action: Evict | Migrate) -> str:
-        task = self._actuator.start(action)
-        return await asyncio.shield(task) if task else _busy(self._state, action.model)
+    async def _done(self, model: str, task: asyncio.Task[str] | None) -> str:
+        return await asyncio.shield(task) if task else _busy(self._state, model)
 
     async def _activate(self, model: str, device: str | None) -> ActionResult:
         spec = self._state.config.model(model)
@@ -149,7 +148,7 @@ class Operator:
             move = self._state.config.scheduler.move_running
             reason = "an operator asked for it"
             action = Migrate(model, active[0], device, reason, move_running=move)
-            problem = await self._done(action)
+            problem = await self._done(model, self._actuator.start(action))
             return _result(False, problem) if problem else self._active(model, device, "moved to")
         return await self._demand(model, device)
 

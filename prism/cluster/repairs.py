@@ -27,24 +27,34 @@ class DropCopy:
     home: str
 
 
-Repair = Route | DropCopy
+@dataclass(frozen=True, slots=True)
+class Reroute:
+    """An action of `model` is under way: only the devices `lost` leave the route. With none left
+    it is `instead`."""
+
+    model: str
+    lost: tuple[str, ...]
+    instead: tuple[str, ...]
+
+
+Repair = Route | DropCopy | Reroute
 
 
 def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
-    """Leaves out models with an action under way, and devices whose agent may still come."""
+    """Leaves out devices of actions under way, and those whose agent may still come."""
     names = [model.name for model in state.config.models]
     gone = [name for name in state.placement if name not in names]
     mended: list[Repair] = [Route(name, (), "not in the configuration") for name in gone]
     for name in names:
-        if name not in state.moves:
-            mended += _mend(state, name, now_s)
+        placed = state.placement.get(name, ())
+        if any(_may_come(state, device, now_s) for device in placed):
+            continue
+        mend = _mend_beside if name in state.moves else _mend
+        mended += mend(state, name, placed)
     return mended
 
 
-def _mend(state: SchedulerState, name: str, now_s: float) -> list[Repair]:
-    placed = state.placement.get(name, ())
-    if any(_may_come(state, device, now_s) for device in placed):
-        return []
+def _mend(state: SchedulerState, name: str, placed: tuple[str, ...]) -> list[Repair]:
     homes = _homes(state, name, placed)
     mended: list[Repair] = []
     if homes != placed:
@@ -55,16 +65,28 @@ def _mend(state: SchedulerState, name: str, now_s: float) -> list[Repair]:
     return mended + [DropCopy(name, copy, homes[0]) for copy in copies[:1]]
 
 
+def _mend_beside(state: SchedulerState, name: str, placed: tuple[str, ...]) -> list[Repair]:
+    """The action may take minutes: its devices are left to it, the others are not."""
+    mine, active = state.moves[name].routes, state.book.where(name, "active")
+    others = tuple(device for device in active if device not in mine)
+    serving = others or state.book.where(name, "active", "activating")
+    lost = tuple(device for device in placed if device not in mine and device not in serving)
+    return [Reroute(name, lost, others)] if lost or (others and not placed) else []
+
+
 def _may_come(state: SchedulerState, device: str, now_s: float) -> bool:
     return state.book.report(device) is None and not state.book.is_gone(device, now_s)
 
 
 def _homes(state: SchedulerState, name: str, placed: tuple[str, ...]) -> tuple[str, ...]:
-    """Of several copies one that its agent brings up again keeps its place; one that is alone gives
-    it to a copy that serves."""
-    active = state.book.where(name, "active")
+    """A copy that its agent brings up again gives its place to those that serve: it would look
+    idle to requests. It joins them when it is up. A placement that is lost is where the model is
+    active."""
+    active, most = state.book.where(name, "active"), state.config.model(name).replicas_max
     serving = active or state.book.where(name, "activating")
-    if len(placed) > 1:
-        serving = state.book.where(name, "active", "activating")
-    kept = tuple(device for device in placed if device in serving)
-    return kept or tuple(serving[:1])
+    kept = [device for device in placed if device in serving]
+    if not kept:
+        return tuple(active[:most] or serving[:1])
+    again = state.reviving.get(name, frozenset()).difference(kept)
+    back = [device for device in active if device in again]
+    return (*kept, *back[: max(0, most - len(kept))])

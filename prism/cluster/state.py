@@ -30,11 +30,17 @@ class Move:
     model: str
     device: str  # of rank 0
     source: str | None = None
-    peers: tuple[str, ...] = ()  # devices of the other ranks
+    peers: tuple[str, ...] = ()  # devices of the other ranks, and of copies that leave with it
 
     @property
     def devices(self) -> tuple[str, ...]:
         return (self.device, *self.peers)
+
+    @property
+    def routes(self) -> frozenset[str]:
+        """Devices that the action itself begins or ends to route to."""
+        source = (self.source,) if self.kind == "migrate" and self.source else ()
+        return frozenset((*self.devices, *source))
 
     @property
     def brings_up(self) -> bool:
@@ -66,6 +72,8 @@ class SchedulerState:
     placement: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unplaced: dict[str, int] = field(default_factory=dict)  # as last read from Redis
     moves: dict[str, Move] = field(default_factory=dict)  # by model
+    # Model -> devices of copies that their agent brings up again while others serve.
+    reviving: dict[str, frozenset[str]] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)  # to be resident although no request waits
     # Operators' activations that are not finished: model -> device or None.
     demands: dict[str, str | None] = field(default_factory=dict)

@@ -23,7 +23,7 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
         copies={name: d for name, d in state.placement.items() if len(d) > 1},
         agents=state.book.reports(),
         kvpr={name: b.kvpr for name, b in bins.items() if b.gpu.alive},
-        token_rates={m.name: m.token_rate for m in view.models if m.token_rate > 0},
+        token_rates=_token_rates(view),
         unplaced=dict(state.unplaced),
         actions_total=dict(state.actions_total),
         ready=is_ready(state, view),
@@ -34,13 +34,34 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
     )
 
 
+def _token_rates(view: ClusterView) -> dict[str, float]:
+    """Of all copies of a model together."""
+    rates: dict[str, float] = {}
+    for model in view.models:
+        if model.token_rate > 0:
+            rates[model.name] = rates.get(model.name, 0.0) + model.token_rate
+    return rates
+
+
 def degraded(state: SchedulerState) -> dict[str, str]:
-    """Part or device -> what is wrong with it. Empty while the cluster starts and all goes well."""
+    """Part, device or model -> what is wrong with it. Empty while the cluster starts and all goes
+    well."""
     found = read_troubles(Path(state.config.run_dir))
     if state.started_all:
         silent = [d.name for d in state.config.devices if state.book.report(d.name) is None]
         found |= dict.fromkeys(silent, "its agent does not report; its models may go elsewhere")
         found |= dict.fromkeys(state.book.not_up(), "its engines have not all started yet")
+        found |= _too_few_copies(state)
+    return found
+
+
+def _too_few_copies(state: SchedulerState) -> dict[str, str]:
+    """Models of which fewer are up than `replicas.min` says."""
+    found = {}
+    for model in state.config.models:
+        up, least = len(state.book.where(model.name, "active")), model.replicas_min
+        if up < least and least > 1:
+            found[model.name] = f"{up} of at least {least} copies (replicas.min) are up"
     return found
 
 

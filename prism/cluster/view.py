@@ -31,10 +31,12 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
 
 def homes_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], str]]:
     """(devices, rank 0 first, state) of each copy of a model in ModelView's terms. Copies that
-    nothing is routed to show only where there is no other."""
+    nothing is routed to show only where there is no other, or where they come back."""
     move = state.moves.get(name)
-    ends = (move.device, move.source) if move is not None else ()
-    routed = [d for d in state.placement.get(name, ()) if d not in ends]
+    ends = (*move.devices, move.source) if move is not None else ()
+    placed, reviving = state.placement.get(name, ()), state.reviving.get(name, frozenset())
+    shown = (*placed, *sorted(reviving.difference(placed)))
+    routed = [device for device in shown if device not in ends]
     found = [
         (_ranks(state, device, name), stage)
         for device in routed

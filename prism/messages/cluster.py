@@ -46,7 +46,7 @@ class ClusterStatus(Wire, frozen=True):
     ready: bool = False
     refusals: dict[str, str] = {}  # model -> why it has no place now
     malformed_total: int = 0  # messages that the scheduler dropped
-    # Part -> what is wrong with it. The rest of the cluster goes on.
+    # Part, device or model -> what is wrong with it. The rest of the cluster goes on.
     degraded: dict[str, str] = {}
     decisions: list[Decision] = []  # the latest ones, in the order in which they began
     # Model -> devices, of models with several copies; `placement` has the first one.

@@ -287,8 +287,9 @@ def _on_one_node(options: Iterable[Option], tp: int) -> list[Option]:
 def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
     """All parts leave; `victim` is active, so that it has a device."""
     assert victim.device is not None
-    # Only a copy beside others can be running.
-    builder.actions.append(Evict(victim.name, victim.device, reason, victim.running > 0))
+    # What begins to run before the copy leaves goes on at the others, too.
+    others = victim.name in builder.copies
+    builder.actions.append(Evict(victim.name, victim.device, reason, move_running=others))
     for device in devices_of(victim):
         if device in builder.bins and victim.name in builder.bins[device].models:
             builder.bins[device].take(victim.name)
@@ -302,7 +303,7 @@ def _free_short_devices(builder: PlanBuilder) -> None:
     changing, idle = builder.changing(), _over_threshold(builder)
     for b in scarce:
         here = (m for m in idle if m.name in b.models and b.name in devices_of(m))
-        victim = next(here, None)
+        victim = next((m for m in here if not builder.is_changing(m.name)), None)
         if victim is None or b.name in changing:
             continue
         free = size_text(b.gpu.free_bytes)

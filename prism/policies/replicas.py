@@ -129,7 +129,7 @@ def _drop(builder: PlanBuilder, copies: Sequence[ModelView]) -> None:
     leaving = min(copies, key=rank)
     assert leaving.device is not None
     reason = f"{len(copies) - 1} of {len(copies)} copies can do the work"
-    builder.actions.append(Evict(leaving.name, leaving.device, reason))
+    builder.actions.append(Evict(leaving.name, leaving.device, reason, move_running=True))
     for b in _held_by(builder, leaving):
         b.take(leaving.name)
     _share(builder, [m for m in copies if m is not leaving], len(copies) - 1)
@@ -148,8 +148,8 @@ def _add(builder: PlanBuilder, copies: Sequence[ModelView], make_room: MakeRoom)
         if b.gpu.free_bytes >= need and (wanted or b.kvpr_with(candidate) < worst)
     }
     home: Sequence[Bin] | None = kvpr.homes(candidate, free, kvpr.by_rank, 0.0)
-    if home is None and not wanted:
-        home = make_room(builder, candidate, quiet, worst)
+    if home is None:
+        home = make_room(builder, candidate, quiet, math.inf if wanted else worst)
     if home is None:
         return
     waits = max(m.oldest_wait_s for m in copies)

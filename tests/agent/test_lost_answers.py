@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection
 
 import pytest
 
+from prism.agent import queue as agent_queue
+from prism.agent.queue import QueueReader
 from prism.agent.serving import Serving
 from prism.agent.sockets import TokenSender
+from prism.agent.state import AgentTiming
 from prism.errors import QueueUnavailableError
 from prism.messages.engine import Submit
 from prism.queueing import BundledRedis, RequestQueue
@@ -45,11 +49,12 @@ class Desk:
             engines=bench.sent,  # type: ignore[arg-type]
             tokens=self.tokens,
             wake=lambda: None,
-            reread=self.reread,
+            missed=self.missed,
             headroom_tokens=64,
         )
 
-    def reread(self) -> None:
+    def missed(self, model: str) -> None:
+        assert model == "a"
         self.is_stale = True
 
     async def replay(self) -> None:
@@ -128,3 +133,57 @@ async def test_what_left_for_another_copy_no_longer_counts_as_waiting(desk: Desk
     assert desk.is_stale
     await desk.replay()
     assert waiting()["a"] == await desk.queue.depth(DEVICE) == 3 - len(desk.submitted)
+
+
+async def test_a_cancelled_one_that_left_is_no_sign_of_others(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.queue.lost = True
+    await desk.queue.enqueue(request("1"))
+    await desk.replay()
+    admit = desk.queue.admit
+
+    async def cancelled_first(device: str, epoch: int, entry_ids: Collection[str]) -> set[str]:
+        await desk.queue.forget(["1"])
+        desk.serving.cancel(["1"])
+        return await admit(device, epoch, entry_ids)
+
+    monkeypatch.setattr(desk.queue, "admit", cancelled_first)
+    await desk.serving.turn(desk.epoch)
+    assert not desk.bench.state.requests.waiting()
+    assert not desk.is_stale
+
+
+async def test_what_left_a_moment_ago_makes_no_second_reading(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue of thousands is read once for all that left it, not once for each."""
+    readings, replayed = [], asyncio.Event()
+    monkeypatch.setattr(agent_queue, "BLOCK_S", 0.01)
+    monkeypatch.setattr(agent_queue, "REFRESH_S", 1000.0)
+
+    def note(entries: Collection[str]) -> None:
+        readings.append(entries)
+        replayed.set()
+
+    async def nothing(_: object) -> None: ...
+
+    reader = QueueReader(
+        desk.queue,
+        DEVICE,
+        AgentTiming(),
+        on_entry=lambda *_: None,
+        on_replayed=note,
+        set_aside=nothing,
+    )
+    task = asyncio.create_task(reader.run())
+    await replayed.wait()
+    for _ in range(10):
+        reader.refresh()
+        await asyncio.sleep(0.02)
+    assert len(readings) == 1
+    monkeypatch.setattr(agent_queue, "REFRESH_S", 0.0)
+    replayed.clear()
+    await asyncio.wait_for(replayed.wait(), 30)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from prism.cluster.backoff import ActivationBackoff
-from prism.cluster.repairs import DropCopy, Route, repairs
+from prism.cluster.controller import ClusterController
+from prism.cluster.repairs import DropCopy, Reroute, Route, repairs
 from prism.cluster.state import Move, SchedulerState, new_state
+from prism.cluster.status import build_status, degraded
 from prism.cluster.timing import SchedulerTiming
 from prism.cluster.view import build_view
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
@@ -187,15 +189,62 @@ def test_copies_show_beside_one_that_comes_or_goes() -> None:
     assert [(m.device, m.state) for m in views] == [("host:1", "active"), ("host:0", "draining")]
 
 
-def test_a_lost_copy_is_routed_no_more_and_one_that_comes_back_stays() -> None:
-    state = make_state()
+def both_active(model: Any) -> SchedulerState:
+    state = make_state(model)
     seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
     state.placement["a"] = ("host:0", "host:1")
+    return state
+
+
+@pytest.mark.parametrize("stage", ["activating", "failed"])
+def test_a_copy_that_does_not_serve_is_routed_no_more(stage: str) -> None:
+    state = both_active(spec("a"))
     assert repairs(state, 100.0) == []
+    seen(state, report("host:1", ModelReport("a", stage)))
+    assert repairs(state, 100.0) == [Route("a", ("host:0",), "it was routed to host:0, host:1")]
+
+
+def test_a_copy_that_comes_back_joins_and_shows_meanwhile() -> None:
+    """So that no other action of the model is planned."""
+    state = both_active(spec("a", replicas_max=2))
+    state.placement["a"], state.reviving["a"] = ("host:0",), frozenset({"host:1"})
     seen(state, report("host:1", ModelReport("a", "activating")))
     assert repairs(state, 100.0) == []
-    seen(state, report("host:1", ModelReport("a", "failed")))
-    assert repairs(state, 100.0) == [Route("a", ("host:0",), "it was routed to host:0, host:1")]
+    assert [(m.device, m.state) for m in build_view(state, 100.0).models] == [
+        ("host:0", "active"),
+        ("host:1", "activating"),
+    ]
+    seen(state, report("host:1", ModelReport("a", "active")))
+    assert repairs(state, 100.0) == [Route("a", ("host:0", "host:1"), "it was routed to host:0")]
+
+
+def test_a_placement_that_redis_lost_is_where_copies_are_active() -> None:
+    state = both_active(spec("a", replicas_max=2))
+    del state.placement["a"]
+    assert repairs(state, 100.0) == [
+        Route("a", ("host:0", "host:1"), "it was routed to no device"),
+    ]
+    state.moves["a"] = Move("activate", "a", "host:2")
+    assert repairs(state, 100.0) == [Reroute("a", (), ("host:0", "host:1"))]
+
+
+def test_the_rate_of_a_model_is_that_of_all_its_copies() -> None:
+    state = both_active(spec("a", replicas_min=2))
+    for at_s in (90.0, 100.0):
+        for device in ("host:0", "host:1"):
+            state.rates.observe(device, 1, {"a": int(at_s) * 10}, at_s)
+    view = build_view(state, 100.0)
+    (rate,) = build_status(state, view).token_rates.values()
+    assert rate > 0
+    assert rate == pytest.approx(sum(m.token_rate for m in view.models))
+
+
+def test_too_few_copies_are_in_the_status() -> None:
+    state = both_active(spec("a", replicas_min=2))
+    state.started_all = True
+    assert "a" not in degraded(state)
+    seen(state, report("host:1", ModelReport("a", "activating")))
+    assert degraded(state)["a"] == "1 of at least 2 copies (replicas.min) are up"
 
 
 def test_idle_time_is_on_the_agents_clock_and_starts_with_the_activation() -> None:
@@ -215,6 +264,16 @@ def test_a_model_owes_the_time_that_its_load_took() -> None:
     state.repaid_s["a"] = 145.0
     owed = [look(state, now_s)[0]["a"].owes_s for now_s in (142.0, 145.0, 200.0)]
     assert owed == [3.0, 0.0, 0.0]
+
+
+def test_a_model_that_its_agent_brought_up_again_owes_the_time_of_that() -> None:
+    state = make_state()
+    nothing: Any = None
+    controller = ClusterController(state, nothing, nothing, nothing)
+    for stage, activation_s in (("active", 2.0), ("activating", 2.0), ("active", 7.0)):
+        assert look(state)[0]["a"].owes_s == 0.0
+        controller.on_report(report("host:0", ModelReport("a", stage, activation_s=activation_s)))
+    assert look(state)[0]["a"].owes_s == 7.0
 
 
 def test_an_operators_demand_counts_like_a_request_and_names_the_device() -> None:
@@ -260,6 +319,8 @@ def test_a_model_with_an_action_under_way_is_left_to_it() -> None:
     state.placement = {"a": ("host:0",)}
     state.moves["a"] = Move("activate", "a", "host:0")
     assert repairs(state, 100.0) == []
+    state.placement = {"a": ("host:0", "host:1")}
+    assert repairs(state, 100.0) == [Reroute("a", ("host:1",), ())], "not of the action's devices"
 
 
 def test_requests_stranded_in_unplaced_and_second_copies() -> None:

@@ -94,6 +94,9 @@ def test_no_copy_while_a_model_without_any_lacks_memory() -> None:
 def test_a_copy_leaves_when_the_others_can_do_the_work() -> None:
     pair = [calm("a", "host:0", running=3), calm("a", "host:1", running=1)]
     assert planned(pair, four()) == [("evict", "a", "host:1")]
+    (action,) = prism.plan(view(pair, four()), SETTINGS)
+    assert isinstance(action, Evict)
+    assert action.move_running, "its request may take longer than an eviction may"
     # The second would leave one 26 of the 50 that it can serve.
     for change in ({"waiting": 1}, {"owes_s": 1.0}, {"token_rate": 13.0}, {"replicas_min": 2}):
         assert planned([structs.replace(m, **change) for m in pair], four()) == [], change
@@ -127,9 +130,21 @@ def test_an_idle_copy_is_evicted_alone() -> None:
     assert planned(pair, rooms) == [("evict", "a", "host:1")]
 
 
+def test_two_devices_short_of_memory_lose_one_copy_of_a_model() -> None:
+    """A model has one action at a time."""
+    rooms = [gpu(f"host:{i}", capacity=20, free_bytes=0) for i in range(3)]
+    three = [
+        active("a", f"host:{i}", idle_s=60.0, token_rate=40.0, replicas_max=4) for i in range(3)
+    ]
+    assert planned(three, rooms) == [("evict", "a", "host:0")]
+
+
 def test_as_many_as_the_least_come_up_without_load() -> None:
     one = active("a", "host:0", replicas_min=2, replicas_max=4)
     assert planned([one], four()) == [("activate", "a", "host:1")]
+    full = [gpu("host:0", free_bytes=80), gpu("host:1", free_bytes=6)]
+    unused = active("b", "host:1", weight=90, idle_s=60.0)
+    assert planned([one, unused], full) == [("evict", "b", "host:1"), ("activate", "a", "host:1")]
 
 
 def test_a_copy_of_a_wide_model_has_devices_of_its_own() -> None:
