@@ -19,6 +19,7 @@ import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from prism.frontend.errors import OverloadedError, RateLimitError, SheddingError
 from tests.serve.conftest import Cluster, serving, until
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +142,9 @@ def documented(page: str) -> set[str]:
     return set(re.findall(r"\bprism_[a-z0-9_]+", (DOCS / page).read_text()))
 
 
-def test_all_move_and_frontends_sum(cluster: Cluster) -> None:
+@pytest.fixture(scope="module")
+def worked(cluster: Cluster) -> tuple[dict[str, Metric], dict[str, Metric]]:
+    """The metrics before and after requests of both models, an engine's death, and actions."""
     before = families(cluster)
     asyncio.run(work(cluster))
     source = httpx.get(f"{cluster.url}/status").json()["placement"]["a"]
@@ -152,7 +155,13 @@ def test_all_move_and_frontends_sum(cluster: Cluster) -> None:
         assert cluster.post(model, max_tokens=60, ignore_eos=True).status_code == 200
     until(lambda: ended_well(cluster) == 14, "all requests are counted, over both frontends")
     until(lambda: grown(before, families(cluster)) >= MOVE, "all move")
-    after = families(cluster)
+    return before, families(cluster)
+
+
+def test_all_move_and_frontends_sum(
+    worked: tuple[dict[str, Metric], dict[str, Metric]],
+) -> None:
+    before, after = worked
     assert {("prism_actions_total", "migrate"), ("prism_actions_total", "evict")} <= grown(
         before, after, "action"
     )
@@ -166,6 +175,7 @@ def test_all_move_and_frontends_sum(cluster: Cluster) -> None:
     assert {"engine", "shrink", "reserve", "weights", "build", "ready"} <= stages
 
 
+@pytest.mark.usefixtures("worked")
 def test_some_are_chosen_by_name(cluster: Cluster) -> None:
     url = f"{cluster.url}/metrics?name[]=prism_slo_total&name[]=prism_kvpr"
     found = list(text_string_to_metric_families(httpx.get(url).text))
@@ -174,11 +184,13 @@ def test_some_are_chosen_by_name(cluster: Cluster) -> None:
     assert len(frontends - {None}) == 2
 
 
+@pytest.mark.usefixtures("worked")
 def test_those_in_the_documentation_are_there(cluster: Cluster) -> None:
     found = {f"{n}_total" if f.type == "counter" else n for n, f in families(cluster).items()}
     assert documented("operating.md") - found == set()
 
 
+@pytest.mark.usefixtures("worked")
 def test_names_are_as_prometheus_wants_them(cluster: Cluster) -> None:
     """A unit, or a count; each with a help text. Ratios and states have none."""
     for name, family in families(cluster).items():
@@ -187,6 +199,7 @@ def test_names_are_as_prometheus_wants_them(cluster: Cluster) -> None:
         assert shown.endswith(UNITS) or PLAIN.search(shown), shown
 
 
+@pytest.mark.usefixtures("worked")
 def test_decisions_are_in_the_status_with_their_reasons(cluster: Cluster) -> None:
     decisions = httpx.get(f"{cluster.url}/status").json()["decisions"]
     assert all(each["reason"] and each["seconds"] is not None for each in decisions)
@@ -195,11 +208,12 @@ def test_decisions_are_in_the_status_with_their_reasons(cluster: Cluster) -> Non
     assert {moved[0]["device"], moved[0]["target"]} == {"host:0", "host:1"}
 
 
+@pytest.mark.usefixtures("worked")
 def test_the_dashboard_and_the_alerts_ask_for_metrics_that_are_there(cluster: Cluster) -> None:
     found = {sample.name for family in families(cluster).values() for sample in family.samples}
     found |= {each for each in documented("gpu-memory.md") if each.startswith("prism_")}
     # Only from the first of them on.
-    found |= {"prism_unplaced_requests", "prism_slo_total"}
+    found |= {"prism_unplaced_requests"}
     asked = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
     asked += [rule["expr"] for rule in alerts()]
     assert len(asked) > 40
@@ -212,6 +226,14 @@ def test_the_dashboard_and_the_alerts_ask_for_metrics_that_are_there(cluster: Cl
 def test_each_alert_has_its_line_in_the_runbook() -> None:
     rows = re.findall(r"^\| `(Prism\w+)` \|", (DOCS / "operating.md").read_text(), re.MULTILINE)
     assert rows == [rule["alert"] for rule in alerts()]
+
+
+def test_a_client_beyond_its_limit_wakes_nobody() -> None:
+    [rule] = [each for each in alerts() if each["alert"] == "PrismRequestsFail"]
+    [pattern] = re.findall(r'outcome!~"([^"]+)"', rule["expr"])
+    left_out = {error.code for error in (RateLimitError, SheddingError)} | {"ok", "cancelled"}
+    assert set(pattern.split("|")) == left_out
+    assert OverloadedError.code not in left_out
 
 
 def test_panels_do_not_overlap() -> None:
