@@ -6,8 +6,10 @@ import asyncio
 import hmac
 import logging
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from math import ceil
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from prism.config.access import ApiKey, hashed
 from prism.errors import QueueUnavailableError, RequestError
 from prism.frontend import calls
-from prism.frontend.errors import OverloadedError, respond
+from prism.frontend.errors import RateLimitError, respond
+from prism.frontend.patience import patiently
 from prism.queueing.requests import RequestQueue
 
 OPEN_PATHS = ("/health", "/openapi.json", "/docs")
@@ -100,41 +103,59 @@ def may_use(model: str) -> bool:
 
 
 class Rates:
-    """The rates of keys, which Redis keeps for all frontends. For one event loop."""
+    """The rates of keys, which Redis keeps for all frontends. For one event loop.
 
-    def __init__(self, queue: RequestQueue) -> None:
+    What is counted while Redis breaks off may be counted twice."""
+
+    def __init__(self, queue: RequestQueue, queue_timeout_s: float) -> None:
         self._queue = queue
+        self._queue_timeout_s = queue_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, key: ApiKey | None, prompt_tokens: int) -> None:
-        """Raises OverloadedError, which says when to try again, or QueueUnavailableError."""
-        if key is None or not (key.requests_per_minute or key.tokens_per_minute):
+        """Raises RateLimitError, which says when to try again, or QueueUnavailableError when Redis
+        has been away for `frontend.queue_timeout`."""
+        if key is None or not _is_limited(key):
             return
-        wait_s = await self._queue.take_rate(
-            key.name, key.requests_per_minute, key.tokens_per_minute, prompt_tokens
-        )
+        take = partial(self._queue.take_rate, key.name, *_rates(key), prompt_tokens)
+        wait_s = await patiently(take, self._queue_timeout_s)
         if wait_s > 0:
-            error = OverloadedError(
+            error = RateLimitError(
                 f"the key {key.name} has a limit of {_limits(key)}; try again in {wait_s:.1f} s"
             )
             error.retry_after_s = ceil(wait_s)
             raise error
 
+    def give_back(self, key: ApiKey | None, prompt_tokens: int) -> None:
+        """What `begin` took for a request that was refused after it."""
+        if key is not None and _is_limited(key):
+            back = partial(self._queue.give_rate_back, key.name, *_rates(key), prompt_tokens)
+            self._spawn(self._count(key, back))
+
     def end(self, key: ApiKey | None, output_tokens: int) -> None:
         """What was generated is owed."""
-        if key is None or not key.tokens_per_minute or not output_tokens:
-            return
-        task = asyncio.create_task(self._charge(key, output_tokens))
+        if key is not None and key.tokens_per_minute and output_tokens:
+            owed = partial(self._queue.take_rate, key.name, *_rates(key), output_tokens)
+            self._spawn(self._count(key, partial(owed, spent=True)))
+
+    async def _count(self, key: ApiKey, change: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await change()
+        except QueueUnavailableError as error:
+            log.warning("the rate of the key %s is not up to date: %s", key.name, error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _charge(self, key: ApiKey, tokens: int) -> None:
-        try:
-            await self._queue.take_rate(
-                key.name, key.requests_per_minute, key.tokens_per_minute, tokens, spent=True
-            )
-        except QueueUnavailableError as error:
-            log.warning("%d tokens of the key %s are not counted: %s", tokens, key.name, error)
+
+def _is_limited(key: ApiKey) -> bool:
+    return any(_rates(key))
+
+
+def _rates(key: ApiKey) -> tuple[int, int]:
+    return key.requests_per_minute, key.tokens_per_minute
 
 
 def _limits(key: ApiKey) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -15,9 +14,10 @@ import zmq.asyncio
 
 from prism.config.schema import ClusterConfig
 from prism.errors import QueueUnavailableError
-from prism.frontend.errors import OverloadedError
+from prism.frontend.errors import SheddingError
 from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics import Metrics
+from prism.frontend.patience import patiently
 from prism.frontend.refusals import RefusalWatch
 from prism.frontend.request_log import ChunkOutcome, OpenRequest, RequestLog
 from prism.frontend.siblings import Siblings
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 _HEARTBEAT_TTL_S = 6.0
 _HEARTBEAT_S = 2.0
-_QUEUE_RETRIES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _LOOK_S = 1.0
 _RESTORED_AT_ONCE = 16
 _UNKNOWN_MAX = 1024
@@ -57,6 +56,7 @@ class Dispatcher:
         self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
         self._sheds = config.frontend.shed
+        self._slo_ttft_s = {model.name: model.slo_ttft_s for model in config.models}
         self._queue_timeout_s = config.frontend.queue_timeout_s
         self._progress_timeout_s = config.frontend.progress_timeout_s
         self._metrics = metrics
@@ -98,8 +98,8 @@ class Dispatcher:
         """Enqueue all of them, or none: raises OverloadedError, or QueueUnavailableError when Redis
         has been away for `frontend.queue_timeout`."""
         model = opened[0].request.model
-        if self._sheds and (late := self.log.late(model, time.time())):
-            raise OverloadedError(
+        if self._sheds and (late := self.log.late(model, time.time(), self._slo_ttft_s[model])):
+            raise SheddingError(
                 f"{late} requests for {model} wait beyond their TTFT SLO; try again later"
             )
         self.log.add(list(opened))
@@ -211,22 +211,13 @@ class Dispatcher:
     async def _enqueue(self, entry: OpenRequest) -> None:
         """Try until Redis takes it, or the request is closed. Raises QueueUnavailableError after
         `frontend.queue_timeout`."""
-        error: QueueUnavailableError | None = None
-        try:
-            async with asyncio.timeout(self._queue_timeout_s):
-                for retry in itertools.count():
-                    if self.log.get(entry.request.id) is not entry:
-                        return
-                    try:
-                        await self._queue.enqueue(entry.request)
-                    except QueueUnavailableError as failed:
-                        error = failed
-                    else:
-                        entry.enqueued = True
-                        return
-                    await asyncio.sleep(_QUEUE_RETRIES_S[min(retry, len(_QUEUE_RETRIES_S) - 1)])
-        except TimeoutError:
-            raise error or QueueUnavailableError("Redis is silent") from None
+
+        async def enqueue() -> None:
+            if self.log.get(entry.request.id) is entry:
+                await self._queue.enqueue(entry.request)
+                entry.enqueued = True
+
+        await patiently(enqueue, self._queue_timeout_s)
 
     async def _watch_progress(self) -> None:
         """One look at all requests now and then: a timer of each token would cost more than it."""

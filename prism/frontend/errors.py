@@ -38,8 +38,20 @@ class BodyTimeoutError(RequestError):
 class OverloadedError(RequestError):
     """More requests are open than this frontend holds."""
 
-    code = "rate_limit_exceeded"
+    code = "frontend_full"
     status = 429
+
+
+class SheddingError(OverloadedError):
+    """Others for the model are late already (`frontend.shed`)."""
+
+    code = "shed"
+
+
+class RateLimitError(OverloadedError):
+    """The API key's rate is used up."""
+
+    code = "rate_limit_exceeded"
 
 
 class UnavailableError(RequestError):

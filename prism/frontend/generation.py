@@ -154,11 +154,17 @@ class Generation:
     async def start(self) -> None:
         """Raises OverloadedError or QueueUnavailableError; then nothing is left in the queue.
         `finish` must follow in any case."""
-        self._timer.begin(self.spec.began_s, self._prompt_tokens())
+        self._timer.begin(self.spec.began_s)
         self._call.generation, self._call.model = self.spec.id, self.spec.requests[0].model
-        self._call.prompt_tokens = self._prompt_tokens()
-        await self._rates.begin(self._call.api_key, self._prompt_tokens())
-        await self._dispatcher.submit([choice.opened for choice in self.choices])
+        prompt_tokens = self._prompt_tokens()
+        await self._rates.begin(self._call.api_key, prompt_tokens)
+        try:
+            await self._dispatcher.submit([choice.opened for choice in self.choices])
+        except BaseException:
+            self._rates.give_back(self._call.api_key, prompt_tokens)
+            raise
+        self._call.prompt_tokens = prompt_tokens
+        self._timer.submitted(prompt_tokens)
 
     async def updates(self) -> AsyncIterator[TextUpdate]:
         """Output as it comes, until every choice has ended. Raises GenerationError."""

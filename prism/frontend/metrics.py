@@ -122,10 +122,13 @@ class RequestTimer:
         self._parent = ""
         self._output_tokens = metrics.output_tokens.labels(model)
 
-    def begin(self, began_s: float, prompt_tokens: int) -> None:
+    def begin(self, began_s: float) -> None:
         self._began_s = began_s
         self._parent = traceparent.get()
         self._metrics.open.labels(self._model).inc()
+
+    def submitted(self, prompt_tokens: int) -> None:
+        """It was not refused."""
         self._metrics.prompt_tokens.labels(self._model).inc(prompt_tokens)
 
     def tokens(self, count: int) -> None:
@@ -144,6 +147,8 @@ class RequestTimer:
         self._metrics.requests.labels(self._model, outcome).inc()
         if outcome == "ok" and self._first_s is not None:
             self._observe(self._first_s)
+        elif self._first_s is None and time.monotonic() > self._began_s + self._slo_ttft_s:
+            self._attain("ttft", False)
 
     def _times(self) -> RequestTimes:
         wall_ahead_s = time.time() - time.monotonic()

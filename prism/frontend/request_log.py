@@ -126,13 +126,14 @@ class RequestLog:
         used = [min(n, self._share) for m, n in self._by_model.items() if m not in asking]
         return self._share * (self._models - len(asking)) - sum(used)
 
-    def late(self, model: str, now_unix_s: float) -> int:
-        """Requests for the model that have no token yet and should have had one."""
+    def late(self, model: str, now_unix_s: float, slo_ttft_s: float) -> int:
+        """Requests for the model that have no token yet and should have had one. `slo_ttft_s`: the
+        model's own. A request that asks for less does not make others wait."""
+        asked = (e.request for e in self._open.values() if not e.received)
         return sum(
-            entry.request.model == model
-            and not entry.received
-            and now_unix_s > entry.request.deadline_unix_s
-            for entry in self._open.values()
+            request.model == model
+            and now_unix_s > request.arrival_unix_s + max(slo_ttft_s, request.slo_ttft_s)
+            for request in asked
         )
 
     def get(self, request_id: str) -> OpenRequest | None:

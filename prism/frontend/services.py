@@ -46,7 +46,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.grammars = GrammarTrials(self.config.engine.adapter)
-        self.rates = Rates(self.queue)
+        self.rates = Rates(self.queue, self.config.frontend.queue_timeout_s)
         self.parsers = AnswerParsers(self.config.engine.adapter)
         self.repeats = Repeats(
             self.queue,

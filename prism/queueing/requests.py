@@ -140,9 +140,14 @@ class RequestQueue:
     ) -> float:
         """A request of an API key that has so many requests and tokens a minute (0: no bound).
         Returns the seconds until it may be tried again; 0: it may begin. `spent`: these tokens were
-        computed already."""
-        wait_ms = await self._run("take", key, requests, tokens, cost_tokens, int(spent))
+        computed already. Counted twice where the connection breaks before Redis's answer."""
+        costs = (0 if spent else 1, cost_tokens)
+        wait_ms = await self._run("take", key, requests, tokens, *costs, int(spent))
         return int(wait_ms) / 1000
+
+    async def give_rate_back(self, key: str, requests: int, tokens: int, cost_tokens: int) -> None:
+        """What `take_rate` took for a request that did not begin."""
+        await self._run("take", key, requests, tokens, -1, -cost_tokens, 1)
 
     async def bury(self, frontend_id: str) -> int:
         """Its process has ended: its heartbeat goes, and so do its requests in UNPLACED. Returns

@@ -1,11 +1,10 @@
 
--- ARGV: key's name, requests and tokens that a minute brings (0: no bound), tokens to take, and 1
--- if they are spent already. Two buckets that hold a minute's worth; tokens may be owed. Returns 0,
--- or the milliseconds after which there is room.
+-- ARGV: key's name, requests and tokens that a minute brings (0: no bound), requests and tokens to
+-- take (below 0: to give back), and 1 if they are spent already. Two buckets that hold a minute's
+-- worth; tokens may be owed. Returns 0, or the milliseconds after which there is room.
 local key = prefix .. 'limit:' .. ARGV[1]
 local rates = {tonumber(ARGV[2]), tonumber(ARGV[3])}
-local cost, spent = tonumber(ARGV[4]), ARGV[5] == '1'
-local costs = {spent and 0 or 1, cost}
+local costs, spent = {tonumber(ARGV[4]), tonumber(ARGV[5])}, ARGV[6] == '1'
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local known = redis.call('HMGET', key, 'requests', 'tokens', 'ms')

@@ -40,7 +40,7 @@ SERVED_PER_S = 3.0
 OPEN_MAX = 1024
 QUIET_PER_S = 0.3
 SLO_S = 2.0
-NAMES = {"rate_limit_exceeded", "timeout"}
+NAMES = {"frontend_full", "timeout"}
 # Bounds of one process. 1,024 open requests are less than a tenth of that.
 GROWTH_MAX_BYTES = 128 * MIB
 FILES_MAX = 3 * OPEN_MAX

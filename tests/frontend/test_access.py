@@ -16,7 +16,7 @@ from prism.config.access import ApiKey, hashed
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
-from tests.frontend.scripted_agent import answering
+from tests.frontend.scripted_agent import ScriptedAgent, answering
 
 ALL, ONE, FEW, ROOT = ("key-of-" + name + "-1234567890" for name in ("all", "one", "few", "root"))
 KEYS = [
@@ -89,8 +89,47 @@ async def test_rates_say_when_to_try_again(guarded: Stack) -> None:
     assert [a.status_code for a in answers] == [200, 200, 429]
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
     assert "the key few has a limit of 2 requests and 1000 tokens a minute" in answers[2].text
+    assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
     assert (await ask(guarded, ALL)).status_code == 200
     assert len(guarded.agent.seen) == 3
+
+
+async def test_what_is_refused_costs_nothing(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    """Neither of a key's rate, nor in the counters."""
+    config = make_config(redis_server.url, namespace, short_dir, max_open_requests=1)
+    async with stack_of(msgspec.structs.replace(config, keys=KEYS)) as stack:
+        first = asyncio.create_task(ask(stack, ALL))
+        while not stack.agent.seen:
+            await asyncio.sleep(0.01)
+        for _ in range(5):
+            refused = await ask(stack, FEW)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "frontend_full")
+        counted = (await stack.client.get("/metrics", headers=bearer(ROOT))).text
+        one = f'_prompt_tokens_total{{frontend="f0",model="base"}} {len(ids_of("hello"))}.0'
+        assert one in counted
+        assert 'key="few",kind="prompt",model="base"} 0.0' in counted
+        first.cancel()
+        while len(stack.services.dispatcher.log):
+            await asyncio.sleep(0.01)
+        stack.agent.script = answering([*ids_of("yes"), 0])
+        assert (await ask(stack, FEW)).status_code == 200
+
+
+async def test_a_key_with_a_rate_waits_for_redis(namespace: str, short_dir: Path) -> None:
+    (short_dir / "redis").mkdir()
+    with BundledRedis(short_dir / "redis") as redis:
+        config = make_config(redis.url, namespace, short_dir)
+        async with stack_of(msgspec.structs.replace(config, keys=KEYS)) as stack:
+            redis.kill()
+            waiting = asyncio.create_task(ask(stack, FEW))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            redis.start()
+            async with ScriptedAgent(config) as restarted:
+                restarted.script = answering([*ids_of("yes"), 0])
+                assert (await waiting).status_code == 200
 
 
 async def test_rates_hold_for_all_frontends(redis_server: BundledRedis, namespace: str) -> None:
@@ -104,6 +143,8 @@ async def test_rates_hold_for_all_frontends(redis_server: BundledRedis, namespac
         began_s = time.monotonic()
         owed_s = await one.take_rate("t", 0, 600, 10)
         assert 140 < owed_s + (time.monotonic() - began_s) <= 151.1
+        await two.give_rate_back("t", 0, 600, 2000)
+        assert await one.take_rate("t", 0, 600, 10) == 0
         # More than a minute's worth at once is let in when all of it is there.
         assert await one.take_rate("big", 0, 600, 5000) == 0
         assert await one.take_rate("big", 0, 600, 1) > 400
