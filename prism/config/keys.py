@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import msgspec
@@ -46,11 +47,31 @@ def add_key(file: Path, key: ApiKey) -> None:
     if key.name in [other.name for other in found]:
         raise ConfigError(f"NAME: {file} has a key called {key.name!r}; choose another")
     _check(key, len(found), key.models)
-    text = yaml.safe_dump(msgspec.to_builtins(KeysFile([*found, key])), sort_keys=False)
     partial = file.with_name(f"{file.name}.partial")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        out.write(text)
-    partial.replace(file)
+    try:
+        text = _with(file.read_text() if found else "", [*found, key])
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            out.write(text)
+        partial.replace(file)
+    except OSError as error:
+        raise ConfigError(
+            f"--keys: cannot write {file}: {error.strerror}; choose another file"
+        ) from error
+
+
+def _with(text: str, keys: list[ApiKey]) -> str:
+    """`text` with the last one of `keys` behind the others. Comments stay, unless it is written in
+    a way that has no place at its end."""
+    whole = msgspec.to_builtins(KeysFile(keys))
+    entries = re.findall(r"^( *)- ", text, re.MULTILINE)
+    added = yaml.safe_dump([msgspec.to_builtins(keys[-1])], sort_keys=False)
+    longer = text.rstrip("\n") + "\n" + indent(added, entries[0] if entries else "")
+    try:
+        if yaml.safe_load(longer) == whole:
+            return longer
+    except yaml.YAMLError:
+        pass
+    return yaml.safe_dump(whole, sort_keys=False)
 
 
 def _of_file(path: Path) -> list[ApiKey]:

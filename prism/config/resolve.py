@@ -7,6 +7,7 @@ import importlib
 import re
 import ssl
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -122,13 +123,21 @@ def _with_tls(data: FrontendConfig, base_dir: Path) -> FrontendConfig:
     if certificate is None or key is None:
         raise ConfigError("frontend: tls_certificate and tls_key go together; give both or none")
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, key, partial(_refuse_passphrase, key))
     except OSError as error:
         raise ConfigError(
             f"frontend.tls_certificate: {certificate} and {key} cannot be used: {error}; give a"
             " certificate and its key, both in PEM format"
         ) from error
     return msgspec.structs.replace(data, tls_certificate=certificate, tls_key=key)
+
+
+def _refuse_passphrase(key: str) -> str:
+    """Instead of OpenSSL, which would ask on the terminal."""
+    raise ConfigError(
+        f"frontend.tls_key: {key} has a passphrase; give a key without one (openssl pkey -in KEY)"
+    )
 
 
 def measured(config: ClusterConfig, context_bytes: Mapping[str, int]) -> ClusterConfig:

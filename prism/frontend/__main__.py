@@ -19,6 +19,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -32,12 +33,22 @@ from prism.frontend.listener import open_listener
 from prism.frontend.services import Services
 from prism.process import beat, configure_logging, die_with_parent, raise_file_limit
 
+HANDSHAKE_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 3
 # Longer than clients keep idle connections, or they would meet one that is just being closed.
 _KEEP_ALIVE_S = 75
 _OTHER_FILES = 256
 _IDLE_S = 5.0
 _LOOK_S = 0.1
+
+
+class ImpatientLoop(uvloop.Loop):
+    """A TLS handshake has HANDSHAKE_TIMEOUT_S, which uvicorn has no option for."""
+
+    async def create_server(self, *args: Any, **more: Any) -> asyncio.Server:
+        if more.get("ssl") is not None:
+            more["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
+        return await super().create_server(*args, **more)
 
 
 class UvicornServer(uvicorn.Server):
@@ -57,7 +68,8 @@ def main() -> int:
         config = read_resolved(arguments.config)
         listener = _listener(config, arguments.listen_fd)
         app = create_app(config, arguments.frontend_id, arguments.without_unreadable)
-        ended_in_order = uvloop.run(serve(app, listener, config.frontend))
+        serving = serve(app, listener, config.frontend)
+        ended_in_order = uvloop.run(serving, loop_factory=ImpatientLoop)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -23,6 +23,7 @@ from prism.queueing.requests import RequestQueue
 
 OPEN_PATHS = ("/health", "/openapi.json", "/docs")
 _FOR_ALL_KEYS = "/v1/"
+_READING = ("GET", "HEAD", "OPTIONS")
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,27 @@ class UnauthorizedError(RequestError):
 class ForbiddenError(RequestError):
     code = "forbidden"
     status = 403
+
+
+class OtherSites:
+    """ASGI middleware: a page of another site can have a browser read, and nothing else, unless
+    `origins` (`frontend.cors_origins`) names the page's."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app, self._origins = app, frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._is_refused(scope):
+            refused = "a page of another site may not ask this; name it in frontend.cors_origins"
+            await respond(ForbiddenError(refused))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_refused(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        foreign = headers.get("sec-fetch-site") == "cross-site"
+        named = {"*", headers.get("origin")} & self._origins
+        return foreign and not named and scope["method"] not in _READING
 
 
 class Guard:
@@ -59,7 +81,7 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        key = find(self._keys, presented(Headers(scope=scope)))
+        key = find(self._keys, presented(Headers(scope=scope), scope["path"]))
         if key is None:
             raise UnauthorizedError(
                 "no API key, or an unknown one; send the header Authorization: Bearer KEY"
@@ -70,12 +92,15 @@ class Guard:
             call.key, call.api_key = key.name, key
 
 
-def presented(headers: Headers) -> str:
-    """The key of a request; as Anthropic's clients and browsers send it, too."""
+def presented(headers: Headers, path: str) -> str:
+    """The key of a request, as Anthropic's clients send it, too. A browser's password is one for
+    the pages of operators alone: it sends it whichever page has it ask."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return key.strip()
-    return _password(key) if kind.lower() == "basic" else headers.get("x-api-key", "")
+    if kind.lower() == "basic" and not path.startswith(_FOR_ALL_KEYS):
+        return _password(key)
+    return headers.get("x-api-key", "")
 
 
 def _password(credentials: str) -> str:

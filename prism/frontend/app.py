@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from prism.config.schema import ClusterConfig
-from prism.frontend.access import Guard
+from prism.frontend.access import Guard, OtherSites
 from prism.frontend.calls import ID_HEADER, Calls
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
@@ -42,7 +42,7 @@ def create_app(
             yield
 
     app = FastAPI(title="Prism", lifespan=lifespan, redoc_url=None)
-    describe(app)
+    describe(app, has_keys=bool(config.keys))
     install_handlers(app)
     _add_middleware(app, config)
     for routes in (models, completions, chat, health, dashboard):
@@ -57,6 +57,7 @@ def _add_middleware(app: FastAPI, config: ClusterConfig) -> None:
         app.add_middleware(TraceParents)
     if config.keys:
         app.add_middleware(Guard, keys=config.keys)
+    app.add_middleware(OtherSites, origins=config.frontend.cors_origins)
     if config.frontend.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -47,18 +47,18 @@ _BODY_ERRORS = {
 _EVENTS = {"text/event-stream": {"schema": _TEXT}}
 
 
-def describe(app: FastAPI) -> None:
-    """Have `app` publish all of it."""
+def describe(app: FastAPI, has_keys: bool = False) -> None:
+    """Have `app` publish all of it. `has_keys`: requests need one."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _schema(app)
+            app.openapi_schema = _schema(app, has_keys)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _schema(app: FastAPI) -> dict[str, Any]:
+def _schema(app: FastAPI, has_keys: bool) -> dict[str, Any]:
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = {"Error": _ERROR}
     for path, operations in made["paths"].items():
@@ -73,6 +73,10 @@ def _schema(app: FastAPI) -> dict[str, Any]:
                 operation["responses"]["200"]["content"] |= _EVENTS
             operation["responses"] |= {str(s): _error(what) for s, what in errors.items()}
     made["components"] = {"schemas": schemas}
+    if has_keys:
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        made["security"] = [{"key": []}]
+        made["paths"]["/health"]["get"]["security"] = []
     return made
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -58,7 +59,8 @@ class Traces:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         named = {"service.name": "prism", "service.instance.id": frontend_id}
-        self._provider = TracerProvider(resource=Resource.create(named))
+        resource = Resource.create(named)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("prism")
@@ -66,9 +68,11 @@ class Traces:
         self._parents = TraceContextTextMapPropagator()
 
     def close(self) -> None:
-        """Sends what is left; blocks for at most EXPORT_TIMEOUT_S."""
-        self._provider.force_flush(EXPORT_TIMEOUT_S * 1000)
-        self._provider.shutdown()
+        """Sends what is left; blocks for at most EXPORT_TIMEOUT_S. The library's own timeouts are
+        longer, or not kept."""
+        closing = Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(EXPORT_TIMEOUT_S)
 
     def request(
         self,

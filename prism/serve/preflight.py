@@ -28,7 +28,7 @@ def check_machine(config: ClusterConfig) -> None:
 def check_addresses(config: ClusterConfig) -> None:
     """What the cluster listens on and connects to. A port that another cluster of this user
     listens on is no mistake: its YAML is checked before a reload. Raises ConfigError."""
-    if not config.port or config.port not in [each.port for each in run_dir.running()]:
+    if not config.port or config.port not in run_dir.ports():
         open_listener(config.host, config.port).close()
     check_exposure(config)
     if config.redis_url:

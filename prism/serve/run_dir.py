@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -134,6 +135,16 @@ def running() -> list[ClusterConfig]:
     """This user's clusters, of those in the temporary directory. Raises ConfigError for one of
     another version."""
     return [_read(path) for path in _candidates() if _is_held(path)]
+
+
+def ports() -> list[int]:
+    """Of this user's clusters, without those of another version."""
+    found = []
+    for path in _candidates():
+        with suppress(ConfigError):
+            if _is_held(path):
+                found.append(_read(path).port)
+    return found
 
 
 def sweep() -> None:

@@ -78,6 +78,13 @@ async def test_what_each_key_may(guarded: Stack) -> None:
     page = await guarded.client.get("/dashboard/", auth=("anybody", ROOT))
     assert page.status_code == 200
     assert (await guarded.client.get("/dashboard/", auth=("root", ROOT + "x"))).status_code == 401
+    # A browser would send the password for a page of anybody's.
+    assert (await guarded.client.get("/v1/models", auth=("root", ROOT))).status_code == 401
+    told = (await guarded.client.get("/openapi.json")).json()
+    assert (told["components"]["securitySchemes"]["key"]["scheme"], told["security"]) == (
+        "bearer",
+        [{"key": []}],
+    )
     lines = [x for x in counted.splitlines() if 'key="one"' in x and "_total" in x]
     values = {x.partition("{")[0] + x[-4:] for x in lines}
     prompt = f"prism_key_tokens_total {len(ids_of('hello'))}.0"

@@ -104,6 +104,31 @@ async def test_no_origin_but_those_that_are_named(
         assert "makes 3 choices; at most 2 of base fit" in refused.json()["error"]["message"]
 
 
+async def test_pages_of_other_sites_have_nothing_computed(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    config = make_config(
+        redis_server.url,
+        namespace,
+        short_dir,
+        cors_origins=[ORIGIN],  # type: ignore[arg-type]
+    )
+    async with stack_of(config) as stack:
+        stack.agent.script = answering(ids_of("yes"))
+        for site, origin, status in (
+            ("cross-site", "https://evil.example", 403),
+            ("cross-site", ORIGIN, 200),
+            ("same-origin", stack.url, 200),
+        ):
+            headers = {"Sec-Fetch-Site": site, "Origin": origin, "Content-Type": "text/plain"}
+            body = json.dumps(COMPLETION)
+            answer = await stack.client.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == status, answer.text
+        followed = await stack.client.get("/v1/models", headers={"Sec-Fetch-Site": "cross-site"})
+        assert followed.status_code == 200
+    assert len(stack.agent.seen) == 2
+
+
 async def test_without_the_option_there_is_no_cors(stack: Stack) -> None:
     answer = await stack.client.get("/v1/models", headers={"Origin": ORIGIN})
     assert "access-control-allow-origin" not in answer.headers

@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import msgspec
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import SpanProcessor
 
 from prism.config import resolve
 from prism.errors import ConfigError
+from prism.frontend import tracing
 from prism.messages.requests import Chunk, Failure, Request, Started
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, make_config, stack_of
@@ -121,6 +123,24 @@ async def test_a_collector_gets_the_way_of_a_request(
 async def test_none_are_made_unless_wanted(stack: Stack) -> None:
     await ask(stack)
     assert stack.services.metrics.traces is None
+
+
+def test_a_collector_that_says_nothing_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = Event()
+
+    class Stuck(SpanProcessor):
+        def shutdown(self) -> None:
+            released.wait(20)
+
+    with collector() as (address, _):
+        traces = tracing.Traces(address, "f0")
+        traces._provider.add_span_processor(Stuck())
+        monkeypatch.setattr(tracing, "EXPORT_TIMEOUT_S", 0.2)
+        closing = Thread(target=traces.close)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        released.set()
 
 
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

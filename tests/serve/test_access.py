@@ -12,8 +12,8 @@ import httpx
 import pytest
 import yaml
 
-from prism.config.access import hashed
-from prism.config.keys import read_keys
+from prism.config.access import ApiKey, hashed
+from prism.config.keys import add_key, read_keys
 from prism.errors import ConfigError
 from tests.serve.conftest import SERVE, Cluster, serving, write_yaml
 
@@ -111,3 +111,22 @@ def test_keys_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     again = new_key("x", "--keys", str(tmp_path / "new.yaml"))
     assert (again.returncode, again.stderr[:11]) == (2, "error: NAME")
     assert (tmp_path / "new.yaml").stat().st_mode & 0o777 == 0o600
+    nowhere = new_key("x", "--keys", str(tmp_path / "no" / "keys.yaml"))
+    assert (nowhere.returncode, nowhere.stdout) == (2, "")
+    assert nowhere.stderr.startswith("error: --keys: cannot write ")
+    assert nowhere.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("before", ["", "  "], ids=["flush", "indented"])
+def test_comments_of_the_keys_stay(tmp_path: Path, before: str) -> None:
+    file = tmp_path / "keys.yaml"
+    entry = f"{before}- name: one # of the batch jobs\n{before}  sha256: {hashed('k')}\n"
+    written = f"# Who may ask.\nkeys:\n{entry}"
+    file.write_text(written)
+    add_key(file, ApiKey("two", hashed("l"), operator=True))
+    assert file.read_text().startswith(written)
+    assert [key.name for key in read_keys("keys.yaml", None, tmp_path, [])] == ["one", "two"]
+    # One that has no place at its end is written anew.
+    file.write_text(f"keys: [{{name: one, sha256: {hashed('k')}}}]\n")
+    add_key(file, ApiKey("two", hashed("l")))
+    assert len(read_keys("keys.yaml", None, tmp_path, [])) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import kvcached
 from prism.config.schema import ClusterConfig, DeviceConfig, write_resolved
 from prism.errors import ConfigError
 from prism.serve import run_dir
+from prism.serve.preflight import check_addresses
 from prism.serve.run_dir import RunDir
 
 
@@ -93,6 +95,14 @@ def test_the_config_of_another_version_is_an_error_by_name(temporary: Path) -> N
     for wanted in (None, made.path):
         with pytest.raises(ConfigError, match=r"cluster.json is not this version's: .*run_dir"):
             run_dir.find(wanted)
+    # It is no reason not to check a configuration here.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        used = taken.getsockname()[1]
+    other = RunDir.create(None)
+    config = config_for(other, host="127.0.0.1", port=used)
+    assert run_dir.ports() == [used]
+    check_addresses(config)
+    other.remove()
     made.remove()
 
 
