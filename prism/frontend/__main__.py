@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -48,7 +48,7 @@ class ImpatientLoop(uvloop.Loop):
     async def create_server(self, *args: Any, **more: Any) -> asyncio.Server:
         if more.get("ssl") is not None:
             more["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
-        return await super().create_server(*args, **more)
+        return cast("asyncio.Server", await super().create_server(*args, **more))
 
 
 class UvicornServer(uvicorn.Server):
