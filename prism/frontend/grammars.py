@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import sys
+import time
 from collections import OrderedDict
 from hashlib import blake2b
 from typing import Any
 
 from prism.errors import RequestError
-from prism.frontend.errors import UnavailableError, bad_request
+from prism.frontend.errors import OverloadedError, UnavailableError, bad_request
 from prism.frontend.openai_types import GenerationBody
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar
+from prism.process import child_environment
 
 CHARS_MAX = 64 << 10
 COMPILE_S_MAX = 10.0
 _START_S_MAX = 60.0
 _KNOWN_MAX = 1024
+TRIALS_MAX = 32  # that wait or run
+# A loaded machine makes a good grammar take too long.
+_FAILURE_KNOWN_S = 60.0
 _LINE_BYTES_MAX = 1 << 20
 
 # field -> what it asks for, in SGLang's and vLLM's names
@@ -80,34 +86,50 @@ def _of_response_format(value: dict[str, Any] | None) -> list[tuple[str, Any, st
 
 def _grammar(kind: str, value: Any, field: str) -> Grammar:
     if kind == "choice":
-        options = value if isinstance(value, list) else []
-        if not options or not all(isinstance(o, str) and o for o in options):
-            raise _refused(field, "must be a list of texts")
-        texts = " | ".join(json.dumps(option) for option in options)
-        return _short(Grammar("ebnf", f"root ::= {texts}"), field)
+        return _checked(Grammar("ebnf", _choice_text(value, field)), field)
     if kind in ("json", "structural_tag"):
-        return _short(Grammar(kind, _json_text(value, field)), field)  # type: ignore[arg-type]
+        return _checked(Grammar(kind, _json_text(value, field)), field)  # type: ignore[arg-type]
     if not isinstance(value, str) or not value:
         raise _refused(field, "must be a text")
-    return _short(Grammar("regex" if kind == "regex" else "ebnf", value), field)
+    _refuse_long(len(value), field)
+    return _checked(Grammar("regex" if kind == "regex" else "ebnf", value), field)
+
+
+def _choice_text(value: Any, field: str) -> str:
+    options = value if isinstance(value, list) else []
+    _refuse_long(len(options), field)
+    if not options or not all(isinstance(o, str) and o for o in options):
+        raise _refused(field, "must be a list of texts")
+    _refuse_long(sum(map(len, options)), field)
+    # XGrammar reads the escape of a surrogate pair as two characters.
+    return "root ::= " + " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
 
 
 def _json_text(value: Any, field: str) -> str:
-    if isinstance(value, str):
-        try:
+    try:
+        if isinstance(value, str):
+            _refuse_long(len(value), field)
             value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise _refused(field, f"is not JSON: {error}") from error
-    if not isinstance(value, dict | bool):
-        raise _refused(field, "must be a JSON schema")
-    return json.dumps(value, ensure_ascii=False)
+        if not isinstance(value, dict | bool):
+            raise _refused(field, "must be a JSON schema")
+        parts, length = [], 0
+        # In parts: megabytes would hold up the event loop.
+        for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+            parts.append(part)
+            length += len(part)
+            _refuse_long(length, field)
+        return "".join(parts)
+    except (ValueError, RecursionError) as error:
+        raise _refused(field, f"is not JSON: {error}") from error
 
 
-def _short(grammar: Grammar, field: str) -> Grammar:
-    if len(grammar.text) > CHARS_MAX:
-        raise _refused(
-            field, f"has {len(grammar.text)} characters; at most {CHARS_MAX} are allowed"
-        )
+def _refuse_long(length: int, field: str) -> None:
+    if length > CHARS_MAX:
+        raise _refused(field, f"has more than {CHARS_MAX} characters; shorten it")
+
+
+def _checked(grammar: Grammar, field: str) -> Grammar:
+    _refuse_long(len(grammar.text), field)
     # XGrammar ends its process at one.
     if "\0" in grammar.text or "\\u0000" in grammar.text:
         raise _refused(field, "has a NUL character; remove it")
@@ -126,67 +148,117 @@ class GrammarTrials:
         self._adapter = adapter
         self._module = f"prism.engines.{adapter}.try_grammar"
         self._can = importlib.util.find_spec(self._module) is not None
-        self._known: OrderedDict[bytes, str] = OrderedDict()
+        # What is wrong with a grammar ("": nothing), and until when that is known, s (monotonic).
+        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._trials: dict[bytes, asyncio.Task[str]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._one = asyncio.Lock()
 
     async def check(
         self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar, field: str
     ) -> None:
-        """Raises BadRequestError for one that cannot be compiled."""
+        """Raises BadRequestError for one that cannot be compiled, OverloadedError where too many
+        wait, UnavailableError where none can be tried."""
         if not self._can:
             raise _refused(field, f"the {self._adapter} engine has no grammars; remove it")
         said = f"{model.path}\n{grammar.kind}\n{grammar.text}"
         name = blake2b(said.encode(errors="replace"), digest_size=16).digest()
-        async with self._one:
-            if name not in self._known:
-                self._known[name] = await self._try(model, tokenizer, grammar)
-                if len(self._known) > _KNOWN_MAX:
-                    self._known.popitem(last=False)
-        if error := self._known[name]:
+        error, until_s = self._known.get(name, ("", 0.0))
+        if time.monotonic() >= until_s:
+            # Others may wait for the same trial: it goes on although this client goes away.
+            error = await asyncio.shield(self._trial(name, model, tokenizer, grammar))
+        if error:
             raise _refused(field, f"cannot be compiled: {error:.500}")
 
     async def close(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-        self._process = None
+        trials = list(self._trials.values())
+        for trial in trials:
+            trial.cancel()
+        await asyncio.gather(*trials, return_exceptions=True)
+        await self._end()
 
-    async def _try(self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar) -> str:
-        if self._process is None:
-            # One that always compiles: the time of imports is nobody's fault.
-            empty = Grammar("ebnf", 'root ::= "a"')
-            try:
-                if error := await self._ask(model, tokenizer, empty, _START_S_MAX):
-                    return error
-            except (TimeoutError, EOFError) as error:
-                await self.close()
-                raise UnavailableError("grammars cannot be tried now; try again later") from error
+    def _trial(
+        self, name: bytes, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar
+    ) -> asyncio.Task[str]:
+        if name not in self._trials:
+            if len(self._trials) >= TRIALS_MAX:
+                raise OverloadedError("too many new grammars wait to be tried; try again later")
+            trial = asyncio.create_task(self._in_turn(name, model, tokenizer, grammar))
+            trial.add_done_callback(lambda done: self._forget(name, done))
+            self._trials[name] = trial
+        return self._trials[name]
+
+    def _forget(self, name: bytes, trial: asyncio.Task[str]) -> None:
+        del self._trials[name]
+        if not trial.cancelled():
+            trial.exception()  # those who waited have raised it, unless all have gone
+
+    async def _in_turn(
+        self, name: bytes, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar
+    ) -> str:
+        async with self._one:
+            error, known_s = await self._try(model, tokenizer, grammar)
+        self._known[name] = error, time.monotonic() + known_s
+        if len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+        return error
+
+    async def _try(
+        self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar
+    ) -> tuple[str, float]:
+        """What is wrong, and how long that holds, s."""
+        fresh = await self._ready(model, tokenizer)
         try:
-            return await self._ask(model, tokenizer, grammar, COMPILE_S_MAX)
+            return await self._ask(model, tokenizer, grammar, COMPILE_S_MAX), math.inf
         except TimeoutError:
-            await self.close()
-            return f"it takes longer than {COMPILE_S_MAX:g} s"
+            await self._end()
+            return f"it takes longer than {COMPILE_S_MAX:g} s", _FAILURE_KNOWN_S
         except EOFError:
-            await self.close()
-            return "it ends the compiler"
+            await self._end()
+            if fresh:
+                return "it ends the compiler", _FAILURE_KNOWN_S
+            # What was compiled before may have taken the memory.
+            return await self._try(model, tokenizer, grammar)
         except BaseException:
-            await self.close()  # an answer that nobody reads would be taken for the next one
+            await self._end()  # an answer that nobody reads would be taken for the next one
             raise
 
-    async def _ask(
-        self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar, limit_s: float
-    ) -> str:
-        """Raises TimeoutError, or EOFError where the process died."""
-        if self._process is None:
+    async def _ready(self, model: ModelSpec, tokenizer: ModelTokenizer) -> bool:
+        """Whether the process is a new one."""
+        if self._process is not None and self._process.returncode is None:
+            return False
+        # One that always compiles: the time of imports is nobody's fault.
+        empty = Grammar("ebnf", 'root ::= "a"')
+        try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", self._module,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
                 limit=_LINE_BYTES_MAX,
+                env=child_environment(),
             )  # fmt: skip
+            await self._ask(model, tokenizer, empty, _START_S_MAX)
+        except (OSError, EOFError) as error:  # a timeout is an OSError
+            await self._end()
+            raise UnavailableError("grammars cannot be tried now; try again later") from error
+        except BaseException:
+            await self._end()
+            raise
+        return True
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    async def _ask(
+        self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar, limit_s: float
+    ) -> str:
+        """Raises TimeoutError, or EOFError where the process died."""
         process = self._process
+        assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         asked = {"directory": model.path, "vocab_size": tokenizer.vocab_size}
@@ -196,6 +268,8 @@ class GrammarTrials:
                 process.stdin.write(line.encode() + b"\n")
                 await process.stdin.drain()
                 answer = await process.stdout.readline()
+        except TimeoutError:
+            raise
         except OSError as error:
             raise EOFError from error
         if not answer:

@@ -28,6 +28,7 @@ from xgrammar import (
 )
 
 from prism.engines.sglang import vocabulary
+from prism.process import die_with_parent
 
 # Beyond what it holds with its libraries. Engines have room for more.
 MEMORY_BYTES_MAX = 2 << 30
@@ -38,6 +39,7 @@ _PLACE = re.compile(r"^\[[0-9:]+\] \S+: ")
 
 
 def main() -> None:
+    die_with_parent()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES_MAX, hard))

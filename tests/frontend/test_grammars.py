@@ -1,0 +1,168 @@
+"""Grammars are tried one at a time, by a process that may die, and what a body may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prism.errors import BadRequestError, RequestError
+from prism.frontend import grammars
+from prism.frontend.errors import OverloadedError
+from prism.frontend.grammars import CHARS_MAX, GrammarTrials, grammar_of
+from prism.frontend.openai_types import CompletionBody
+from prism.messages.requests import Grammar
+from prism.process import PARENT_VARIABLE
+
+MODEL: Any = SimpleNamespace(path="/nowhere")
+TOKENIZER: Any = SimpleNamespace(vocab_size=7)
+
+
+@pytest.fixture
+async def trials() -> AsyncIterator[GrammarTrials]:
+    made = GrammarTrials("sglang")
+    made._module = "tests.frontend.scripted_trial"
+    yield made
+    await made.close()
+
+
+async def error_of(trials: GrammarTrials, text: str) -> str:
+    try:
+        await trials.check(MODEL, TOKENIZER, Grammar("ebnf", text), "ebnf")
+    except BadRequestError as error:
+        return str(error)
+    return ""
+
+
+def pid_of(trials: GrammarTrials) -> int:
+    assert trials._process is not None
+    return trials._process.pid
+
+
+async def test_a_process_that_died_is_replaced(trials: GrammarTrials) -> None:
+    assert await error_of(trials, "good") == ""
+    first = pid_of(trials)
+    os.kill(first, signal.SIGKILL)
+    assert await error_of(trials, "another") == ""
+    assert await error_of(trials, "wrong") == "ebnf: cannot be compiled: it is wrong"
+    second = pid_of(trials)
+    assert second != first
+    # Memory of earlier ones is not the grammar's fault, and a fresh process shows it.
+    assert await error_of(trials, "dies late") == ""
+    assert pid_of(trials) != second
+    assert await error_of(trials, "orphan") == ""
+
+
+async def test_failures_are_forgotten_and_verdicts_are_not(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "COMPILE_S_MAX", 0.2)
+    ends = "ebnf: cannot be compiled: it ends the compiler"
+    late = "ebnf: cannot be compiled: it takes longer than 0.2 s"
+    for turn in range(2):
+        assert await error_of(trials, "dies") == ends
+        assert await error_of(trials, "slow") == late
+        assert trials._process is None, turn  # the second time from memory
+    monkeypatch.setattr(grammars, "_FAILURE_KNOWN_S", 0.0)
+    trials._known.clear()
+    for _ in range(2):
+        assert await error_of(trials, "dies") == ends
+    [(error, until_s)] = trials._known.values()
+    assert error == "it ends the compiler"
+    assert until_s <= asyncio.get_running_loop().time()
+    assert await error_of(trials, "good") == ""
+    assert trials._known.popitem()[1] == ("", float("inf"))
+
+
+async def test_a_slow_one_holds_up_neither_known_ones_nor_too_many(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await error_of(trials, "good") == ""
+    monkeypatch.setattr(grammars, "TRIALS_MAX", 2)
+    slow = [asyncio.create_task(error_of(trials, "slow")) for _ in range(5)]
+    other = asyncio.create_task(error_of(trials, "other"))
+    await asyncio.sleep(0.1)
+    assert await error_of(trials, "good") == ""
+    with pytest.raises(OverloadedError, match="too many new grammars"):
+        await trials.check(MODEL, TOKENIZER, Grammar("ebnf", "one more"), "ebnf")
+    for task in slow[:3]:
+        task.cancel()  # clients that go away take nothing from the others
+    os.kill(pid_of(trials), signal.SIGKILL)  # tried once more, in a fresh process
+    await asyncio.sleep(0.1)
+    assert not slow[4].done()
+    await trials.close()
+    assert not trials._trials
+    done = await asyncio.gather(*slow, other, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in done)
+
+
+ORPHAN = f"""
+import os, subprocess, sys, time
+environment = {{**os.environ, {PARENT_VARIABLE!r}: str(os.getpid())}}
+subprocess.Popen([sys.executable, "-m", "prism.engines.sglang.try_grammar"], env=environment)
+time.sleep(600)
+"""
+
+
+def test_the_process_ends_with_its_frontend() -> None:
+    """Also while it compiles, and does not see that nobody asks any more."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdin=pipe, stdout=pipe) as frontend:
+        assert frontend.stdin is not None
+        assert frontend.stdout is not None
+        asked = {"directory": "/nowhere", "vocab_size": 7, "kind": "ebnf", "text": "x"}
+        frontend.stdin.write(json.dumps(asked).encode() + b"\n")
+        frontend.stdin.flush()
+        assert b"error" in frontend.stdout.readline()
+        frontend.kill()
+        assert frontend.stdout.read() == b""  # the last that held it has ended
+
+
+def asked_for(**fields: Any) -> Grammar:
+    found = grammar_of(CompletionBody(model="m", prompt=["x"], **fields))
+    assert found is not None
+    return found[0]
+
+
+def test_choices_stay_as_they_are_written() -> None:
+    made = asked_for(guided_choice=["smörgås", "😀", 'a"b\\'])
+    assert made == Grammar("ebnf", 'root ::= "smörgås" | "😀" | "a\\"b\\\\"')
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": "[" + "[]," * CHARS_MAX + "[]]"},
+        {"guided_json": {"enum": ["x" * 100] * CHARS_MAX}},
+        {"guided_choice": ["x"] * (CHARS_MAX + 1)},
+        {"guided_choice": ["x" * CHARS_MAX, "x"]},
+        {"guided_regex": "x" * (CHARS_MAX + 1)},
+    ],
+)
+def test_what_is_too_long_is_not_read(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was read or written whole")
+
+    body = CompletionBody(model="m", prompt=["x"], **fields)
+    monkeypatch.setattr(json, "loads", never)
+    monkeypatch.setattr(json, "dumps", never)
+    with pytest.raises(RequestError, match=f"has more than {CHARS_MAX} characters"):
+        grammar_of(body)
+
+
+def test_a_schema_that_is_no_text_is_refused() -> None:
+    for text in ("{", "[" * 60000, "[]"):
+        with pytest.raises(RequestError, match="guided_json: "):
+            asked_for(guided_json=text)
+    made = asked_for(guided_json='{"const": "é"}')
+    assert made == Grammar("json", '{"const": "é"}')
