@@ -187,7 +187,11 @@ SEAMS: dict[str, str | None] = {
     ),
     "constrained.base_grammar_backend:BaseGrammarBackend.set_cache": "self, key, value",
     "constrained.base_grammar_backend:BaseGrammarObject.accept_token": "self, token",
+    "constrained.base_grammar_backend:InvalidGrammarObject": "error_message",
     "constrained.grammar_manager:GrammarManager.get_ready_grammar_requests": "self",
+    "constrained.xgrammar_backend:XGrammarGrammar": (
+        "matcher, vocab_size, ctx, override_stop_tokens, key_string, grammar_stats"
+    ),
     "constrained.xgrammar_backend:XGrammarGrammarBackend": (
         "tokenizer, vocab_size, model_eos_token_ids, any_whitespace, max_whitespace_cnt"
     ),
@@ -326,12 +330,16 @@ def test_private_attributes_that_are_read() -> None:
 
 
 def test_what_grammars_and_log_probabilities_rest_on() -> None:
+    from prism.engines.sglang import grammars
+
     req = inspect.getsource(resolve("managers.schedule_batch:Req"))
     for name in ("input_logprob_sent", "logprob_start_len", "return_logprob", "tokenizer"):
         assert f"self.{name}" in req, name
     manager = inspect.getsource(resolve("constrained.grammar_manager:GrammarManager"))
-    for name in ("SGLANG_GRAMMAR_POLL_INTERVAL", "grammar_backend", "grammar_queue"):
+    polls = ("SGLANG_GRAMMAR_POLL_INTERVAL", "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS")
+    for name in (*polls, "grammar_backend", "grammar_queue"):
         assert f"self.{name}" in manager, name
+    assert manager.count(grammars._TIMED_OUT) == 2  # for the cache, and the request
     xgrammar = inspect.getsource(resolve("constrained.xgrammar_backend:XGrammarGrammarBackend"))
     assert "self.grammar_compiler" in xgrammar
     least = inspect.getsource(resolve("sampling.penaltylib:BatchedMinNewTokensPenalizer"))

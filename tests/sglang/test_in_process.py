@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import kvcached
 from prism.engines.core import EngineContext
 from prism.errors import ActivationError, RequestsFailedError
 from prism.messages.engine import ActivateEngine
+from prism.messages.requests import Grammar
 from tests.engines.harness import request
 from tests.sglang.conftest import DEVICE, config_of
 from tests.sglang.models import LLAMA, QWEN3, path_of, spec_of
@@ -171,3 +173,28 @@ def test_torch_out_of_memory_fails_an_activation_by_name(
     monkeypatch.setattr(host, "build", build)
     with pytest.raises(ActivationError, match=r"could not be loaded: .* raise engine.static"):
         core.activate(ActivateEngine(spec_of(LLAMA)))
+
+
+def test_a_grammar_that_comes_too_late_may_be_tried_again(core: Any) -> None:
+    """As late as SGLang thinks, and nobody remembers it as a wrong one; none is in logs."""
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+    manager = core._active.scheduler.grammar_manager
+    polls, poll_s = "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", manager.SGLANG_GRAMMAR_POLL_INTERVAL
+    assert getattr(manager, polls) * poll_s == pytest.approx(50)
+    setattr(manager, polls, 1)
+    may_go_on = threading.Event()
+    manager.grammar_backend.executor.submit(may_go_on.wait, 60)
+    asked: Any = {"grammar": Grammar("regex", "(cat|dog)!")}
+    core.submit([request("late", LLAMA, [5, 6, 7], 4, **asked)])
+    while not (failures := core.step().failures):
+        pass
+    [late] = failures
+    assert (late.code, late.retryable) == ("engine_error", True)
+    assert late.message == "its grammar could not be compiled in time"
+    setattr(manager, polls, 60_000)
+    may_go_on.set()
+    core.submit([request("again", LLAMA, [5, 6, 7], 4, **asked)])
+    while not (output := core.step()).chunks:
+        assert not output.failures
+    [made] = manager.grammar_backend.cache.values()
+    assert made.key_string == ""

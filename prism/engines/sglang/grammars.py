@@ -7,26 +7,38 @@ compiles grammars; requests wait for theirs beside the queue, and the others go 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, BaseGrammarObject
+from sglang.srt.constrained.base_grammar_backend import (
+    BaseGrammarBackend,
+    BaseGrammarObject,
+    InvalidGrammarObject,
+)
 from sglang.srt.constrained.grammar_manager import GrammarManager
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from prism.engines.sglang import vocabulary
 
 CACHED_MAX = 32  # compiled grammars of a model
 # SGLang looks whether grammars are ready for so long in each step.
 _POLL_S = 0.001
+_TIMED_OUT = "Grammar preprocessing timed out"
 
 
 class Grammars(GrammarManager):  # type: ignore[misc]
     """Thread rule: the engine's thread."""
 
+    SGLANG_GRAMMAR_POLL_INTERVAL: float  # s
+    SGLANG_GRAMMAR_MAX_POLL_ITERATIONS: int
+
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
+        # It gives a grammar up after so many looks: in the same time as ever.
+        wait_s = self.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS * self.SGLANG_GRAMMAR_POLL_INTERVAL
+        self.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS = round(wait_s / _POLL_S)
         self.SGLANG_GRAMMAR_POLL_INTERVAL = _POLL_S
         model = scheduler.model_config
         self.grammar_backend = _LazyBackend(Path(model.model_path), int(model.vocab_size))
@@ -34,8 +46,17 @@ class Grammars(GrammarManager):  # type: ignore[misc]
     def get_ready_grammar_requests(self) -> list[Req]:
         ready: list[Req] = super().get_ready_grammar_requests()
         for req in ready:
+            _excuse(req)
             catch_up(req)
         return ready
+
+
+def _excuse(req: Req) -> None:
+    """It is not the request's fault where other grammars take the thread's time."""
+    ended = req.to_finish
+    if isinstance(ended, FINISH_ABORT) and ended.message.startswith(_TIMED_OUT):
+        text = "its grammar could not be compiled in time"
+        req.to_finish = FINISH_ABORT(text, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def catch_up(req: Req) -> None:
@@ -61,9 +82,14 @@ class _LazyBackend(BaseGrammarBackend):  # type: ignore[misc]
     def _init_value_dispatch(self, key: tuple[str, str], require_reasoning: bool) -> Any:
         if self._backend is None:
             self._backend = _xgrammar(self._directory, self._vocab_size)
-        return self._backend._init_value_dispatch(key, require_reasoning)
+        made = self._backend._init_value_dispatch(key, require_reasoning)
+        if isinstance(made, XGrammarGrammar):
+            made.key_string = ""  # it would be in logs
+        return made
 
     def set_cache(self, key: tuple[str, str], value: BaseGrammarObject) -> None:
+        if isinstance(value, InvalidGrammarObject) and value.error_message.startswith(_TIMED_OUT):
+            return
         while len(self.cache) >= CACHED_MAX:
             del self.cache[next(iter(self.cache))]
         super().set_cache(key, value)
