@@ -174,7 +174,7 @@ class ChatBody(GenerationBody):
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
         names = [tool.function.name for tool in self.tools or []]
-        if choice not in (None, "none", "auto") and not names:
+        if self.must_call and not names:
             raise bad_request("tool_choice: needs tools", "tool_choice")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             message = f"tool_choice: there is no tool {choice.function.name!r:.80}"
@@ -183,6 +183,10 @@ class ChatBody(GenerationBody):
     @property
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
 
     @property
     def is_short(self) -> bool:

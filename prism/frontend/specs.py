@@ -69,6 +69,11 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     parsing = await services.parsers.parsing(body, model, tokenizer, text)
     grammar = await _grammar(services, body, model)
     field = "response_format" if grammar else "tools"
+    if body.must_call:
+        if grammar:
+            message = "tool_choice: another field asks for a structure; give one of them, or auto"
+            raise bad_request(message, "tool_choice")
+        _refuse_min_tokens(body, "tool_choice")
     grammar = grammar or tool_grammar(parsing, body)
     if grammar is not None and parsing is not None:
         grammar = behind_reasoning(parsing, grammar)
@@ -82,8 +87,15 @@ async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -
     found = grammar_of(body)
     if found is None:
         return None
+    _refuse_min_tokens(body, found[1])
     await services.grammars.check(model, services.tokenizers[model.name], *found)
     return found[0]
+
+
+def _refuse_min_tokens(body: GenerationBody, field: str) -> None:
+    """Where a grammar has come to its end, no token would be left."""
+    if body.min_tokens:
+        raise bad_request(f"min_tokens: may not stand beside {field}; remove it", "min_tokens")
 
 
 def _rendered(body: ChatBody, template: ChatTemplate) -> str:

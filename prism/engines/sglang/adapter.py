@@ -29,6 +29,7 @@ def preload(device: str = "host:0") -> None:
     for name in _TALKATIVE:
         if name not in os.environ.get(WARNINGS_VARIABLE, "").split(","):
             logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("sglang.srt.constrained").setLevel(logging.CRITICAL)  # it logs grammars
     with warnings.catch_warnings(), gpu.importing(device):
         warnings.simplefilter("ignore", UserWarning)
         host = importlib.import_module("prism.engines.sglang.host")

@@ -10,16 +10,23 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
+import re
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-# Characters at a prompt's end among which its generation prompt opens or closes the reasoning.
-_TAIL_CHARS = 64
 _PIECE_CHARS = 8
+_BUFFER_PIECES = 16
+# It comes whole, and parsers do not know it in parts.
+_SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>|\uff5c]{1,64}[|\uff5c]>")
+# They log answers.
+_TALKATIVE = ("sglang.srt.function_call", "sglang.srt.parser")
+_importing = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -53,21 +60,44 @@ class AnswerParser:
             self._calls = _call_parser(tool_parser, self._tools, tool_choice)
         self._array = isinstance(self._calls, _library().array_parser.JsonArrayParser)
         self._names: list[str] = []
+        self._held = ""
 
     def push(self, text: str, *, last: bool = False) -> Piece:
         """`last`: no more text comes."""
         piece = Piece()
-        start = 0
+        text, start = self._held + text, 0
         while start < len(text):
-            # The parsers are made for a token's text at a time. They lose what is behind the end of
-            # a call, and what is before the first one's begin, in the same piece. With the length
-            # of a call's arguments each takes longer.
-            end = start + (1 if self._calls is not None and not self._names else _PIECE_CHARS)
-            self._push(text[start:end], False, piece)
-            start = end
+            size = self._piece_chars()
+            if token := _SPECIAL_TOKEN.match(text, start):
+                size = max(size, len(token[0]))
+            if not last and _PIECE_CHARS < size > len(text) - start:
+                break
+            self._push(text[start : start + size], False, piece)
+            if size > _PIECE_CHARS and self._calls is not None:
+                self._drain(piece)
+            start += size
+        self._held = text[start:]
         if last:
             self._push("", True, piece)
         return piece
+
+    def _piece_chars(self) -> int:
+        """The parsers are made for a token's text at a time. They lose what is before the first
+        call's begin in the same piece. Of what may be a call they parse all again with each piece:
+        the longer it is, the longer are the pieces."""
+        if self._calls is None:
+            return _PIECE_CHARS
+        buffer = getattr(self._detector, "_buffer", "")
+        return max(_PIECE_CHARS if self._names else 1, len(buffer) // _BUFFER_PIECES)
+
+    def _drain(self, piece: Piece) -> None:
+        """A long piece may hold more than one call's end; each turn of a parser tells one thing."""
+        told = True
+        while told:
+            said, items = self._parse("", False)
+            piece.text += said
+            piece.calls += [self._numbered(item) for item in items]
+            told = any(item.name or item.parameters for item in items)
 
     def whole(self, text: str) -> Piece:
         """A whole answer at once: unlike `push`, in time that grows with its length."""
@@ -75,21 +105,23 @@ class AnswerParser:
         if self._reasoning is not None:
             reasoning, rest = self._reasoning.parse_non_stream(text)
             piece.reasoning, text = reasoning or "", rest or ""
-        if self._array:
-            try:
-                found = json.loads(text)
-            except ValueError:
-                piece.text = text  # it was cut off
-                return piece
-            calls = [(c["name"], json.dumps(c["parameters"])) for c in found]
-        elif self._calls is not None and self._calls.has_tool_call(text):
-            text, items = self._calls.parse_non_stream(text)
-            calls = [(item.name or "", item.parameters) for item in items]
-        else:
-            calls = []
-        piece.text = "" if self._array else text
+        rest, calls = self._whole_calls(text)
+        piece.text = rest if calls else text
         piece.calls = [(number, *call) for number, call in enumerate(calls)]
         return piece
+
+    def _whole_calls(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """What is no call, and the calls: none where the text is cut off, or not what the parser
+        expects."""
+        try:
+            if self._array:
+                return "", [(c["name"], json.dumps(c["parameters"])) for c in json.loads(text)]
+            if self._calls is not None and self._calls.has_tool_call(text):
+                rest, items = self._calls.parse_non_stream(text)
+                return rest, [(item.name or "", item.parameters) for item in items]
+        except Exception:  # noqa: BLE001 - a model may have written anything
+            return text, []
+        return text, []
 
     def _push(self, text: str, last: bool, piece: Piece) -> None:
         if self._reasoning is not None:
@@ -103,8 +135,12 @@ class AnswerParser:
             piece.calls += [self._numbered(item) for item in items]
             if last and not self._names and not self._array:
                 # It could have become a call's begin.
-                text += getattr(self._calls.detector, "_buffer", "")
+                text += getattr(self._detector, "_buffer", "")
         piece.text += text
+
+    @property
+    def _detector(self) -> Any:
+        return self._calls if self._array else self._calls.detector
 
     def _parse(self, text: str, last: bool) -> tuple[str, list[Any]]:
         if self._array:
@@ -167,13 +203,22 @@ def unknown(tool_parser: str, reasoning_parser: str) -> str:
 
 
 def _reasoner(name: str, prompt: str) -> Any:
+    """None where the prompt has closed the reasoning, and the parser would wait for its end."""
     parser = _library().reasoning.ReasoningParser
     made = parser(name, stream_reasoning=True)
     start, end = _marks(made)
-    tail = prompt[-_TAIL_CHARS:]
-    if not start or (start not in tail and end not in tail):
-        return made
-    return parser(name, stream_reasoning=True, force_reasoning=tail.rfind(start) > tail.rfind(end))
+    prompt = prompt.rstrip()
+    if start and prompt.endswith(start.rstrip()):
+        return parser(name, stream_reasoning=True, force_reasoning=True)
+    if end and prompt.endswith(end.rstrip()):
+        made = parser(name, stream_reasoning=True, force_reasoning=False)
+        return None if _reasons(made) else made
+    return made
+
+
+def _reasons(parser: Any) -> bool:
+    """From its first token on."""
+    return bool(getattr(parser.detector, "_in_reasoning", False))
 
 
 def _marks(parser: Any) -> tuple[str, str]:
@@ -183,11 +228,11 @@ def _marks(parser: Any) -> tuple[str, str]:
 
 
 def behind_reasoning(reasoning_parser: str, prompt: str, kind: str, text: str) -> tuple[str, str]:
-    """(kind, text) of a grammar that holds from the end of the reasoning on, where the prompt opens
-    one; else the same."""
-    start, end = _marks(_library().reasoning.ReasoningParser(reasoning_parser))
-    tail = prompt[-_TAIL_CHARS:]
-    if not end or tail.rfind(start) <= tail.rfind(end):
+    """(kind, text) of a grammar that holds from the end of the reasoning on, where the answer
+    begins with one; else the same."""
+    parser = _reasoner(reasoning_parser, prompt)
+    end = _marks(parser)[1] if parser is not None and _reasons(parser) else ""
+    if not end:
         return kind, text
     answer = _as_form(kind, text)
     reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
@@ -242,9 +287,17 @@ def _new_form(tag: dict[str, Any]) -> dict[str, Any]:
     return {"type": "structural_tag", "format": {**form, "at_least_one": at_least_one}}
 
 
-@lru_cache(maxsize=1)
 def _library() -> types.SimpleNamespace:
-    """SGLang's modules: as they are where the package is imported already."""
+    """SGLang's modules. For any thread: they are imported by the first that asks."""
+    with _importing:
+        return _imported()
+
+
+@lru_cache(maxsize=1)
+def _imported() -> types.SimpleNamespace:
+    """As they are where the package is imported already."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     stand_ins = {} if "sglang" in sys.modules else _stand_ins()
     sys.modules.update(stand_ins)
     try:
