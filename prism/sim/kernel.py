@@ -38,11 +38,7 @@ class Kernel:
 
     def after(self, seconds: float, callback: Callback, *args: Any) -> None:
         """Call `callback(*args)` in `seconds` >= 0."""
-        time_s = self.time_s + seconds
-        if time_s < self.time_s:
-            raise AssertionError(f"an event {-seconds!r} s before now ({self.time_s!r} s)")
-        self._sequence += 1  # as `at`, without another call: most events are made here
-        heapq.heappush(self._heap, (time_s, self._sequence, callback, args))
+        self.at(self.time_s + seconds, callback, *args)
 
     def run(self, until_s: float = float("inf")) -> None:
         """Process events until none is left or the next one is later than `until_s`."""

@@ -8,7 +8,7 @@ requests are to move: then they go on at the target, or at another copy, with th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -242,12 +242,13 @@ class SimActuator:
             self._send_on(model, source, target)
 
     def _send_on(self, model: SimModel, source: Resident, target: Resident | None) -> None:
-        """What runs at the source goes on at the target, or at the copy with fewest requests."""
+        """What runs at the source goes on at the target, or is divided among the other copies."""
         if source.engine is not None and source.running:
             source.engine.leave(partial(self._copy_kv, model, source, target))
 
     def _copy_kv(self, model: SimModel, source: Resident, target: Resident | None) -> None:
-        """Requests stand still while their KV is on its way."""
+        """Requests stand still while their KV is on its way: over the source's link, for as long
+        as if all went to one copy."""
         assert source.engine is not None
         target = target or _least_asked(model)
         if target is None:
@@ -258,13 +259,14 @@ class SimActuator:
         self._kernel.after(copy_s, self._hand_over, model, source, target)
 
     def _hand_over(self, model: SimModel, source: Resident, target: Resident | None) -> None:
-        """To the target, or to another copy if that is gone again; without one they wait for one,
-        and are computed again."""
+        """To the target, or to the other copies if that is gone again; without any they wait for
+        one, and are computed again."""
         assert source.engine is not None
         requests = source.engine.release()
         self._records.count("moved", len(requests))
-        receiver = target if target in _active(model) else _least_asked(model)
-        if receiver is None or receiver.engine is None:
+        active = _active(model)
+        receivers = [r for r in active if r is target] or active
+        if not receivers:
             for request in requests:
                 request.forget_kv()
                 slo_s = self._records.work.slo_tpot_s[request.index]
@@ -273,7 +275,8 @@ class SimActuator:
                 model.unplaced[request.index] = request
             self._hooks.route(model)
         else:
-            receiver.home.receive(receiver, requests)
+            for receiver, share in _divided(requests, receivers):
+                receiver.home.receive(receiver, share)
         self.memory_freed()
         for device in source.devices:
             device.try_dispatch()
@@ -365,6 +368,19 @@ def _active(model: SimModel) -> list[Resident]:
 
 def _least_asked(model: SimModel) -> Resident | None:
     return min(_active(model), key=lambda r: r.open_requests, default=None)
+
+
+def _divided(
+    requests: Sequence[SimRequest], copies: Sequence[Resident]
+) -> list[tuple[Resident, list[SimRequest]]]:
+    """Each request for the copy with the fewest by then, as the queues of the live system do."""
+    asked = [copy.open_requests for copy in copies]
+    shares: list[list[SimRequest]] = [[] for _ in copies]
+    for request in requests:
+        least = asked.index(min(asked))
+        asked[least] += 1
+        shares[least].append(request)
+    return [(copy, share) for copy, share in zip(copies, shares, strict=True) if share]
 
 
 def _has_room(resident: Resident) -> bool:

@@ -86,8 +86,9 @@ class Resident:
 
     @property
     def first_s(self) -> float:
-        """When the first of its waiting requests came. REQUIRES: it has one."""
-        return next(iter(self.queue.values())).queued_s
+        """When the oldest of its waiting requests came: of several copies' requests that were
+        divided anew it need not be the first. REQUIRES: there is one."""
+        return min([request.queued_s for request in self.queue.values()])
 
     @property
     def running(self) -> int:

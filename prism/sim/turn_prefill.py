@@ -17,9 +17,12 @@ from prism.sim.setup import ModelSetup
 
 @dataclass(slots=True)
 class Group:
-    """Prompts of one model. size: of those that ever joined."""
+    """Prompts of one model. size: of those that ever joined. switch_s: to it from the group before,
+    until that begins; prompts_s: of those that wait."""
 
     model: ModelSetup
+    switch_s: float
+    prompts_s: float = 0.0
     waiting: deque[SimRequest] = field(default_factory=deque)
     size: int = 0
 
@@ -41,18 +44,15 @@ class PrefillDevice:
         self._done = done
         self._groups: deque[Group] = deque()
         self._running: SimRequest | None = None
-        # A switch or a prompt is under way.
+        # A switch or a prompt is under way, and until when.
         self._busy = False
+        self._until_s = 0.0
 
     def view(self) -> PrefillQueue:
         """Loads are reckoned by the cost tables."""
-        load_s, last = 0.0, self._seat.model
-        for group in self._groups:
-            if group.model is not last:
-                load_s, last = load_s + self._seat.switch_s(group.model), group.model
-            for request in group.waiting:
-                load_s += self._prompt_s(group.model, request)
-        groups = tuple(PrefillGroup(g.model.name, g.size) for g in self._groups)
+        left_s = max(0.0, self._until_s - self._compute.kernel.time_s)
+        load_s = left_s + sum([g.switch_s + g.prompts_s for g in self._groups])
+        groups = tuple([PrefillGroup(g.model.name, g.size) for g in self._groups])
         return PrefillQueue(groups, load_s)
 
     def requests(self) -> list[SimRequest]:
@@ -63,10 +63,13 @@ class PrefillDevice:
     def add(self, model: ModelSetup, request: SimRequest, place: int | None) -> None:
         """place: of the group that it joins; None: a new one."""
         if place is None:
-            self._groups.append(Group(model))
+            last = self._groups[-1].model if self._groups else self._seat.model
+            switch_s = 0.0 if model is last else self._seat.switch_s(model)
+            self._groups.append(Group(model, switch_s))
             place = -1
         group = self._groups[place]
         group.waiting.append(request)
+        group.prompts_s += self._prompt_s(model, request)
         group.size += 1
         self._next()
 
@@ -76,15 +79,19 @@ class PrefillDevice:
         while self._groups and not self._groups[0].waiting:
             self._groups.popleft()
         if self._groups:
-            self._busy = True
-            wait_s = self._seat.take(self._groups[0].model)
-            self._compute.kernel.after(wait_s, self._start)
+            group, kernel = self._groups[0], self._compute.kernel
+            wait_s = self._seat.take(group.model)
+            self._busy, self._until_s = True, kernel.time_s + wait_s
+            group.switch_s = 0.0
+            kernel.after(wait_s, self._start)
 
     def _start(self) -> None:
         group, now_s = self._groups[0], self._compute.kernel.time_s
         request = self._running = group.waiting.popleft()
         request.started_s, request.device = now_s, self._seat.device.number
         blocks = blocks_of(group.model, request.prompt_tokens)
+        if kv_bytes(group.model, blocks) > self._seat.kv_room_bytes():
+            self._seat.drop_ahead()  # this prompt joined after the fetch had begun
         self._seat.hold(blocks)
         following = next((g.model for g in self._groups if g.model is not group.model), None)
         if following is not None:
@@ -93,6 +100,8 @@ class PrefillDevice:
         cost = group.model.parts[1].cost
         usage = partial(cost.usage, [PromptChunk(request.prompt_tokens)], 0, 0)
         work_s = self._prompt_s(group.model, request)
+        group.prompts_s -= work_s
+        self._until_s = now_s + work_s
         self._compute.start(Job([self._seat.device.gpu], work_s, usage, self._ended))
 
     def _ended(self) -> None:

@@ -69,7 +69,7 @@ def odd_cost(index: int, context_s: float) -> LinearCost:
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> list[TraceRequest]:
+def traces(draw: st.DrawFn, longest: int = 600) -> list[TraceRequest]:
     size = draw(st.integers(1, 40))
     seconds = draw(st.sampled_from([1.0, 30.0, 200.0]))
     fractions = st.floats(0.0, 1.0)
@@ -77,7 +77,7 @@ def traces(draw: st.DrawFn) -> list[TraceRequest]:
         request(
             draw(fractions) * seconds,
             draw(st.sampled_from(NAMES)),
-            draw(st.integers(1, 600)),
+            draw(st.integers(1, longest)),
             draw(st.integers(1, 400)),
         )
         for _ in range(size)

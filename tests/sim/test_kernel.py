@@ -41,6 +41,8 @@ def test_time_never_runs_backwards() -> None:
     kernel = Kernel(start_s=5.0)
     with pytest.raises(AssertionError, match="before now"):
         kernel.at(4.0, print)
+    with pytest.raises(AssertionError, match="before now"):
+        kernel.after(-1.0, print)
 
 
 def test_an_alarm_rings_once_at_the_earliest_moment() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, S
 from prism.policies.placement import Hosted, Placement, Unit
 from prism.scheduler.local import Waiting
 from prism.sim.records import Records
+from prism.sim.request import SimRequest
+from prism.sim.resident import Resident
 from prism.sim.scenario import load
 from prism.sim.setup import ActivationSettings, ClusterSetup
 from prism.sim.world import World
@@ -92,8 +95,8 @@ def test_all_that_it_holds_goes_whatever_state_it_is_in(controlled: bool) -> Non
     assert records.counts["moved"] >= 2
 
 
-def evicted(homes: Sequence[str], move_running: bool) -> Records:
-    """A request runs in the copy on gpu:0, which goes at AT_S; `homes`: of all copies."""
+def evicted(homes: Sequence[str], move_running: bool, requests: int = 1) -> Records:
+    """The copy on gpu:0 goes at AT_S, with its part of the requests; `homes`: of all copies."""
 
     def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
         held = {m.device for m in view.models}
@@ -103,7 +106,7 @@ def evicted(homes: Sequence[str], move_running: bool) -> Records:
     policy = dataclasses.replace(
         registry.get("alpaserve"), search=lambda problem: HERE, plan=plan, calm=None
     )
-    world = World(built, work(built, [request(0.5, "a", 500, 100)]), policy)
+    world = World(built, work(built, [request(0.5, "a", 500, 100)] * requests), policy)
     world.kernel.at(AT_S, world.apply, Evict("a", "gpu:0", "test", move_running=move_running))
     return world.run()
 
@@ -118,6 +121,24 @@ def test_what_runs_in_an_evicted_copy_goes_on_at_another() -> None:
     assert records.end_s[0] - still.end_s[0] == pytest.approx(kv_s, abs=0.002)
     gone_s = [next(d.time_s for d in r.decisions if d.kind == "evicted") for r in (still, records)]
     assert gone_s == pytest.approx([still.end_s[0], AT_S + kv_s], abs=0.02)
+
+
+def test_what_runs_in_an_evicted_copy_is_divided_among_the_others() -> None:
+    """Nine requests: three in each copy, then those of gpu:0 are one more, and two more."""
+    records = evicted(("gpu:0", "gpu:1", "gpu:2"), move_running=True, requests=9)
+    assert not records.errors
+    assert records.counts["moved"] == 3
+    assert sorted(Counter(records.device).items()) == [(1, 5), (2, 4)]
+
+
+def test_the_wait_of_a_copy_is_that_of_its_oldest_request() -> None:
+    """Which is not its first, where requests of another copy came after its own."""
+    built = setup()
+    device = World(built, work(built, [request(0.0, "a")])).devices[0]
+    resident = Resident(built.models[0], [device], 0.0, 0.0)
+    for index, queued_s in enumerate((3.0, 1.0, 2.0)):
+        resident.queue[str(index)] = SimRequest(index, 0, queued_s, 1, 1, deadline_s=9.0)
+    assert resident.first_s == 1.0
 
 
 def test_without_another_copy_it_waits_for_one_and_is_computed_again() -> None:

@@ -54,7 +54,7 @@ def setups(draw: st.DrawFn) -> ClusterSetup:
     return cluster(models, gpus, engine=engine, policy="aegaeon", activation=ACTIVATION)
 
 
-@given(setups(), traces())
+@given(setups(), traces(longest=2600))
 @settings(max_examples=40, deadline=None)
 def test_no_request_is_lost_and_memory_is_kept_to(
     setup: ClusterSetup, trace: list[TraceRequest]
@@ -73,12 +73,12 @@ def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceReque
     assert_equal(simulate(setup, trace)[1], simulate(step_by_step(setup), trace)[1])
 
 
-def by_hand(trace: Sequence[TraceRequest]) -> tuple[World, list[float]]:
-    """Two devices, prefill 0.1 ms a token, decode steps of 10 ms, switches of 0.13 s; KV of 100
-    tokens takes 0.6 ms to or from the host."""
+def by_hand(trace: Sequence[TraceRequest], gpus: int = 2) -> tuple[World, list[float]]:
+    """Prefill 0.1 ms a token, decode steps of 10 ms, switches of 0.13 s; KV of 100 tokens takes
+    0.6 ms to or from the host. Of two devices one prefills, of four two."""
     cost = LinearCost(context_s=0.0)
     models = [model(i, name, parts=parts(cost)) for i, name in enumerate(NAMES)]
-    setup = cluster(models, 2, policy="aegaeon", activation=ACTIVATION)
+    setup = cluster(models, gpus, policy="aegaeon", activation=ACTIVATION)
     world = World(setup, work(setup, trace))
     records = world.run()
     return world, [*records.first_s, *records.end_s]
@@ -103,6 +103,50 @@ def test_a_request_joins_its_models_turn_after_a_step() -> None:
     came_s = 1.013 + 2 * copy_s
     steps = -(-(came_s - decoding_s) // 0.01)
     assert end_s == pytest.approx(decoding_s + (steps + 19) * 0.01)
+
+
+def test_a_prompt_goes_where_what_runs_ends_first() -> None:
+    """Nothing waits when b comes, but a prompt runs until 1.13 s and a switch until 0.63 s."""
+    alone_s = 0.5 + 0.13 + 0.01
+    _, (_, busy_s, *_) = by_hand([request(0.0, "a", 10_000), request(0.5, "b")], 4)
+    assert busy_s == pytest.approx(alone_s)
+    trace = [request(0.0, "a", 4000), request(0.5, "b", 100), request(0.501, "c")]
+    _, (_, switching_s, last_s, *_) = by_hand(trace, 4)
+    assert switching_s == pytest.approx(alone_s)
+    # 0.03 s of a prompt on the one, a switch and a prompt of 0.14 s on the other
+    assert last_s == pytest.approx(0.53 + 0.13 + 0.01)
+
+
+@given(traces())
+@settings(max_examples=40, deadline=None)
+def test_the_load_of_a_device_is_the_time_until_all_is_done(trace: list[TraceRequest]) -> None:
+    """Where nothing is fetched ahead: no two models fit beside each other."""
+    models = [model(i, name, weight_bytes=40 * MIB) for i, name in enumerate(NAMES)]
+    setup = cluster(models, 2, policy="aegaeon", activation=ACTIVATION)
+    world = World(setup, work(setup, trace))
+    assert world._turns is not None
+    (device,) = world._turns._prefills
+    due_s: list[float] = []
+
+    def look() -> None:
+        due_s.append(world.kernel.time_s + device.view().load_s)
+
+    last_s = max(world.work.arrival_s)
+    for after_s in (0.01, 0.05, 0.2, 0.5):
+        world.kernel.at(last_s + after_s, look)
+    ended_s = max(world.run().first_s)
+    assert [max(s, ended_s) for s in due_s] == pytest.approx(
+        [max(last_s + after_s, ended_s) for after_s in (0.01, 0.05, 0.2, 0.5)]
+    )
+
+
+def test_a_long_prompt_that_joins_late_takes_the_memory_of_what_was_fetched_ahead() -> None:
+    """16 MiB of a's weights, 16 MiB of b's and 40 MiB of KV are more than 64 MiB."""
+    trace = [request(0.0, "a", 1000), request(0.05, "b"), request(0.15, "a", 40_000)]
+    world, (_, b_s, long_s, *_) = by_hand(trace)
+    assert not world.records.errors
+    assert long_s == pytest.approx(0.13 + 0.1 + 4.0)
+    assert b_s == pytest.approx(long_s + 0.13 + 0.01)
 
 
 def test_two_models_take_turns_of_the_papers_length() -> None:
