@@ -250,11 +250,11 @@ class SimActuator:
         """Requests stand still while their KV is on its way: over the source's link, for as long
         as if all went to one copy."""
         assert source.engine is not None
-        target = target or _least_asked(model)
-        if target is None:
+        receiver = target or _least_asked(model)
+        if receiver is None:
             self._hand_over(model, source, None)
             return
-        here, there = ([d.setup for d in r.devices] for r in (source, target))
+        here, there = ([d.setup for d in r.devices] for r in (source, receiver))
         copy_s = handover_s(source.engine.kv.used_bytes, here, there, self._setup.activation)
         self._kernel.after(copy_s, self._hand_over, model, source, target)
 

@@ -131,13 +131,11 @@ def test_the_load_of_a_device_is_the_time_until_all_is_done(trace: list[TraceReq
     def look() -> None:
         due_s.append(world.kernel.time_s + device.view().load_s)
 
-    last_s = max(world.work.arrival_s)
-    for after_s in (0.01, 0.05, 0.2, 0.5):
-        world.kernel.at(last_s + after_s, look)
+    looks_s = [max(world.work.arrival_s) + after_s for after_s in (0.01, 0.05, 0.2, 0.5)]
+    for at_s in looks_s:
+        world.kernel.at(at_s, look)
     ended_s = max(world.run().first_s)
-    assert [max(s, ended_s) for s in due_s] == pytest.approx(
-        [max(last_s + after_s, ended_s) for after_s in (0.01, 0.05, 0.2, 0.5)]
-    )
+    assert due_s == pytest.approx([max(at_s, ended_s) for at_s in looks_s])
 
 
 def test_a_long_prompt_that_joins_late_takes_the_memory_of_what_was_fetched_ahead() -> None:
