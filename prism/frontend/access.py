@@ -81,7 +81,7 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        key = find(self._keys, presented(Headers(scope=scope), scope["path"]))
+        key = find(self._keys, presented(Headers(scope=scope), scope["method"]))
         if key is None:
             raise UnauthorizedError(
                 "no API key, or an unknown one; send the header Authorization: Bearer KEY"
@@ -92,13 +92,13 @@ class Guard:
             call.key, call.api_key = key.name, key
 
 
-def presented(headers: Headers, path: str) -> str:
-    """The key of a request, as Anthropic's clients send it, too. A browser's password is one for
-    the pages of operators alone: it sends it whichever page has it ask."""
+def presented(headers: Headers, method: str) -> str:
+    """The key of a request, as Anthropic's clients send it, too. A browser's password is for
+    reading alone: it sends it whichever page has it ask."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return key.strip()
-    if kind.lower() == "basic" and not path.startswith(_FOR_ALL_KEYS):
+    if kind.lower() == "basic" and method in _READING:
         return _password(key)
     return headers.get("x-api-key", "")
 

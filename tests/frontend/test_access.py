@@ -79,7 +79,9 @@ async def test_what_each_key_may(guarded: Stack) -> None:
     assert page.status_code == 200
     assert (await guarded.client.get("/dashboard/", auth=("root", ROOT + "x"))).status_code == 401
     # A browser would send the password for a page of anybody's.
-    assert (await guarded.client.get("/v1/models", auth=("root", ROOT))).status_code == 401
+    asked = {"model": "base", "prompt": "x"}
+    posted = await guarded.client.post("/v1/completions", json=asked, auth=("root", ROOT))
+    assert posted.status_code == 401
     told = (await guarded.client.get("/openapi.json")).json()
     assert (told["components"]["securitySchemes"]["key"]["scheme"], told["security"]) == (
         "bearer",

@@ -6,13 +6,17 @@ import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
-from playwright.async_api import Page, Route, async_playwright, expect
+from playwright.async_api import Page, async_playwright, expect
 
+from prism.config.access import ApiKey, hashed
 from prism.frontend.routes import dashboard
-from tests.frontend.conftest import Stack
+from prism.queueing.server import BundledRedis
+from tests.frontend.conftest import Stack, make_config, stack_of
 from tests.frontend.pages import HOSTILE, busy
 from tests.frontend.scripted_agent import answering
 
@@ -28,13 +32,16 @@ def browser_path() -> str:
 
 
 @asynccontextmanager
-async def open_page(url: str) -> AsyncIterator[tuple[Page, list[str]]]:
+async def open_page(url: str, password: str = "") -> AsyncIterator[tuple[Page, list[str]]]:
     """The dashboard, and what its browser complains about: errors, and what the policy forbids."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=browser_path(), args=["--no-sandbox"]
         )
-        page = await browser.new_page(color_scheme="light")
+        page = await browser.new_page(
+            color_scheme="light",
+            http_credentials={"username": "root", "password": password} if password else None,
+        )
         complaints: list[str] = []
         page.on("console", lambda said: complaints.append(said.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -55,8 +62,8 @@ async def test_the_page_in_a_browser(stack: Stack) -> None:
         await follows_the_memory(page, stack)
         await goes_by_keyboard(page)
         await has_two_themes(page)
+        await counts_what_it_saw_grow(page)
         assert complaints == []
-        await asks_for_a_key(page)
 
 
 async def shows_names_as_text(page: Page) -> None:
@@ -125,23 +132,31 @@ async def has_two_themes(page: Page) -> None:
     assert await page.evaluate(colour) == dark
 
 
-async def asks_for_a_key(page: Page) -> None:
-    """It is sent from then on, and forgotten with the tab."""
-    keys = []
+GROWTH = """async () => {
+  const { History, parseMetrics } = await import("/dashboard/series.js");
+  const history = new History();
+  const line = (frontend, value) => `prism_requests_total{frontend="${frontend}"} ${value}`;
+  const samples = [[["f0", 100]], [["f0", 110], ["f1", 5000]], [["f0", 3], ["f1", 5007]]];
+  samples.forEach((of, at) =>
+    history.add(at * 1000, parseMetrics(of.map((each) => line(...each)).join("\\n"))));
+  return history.growth((name) => name === "prism_requests_total");
+}"""
 
-    async def refuse(route: Route) -> None:
-        keys.append(route.request.headers.get("authorization"))
-        await route.fulfill(status=401, json={"error": {"message": "no key"}})
 
-    await page.route("**/status", refuse)
-    await page.get_by_label("This cluster asks for an API key").fill("secret-key")
-    await page.keyboard.press("Enter")
-    await expect(page.locator("#health")).to_contain_text("no key")
-    assert keys[0] is None
-    await page.wait_for_function("() => !document.hidden")
-    while keys[-1] is None:
-        await page.wait_for_timeout(50)
-    assert keys[-1] == "Bearer secret-key"
+async def counts_what_it_saw_grow(page: Page) -> None:
+    """f0 began again; f1 did not answer in time for the first sample."""
+    assert await page.evaluate(GROWTH) == {"count": 3 + 7, "seconds": 2}
+
+
+async def test_an_operator_s_password_shows_it(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    keys = [ApiKey("root", hashed("secret-of-root-12345"), operator=True)]
+    config = make_config(redis_server.url, namespace, short_dir)
+    async with stack_of(msgspec.structs.replace(config, keys=keys)) as stack:
+        await stack.services.queue.publish_status(busy())
+        async with open_page(stack.url, "secret-of-root-12345") as (page, _):
+            await expect(page.locator(".device")).to_have_count(2)
 
 
 async def test_its_files_come_with_a_strict_policy(stack: Stack) -> None:

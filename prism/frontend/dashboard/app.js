@@ -24,10 +24,7 @@ let failures = 0;
 let timer = 0;
 
 async function ask(path) {
-  const key = sessionStorage.getItem("prism-key");
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
-  const answer = await fetch(path, { headers, signal: AbortSignal.timeout(TIMEOUT_MS) });
-  if (answer.status === 401) $("key").hidden = false;
+  const answer = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS) });
   if (!answer.ok) throw new Error(await reasonOf(answer));
   return answer;
 }
@@ -157,19 +154,11 @@ function onKey(event) {
   actions[event.key]();
 }
 
-function useKey(event) {
-  event.preventDefault();
-  sessionStorage.setItem("prism-key", $("key-value").value);
-  $("key").hidden = true;
-  poll();
-}
-
 makeHeadings($("models"), show);
 setTheme(localStorage.getItem("prism-theme") ?? "auto");
 $("pause").addEventListener("click", () => setPaused(!paused));
 $("theme").addEventListener("click", nextTheme);
 $("filter").addEventListener("input", show);
-$("key").addEventListener("submit", useKey);
 document.addEventListener("keydown", onKey);
 document.addEventListener("visibilitychange", poll);
 setInterval(showAge, 1000);

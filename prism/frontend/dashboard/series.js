@@ -22,6 +22,15 @@ function unescaped(value) {
   return value.replace(/\\(.)/g, (_, char) => (char === "n" ? "\n" : char));
 }
 
+/** Frontend -> the series of the first sample that has it. */
+function firstOfEach(samples) {
+  const found = new Map();
+  for (const { series } of samples)
+    for (const { labels } of series.values())
+      if (!found.has(labels.frontend)) found.set(labels.frontend, series);
+  return found;
+}
+
 /** Samples of the last five minutes. Times are in ms. */
 export class History {
   #samples = []; // {ms, series}
@@ -32,15 +41,18 @@ export class History {
   }
 
   /** What the series that `wanted` accepts grew by, and in how many seconds. A counter that fell
-   * has started again at 0: its frontend has. */
+   * has started again at 0: its frontend has. A frontend that is missing at first, because it is
+   * new or did not answer in time, counts from its first sample on. */
   growth(wanted, windowMs = KEPT_MS) {
     const last = this.#samples.at(-1);
     if (!last) return { count: 0, seconds: 0 };
-    const first = this.#samples.find((sample) => sample.ms >= last.ms - windowMs);
+    const within = this.#samples.filter((sample) => sample.ms >= last.ms - windowMs);
+    const [first] = within;
+    const firsts = firstOfEach(within);
     let count = 0;
     for (const [key, { name, labels, value }] of last.series) {
       if (!wanted(name, labels)) continue;
-      const before = first.series.get(key)?.value ?? 0;
+      const before = firsts.get(labels.frontend).get(key)?.value ?? 0;
       count += value < before ? value : value - before;
     }
     return { count, seconds: (last.ms - first.ms) / 1000 };
