@@ -23,19 +23,25 @@ _REFUSALS = (
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that it may name (bos_token, ...)."""
+    """A compiled template and the special tokens that it may name (bos_token, ...). `tool_source`:
+    another one for conversations with tools. `source` has both, for who looks for their marks."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        self.source = source
-        self._template = _environment().from_string(source)
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], tool_source: str | None = None
+    ) -> None:
+        self.source = source + (tool_source or "")
+        environment = _environment()
+        self._template = environment.from_string(source)
+        self._with_tools = environment.from_string(tool_source or source)
         self._special_tokens = special_tokens
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """The prompt up to where the assistant's answer begins. Raises BadRequestError where the
         template refuses the conversation (roles in a wrong order, for example)."""
         values = {"add_generation_prompt": True, **self._special_tokens, **options}
+        template = self._with_tools if options.get("tools") else self._template
         try:
-            return self._template.render(messages=messages, **values)
+            return template.render(messages=messages, **values)
         except _REFUSALS as error:
             raise bad_request(
                 f"messages: the model's chat template refuses them: {error}", "messages"
@@ -44,29 +50,34 @@ class ChatTemplate:
 
 def load_chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
     """The template of the model in `directory`, or None where it has none (a base model)."""
-    source = _source(directory, tokenizer_config)
+    source, tool_source = _sources(directory, tokenizer_config)
     if source is None:
         return None
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     tokens = {name: token_text(tokenizer_config.get(name)) for name in names}
     try:
-        return ChatTemplate(source, {name: text for name, text in tokens.items() if text})
+        known = {name: text for name, text in tokens.items() if text}
+        return ChatTemplate(source, known, tool_source)
     except TemplateError as error:
         raise ConfigError(f"{directory}: the chat template is not valid Jinja: {error}") from error
 
 
-def _source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+def _sources(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The template, and the one for tools where they differ."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text()
+            return file.read_text(), None
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {file}: {error}; repair the file") from error
     entry = tokenizer_config.get("chat_template")
     if isinstance(entry, list):
         named = {str(e.get("name")): e.get("template") for e in entry if isinstance(e, dict)}
-        entry = named.get("default")
-    return entry if isinstance(entry, str) else None
+        sources = (named.get("default"), named.get("tool_use"))
+    else:
+        sources = (entry, None)
+    source, tool_source = (each if isinstance(each, str) else None for each in sources)
+    return source, tool_source
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -80,8 +91,21 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """With the parameters that Hugging Face's has."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

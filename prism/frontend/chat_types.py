@@ -105,6 +105,12 @@ class Message(BaseModel):
             call["function"]["arguments"] = _object(call["function"]["arguments"])
         return said
 
+    def texts(self) -> list[str | None]:
+        """All that a template may write."""
+        calls = [call.function for call in self.tool_calls or []]
+        texts = [text for call in calls for text in (call.name, call.arguments)]
+        return [self.content, self.reasoning_content, self.name, self.tool_call_id, *texts]
+
     @field_validator("content", mode="before")
     @classmethod
     def _content_text(cls, value: Any) -> Any:
@@ -128,6 +134,23 @@ def _object(arguments: str) -> Any:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
+
+
+def _is_small(values: list[Any], chars: int) -> bool:
+    """Whether the texts in them have so many characters, other values being one. Looks no further
+    than that."""
+    while values:
+        value = values.pop()
+        if value is None:
+            continue
+        chars -= len(value) if isinstance(value, str | list | dict) else 1
+        if chars < 0:
+            return False
+        if isinstance(value, dict):
+            values += [*value, *value.values()]
+        elif isinstance(value, list):
+            values += value
+    return True
 
 
 class ChatBody(GenerationBody):
@@ -191,11 +214,13 @@ class ChatBody(GenerationBody):
     @property
     def is_short(self) -> bool:
         """Its template is rendered in less time than a thread takes."""
-        plain = all(isinstance(v, bool | int | str) for v in self.chat_template_kwargs.values())
-        texts = [m.content for m in self.messages[: _SHORT_MESSAGES + 1]]
-        texts += [str(value) for value in self.chat_template_kwargs.values() if plain]
-        few = len(texts) <= _SHORT_MESSAGES and len(self.tools or []) <= _SHORT_TOOLS
-        return plain and few and sum(map(len, texts)) <= _SHORT_CHARS
+        tools, options = self.tools or [], list(self.chat_template_kwargs.values())
+        if len(self.messages) + len(options) > _SHORT_MESSAGES or len(tools) > _SHORT_TOOLS:
+            return False
+        said: list[Any] = [text for message in self.messages for text in message.texts()]
+        said += [part for t in tools for part in (t.function.description, t.function.parameters)]
+        plain = all(isinstance(value, bool | int | str) for value in options)
+        return plain and _is_small([*said, *options], _SHORT_CHARS)
 
     @property
     def logprobs_asked(self) -> int | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # From the connection's start, or its first byte behind an answer, to the end of the headers.
 HEAD_TIMEOUT_S = 30.0
 # What a client may send before its headers are whole, plus one read.
 HEAD_BYTES_MAX = 1 << 16
+# Requests behind the one that is being served. One read may have thousands.
+PIPELINED_MAX = 16
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n"
     b"Connection: close\r\n\r\n"
@@ -22,9 +25,10 @@ _FULL = (
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with three bounds. Take a class of `guarded_protocol` for each server.
+    """uvicorn's protocol with four bounds. Take a class of `guarded_protocol` for each server.
 
-    A client has `head_timeout_s` and HEAD_BYTES_MAX bytes for the headers of a request. Of more
+    A client has `head_timeout_s` and HEAD_BYTES_MAX bytes for the headers of a request. It may send
+    PIPELINED_MAX requests before their turn; one more closes the connection. Of more
     than `connections_max` connections the one is closed that has been without a whole request for
     longest; where all of them are being served, the new one gets a 503.
     """
@@ -36,6 +40,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
+    _in_body = False  # the parser is, though an early answer may be complete
+    _served: RequestResponseCycle | None = None  # `cycle` is the last one that has come
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
@@ -47,19 +53,40 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self.incomplete.pop(self, None)
+        self.pipeline.clear()
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._head_bytes = self._head_bytes + len(data) if self._is_answered else 0
+        in_head = self._is_answered and not self._in_body
+        self._head_bytes = self._head_bytes + len(data) if in_head else 0
         if self._head_bytes > HEAD_BYTES_MAX:
             self.transport.write(_TOO_LARGE)
             self._end()
         self._note_progress(began=True)
 
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        if self.transport.is_closing():
+            return
+        super().on_headers_complete()
+        if len(self.pipeline) > PIPELINED_MAX:
+            self._end()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._note_progress(began=False)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
 
     @property
     def _is_answered(self) -> bool:

@@ -225,7 +225,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(min(_LOOK_S, timeout_s / 4))
             now_s = time.monotonic()
-            for entry in self.log:
+            for entry in self.log.unended():
                 if now_s - entry.progress_s > timeout_s:
                     text = f"no token for {timeout_s:g} s; the request was cancelled"
                     entry.break_off("timeout", text)
@@ -253,7 +253,7 @@ class Dispatcher:
     async def _restore(self) -> None:
         """Redis may have lost its data: enqueue what is open. Where the data survived this changes
         nothing (idempotent by id and attempt); an agent knows what it runs, and what ended."""
-        entries = list(self.log)
+        entries = self.log.unended()
         # Some at a time: the next heartbeat waits for all of them.
         for start in range(0, len(entries), _RESTORED_AT_ONCE):
             some = entries[start : start + _RESTORED_AT_ONCE]

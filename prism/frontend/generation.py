@@ -192,26 +192,33 @@ class Generation:
         """Token counts so far, in OpenAI's words."""
         prompt_tokens = self._prompt_tokens()
         completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
-        cached_tokens = sum(choice.cached_tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
         }
 
     def _prompt_tokens(self) -> int:
-        return sum(len(request.prompt_ids) for request in self.spec.requests)
+        """A prompt counts once, however many choices are made of it."""
+        made = self.spec.shown[1]
+        return sum(len(request.prompt_ids) for request in self.spec.requests[::made])
+
+    def _cached_tokens(self) -> int:
+        """Of each prompt what was there before its first choice, whose KV the others found."""
+        made, cached = self.spec.shown[1], [choice.cached_tokens for choice in self.choices]
+        return sum(min(cached[first : first + made]) for first in range(0, len(cached), made))
 
     async def _next(self) -> TextUpdate | None:
         number, event = await self._mailbox.get()
-        if isinstance(event, Failure):
-            raise GenerationError(event.code, event.message)
-        return self._take(self.choices[number], event)
-
-    def _take(self, choice: GeneratedChoice, chunk: Chunk) -> TextUpdate | None:
+        choice = self.choices[number]
         if choice.finish_reason is not None:
             return None
+        if isinstance(event, Failure):
+            raise GenerationError(event.code, event.message)
+        return self._take(choice, event)
+
+    def _take(self, choice: GeneratedChoice, chunk: Chunk) -> TextUpdate:
         update = choice.take(chunk)
         self._timer.tokens(len(update.token_ids))
         self._call.output_tokens += len(update.token_ids)

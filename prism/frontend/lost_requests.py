@@ -51,14 +51,14 @@ class LostRequestWatch:
         """Raises QueueUnavailableError."""
         silent = [
             (entry, entry.progress_s, entry.request.attempt)
-            for entry in self._requests
+            for entry in self._requests.unended()
             if entry.enqueued and now_s - entry.progress_s >= SILENT_S
         ]
         attempts = await self._queue.open_attempts([entry.request.id for entry, *_ in silent])
         missed: dict[str, float] = {}
         for entry, progress_s, attempt in silent:
             request_id = entry.request.id
-            changed = not entry.enqueued or entry.progress_s != progress_s
+            changed = entry.ended or not entry.enqueued or entry.progress_s != progress_s
             if attempts.get(request_id, 0) >= attempt or changed:
                 continue
             if self._requests.get(request_id) is not entry:

@@ -47,7 +47,7 @@ class RefusalWatch:
             self._since_unix_s.pop(model, None)
         for model in status.refusals.keys() - active:
             self._since_unix_s.setdefault(model, now_unix_s)
-        for entry in self._requests:
+        for entry in self._requests.unended():
             request = entry.request
             reason = status.refusals.get(request.model)
             since_unix_s = self._since_unix_s.get(request.model, now_unix_s)

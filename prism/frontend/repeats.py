@@ -19,6 +19,7 @@ import msgspec
 from fastapi import Request
 
 from prism.errors import QueueUnavailableError, RequestError
+from prism.frontend import calls
 from prism.frontend.errors import GenerationError, OverloadedError, bad_request, queue_unavailable
 from prism.frontend.generation import GeneratedChoice, Generation, GenerationSpec, TextUpdate
 from prism.frontend.openai_types import GenerationBody
@@ -42,7 +43,8 @@ class KeyReusedError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Hashes: Redis has no client's key, and no digest of a prompt to try guesses on."""
+    """Hashes: Redis has no client's key, and no digest of a prompt to try guesses on. Those of two
+    API keys differ, though both clients count from 1."""
 
     name: str
     fingerprint: str
@@ -55,6 +57,8 @@ async def read_key(request: Request, body: GenerationBody) -> Key | None:
         return None
     if not 0 < len(given) <= _KEY_CHARS_MAX:
         raise bad_request(f"Idempotency-Key: give 1 to {_KEY_CHARS_MAX} characters")
+    call = calls.current.get()
+    given = f"{call.key if call else ''}\n{given}"
     secret = blake2b(given.encode(), person=b"fingerprint").digest()
     # A body may have megabytes.
     said = await asyncio.to_thread(body.model_dump_json)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -17,10 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 from prism.errors import RequestError
 from prism.frontend.errors import STATUS_CLIENT_GONE, error_body
+from prism.frontend.generation import GenerationSpec
 from prism.frontend.repeats import Answering
 from prism.frontend.services import Services
 
+Made = TypeVar("Made")
 Events = AsyncGenerator[dict[str, Any], None]  # in OpenAI's shape
+# Log probabilities that take less time than handing them to a thread.
+_INLINE_LOGPROBS_MAX = 4096
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -42,13 +46,28 @@ async def reply_whole(
         outcome = None
         if not complete:
             return Response(status_code=STATUS_CLIENT_GONE)
-        return Response(msgspec.json.encode(render()), media_type="application/json")
+        spec, tokens = generation.spec, _tokens_shown(generation)
+        content = await beside(lambda: msgspec.json.encode(render()), spec, tokens)
+        return Response(content, media_type="application/json")
     except RequestError as error:
         outcome = error.code
         raise
     finally:
         generation.finish(outcome)
         services.leave()
+
+
+async def beside(make: Callable[[], Made], spec: GenerationSpec, tokens: int) -> Made:
+    """What shows so many tokens; made in a thread where it has many log probabilities: the event
+    loop's heartbeat keeps all requests alive."""
+    few = spec.logprobs is None or tokens * (1 + spec.logprobs) <= _INLINE_LOGPROBS_MAX
+    return make() if few else await asyncio.to_thread(make)
+
+
+def _tokens_shown(generation: Answering) -> int:
+    tokens = sum(len(choice.token_ids) for choice in generation.choices)
+    prompts = generation.spec.requests if generation.spec.echoes else []
+    return tokens + sum(len(request.prompt_ids) for request in prompts)
 
 
 async def _run(generation: Answering) -> None:

@@ -50,6 +50,7 @@ class OpenRequest:
     suspected: int = 0  # attempts whose engine died, perhaps by them
     started: Started | None = None  # when and where it came to an engine first
     progress_s: float = field(default_factory=time.monotonic)  # when it was sent or output came
+    ended: bool = False  # its last chunk is in the mailbox; its client may be slow to take it
 
     @property
     def waits(self) -> bool:
@@ -108,6 +109,10 @@ class RequestLog:
     def __iter__(self) -> Iterator[OpenRequest]:
         return iter(list(self._open.values()))
 
+    def unended(self) -> list[OpenRequest]:
+        """Those that owe output."""
+        return [entry for entry in self._open.values() if not entry.ended]
+
     def add(self, opened: list[OpenRequest]) -> None:
         """Raises OverloadedError, adding none, where they do not all have room."""
         asked = Counter(entry.request.model for entry in opened)
@@ -158,7 +163,7 @@ class RequestLog:
         entry = self._open.get(chunk.request_id)
         if entry is None:
             return ChunkOutcome.UNKNOWN if chunk.finish_reason is None else ChunkOutcome.NOTHING
-        if chunk.attempt != entry.request.attempt:
+        if entry.ended or chunk.attempt != entry.request.attempt:
             return ChunkOutcome.NOTHING
         first, received = chunk.first_index, len(entry.received)
         # Output was lost; or an agent took this frontend for dead; or a replaced agent runs the
@@ -171,7 +176,7 @@ class RequestLog:
 
     def take_failure(self, failure: Failure) -> ChunkOutcome:
         entry = self._open.get(failure.request_id)
-        if entry is None or failure.attempt != entry.request.attempt:
+        if entry is None or entry.ended or failure.attempt != entry.request.attempt:
             return ChunkOutcome.NOTHING
         entry.note_blame(failure)
         return self._again_or_break(entry) if failure.retryable else ChunkOutcome.BREAK
@@ -187,6 +192,7 @@ class RequestLog:
         fresh = chunk.token_ids[first - chunk.first_index :]
         entry.received += fresh
         entry.progress_s = time.monotonic()
+        entry.ended = chunk.finish_reason is not None
         if fresh or chunk.finish_reason is not None:
             skipped = first - chunk.first_index
             logprobs = chunk.logprobs.part(skipped) if chunk.logprobs else None

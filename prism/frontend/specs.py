@@ -25,6 +25,8 @@ from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar, Request, Sampling
 
 _SLO_MIN_S = 1e-6
+# Marks the end of a text that is to go on: what templates write behind it may look like the text.
+_GOES_ON = "ThisTextGoesOnHere"
 
 
 class _Ends(NamedTuple):
@@ -101,15 +103,16 @@ def _refuse_min_tokens(body: GenerationBody, field: str) -> None:
 def _rendered(body: ChatBody, template: ChatTemplate) -> str:
     """The prompt. An answer that the client begins goes on where its text ends."""
     messages = [message.for_template() for message in body.messages]
+    if body.continue_final_message:
+        messages[-1]["content"] += _GOES_ON
     text = template.render(messages, body.template_values())
-    begun = body.messages[-1].content.rstrip()
     if not body.continue_final_message:
         return text
-    at = text.rfind(begun)
+    at = text.rfind(_GOES_ON)
     if at < 0:
         message = "continue_final_message: the model's template changes the last message"
         raise bad_request(message, "continue_final_message")
-    return text[: at + len(begun)]
+    return text[:at]
 
 
 async def _encoded(
@@ -177,7 +180,7 @@ def _spec(
     spec_id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid4().hex}"
     tokenizer = services.tokenizers[model.name]
     sampling = sampling_of(body, tokenizer, body.tokens_asked or room, *ends)
-    samplings = [_with_seed(sampling, number) for number in range(body.choices_made)]
+    samplings = [_of_choice(sampling, number) for number in range(body.choices_made)]
     choices = [(prompt, each) for prompt in prompts for each in samplings]
     _refuse_too_many(services, model, len(choices), "n" if len(samplings) > 1 else "prompt")
     requests = [
@@ -206,12 +209,15 @@ def _spec(
     )
 
 
-def _with_seed(sampling: Sampling, number: int) -> Sampling:
-    """Choices of one prompt differ although the client gives one seed."""
-    if sampling.seed is None or not number:
+def _of_choice(sampling: Sampling, number: int) -> Sampling:
+    """Choices of one prompt differ although the client gives one seed. The first one computes what
+    is shown of the prompt."""
+    if not number:
         return sampling
-    seed = (sampling.seed + number + 2**63) % 2**64 - 2**63
-    return structs.replace(sampling, seed=seed)
+    seed = sampling.seed
+    if seed is not None:
+        seed = (seed + number + 2**63) % 2**64 - 2**63
+    return structs.replace(sampling, seed=seed, prompt_logprobs=False)
 
 
 def _refuse_too_many(services: Services, model: ModelSpec, asked: int, param: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class ModelTokenizer:
     token_chars_max: int  # longest text of one token
     # temperature, top_p, ... of generation_config.json: for requests that say nothing
     sampling_defaults: dict[str, float]
+    _token_bytes: dict[int, bytes] = field(default_factory=dict)  # of tokens that were shown
 
     async def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
         """Token ids of each; `special_tokens` adds what the model wants around a text (BOS). Long
@@ -60,6 +61,12 @@ class ModelTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The text of one token alone. It may be a part of a character."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._decoded(token_id)
+        return found
+
+    def _decoded(self, token_id: int) -> bytes:
         text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
         piece = self.tokenizer.id_to_token(token_id) or ""
         if "\ufffd" not in text:

@@ -93,6 +93,19 @@ async def test_what_each_key_may(guarded: Stack) -> None:
     assert {"prism_key_requests_total 1.0", prompt} <= values
 
 
+async def test_clients_of_two_keys_may_count_alike(guarded: Stack) -> None:
+    """Neither gets the other's answer, nor what an Idempotency-Key says of another body."""
+    answers = []
+    for key, prompt in ((ALL, "hello"), (ONE, "hello"), (ROOT, "bye"), (ONE, "hello")):
+        headers = {**bearer(key), "Idempotency-Key": "1"}
+        body = {"model": "base", "prompt": prompt}
+        answers.append(await guarded.client.post("/v1/completions", json=body, headers=headers))
+    assert [each.status_code for each in answers] == [200] * 4
+    first, second, third, again = (each.json()["id"] for each in answers)
+    assert len({first, second, third}) == 3
+    assert again == second
+
+
 async def test_rates_say_when_to_try_again(guarded: Stack) -> None:
     answers = [await ask(guarded, FEW) for _ in range(3)]
     assert [a.status_code for a in answers] == [200, 200, 429]

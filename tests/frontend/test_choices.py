@@ -3,7 +3,9 @@ common clients send them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import openai
 import pytest
 
+from prism.frontend import replies
+from prism.frontend.logprobs import CompletionLogprobs
 from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 from tests.frontend.conftest import TOKENIZER, Stack, ids_of, make_spec
@@ -21,13 +25,18 @@ from tests.frontend.tiny_model import make_model
 TEXT = "größer"
 
 
+def number_of(request: Request) -> int:
+    """Of its choice."""
+    return int(request.id.rsplit("-", 1)[1])
+
+
 def probable(ids: list[int], value: float = -0.5) -> Script:
     """Sends `ids` one by one with log probabilities: each token and its neighbour."""
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         prompt = request.prompt_ids[1:]
         before = part(prompt, -2.0) if request.sampling.prompt_logprobs else None
-        mine = value - int(request.id.rsplit("-", 1)[1])  # the first choice is the likeliest
+        mine = value - number_of(request)
         for index, token_id in enumerate(ids):
             reason = "stop" if index + 1 == len(ids) else None
             of_token = part([token_id], mine) if request.sampling.logprobs is not None else None
@@ -46,6 +55,7 @@ async def test_choices_of_one_prompt_have_seeds_of_their_own(stack: Stack) -> No
     body = {"model": "base", "prompt": ["a", "b"], "n": 3, "seed": 7}
     answer = (await stack.client.post("/v1/completions", json=body)).json()
     assert [(c["index"], c["text"]) for c in answer["choices"]] == [(i, "hi") for i in range(6)]
+    assert answer["usage"]["prompt_tokens"] == len(ids_of("a") + ids_of("b"))
     by_prompt = sorted((r.prompt_ids, r.sampling.seed) for r in stack.agent.seen)
     assert by_prompt == [(ids_of(p), seed) for p in "ab" for seed in (7, 8, 9)]
     chat = {"model": "chat", "messages": [{"role": "user", "content": "x"}], "n": 2}
@@ -58,13 +68,80 @@ async def test_choices_of_one_prompt_have_seeds_of_their_own(stack: Stack) -> No
 
 
 async def test_the_best_are_the_likeliest(stack: Stack) -> None:
-    stack.agent.script = probable(ids_of("hi"))
-    body = {"model": "base", "prompt": "a", "n": 1, "best_of": 3, "return_token_ids": True}
+    said = {0: ("the fox", -2.0), 1: ("hi", -0.5), 2: ("dog", -1.0)}
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        text, value = said[number_of(request)]
+        logprobs = Logprobs([value] * len(ids_of(text)))
+        yield Chunk(request.id, 1, 0, ids_of(text), "stop", 0, logprobs)
+
+    stack.agent.script = script
+    body = {"model": "base", "prompt": "a", "n": 2, "best_of": 3, "return_token_ids": True}
     answer = (await stack.client.post("/v1/completions", json=body)).json()
     assert len(stack.agent.seen) == 3
-    assert len(answer["choices"]) == 1
-    assert answer["choices"][0]["logprobs"] is None
-    assert answer["usage"]["completion_tokens"] == 3 * len(ids_of("hi"))
+    shown = [(c["index"], c["text"], c["token_ids"], c["logprobs"]) for c in answer["choices"]]
+    assert shown == [(i, text, ids_of(text), None) for i, text in enumerate(("hi", "dog"))]
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == sum(len(ids_of(text)) for text, _ in said.values())
+    assert usage["prompt_tokens"] == len(ids_of("a"))
+
+
+async def test_cached_tokens_are_those_before_the_first_choice(stack: Stack) -> None:
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        cached = (2, 9)[number_of(request) > 0]
+        yield Chunk(request.id, 1, 0, [5], "stop", cached)
+
+    stack.agent.script = script
+    body = {"model": "base", "prompt": [9] * 10, "n": 3}
+    usage = (await stack.client.post("/v1/completions", json=body)).json()["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (10, 2)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_the_first_choice_computes_what_all_show_of_the_prompt(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, inline: bool
+) -> None:
+    """Though another one begins before it. Many log probabilities are made beside the loop."""
+    monkeypatch.setattr(replies, "_INLINE_LOGPROBS_MAX", 1 << 20 if inline else 8)
+    part, threads = CompletionLogprobs.part, set[threading.Thread]()
+
+    def noted(self: CompletionLogprobs, ids: list[int], logprobs: Logprobs) -> dict[str, Any]:
+        threads.add(threading.current_thread())
+        return part(self, ids, logprobs)
+
+    monkeypatch.setattr(CompletionLogprobs, "part", noted)
+    prompt, others = ids_of("the fox"), asyncio.Event()
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        first = number_of(request) == 0
+        await (others.wait() if first else asyncio.sleep(0))
+        async for item in probable([*ids_of("hi"), 0])(request):
+            yield item
+        others.set()
+
+    stack.agent.script = script
+    body = {"model": "base", "prompt": prompt, "echo": True, "logprobs": 2, "n": 2}
+    whole = (await stack.client.post("/v1/completions", json=body)).json()["choices"]
+    assert sorted(r.sampling.prompt_logprobs for r in stack.agent.seen) == [False, True]
+    assert (threading.main_thread() in threads) is inline
+    for choice in whole:
+        shown = choice["logprobs"]["token_logprobs"]
+        assert shown[: len(prompt)] == [None] + [-2.0] * (len(prompt) - 1)
+    others.clear()
+    got = [event["choices"][0] for event in await stream(stack, "/v1/completions", **body)]
+    for choice in whole:
+        mine = [each for each in got if each["index"] == choice["index"]]
+        assert "".join(each["text"] for each in mine) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [v for each in mine for v in each["logprobs"][name]] == values
+
+
+def test_a_tokens_text_is_looked_up_once(
+    tools_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = tools_tokenizer.token_bytes(7)
+    monkeypatch.setattr(ModelTokenizer, "_decoded", None)
+    assert tools_tokenizer.token_bytes(7) == wanted
 
 
 async def test_an_echo_with_log_probabilities(stack: Stack) -> None:
@@ -172,7 +249,7 @@ async def test_a_history_with_tools_and_an_answer_begun(
     body = {"model": "chat", "messages": messages, "continue_final_message": True}
     response = await stack.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
-    expected = "[user] hi[assistant] hm <weather Oslo>[tool] rain[assistant] It will"
+    expected = "[user] hi[assistant] hm <weather Oslo>[tool] rain[assistant] It will "
     assert TOKENIZER.decode(stack.agent.seen[0].prompt_ids) == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from prism.config.schema import ClusterConfig
 from prism.frontend import bodies
 from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
-from prism.frontend.connections import HEAD_BYTES_MAX, guarded_protocol
+from prism.frontend.connections import HEAD_BYTES_MAX, PIPELINED_MAX, guarded_protocol
 from prism.frontend.services import Services
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import make_config
@@ -173,6 +173,43 @@ async def test_served_connections_are_not_closed_for_new_ones(app_config: Cluste
         assert (await extra.answer()).startswith(b"HTTP/1.1 503")
         for connection in served:
             assert not connection.reader.at_eof()
+
+
+async def test_pipelined_requests_have_a_bound(app_config: ClusterConfig) -> None:
+    """One read may have thousands. The request before them ends, too."""
+    body = b'{"model": "base", "prompt": "x"}'
+    async with guarded(app_config, 100, 30) as this:
+        few = await this.connect(MODELS * (PIPELINED_MAX + 1))
+        for _ in range(PIPELINED_MAX + 1):
+            assert (await few.answer()).startswith(b"HTTP/1.1 200")
+            await few.reader.readuntil(b"]}")
+        flood = await this.connect(HEAD % len(body) + body)
+        await until(lambda: len(this.services.dispatcher.log) == 1)
+        await flood.send(MODELS * 500)
+        with suppress(ConnectionError):
+            assert await flood.rest() == b""
+        await until(lambda: not len(this.services.dispatcher.log))
+        assert await this.serves()
+
+
+async def test_who_leaves_with_a_request_behind_it_has_left(app_config: ClusterConfig) -> None:
+    body = b'{"model": "base", "prompt": "x"}'
+    async with guarded(app_config, 100, 30) as this:
+        connection = await this.connect(HEAD % len(body) + body + MODELS)
+        await until(lambda: len(this.services.dispatcher.log) == 1)
+        connection.writer.close()
+        await until(lambda: not len(this.services.dispatcher.log))
+
+
+async def test_a_body_behind_its_answer_is_no_headers(app_config: ClusterConfig) -> None:
+    size = 4 * HEAD_BYTES_MAX
+    async with guarded(app_config, 100, 30) as this:
+        head = (HEAD % size).replace(b"/v1/completions", b"/nowhere")
+        connection = await this.connect(head)
+        assert (await connection.answer()).startswith(b"HTTP/1.1 404")
+        await connection.send(b"x" * size + MODELS)
+        answer = await connection.reader.readuntil(b"]}")
+        assert b"HTTP/1.1 200" in answer
 
 
 async def test_memory_for_bodies_is_bounded(

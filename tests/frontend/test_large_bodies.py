@@ -18,12 +18,21 @@ from tests.frontend.conftest import Stack
 from tests.frontend.scripted_agent import answering
 
 PATH = "/v1/chat/completions"
+CALLED: dict[str, Any] = {"role": "assistant", "content": ""}
 EMPTY = {"role": "user", "content": ""}
 PART = {"type": "text", "text": ""}
 
 
 def chat(messages: list[Any], **more: Any) -> dict[str, Any]:
     return {"model": "chat", "messages": messages, **more}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"function": {"name": "f", "arguments": arguments}}
+
+
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 TOO_LARGE = {
@@ -99,6 +108,11 @@ def test_the_bound_counts_objects_and_lists() -> None:
         (chat([EMPTY] * 33), True),
         (chat([EMPTY], chat_template_kwargs={"documents": [{}]}), True),
         (chat([EMPTY], chat_template_kwargs={"text": "x" * 20_000}), True),
+        (chat([{**CALLED, "reasoning_content": "x" * 20_000}]), True),
+        (chat([{**CALLED, "tool_calls": [called("x" * 20_000)]}]), True),
+        (chat([{**CALLED, "tool_calls": [called("{}")] * 9}], tools=[tool({})] * 8), False),
+        (chat([EMPTY], tools=[tool({"enum": [1] * 20_000})]), True),
+        (chat([EMPTY], tools=[tool({"x" * 20_000: 1})]), True),
         (chat([{"role": "user", "content": "x" * 16_384}, EMPTY]), False),
         (chat([{"role": "user", "content": "x" * 16_384}, {**EMPTY, "content": "x"}]), True),
     ],
@@ -114,7 +128,7 @@ async def test_a_large_conversation_is_rendered_beside_the_event_loop(
 
     monkeypatch.setattr(ChatTemplate, "render", render)
     stack.agent.script = answering([7])
-    response = await stack.client.post(PATH, json=body)
+    response = await stack.client.post(PATH, json={**body, "tool_choice": "none"})
     assert response.status_code == 200 or "context" in response.json()["error"]["message"]
     if threads:
         assert (threads[0] is not threading.main_thread()) is beside

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prism.frontend.chat_template import ChatTemplate
+from prism.frontend.chat_types import ChatBody
 from prism.frontend.detokenizer import Detokenizer
+from prism.frontend.specs import _rendered
 from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
 from tests.frontend.conftest import make_spec
 from tests.frontend.tiny_model import VOCAB_SIZE, make_model
@@ -46,6 +50,40 @@ async def test_chat_prompts(
     assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
     (ids,) = await ours.encode([text], special_tokens=False)
     assert ids == theirs.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "größer", "parameters": {"type": "object"}},
+}
+PLAIN = "{{ messages[0].content }}"
+WITH_TOOLS = "{{ tools | tojson(ensure_ascii=False, sort_keys=True, indent=1) }}" + PLAIN
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_a_template_for_tools(tmp_path: Path, tools: list[dict[str, Any]] | None) -> None:
+    from prism.models.hugging_face import import_transformers
+
+    directory = make_model(tmp_path / "m")
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": WITH_TOOLS}]
+    settings = {"eos_token": "<|end|>", "chat_template": named}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = load_tokenizers([make_spec("m", directory)])["m"].chat_template
+    theirs = import_transformers().AutoTokenizer.from_pretrained(directory)
+    messages = [{"role": "user", "content": "x"}]
+    text = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert ours is not None
+    assert ours.render(messages, {"tools": tools}) == text
+    assert ("größer" in text) is (tools is not None)
+
+
+@pytest.mark.parametrize("text", ["<", "It will ", "", " \n", "It will<|im_end|>"])
+def test_an_answer_goes_on_where_its_text_ends(text: str) -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+    body = {"model": "m", "messages": said, "continue_final_message": True}
+    prompt = _rendered(ChatBody.model_validate(body), ChatTemplate(source, {}))
+    assert prompt == f"<|im_start|>user x<|im_end|><|im_start|>assistant {text}"
 
 
 async def test_long_texts_are_encoded_alike(pair: tuple[ModelTokenizer, Any]) -> None:

@@ -3,6 +3,7 @@ a socket was full, Redis lost its data."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from prism.frontend import lost_requests
 from prism.frontend.lost_requests import LostRequestWatch
-from prism.frontend.request_log import Mailbox, OpenRequest, RequestLog
+from prism.frontend.request_log import ChunkOutcome, Mailbox, OpenRequest, RequestLog
 from prism.messages.requests import FRONTEND_SILENT, Chunk, Failure, Request, Sampling
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
@@ -129,7 +130,8 @@ async def test_what_the_queue_has_is_not_lost(redis_server: BundledRedis, namesp
     """Waiting or running, however long; what has just made progress, or is about to be sent."""
     queue = RequestQueue.connect(redis_server.url, namespace)
     log, lost = RequestLog(9), []
-    waiting, running, gone, fresh, unsent = entries = [opened(number) for number in range(5)]
+    entries = [opened(number) for number in range(6)]
+    waiting, running, gone, fresh, unsent, ended = entries
     log.add(entries)
     epoch = await queue.acquire("host:0", "me", 60)
     await queue.route("m", "host:0")
@@ -139,13 +141,57 @@ async def test_what_the_queue_has_is_not_lost(redis_server: BundledRedis, namesp
     await queue.admit("host:0", epoch, [first[0]])
     now_s = time.monotonic() + 100
     fresh.progress_s = now_s
-    unsent.enqueued = False
+    unsent.enqueued, ended.ended = False, True
     watch = LostRequestWatch(log, queue, lost.append)
     await watch.look(now_s)
     assert lost == []  # its end may be on its way
     await watch.look(now_s)
     assert lost == [gone]
     await queue.close()
+
+
+async def test_what_has_ended_is_not_lost(stack: Stack) -> None:
+    """Its client has not taken the last chunk: nothing that comes later breaks the other choice."""
+    ended = asyncio.Event()
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        if request.id.endswith("-0"):
+            failed = Failure(request.id, 1, "timeout", "too late")
+            await stack.agent.send(request.reply_to, tokens(request, 0, WHOLE, "stop"), failed)
+            ended.set()
+        else:
+            await ended.wait()
+            yield tokens(request, 0, WHOLE, "stop")
+
+    stack.agent.script = script
+    answer = await stack.client.post("/v1/completions", json={**BODY, "n": 2})
+    assert [c["text"] for c in answer.json()["choices"]] == ["the lazy dog"] * 2
+
+
+def test_nothing_moves_what_has_ended() -> None:
+    log, entry = RequestLog(9), opened(0)
+    log.add([entry])
+    log.take_chunk(Chunk("r0", 1, 0, [7], "stop"))
+    assert log.unended() == []
+    assert log.take_chunk(Chunk("r0", 1, 5, [7])) is ChunkOutcome.NOTHING
+    assert log.take_failure(Failure("r0", 1, "x", "x", True)) is ChunkOutcome.NOTHING
+    assert entry.mailbox.qsize() == 1
+
+
+async def test_a_failure_behind_the_last_chunk_is_none(stack: Stack) -> None:
+    """A stop string ends a choice before its engine does."""
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        if request.id.endswith("-0"):
+            failed = Failure(request.id, 1, "timeout", "too late")
+            await stack.agent.send(request.reply_to, tokens(request, 0, WHOLE), failed)
+        else:
+            await until(lambda: bool(stack.agent.cancelled))
+            yield tokens(request, 0, WHOLE, "stop")
+
+    stack.agent.script = script
+    answer = await stack.client.post("/v1/completions", json={**BODY, "n": 2, "stop": "dog"})
+    assert [c["text"] for c in answer.json()["choices"]] == ["the lazy "] * 2
 
 
 async def test_output_between_two_looks_is_progress(

@@ -88,6 +88,19 @@ async def test_calls_beside_text_and_reasoning(tools_stack: Stack, step: int) ->
     assert [json.loads(a)["city"] for a in streamed.values()] == cities
 
 
+async def test_a_repeat_has_the_same_calls(tools_stack: Stack) -> None:
+    tools_stack.agent.script = answering([*ids_of(CALLS), 0])
+    body = {"model": "chat", "messages": SAID, "tools": [WEATHER], "n": 2}
+    headers = {"Idempotency-Key": "k"}
+    post = tools_stack.client.post
+    answers = [
+        (await post("/v1/chat/completions", json=body, headers=headers)).json() for _ in range(2)
+    ]
+    assert answers[0] == answers[1]
+    messages = [choice["message"] for choice in answers[0]["choices"]]
+    assert len({call["id"] for message in messages for call in message["tool_calls"]}) == 4
+
+
 async def test_without_calls_the_answer_is_text(tools_stack: Stack) -> None:
     whole, chunks = await ask(tools_stack, "No.", tools=[WEATHER])
     assert (whole.message.content, whole.message.tool_calls) == ("No.", None)

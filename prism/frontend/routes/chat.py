@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -41,7 +41,7 @@ async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
     for choice in generation.choices:
         begin = {"role": "assistant", "content": ""}
         yield {"index": choice.opened.choice, "delta": begin, "finish_reason": None}
-    told = [_Told(generation) for _ in generation.choices]
+    told = [_Told(generation, number) for number in range(len(generation.choices))]
     async for update in generation.updates():
         said = told[update.choice]
         delta = said.delta(update)
@@ -54,8 +54,9 @@ async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
 class _Told:
     """One choice, told apart into reasoning, content and tool calls where the model has parsers."""
 
-    def __init__(self, generation: Answering) -> None:
+    def __init__(self, generation: Answering, choice: int) -> None:
         parsing = generation.spec.parsing
+        self._name = f"{generation.spec.id}-{choice}"
         self._parser = parsing.parser() if parsing else None
         self._calls = 0
 
@@ -93,9 +94,11 @@ class _Told:
             return {"index": number, "function": {"arguments": arguments}}
         self._calls += 1
         function = {"name": name, "arguments": arguments}
+        # The same each time that the answer is shown.
+        digest = blake2b(f"{self._name}-{self._calls}".encode(), digest_size=16).hexdigest()
         return {
             "index": number,
-            "id": f"call_{uuid4().hex}",
+            "id": f"call_{digest}",
             "type": "function",
             "function": function,
         }
@@ -115,7 +118,7 @@ def _choice(
 def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:
     choices = []
     for each in generation.choices:
-        ended, told = each.so_far(), _Told(generation)
+        ended, told = each.so_far(), _Told(generation, each.opened.choice)
         message = told.message(ended)
         ended = replace(ended, finish_reason=told.finish_reason(ended))
         choices.append(_choice(ended, {"message": message}, generation, tokenizer))

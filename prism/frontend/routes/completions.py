@@ -12,7 +12,7 @@ from prism.frontend.generation import GeneratedChoice, TextUpdate
 from prism.frontend.logprobs import CompletionLogprobs, joined, mean
 from prism.frontend.openai_types import CompletionBody
 from prism.frontend.repeats import Answering, read_key
-from prism.frontend.replies import Events, openai_events, reply_stream, reply_whole
+from prism.frontend.replies import Events, beside, openai_events, reply_stream, reply_whole
 from prism.frontend.services import services
 from prism.frontend.specs import completion_spec
 from prism.frontend.tokenizers import ModelTokenizer
@@ -37,11 +37,14 @@ async def create_completion(request: Request) -> Response:
 
 
 async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
-    shown: dict[int, _Shown] = {}
+    shown = [_Shown(generation, tokenizer, number) for number in range(len(generation.choices))]
+    held: list[TextUpdate] = []
     async for update in generation.updates():
-        if update.choice not in shown:
-            shown[update.choice] = _Shown(generation, tokenizer, update.choice)
-        yield shown[update.choice].delta(update)
+        held.append(update)
+        ready = [each for each in held if shown[each.choice].can_begin()]
+        held = [each for each in held if not shown[each.choice].can_begin()]
+        for each in ready:
+            yield await shown[each.choice].delta_beside(each)
 
 
 class _Shown:
@@ -50,8 +53,19 @@ class _Shown:
     def __init__(self, generation: Answering, tokenizer: ModelTokenizer, choice: int) -> None:
         self._spec = generation.spec
         self._choice = generation.choices[choice]
+        # Of a prompt's choices the first one has the prompt's log probabilities.
+        self._first = generation.choices[choice - choice % self._spec.shown[1]]
         self._logprobs = CompletionLogprobs(tokenizer)
         self._echo = self._spec.echoes[choice] if self._spec.echoes else ""
+
+    def can_begin(self) -> bool:
+        """What it shows of the prompt is there."""
+        return not self._echo or self._spec.logprobs is None or bool(self._first.texts)
+
+    async def delta_beside(self, update: TextUpdate) -> dict[str, Any]:
+        prompt_tokens = len(self._first.opened.request.prompt_ids) if self._echo else 0
+        tokens = prompt_tokens + len(update.token_ids)
+        return await beside(lambda: self.delta(update), self._spec, tokens)
 
     def delta(self, update: TextUpdate) -> dict[str, Any]:
         logprobs = None
@@ -68,7 +82,7 @@ class _Shown:
         return {**choice, **ids}
 
     def _with_prompt(self, update: TextUpdate) -> dict[str, Any]:
-        before = self._choice.prompt_logprobs if self._echo else None
+        before = self._first.prompt_logprobs if self._echo else None
         prompt_ids = self._choice.opened.request.prompt_ids
         prompt = self._logprobs.prompt(prompt_ids, before) if before else None
         part = self._logprobs.part(update.token_ids, update.logprobs or Logprobs())
