@@ -64,8 +64,11 @@ class AnswerParsers:
         if not tool_parser and not names[1]:
             return None
         tools = tuple(t.model_dump(exclude_none=True) for t in _chosen(body)) if tool_parser else ()
+        module = self._module()
+        if body.continue_final_message and names[1]:
+            prompt = module.through_mark(names[1], body.messages[-1].content)
         tail = prompt[-_KEPT_PROMPT_CHARS:]
-        return Parsing(self._module(), tool_parser, names[1], tools, _choice(body), tail)
+        return Parsing(module, tool_parser, names[1], tools, _choice(body), tail)
 
     def _may_reason(self, model: ModelSpec, tokenizer: ModelTokenizer) -> bool:
         if not self._can or model.reasoning_parser == "none":

@@ -150,6 +150,14 @@ async def test_what_excludes_another_is_refused(tools_stack: Stack) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+async def test_an_answer_goes_on_within_its_reasoning(tools_stack: Stack) -> None:
+    for begun, reasoning in (("<think>I had", "Hm."), ("<think>Hm.</think>I", None)):
+        said = [*SAID, {"role": "assistant", "content": begun}]
+        fields: Any = {"messages": said, "extra_body": {"continue_final_message": True}}
+        whole, _ = await ask(tools_stack, "Hm.</think>Yes.", **fields)
+        assert getattr(whole.message, "reasoning_content", None) == reasoning
+
+
 def parser_of(tool_parser: str, choice: str = "auto", prompt: str = "", reasoning: str = "") -> Any:
     from prism.engines.sglang import parsers
 

@@ -227,6 +227,13 @@ def _marks(parser: Any) -> tuple[str, str]:
     return marks[0] or "", marks[1] or ""
 
 
+def through_mark(reasoning_parser: str, begun: str) -> str:
+    """Of an answer that goes on: to where its reasoning last began or ended, if it did."""
+    marks = _marks(_library().reasoning.ReasoningParser(reasoning_parser))
+    ends = [begun.rfind(mark) + len(mark) for mark in marks if mark and mark in begun]
+    return begun[: max(ends)] if ends else begun
+
+
 def behind_reasoning(reasoning_parser: str, prompt: str, kind: str, text: str) -> tuple[str, str]:
     """(kind, text) of a grammar that holds from the end of the reasoning on, where the answer
     begins with one; else the same."""
