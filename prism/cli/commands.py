@@ -36,5 +36,8 @@ def _run(command: str, module: str) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    signal.signal(signal.SIGINT, before)
-    cli.main()
+    try:
+        signal.signal(signal.SIGINT, before)
+        cli.main()
+    except KeyboardInterrupt:  # a moment before `main` looks for it, or after
+        sys.exit(128 + signal.SIGINT)
