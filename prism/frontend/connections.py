@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 # From the connection's start, or its first byte behind an answer, to the end of the headers.
 HEAD_TIMEOUT_S = 30.0
-# What a client may send before its headers are whole, plus one read.
+# What a client may send before its headers, or the trailers of a body, are whole, plus one read.
 HEAD_BYTES_MAX = 1 << 16
 # Requests behind the one that is being served. One read may have thousands.
 PIPELINED_MAX = 16
@@ -39,8 +39,7 @@ class GuardedProtocol(HttpToolsProtocol):
     incomplete: dict[GuardedProtocol, None]
 
     _head_timer: asyncio.TimerHandle | None = None
-    _head_bytes = 0
-    _in_body = False  # the parser is, though an early answer may be complete
+    _head_bytes = 0  # since the end of headers, or a piece of a body: also of trailers
     _served: RequestResponseCycle | None = None  # `cycle` is the last one that has come
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -60,25 +59,25 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
         super().data_received(data)
-        in_head = self._is_answered and not self._in_body
-        self._head_bytes = self._head_bytes + len(data) if in_head else 0
         if self._head_bytes > HEAD_BYTES_MAX:
-            self.transport.write(_TOO_LARGE)
+            if self._is_answered:
+                self.transport.write(_TOO_LARGE)
             self._end()
         self._note_progress(began=True)
 
     def on_headers_complete(self) -> None:
-        self._in_body = True
+        self._head_bytes = 0
         if self.transport.is_closing():
             return
         super().on_headers_complete()
         if len(self.pipeline) > PIPELINED_MAX:
             self._end()
 
-    def on_message_complete(self) -> None:
-        self._in_body = False
-        super().on_message_complete()
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -111,6 +111,37 @@ async def test_headers_have_a_size(app_config: ClusterConfig) -> None:
         assert await this.serves()
 
 
+async def is_cut_off(connection: Connection, flood: bytes) -> bool:
+    """Without another answer, into which this one would break."""
+    try:
+        await connection.send(flood)
+        return await connection.rest() == b""
+    except ConnectionError:
+        return True
+
+
+async def test_headers_have_a_size_while_a_request_is_served(app_config: ClusterConfig) -> None:
+    """Those of the next request, and the trailers of a body."""
+    field = b"X-Flood: %s\r\n" % (b"x" * 1000)
+    flood = field * (4 * HEAD_BYTES_MAX // len(field))
+    body = b'{"model": "base", "prompt": "x"}'
+    chunked = HEAD.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
+    async with guarded(app_config, 100, PATIENCE_S) as this:
+        served = await this.connect(HEAD % len(body) + body)
+        await until(lambda: len(this.services.dispatcher.log) == 1)
+        assert await is_cut_off(served, MODELS[:-2] + flood)
+        await until(lambda: not len(this.services.dispatcher.log))
+        unfinished = await this.connect(chunked + b"%x\r\n%s\r\n" % (len(body), body))
+        assert await is_cut_off(unfinished, b"0\r\n" + flood)
+        # Much more than that in small pieces is no header.
+        whole = await this.connect(chunked)
+        piece = b"400\r\n%s\r\n" % (b" " * 1024)
+        for _ in range(200):
+            await whole.send(piece)
+        await whole.send(b"1\r\nx\r\n0\r\n\r\n")
+        assert (await whole.answer()).startswith(b"HTTP/1.1 400")
+
+
 async def drip(connection: Connection) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
