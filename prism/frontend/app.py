@@ -21,7 +21,7 @@ from prism.frontend.openapi import describe
 from prism.frontend.routes import chat, completions, dashboard, health, models
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
-from prism.frontend.tracing import TraceParents, Traces
+from prism.frontend.tracing import Traces
 from prism.queueing.requests import RequestQueue
 
 RETRY_S = 10.0
@@ -53,8 +53,6 @@ def create_app(
 def _add_middleware(app: FastAPI, config: ClusterConfig) -> None:
     """The last one added is the outermost: a preflight is answered, and logged, before anything is
     asked of it."""
-    if config.frontend.traces:
-        app.add_middleware(TraceParents)
     if config.keys:
         app.add_middleware(Guard, keys=config.keys)
     app.add_middleware(OtherSites, origins=config.frontend.cors_origins)

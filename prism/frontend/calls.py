@@ -42,9 +42,11 @@ class Call:
     prompt_tokens: int = 0
     output_tokens: int = 0
     api_key: ApiKey | None = None
+    traceparent: str = ""  # the header: the client's span that it belongs to
 
 
-_LOGGED = tuple(field.name for field in dataclasses.fields(Call) if field.name != "api_key")
+_UNLOGGED = ("api_key", "traceparent")
+_LOGGED = tuple(f.name for f in dataclasses.fields(Call) if f.name not in _UNLOGGED)
 
 current: ContextVar[Call | None] = ContextVar("call", default=None)
 
@@ -83,12 +85,14 @@ class Calls:
 
 
 def _call_of(scope: Scope) -> Call:
-    wanted = Headers(scope=scope).get(ID_HEADER, "")
+    headers = Headers(scope=scope)
+    wanted = headers.get(ID_HEADER, "")
     return Call(
         id=wanted if _ID.fullmatch(wanted) else uuid4().hex,
         method=scope["method"],
         path=scope["path"][:_PATH_CHARS_MAX],
         client=(scope.get("client") or ("",))[0],
+        traceparent=headers.get("traceparent", ""),
     )
 
 

@@ -154,7 +154,7 @@ class Generation:
     async def start(self) -> None:
         """Raises OverloadedError or QueueUnavailableError; then nothing is left in the queue.
         `finish` must follow in any case."""
-        self._timer.begin(self.spec.began_s)
+        self._timer.begin(self.spec.began_s, self._call.traceparent)
         self._call.generation, self._call.model = self.spec.id, self.spec.requests[0].model
         prompt_tokens = self._prompt_tokens()
         await self._rates.begin(self._call.api_key, prompt_tokens)

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prism.frontend.calls import Call
 from prism.frontend.request_log import OpenRequest
 from prism.frontend.siblings import labelled
-from prism.frontend.tracing import RequestTimes, Traces, traceparent
+from prism.frontend.tracing import RequestTimes, Traces
 from prism.messages.requests import Request
 from prism.transport import malformed_total
 
@@ -122,9 +122,9 @@ class RequestTimer:
         self._parent = ""
         self._output_tokens = metrics.output_tokens.labels(model)
 
-    def begin(self, began_s: float) -> None:
-        self._began_s = began_s
-        self._parent = traceparent.get()
+    def begin(self, began_s: float, parent: str) -> None:
+        """`parent`: a `traceparent`, or ""."""
+        self._began_s, self._parent = began_s, parent
         self._metrics.open.labels(self._model).inc()
 
     def submitted(self, prompt_tokens: int) -> None:

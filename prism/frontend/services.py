@@ -63,12 +63,13 @@ class Services:
         return [model for model in self.config.models if may_use(model.name)]
 
     def model(self, name: str) -> ModelSpec:
-        for model in self.models():
+        models = self.models()
+        for model in models:
             if model.name == name:
                 self._check_readable(name)
                 return model
-        known = ", ".join(m.name for m in self.models())
-        yours = "" if len(self.models()) == len(self.config.models) else ", or not for this key"
+        known = ", ".join(m.name for m in models)
+        yours = "" if len(models) == len(self.config.models) else ", or not for this key"
         error = UnknownModelError(
             f"the model {name!r:.200} does not exist{yours}; models here: {known}"
         )

@@ -8,20 +8,15 @@ drops spans where the collector is slower, and reads OpenTelemetry's own environ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prism.frontend.request_log import OpenRequest
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-# The header of the HTTP request that this task answers: the client's span that it belongs to.
-traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 EXPORT_TIMEOUT_S = 5
 
 
@@ -32,18 +27,6 @@ class RequestTimes:
     began_unix_s: float
     first_unix_s: float | None
     ended_unix_s: float
-
-
-class TraceParents:
-    """ASGI middleware that keeps the header `traceparent` for the spans."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            traceparent.set(dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
-        await self._app(scope, receive, send)
 
 
 class Traces:

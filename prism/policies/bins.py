@@ -107,6 +107,10 @@ class Bin:
         kept = {name: model for name, model in self.models.items() if name not in gone}
         return Bin(self.gpu, self.engines, kept).kvpr
 
+    def holds(self, copy: ModelView) -> bool:
+        """Whether a part of this very copy is here; another copy of the model has its name."""
+        return copy.name in self.models and self.name in devices_of(copy)
+
     def allows(self, model: ModelView) -> bool:
         """May the model be here at all: pinned elsewhere, agent gone, failed here just now, or
         another copy is here."""

@@ -193,7 +193,7 @@ def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelV
         return None
     trial = b.copy()
     chosen: list[ModelView] = []
-    for victim in (m for m in idle if m.name in b.models and b.name in devices_of(m)):
+    for victim in filter(b.holds, idle):
         trial.take(victim.name)
         chosen.append(victim)
         if trial.fits(model):
@@ -290,9 +290,9 @@ def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
     # What begins to run before the copy leaves goes on at the others, too.
     others = victim.name in builder.copies
     builder.actions.append(Evict(victim.name, victim.device, reason, move_running=others))
-    for device in devices_of(victim):
-        if device in builder.bins and victim.name in builder.bins[device].models:
-            builder.bins[device].take(victim.name)
+    for b in filter(None, map(builder.bins.get, devices_of(victim))):
+        if b.holds(victim):
+            b.take(victim.name)
 
 
 def _free_short_devices(builder: PlanBuilder) -> None:
@@ -302,7 +302,7 @@ def _free_short_devices(builder: PlanBuilder) -> None:
         return
     changing, idle = builder.changing(), _over_threshold(builder)
     for b in scarce:
-        here = (m for m in idle if m.name in b.models and b.name in devices_of(m))
+        here = filter(b.holds, idle)
         victim = next((m for m in here if not builder.is_changing(m.name)), None)
         if victim is None or b.name in changing:
             continue

@@ -1,4 +1,3 @@
-
 -- ARGV: key's name, requests and tokens that a minute brings (0: no bound), requests and tokens to
 -- take (below 0: to give back), and 1 if they are spent already. Two buckets that hold a minute's
 -- worth; tokens may be owed. Returns 0, or the milliseconds after which there is room.

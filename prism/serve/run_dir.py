@@ -114,7 +114,7 @@ class RunDir:
 def find(wanted: Path | None) -> ClusterConfig:
     """The configuration of a running cluster: the one in `wanted`, or the only one there is.
 
-    Raises ConfigError that lists what runs.
+    Raises ConfigError that lists what runs, or for one of another version.
     """
     if wanted is not None:
         if wanted.exists():
@@ -122,19 +122,13 @@ def find(wanted: Path | None) -> ClusterConfig:
         if not _is_held(wanted):
             raise ConfigError(f"--run-dir: no prism-serve runs in {wanted}; correct the path")
         return _read(wanted)
-    found = running()
+    found = [_read(path) for path in _candidates() if _is_held(path)]
     if not found:
         raise ConfigError("no running prism-serve was found; start one, or name its --run-dir")
     if len(found) > 1:
         listed = ", ".join(f"{c.run_dir} (port {c.port})" for c in found)
         raise ConfigError(f"several clusters run: {listed}; choose one with --run-dir")
     return found[0]
-
-
-def running() -> list[ClusterConfig]:
-    """This user's clusters, of those in the temporary directory. Raises ConfigError for one of
-    another version."""
-    return [_read(path) for path in _candidates() if _is_held(path)]
 
 
 def ports() -> list[int]:

@@ -93,6 +93,17 @@ class Batch:
         found = rounds * len(self.members) + sum(fills[first : first + rest])
         return found + sum(fills[: first + rest - size]) if first + rest > size else found
 
+    def steps_within(self, blocks: int, steps: int) -> int:
+        """The most of `steps` that take no more than `blocks`; at least 1."""
+        low, high = 1, steps
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.new_blocks(middle) <= blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def advance(self, steps: int) -> list[SimRequest]:
         """`steps` steps are over; returns who ends with the last, in the order of joining.
         REQUIRES: steps <= steps_to_end()."""

@@ -200,14 +200,8 @@ class KvSpace:
             for site in self.sites:
                 site.end_runs()
             most = self._unclaimed_blocks()
-        low, high = 1, steps
-        while low < high:
-            middle = (low + high + 1) // 2
-            if batch.new_blocks(middle) <= most:
-                low = middle
-            else:
-                high = middle - 1
-        return low, batch.new_blocks(low)
+        steps = batch.steps_within(most, steps)
+        return steps, batch.new_blocks(steps)
 
     def claim(self, blocks: int) -> None:
         """The run that starts now will take `blocks`."""

@@ -196,7 +196,8 @@ class DecodeDevice:
         if not steps:
             self._end_turn(turn)
             return
-        steps = self._that_fit(turn, min(steps, batch.steps_to_end(), self._settings.run_steps))
+        steps = min(steps, batch.steps_to_end(), self._settings.run_steps)
+        steps = batch.steps_within(self._room_blocks(turn) - turn.blocks, steps)
         cost, context = turn.model.parts[1].cost, batch.context_tokens
         self._hold(turn, turn.blocks + batch.new_blocks(steps))
         work_s = cost.decode_run_s(len(batch), context, steps)
@@ -224,16 +225,6 @@ class DecodeDevice:
             batch.leave(newest)
             turn.outside = {newest.index: newest, **turn.outside}
             self._hold(turn, turn.blocks - blocks_of(turn.model, newest.kv_tokens))
-
-    def _that_fit(self, turn: Turn, steps: int) -> int:
-        """The most of `steps` whose KV fits. REQUIRES: that of one step does."""
-        room = self._room_blocks(turn) - turn.blocks
-        low, high = 1, steps
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = turn.batch.new_blocks(middle) <= room
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
 
     def _end_run(self, turn: Turn) -> None:
         """A request of the turn has come: it joins after the present step."""

@@ -32,15 +32,15 @@ def refuses(model: Path) -> str:
 
 
 def _configurations() -> Iterator[Path]:
-    auto = _folder("transformers") / "models" / "auto"
+    auto = package_folder("transformers") / "models" / "auto"
     yield from (auto / "auto_mappings.py", auto / "configuration_auto.py")
-    yield from (_folder("sglang") / "srt" / "configs").glob("*.py")
+    yield from (package_folder("sglang") / "srt" / "configs").glob("*.py")
 
 
 def _models() -> Iterator[Path]:
     """SGLang also serves what transformers implement."""
-    yield from (_folder("sglang") / "srt" / "models").glob("*.py")
-    yield _folder("transformers") / "models" / "auto" / "modeling_auto.py"
+    yield from (package_folder("sglang") / "srt" / "models").glob("*.py")
+    yield package_folder("transformers") / "models" / "auto" / "modeling_auto.py"
 
 
 def _found(pattern: str, files: Iterator[Path]) -> bool:
@@ -48,8 +48,9 @@ def _found(pattern: str, files: Iterator[Path]) -> bool:
     return any(wanted.search(file.read_text(errors="replace")) for file in files if file.exists())
 
 
-def _folder(package: str) -> Path:
-    spec = find_spec(package)
-    assert spec is not None
-    assert spec.submodule_search_locations
+def package_folder(name: str) -> Path:
+    """Where it is installed. Raises ModuleNotFoundError."""
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"{name} is not installed: install the engine's requirements")
     return Path(spec.submodule_search_locations[0])

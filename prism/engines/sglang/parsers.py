@@ -8,7 +8,6 @@ names that they only mention (`_stand_ins`).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import logging
 import re
@@ -19,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+
+from prism.engines.sglang.known import package_folder
 
 _PIECE_CHARS = 8
 _BUFFER_PIECES = 16
@@ -324,8 +325,8 @@ def _imported() -> types.SimpleNamespace:
 
 
 def _stand_ins() -> dict[str, types.ModuleType]:
-    package = _empty("sglang", _place_of("sglang"))
-    xgrammar = _empty("xgrammar", _place_of("xgrammar"))
+    package = _empty("sglang", [str(package_folder("sglang"))])
+    xgrammar = _empty("xgrammar", [str(package_folder("xgrammar"))])
     sys.modules["xgrammar"] = xgrammar
     try:
         tags = importlib.import_module("xgrammar.structural_tag")
@@ -353,13 +354,6 @@ def _empty(name: str, path: Sequence[str], **names: Any) -> types.ModuleType:
     module.__path__ = list(path)
     module.__dict__.update(names)
     return module
-
-
-def _place_of(name: str) -> list[str]:
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.submodule_search_locations is None:
-        raise ModuleNotFoundError(f"{name} is not installed: install the engine's requirements")
-    return list(spec.submodule_search_locations)
 
 
 def _schema_text(schema: Any) -> str:

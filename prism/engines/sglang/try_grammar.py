@@ -28,6 +28,7 @@ from xgrammar import (
 )
 
 from prism.engines.sglang import vocabulary
+from prism.engines.sglang.known import package_folder
 from prism.process import die_with_parent
 
 # Beyond what it holds with its libraries. Engines have room for more.
@@ -91,10 +92,7 @@ def _compile(made: GrammarCompiler, kind: str, text: str) -> CompiledGrammar:
 def _validation() -> ModuleType:
     """SGLang's list of what XGrammar ignores in a schema: its file alone, since the package takes
     seconds to import."""
-    package = importlib.util.find_spec("sglang")
-    assert package is not None
-    assert package.origin is not None
-    path = Path(package.origin).parent / "srt/constrained/json_schema_validation.py"
+    path = package_folder("sglang") / "srt/constrained/json_schema_validation.py"
     spec = importlib.util.spec_from_file_location("prism._json_schema_validation", path)
     assert spec is not None
     assert spec.loader is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -43,12 +42,9 @@ async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
         yield {"index": choice.opened.choice, "delta": begin, "finish_reason": None}
     told = [_Told(generation, number) for number in range(len(generation.choices))]
     async for update in generation.updates():
-        said = told[update.choice]
-        delta = said.delta(update)
-        reason = said.finish_reason(update)
-        yield _choice(
-            replace(update, finish_reason=reason), {"delta": delta}, generation, tokenizer
-        )
+        delta = told[update.choice].delta(update)
+        reason = told[update.choice].finish_reason(update)
+        yield _choice(update, {"delta": delta}, reason, generation, tokenizer)
 
 
 class _Told:
@@ -105,12 +101,16 @@ class _Told:
 
 
 def _choice(
-    update: TextUpdate, said: dict[str, Any], generation: Answering, tokenizer: ModelTokenizer
+    update: TextUpdate,
+    said: dict[str, Any],
+    reason: str | None,
+    generation: Answering,
+    tokenizer: ModelTokenizer,
 ) -> dict[str, Any]:
     logprobs = None
     if generation.spec.logprobs is not None:
         logprobs = chat_logprobs(tokenizer, update.token_ids, update.logprobs or Logprobs())
-    end = {"logprobs": logprobs, "finish_reason": update.finish_reason}
+    end = {"logprobs": logprobs, "finish_reason": reason}
     ids = {"token_ids": update.token_ids} if generation.spec.show_token_ids else {}
     return {"index": update.choice, **said, **end, **ids}
 
@@ -120,7 +120,7 @@ def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:
     for each in generation.choices:
         ended, told = each.so_far(), _Told(generation, each.opened.choice)
         message = told.message(ended)
-        ended = replace(ended, finish_reason=told.finish_reason(ended))
-        choices.append(_choice(ended, {"message": message}, generation, tokenizer))
+        reason = told.finish_reason(ended)
+        choices.append(_choice(ended, {"message": message}, reason, generation, tokenizer))
     head = generation.head("chat.completion")
     return {**head, "choices": choices, "usage": generation.usage()}
