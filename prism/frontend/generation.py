@@ -40,6 +40,7 @@ class GenerationSpec:
     shown: tuple[int, int] = (1, 1)
     echoes: tuple[str, ...] = ()  # text before each choice's own
     parsing: Parsing | None = None
+    show_slo: bool = False  # the usage says whether its SLO was met
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +190,35 @@ class Generation:
         return {"id": self.spec.id, "object": kind, "created": created, "model": first.model}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts so far, in OpenAI's words."""
+        """Token counts so far, in OpenAI's words, and how its SLO was met where that is wanted."""
         prompt_tokens = self._prompt_tokens()
         completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
-        return {
+        usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
         }
+        return {**usage, "slo": self._slo()} if self.spec.show_slo else usage
+
+    def _slo(self) -> dict[str, Any] | None:
+        """As `prism_slo_total` counts it. None: nothing was computed, the answer is a repeat."""
+        latencies, first = self._timer.latencies(), self.spec.requests[0]
+        if latencies is None:
+            return None
+        return {
+            "queue_s": self._queue_s(first.arrival_unix_s),
+            "ttft": _judged(latencies.ttft_s, first.slo_ttft_s),
+            "tpot": _judged(latencies.tpot_s, first.slo_tpot_s),
+        }
+
+    def _queue_s(self, arrival_unix_s: float) -> float | None:
+        """Until an engine had the last of its choices. None: an agent's word of it was lost."""
+        starts = [choice.opened.started for choice in self.choices]
+        known = [started.unix_s for started in starts if started is not None]
+        if len(known) < len(starts):
+            return None
+        return round(max(0.0, max(known) - arrival_unix_s), 6)
 
     def _prompt_tokens(self) -> int:
         """A prompt counts once, however many choices are made of it."""
@@ -232,3 +253,10 @@ class Generation:
             self._dispatcher.close_requests([request_id])
         else:
             self._dispatcher.cancel([request_id])
+
+
+def _judged(actual_s: float | None, target_s: float) -> dict[str, Any] | None:
+    if actual_s is None:
+        return None
+    shown_s = round(actual_s, 6)
+    return {"actual_s": shown_s, "target_s": target_s, "met": actual_s <= target_s}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import (
     CollectorRegistry,
@@ -105,6 +106,14 @@ def malformed_messages(counts: dict[str, int]) -> Metric:
     return dropped
 
 
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Of one HTTP request. tpot_s: None where no choice has a second token."""
+
+    ttft_s: float
+    tpot_s: float | None
+
+
 class RequestTimer:
     """Times one HTTP request on the monotonic clock and reports it to `Metrics` at its end."""
 
@@ -139,14 +148,26 @@ class RequestTimer:
         self._tokens += count
         self._output_tokens.inc(count)
 
+    def latencies(self) -> Latencies | None:
+        """Up to the last token so far; None before the first one."""
+        if self._first_s is None:
+            return None
+        following = self._tokens - self._choices
+        decode_s = (self._last_s - self._first_s) * self._choices
+        return Latencies(
+            ttft_s=self._first_s - self._began_s,
+            tpot_s=decode_s / following if following > 0 else None,
+        )
+
     def end(self, outcome: str, choices: Sequence[OpenRequest]) -> None:
         if self._metrics.traces is not None:
             times = self._times()
             self._metrics.traces.request(choices, times, outcome, self._tokens, self._parent)
         self._metrics.open.labels(self._model).dec()
         self._metrics.requests.labels(self._model, outcome).inc()
-        if outcome == "ok" and self._first_s is not None:
-            self._observe(self._first_s)
+        latencies = self.latencies()
+        if outcome == "ok" and latencies is not None:
+            self._observe(latencies)
         elif self._first_s is None and time.monotonic() > self._began_s + self._slo_ttft_s:
             self._attain("ttft", False)
 
@@ -155,14 +176,12 @@ class RequestTimer:
         first_unix_s = self._first_s + wall_ahead_s if self._first_s else None
         return RequestTimes(self._began_s + wall_ahead_s, first_unix_s, time.time())
 
-    def _observe(self, first_s: float) -> None:
-        ttft_s = first_s - self._began_s
+    def _observe(self, latencies: Latencies) -> None:
+        ttft_s, tpot_s = latencies.ttft_s, latencies.tpot_s
         self._metrics.ttft_s.labels(self._model).observe(ttft_s)
         self._metrics.e2e_s.labels(self._model).observe(self._last_s - self._began_s)
         self._attain("ttft", ttft_s <= self._slo_ttft_s)
-        following = self._tokens - self._choices
-        if following > 0:
-            tpot_s = (self._last_s - first_s) * self._choices / following
+        if tpot_s is not None:
             self._metrics.tpot_s.labels(self._model).observe(tpot_s)
             self._attain("tpot", tpot_s <= self._slo_tpot_s)
 

@@ -64,7 +64,7 @@ class StreamOptions(BaseModel):
 
 class GenerationBody(BaseModel):
     """What both routes share. Extensions of OpenAI's interface have the names that SGLang and vLLM
-    give them; `slo_ttft_ms` and `slo_tpot_ms` are our own."""
+    give them; `slo_ttft_ms`, `slo_tpot_ms` and `return_slo` are our own."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -100,6 +100,7 @@ class GenerationBody(BaseModel):
     return_token_ids: bool | None = None
     slo_ttft_ms: Milliseconds | None = None
     slo_tpot_ms: Milliseconds | None = None
+    return_slo: bool | None = None
 
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
@@ -150,6 +151,13 @@ class GenerationBody(BaseModel):
     def logprobs_asked(self) -> int | None:
         """How many of the likeliest tokens in each place; None: no log probabilities."""
         return None
+
+    @property
+    def shows_slo(self) -> bool:
+        """Who asks for an SLO wants to know whether it was met; others may be confused by it."""
+        if self.return_slo is not None:
+            return self.return_slo
+        return self.slo_ttft_ms is not None or self.slo_tpot_ms is not None
 
     @property
     def include_usage(self) -> bool:

@@ -206,6 +206,7 @@ def _spec(
         skip_special_tokens=body.skip_special_tokens,
         logprobs=body.logprobs_asked,
         shown=(body.choices_asked, body.choices_made),
+        show_slo=body.shows_slo,
     )
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import openai
 
+from prism.messages.requests import Chunk, Failure, Request, Started
 from prism.queueing.server import BundledRedis
-from tests.frontend.conftest import ids_of, make_config, stack_of
-from tests.frontend.scripted_agent import answering
+from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
+from tests.frontend.scripted_agent import answering, tokens
+from tests.frontend.test_completions import events
 
 BODY = {"model": "base", "prompt": "x", "temperature": 0}
 
@@ -56,3 +61,77 @@ async def test_bounds_and_shedding(
         # The one that was late counts, though it never had a token; the one that was shed does not.
         missed = 'prism_slo_total{frontend="f0",met="false",model="base",slo="ttft"} 1.0'
         assert missed in (await stack.client.get("/metrics")).text
+
+
+def started_late(stack: Stack) -> None:
+    """An agent that begins each request 0.3 s after its arrival, and each choice a second later."""
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        began_unix_s = request.arrival_unix_s + 0.3 + int(request.id.rpartition("-")[2])
+        stack.services.dispatcher.log.take_start(Started(request.id, 1, "host:0", began_unix_s))
+        yield tokens(request, 0, [7])
+        await asyncio.sleep(0.02)
+        yield tokens(request, 1, [7, 7], "stop")
+
+    stack.agent.script = script
+
+
+async def usage_of(stack: Stack, **changes: Any) -> dict[str, Any]:
+    answer = await stack.client.post("/v1/completions", json=BODY | changes)
+    assert answer.status_code == 200, answer.text
+    usage: dict[str, Any] = answer.json()["usage"]
+    return usage
+
+
+async def test_the_usage_says_whether_the_slo_was_met(stack: Stack) -> None:
+    started_late(stack)
+    slo = (await usage_of(stack, return_slo=True))["slo"]
+    assert set(slo) == {"queue_s", "ttft", "tpot"}
+    assert slo["queue_s"] == 0.3
+    assert (slo["ttft"]["target_s"], slo["tpot"]["target_s"]) == (2.0, 0.2)  # the model's
+    for each in (slo["ttft"], slo["tpot"]):
+        assert each["met"] is (each["actual_s"] <= each["target_s"])
+    assert slo["tpot"]["actual_s"] >= 0.01  # two more tokens after 20 ms
+    # Whoever asks for one is told, and each of its targets is judged by itself.
+    long_ms, short_ms = 3.6e6, 1e-3
+    slo = (await usage_of(stack, slo_ttft_ms=long_ms, slo_tpot_ms=short_ms))["slo"]
+    assert (slo["ttft"]["target_s"], slo["tpot"]["target_s"]) == (3600, 1e-6)
+    assert (slo["ttft"]["met"], slo["tpot"]["met"]) == (True, False)
+    slo = (await usage_of(stack, slo_ttft_ms=short_ms, slo_tpot_ms=long_ms))["slo"]
+    assert (slo["ttft"]["met"], slo["tpot"]["met"]) == (False, True)
+    for changes in ({}, {"slo_ttft_ms": long_ms, "return_slo": False}):
+        assert "slo" not in await usage_of(stack, **changes)
+
+
+async def test_the_slo_of_several_choices_and_of_one_token(stack: Stack) -> None:
+    started_late(stack)
+    slo = (await usage_of(stack, return_slo=True, n=2, seed=1))["slo"]
+    assert slo["queue_s"] == 1.3
+    stack.agent.script = answering([7])  # nobody says when it began
+    slo = (await usage_of(stack, return_slo=True))["slo"]
+    assert (slo["queue_s"], slo["tpot"]) == (None, None)
+    assert slo["ttft"]["target_s"] == 2.0
+
+
+async def test_the_slo_of_a_stream_and_of_a_repeat(stack: Stack) -> None:
+    started_late(stack)
+    body = BODY | {"return_slo": True}
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    async with stack.client.stream("POST", "/v1/completions", json=streamed) as response:
+        *others, last = await events(response)
+    assert last["usage"]["slo"]["queue_s"] == 0.3
+    assert all(each["usage"] is None for each in others)
+    key = {"Idempotency-Key": "once"}
+    answers = [
+        (await stack.client.post("/v1/completions", json=body, headers=key)).json()
+        for _ in range(2)
+    ]
+    assert answers[0]["usage"].pop("slo")["queue_s"] == 0.3
+    assert answers[1]["usage"].pop("slo") is None  # nothing was computed
+    assert answers[0] == answers[1]
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        said = await client.completions.create(
+            model="base", prompt="x", extra_body={"slo_ttft_ms": 3.6e6}
+        )
+    assert said.usage is not None
+    assert (said.usage.model_extra or {})["slo"]["ttft"]["met"] is True
