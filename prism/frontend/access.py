@@ -22,7 +22,7 @@ from prism.frontend.patience import patiently
 from prism.queueing.requests import RequestQueue
 
 OPEN_PATHS = ("/health", "/openapi.json", "/docs")
-_FOR_ALL_KEYS = "/v1/"
+_OUTSIDE_OF_V1 = ("/tokenize", "/detokenize")  # where vLLM has them
 _READING = ("GET", "HEAD", "OPTIONS")
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class OtherSites:
 
 
 class Guard:
-    """ASGI middleware: nothing but `OPEN_PATHS` without a key. Paths outside of /v1/ tell of all
-    models and clients, and need an operator's."""
+    """ASGI middleware: nothing but `OPEN_PATHS` without a key. Paths that are no part of the API
+    tell of all models and clients, and need an operator's."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
         self._app, self._keys = app, tuple(keys)
@@ -74,7 +74,7 @@ class Guard:
             self._admit(scope)
         except RequestError as error:
             answer = respond(error)
-            if error.status == 401 and not scope["path"].startswith(_FOR_ALL_KEYS):
+            if error.status == 401 and not _is_api(scope["path"]):
                 answer.headers["WWW-Authenticate"] = 'Basic realm="Prism"'
             await answer(scope, receive, send)
         else:
@@ -86,10 +86,14 @@ class Guard:
             raise UnauthorizedError(
                 "no API key, or an unknown one; send the header Authorization: Bearer KEY"
             )
-        if not scope["path"].startswith(_FOR_ALL_KEYS) and not key.operator:
+        if not _is_api(scope["path"]) and not key.operator:
             raise ForbiddenError("this needs the key of an operator")
         if (call := calls.current.get()) is not None:
             call.key, call.api_key = key.name, key
+
+
+def _is_api(path: str) -> bool:
+    return path.startswith("/v1/") or path in _OUTSIDE_OF_V1
 
 
 def presented(headers: Headers, method: str) -> str:

@@ -18,7 +18,7 @@ from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import install_handlers
 from prism.frontend.metrics import Metrics
 from prism.frontend.openapi import describe
-from prism.frontend.routes import chat, completions, dashboard, health, models
+from prism.frontend.routes import chat, completions, dashboard, health, models, tokenize
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
 from prism.frontend.tracing import Traces
@@ -45,7 +45,7 @@ def create_app(
     describe(app, has_keys=bool(config.keys))
     install_handlers(app)
     _add_middleware(app, config)
-    for routes in (models, completions, chat, health, dashboard):
+    for routes in (models, completions, chat, tokenize, health, dashboard):
         app.include_router(routes.router)
     return app
 

@@ -20,7 +20,7 @@ from prism.frontend.errors import (
     bad_request,
     from_validation,
 )
-from prism.frontend.openai_types import GenerationBody
+from prism.frontend.openai_types import RequestBody
 
 # A million tokens as text or ids; a larger body would hold up every other request.
 _BODY_BYTES_MAX = 8 << 20
@@ -64,7 +64,7 @@ class BodyMemory:
 
 
 memory = BodyMemory()
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=RequestBody)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

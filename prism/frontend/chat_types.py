@@ -1,4 +1,4 @@
-"""The body of OpenAI's chat completions: messages, and what is said to the model's template."""
+"""Conversations: messages, what is said to the model's template, and the bodies that have them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prism.frontend.errors import bad_request
-from prism.frontend.openai_types import LOGPROBS_MAX, GenerationBody
+from prism.frontend.openai_types import LOGPROBS_MAX, GenerationBody, RequestBody
 
 MESSAGES_MAX = 4096
 PARTS_MAX = 1024  # of one message
@@ -153,17 +153,12 @@ def _is_small(values: list[Any], chars: int) -> bool:
     return True
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions. `chat_template_kwargs` are passed to the model's template."""
+class Conversation(RequestBody):
+    """What the prompt is made of. `chat_template_kwargs` are passed to the model's template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    echo: Literal[False] | None = None
     tools: Annotated[list[Tool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
@@ -187,8 +182,6 @@ class ChatBody(GenerationBody):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs: needs logprobs: true", "top_logprobs")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             message = "continue_final_message: the last message must be the assistant's"
             raise bad_request(message, "continue_final_message")
@@ -202,6 +195,10 @@ class ChatBody(GenerationBody):
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             message = f"tool_choice: there is no tool {choice.function.name!r:.80}"
             raise bad_request(message, "tool_choice")
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
 
     @property
     def uses_tools(self) -> bool:
@@ -222,10 +219,6 @@ class ChatBody(GenerationBody):
         plain = all(isinstance(value, bool | int | str) for value in options)
         return plain and _is_small([*said, *options], _SHORT_CHARS)
 
-    @property
-    def logprobs_asked(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
     def template_values(self) -> dict[str, Any]:
         """What the template may ask for beside the messages."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
@@ -234,3 +227,44 @@ class ChatBody(GenerationBody):
             values["reasoning_effort"] = self.reasoning_effort
         begins = self.add_generation_prompt and not self.continue_final_message
         return {**values, "add_generation_prompt": begins, **self.chat_template_kwargs}
+
+
+class ChatBody(Conversation, GenerationBody):
+    """POST /v1/chat/completions."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Literal[False] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs: needs logprobs: true", "top_logprobs")
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(Conversation):
+    """POST /tokenize: a text or a conversation. `add_special_tokens`: by default to a text, since a
+    template writes its own."""
+
+    messages: Annotated[list[Message], Field(min_length=1, default_factory=list)]
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        if bool(self.messages) is (self.prompt is not None):
+            raise bad_request("prompt: give either prompt or messages", "prompt")
+        if self.prompt is not None:
+            for name in self.model_fields_set & set(Conversation.model_fields) - {"model"}:
+                raise bad_request(f"{name}: needs messages", name)
+        super().refuse_unsupported()
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self.messages else "prompt"

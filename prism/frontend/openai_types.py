@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's completion requests.
+"""The bodies of requests: what they share, and those that have no conversation.
 
 Fields that change nothing here are accepted and ignored; fields whose effect is missing are
 refused by name unless they hold their neutral value: nothing is dropped silently.
@@ -7,7 +7,7 @@ refused by name unless they hold their neutral value: nothing is dropped silentl
 from __future__ import annotations
 
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -17,6 +17,7 @@ STOPS_MAX = 16
 STOP_CHARS_MAX = 1024
 STOP_IDS_MAX = 1024
 PROMPTS_MAX = 128
+TOKENS_MAX = 1 << 20  # that become text; more would be parsed without a turn for the event loop
 CHOICES_MAX = 128  # of one prompt
 LOGPROBS_MAX = 20  # likeliest tokens in each place
 BIASES_MAX = 1024
@@ -62,13 +63,46 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationBody(BaseModel):
-    """What both routes share. Extensions of OpenAI's interface have the names that SGLang and vLLM
-    give them; `slo_ttft_ms`, `slo_tpot_ms` and `return_slo` are our own."""
+class RequestBody(BaseModel):
+    """What all routes share."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    # What the client calls the bound of an output.
+    MAX_TOKENS: ClassVar[str] = "max_tokens"
 
     model: str
+
+    @property
+    def prompt_field(self) -> str:
+        """What the client calls that which becomes the prompt."""
+        return "prompt"
+
+    @property
+    def output_tokens_min(self) -> int:
+        """Tokens that the context must have room for behind the prompt."""
+        return 0
+
+    def refuse_unsupported(self) -> None:
+        """Raises BadRequestError naming the first field whose effect is not provided."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _IGNORED or value is None:
+                continue
+            if name not in _NEUTRAL:
+                raise bad_request(f"{name}: unknown field; remove it", name)
+            if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+                shown = f"{reprlib.repr(value):.80}"
+                raise bad_request(f"{name}: {shown} is not supported; remove it", name)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, where True is not 1 and 0 not False: `logprobs: 0` asks for something."""
+    return isinstance(value, bool) is isinstance(neutral, bool) and value == neutral
+
+
+class GenerationBody(RequestBody):
+    """What routes that generate share. Extensions of OpenAI's interface have the names that SGLang
+    and vLLM give them; `slo_ttft_ms`, `slo_tpot_ms` and `return_slo` are our own."""
+
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -138,6 +172,10 @@ class GenerationBody(BaseModel):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def output_tokens_min(self) -> int:
+        return self.tokens_asked or 1
+
+    @property
     def choices_asked(self) -> int:
         """Of each prompt, as the client sees them."""
         return self.n or 1
@@ -164,24 +202,11 @@ class GenerationBody(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def refuse_unsupported(self) -> None:
-        """Raises BadRequestError naming the first field whose effect is not provided."""
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             message = "max_tokens and max_completion_tokens differ; give one of them"
             raise bad_request(message, "max_completion_tokens")
-        for name, value in (self.model_extra or {}).items():
-            if name in _IGNORED or value is None:
-                continue
-            if name not in _NEUTRAL:
-                raise bad_request(f"{name}: unknown field; remove it", name)
-            if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
-                shown = f"{reprlib.repr(value):.80}"
-                raise bad_request(f"{name}: {shown} is not supported; remove it", name)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal, where True is not 1 and 0 not False: `logprobs: 0` asks for something."""
-    return isinstance(value, bool) is isinstance(neutral, bool) and value == neutral
+        super().refuse_unsupported()
 
 
 class CompletionBody(GenerationBody):
@@ -226,6 +251,16 @@ class CompletionBody(GenerationBody):
         if self.logprobs is None or self.logprobs is False:
             return None
         return self.logprobs
+
+
+class DetokenizeBody(RequestBody):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[TokenId], Field(max_length=TOKENS_MAX)]
+
+    @property
+    def prompt_field(self) -> str:
+        return "tokens"
 
 
 def _all_texts(prompts: list[Any]) -> bool:

@@ -9,13 +9,20 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from prism.frontend.chat_types import ChatBody
-from prism.frontend.openai_types import CompletionBody, GenerationBody
+from prism.frontend.chat_types import ChatBody, TokenizeBody
+from prism.frontend.openai_types import (
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    RequestBody,
+)
 
 _SCHEMAS = "#/components/schemas/"
-_BODIES: Mapping[str, type[GenerationBody]] = {
+_BODIES: Mapping[str, type[RequestBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
 }
 _TEXT = {"type": "string"}
 _ERROR = {
@@ -40,8 +47,10 @@ _BODY_ERRORS = {
     400: "the body is wrong; the message names the field",
     408: "the body was not complete in time",
     413: "the body is too large",
-    422: "the Idempotency-Key was used with another body",
     429: "too many requests",
+}
+_GENERATION_ERRORS = {
+    422: "the Idempotency-Key was used with another body",
     504: "no token came in time",
 }
 _EVENTS = {"text/event-stream": {"schema": _TEXT}}
@@ -70,7 +79,9 @@ def _schema(app: FastAPI, has_keys: bool) -> dict[str, Any]:
             if (body := _BODIES.get(path)) is not None:
                 errors |= _MODEL_ERRORS | _BODY_ERRORS
                 operation["requestBody"] = _request_body(body, schemas)
-                operation["responses"]["200"]["content"] |= _EVENTS
+                if issubclass(body, GenerationBody):
+                    errors |= _GENERATION_ERRORS
+                    operation["responses"]["200"]["content"] |= _EVENTS
             operation["responses"] |= {str(s): _error(what) for s, what in errors.items()}
     made["components"] = {"schemas": schemas}
     if has_keys:
@@ -80,7 +91,7 @@ def _schema(app: FastAPI, has_keys: bool) -> dict[str, Any]:
     return made
 
 
-def _request_body(body: type[GenerationBody], schemas: dict[str, Any]) -> dict[str, Any]:
+def _request_body(body: type[RequestBody], schemas: dict[str, Any]) -> dict[str, Any]:
     schema = body.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
     schemas |= schema.pop("$defs", {})
     schemas[body.__name__] = schema

@@ -12,11 +12,11 @@ from msgspec import structs
 
 from prism.errors import ContextLengthError
 from prism.frontend.chat_template import ChatTemplate
-from prism.frontend.chat_types import ChatBody
+from prism.frontend.chat_types import ChatBody, Conversation
 from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.grammars import grammar_of
-from prism.frontend.openai_types import CompletionBody, GenerationBody
+from prism.frontend.openai_types import CompletionBody, GenerationBody, RequestBody
 from prism.frontend.parsers import behind_reasoning, tool_grammar
 from prism.frontend.sampling import sampling_of
 from prism.frontend.services import Services
@@ -58,15 +58,7 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     clocks = (time.monotonic(), time.time())
     model = services.model(body.model)
     tokenizer = services.tokenizers[model.name]
-    if tokenizer.chat_template is None:
-        raise bad_request(f"model: {model.name} has no chat template; use /v1/completions", "model")
-    _refuse_hopeless(model, body, tokenizer, sum(len(m.content) for m in body.messages))
-    # What takes long must not hold up the event loop, whose heartbeat keeps all requests alive.
-    if body.is_short:
-        text = _rendered(body, tokenizer.chat_template)
-    else:
-        text = await asyncio.to_thread(_rendered, body, tokenizer.chat_template)
-    _refuse_hopeless(model, body, tokenizer, len(text))
+    text = await conversation_text(model, body, tokenizer)
     prompts = await tokenizer.encode([text], special_tokens=False)
     parsing = await services.parsers.parsing(body, model, tokenizer, text)
     grammar = await _grammar(services, body, model)
@@ -85,6 +77,21 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
 
 
+async def conversation_text(model: ModelSpec, body: Conversation, tokenizer: ModelTokenizer) -> str:
+    """The prompt, as the model's template writes it. Raises RequestError of the kind that fits."""
+    if tokenizer.chat_template is None:
+        message = f"model: {model.name} has no chat template; use /v1/completions, with a prompt"
+        raise bad_request(message, "model")
+    refuse_hopeless(model, body, tokenizer, sum(len(m.content) for m in body.messages))
+    # What takes long must not hold up the event loop, whose heartbeat keeps all requests alive.
+    if body.is_short:
+        text = _rendered(body, tokenizer.chat_template)
+    else:
+        text = await asyncio.to_thread(_rendered, body, tokenizer.chat_template)
+    refuse_hopeless(model, body, tokenizer, len(text))
+    return text
+
+
 async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -> Grammar | None:
     found = grammar_of(body)
     if found is None:
@@ -100,7 +107,7 @@ def _refuse_min_tokens(body: GenerationBody, field: str) -> None:
         raise bad_request(f"min_tokens: may not stand beside {field}; remove it", "min_tokens")
 
 
-def _rendered(body: ChatBody, template: ChatTemplate) -> str:
+def _rendered(body: Conversation, template: ChatTemplate) -> str:
     """The prompt. An answer that the client begins goes on where its text ends."""
     messages = [message.for_template() for message in body.messages]
     if body.continue_final_message:
@@ -120,29 +127,30 @@ async def _encoded(
 ) -> list[list[int]]:
     texts = [p for p in body.prompt if isinstance(p, str)]
     for text in texts:
-        _refuse_hopeless(model, body, tokenizer, len(text))
+        refuse_hopeless(model, body, tokenizer, len(text))
     if texts:
         return await tokenizer.encode(texts, special_tokens=True)
     id_lists = [p for p in body.prompt if not isinstance(p, str)]
     for prompt in id_lists:
         if len(prompt) > model.context_length:
             raise _too_long(model, body, len(prompt))
-        _check_ids(prompt, tokenizer)
+        check_ids(prompt, body, tokenizer)
     return id_lists
 
 
-def _check_ids(prompt: list[int], tokenizer: ModelTokenizer) -> None:
-    largest = max(prompt, default=0)
+def check_ids(ids: list[int], body: RequestBody, tokenizer: ModelTokenizer) -> None:
+    """Raises BadRequestError for one outside of the vocabulary."""
+    largest = max(ids, default=0)
     if largest >= tokenizer.vocab_size:
         raise bad_request(
-            f"prompt: token id {largest} is outside the vocabulary of"
+            f"{body.prompt_field}: token id {largest} is outside the vocabulary of"
             f" {tokenizer.vocab_size} tokens",
-            "prompt",
+            body.prompt_field,
         )
 
 
-def _refuse_hopeless(
-    model: ModelSpec, body: GenerationBody, tokenizer: ModelTokenizer, chars: int
+def refuse_hopeless(
+    model: ModelSpec, body: RequestBody, tokenizer: ModelTokenizer, chars: int
 ) -> None:
     """Raises if the text exceeds the context however it is tokenised. Other requests would wait
     while megabytes are tokenised."""
@@ -152,16 +160,18 @@ def _refuse_hopeless(
 
 
 def _too_long(
-    model: ModelSpec, body: GenerationBody, prompt_tokens: int, how: str = ""
+    model: ModelSpec, body: RequestBody, prompt_tokens: int, how: str = ""
 ) -> ContextLengthError:
-    asked = body.tokens_asked or 1
+    asked = body.output_tokens_min
     excess = prompt_tokens + asked - model.context_length
+    beside, remedy = "", ""
+    if asked:
+        beside, remedy = f" and {body.MAX_TOKENS} {asked}", f" or lower {body.MAX_TOKENS}"
     error = ContextLengthError(
         f"{model.name} has a context of {model.context_length} tokens; the prompt's"
-        f" {how}{prompt_tokens} and max_tokens {asked} exceed it by {how}{excess}: shorten the"
-        " prompt or lower max_tokens"
+        f" {how}{prompt_tokens}{beside} exceed it by {how}{excess}: shorten the prompt{remedy}"
     )
-    error.param = "messages" if isinstance(body, ChatBody) else "prompt"
+    error.param = body.prompt_field
     return error
 
 
@@ -246,6 +256,6 @@ def _room(model: ModelSpec, prompt: list[int], body: GenerationBody) -> int:
     if not prompt:
         raise bad_request("prompt: is empty; give at least one token", "prompt")
     room = model.context_length - len(prompt)
-    if room < (body.tokens_asked or 1):
+    if room < body.output_tokens_min:
         raise _too_long(model, body, len(prompt))
     return room

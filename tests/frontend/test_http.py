@@ -143,6 +143,10 @@ async def test_openapi_has_bodies_and_errors(stack: Stack) -> None:
         schema = posted["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{name}"}
         assert {"200", "400", "401", "404", "413", "429", "503", "504"} <= set(posted["responses"])
+    counted = made["paths"]["/tokenize"]["post"]
+    assert "TokenizeBody" in str(counted["requestBody"])
+    assert {"400", "404", "503"} <= set(counted["responses"])
+    assert not {"422", "504"} & set(counted["responses"])
     assert {"type": "string"} in schemas["CompletionBody"]["properties"]["prompt"]["anyOf"]
     assert "422" not in made["paths"]["/v1/models/{name}"]["get"]["responses"]
     references = set(_references(made))

@@ -1,0 +1,97 @@
+"""POST /tokenize and /detokenize, in vLLM's shape; below /v1 as well, where SGLang has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from prism.frontend import calls
+from prism.frontend.bodies import read_body
+from prism.frontend.chat_types import TokenizeBody
+from prism.frontend.openai_types import DetokenizeBody
+from prism.frontend.services import Services, services
+from prism.frontend.specs import check_ids, conversation_text, refuse_hopeless
+from prism.frontend.tokenizers import ModelTokenizer
+from prism.messages.models import ModelSpec
+
+router = APIRouter()
+# Tokens that are written down in less time than handing them to a thread takes.
+_INLINE_TOKENS_MAX = 4096
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize", include_in_schema=False)
+async def tokenize(request: Request) -> Response:
+    found = services(request)
+    body = await read_body(request, TokenizeBody)
+    found.enter()
+    try:
+        model, tokenizer = _named(found, body.model)
+        ids = await _ids(body, model, tokenizer)
+        return await _reply(lambda: _tokenized(body, model, tokenizer, ids), len(ids))
+    finally:
+        found.leave()
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize", include_in_schema=False)
+async def detokenize(request: Request) -> Response:
+    found = services(request)
+    body = await read_body(request, DetokenizeBody)
+    found.enter()
+    try:
+        _, tokenizer = _named(found, body.model)
+        return await _reply(lambda: _detokenized(body, tokenizer), len(body.tokens))
+    finally:
+        found.leave()
+
+
+def _named(found: Services, name: str) -> tuple[ModelSpec, ModelTokenizer]:
+    model = found.model(name)
+    if (call := calls.current.get()) is not None:
+        call.model = model.name
+    return model, found.tokenizers[model.name]
+
+
+async def _ids(body: TokenizeBody, model: ModelSpec, tokenizer: ModelTokenizer) -> list[int]:
+    if body.prompt is None:
+        text = await conversation_text(model, body, tokenizer)
+    else:
+        text = body.prompt
+        refuse_hopeless(model, body, tokenizer, len(text))
+    special = body.add_special_tokens
+    [ids] = await tokenizer.encode([text], body.prompt is not None if special is None else special)
+    return ids
+
+
+async def _reply(make: Callable[[], dict[str, Any]], tokens: int) -> Response:
+    """What `make` makes of so many tokens."""
+
+    def content() -> bytes:
+        return msgspec.json.encode(make())
+
+    few = tokens <= _INLINE_TOKENS_MAX
+    made = content() if few else await asyncio.to_thread(content)
+    return Response(made, media_type="application/json")
+
+
+def _tokenized(
+    body: TokenizeBody, model: ModelSpec, tokenizer: ModelTokenizer, ids: list[int]
+) -> dict[str, Any]:
+    names = None
+    if body.return_token_strs:
+        names = [tokenizer.tokenizer.id_to_token(i) for i in ids]
+    count = {"count": len(ids), "max_model_len": model.context_length}
+    return {**count, "tokens": ids, "token_strs": names}
+
+
+def _detokenized(body: DetokenizeBody, tokenizer: ModelTokenizer) -> dict[str, Any]:
+    check_ids(body.tokens, body, tokenizer)
+    # The call for a batch, since it alone lets go of the interpreter's lock.
+    [text] = tokenizer.tokenizer.decode_batch([body.tokens], skip_special_tokens=False)
+    return {"prompt": text}
