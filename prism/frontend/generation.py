@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from prism.frontend import calls
 from prism.frontend.access import Rates
 from prism.frontend.calls import Call
@@ -15,10 +17,13 @@ from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import GenerationError
 from prism.frontend.metrics import Metrics, RequestTimer
 from prism.frontend.parsers import Parsing
-from prism.frontend.request_log import Mailbox, OpenRequest
+from prism.frontend.request_log import Event, Mailbox, OpenRequest
 from prism.frontend.stop_strings import StopMatcher
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
+
+# Engine steps that one update may hold: turning them into text holds up the other requests.
+_TOGETHER_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,28 @@ class TextUpdate:
     token_ids: list[int]
     finish_reason: str | None
     logprobs: Logprobs | None = None
+
+
+def together(events: list[Event]) -> list[Event]:
+    """The chunks of each choice as one, then failures. Those with log probabilities, which take the
+    most time to show, stay apart."""
+    joined: dict[int, Chunk] = {}
+    failures: list[Event] = []
+    for number, event in events:
+        if isinstance(event, Failure):
+            failures.append((number, event))
+        elif event.logprobs or event.prompt_logprobs:
+            return events
+        elif before := joined.get(number):
+            joined[number] = structs.replace(
+                event,
+                first_index=before.first_index,
+                token_ids=before.token_ids + event.token_ids,
+                cached_tokens=before.cached_tokens or event.cached_tokens,
+            )
+        else:
+            joined[number] = event
+    return [*joined.items(), *failures]
 
 
 class GeneratedChoice:
@@ -168,10 +195,16 @@ class Generation:
         self._timer.submitted(prompt_tokens)
 
     async def updates(self) -> AsyncIterator[TextUpdate]:
-        """Output as it comes, until every choice has ended. Raises GenerationError."""
+        """Output as it comes, until every choice has ended; several tokens in one update where the
+        client, or this process, was slow to take the last one. Raises GenerationError."""
         while any(choice.finish_reason is None for choice in self.choices):
-            if (update := await self._next()) is not None:
-                yield update
+            for number, event in together(await self._arrived()):
+                choice = self.choices[number]
+                if choice.finish_reason is not None:
+                    continue
+                if isinstance(event, Failure):
+                    raise GenerationError(event.code, event.message)
+                yield self._take(choice, event)
 
     def finish(self, outcome: str | None = None) -> None:
         """Cancel what still runs; call it once, however the request ended. `outcome` (default:
@@ -230,14 +263,11 @@ class Generation:
         made, cached = self.spec.shown[1], [choice.cached_tokens for choice in self.choices]
         return sum(min(cached[first : first + made]) for first in range(0, len(cached), made))
 
-    async def _next(self) -> TextUpdate | None:
-        number, event = await self._mailbox.get()
-        choice = self.choices[number]
-        if choice.finish_reason is not None:
-            return None
-        if isinstance(event, Failure):
-            raise GenerationError(event.code, event.message)
-        return self._take(choice, event)
+    async def _arrived(self) -> list[Event]:
+        events = [await self._mailbox.get()]
+        while len(events) < _TOGETHER_MAX and not self._mailbox.empty():
+            events.append(self._mailbox.get_nowait())
+        return events
 
     def _take(self, choice: GeneratedChoice, chunk: Chunk) -> TextUpdate:
         update = choice.take(chunk)

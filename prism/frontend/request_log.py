@@ -25,7 +25,8 @@ ATTEMPTS_MAX = 20
 RESENDS_MAX = 3
 
 # What happens to a choice, by its number: new tokens, or its failure.
-Mailbox = asyncio.Queue[tuple[int, Chunk | Failure]]
+Event = tuple[int, Chunk | Failure]  # of the choice of this number
+Mailbox = asyncio.Queue[Event]
 
 
 class ChunkOutcome(Enum):
