@@ -42,6 +42,7 @@ SLOW = (
     "kvcached/test_fuzz.py",
     "kvcached/test_kills.py",
     "kvcached/test_race.py",
+    "kvcached/test_transformers.py",
     "kvcached/test_two_processes.py",
     "models/test_smollm2.py",
     "packaging",
