@@ -327,9 +327,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def _held(self, part: str) -> torch.Tensor:
         view = self.view[part]
-        blocks = view[self._table.on(view.device)]  # (rows, columns, block_tokens, heads, dim)
-        held = blocks.flatten(1, 2)[:, : self.length - self._table.first_token]
-        return held.transpose(1, 2)
+        table = self._table.on(view.device)
+        blocks = view.index_select(0, table.flatten()).unflatten(0, table.shape)
+        held = blocks.flatten(1, 2)  # (rows, tokens, heads, dim)
+        return held[:, : self.length - self._table.first_token].transpose(1, 2)
 
     def _owner(self) -> ElasticCache:
         cache = self._cache()
