@@ -179,6 +179,7 @@ class RequestTable:
                 arrival_s=request.arrival_unix_s - ahead_s,
                 deadline_s=request.deadline_unix_s - ahead_s,
                 suspected_at=request.suspected_at if request.is_suspect else None,
+                priority=request.priority,
             )
         )
 

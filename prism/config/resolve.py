@@ -267,6 +267,7 @@ def _check_frontend(data: FrontendConfig) -> None:
             " free one"
         )
     _at_least(data.max_open_requests, 1, "frontend.max_open_requests")
+    data.priority.check("frontend.priority")
     if not 1 <= data.processes <= _FRONTENDS_MAX:
         raise ConfigError(
             f"frontend.processes: {data.processes} is out of range; choose 1 to {_FRONTENDS_MAX}"

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from prism.config.access import AccessYaml, ApiKey
+from prism.config.priority import PriorityConfig
 from prism.config.replicas import ReplicasYaml
 from prism.config.units import Bytes, Seconds, decoded, encoded
 from prism.messages.models import ModelSpec
@@ -129,6 +130,7 @@ class FrontendConfig(
     # Whether new requests for a model get status 429 while others wait beyond their TTFT SLO.
     # Otherwise they are served late.
     shed: bool = False
+    priority: PriorityConfig = PriorityConfig()
     # A request that receives no token for this long ends with an error.
     progress_timeout_s: Seconds = Seconds("10m")
     # While Redis takes no requests, they wait for so long; then they end with status 503.

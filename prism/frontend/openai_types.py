@@ -26,7 +26,7 @@ BIAS_MAX = 100
 INT32_MAX = 2**31 - 1
 
 _IGNORED = {
-    "metadata", "priority", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
 # name -> values that ask for nothing. Null does so in every field.
@@ -135,6 +135,7 @@ class GenerationBody(RequestBody):
     slo_ttft_ms: Milliseconds | None = None
     slo_tpot_ms: Milliseconds | None = None
     return_slo: bool | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
 
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from msgspec import structs
 
+from prism.config.priority import PriorityConfig
 from prism.errors import ContextLengthError
 from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import ChatBody, Conversation
@@ -187,6 +188,7 @@ def _spec(
     room = min(_room(model, prompt, body) for prompt in prompts)
     ttft_s = _slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
     tpot_s = _slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
+    priority = _priority(body.priority or 0, services.config.frontend.priority)
     spec_id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid4().hex}"
     tokenizer = services.tokenizers[model.name]
     sampling = sampling_of(body, tokenizer, body.tokens_asked or room, *ends)
@@ -204,6 +206,7 @@ def _spec(
             slo_tpot_s=tpot_s,
             frontend_id=services.dispatcher.frontend_id,
             reply_to=services.dispatcher.reply_to,
+            priority=priority,
         )
         for number, (prompt, each) in enumerate(choices)
     ]
@@ -249,6 +252,17 @@ def _slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) -
             f"{field}: {asked_ms:g} is below the {least_s * 1000:g} that may be asked for", field
         )
     return max(asked_ms / 1000, _SLO_MIN_S)
+
+
+def _priority(asked: int, bounds: PriorityConfig) -> int:
+    """Raises BadRequestError."""
+    if not bounds.min <= asked <= bounds.max:
+        raise bad_request(
+            f"priority: {asked} is not between {bounds.min} and {bounds.max}, the bounds of this"
+            " server (frontend.priority)",
+            "priority",
+        )
+    return asked
 
 
 def _room(model: ModelSpec, prompt: list[int], body: GenerationBody) -> int:

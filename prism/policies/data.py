@@ -27,15 +27,17 @@ class AdmissionJob:
     prefill_s: float
     # What is left of its model's activation.
     ready_in_s: float = 0.0
+    # Those of a higher one start first.
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOrder:
     """In which order waiting requests start."""
 
-    # The largest set that meets its deadlines, earliest deadline first.
+    # The largest set that meets its deadlines, earliest deadline first; of each priority in turn.
     on_time: tuple[AdmissionJob, ...]
-    # The rest, oldest first. They start after the others and are never dropped.
+    # The rest, oldest first. They start after the others of their priority and are never dropped.
     late: tuple[AdmissionJob, ...]
 
 

@@ -174,6 +174,7 @@ class Sender:
             slo_ttft_ms=request.slo_ttft_ms,
             slo_tpot_ms=request.slo_tpot_ms,
             slo_e2e_ms=request.slo_e2e_ms,
+            priority=request.priority,
             error=stream.error,
             message=stream.message,
             response_id=stream.response_id,
@@ -194,8 +195,8 @@ async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
     """A greedy request for exactly `output_length` tokens, if the server knows `ignore_eos`.
 
-    It carries the trace's SLOs, so that a server that schedules by deadline (Prism §6.3) works
-    towards the SLOs that the replay judges by.
+    It carries the trace's SLOs and priority, so that a server that schedules by deadline (Prism
+    §6.3) works towards the SLOs that the replay judges by.
     """
     body: dict[str, Any] = {
         "model": request.model,
@@ -208,7 +209,8 @@ def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
         "return_token_ids": True,
     }
     slos = {"slo_ttft_ms": request.slo_ttft_ms, "slo_tpot_ms": request.slo_tpot_ms}
-    return msgspec.json.encode(body | {key: slo for key, slo in slos.items() if slo is not None})
+    wanted = slos | {"priority": request.priority or None}
+    return msgspec.json.encode(body | {key: v for key, v in wanted.items() if v is not None})
 
 
 def decode_error(body: bytes) -> ErrorBody:

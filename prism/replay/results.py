@@ -37,6 +37,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     slo_e2e_ms: float | None = None
+    priority: int = 0
     error: str | None = None
     """A code such as "timeout", "connection", "http_503" or "short", or the server's own;
     "interrupted" where the user ended the replay."""

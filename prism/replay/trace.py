@@ -21,6 +21,7 @@ from prism.errors import TraceError
 
 Tokens = Annotated[int, msgspec.Meta(ge=1)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class TraceRequest(
@@ -35,6 +36,8 @@ class TraceRequest(
     """Objectives; None where the request has no such one."""
     slo_tpot_ms: Milliseconds | None = None
     slo_e2e_ms: Milliseconds | None = None
+    priority: Priority = 0
+    """Waiting requests of a higher one start first."""
     hash_ids: tuple[int, ...] = ()
     """One id per prompt block. Equal ids mean equal tokens (Mooncake's prefix sharing)."""
     prompt: str | None = None

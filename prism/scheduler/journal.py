@@ -112,6 +112,7 @@ class Queued(Record, frozen=True, tag="queued"):
     max_tokens: int
     arrival_s: float
     deadline_s: float
+    priority: int = 0
 
 
 class Left(Record, frozen=True, tag="left"):
@@ -218,6 +219,7 @@ class QueueJournal:
                 max_tokens=request.max_tokens,
                 arrival_s=request.arrival_s,
                 deadline_s=request.deadline_s,
+                priority=request.priority,
             )
         )
 

@@ -15,6 +15,7 @@ import msgspec
 
 from prism.policies import moore_hodgson
 from prism.policies.data import AdmissionJob, AdmissionOrder
+from prism.policies.priority import order_by_priority
 from prism.scheduler.order_by_model import OrderByModel
 from prism.scheduler.ports import EngineView
 from prism.scheduler.step_budget import StartResult, StepBudget, starts_alone
@@ -38,6 +39,7 @@ class Waiting(msgspec.Struct, frozen=True):
     arrival_s: float
     deadline_s: float
     suspected_at: int | None = None
+    priority: int = 0  # those of a higher one start first
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class LocalScheduler:
         self, now_s: float, views: Collection[EngineView], budget: StepBudget
     ) -> None:
         for request in self._unlisted:
-            self._line.add(request.id, request.model)
+            self._line.add(request.id, request.model, request.priority)
         self._unlisted.clear()
         present = frozenset(view.model for view in views)
         if not self._is_order_due(now_s, present, budget):
@@ -230,10 +232,11 @@ class LocalScheduler:
         by_model = {view.model: view for view in views}
         jobs = [_job(r, by_model[r.model]) for r in self._waiting.values() if r.model in by_model]
         busy_s = sum(view.pending_prefill_s for view in views)
-        self._line = OrderByModel(self._policy_order(jobs, now_s, busy_s), self._waiting)
+        order = order_by_priority(self._policy_order, jobs, now_s, busy_s)
+        self._line = OrderByModel(order, self._waiting)
         for request in self._waiting.values():
             if request.model not in by_model:
-                self._line.add(request.id, request.model)
+                self._line.add(request.id, request.model, request.priority)
         self._left.clear()
         self._ordered_at_s, self._ordered_for, self._changed = now_s, present, False
 
@@ -280,12 +283,17 @@ class LocalScheduler:
             if model in budget and budget.has_taken(model):
                 return
 
-    def _count_start(self, request_id: str) -> None:
+    def _count_start(self, request: Waiting) -> None:
         """Late ones that start because no other one can leave the count as it is: with them, the
-        turn of the oldest might never come."""
+        turn of the oldest might never come. Those that go before others for their priority do
+        not."""
         if not self._line.has_late():
             self._since_late = 0
-        elif request_id in self._held_since_s or not self._line.is_late(request_id):
+        elif (
+            request.id in self._held_since_s
+            or not self._line.is_late(request.id)
+            or self._line.has_late(below=request.priority)
+        ):
             self._since_late += 1
 
     # --- admission --------------------------------------------------------------------------
@@ -303,7 +311,7 @@ class LocalScheduler:
             result, missing_tokens, harmless = self._try(budget, request, choice.kept)
             if result is StartResult.STARTS:
                 choice.ids.append(request.id)
-                self._count_start(request.id)
+                self._count_start(request)
                 if request.suspected_at is not None:
                     choice.blocked[request.model] = StartResult.TRIAL
                 if not harmless:
@@ -371,4 +379,5 @@ def _job(request: Waiting, view: EngineView) -> AdmissionJob:
         request.deadline_s,
         prefill_s,
         view.ready_in_s,
+        request.priority,
     )

@@ -159,6 +159,7 @@ class SimDevice:
                 request.output_tokens,
                 request.queued_s,
                 request.deadline_s,
+                priority=request.priority,
             )
         )
 

@@ -23,6 +23,7 @@ class SimRequest(msgspec.Struct, eq=False):
     deadline_s: float
     # When it came to the queue; of one that goes on, last.
     queued_s: float = -1.0
+    priority: int = 0
     # Ids of its prompt's whole blocks.
     hashes: tuple[int, ...] = ()
     # Output tokens so far.

@@ -27,6 +27,8 @@ class Workload:
     slo_ttft_s: array[float]
     slo_tpot_s: array[float]
     slo_e2e_s: array[float]
+    # Those of a higher one start first.
+    priority: array[int]
     # Ids of the prompts' whole blocks (`prefix.HASH_TOKENS`); empty where the trace has none.
     hashes: Sequence[tuple[int, ...]] = ()
 
@@ -70,6 +72,7 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
         array("d"),
         array("d"),
         array("d"),
+        array("i"),
         [_whole_blocks(r) for r in trace] if any(r.hash_ids for r in trace) else (),
     )
     last_s = 0.0
@@ -92,6 +95,7 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
         found.slo_ttft_s.append(_seconds(request.slo_ttft_ms, slo_scale))
         found.slo_tpot_s.append(_seconds(request.slo_tpot_ms, slo_scale))
         found.slo_e2e_s.append(_seconds(request.slo_e2e_ms, slo_scale))
+        found.priority.append(request.priority)
     return found
 
 

@@ -168,6 +168,7 @@ class World:
             prompt_tokens=work.prompt_tokens[index],
             output_tokens=work.output_tokens[index],
             deadline_s=deadline_s,
+            priority=work.priority[index],
             hashes=work.hashes[index] if work.hashes else (),
         )
         if model.setup.request_s:

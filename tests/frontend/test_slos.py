@@ -135,3 +135,14 @@ async def test_the_slo_of_a_stream_and_of_a_repeat(stack: Stack) -> None:
         )
     assert said.usage is not None
     assert (said.usage.model_extra or {})["slo"]["ttft"]["met"] is True
+
+
+async def test_priorities_have_bounds(stack: Stack) -> None:
+    stack.agent.script = answering([7])
+    for asked in (None, 0, -100):
+        await usage_of(stack, priority=asked)
+    assert [request.priority for request in stack.agent.seen] == [0, 0, -100]
+    for asked in (1, -101):
+        refused = await stack.client.post("/v1/completions", json=BODY | {"priority": asked})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert f"{asked} is not between -100 and 0" in refused.text

@@ -27,11 +27,11 @@ class Backlog:
         self.now_s = 1000.0
         self.count = 0
 
-    def add(self, model: str, *, late: bool) -> str:
+    def add(self, model: str, *, late: bool, priority: int = 0) -> str:
         self.count += 1
         deadline_s = 0.0 if late else self.now_s + 1e4
         id = f"{model}-{'late' if late else 'soon'}-{self.count:05}"
-        request = Waiting(id, model, 2, 2, self.count * 1e-3, deadline_s)
+        request = Waiting(id, model, 2, 2, self.count * 1e-3, deadline_s, priority=priority)
         self.device.requests[id] = request
         self.scheduler.add(request)
         return id
@@ -166,3 +166,38 @@ def test_late_ones_that_fill_idle_engines_take_no_turn_from_the_oldest() -> None
         started += backlog.step()
     assert "soon" in started[0]
     assert started.index(oldest) <= 2 * 4 + 2
+
+
+def test_a_higher_priority_starts_first_whoever_is_late() -> None:
+    backlog = Backlog(2, late_every=100)
+    model, other = backlog.models
+    low = [backlog.add(model, late=False, priority=-1) for _ in range(3)]
+    late = [backlog.add(model, late=True) for _ in range(2)]
+    high = [backlog.add(model, late=True, priority=1), backlog.add(other, late=False, priority=1)]
+    soon = backlog.add(other, late=False)
+    started = [id for _ in range(6) for id in backlog.step()]
+    assert [id for id in started if id.startswith(model)] == [high[0], *late, *low]
+    assert [id for id in started if id.startswith(other)] == [high[1], soon]
+
+
+def test_one_that_comes_overtakes_those_of_lower_priority_that_wait() -> None:
+    """Before the order is computed anew, too."""
+    backlog = Backlog(1, slots=0)
+    low = [backlog.add("m00", late=False, priority=-1) for _ in range(2)]
+    backlog.step()
+    high = backlog.add("m00", late=False)
+    backlog.device.engines["m00"].max_running = 1
+    assert [id for _ in range(3) for id in backlog.step()] == [high, *low]
+
+
+@pytest.mark.parametrize("high_late", [False, True])
+def test_a_flood_of_higher_priority_leaves_late_ones_their_turns(high_late: bool) -> None:
+    backlog = Backlog(1, late_every=4)
+    low = [backlog.add("m00", late=True, priority=-9) for _ in range(5)]
+    started: list[str] = []
+    for _ in range(30):
+        backlog.add("m00", late=high_late, priority=9)
+        started += backlog.step()
+    positions = [n for n, id in enumerate(started) if id in low]
+    assert [id for id in started if id in low] == low
+    assert positions == [4, 9, 14, 19, 24]

@@ -10,25 +10,31 @@ from hypothesis import strategies as st
 from prism.policies.data import AdmissionJob, AdmissionOrder
 from prism.scheduler.order_by_model import OrderByModel
 
-ENTRIES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["on", "new", "late"])))
+KINDS = ("on", "new", "late")
+ENTRIES = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from(KINDS), st.sampled_from([0, 0, -3, 2]))
+)
 
 
 @given(
     ENTRIES, st.sets(st.integers(0, 40)), st.dictionaries(st.sampled_from("abc"), st.integers(0, 9))
 )
 def test_walk_is_the_order_without_who_is_blocked(
-    entries: list[tuple[str, str]], gone: set[int], limits: dict[str, int]
+    entries: list[tuple[str, str, int]], gone: set[int], limits: dict[str, int]
 ) -> None:
     """Each model of `limits` is blocked after so many of its requests."""
-    jobs = [AdmissionJob(f"{i:03}", model, 0.0, 0.0, 0.0) for i, (model, _) in enumerate(entries)]
+    jobs = [
+        AdmissionJob(f"{i:03}", model, 0.0, 0.0, 0.0, priority=priority)
+        for i, (model, _, priority) in enumerate(entries)
+    ]
     parts = {
-        kind: [job for job, (_, k) in zip(jobs, entries, strict=True) if k == kind]
-        for kind in ("on", "new", "late")
+        kind: [job for job, (_, k, _) in zip(jobs, entries, strict=True) if k == kind]
+        for kind in KINDS
     }
     waiting = {job.id: job for i, job in enumerate(jobs) if i not in gone}
     line = OrderByModel(AdmissionOrder(tuple(parts["on"]), tuple(parts["late"])), waiting)
     for job in parts["new"]:
-        line.add(job.id, job.model)
+        line.add(job.id, job.model, job.priority)
     blocked = {model for model, limit in limits.items() if limit == 0}
     seen: Counter[str] = Counter()
     walked = []
@@ -40,13 +46,17 @@ def test_walk_is_the_order_without_who_is_blocked(
             blocked.add(model)
     left = Counter(limits)
     expected = []
-    for job in (*parts["on"], *parts["new"], *parts["late"]):
+    whole = [job for kind in KINDS for job in parts[kind]]
+    for job in sorted(whole, key=lambda job: -job.priority):
         if job.id in waiting and left[job.model] > 0:
             left[job.model] -= 1
             expected.append(job.id)
     assert walked == expected
     late = [job.id for job in parts["late"] if job.id in waiting]
     assert line.has_late() == bool(late)
+    for below in (3, 2, 0, -3):
+        lower = [i for i in late if waiting[i].priority < below]
+        assert line.has_late(below) == bool(lower)
     assert [i for i in waiting if line.is_late(i)] == late
     for besides in ((), late[::2]):
         heads = {waiting[i].model: i for i in reversed(late) if i not in besides}

@@ -76,6 +76,7 @@ def waiting_of(record: Queued) -> Waiting:
         max_tokens=record.max_tokens,
         arrival_s=record.arrival_s,
         deadline_s=record.deadline_s,
+        priority=record.priority,
     )
 
 

@@ -178,6 +178,7 @@ def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: floa
         slo_ttft_s=array("d", (_seconds(record.slo_ttft_ms) for record in records)),
         slo_tpot_s=array("d", (_seconds(record.slo_tpot_ms) for record in records)),
         slo_e2e_s=array("d", (_seconds(record.slo_e2e_ms) for record in records)),
+        priority=array("i", (record.priority for record in records)),
     )
 
 
