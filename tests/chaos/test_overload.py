@@ -133,7 +133,8 @@ def log_bytes(campaign: Campaign) -> int:
 
 
 def test_twenty_times_too_much(tmp_path: Path) -> None:
-    frontend = {"port": 0, "max_open_requests": OPEN_MAX}
+    # Of 1,024 at three per second the last would wait longer than their clients do (END_S).
+    frontend = {"port": 0, "max_open_requests": OPEN_MAX, "progress_timeout": "3m"}
     with chaos_cluster(tmp_path, fake=SLOW, engine=ENGINE, frontend=frontend) as cluster:
         campaign = Campaign(cluster, Load(cluster.url, 0, partial(brief, SEED, MODELS)))
         with told(campaign):
