@@ -32,6 +32,7 @@ from prism.agent.serving import Serving
 from prism.agent.sockets import EngineLink, SchedulerLink, TokenSender
 from prism.agent.state import AgentTiming, DeviceState
 from prism.config.knobs import live_policy
+from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig, is_gpu
 from prism.engines.kv_file import remove_abandoned
 from prism.engines.process import load_adapter
@@ -63,6 +64,7 @@ class Agent:
     ) -> None:
         self._config = config
         self._config_path = config_path
+        self._file = ConfigFile(config_path, config)
         self._name = device
         self._timing = timing or AgentTiming()
         place = config.device(device)
@@ -348,8 +350,8 @@ class Agent:
 
     def _missed(self, model: str) -> None:
         """With other copies of the model, more requests may have gone to them."""
-        hosted = self._state.models.hosted.get(model)
-        if hosted is not None and hosted.spec.replicas_max > 1:
+        self._file.newer()
+        if any(m.name == model and m.replicas_max > 1 for m in self._file.config.models):
             self._reader.refresh()
 
     def _restore(self) -> None:

@@ -14,7 +14,8 @@ import uvloop
 from kvcached import KvcachedError
 from prism.agent.agent import Agent
 from prism.agent.state import AgentTiming
-from prism.config.schema import ClusterConfig, read_resolved
+from prism.config.resolved import read_resolved
+from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError, PrismError
 from prism.process import Turns, beat, configure_logging, die_with_parent
 

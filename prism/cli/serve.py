@@ -27,6 +27,7 @@ from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.policies import registry
 from prism.serve import gpu_probe, operator, report
+from prism.serve import reload as reloads
 from prism.serve.gpu_probe import GpuFound
 from prism.serve.launcher import Options, serve
 from prism.serve.preflight import check_addresses, check_machine
@@ -224,6 +225,17 @@ def new_key(
     bounds = (requests_per_minute, tokens_per_minute)
     add_key(keys, ApiKey(name, hashed(key), model or [], *bounds, is_operator))
     print(key)
+
+
+@app.command(epilog="Examples: prism-serve reload   |   prism-serve reload prism.yaml")
+def reload(
+    source: Annotated[Path | None, typer.Argument(metavar="[YAML]")] = None,
+    *,
+    run_dir: RunDirOption = None,
+) -> None:
+    """Have the running cluster follow YAML (default: its own, as it is now): models come and go,
+    SLOs and bounds change. No request is dropped, and a file with a mistake changes nothing."""
+    print(f"reloaded: {reloads.summary(reloads.reload(run_dir, source))}")
 
 
 @app.command("replace-frontends", epilog="Example: prism-serve replace-frontends")

@@ -13,7 +13,8 @@ from uuid import uuid4
 
 from prism.cluster.actuator import Actuator
 from prism.cluster.link import AgentLinks
-from prism.cluster.repairs import Reroute, Route, repairs
+from prism.cluster.reload import confirm
+from prism.cluster.repairs import Remove, Reroute, Route, repairs
 from prism.cluster.state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
@@ -44,10 +45,10 @@ class ClusterController:
         self._owner = f"scheduler-{uuid4().hex}"
         self._recovered: set[str] = set()
         self._resumed = False
-        self._scheduler = ClusterScheduler(
+        self.scheduler = ClusterScheduler(
             self, state.policy, state.config.scheduler.settings(), state.config.scheduler.interval_s
         )
-        self._scheduler.observe = self._note_plan
+        self.scheduler.observe = self._note_plan
 
     # --- ClusterPort ------------------------------------------------------------------------
 
@@ -127,6 +128,7 @@ class ClusterController:
         moving = set(state.moves)
         state.placement = await self._queue.placement()
         state.unplaced = await self._queue.unplaced_counts()
+        await confirm(state, self._queue)
         await self._mend(moving)
         await self._recover_queues()
         if state.book.all_heard(self._state.now_s()):
@@ -154,7 +156,7 @@ class ClusterController:
         if not state.planned_once:
             state.wanted |= self._wanted_at_start()
             state.planned_once = True
-        actions = self._scheduler.step(self._state.now_s())
+        actions = self.scheduler.step(self._state.now_s())
         refused = {action.model for action in actions if isinstance(action, Refuse)}
         for model in state.refusals.keys() - refused:
             del state.refusals[model]
@@ -162,7 +164,7 @@ class ClusterController:
     def _wanted_at_start(self) -> set[str]:
         """All models, or after a restart of this process those that were up before it."""
         state = self._state
-        names = {model.name for model in state.config.models}
+        names = {model.name for model in state.config.models} - state.leaving
         seen = {m for m in names if m in state.placement or state.book.where(m, "active")}
         return seen if seen and state.policy.evicts else names
 
@@ -251,6 +253,9 @@ class ClusterController:
                 log.info("route %s to %s: %s", repair.model, where, repair.reason)
                 moved = await self._queue.route(repair.model, *repair.devices)
                 self._note_route(repair.model, repair.devices, moved)
+            elif isinstance(repair, Remove):
+                why = "not in the configuration"
+                self._actuator.evict_all(repair.model, repair.devices, why)
             else:
                 self._actuator.drop_copy(repair.model, repair.device, repair.home)
 

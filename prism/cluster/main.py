@@ -14,6 +14,7 @@ from typing import Any
 
 import uvloop
 
+from prism.cluster import reload
 from prism.cluster.actuator import Actuator
 from prism.cluster.controller import ClusterController
 from prism.cluster.link import AgentLinks
@@ -21,7 +22,8 @@ from prism.cluster.operator import Operator
 from prism.cluster.state import new_state
 from prism.cluster.timing import SchedulerTiming, timing_of
 from prism.config.knobs import live_policy
-from prism.config.schema import ClusterConfig, read_resolved
+from prism.config.resolved import ConfigFile
+from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
 from prism.process import Turns, beat, configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue
@@ -35,8 +37,10 @@ async def run(
     timing: SchedulerTiming,
     stop: asyncio.Event,
     turns: Turns | None = None,
+    file: ConfigFile | None = None,
 ) -> None:
-    """Schedule the cluster until `stop` is set. Models stay as they are then."""
+    """Schedule the cluster until `stop` is set. Models stay as they are then. `file`: where a newer
+    configuration may come."""
     turns = turns or Turns()
     policy = live_policy(config)
     devices, models = len(config.devices), len(config.models)
@@ -56,8 +60,10 @@ async def run(
     operator = Operator(state, link, actuator)
     receiving = link.run(controller.on_report, operator.take)
     try:
-        loops = (turns.of(controller.watch_arrivals()), turns.of(controller.run()))
-        await _until_stopped(stop, receiving, *loops)
+        loops = [controller.watch_arrivals(), controller.run()]
+        if file is not None:
+            loops.append(reload.watch(file, state, controller.scheduler))
+        await _until_stopped(stop, receiving, *map(turns.of, loops))
     finally:
         await operator.stop()
         await actuator.stop()
@@ -81,13 +87,13 @@ async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None])
         await asyncio.gather(stopped, *tasks, return_exceptions=True)
 
 
-async def _serve(config: ClusterConfig) -> None:
+async def _serve(file: ConfigFile) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     turns = Turns()
     beating = asyncio.create_task(beat(turns))
-    await run(config, timing_of(config), stop, turns)
+    await run(file.config, timing_of(file.config), stop, turns, file)
     beating.cancel()
 
 
@@ -99,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     configure_logging()
     try:
-        uvloop.run(_serve(read_resolved(options.config)))
+        uvloop.run(_serve(ConfigFile(options.config)))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

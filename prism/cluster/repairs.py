@@ -4,6 +4,7 @@ Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from prism.cluster.state import SchedulerState
@@ -37,7 +38,15 @@ class Reroute:
     instead: tuple[str, ...]
 
 
-Repair = Route | DropCopy | Reroute
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """`model` is active on these, and not in the configuration."""
+
+    model: str
+    devices: tuple[str, ...]
+
+
+Repair = Route | DropCopy | Reroute | Remove
 
 
 def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
@@ -45,6 +54,7 @@ def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
     names = [model.name for model in state.config.models]
     gone = [name for name in state.placement if name not in names]
     mended: list[Repair] = [Route(name, (), "not in the configuration") for name in gone]
+    mended += _removals(state, names)
     for name in names:
         placed = state.placement.get(name, ())
         if any(_may_come(state, device, now_s) for device in placed):
@@ -52,6 +62,12 @@ def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
         mend = _mend_beside if name in state.moves else _mend
         mended += mend(state, name, placed)
     return mended
+
+
+def _removals(state: SchedulerState, names: Collection[str]) -> list[Repair]:
+    there = {m.model for report in state.book.reports() for m in report.models}
+    active = {name: state.book.where(name, "active") for name in sorted(there.difference(names))}
+    return [Remove(name, tuple(devices)) for name, devices in active.items() if devices]
 
 
 def _mend(state: SchedulerState, name: str, placed: tuple[str, ...]) -> list[Repair]:

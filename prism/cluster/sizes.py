@@ -27,26 +27,42 @@ class Sizes:
     a fixed placement needs sizes that never change."""
 
     def __init__(self, config: ClusterConfig, learn: bool) -> None:
-        self._sizes = {model.name: _computed(model, config) for model in config.models}
-        self._parts = {model.name: model.tp for model in config.models}
+        self._sizes: dict[str, Size] = {}
+        self._specs: dict[str, ModelSpec] = {}
         self._learn = learn
+        self.add(config)
+
+    def add(self, config: ClusterConfig) -> None:
+        """Models that are new here, or have other files. Those that are gone stay known: they may
+        still have to be evicted."""
+        for model in config.models:
+            known = self._specs.get(model.name)
+            if known is None or _fixed(known) != _fixed(model):
+                self._sizes[model.name] = _computed(model, config)
+            self._specs[model.name] = model
 
     def of(self, model: str) -> Size:
         return self._sizes[model]
 
     def part_bytes(self, model: str) -> int:
-        """On each of its devices."""
-        return -(-self._sizes[model].total_bytes // self._parts[model])
+        """On each of its devices; 0 for one that was never in the configuration."""
+        if model not in self._sizes:
+            return 0
+        return -(-self._sizes[model].total_bytes // self._specs[model].tp)
 
     def observe(self, report: AgentReport) -> None:
         """Take over what active models really hold."""
         for model in report.models:
             if self._learn and model.state == "active" and model.model in self._sizes:
-                computed, parts = self._sizes[model.model], self._parts[model.model]
+                computed, parts = self._sizes[model.model], self._specs[model.model].tp
                 self._sizes[model.model] = Size(
                     model.static_bytes * parts or computed.weight_bytes,
                     model.kv_reserve_bytes * parts or computed.kv_floor_bytes,
                 )
+
+
+def _fixed(model: ModelSpec) -> tuple[object, ...]:
+    return (model.path, model.dtype, model.context_length, model.tp)
 
 
 def _computed(model: ModelSpec, config: ClusterConfig) -> Size:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from prism.cluster.agents import AgentBook
 from prism.cluster.backoff import ActivationBackoff
 from prism.cluster.changes import Changes
@@ -88,6 +90,16 @@ class SchedulerState:
     # The cluster was ready once, perhaps under a scheduler before this one.
     started_all: bool = False
     journal: Sink | None = None  # None: no journal is kept
+    # Models that a reload has removed and that requests are open for; `config.models` has them.
+    leaving: set[str] = field(default_factory=set)
+    revision: int = -1  # of the configuration that all frontends work with, too; -1: not asked yet
+
+    def serve(self, config: ClusterConfig) -> None:
+        """`config` from now on. What is on its way or known of models that stay is kept."""
+        self.config = structs.replace(config, models=[*config.models, *config.leaving])
+        self.leaving = {model.name for model in config.leaving}
+        self.sizes.add(self.config)
+        self.rates.window_s = config.scheduler.rate_window_s
 
 
 def new_state(
@@ -96,7 +108,7 @@ def new_state(
     """The state of a scheduler that has heard from no agent yet."""
     started_s = now_s()
     devices = [device.name for device in config.devices]
-    return SchedulerState(
+    state = SchedulerState(
         config=config,
         policy=policy,
         timing=timing,
@@ -108,3 +120,5 @@ def new_state(
         changes=Changes(),
         started_s=started_s,
     )
+    state.serve(config)
+    return state

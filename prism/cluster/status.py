@@ -27,11 +27,27 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
         unplaced=dict(state.unplaced),
         actions_total=dict(state.actions_total),
         ready=is_ready(state, view),
-        refusals=dict(state.refusals),
+        refusals=state.refusals | _refused(state),
         malformed_total=malformed_total(),
         degraded=degraded(state),
         decisions=state.decisions.latest(),
+        revision=state.revision,
+        leaving=_leaving(state),
     )
+
+
+def _leaving(state: SchedulerState) -> list[str]:
+    """Models that are not to be served any more, as long as they have requests or a place."""
+    served = {model.name for model in state.config.models} - state.leaving
+    there = {m.model for report in state.book.reports() for m in report.models}
+    return sorted(state.leaving | (there - served))
+
+
+def _refused(state: SchedulerState) -> dict[str, str]:
+    """Requests that a frontend sent which had not heard that their model was removed."""
+    known = {model.name for model in state.config.models}
+    why = "it was removed from the configuration"
+    return dict.fromkeys(state.unplaced.keys() - known, why)
 
 
 def _token_rates(view: ClusterView) -> dict[str, float]:

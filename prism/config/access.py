@@ -13,7 +13,8 @@ class AccessYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     # A YAML file with hashes of API keys, their models and rates; `prism-serve new-key` adds one.
     # Relative paths start at this file's folder. Default: nobody needs a key.
     keys: str | None = None
-    # An environment variable that holds more keys, as NAME=KEY with commas between.
+    # An environment variable that holds more keys, as NAME=KEY with commas between; it is read at
+    # the start alone.
     keys_variable: str | None = None
     # Without keys, frontend.host must be an address that no other machine reaches, unless this is
     # true.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from prism.config.access import ApiKey, KeysFile, hashed
+from prism.config.access import AccessYaml, ApiKey, KeysFile, hashed
 from prism.config.reader import convert
 from prism.errors import ConfigError
 
@@ -24,14 +24,12 @@ _KEY_CHARS_MIN = 20
 
 
 def read_keys(
-    file: str | None, variable: str | None, base_dir: Path, models: Collection[str]
+    access: AccessYaml, of_variable: Sequence[ApiKey], base_dir: Path, models: Collection[str]
 ) -> list[ApiKey]:
-    """Of the file and of the environment variable, which is removed: children shall not inherit it.
-    Raises ConfigError."""
-    found = list(_of_file(base_dir / Path(file).expanduser())) if file else []
-    if variable:
-        found += _of_variable(variable)
-    if (file or variable) and not found:
+    """Of the file, and those of the environment variable. Raises ConfigError."""
+    found = list(_of_file(base_dir / Path(access.keys).expanduser())) if access.keys else []
+    found += of_variable if access.keys_variable else []
+    if (access.keys or access.keys_variable) and not found:
         raise ConfigError("access: there are no keys; make one with prism-serve new-key")
     for index, key in enumerate(found):
         _check(key, index, models)
@@ -85,8 +83,11 @@ def _of_file(path: Path) -> list[ApiKey]:
     return convert(data, KeysFile, "access.keys").keys
 
 
-def _of_variable(name: str) -> list[ApiKey]:
-    """NAME=KEY, with commas between."""
+def variable_keys(name: str | None) -> list[ApiKey]:
+    """Of this environment variable, which is removed: children shall not inherit it. It holds
+    NAME=KEY, with commas between. Raises ConfigError."""
+    if name is None:
+        return []
     found = []
     for part in filter(None, os.environ.pop(name, "").split(",")):
         owner, _, key = part.strip().partition("=")

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from prism.config.access import AccessYaml, ApiKey
-from prism.config.keys import read_keys
+from prism.config.access import ApiKey
+from prism.config.keys import read_keys, variable_keys
 from prism.config.knobs import live_policy
 from prism.config.memory import KV_LAYOUTS, arranged, check_memory, check_static
 from prism.config.reader import read_yaml
@@ -52,19 +52,23 @@ _FRONTENDS_MAX = 16
 HANG_LEAST_S = 15
 
 
-def load(path: Path) -> ClusterConfig:
+def load(path: Path, known: Sequence[ApiKey] | None = None) -> ClusterConfig:
     """The checked configuration; namespace and run_dir are empty for the launcher to fill in,
-    and redis_url is empty where the bundled server is to be used.
+    and redis_url is empty where the bundled server is to be used. `known`: the keys that the
+    environment had at the start; None: it is read now.
 
     Raises ConfigError: one line "<file>: <key>: what is wrong; what to change".
     """
     try:
-        return _resolve(read_yaml(path), path.resolve().parent)
+        data = read_yaml(path)
+        keys = variable_keys(data.access.keys_variable) if known is None else known
+        return _resolve(data, path.absolute(), keys)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
+def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> ClusterConfig:
+    base_dir = source.resolve().parent
     live_policy(data)
     _check_frontend(data.frontend)
     _check_scheduler(data.scheduler)
@@ -88,9 +92,11 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
         engine=_engine(data.engine, base_dir),
         frontend=_with_tls(data.frontend, base_dir),
         journal=_journal(data.journal),
-        keys=_keys(data.access, base_dir, [model.name for model in models]),
+        keys=read_keys(data.access, of_variable, base_dir, [model.name for model in models]),
         open_to_all=data.access.open_to_all,
         hang_timeout_s=float(data.hang_timeout),
+        source=str(source),
+        variable_keys=list(of_variable),
     )
     _check_names(config)
     _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
@@ -105,10 +111,6 @@ def _resolve(data: ServeYaml, base_dir: Path) -> ClusterConfig:
     check_memory(config)
     _check_shares(config)
     return config
-
-
-def _keys(access: AccessYaml, base_dir: Path, models: list[str]) -> list[ApiKey]:
-    return read_keys(access.keys, access.keys_variable, base_dir, models)
 
 
 def _with_tls(data: FrontendConfig, base_dir: Path) -> FrontendConfig:

@@ -1,7 +1,7 @@
 """The user's YAML and the resolved configuration that every process reads.
 
 `prism-serve` parses and checks the YAML once (`load`), builds `ClusterConfig` and writes it as
-JSON (mode 0600) into the run directory; child processes read that file with `read_resolved`.
+JSON (mode 0600) into the run directory; child processes read that file (`resolved.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from prism.config.access import AccessYaml, ApiKey
 from prism.config.priority import PriorityConfig
 from prism.config.replicas import ReplicasYaml
-from prism.config.units import Bytes, Seconds, decoded, encoded
+from prism.config.units import Bytes, Seconds
 from prism.messages.models import ModelSpec
 from prism.policies.data import Settings
 from prism.scheduler.journal import JournalConfig
@@ -352,6 +352,13 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     kv_fetch_s: float = 2.0
     # Likewise: something listens at `preloaded_path` of each device.
     preloaded: bool = False
+    # The user's YAML, and how often it was read again.
+    source: str = ""
+    revision: int = 0
+    # Models that a reload has taken out of `models`: their requests end first.
+    leaving: list[ModelSpec] = []
+    # Those of `keys` that came in the environment of `prism-serve`, which is read once.
+    variable_keys: list[ApiKey] = []
 
     @property
     def scheduler_endpoint(self) -> str:
@@ -380,19 +387,3 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 
     def model(self, name: str) -> ModelSpec:
         return next(m for m in self.models if m.name == name)
-
-
-def write_resolved(config: ClusterConfig, path: Path) -> None:
-    """Write `config` as JSON, readable by this user only (it may hold the Redis password)."""
-    path.touch(mode=0o600)
-    path.write_bytes(msgspec.json.encode(config, enc_hook=encoded))
-
-
-def read_resolved(path: Path) -> ClusterConfig:
-    """REQUIRES: `path` was written by `write_resolved` of the same version."""
-    return msgspec.json.decode(path.read_bytes(), type=ClusterConfig, dec_hook=_read_back)
-
-
-def _read_back(kind: type[Any], value: object) -> Any:
-    """Tests write plain numbers, too."""
-    return kind(value) if isinstance(value, int | float) else decoded(kind, value)

@@ -36,7 +36,8 @@ from typing import NoReturn
 
 import msgspec
 
-from prism.config.schema import ClusterConfig, read_resolved
+from prism.config.resolved import read_resolved
+from prism.config.schema import ClusterConfig
 from prism.engines import cuda_facts, process
 from prism.engines.core import EngineContext
 from prism.engines.preloaded import Preloaded

@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from prism.config.schema import ADAPTERS, read_resolved
+from prism.config.resolved import read_resolved
+from prism.config.schema import ADAPTERS
 from prism.engines.core import EngineContext
 from prism.engines.ranks.spread import RankPlace, follow, spread
 from prism.engines.worker import run_engine

@@ -25,7 +25,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from prism.config.schema import ClusterConfig, FrontendConfig, read_resolved
+from prism.config.resolved import ConfigFile
+from prism.config.schema import ClusterConfig, FrontendConfig
 from prism.errors import ConfigError
 from prism.frontend.app import create_app
 from prism.frontend.connections import guarded_protocol
@@ -65,9 +66,10 @@ def main() -> int:
     configure_logging()
     raise_file_limit()
     try:
-        config = read_resolved(arguments.config)
+        file = ConfigFile(arguments.config)
+        config = file.config
         listener = _listener(config, arguments.listen_fd)
-        app = create_app(config, arguments.frontend_id, arguments.without_unreadable)
+        app = create_app(config, arguments.frontend_id, arguments.without_unreadable, file)
         serving = serve(app, listener, config.frontend)
         ended_in_order = uvloop.run(serving, loop_factory=ImpatientLoop)
     except ConfigError as error:

@@ -63,8 +63,9 @@ class Guard:
     """ASGI middleware: nothing but `OPEN_PATHS` without a key. Paths that are no part of the API
     tell of all models and clients, and need an operator's."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
-        self._app, self._keys = app, tuple(keys)
+    def __init__(self, app: ASGIApp, keys: Callable[[], Sequence[ApiKey]]) -> None:
+        """`keys`: those of now."""
+        self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -81,7 +82,7 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        key = find(self._keys, presented(Headers(scope=scope), scope["method"]))
+        key = find(self._keys(), presented(Headers(scope=scope), scope["method"]))
         if key is None:
             raise UnauthorizedError(
                 "no API key, or an unknown one; send the header Authorization: Bearer KEY"
@@ -138,7 +139,7 @@ class Rates:
 
     def __init__(self, queue: RequestQueue, queue_timeout_s: float) -> None:
         self._queue = queue
-        self._queue_timeout_s = queue_timeout_s
+        self.queue_timeout_s = queue_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, key: ApiKey | None, prompt_tokens: int) -> None:
@@ -147,7 +148,7 @@ class Rates:
         if key is None or not _is_limited(key):
             return
         take = partial(self._queue.take_rate, key.name, *_rates(key), prompt_tokens)
-        wait_s = await patiently(take, self._queue_timeout_s)
+        wait_s = await patiently(take, self.queue_timeout_s)
         if wait_s > 0:
             error = RateLimitError(
                 f"the key {key.name} has a limit of {_limits(key)}; try again in {wait_s:.1f} s"

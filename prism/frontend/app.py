@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.frontend.access import Guard, OtherSites
 from prism.frontend.calls import ID_HEADER, Calls
@@ -18,28 +19,38 @@ from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import install_handlers
 from prism.frontend.metrics import Metrics
 from prism.frontend.openapi import describe
+from prism.frontend.reload import retry_unreadable, watch
 from prism.frontend.routes import chat, completions, dashboard, health, models, tokenize
 from prism.frontend.services import Services
-from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
+from prism.frontend.tokenizers import load_tokenizers
 from prism.frontend.tracing import Traces
 from prism.queueing.requests import RequestQueue
 
-RETRY_S = 10.0
-
 
 def create_app(
-    config: ClusterConfig, frontend_id: str, without_unreadable: bool = False
+    config: ClusterConfig,
+    frontend_id: str,
+    without_unreadable: bool = False,
+    file: ConfigFile | None = None,
 ) -> FastAPI:
     """An application that serves `config`; it connects and loads tokenizers at its start-up.
 
     `without_unreadable`: a model whose tokenizer cannot be loaded is left out until it can be.
+    `file`: where a newer configuration may come.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with running_services(config, frontend_id, without_unreadable) as found:
             app.state.services = found
-            yield
+            tasks = [asyncio.create_task(retry_unreadable(found))]
+            if file is not None:
+                tasks.append(asyncio.create_task(watch(file, found)))
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     app = FastAPI(title="Prism", lifespan=lifespan, redoc_url=None)
     describe(app, has_keys=bool(config.keys))
@@ -54,7 +65,7 @@ def _add_middleware(app: FastAPI, config: ClusterConfig) -> None:
     """The last one added is the outermost: a preflight is answered, and logged, before anything is
     asked of it."""
     if config.keys:
-        app.add_middleware(Guard, keys=config.keys)
+        app.add_middleware(Guard, keys=lambda: app.state.services.config.keys)
     app.add_middleware(OtherSites, origins=config.frontend.cors_origins)
     if config.frontend.cors_origins:
         app.add_middleware(
@@ -79,7 +90,6 @@ async def running_services(
     metrics = Metrics(Traces(address, frontend_id) if address else None)
     dispatcher = Dispatcher(config, frontend_id, queue, metrics)
     await dispatcher.start()
-    retrying = asyncio.create_task(_retry(config, tokenizers, unreadable or {}))
     made = Services(
         config=config,
         queue=queue,
@@ -93,26 +103,9 @@ async def running_services(
     try:
         yield made
     finally:
-        retrying.cancel()
         await made.repeats.close()
         await made.grammars.close()
         await dispatcher.close()
         await queue.close()
         if metrics.traces is not None:
             await asyncio.to_thread(metrics.traces.close)
-
-
-async def _retry(
-    config: ClusterConfig, tokenizers: dict[str, ModelTokenizer], unreadable: dict[str, str]
-) -> None:
-    """Until every tokenizer is loaded."""
-    while unreadable:
-        await asyncio.sleep(RETRY_S)
-        models = [model for model in config.models if model.name in unreadable]
-        still: dict[str, str] = {}
-        tokenizers |= await asyncio.to_thread(load_tokenizers, models, still)
-        for model in models:
-            if model.name in still:
-                unreadable[model.name] = still[model.name]
-            else:
-                del unreadable[model.name]

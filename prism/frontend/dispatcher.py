@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from prism.config.schema import ClusterConfig
-from prism.errors import QueueUnavailableError
+from prism.errors import QueueUnavailableError, UnknownModelError
 from prism.frontend.errors import SheddingError
 from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics import Metrics
@@ -21,6 +21,7 @@ from prism.frontend.patience import patiently
 from prism.frontend.refusals import RefusalWatch
 from prism.frontend.request_log import ChunkOutcome, OpenRequest, RequestLog
 from prism.frontend.siblings import Siblings
+from prism.messages.cluster import FrontendState
 from prism.messages.requests import Cancel, EngineOutput, Failure, ToFrontend
 from prism.queueing.requests import RequestQueue
 from prism.transport import Channel
@@ -49,16 +50,12 @@ class Dispatcher:
     ) -> None:
         self.frontend_id = frontend_id
         self.reply_to = config.frontend_endpoint(frontend_id)
-        # Each frontend has its part, so that the bound is the cluster's.
-        open_max = -(-config.frontend.max_open_requests // config.frontend.processes)
-        self.log = RequestLog(open_max, len(config.models))
+        self.log = RequestLog(*_bounds(config))
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
-        self._sheds = config.frontend.shed
+        self._config = config
         self._slo_ttft_s = {model.name: model.slo_ttft_s for model in config.models}
-        self._queue_timeout_s = config.frontend.queue_timeout_s
-        self._progress_timeout_s = config.frontend.progress_timeout_s
         self._metrics = metrics
         self._cancel_endpoints = [config.agent_cancel_endpoint(d.name) for d in config.devices]
         self._context = zmq.asyncio.Context()
@@ -92,13 +89,26 @@ class Dispatcher:
         await asyncio.gather(*self._loops, return_exceptions=True)
         self._context.destroy(linger=_LINGER_MS)
 
+    def take_over(self, config: ClusterConfig) -> None:
+        """`config` from now on; the scheduler hears of it. Requests that are open go on."""
+        self._config = config
+        self.log.resize(*_bounds(config))
+        self._refusals.after_s = config.frontend.refused_timeout_s
+        self._slo_ttft_s |= {model.name: model.slo_ttft_s for model in config.models}
+        self._spawn(self._tell())
+
     # --- requests ---------------------------------------------------------------------------
 
     async def submit(self, opened: Sequence[OpenRequest]) -> None:
-        """Enqueue all of them, or none: raises OverloadedError, or QueueUnavailableError when Redis
-        has been away for `frontend.queue_timeout`."""
+        """Enqueue all of them, or none: raises OverloadedError, UnknownModelError for a model that
+        was removed meanwhile, or QueueUnavailableError when Redis has been away for
+        `frontend.queue_timeout`."""
         model = opened[0].request.model
-        if self._sheds and (late := self.log.late(model, time.time(), self._slo_ttft_s[model])):
+        if not self._knows(model):
+            raise UnknownModelError(f"the model {model!r} was removed")
+        if self._config.frontend.shed and (
+            late := self.log.late(model, time.time(), self._slo_ttft_s[model])
+        ):
             raise SheddingError(
                 f"{late} requests for {model} wait beyond their TTFT SLO; try again later"
             )
@@ -109,6 +119,14 @@ class Dispatcher:
         except BaseException:
             self.cancel([entry.request.id for entry in opened])
             raise
+
+    def _knows(self, model: str) -> bool:
+        """One that was removed is not known any more once no request for it is open: the scheduler
+        is told so, and evicts it."""
+        return model in self._served() or model in self.log.models()
+
+    def _served(self) -> set[str]:
+        return {model.name for model in self._config.models}
 
     def close_requests(self, request_ids: Sequence[str]) -> None:
         """They ended by themselves: nothing is left to cancel."""
@@ -217,12 +235,12 @@ class Dispatcher:
                 await self._queue.enqueue(entry.request)
                 entry.enqueued = True
 
-        await patiently(enqueue, self._queue_timeout_s)
+        await patiently(enqueue, self._config.frontend.queue_timeout_s)
 
     async def _watch_progress(self) -> None:
         """One look at all requests now and then: a timer of each token would cost more than it."""
-        timeout_s = self._progress_timeout_s
         while True:
+            timeout_s = self._config.frontend.progress_timeout_s
             await asyncio.sleep(min(_LOOK_S, timeout_s / 4))
             now_s = time.monotonic()
             for entry in self.log.unended():
@@ -240,7 +258,7 @@ class Dispatcher:
         while True:
             began_s = time.monotonic()
             try:
-                incarnation = await self._queue.beat(self.frontend_id, _HEARTBEAT_TTL_S)
+                incarnation = await self._say_alive()
                 if incarnation == seen != restored:
                     await self._restore()
                     restored = incarnation
@@ -249,6 +267,19 @@ class Dispatcher:
                 log.log(logging.DEBUG if seen is None else logging.WARNING, "%s", error)
                 restored = seen = None
             await asyncio.sleep(max(0.1, _HEARTBEAT_S - (time.monotonic() - began_s)))
+
+    async def _say_alive(self) -> str:
+        """Returns the incarnation of Redis's data."""
+        leaving = sorted(self.log.models() - self._served())
+        state = FrontendState(self._config.revision, leaving)
+        return await self._queue.beat(self.frontend_id, _HEARTBEAT_TTL_S, state)
+
+    async def _tell(self) -> None:
+        """At once; the next heartbeat would say it, too."""
+        try:
+            await self._say_alive()
+        except QueueUnavailableError as error:
+            log.warning("%s", error)
 
     async def _restore(self) -> None:
         """Redis may have lost its data: enqueue what is open. Where the data survived this changes
@@ -272,6 +303,11 @@ class Dispatcher:
             log.error("a background task failed", exc_info=error)
             if task in self._loops:
                 self.broken.set()
+
+
+def _bounds(config: ClusterConfig) -> tuple[int, int]:
+    """Open requests, and models. Each frontend has its part, so that the bound is the cluster's."""
+    return -(-config.frontend.max_open_requests // config.frontend.processes), len(config.models)
 
 
 def _lost(request_id: str, attempt: int) -> Failure:

@@ -24,13 +24,13 @@ class RefusalWatch:
     def __init__(self, requests: RequestLog, queue: RequestQueue, after_s: float) -> None:
         self._requests = requests
         self._queue = queue
-        self._after_s = after_s
+        self.after_s = after_s
         self._since_unix_s: dict[str, float] = {}
 
     async def run(self) -> None:
         """Look at what the scheduler publishes, until cancelled."""
         while True:
-            await asyncio.sleep(min(LOOK_S, self._after_s / 4))
+            await asyncio.sleep(min(LOOK_S, self.after_s / 4))
             if not len(self._requests):
                 continue
             try:
@@ -52,5 +52,5 @@ class RefusalWatch:
             reason = status.refusals.get(request.model)
             since_unix_s = self._since_unix_s.get(request.model, now_unix_s)
             waited_s = now_unix_s - max(since_unix_s, request.arrival_unix_s)
-            if reason and entry.waits and waited_s >= self._after_s:
+            if reason and entry.waits and waited_s >= self.after_s:
                 entry.break_off("model_unavailable", f"{request.model} has no place now: {reason}")

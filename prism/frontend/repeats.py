@@ -186,8 +186,8 @@ class Repeats:
         self._generate = generate
         self._enter = enter
         self._leave = leave
-        self._runs_max = runs_max
-        self._queue_timeout_s = queue_timeout_s
+        self.runs_max = runs_max
+        self.queue_timeout_s = queue_timeout_s
         self._runs: dict[str, SharedAnswer] = {}
         self._followers = 0
         self._closing = False
@@ -196,7 +196,7 @@ class Repeats:
         """The run of this key; a new one if there is none. Raises RequestError."""
         run = self._runs.get(key.name)
         full = self._followers if run is not None else max(self._followers, len(self._runs))
-        if full >= self._runs_max:
+        if full >= self.runs_max:
             raise OverloadedError("too many requests with an Idempotency-Key; try again later")
         if run is None or run.error is not None:
             failed = run.task if run is not None else None
@@ -248,7 +248,7 @@ class Repeats:
 
     async def _claim(self, run: SharedAnswer) -> KeptAnswer | None:
         """None: it is computed here. Raises QueueUnavailableError when Redis was away for long."""
-        until_s = time.monotonic() + self._queue_timeout_s
+        until_s = time.monotonic() + self.queue_timeout_s
         while True:
             try:
                 name, fingerprint = run.key.name, run.key.fingerprint
@@ -262,7 +262,7 @@ class Repeats:
                 _check(found if isinstance(found, str) else found.fingerprint, run.key)
                 if isinstance(found, KeptAnswer):
                     return found
-                until_s = time.monotonic() + self._queue_timeout_s
+                until_s = time.monotonic() + self.queue_timeout_s
             await asyncio.sleep(_LOOK_S)
 
     async def _compute(self, run: SharedAnswer) -> None:
@@ -296,7 +296,7 @@ class Repeats:
             run.show(choice.take(output))
 
     async def _settle(self, key: Key, kept: KeptAnswer | None) -> None:
-        until_s = time.monotonic() + self._queue_timeout_s
+        until_s = time.monotonic() + self.queue_timeout_s
         while True:
             try:
                 await self._queue.settle(key.name, self._id, kept, KEPT_S)

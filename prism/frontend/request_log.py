@@ -94,10 +94,18 @@ class RequestLog:
 
     def __init__(self, open_max: int, models: int = 1) -> None:
         self._open: dict[str, OpenRequest] = {}
+        self._by_model: Counter[str] = Counter()
+        self.resize(open_max, models)
+
+    def resize(self, open_max: int, models: int) -> None:
+        """For requests from now on: those that are open stay."""
         self._open_max = open_max
         self._models = models
         self._share = open_max // (2 * models)
-        self._by_model: Counter[str] = Counter()
+
+    def models(self) -> set[str]:
+        """Those with open requests."""
+        return {model for model, count in self._by_model.items() if count}
 
     @property
     def most_of_one_model(self) -> int:
@@ -130,7 +138,8 @@ class RequestLog:
     def _kept_for_others(self, asking: Collection[str]) -> int:
         """What the other models have not used of their part."""
         used = [min(n, self._share) for m, n in self._by_model.items() if m not in asking]
-        return self._share * (self._models - len(asking)) - sum(used)
+        # Models that were removed may have requests, too.
+        return max(0, self._share * (self._models - len(asking)) - sum(used))
 
     def late(self, model: str, now_unix_s: float, slo_ttft_s: float) -> int:
         """Requests for the model that have no token yet and should have had one. `slo_ttft_s`: the

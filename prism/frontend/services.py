@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -33,9 +32,9 @@ class Services:
     dispatcher: Dispatcher
     metrics: Metrics
     cluster: ClusterCollector
-    tokenizers: Mapping[str, ModelTokenizer]
+    tokenizers: dict[str, ModelTokenizer]
     started_unix_s: int
-    unreadable: Mapping[str, str] = field(default_factory=dict)  # model -> why it is left out
+    unreadable: dict[str, str] = field(default_factory=dict)  # model -> why it is left out
     draining: bool = False  # the frontend is about to end and refuses new requests
     repeats: Repeats = field(init=False)
     grammars: GrammarTrials = field(init=False)
@@ -76,6 +75,20 @@ class Services:
         error.param = "model"
         raise error
 
+    def tokenizer(self, model: str) -> ModelTokenizer:
+        """Raises UnknownModelError for a model that was removed since `model` knew it."""
+        if model not in self.tokenizers:
+            raise UnknownModelError(f"the model {model!r} was removed")
+        return self.tokenizers[model]
+
+    def take_over(self, config: ClusterConfig, tokenizers: dict[str, ModelTokenizer]) -> None:
+        """`config` from now on, with a tokenizer for each readable model. What is open goes on."""
+        self.config, self.tokenizers = config, tokenizers
+        self.rates.queue_timeout_s = config.frontend.queue_timeout_s
+        self.repeats.queue_timeout_s = config.frontend.queue_timeout_s
+        self.repeats.runs_max = config.frontend.max_open_requests
+        self.dispatcher.take_over(config)
+
     def _check_readable(self, name: str) -> None:
         if reason := self.unreadable.get(name):
             error = UnavailableError(f"{name} cannot be served now: {reason}")
@@ -111,7 +124,7 @@ class Services:
     def _generation(self, spec: GenerationSpec) -> Generation:
         return Generation(
             spec,
-            self.tokenizers[spec.requests[0].model],
+            self.tokenizer(spec.requests[0].model),
             self.dispatcher,
             self.metrics,
             self.rates,

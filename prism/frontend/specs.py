@@ -41,7 +41,7 @@ async def completion_spec(services: Services, body: CompletionBody) -> Generatio
     """Raises RequestError of the kind that fits."""
     clocks = (time.monotonic(), time.time())
     model = services.model(body.model)
-    tokenizer = services.tokenizers[model.name]
+    tokenizer = services.tokenizer(model.name)
     prompts = await _encoded(model, body, tokenizer)
     grammar = await _grammar(services, body, model)
     spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.eos_ids, grammar))
@@ -58,7 +58,7 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
     clocks = (time.monotonic(), time.time())
     model = services.model(body.model)
-    tokenizer = services.tokenizers[model.name]
+    tokenizer = services.tokenizer(model.name)
     text = await conversation_text(model, body, tokenizer)
     prompts = await tokenizer.encode([text], special_tokens=False)
     parsing = await services.parsers.parsing(body, model, tokenizer, text)
@@ -98,7 +98,7 @@ async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -
     if found is None:
         return None
     _refuse_min_tokens(body, found[1])
-    await services.grammars.check(model, services.tokenizers[model.name], *found)
+    await services.grammars.check(model, services.tokenizer(model.name), *found)
     return found[0]
 
 
@@ -190,7 +190,7 @@ def _spec(
     tpot_s = _slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
     priority = _priority(body.priority or 0, services.config.frontend.priority)
     spec_id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid4().hex}"
-    tokenizer = services.tokenizers[model.name]
+    tokenizer = services.tokenizer(model.name)
     sampling = sampling_of(body, tokenizer, body.tokens_asked or room, *ends)
     samplings = [_of_choice(sampling, number) for number in range(body.choices_made)]
     choices = [(prompt, each) for prompt in prompts for each in samplings]

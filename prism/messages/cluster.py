@@ -17,6 +17,13 @@ class OperatorCommand(Wire, frozen=True):
 ToScheduler = FromAgent | OperatorCommand
 
 
+class FrontendState(Wire, frozen=True):
+    """What a frontend says with each heartbeat."""
+
+    revision: int = 0  # of the configuration that it works with
+    leaving: list[str] = []  # models that are not in it, and whose requests are open here
+
+
 class Decision(Wire, frozen=True):
     """A move of a model, and how it went. `kind`: "activate" and "drop_copy" on `device`, "evict"
     from there, or "migrate" from there to `target`."""
@@ -51,3 +58,6 @@ class ClusterStatus(Wire, frozen=True):
     decisions: list[Decision] = []  # the latest ones, in the order in which they began
     # Model -> devices, of models with several copies; `placement` has the first one.
     copies: dict[str, tuple[str, ...]] = {}
+    # Of the configuration that the scheduler and all frontends work with.
+    revision: int = 0
+    leaving: list[str] = []  # models that are not in it any more, and are still here

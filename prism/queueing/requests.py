@@ -25,7 +25,7 @@ from redis.commands.core import AsyncScript
 
 from prism.errors import LeaseLostError, MalformedRequestError, QueueUnavailableError
 from prism.messages import MALFORMED_ERRORS
-from prism.messages.cluster import ClusterStatus
+from prism.messages.cluster import ClusterStatus, FrontendState
 from prism.messages.requests import KeptAnswer, Request
 
 UNPLACED = "unplaced"
@@ -62,6 +62,7 @@ class RequestQueue:
         self._requests = msgspec.msgpack.Decoder(Request)
         self._answers = msgspec.msgpack.Decoder(KeptAnswer)
         self._statuses = msgspec.msgpack.Decoder(ClusterStatus)
+        self._frontends = msgspec.msgpack.Decoder(FrontendState)
 
     @classmethod
     def connect(cls, url: str, namespace: str) -> RequestQueue:
@@ -111,11 +112,12 @@ class RequestQueue:
         pairs = zip(request_ids, found, strict=True)
         return {i: int(_text(value).partition("|")[0]) for i, value in pairs if value is not None}
 
-    async def beat(self, frontend_id: str, ttl_s: float) -> str:
+    async def beat(self, frontend_id: str, ttl_s: float, state: FrontendState | None = None) -> str:
         """This frontend lives for another `ttl_s`. Returns the incarnation of the data: another
         one than before means that the server was started again, or is another server, and may
         have lost data."""
-        return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8)))
+        said = msgspec.msgpack.encode(state or FrontendState())
+        return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8), said))
 
     async def claim(
         self, key: str, frontend_id: str, fingerprint: str, ttl_s: float
@@ -290,6 +292,19 @@ class RequestQueue:
         entries = await self._read_stream(UNPLACED, cursor, block_s, 1024)
         counts = Counter(_text(fields[b"model"]) for _, fields in entries)
         return (entries[-1][0] if entries else cursor), dict(counts)
+
+    async def frontends(self) -> list[FrontendState]:
+        """What those that live said last."""
+        names = _texts(await self._call(self._redis.smembers(self._prefix + "frontends")))
+        keys = [self._key("frontend", name) for name in sorted(names)]
+        beats = await self._call(self._redis.mget(keys)) if keys else []
+        return [self._state_of(beat) for beat in beats if beat is not None]
+
+    def _state_of(self, beat: bytes) -> FrontendState:
+        try:
+            return self._frontends.decode(beat)
+        except MALFORMED_ERRORS:  # of a version that said nothing
+            return FrontendState()
 
     async def publish_status(self, status: ClusterStatus) -> None:
         body = msgspec.msgpack.encode(status)

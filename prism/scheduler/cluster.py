@@ -34,6 +34,10 @@ class ClusterScheduler:
         self._saturated_rates: dict[str, float] = {}
         self.observe: Callable[[ClusterView, tuple[Action, ...]], None] | None = None
 
+    def tune(self, settings: Settings, interval_s: float) -> None:
+        """From the next step on."""
+        self._settings, self._interval_s = settings, interval_s
+
     def due(self, now_s: float) -> bool:
         """Whether a step now would plan moves."""
         return now_s >= self._rebalance_at_s

@@ -28,7 +28,7 @@ class TokenRates:
     """
 
     def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
+        self.window_s = window_s
         self._sources: dict[str, _Source] = {}
         self._events: deque[tuple[float, str, int]] = deque()  # oldest first
         self._sums: Counter[str] = Counter()
@@ -59,8 +59,8 @@ class TokenRates:
         A window that has only begun is divided by its length so far, at least one second.
         """
         since_s = now_s if self._since_s is None else self._since_s
-        length_s = max(min(self._window_s, now_s - since_s), 1.0)
-        until_s, events = now_s - self._window_s, self._events
+        length_s = max(min(self.window_s, now_s - since_s), 1.0)
+        until_s, events = now_s - self.window_s, self._events
         while events and events[0][0] <= until_s:
             _, model, grown = events.popleft()
             self._sums[model] -= grown

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from prism.config.schema import read_resolved
+from prism.config.resolved import read_resolved
 from prism.errors import ConfigError, PrismError
 
 START_S = 300.0

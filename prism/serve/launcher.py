@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 import signal
@@ -20,7 +21,8 @@ import msgspec
 import redis
 from rich.console import Console
 
-from prism.config.schema import ClusterConfig, write_resolved
+from prism.config.resolved import ConfigFile, write_resolved
+from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
 from prism.frontend.listener import open_listener
 from prism.messages.cluster import ClusterStatus
@@ -34,6 +36,7 @@ from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
 from prism.serve.news import told
 from prism.serve.preflight import check_exposure, check_redis
 from prism.serve.progress import Probe, display, url_of
+from prism.serve.reload import Reloads
 from prism.serve.run_dir import REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
 
@@ -58,10 +61,14 @@ class Options:
 
 
 class Signals:
-    """Counts SIGTERM, SIGINT and SIGHUP: the first ends the cluster in order, the next at once."""
+    """Counts SIGTERM and SIGINT: the first ends the cluster in order, the next at once. SIGHUP asks
+    for a reload, but where it says that the terminal is gone: then it counts as well."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._reload = False
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+        self._needs_terminal = not ignored and _has_terminal()
 
     @contextmanager
     def caught(self) -> Iterator[Signals]:
@@ -76,8 +83,25 @@ class Signals:
     def hurry(self) -> bool:
         return self.count > 1
 
-    def _take(self, _number: int, _frame: FrameType | None) -> None:
-        self.count += 1
+    def wants_reload(self) -> bool:
+        """Since the last call."""
+        wanted, self._reload = self._reload, False
+        return wanted
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or (self._needs_terminal and not _has_terminal()):
+            self.count += 1
+        else:
+            self._reload = True
+
+
+def _has_terminal() -> bool:
+    """Whether this process has one that controls it."""
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def serve(config: ClusterConfig, options: Options, console: Console) -> None:
@@ -118,6 +142,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
         parts = [child.name for group in children for child in group]
         logs = log_names(parts, [device.name for device in resolved.devices])
         watch = Watch(supervisor, run_dir, resolved, logs, say)
+        reloads = stack.enter_context(Reloads(run_dir.path, say))
         try:
             supervisor.start()
             _until_ready(resolved, watch, signals, console)
@@ -126,6 +151,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
             while not signals.count:
                 watch()
                 replace_if_asked(run_dir.path / REPLACE_FILE, frontends, say)
+                reloads.turn(signals.wants_reload())
                 time.sleep(_TICK_S)
             say("shutting down: open requests are finished first; once more ends at once")
         finally:
@@ -146,7 +172,8 @@ class Watch:
         logs: re.Pattern[str],
         say: Callable[[str], None],
     ) -> None:
-        self._supervisor, self._run_dir, self._config = supervisor, run_dir, config
+        self._supervisor, self._run_dir = supervisor, run_dir
+        self._file = ConfigFile(run_dir.config_file, config)
         self._logs, self._say = logs, say
         self._warned: dict[str, str] = {}
         self._logs_due_s = 0.0
@@ -166,7 +193,9 @@ class Watch:
         self._warn("Redis's log cannot be kept", rotate_full(redis_logs, REDIS_LOGS))
 
     def _repair(self) -> None:
-        if self._run_dir.repair(self._config):
+        if (newer := self._file.newer()) is not None:
+            self._say(f"{newer.source} was read again (revision {newer.revision})")
+        if self._run_dir.repair(self._file.config):
             self._say(f"something removed files of {self._run_dir.path}; they are there again")
 
     def _tell(self) -> None:

@@ -155,6 +155,7 @@ def cluster(status: ClusterStatus) -> RenderableType:
     if any(agent.gpu for agent in status.agents):
         parts.append(_drivers_table(status))
     parts += [Text(f"{model}: {n} requests wait unplaced") for model, n in status.unplaced.items()]
+    parts += [Text(f"{model} was removed, and leaves") for model in status.leaving]
     parts += [Text(f"{name}: {trouble}") for name, trouble in status.degraded.items()]
     return Group(*parts)
 

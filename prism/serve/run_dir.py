@@ -23,7 +23,8 @@ import msgspec
 import kvcached
 from kvcached.trust import distrust
 from kvcached.weights.store import default_store
-from prism.config.schema import AUTO_STORE, ClusterConfig, read_resolved, write_resolved
+from prism.config.resolved import read_resolved, write_resolved
+from prism.config.schema import AUTO_STORE, ClusterConfig
 from prism.errors import ConfigError, PrismError
 from prism.serve import mps
 

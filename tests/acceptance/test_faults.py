@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prism.config.schema import read_resolved
+from prism.config.resolved import read_resolved
 from tests.acceptance.harness import (
     Answer,
     Cluster,

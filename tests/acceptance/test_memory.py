@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvcached
-from prism.config.schema import read_resolved
+from prism.config.resolved import read_resolved
 from prism.models.files import inspect_model
 from tests.acceptance.harness import (
     MODELS,

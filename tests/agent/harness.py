@@ -18,12 +18,8 @@ import zmq.asyncio
 import kvcached
 from prism.agent.agent import Agent
 from prism.agent.state import AgentTiming
-from prism.config.schema import (
-    ClusterConfig,
-    DeviceConfig,
-    EngineConfig,
-    write_resolved,
-)
+from prism.config.resolved import write_resolved
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.fake import expected_tokens
 from prism.messages.agent import (
     ActionResult,

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from prism.config.schema import write_resolved
+from prism.config.resolved import write_resolved
 from prism.engines import kv_file
 from prism.errors import LeaseLostError
 from prism.messages.agent import Drain

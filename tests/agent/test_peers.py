@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.config.schema import write_resolved
+from prism.config.resolved import write_resolved
 from prism.messages.agent import ActionResult, ActivateModel, ModelReport
 from prism.queueing import BundledRedis
 from tests.agent.conftest import FAST

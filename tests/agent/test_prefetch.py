@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from kvcached import Checkpoint, WeightKey, WeightStore
 from prism.agent import prefetch
 from prism.agent.prefetch import Prefetcher
-from prism.config.schema import write_resolved
+from prism.config.resolved import write_resolved
 from prism.engines.fake import weight_key
 from prism.messages.agent import ActionResult, PrefetchModel
 from prism.messages.models import ModelSpec

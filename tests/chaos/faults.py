@@ -19,7 +19,8 @@ from random import Random
 import redis
 import zmq
 
-from prism.config.schema import ClusterConfig, read_resolved
+from prism.config.resolved import read_resolved
+from prism.config.schema import ClusterConfig
 from prism.messages.troubles import read_troubles
 from tests.serve.conftest import Cluster, alive, descendants
 

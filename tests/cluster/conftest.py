@@ -15,6 +15,8 @@ import zmq.asyncio
 
 from prism.cluster.main import run
 from prism.cluster.timing import SchedulerTiming
+from prism.config.reload import reloaded
+from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
@@ -67,6 +69,7 @@ class Cluster:
         self._scheduler: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self.queue = RequestQueue.connect(url, namespace)
+        self.config_path = directory / "cluster.json"
 
     def configure(
         self, *models: ModelSpec, rooms: tuple[float, ...] = (2.0,), engines: int = 2, **more: Any
@@ -106,7 +109,20 @@ class Cluster:
 
     def start_scheduler(self) -> None:
         self._stop = asyncio.Event()
-        self._scheduler = asyncio.create_task(run(self.config, TIMING, self._stop))
+        write_resolved(self.config, self.config_path)
+        file = ConfigFile(self.config_path, self.config)
+        self._scheduler = asyncio.create_task(run(self.config, TIMING, self._stop, file=file))
+
+    def reload(self, *models: ModelSpec) -> None:
+        """The same with these models, as `prism-serve reload` does it."""
+        loaded = msgspec.structs.replace(self.config, models=list(models), redis_url="")
+        bundled = msgspec.structs.replace(self.config, redis_url=f"unix://{self.config.run_dir}/")
+        leaving = [model.name for model in self.config.leaving]
+        wanted = reloaded(bundled, loaded, leaving)
+        self.config = msgspec.structs.replace(
+            wanted, revision=self.config.revision + 1, redis_url=self.config.redis_url
+        )
+        write_resolved(self.config, self.config_path)
 
     async def stop_scheduler(self) -> None:
         if self._scheduler is not None:

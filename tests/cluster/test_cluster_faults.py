@@ -15,7 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from prism.config.schema import write_resolved
+from prism.config.resolved import write_resolved
 from prism.messages.agent import ActionResult
 from prism.messages.troubles import write_troubles
 from tests.cluster.conftest import Cluster, spec

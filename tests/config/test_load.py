@@ -12,7 +12,7 @@ import yaml
 
 from prism.config.replicas import ReplicasYaml
 from prism.config.resolve import load
-from prism.config.schema import read_resolved, write_resolved
+from prism.config.resolved import read_resolved, write_resolved
 from prism.errors import ConfigError
 from prism.policies.registry import names
 from tests.frontend.tiny_model import make_model

@@ -18,7 +18,8 @@ import zmq
 
 import kvcached
 from kvcached.weights.store import default_store
-from prism.config.schema import ClusterConfig, write_resolved
+from prism.config.resolved import write_resolved
+from prism.config.schema import ClusterConfig
 from prism.messages.engine import (
     Activated,
     ActivateEngine,

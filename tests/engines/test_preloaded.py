@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from prism.agent.forkserver import ForkServerClient
-from prism.config.schema import ClusterConfig, DeviceConfig, write_resolved
+from prism.config.resolved import write_resolved
+from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.messages.forkserver import EngineForked, ForkEngine, ForkServerReady
 from prism.process import child_environment
 from tests.engines.harness import DEVICE, FORK_SERVER

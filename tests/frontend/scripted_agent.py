@@ -37,7 +37,7 @@ class ScriptedAgent:
     async def __aenter__(self) -> ScriptedAgent:
         self._epoch = await self._queue.acquire(self.device, "scripted", ttl_s=60)
         for model in self.config.models:
-            await self._queue.route(model.name, self.device)
+            await self.route(model.name)
         inbox = self._context.socket(zmq.PULL)
         inbox.bind(self.config.agent_cancel_endpoint(self.device))
         self._spawn(self._take_cancels(inbox))
@@ -50,6 +50,9 @@ class ScriptedAgent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._queue.close()
         self._context.destroy(linger=0)
+
+    async def route(self, model: str) -> None:
+        await self._queue.route(model, self.device)
 
     async def send(self, reply_to: str, *items: Chunk | Failure) -> None:
         output = EngineOutput(

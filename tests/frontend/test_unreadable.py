@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from prism.errors import ConfigError
-from prism.frontend import app as app_module
+from prism.frontend import reload
 from prism.frontend.app import create_app
 from prism.frontend.chat_template import load_chat_template
 from prism.messages.cluster import ClusterStatus
@@ -28,7 +28,7 @@ async def config(redis_server: BundledRedis, namespace: str, short_dir: Path) ->
 async def test_only_that_model_is_refused_until_its_file_is_repaired(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(reload, "RETRY_S", 0.05)
     app = create_app(config, "f0", without_unreadable=True)
     async with (
         ScriptedAgent(config) as agent,

@@ -12,11 +12,12 @@ import httpx
 import pytest
 import yaml
 
-from prism.config.access import ApiKey, hashed
-from prism.config.keys import add_key, read_keys
+from prism.config.access import AccessYaml, ApiKey, hashed
+from prism.config.keys import add_key, read_keys, variable_keys
 from prism.errors import ConfigError
 from tests.serve.conftest import SERVE, Cluster, serving, write_yaml
 
+FILE = AccessYaml(keys="keys.yaml")
 IN_VARIABLE = "from-the-environment-123"
 
 
@@ -99,13 +100,13 @@ def test_keys_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ):
         file.write_text(yaml.safe_dump({"keys": keys}))
         with pytest.raises(ConfigError, match="access") as caught:
-            read_keys("keys.yaml", None, tmp_path, ["a"])
+            read_keys(FILE, [], tmp_path, ["a"])
         assert message in str(caught.value)
     with pytest.raises(ConfigError, match=r"access\.keys: cannot read .*: No such file"):
-        read_keys("nothing.yaml", None, tmp_path, ["a"])
+        read_keys(AccessYaml(keys="nothing.yaml"), [], tmp_path, ["a"])
     monkeypatch.setenv("SHORT", "me=secret")
     with pytest.raises(ConfigError, match=r"\$SHORT must hold NAME=KEY.*20 characters") as short:
-        read_keys(None, "SHORT", tmp_path, ["a"])
+        variable_keys("SHORT")
     assert "secret" not in str(short.value)
     assert new_key("x", "--keys", str(tmp_path / "new.yaml")).returncode == 0
     again = new_key("x", "--keys", str(tmp_path / "new.yaml"))
@@ -125,8 +126,8 @@ def test_comments_of_the_keys_stay(tmp_path: Path, before: str) -> None:
     file.write_text(written)
     add_key(file, ApiKey("two", hashed("l"), operator=True))
     assert file.read_text().startswith(written)
-    assert [key.name for key in read_keys("keys.yaml", None, tmp_path, [])] == ["one", "two"]
+    assert [key.name for key in read_keys(FILE, [], tmp_path, [])] == ["one", "two"]
     # One that has no place at its end is written anew.
     file.write_text(f"keys: [{{name: one, sha256: {hashed('k')}}}]\n")
     add_key(file, ApiKey("two", hashed("l")))
-    assert len(read_keys("keys.yaml", None, tmp_path, [])) == 2
+    assert len(read_keys(FILE, [], tmp_path, [])) == 2

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from prism.config.schema import read_resolved
+from prism.config.resolved import read_resolved
 from prism.errors import ConfigError
 from prism.serve import run_dir
 from prism.serve.run_dir import RunDir, RunDirLostError

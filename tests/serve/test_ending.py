@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 import kvcached
-from prism.config.schema import ClusterConfig, read_resolved
+from prism.config.resolved import read_resolved
+from prism.config.schema import ClusterConfig
 from tests.serve.conftest import Cluster, alive, serving, until
 
 SLOW = json.dumps({"decode_step_ms": 20})

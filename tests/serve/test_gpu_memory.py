@@ -19,7 +19,8 @@ import pytest
 
 import kvcached
 from prism.config.memory import memory_need
-from prism.config.schema import ClusterConfig, read_resolved
+from prism.config.resolved import read_resolved
+from prism.config.schema import ClusterConfig
 from prism.engines.fake import expected_tokens
 from tests.kvcached.compiling import build_libcuda, build_libnvml
 from tests.serve.conftest import Cluster, serving, until

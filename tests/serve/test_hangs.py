@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from prism.cluster.timing import timing_of
-from prism.config.schema import read_resolved
+from prism.config.resolved import read_resolved
 from tests.serve.conftest import Cluster, alive, serving, until
 
 PARTS = ["prism.cluster", "prism.agent", "prism.frontend"]

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.config.schema import ClusterConfig, DeviceConfig, write_resolved
+from prism.config.resolved import write_resolved
+from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
 from prism.serve import run_dir
 from prism.serve.preflight import check_addresses

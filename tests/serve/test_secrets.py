@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from prism.config.schema import read_resolved
+from prism.config.resolved import read_resolved
 from tests.serve.conftest import Cluster, descendants, serving, until
 from tests.serve.test_doors import shared_files
 from tests.serve.test_hangs import killed_and_replaced

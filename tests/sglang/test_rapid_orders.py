@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prism.config.schema import write_resolved
+from prism.config.resolved import write_resolved
 from prism.messages.requests import Request
 from prism.queueing import BundledRedis
 from tests.agent.hammering import check_answers, hammer

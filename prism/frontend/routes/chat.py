@@ -28,7 +28,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     key = await read_key(request, body)
     generation = found.generation(await chat_spec(found, body), key)
-    tokenizer = found.tokenizers[body.model]
+    tokenizer = found.tokenizer(body.model)
     if body.stream:
         kind, choices = "chat.completion.chunk", _choices(generation, tokenizer)
         events = openai_events(generation, kind, choices, body.include_usage)

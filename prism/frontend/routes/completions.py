@@ -28,7 +28,7 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     key = await read_key(request, body)
     generation = found.generation(await completion_spec(found, body), key)
-    tokenizer = found.tokenizers[body.model]
+    tokenizer = found.tokenizer(body.model)
     if body.stream:
         choices = _choices(generation, tokenizer)
         events = openai_events(generation, KIND, choices, body.include_usage)

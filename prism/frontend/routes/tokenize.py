@@ -55,7 +55,7 @@ def _named(found: Services, name: str) -> tuple[ModelSpec, ModelTokenizer]:
     model = found.model(name)
     if (call := calls.current.get()) is not None:
         call.model = model.name
-    return model, found.tokenizers[model.name]
+    return model, found.tokenizer(model.name)
 
 
 async def _ids(body: TokenizeBody, model: ModelSpec, tokenizer: ModelTokenizer) -> list[int]:

@@ -1,0 +1,195 @@
+"""What another YAML changes of a cluster that runs, and what it may not change. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from prism.config.knobs import live_policy
+from prism.config.memory import check_memory
+from prism.config.schema import ClusterConfig
+from prism.errors import ConfigError
+from prism.messages.models import ModelSpec
+
+# Fields of `frontend` that its processes take over while they run.
+_FRONTEND = (
+    "max_open_requests",
+    "shed",
+    "priority",
+    "progress_timeout_s",
+    "queue_timeout_s",
+    "refused_timeout_s",
+)
+# Of a model, and what the YAML calls them.
+CHANGEABLE = {
+    "slo_ttft_s": "slo.ttft",
+    "slo_tpot_s": "slo.tpot",
+    "slo_least_ttft_s": "slo.least_ttft",
+    "slo_least_tpot_s": "slo.least_tpot",
+    "never_evict": "never_evict",
+    "pinned_device": "device",
+    "tool_parser": "tool_parser",
+    "reasoning_parser": "reasoning_parser",
+    "replicas_min": "replicas.min",
+    "replicas_max": "replicas.max",
+}
+# What its engines were started with.
+FIXED = {
+    "path": "path",
+    "dtype": "dtype",
+    "context_length": "context_length",
+    "tp": "tp",
+    "static_share": "static_share",
+    "architecture": "path",
+    "num_layers": "path",
+    "num_kv_heads": "path",
+    "head_dim": "path",
+    "weight_bytes": "path",
+}
+# What follows from these, and from how many models there are.
+DERIVED = ("name", "kv_dtype", "token_bytes", "kv_arrangement")
+_DEVICE = {"name": "name", "capacity_bytes": "capacity", "page_bytes": "page"}
+_JOURNAL = {"max_bytes": "max"}
+
+
+def reloaded(
+    running: ClusterConfig, loaded: ClusterConfig, present: Collection[str]
+) -> ClusterConfig:
+    """`running` with what `loaded`, as `load` gives it, may change. `present`: which of the models
+    that left earlier are still there.
+
+    Models that are new are added, those that are missing go to `leaving`. Raises ConfigError that
+    names all that would need a restart.
+    """
+    leaving = {model.name: model for model in running.leaving if model.name in present}
+    known = leaving | {model.name: model for model in running.models}
+    if refused := [*_fixed(running, loaded), *_fixed_models(running, loaded, known)]:
+        raise ConfigError(
+            f"{', '.join(dict.fromkeys(refused))}: cannot be changed while the cluster runs; take"
+            " it back, or start prism-serve again"
+        )
+    models = [_renewed(known.get(model.name), model) for model in loaded.models]
+    kept = {model.name for model in models}
+    changed = structs.replace(
+        running,
+        models=models,
+        leaving=[_released(model) for name, model in known.items() if name not in kept],
+        scheduler=loaded.scheduler,
+        frontend=loaded.frontend,
+        keys=loaded.keys,
+        source=loaded.source,
+    )
+    check_memory(changed)
+    return changed
+
+
+def changes(before: ClusterConfig, after: ClusterConfig) -> list[str]:
+    """For people, each a few words; without keys' hashes. Empty: nothing changed."""
+    old, new = ({model.name: model for model in each.models} for each in (before, after))
+    found = [f"added {name}" for name in new if name not in old]
+    found += [f"removed {name}" for name in old if name not in new]
+    for name in new.keys() & old.keys():
+        for field, key in CHANGEABLE.items():
+            found += _change(f"{name}.{key}", getattr(old[name], field), getattr(new[name], field))
+    for section in ("scheduler", "frontend"):
+        found += _section(section, getattr(before, section), getattr(after, section))
+    if before.keys != after.keys:
+        names = ", ".join(key.name for key in after.keys)
+        found.append(f"access.keys are {names}")
+    return found
+
+
+def _fixed(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
+    """Keys of the YAML."""
+    bundled = running.run_dir in running.redis_url
+    if loaded.redis_url != ("" if bundled else running.redis_url):
+        yield "redis"
+    for key, field in (
+        ("policy", "policy"),
+        ("knobs", "knobs"),
+        ("hang_timeout", "hang_timeout_s"),
+    ):
+        if getattr(running, field) != getattr(loaded, field):
+            yield key
+    yield from _fixed_devices(running, loaded)
+    yield from (f"engine.{name}" for name in _differing(running.engine, loaded.engine))
+    for name in _differing(running.journal, loaded.journal):
+        yield f"journal.{_JOURNAL.get(name, name)}"
+    allowed = [_yaml_name(running.frontend, field) for field in _FRONTEND]
+    for name in _differing(running.frontend, loaded.frontend):
+        if name not in allowed:
+            yield f"frontend.{name}"
+    if running.open_to_all != loaded.open_to_all:
+        yield "access.open_to_all"
+    if bool(running.keys) != bool(loaded.keys):
+        yield "access.keys (the first one, or none any more)"
+
+
+def _fixed_devices(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
+    if [d.name for d in running.devices] != [d.name for d in loaded.devices]:
+        yield "devices"
+        return
+    for index, (old, new) in enumerate(zip(running.devices, loaded.devices, strict=True)):
+        # What engines hold without a model was measured at the start.
+        for name in _differing(old, structs.replace(new, idle_bytes=old.idle_bytes)):
+            yield f"devices[{index}].{_DEVICE.get(name, name)}"
+
+
+def _fixed_models(
+    running: ClusterConfig, loaded: ClusterConfig, known: dict[str, ModelSpec]
+) -> Iterator[str]:
+    names = {model.name for model in running.models}
+    if not live_policy(running).evicts and names != {model.name for model in loaded.models}:
+        yield f"models (the policy {running.policy} gives each its place once)"
+    for index, new in enumerate(loaded.models):
+        old = known.get(new.name)
+        for field, key in FIXED.items():
+            if old is not None and getattr(old, field) != getattr(new, field):
+                leaves = "" if new.name in names else ", which is still leaving"
+                yield f"models[{index}].{key} of {new.name}{leaves}"
+
+
+def _renewed(old: ModelSpec | None, new: ModelSpec) -> ModelSpec:
+    """Where KV lies may follow from how many models there are; where engines have the model, it
+    stays as it is."""
+    if old is None:
+        return new
+    return structs.replace(old, **{field: getattr(new, field) for field in CHANGEABLE})
+
+
+def _released(model: ModelSpec) -> ModelSpec:
+    """It stays for its requests alone."""
+    return structs.replace(model, never_evict=False, replicas_min=1)
+
+
+def _section(name: str, old: msgspec.Struct, new: msgspec.Struct) -> list[str]:
+    found: list[str] = []
+    for field in structs.fields(old):
+        key = f"{name}.{field.encode_name}"
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        nested = isinstance(before, msgspec.Struct)
+        found += _section(key, before, after) if nested else _change(key, before, after)
+    return found
+
+
+def _change(key: str, old: Any, new: Any) -> Sequence[str]:
+    if old == new:
+        return ()
+    before, after = (getattr(value, "text", value) for value in (old, new))
+    return [f"{key} {before} -> {after}"]
+
+
+def _differing(old: msgspec.Struct, new: msgspec.Struct) -> list[str]:
+    """Names of fields, as the YAML has them."""
+    return [
+        field.encode_name
+        for field in structs.fields(old)
+        if getattr(old, field.name) != getattr(new, field.name)
+    ]
+
+
+def _yaml_name(struct: msgspec.Struct, field: str) -> str:
+    return next(f.encode_name for f in structs.fields(struct) if f.name == field)

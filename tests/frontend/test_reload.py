@@ -1,0 +1,101 @@
+"""A frontend takes over a configuration while requests are open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from prism.config.access import ApiKey, hashed
+from prism.config.resolved import ConfigFile, write_resolved
+from prism.errors import UnknownModelError
+from prism.frontend.reload import take_over, watch
+from prism.messages.cluster import FrontendState
+from prism.messages.requests import Chunk, Failure, Request
+from prism.queueing.server import BundledRedis
+from tests.frontend.conftest import Stack, ids_of, make_config, make_spec, stack_of
+from tests.frontend.scripted_agent import answering, rest
+from tests.frontend.test_faults import BODY, until
+
+WHOLE = [*ids_of("the lazy dog"), 0]
+
+
+async def test_a_removed_model_ends_what_is_open_and_takes_no_more(stack: Stack) -> None:
+    services, config = stack.services, stack.services.config
+    release = asyncio.Event()
+
+    async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
+        await release.wait()
+        yield rest(request, WHOLE)
+
+    stack.agent.script = script
+    body = {**BODY, "temperature": 0}
+    open_ = asyncio.create_task(stack.client.post("/v1/completions", json=body))
+    await until(lambda: len(stack.agent.seen) == 1)
+    chat_only = [config.model("chat")]
+    await take_over(services, replace(config, models=chat_only, revision=1))
+
+    async def says(state: FrontendState) -> None:
+        while await services.queue.frontends() != [state]:
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(10):
+        await says(FrontendState(1, ["base"]))
+    refused = await stack.client.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    release.set()
+    answer = await open_
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == "the lazy dog"
+    async with asyncio.timeout(10):
+        await says(FrontendState(1))
+    # One that was read before the reload and comes to the queue only now.
+    with pytest.raises(UnknownModelError):
+        services.tokenizer("base")
+
+
+async def test_a_model_is_added_and_bounds_change(stack: Stack) -> None:
+    services, config = stack.services, stack.services.config
+    stack.agent.script = answering(WHOLE)
+    base = config.model("base")
+    added = make_spec("added", Path(base.path))
+    broken = make_spec("broken", Path(base.path) / "nowhere")
+    frontend = replace(config.frontend, max_open_requests=1)
+    await take_over(
+        services, replace(config, models=[base, added, broken], frontend=frontend, revision=1)
+    )
+    await stack.agent.route("added")
+    ids = [model["id"] for model in (await stack.client.get("/v1/models")).json()["data"]]
+    assert ids == ["base", "added", "broken"]
+    answer = await stack.client.post("/v1/completions", json={**BODY, "model": "added"})
+    assert answer.status_code == 200, answer.text
+    unreadable = await stack.client.post("/v1/completions", json={**BODY, "model": "broken"})
+    assert unreadable.json()["error"]["code"] == "model_unavailable"
+    batch = await stack.client.post("/v1/completions", json={**BODY, "prompt": ["x", "y"]})
+    assert (batch.status_code, "at most 1 of base" in batch.text) == (400, True)
+
+
+async def test_keys_come_and_go(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    """By way of the file that all processes look at."""
+    old, new = ApiKey("old", hashed("o" * 30)), ApiKey("new", hashed("n" * 30))
+    config = replace(make_config(redis_server.url, namespace, short_dir), keys=[old])
+    path = short_dir / "cluster.json"
+    async with stack_of(config) as stack:
+
+        async def statuses() -> list[int]:
+            headers = [{"Authorization": f"Bearer {letter * 30}"} for letter in "on"]
+            models = [await stack.client.get("/v1/models", headers=each) for each in headers]
+            return [each.status_code for each in models]
+
+        assert await statuses() == [200, 401]
+        watching = asyncio.create_task(watch(ConfigFile(path, config), stack.services))
+        write_resolved(replace(config, keys=[new], revision=1), path)
+        async with asyncio.timeout(10):
+            while await statuses() != [401, 200]:
+                await asyncio.sleep(0.01)
+        watching.cancel()
