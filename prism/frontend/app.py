@@ -20,7 +20,15 @@ from prism.frontend.errors import install_handlers
 from prism.frontend.metrics import Metrics
 from prism.frontend.openapi import describe
 from prism.frontend.reload import retry_unreadable, watch
-from prism.frontend.routes import chat, completions, dashboard, health, models, tokenize
+from prism.frontend.routes import (
+    chat,
+    completions,
+    dashboard,
+    health,
+    models,
+    responses,
+    tokenize,
+)
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import load_tokenizers
 from prism.frontend.tracing import Traces
@@ -56,7 +64,7 @@ def create_app(
     describe(app, has_keys=bool(config.keys))
     install_handlers(app)
     _add_middleware(app, config)
-    for routes in (models, completions, chat, tokenize, health, dashboard):
+    for routes in (models, completions, chat, responses, tokenize, health, dashboard):
         app.include_router(routes.router)
     return app
 

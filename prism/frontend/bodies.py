@@ -106,6 +106,7 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     except ValidationError as error:
         raise from_validation(error) from error
     body.refuse_unsupported()
+    body.prepare()
     return body
 
 

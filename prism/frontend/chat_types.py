@@ -15,6 +15,7 @@ PARTS_MAX = 1024  # of one message
 TEMPLATE_OPTIONS_CHARS_MAX = 1 << 20
 
 TOOLS_MAX = 128
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
 _SHORT_MESSAGES = 32
 _SHORT_TOOLS = 8
 _SHORT_CHARS = 16 << 10
@@ -42,7 +43,7 @@ class ToolCall(BaseModel):
 class Function(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None
@@ -114,18 +115,35 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _content_text(cls, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        if len(value) > PARTS_MAX:
-            raise ValueError(f"has {len(value)} parts; at most {PARTS_MAX} are allowed")
-        for number, part in enumerate(value):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f'part {number} must be {{"type": "text", "text": "..."}}; other kinds are'
-                    " not supported"
-                )
-        return "\n".join(part["text"] for part in value)
+        return joined_parts(value, "text")
+
+
+def joined_parts(value: Any, *kinds: str) -> Any:
+    """The text of a list of parts, each of one of these kinds; what is no list, as it is. Raises
+    ValueError."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > PARTS_MAX:
+        raise ValueError(f"has {len(value)} parts; at most {PARTS_MAX} are allowed")
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in kinds else None
+        if not isinstance(text, str):
+            raise ValueError(
+                f'part {number} must be {{"type": "{kinds[0]}", "text": "..."}}; other kinds are'
+                " not supported"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def bounded(value: Any, what: str) -> Any:
+    """`value`, before each of its entries is checked: that takes seconds for hundreds of
+    thousands. Raises ValueError."""
+    if isinstance(value, list) and len(value) > MESSAGES_MAX:
+        raise ValueError(f"has {len(value)} {what}; at most {MESSAGES_MAX} are allowed")
+    return value
 
 
 def _object(arguments: str) -> Any:
@@ -167,10 +185,7 @@ class Conversation(RequestBody):
     @field_validator("messages", mode="before")
     @classmethod
     def _few_messages(cls, value: Any) -> Any:
-        # Before each of them is checked: that takes seconds for hundreds of thousands.
-        if isinstance(value, list) and len(value) > MESSAGES_MAX:
-            raise ValueError(f"has {len(value)} messages; at most {MESSAGES_MAX} are allowed")
-        return value
+        return bounded(value, "messages")
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -231,6 +246,8 @@ class Conversation(RequestBody):
 
 class ChatBody(Conversation, GenerationBody):
     """POST /v1/chat/completions."""
+
+    ID_PREFIX = "chatcmpl-"
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None

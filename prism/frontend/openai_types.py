@@ -7,6 +7,7 @@ refused by name unless they hold their neutral value: nothing is dropped silentl
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -25,10 +26,10 @@ BIAS_MAX = 100
 # Engines keep counts and ids in 32 bits.
 INT32_MAX = 2**31 - 1
 
-_IGNORED = {
+IGNORED = frozenset({
     "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
-}  # fmt: skip
+})  # fmt: skip
 # name -> values that ask for nothing. Null does so in every field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
@@ -67,6 +68,9 @@ class RequestBody(BaseModel):
     """What all routes share."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    # Fields that change nothing, and values of other fields that ask for nothing.
+    IGNORED: ClassVar[frozenset[str]] = IGNORED
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
     # What the client calls the bound of an output.
     MAX_TOKENS: ClassVar[str] = "max_tokens"
 
@@ -85,13 +89,17 @@ class RequestBody(BaseModel):
     def refuse_unsupported(self) -> None:
         """Raises BadRequestError naming the first field whose effect is not provided."""
         for name, value in (self.model_extra or {}).items():
-            if name in _IGNORED or value is None:
+            if name in self.IGNORED or value is None:
                 continue
-            if name not in _NEUTRAL:
+            if name not in self.NEUTRAL:
                 raise bad_request(f"{name}: unknown field; remove it", name)
-            if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+            if not any(_same(value, neutral) for neutral in self.NEUTRAL[name]):
                 shown = f"{reprlib.repr(value):.80}"
                 raise bad_request(f"{name}: {shown} is not supported; remove it", name)
+
+    def prepare(self) -> None:
+        """Work that grows with the body. It is done where the body is parsed: beside the event loop
+        if it is large. Raises BadRequestError."""
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -102,6 +110,8 @@ def _same(value: Any, neutral: Any) -> bool:
 class GenerationBody(RequestBody):
     """What routes that generate share. Extensions of OpenAI's interface have the names that SGLang
     and vLLM give them; `slo_ttft_ms`, `slo_tpot_ms` and `return_slo` are our own."""
+
+    ID_PREFIX: ClassVar[str] = "cmpl-"
 
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None

@@ -10,17 +10,14 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from prism.frontend.chat_types import ChatBody, TokenizeBody
-from prism.frontend.openai_types import (
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    RequestBody,
-)
+from prism.frontend.openai_types import CompletionBody, DetokenizeBody, RequestBody
+from prism.frontend.response_types import ResponsesBody
 
 _SCHEMAS = "#/components/schemas/"
 _BODIES: Mapping[str, type[RequestBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -79,7 +76,7 @@ def _schema(app: FastAPI, has_keys: bool) -> dict[str, Any]:
             if (body := _BODIES.get(path)) is not None:
                 errors |= _MODEL_ERRORS | _BODY_ERRORS
                 operation["requestBody"] = _request_body(body, schemas)
-                if issubclass(body, GenerationBody):
+                if "stream" in body.model_fields:
                     errors |= _GENERATION_ERRORS
                     operation["responses"]["200"]["content"] |= _EVENTS
             operation["responses"] |= {str(s): _error(what) for s, what in errors.items()}

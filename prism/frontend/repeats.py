@@ -22,7 +22,7 @@ from prism.errors import QueueUnavailableError, RequestError
 from prism.frontend import calls
 from prism.frontend.errors import GenerationError, OverloadedError, bad_request, queue_unavailable
 from prism.frontend.generation import GeneratedChoice, Generation, GenerationSpec, TextUpdate
-from prism.frontend.openai_types import GenerationBody
+from prism.frontend.openai_types import RequestBody
 from prism.messages.requests import Chunk, KeptAnswer
 from prism.queueing.requests import RequestQueue
 
@@ -50,7 +50,7 @@ class Key:
     fingerprint: str
 
 
-async def read_key(request: Request, body: GenerationBody) -> Key | None:
+async def read_key(request: Request, body: RequestBody) -> Key | None:
     """None where the client sent no key. Raises BadRequestError."""
     given = request.headers.get("idempotency-key")
     if given is None:

@@ -23,13 +23,14 @@ from prism.frontend.services import Services
 
 Made = TypeVar("Made")
 Events = AsyncGenerator[dict[str, Any], None]  # in OpenAI's shape
-# Log probabilities that take less time than handing them to a thread.
-_INLINE_LOGPROBS_MAX = 4096
+# Tokens and log probabilities that take less time than handing them to a thread.
+_INLINE_TOKENS_MAX = 4096
 _DONE = b"data: [DONE]\n\n"
 
 
-def sse(event: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+def sse(event: dict[str, Any], named: bool = False) -> bytes:
+    name = f"event: {event['type']}\n".encode() if named else b""
+    return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 async def reply_whole(
@@ -58,10 +59,11 @@ async def reply_whole(
 
 
 async def beside(make: Callable[[], Made], spec: GenerationSpec, tokens: int) -> Made:
-    """What shows so many tokens; made in a thread where it has many log probabilities: the event
-    loop's heartbeat keeps all requests alive."""
-    few = spec.logprobs is None or tokens * (1 + spec.logprobs) <= _INLINE_LOGPROBS_MAX
-    return make() if few else await asyncio.to_thread(make)
+    """What shows so many tokens; made in a thread where many are parsed, or have log probabilities:
+    the event loop's heartbeat keeps all requests alive."""
+    plain = spec.logprobs is None and spec.parsing is None
+    few = tokens * (1 + (spec.logprobs or 0)) <= _INLINE_TOKENS_MAX
+    return make() if plain or few else await asyncio.to_thread(make)
 
 
 def _tokens_shown(generation: Answering) -> int:
@@ -98,16 +100,19 @@ async def _disconnected(receive: Receive) -> None:
 
 class EventStream(Response):
     """Server-sent events. However the response ends, `events` is closed and the generation
-    finished."""
+    finished. `named`: each has its type as its name, and `events` tell of errors, and of the end,
+    themselves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, services: Services, generation: Answering, events: Events) -> None:
+    def __init__(
+        self, services: Services, generation: Answering, events: Events, named: bool
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._services = services
         self._generation = generation
-        self._events = events
+        self._events, self._named = events, named
         self._outcome: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,12 +129,12 @@ class EventStream(Response):
         await send({"type": "http.response.start", **start})
         try:
             async for event in self._events:
-                await _send_body(send, sse(event))
+                await _send_body(send, sse(event, self._named))
         except RequestError as error:
             self._outcome = error.code
-            await _send_body(send, sse(error_body(error)))
-        await _send_body(send, _DONE)
-        await _send_body(send, b"", more=False)
+            if not self._named:
+                await _send_body(send, sse(error_body(error)))
+        await _send_body(send, b"" if self._named else _DONE, more=False)
 
 
 async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
@@ -137,7 +142,11 @@ async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
 
 
 async def reply_stream(
-    request: Request, services: Services, generation: Answering, events: Events
+    request: Request,
+    services: Services,
+    generation: Answering,
+    events: Events,
+    named: bool = False,
 ) -> Response:
     """Enqueue first, so that a refusal still has its HTTP status; then stream `events`."""
     services.enter()
@@ -150,7 +159,7 @@ async def reply_stream(
         generation.finish(error.code if isinstance(error, RequestError) else "failed")
         services.leave()
         raise
-    return EventStream(services, generation, events)
+    return EventStream(services, generation, events, named)
 
 
 async def openai_events(

@@ -189,7 +189,7 @@ def _spec(
     ttft_s = _slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
     tpot_s = _slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
     priority = _priority(body.priority or 0, services.config.frontend.priority)
-    spec_id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid4().hex}"
+    spec_id = f"{body.ID_PREFIX}{uuid4().hex}"
     tokenizer = services.tokenizer(model.name)
     sampling = sampling_of(body, tokenizer, body.tokens_asked or room, *ends)
     samplings = [_of_choice(sampling, number) for number in range(body.choices_made)]

@@ -59,6 +59,10 @@ class ModelTokenizer:
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [list(encoding.ids) for encoding in encodings]
 
+    def count(self, text: str) -> int:
+        """Of tokens. REQUIRES: a thread, where the text is long."""
+        return len(self._ids([text], special_tokens=False)[0])
+
     def token_bytes(self, token_id: int) -> bytes:
         """The text of one token alone. It may be a part of a character."""
         found = self._token_bytes.get(token_id)

@@ -189,3 +189,23 @@ def test_calls_that_must_be_made(client: openai.OpenAI, choice: Any) -> None:
     assert deltas[0].function.name == "weather"
     said = "".join(delta.function.arguments or "" for delta in deltas)
     assert json.loads(said) == json.loads(calls[0].function.arguments)
+
+
+def test_the_responses_api(client: openai.OpenAI) -> None:
+    """The same answers as chat completions give, parsed, called and streamed."""
+    asked: Any = {"model": MODEL, "temperature": 0, "input": SAID}
+    chat = client.chat.completions.create(
+        model=MODEL, temperature=0, messages=SAID, max_tokens=12
+    ).choices[0]
+    answer = client.responses.create(max_output_tokens=12, **asked)
+    assert answer.output_text == chat.message.content
+    assert (answer.status == "incomplete") is (chat.finish_reason == "length")
+    parsed = client.responses.parse(text_format=Person, max_output_tokens=200, **asked)
+    assert isinstance(parsed.output_parsed, Person)
+    tool = {"type": "function", **TOOL["function"]}
+    asked |= {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    events: list[Any] = list(client.responses.create(stream=True, **asked))
+    streamed, call = events[-1].response.output[0], client.responses.create(**asked).output[0]
+    assert (streamed.type, call.type) == ("function_call", "function_call")
+    assert json.loads(streamed.arguments) == json.loads(call.arguments)
+    assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")

@@ -138,7 +138,11 @@ async def test_without_the_option_there_is_no_cors(stack: Stack) -> None:
 async def test_openapi_has_bodies_and_errors(stack: Stack) -> None:
     made: dict[str, Any] = (await stack.client.get("/openapi.json")).json()
     schemas = made["components"]["schemas"]
-    for path, name in (("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody")):
+    for path, name in (
+        ("/v1/completions", "CompletionBody"),
+        ("/v1/chat/completions", "ChatBody"),
+        ("/v1/responses", "ResponsesBody"),
+    ):
         posted = made["paths"][path]["post"]
         schema = posted["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{name}"}

@@ -40,14 +40,14 @@ async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
     for choice in generation.choices:
         begin = {"role": "assistant", "content": ""}
         yield {"index": choice.opened.choice, "delta": begin, "finish_reason": None}
-    told = [_Told(generation, number) for number in range(len(generation.choices))]
+    told = [Told(generation, number) for number in range(len(generation.choices))]
     async for update in generation.updates():
         delta = told[update.choice].delta(update)
         reason = told[update.choice].finish_reason(update)
         yield _choice(update, {"delta": delta}, reason, generation, tokenizer)
 
 
-class _Told:
+class Told:
     """One choice, told apart into reasoning, content and tool calls where the model has parsers."""
 
     def __init__(self, generation: Answering, choice: int) -> None:
@@ -118,7 +118,7 @@ def _choice(
 def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:
     choices = []
     for each in generation.choices:
-        ended, told = each.so_far(), _Told(generation, each.opened.choice)
+        ended, told = each.so_far(), Told(generation, each.opened.choice)
         message = told.message(ended)
         reason = told.finish_reason(ended)
         choices.append(_choice(ended, {"message": message}, reason, generation, tokenizer))

@@ -1,0 +1,337 @@
+"""The body of OpenAI's Responses API, and the chat completion that it asks for.
+
+Nothing is stored: a conversation comes whole, as items of `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from prism.errors import BadRequestError
+from prism.frontend.chat_types import TOOLS_MAX, ChatBody, ToolName, bounded, joined_parts
+from prism.frontend.errors import bad_request, from_validation
+from prism.frontend.openai_types import IGNORED, RequestBody, TokenCount
+
+# Of a chat completion: what is called otherwise here, or would have no place in the answer. Its
+# other fields are extensions here, too.
+_OTHERWISE = {
+    "add_generation_prompt", "best_of", "continue_final_message", "echo", "logprobs",
+    "max_completion_tokens", "max_tokens", "messages", "n", "reasoning_effort", "response_format",
+    "return_token_ids", "stream_options", "top_logprobs",
+}  # fmt: skip
+_STORED = ("conversation", "previous_response_id", "store")
+# Text that was reasoned comes back as text: encrypted, it has no use here.
+_INCLUDED = ("reasoning.encrypted_content",)
+_TEXTS = ("input_text", "output_text", "refusal")
+# type of an item -> fields that it must have, and may have
+_FIELDS = {
+    "message": (("role", "content"), ()),
+    "function_call": (("call_id", "name", "arguments"), ()),
+    "function_call_output": (("call_id", "output"), ()),
+    "reasoning": ((), ("content", "summary")),
+}
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataText = Annotated[str, Field(max_length=512)]
+# A chat completion's field -> what it is called here.
+_NAMES = {"messages": "input", "response_format": "text.format"}
+
+
+class Item(BaseModel):
+    """Of `input`. Items of an earlier answer may come back as they were sent. `content`, `summary`
+    and `output` as text: parts are joined by newlines."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | None = None
+    summary: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_fields(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        # OpenAI's client sends items that it has parsed back with a field of its own.
+        said = {k: v for k, v in value.items() if k != "parsed_arguments"}
+        said = {k: v for k, v in said.items() if v is not None and v != []}
+        kind = said.get("type", "message")
+        if kind == "item_reference":
+            raise ValueError("nothing is stored here; send the item itself, not an item_reference")
+        if not isinstance(kind, str) or kind not in _FIELDS:
+            return said
+        needed, allowed = _FIELDS[kind]
+        if missing := [name for name in needed if name not in said]:
+            raise ValueError(f"a {kind} needs {missing[0]}")
+        if other := said.keys() - {"type", "id", "status", *needed, *allowed}:
+            raise ValueError(f"a {kind} has no {min(other)!r:.80}; remove it")
+        return said
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content_text(cls, value: Any) -> Any:
+        return joined_parts(value, *_TEXTS, "reasoning_text")
+
+    @field_validator("summary", mode="before")
+    @classmethod
+    def _summary_text(cls, value: Any) -> Any:
+        return joined_parts(value, "summary_text")
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _output_text(cls, value: Any) -> Any:
+        return joined_parts(value, "input_text")
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class NamedFunction(BaseModel):
+    """The tool that must be called."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    name: str
+
+
+class TextOptions(BaseModel):
+    """`format`: text, json_object, or json_schema with a `schema`. `verbosity` changes nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+    def response_format(self) -> dict[str, Any] | None:
+        """As chat completions have it."""
+        if self.format is None or self.format.get("type") != "json_schema":
+            return self.format
+        schema = {name: value for name, value in self.format.items() if name != "type"}
+        return {"type": "json_schema", "json_schema": schema}
+
+
+class ReasoningOptions(BaseModel):
+    """`effort` goes to the model's template. There are no summaries: all reasoning is shown."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponsesBody(RequestBody):
+    """POST /v1/responses. Fields of chat completions that have no name here are extensions."""
+
+    MAX_TOKENS = "max_output_tokens"
+    EXTENSIONS: ClassVar[frozenset[str]] = frozenset(ChatBody.model_fields) - _OTHERWISE
+    IGNORED = (IGNORED - {"metadata", "store", "verbosity"}) | {"stream_options"} | EXTENSIONS
+    NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base
+        "background": (False,),
+        "max_tool_calls": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    input: Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=TOOLS_MAX)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: TokenCount | None = None
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
+    include: list[str] | None = None
+    stream: bool | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataText], Field(max_length=16)] | None = None
+    _chat: ChatBody = PrivateAttr()
+    _echo: dict[str, Any] = PrivateAttr()
+
+    @field_validator("input", mode="before", json_schema_input_type=str | list[Item])
+    @classmethod
+    def _items(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}]
+        return bounded(value, "items")
+
+    @field_validator("text", "reasoning", mode="before")
+    @classmethod
+    def _no_null(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    def refuse_unsupported(self) -> None:
+        for name in _STORED:
+            value = (self.model_extra or {}).pop(name, None)
+            if value is not None and value is not False:
+                remedy = "nothing is stored here; remove it, and send the whole conversation"
+                raise bad_request(f"{name}: {remedy} as input", name)
+        super().refuse_unsupported()
+        for name in self.include or ():
+            if name not in _INCLUDED:
+                raise bad_request(f"include: {name!r:.80} is not supported; remove it", "include")
+
+    def prepare(self) -> None:
+        self._chat = _chat_of(self)
+        self._echo = _echo_of(self)
+
+    @property
+    def chat(self) -> ChatBody:
+        """What it asks for."""
+        return self._chat
+
+    @property
+    def echo(self) -> dict[str, Any]:
+        """What the answer repeats; what may be long as JSON already."""
+        return self._echo
+
+
+class _Chat(ChatBody):
+    """Errors name the client's fields."""
+
+    MAX_TOKENS = "max_output_tokens"
+    ID_PREFIX = "resp_"
+
+    @property
+    def prompt_field(self) -> str:
+        return "input"
+
+
+def _chat_of(body: ResponsesBody) -> ChatBody:
+    """Raises BadRequestError."""
+    extra = body.model_extra or {}
+    choice: Any = body.tool_choice
+    if isinstance(choice, NamedFunction):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    asked: dict[str, Any] = {
+        "model": body.model,
+        "messages": _with_instructions(body.instructions, messages_of(body.input)),
+        "tools": [_chat_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_completion_tokens": body.max_output_tokens,
+        "response_format": body.text.response_format(),
+        "reasoning_effort": body.reasoning.effort,
+        **{name: extra[name] for name in extra.keys() & body.EXTENSIONS},
+    }
+    said = {name: value for name, value in asked.items() if value is not None}
+    try:
+        chat = _Chat.model_validate(said)
+    except ValidationError as error:
+        raise from_validation(error) from error
+    chat.refuse_unsupported()
+    return chat
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Reasoning, text and calls of one answer are one message, as templates expect it. Raises
+    BadRequestError."""
+    messages: list[dict[str, Any]] = []
+    called: set[str | None] = set()
+    for number, item in enumerate(items):
+        if item.type == "function_call_output":
+            if item.call_id not in called:
+                text = "there is no such function_call before it; nothing is stored here"
+                raise bad_request(f"input[{number}].call_id: {text}", "input")
+            said = {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+            messages.append(said)
+        elif item.type == "message" and item.role != "assistant":
+            messages.append({"role": item.role, "content": item.content})
+        else:
+            if not messages or not _goes_on(messages[-1], item):
+                messages.append({"role": "assistant", "content": ""})
+            _add(messages[-1], item)
+            called.add(item.call_id)
+    return messages
+
+
+def _goes_on(message: dict[str, Any], item: Item) -> bool:
+    """The item is a part of the same answer: after text come calls alone."""
+    if message["role"] != "assistant":
+        return False
+    return item.type == "function_call" or not (message["content"] or "tool_calls" in message)
+
+
+def _add(answer: dict[str, Any], item: Item) -> None:
+    if item.type == "function_call":
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)
+    elif item.type == "message":
+        answer["content"] = item.content
+    else:
+        parts = (answer.get("reasoning_content"), item.content or item.summary)
+        answer["reasoning_content"] = "\n".join(part for part in parts if part) or None
+
+
+def _with_instructions(
+    instructions: str | None, messages: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Before the input. What the input begins with in the same role joins them: templates know one
+    system message."""
+    if not instructions:
+        return messages
+    first = list(takewhile(lambda said: said["role"] in ("system", "developer"), messages))
+    texts = [instructions, *(said["content"] for said in first)]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(first) :]]
+
+
+def _echo_of(body: ResponsesBody) -> dict[str, Any]:
+    choice = body.tool_choice or "auto"
+    tools = [tool.model_dump() for tool in body.tools or ()]
+    form: dict[str, Any] = {"format": body.text.format or {"type": "text"}}
+    if body.text.verbosity is not None:
+        form["verbosity"] = body.text.verbosity
+    return {
+        "instructions": msgspec.Raw(msgspec.json.encode(body.instructions)),
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "text": msgspec.Raw(msgspec.json.encode(form)),
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
+        "tools": msgspec.Raw(msgspec.json.encode(tools)),
+    }
+
+
+def renamed(error: BadRequestError) -> BadRequestError:
+    """The same in the words of this API, where chat completions have others."""
+    name = _NAMES.get(error.param or "")
+    if name is None:
+        return error
+    return bad_request(name + str(error).removeprefix(error.param or ""), name)
