@@ -245,6 +245,20 @@ def test_a_piece_may_hold_the_ends_of_several_calls(step: int) -> None:
     assert [json.loads(arguments)["city"] for _, arguments in found] == cities
 
 
+def test_no_part_of_a_mark_is_text_wherever_the_text_is_cut() -> None:
+    """That between two calls was, where a piece had its end and the begin of the next one."""
+    for step in range(1, 24):
+        for first in range(step):
+            starts = range(first, len(CALLS), step)
+            parts = [CALLS[:first], *(CALLS[at : at + step] for at in starts)]
+            parser, said, names = parser_of("qwen25"), "", list[str]()
+            for at, part in enumerate(parts, 1):
+                piece = parser.push(part, last=at == len(parts))
+                said += piece.text
+                names += [name for _, name, _ in piece.calls if name]
+            assert (said.strip(), names) == ("", ["weather"] * 2), (step, first)
+
+
 def test_json_that_could_be_a_call_costs_little() -> None:
     parser = parser_of("llama3")
     lengths = parses_of(parser)

@@ -83,13 +83,13 @@ class AnswerParser:
         return piece
 
     def _piece_chars(self) -> int:
-        """The parsers are made for a token's text at a time. They lose what is before the first
+        """The parsers are made for a token's text at a time. They lose what is before a
         call's begin in the same piece. Of what may be a call they parse all again with each piece:
         the longer it is, the longer are the pieces."""
         if self._calls is None:
             return _PIECE_CHARS
         buffer = getattr(self._detector, "_buffer", "")
-        return max(_PIECE_CHARS if self._names else 1, len(buffer) // _BUFFER_PIECES)
+        return max(1, len(buffer) // _BUFFER_PIECES)
 
     def _drain(self, piece: Piece) -> None:
         """A long piece may hold more than one call's end; each turn of a parser tells one thing."""
