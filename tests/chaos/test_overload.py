@@ -38,6 +38,8 @@ ENGINE = {"adapter": "fake", "static": "1MiB", "drain_timeout": "10s", "max_runn
 TOKENS = 20
 SERVED_PER_S = 3.0
 OPEN_MAX = 1024
+# Of 1,024 at three per second the last would wait longer than their clients do (END_S).
+FRONTEND = {"port": 0, "max_open_requests": OPEN_MAX, "progress_timeout": "3m"}
 QUIET_PER_S = 0.3
 SLO_S = 2.0
 NAMES = {"frontend_full", "timeout"}
@@ -133,9 +135,7 @@ def log_bytes(campaign: Campaign) -> int:
 
 
 def test_twenty_times_too_much(tmp_path: Path) -> None:
-    # Of 1,024 at three per second the last would wait longer than their clients do (END_S).
-    frontend = {"port": 0, "max_open_requests": OPEN_MAX, "progress_timeout": "3m"}
-    with chaos_cluster(tmp_path, fake=SLOW, engine=ENGINE, frontend=frontend) as cluster:
+    with chaos_cluster(tmp_path, fake=SLOW, engine=ENGINE, frontend=FRONTEND) as cluster:
         campaign = Campaign(cluster, Load(cluster.url, 0, partial(brief, SEED, MODELS)))
         with told(campaign):
             check_overload(campaign)
@@ -190,8 +190,7 @@ async def beside_a_flood(url: str, flood_per_s: float) -> float:
 
 
 def test_a_flood_of_one_model_leaves_the_others_theirs(tmp_path: Path) -> None:
-    frontend = {"port": 0, "max_open_requests": OPEN_MAX}
-    with chaos_cluster(tmp_path, fake=SLOW, engine=ENGINE, frontend=frontend) as cluster:
+    with chaos_cluster(tmp_path, fake=SLOW, engine=ENGINE, frontend=FRONTEND) as cluster:
         for model in MODELS:
             assert cluster.post(model).status_code == 200
         alone = asyncio.run(beside_a_flood(cluster.url, QUIET_PER_S))
