@@ -60,13 +60,15 @@ class TextUpdate:
 
 
 def together(events: list[Event]) -> list[Event]:
-    """The chunks of each choice as one, then failures. Those with log probabilities, which take the
-    most time to show, stay apart."""
+    """The chunks of each choice as one, up to its failure; then failures. Those with log
+    probabilities, which take the most time to show, stay apart."""
     joined: dict[int, Chunk] = {}
-    failures: list[Event] = []
+    failed: dict[int, Failure] = {}
     for number, event in events:
+        if number in failed:
+            continue
         if isinstance(event, Failure):
-            failures.append((number, event))
+            failed[number] = event
         elif event.logprobs or event.prompt_logprobs:
             return events
         elif before := joined.get(number):
@@ -78,7 +80,7 @@ def together(events: list[Event]) -> list[Event]:
             )
         else:
             joined[number] = event
-    return [*joined.items(), *failures]
+    return [*joined.items(), *failed.items()]
 
 
 class GeneratedChoice:
