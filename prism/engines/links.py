@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import kvcached
-from kvcached import KvcachedError, LoadOptions, Shrunk, StoredWeights, WeightArena
+from kvcached import KvcachedError, LoadOptions, StoredWeights, WeightArena
 from prism.config.schema import is_gpu
 from prism.engines.core import EngineContext
 from prism.engines.room import await_room
@@ -159,9 +159,7 @@ class LoadLinks:
         self._poll.unregister(client.fileno())
         try:
             self._links.drop(client)
-            if (request := client.shrink_request()) is not None:
-                client.answer(request, Shrunk(returned_bytes=self._link_bytes))
-            client.close()
+            client.close()  # which is the answer: who asked may remove the ledger upon it
         except KvcachedError as error:
             log.warning("%s is not left in order: %s", name, error)
         log.info("what loads over %s took there is given back", name)

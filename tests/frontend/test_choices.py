@@ -102,7 +102,7 @@ async def test_the_first_choice_computes_what_all_show_of_the_prompt(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, inline: bool
 ) -> None:
     """Though another one begins before it. Many log probabilities are made beside the loop."""
-    monkeypatch.setattr(replies, "_INLINE_LOGPROBS_MAX", 1 << 20 if inline else 8)
+    monkeypatch.setattr(replies, "_INLINE_TOKENS_MAX", 1 << 20 if inline else 8)
     part, threads = CompletionLogprobs.part, set[threading.Thread]()
 
     def noted(self: CompletionLogprobs, ids: list[int], logprobs: Logprobs) -> dict[str, Any]:

@@ -15,6 +15,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from kvcached import nvml
+
 ROOT = Path(__file__).parent.parent.parent
 BUILD = ROOT / "build" / "cpp-tests"
 FLAGS = ("-DPRISM_CPP_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1 -g1")
@@ -92,6 +94,14 @@ def build_libnvml() -> Path:
     """NVML's calls on the devices of the test libcuda. It lies beside that."""
     keep_own_book()
     return build_layers("doubles", "test_libnvml", product="libnvidia-ml.so.1")
+
+
+def restart_libnvml() -> None:
+    """The test libnvml reads its settings as NVML is initialised, which is done once per process:
+    this makes the next use do so again."""
+    if nvml._loaded.cache_info().currsize:
+        nvml.load()._call("nvmlShutdown")
+        nvml._loaded.cache_clear()
 
 
 def keep_own_book() -> None:

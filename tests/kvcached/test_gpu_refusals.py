@@ -13,7 +13,7 @@ import pytest
 
 from kvcached import Device, errors, gpu_facts
 
-from .compiling import build_libnvml
+from .compiling import build_libnvml, restart_libnvml
 from .conftest import PAGE
 from .libcuda import LibCuda
 
@@ -42,6 +42,7 @@ def device_name() -> str:
 @pytest.fixture
 def libnvml(libcuda: LibCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHED_LIBNVML", str(build_libnvml()))
+    restart_libnvml()
 
 
 def said(namespace: str, device: str = "cuda:0", **env: str) -> str:

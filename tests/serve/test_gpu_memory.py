@@ -22,7 +22,7 @@ from prism.config.memory import memory_need
 from prism.config.resolved import read_resolved
 from prism.config.schema import ClusterConfig
 from prism.engines.fake import expected_tokens
-from tests.kvcached.compiling import build_libcuda, build_libnvml
+from tests.kvcached.compiling import build_libcuda, build_libnvml, restart_libnvml
 from tests.serve.conftest import Cluster, serving, until
 
 MIB = 1 << 20
@@ -55,6 +55,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHED_TEST_CUDA_BYTES", str(128 * MIB))
     monkeypatch.setenv("KVCACHED_TEST_CUDA_CONTEXT_BYTES", str(CONTEXT))
     monkeypatch.setenv("KVCACHED_TEST_CUDA_TEARDOWN_MS", "300")
+    restart_libnvml()
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from prism.messages.engine import (
     Submit,
 )
 from tests.engines.harness import DeviceUnderTest, request
+from tests.kvcached.compiling import restart_libnvml
 from tests.sglang.models import LLAMA, greedy, prompts, spec_of
 from tests.torchcuda import MIB, ROOT, cuda_environment
 from tests.torchcuda.life import DEVICE, TOKENS, config_of
@@ -49,6 +50,7 @@ def env() -> Iterator[dict[str, str]]:
     with pytest.MonkeyPatch.context() as here:
         for name in ("KVCACHED_LIBCUDA", "KVCACHED_LIBNVML", "KVCACHED_TEST_CUDA_BYTES"):
             here.setenv(name, made[name])
+        restart_libnvml()
         yield made
 
 
