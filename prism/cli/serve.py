@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,7 @@ from prism.frontend.tokenizers import load_tokenizers
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.policies import registry
+from prism.serve import drain as drains
 from prism.serve import gpu_probe, operator, report
 from prism.serve import reload as reloads
 from prism.serve.gpu_probe import GpuFound
@@ -206,6 +208,28 @@ def flush(
 ) -> None:
     """Give back idle memory: spare pages and the prefix cache, of MODEL or of all."""
     _operate(OperatorCommand("flush", model), as_json, run_dir)
+
+
+@app.command(epilog="Example: prism-serve drain host:1")
+def drain(
+    device: Annotated[str, typer.Argument(metavar="DEVICE")], *, run_dir: RunDirOption = None
+) -> None:
+    """Place nothing more on DEVICE, have its models move or leave, and wait until it is empty."""
+    config = find(run_dir)
+    _check_known(config, OperatorCommand("drain", device=device))
+    drains.drain(config, device, partial(print, flush=True))
+    print(f"{device} is empty, and stays so; prism-serve undrain {device} gives it models again")
+
+
+@app.command(epilog="Example: prism-serve undrain host:1")
+def undrain(
+    device: Annotated[str, typer.Argument(metavar="DEVICE")], *, run_dir: RunDirOption = None
+) -> None:
+    """Let DEVICE have models again."""
+    config = find(run_dir)
+    _check_known(config, OperatorCommand("undrain", device=device))
+    drains.ask(config, "undrain", device)
+    print(f"{device} may have models again")
 
 
 @app.command("new-key", epilog="Example: prism-serve new-key alice --keys keys.yaml --model llama")

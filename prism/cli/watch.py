@@ -49,7 +49,7 @@ def picture(status: ClusterStatus) -> RenderableType:
     )
     for agent in status.agents:
         table.add_row(
-            agent.device,
+            report.device_name(status, agent.device),
             _bar(agent),
             f"{format_size(agent.reserved_bytes)} of {format_size(agent.capacity_bytes)}",
             str(sum(model.waiting for model in agent.models)),

@@ -134,15 +134,25 @@ class ClusterController:
         if state.book.all_heard(self._state.now_s()):
             self._plan()
         if not self._awaits_first_report():
-            await self._queue.publish_status(build_status(state, self.view()))
+            await self._publish()
+
+    async def _publish(self) -> None:
+        state, status = self._state, build_status(self._state, self.view())
+        await self._queue.publish_status(status)
+        if state.kept_drained != status.drained.keys():
+            state.kept_drained = frozenset(status.drained)
+            state.changes.notify()
 
     async def _resume(self) -> None:
         """A cluster that a scheduler before this one had ready is not started anew: agents that
         live report within moments."""
-        before = await self._queue.status()
+        state, before = self._state, await self._queue.status()
+        state.kept_drained = frozenset(before.drained if before else ())
+        state.drained.update(filter(state.book.knows, state.kept_drained))
+        state.changes.notify()
         if before is not None and before.ready:
-            self._state.started_all = True
-            self._state.book.resume(self._state.timing.lost_after_s)
+            state.started_all = True
+            state.book.resume(state.timing.lost_after_s)
         self._resumed = True
 
     def _awaits_first_report(self) -> bool:

@@ -1,4 +1,5 @@
-"""Operators' commands: activate, evict, prefetch, flush, status. Each ends in one ActionResult."""
+"""Operators' commands: activate, evict, prefetch, flush, drain, undrain, status. Each ends in one
+ActionResult."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from prism.messages.agent import ActionResult, AgentCommand, PrefetchModel, Trim
 from prism.messages.cluster import OperatorCommand
 from prism.policies.data import Migrate
 
-COMMANDS = ("activate", "evict", "prefetch", "flush", "status")
+COMMANDS = ("activate", "evict", "prefetch", "flush", "drain", "undrain", "status")
 log = logging.getLogger("prism.cluster")
 
 
@@ -59,6 +60,8 @@ class Operator:
             return self._status()
         if command.kind == "flush":
             return await self._flush(command)
+        if command.kind in ("drain", "undrain"):
+            return await self._drain(command)
         if command.model is None:
             return _result(False, f"{command.kind}: name a model")
         return await self._about(command.model, command)
@@ -79,11 +82,35 @@ class Operator:
             return f"there is no model {command.model!r}; the models are {', '.join(models)}"
         if command.device is not None and command.device not in devices:
             return f"there is no device {command.device!r}; the devices are {', '.join(devices)}"
+        if command.kind == "activate" and command.device in self._state.drained:
+            return f"{command.device} is drained; prism-serve undrain gives it models again"
         return ""
 
     def _status(self) -> ActionResult:
         status = build_status(self._state, build_view(self._state, self._state.now_s()))
         return _result(True, msgspec.json.encode(status).decode())
+
+    async def _drain(self, command: OperatorCommand) -> ActionResult:
+        """Answered when the next scheduler would know of it; the models leave afterwards."""
+        state, device = self._state, command.device
+        if device is None:
+            return _result(False, f"{command.kind}: name a device")
+        if not state.policy.evicts:
+            return _result(False, f"the policy {state.policy.name} gives each model its place once")
+        # What the scheduler before this one knew would come on top.
+        known = await state.changes.until(
+            lambda: state.kept_drained is not None, state.timing.settle_s
+        )
+        if not known:
+            return _result(False, "Redis gives the scheduler no answer; try again")
+        drains = command.kind == "drain"
+        (state.drained.add if drains else state.drained.discard)(device)
+        state.changes.notify()
+        kept = await state.changes.until(
+            lambda: (device in (state.kept_drained or ())) == drains, state.timing.settle_s
+        )
+        why = "a restart of the scheduler would forget it, since Redis has not taken it; try again"
+        return _result(kept, "" if kept else f"{command.kind} of {device}: {why}")
 
     async def _flush(self, command: OperatorCommand) -> ActionResult:
         """Idle memory goes back: spare pages and unused prefix cache."""

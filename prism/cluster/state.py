@@ -79,6 +79,9 @@ class SchedulerState:
     wanted: set[str] = field(default_factory=set)  # to be resident although no request waits
     # Operators' activations that are not finished: model -> device or None.
     demands: dict[str, str | None] = field(default_factory=dict)
+    drained: set[str] = field(default_factory=set)  # devices; operators say which
+    # Those that the next scheduler will find in Redis. None: what this one finds is not read yet.
+    kept_drained: frozenset[str] | None = None
     refusals: dict[str, str] = field(default_factory=dict)
     activated_s: dict[str, float] = field(default_factory=dict)  # when models became active
     # When models have been up for as long as they took to load, and how long that was.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from prism.cluster.agents import ABSENT_STATES
 from prism.cluster.state import SchedulerState
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
+from prism.policies import drain
 from prism.policies.bins import current_bins
 from prism.policies.data import ClusterView
 from prism.transport import malformed_total
@@ -22,7 +24,7 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
         placement={name: devices[0] for name, devices in state.placement.items()},
         copies={name: d for name, d in state.placement.items() if len(d) > 1},
         agents=state.book.reports(),
-        kvpr={name: b.kvpr for name, b in bins.items() if b.gpu.alive},
+        kvpr={name: b.kvpr for name, b in bins.items() if state.book.report(name)},
         token_rates=_token_rates(view),
         unplaced=dict(state.unplaced),
         actions_total=dict(state.actions_total),
@@ -33,7 +35,20 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
         decisions=state.decisions.latest(),
         revision=state.revision,
         leaving=_leaving(state),
+        drained={device: "; ".join(_left(state, view, device)) for device in sorted(state.drained)},
     )
+
+
+def _left(state: SchedulerState, view: ClusterView, device: str) -> list[str]:
+    """Models that are on the device or on their way there, each with why it is still there."""
+    if state.book.report(device) is None:
+        return ["its agent does not report"]
+    here = {m.model for m in state.moves.values() if m.brings_up and device in m.devices}
+    for report in state.book.reports():
+        present = (m for m in report.models if m.state not in ABSENT_STATES)
+        here |= {m.model for m in present if device in (report.device, *m.peers)}
+    why = drain.remaining(view, device, moves=state.policy.drains)
+    return [f"{name} {why.get(name, 'leaves')}" for name in sorted(here)]
 
 
 def _leaving(state: SchedulerState) -> list[str]:

@@ -144,6 +144,7 @@ def _gpu(state: SchedulerState, device: DeviceConfig, models: tuple[ModelView, .
             device.models_bytes,
             engines_total=device.engines,
             alive=False,
+            drained=device.name in state.drained,
             node=device.node,
         )
     coming = [m for m in state.moves.values() if m.brings_up and device.name in m.devices]
@@ -159,6 +160,8 @@ def _gpu(state: SchedulerState, device: DeviceConfig, models: tuple[ModelView, .
         free_bytes=max(0, report.capacity_bytes - report.reserved_bytes - pending_bytes),
         engines_free=_engines_free(report) - len(seated | _guests(state, device.name)),
         engines_total=device.engines,
+        alive=device.name not in state.drained,
+        drained=device.name in state.drained,
         node=device.node,
     )
 

@@ -7,7 +7,8 @@ from prism.messages.agent import AgentReport, FromAgent
 
 
 class OperatorCommand(Wire, frozen=True):
-    """From `prism-serve activate|evict|prefetch|flush|status`, answered by an ActionResult."""
+    """From `prism-serve activate|evict|prefetch|flush|drain|undrain|status`, answered by an
+    ActionResult."""
 
     kind: str  # one of these words; "status" answers with ClusterStatus as JSON in the message
     model: str | None = None
@@ -58,6 +59,8 @@ class ClusterStatus(Wire, frozen=True):
     decisions: list[Decision] = []  # the latest ones, in the order in which they began
     # Model -> devices, of models with several copies; `placement` has the first one.
     copies: dict[str, tuple[str, ...]] = {}
-    # Of the configuration that the scheduler and all frontends work with.
+    # Of the configuration that the scheduler and all frontends work with; -1: it has just begun.
     revision: int = 0
     leaving: list[str] = []  # models that are not in it any more, and are still here
+    # Device -> what is still there, of those on which nothing is placed; empty: nothing is.
+    drained: dict[str, str] = {}

@@ -235,6 +235,9 @@ def _too_few(model: ModelView, allowed: Sequence[Bin]) -> str:
 def _nowhere(model: ModelView, bins: Bins) -> str:
     if model.pinned_device is not None and model.pinned_device not in bins:
         return f"its device {model.pinned_device} is not in the cluster"
-    if not any(b.gpu.alive for b in bins.values() if model.pinned_device in (None, b.name)):
-        return "no agent answers on " + (model.pinned_device or "any device")
+    possible = [b.gpu for b in bins.values() if model.pinned_device in (None, b.name)]
+    if not any(gpu.alive for gpu in possible):
+        drained = ", ".join(sorted(gpu.name for gpu in possible if gpu.drained))
+        where = model.pinned_device or "any device"
+        return f"operators drain {drained}" if drained else f"no agent answers on {where}"
     return "its activation failed a moment ago on " + ", ".join(model.barred)

@@ -107,8 +107,10 @@ class GpuView(msgspec.Struct, frozen=True):
     # Engines that could take a model now.
     engines_free: int = 0
     engines_total: int = 0
-    # Whether its agent answers, so that models can be activated on it.
+    # Whether models can be activated on it: its agent answers, and it is not drained.
     alive: bool = True
+    # Models that are here have to leave.
+    drained: bool = False
     # Devices of one node have fast links. A tensor-parallel model stays within one.
     node: str = ""
 

@@ -77,11 +77,14 @@ class Policy:
     turns: TurnPolicy | None = None
     # The pool that the models of a device share. None: each has blocks of its own.
     kv_blocks: KvBlocks | None = None
+    # Its plan empties drained devices. False: idle models there are evicted beside it.
+    drains: bool = False
     # An activation starts a new engine process instead of reusing one.
     restarts_engine: bool = False
     # Its plan reads `ModelView.startup_s`; without them all devices are alike to it.
     asks_startup: bool = False
-    # Says without a view that the plan would be empty, if no model that is asked for is absent.
+    # Says without a view that the plan would be empty, if no model that is asked for is absent and
+    # none has to leave (`policies/drain.py`).
     # None: it cannot tell.
     calm: Callable[[Iterable[DeviceLoad], Settings], bool] | None = None
     # Of another package's policy: the type of its knobs, and what makes it of them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from prism.policies import kvpr, replicas
+from prism.policies import drain, kvpr, replicas
 from prism.policies.balance import (
     elsewhere,
     migrate,
@@ -47,12 +47,14 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
     relieve = view.rebalance and not calm(_loads(view, settings), settings)
-    if not (asked or wanted or relieve):
+    leaving = drain.must_leave(view)
+    if not (asked or wanted or relieve or leaving):
         return ()
     models, gpus = settled(view)
     builder = PlanBuilder(view, settings, current_bins(models, gpus))
     _seat(builder, asked, _make_room)
     _seat(builder, wanted, _refuse)
+    drain.vacate(builder, leaving, _clear_for, _evict)
     if relieve:
         _free_short_devices(builder)
         replicas.adjust(builder, _clear_idle)
@@ -226,6 +228,13 @@ def _evict_for(builder: PlanBuilder, model: ModelView, idle: Sequence[ModelView]
     _clear(builder, model, victims, why)
     _activate(builder, model, home, f"after evicting {', '.join(v.name for v in victims)}")
     return True
+
+
+def _clear_for(builder: PlanBuilder, model: ModelView) -> None:
+    """Room for a model that has to move: it does so when they have gone."""
+    for idle in (_over_threshold(builder), _longest_idle(builder)):
+        if (option := _cheapest(builder.bins.values(), model, idle)) is not None:
+            return _clear(builder, model, option[2], "its device is needed")
 
 
 def _clear_idle(

@@ -56,6 +56,7 @@ _POLICIES = {
             frozenset({ADMISSION_ORDER, ELASTIC_MEMORY}),
             order=moore_hodgson.order,
             calm=prism.calm,
+            drains=True,
         ),
         Policy(
             "static",

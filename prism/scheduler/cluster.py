@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from prism.policies import drain
 from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.policy import Policy
 from prism.policies.replicas import saturated
@@ -49,6 +50,8 @@ class ClusterScheduler:
             self._rebalance_at_s = now_s + self._interval_s
         view = self._with_rates(replace(self._port.view(), now_s=now_s, rebalance=due))
         actions = self._policy.plan(view, self._settings)
+        if self._policy.evicts and not self._policy.drains:
+            actions = (*actions, *drain.evictions(view, actions))
         if self.observe is not None:
             self.observe(view, actions)
         for action in actions:

@@ -156,8 +156,15 @@ def cluster(status: ClusterStatus) -> RenderableType:
         parts.append(_drivers_table(status))
     parts += [Text(f"{model}: {n} requests wait unplaced") for model, n in status.unplaced.items()]
     parts += [Text(f"{model} was removed, and leaves") for model in status.leaving]
+    parts += [Text(f"{device}: {left}") for device, left in status.drained.items() if left]
     parts += [Text(f"{name}: {trouble}") for name, trouble in status.degraded.items()]
     return Group(*parts)
+
+
+def device_name(status: ClusterStatus, device: str) -> str:
+    """With what an operator has asked of it."""
+    left = status.drained.get(device)
+    return device if left is None else f"{device} ({'drains' if left else 'drained'})"
 
 
 def _drivers_table(status: ClusterStatus) -> Table:
@@ -202,7 +209,7 @@ def _agents_table(status: ClusterStatus) -> Table:
     )  # fmt: skip
     for agent in status.agents:
         table.add_row(
-            agent.device,
+            device_name(status, agent.device),
             format_size(agent.reserved_bytes),
             format_size(agent.resident_bytes),
             format_size(agent.capacity_bytes),

@@ -73,6 +73,7 @@ def clusters(draw: st.DrawFn, wide: bool = False) -> ClusterView:
         for device in devices_of(views):
             room[devices.index(device)] -= need_bytes(part(views))
             engines[devices.index(device)] -= 1
+    drained = [draw(st.booleans()) for _ in capacities]
     gpus = [
         gpu(
             name,
@@ -80,7 +81,8 @@ def clusters(draw: st.DrawFn, wide: bool = False) -> ClusterView:
             engines[i],
             free_bytes=room[i],
             engines_total=8,
-            alive=draw(st.booleans()),
+            alive=draw(st.booleans()) and not drained[i],
+            drained=drained[i],
             node=f"n{i // 2}" if wide else "",
         )
         for i, name in enumerate(devices)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prism.policies.data import Activate, Evict, Migrate, ModelView, Refuse
+from prism.policies.drain import must_leave
 from prism.policies.prism import plan
 from tests.policies.clusters import (
     SETTINGS,
@@ -319,12 +320,16 @@ def test_every_plan(view) -> None:
     check_capacity(view, actions)
     by_name = {m.name: m for m in view.models}
     alive = {g.name for g in view.gpus if g.alive}
+    leaving = must_leave(view)
     assert len({a.model for a in actions}) == len(actions), "one action per model"
+    assert all(
+        a.target in alive and alive.issuperset(a.peers) for a in actions_of(Migrate, actions)
+    )
     for evicted in actions_of(Evict, actions):
         victim = by_name[evicted.model]
         assert victim.state == "active"
         assert (victim.never_evict, victim.running, victim.waiting) == (False, 0, 0)
-        assert victim.idle_s > SETTINGS.min_idle_s
+        assert victim in leaving or victim.idle_s > SETTINGS.min_idle_s
     for activated in actions_of(Activate, actions):
         seeker = by_name[activated.model]
         assert seeker.state == "absent"

@@ -1,0 +1,68 @@
+"""`prism-serve drain`: wait until a device that gets no more models is empty."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from prism.config.schema import ClusterConfig
+from prism.errors import ConfigError, PrismError
+from prism.messages.cluster import ClusterStatus, OperatorCommand
+from prism.serve import operator
+from prism.serve.run_dir import find
+
+_ASK_S = 10.0
+_LOOK_S = 0.5
+
+
+class DrainEndedError(PrismError):
+    """The device is in use again, or the cluster has ended."""
+
+
+def drain(config: ClusterConfig, device: str, say: Callable[[str], None]) -> None:
+    """Returns when no model is on the device; `say` hears of each change until then. The scheduler
+    may be started again meanwhile. Raises OperatorError where it refuses or does not answer at the
+    beginning, and DrainEndedError."""
+    ask(config, "drain", device)
+    said = None
+    while (left := _left(config, device)) != "":
+        if left is not None and left != said:
+            said = left
+            say(f"{device}: {left}")
+        time.sleep(_LOOK_S)
+
+
+def _left(config: ClusterConfig, device: str) -> str | None:
+    """What is still there; "": nothing. None: the scheduler does not know yet. Raises
+    DrainEndedError."""
+    try:
+        status = _status(config)
+    except operator.OperatorError:
+        _check_runs(config)
+        return None
+    left = status.drained.get(device)
+    if left is None and status.revision >= 0:
+        raise DrainEndedError(f"{device} is not drained any more: somebody has undrained it")
+    return left
+
+
+def _check_runs(config: ClusterConfig) -> None:
+    try:
+        find(Path(config.run_dir))
+    except ConfigError as error:
+        raise DrainEndedError("the cluster has ended") from error
+
+
+def ask(config: ClusterConfig, kind: str, device: str) -> None:
+    """Raises OperatorError."""
+    result = operator.ask(config, OperatorCommand(kind, device=device), _ASK_S)
+    if not result.ok:
+        raise operator.OperatorError(result.message)
+
+
+def _status(config: ClusterConfig) -> ClusterStatus:
+    result = operator.ask(config, OperatorCommand("status"), _ASK_S)
+    return msgspec.json.decode(result.message, type=ClusterStatus)
