@@ -86,13 +86,13 @@ def _of_response_format(value: dict[str, Any] | None) -> list[tuple[str, Any, st
 
 def _grammar(kind: str, value: Any, field: str) -> Grammar:
     if kind == "choice":
-        return _checked(Grammar("ebnf", _choice_text(value, field)), field)
+        return checked(Grammar("ebnf", _choice_text(value, field)), field)
     if kind in ("json", "structural_tag"):
-        return _checked(Grammar(kind, _json_text(value, field)), field)  # type: ignore[arg-type]
+        return checked(Grammar(kind, _json_text(value, field)), field)  # type: ignore[arg-type]
     if not isinstance(value, str) or not value:
         raise _refused(field, "must be a text")
     _refuse_long(len(value), field)
-    return _checked(Grammar("regex" if kind == "regex" else "ebnf", value), field)
+    return checked(Grammar("regex" if kind == "regex" else "ebnf", value), field)
 
 
 def _choice_text(value: Any, field: str) -> str:
@@ -128,7 +128,8 @@ def _refuse_long(length: int, field: str) -> None:
         raise _refused(field, f"has more than {CHARS_MAX} characters; shorten it")
 
 
-def _checked(grammar: Grammar, field: str) -> Grammar:
+def checked(grammar: Grammar, field: str) -> Grammar:
+    """The same. Raises BadRequestError for one that is not even tried."""
     _refuse_long(len(grammar.text), field)
     # XGrammar ends its process at one.
     if "\0" in grammar.text or "\\u0000" in grammar.text:

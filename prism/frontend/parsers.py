@@ -10,6 +10,7 @@ from typing import Any
 
 from prism.frontend.chat_types import ChatBody, NamedTool
 from prism.frontend.errors import UnavailableError, bad_request
+from prism.frontend.grammars import checked
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar
@@ -103,22 +104,23 @@ class AnswerParsers:
         return importlib.import_module(self._name)
 
 
-def tool_grammar(parsing: Parsing | None, body: ChatBody) -> Grammar | None:
-    """What makes the model call the tools that it must. Raises BadRequestError."""
-    if parsing is None or not parsing.tools:
+def tool_grammar(parsing: Parsing, body: ChatBody, all_strict: bool = False) -> Grammar | None:
+    """What makes the model call the tools that it must, behind its reasoning. `all_strict`: the
+    arguments follow every tool's schema, not only those of strict tools. Raises BadRequestError."""
+    if not parsing.tools:
         return None
     parallel = body.parallel_tool_calls is not False
+    strict = {"strict": True} if all_strict else {}
+    tools = [{**tool, "function": {**tool["function"], **strict}} for tool in parsing.tools]
     try:
-        found = parsing.module.constraint(
-            parsing.tool_parser, parsing.tools, parsing.tool_choice, parallel
-        )
+        found = parsing.module.constraint(parsing.tool_parser, tools, parsing.tool_choice, parallel)
     except ValueError as error:
         raise bad_request(f"tools: {error}", "tools") from error
     must = parsing.tool_choice != "auto"
     if found is None and must:
         text = f"tool_choice: calls of {parsing.tool_parser} cannot be forced; use auto"
         raise bad_request(text, "tool_choice")
-    return Grammar(*found) if found else None
+    return behind_reasoning(parsing, checked(Grammar(*found), "tools")) if found else None
 
 
 def behind_reasoning(parsing: Parsing, grammar: Grammar) -> Grammar:

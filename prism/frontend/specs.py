@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 from uuid import uuid4
@@ -11,14 +12,14 @@ from uuid import uuid4
 from msgspec import structs
 
 from prism.config.priority import PriorityConfig
-from prism.errors import ContextLengthError
+from prism.errors import BadRequestError, ContextLengthError
 from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import ChatBody, Conversation
 from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.grammars import grammar_of
 from prism.frontend.openai_types import CompletionBody, GenerationBody, RequestBody
-from prism.frontend.parsers import behind_reasoning, tool_grammar
+from prism.frontend.parsers import Parsing, behind_reasoning, tool_grammar
 from prism.frontend.sampling import sampling_of
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer
@@ -63,16 +64,16 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     prompts = await tokenizer.encode([text], special_tokens=False)
     parsing = await services.parsers.parsing(body, model, tokenizer, text)
     grammar = await _grammar(services, body, model)
-    field = "response_format" if grammar else "tools"
     if body.must_call:
         if grammar:
             message = "tool_choice: another field asks for a structure; give one of them, or auto"
             raise bad_request(message, "tool_choice")
         _refuse_min_tokens(body, "tool_choice")
-    grammar = grammar or tool_grammar(parsing, body)
-    if grammar is not None and parsing is not None:
+    if parsing is not None and grammar is not None:
         grammar = behind_reasoning(parsing, grammar)
-        await services.grammars.check(model, tokenizer, grammar, field)
+        await services.grammars.check(model, tokenizer, grammar, "response_format")
+    elif parsing is not None:
+        grammar = await _call_grammar(services, body, model, parsing)
     spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
     # Tokens that begin a call or end the reasoning may be special.
     return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
@@ -100,6 +101,23 @@ async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -
     _refuse_min_tokens(body, found[1])
     await services.grammars.check(model, services.tokenizer(model.name), *found)
     return found[0]
+
+
+async def _call_grammar(
+    services: Services, body: ChatBody, model: ModelSpec, parsing: Parsing
+) -> Grammar | None:
+    """What makes the model call. The arguments of a call that must be made follow its tool's
+    schema where that compiles, even if the tool is not strict."""
+    tokenizer = services.tokenizer(model.name)
+    if body.must_call:
+        with suppress(BadRequestError):
+            if grammar := tool_grammar(parsing, body, all_strict=True):
+                await services.grammars.check(model, tokenizer, grammar, "tools")
+                return grammar
+    grammar = tool_grammar(parsing, body)
+    if grammar is not None:
+        await services.grammars.check(model, tokenizer, grammar, "tools")
+    return grammar
 
 
 def _refuse_min_tokens(body: GenerationBody, field: str) -> None:

@@ -14,6 +14,8 @@ import msgspec
 import openai
 import pytest
 
+from prism.frontend.errors import bad_request
+from prism.frontend.grammars import CHARS_MAX
 from prism.frontend.parsers import AnswerParsers
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
@@ -128,9 +130,62 @@ async def test_a_call_that_must_be_made_has_a_grammar(tools_stack: Stack) -> Non
         assert grammar.kind == "structural_tag"
         form = json.loads(grammar.text)["format"]
         assert form["at_least_one"]
+        assert form["stop_after_first"] is (choice is named)
         begins = [tag["begin"] for tag in form["tags"]]
         assert begins == [f'<tool_call>\n{{"name":"{n}", "arguments":' for n in names]
+        schemas = [tag["content"]["json_schema"] for tag in form["tags"]]
+        parameters = WEATHER["function"]["parameters"]
+        assert schemas == [parameters, {"type": "object"}][: len(names)]
+        assert all(tag["content"]["max_whitespace_cnt"] for tag in form["tags"])
     assert set(tried) == {"tools"}
+
+
+async def test_a_schema_that_cannot_be_compiled_leaves_a_call_to_be_any_object(
+    tools_stack: Stack,
+) -> None:
+    async def check(*asked: Any) -> None:
+        if "city" in asked[2].text:
+            raise bad_request("tools: cannot be compiled", "tools")
+
+    tools_stack.services.grammars.check = check  # type: ignore[method-assign]
+    await ask(tools_stack, CALLS, tools=[WEATHER], tool_choice="required")
+    grammar = tools_stack.agent.seen[-1].sampling.grammar
+    assert grammar is not None
+    [tag] = json.loads(grammar.text)["format"]["tags"]
+    assert tag["content"]["json_schema"] == {"type": "object"}
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    body = {"model": "chat", "messages": SAID, "tools": [strict], "tool_choice": "required"}
+    assert (await tools_stack.client.post("/v1/chat/completions", json=body)).status_code == 400
+
+
+async def test_a_schema_that_is_too_long_is_not_even_tried(tools_stack: Stack) -> None:
+    async def check(*asked: Any) -> None:
+        assert len(asked[2].text) <= CHARS_MAX
+
+    tools_stack.services.grammars.check = check  # type: ignore[method-assign]
+    long = {"type": "object", "properties": {"a": {"enum": ["x" * 100] * (CHARS_MAX // 100)}}}
+    function = {"name": "weather", "parameters": long}
+    body = {"model": "chat", "messages": SAID, "max_tokens": 9, "tool_choice": "required"}
+    for strict, status in ((False, 200), (True, 400)):
+        tools_stack.agent.script = answering([*ids_of(CALLS), 0])
+        tool = {"type": "function", "function": {**function, "strict": strict}}
+        answer = await tools_stack.client.post(
+            "/v1/chat/completions", json=body | {"tools": [tool]}
+        )
+        assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == "tools"
+
+
+def test_schemas_stay_as_they_are() -> None:
+    from prism.engines.sglang import parsers
+
+    for const in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}):
+        schema = {"type": "object", "properties": {"x": {"const": const}}}
+        function = {"name": "weather", "parameters": schema, "strict": True}
+        tool = {"type": "function", "function": function}
+        _, text = parsers.constraint("qwen25", [tool], "required", True) or ("", "")
+        [tag] = json.loads(text)["format"]["tags"]
+        assert tag["content"]["json_schema"] == schema
 
 
 async def test_what_excludes_another_is_refused(tools_stack: Stack) -> None:

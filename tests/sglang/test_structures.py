@@ -11,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from prism.engines.sglang.parsers import WHITESPACE_MAX
 from prism.messages.engine import Submit
 from prism.messages.requests import Grammar, Logprobs
 from tests.engines.harness import DeviceUnderTest, Stream, request
@@ -76,6 +77,26 @@ def test_outputs_match_their_grammars(served: DeviceUnderTest) -> None:
             check(item.id.partition("-")[0], text_of(stream))
     ended = [i for i in made if i.id.startswith("json")]
     assert ended
+
+
+def test_white_space_in_json_ends(served: DeviceUnderTest) -> None:
+    """However much the model likes it: small ones write nothing else."""
+    tokenizer = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json"))
+    ids = range(tokenizer.get_vocab_size())
+    blank = {i: 100.0 for i in ids if tokenizer.decode([i]) and not tokenizer.decode([i]).strip()}
+    assert blank
+    [prompt] = prompts(LLAMA, 1, (20, 20))
+    content = {"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt": WHITESPACE_MAX}
+    tag = {"type": "structural_tag", "format": content}
+    made = [
+        request(f"blank-{g.kind}", LLAMA, prompt, 400, grammar=g, logit_bias=blank, **SAMPLED)
+        for g in (GRAMMARS["json"], Grammar("structural_tag", json.dumps(tag)))
+    ]
+    served.send(Submit(made))
+    for stream in served.finish(*(i.id for i in made)):
+        text = text_of(stream)
+        assert f"{{{' ' * 2}" in text.replace("\n", " ")
+        assert max(map(len, re.findall(r"\s+", text))) <= WHITESPACE_MAX, text
 
 
 def check(kind: str, text: str) -> None:

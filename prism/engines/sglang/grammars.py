@@ -21,6 +21,7 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGra
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from prism.engines.sglang import vocabulary
+from prism.engines.sglang.parsers import WHITESPACE_MAX
 
 CACHED_MAX = 32  # compiled grammars of a model
 # SGLang looks whether grammars are ready for so long in each step.
@@ -97,6 +98,6 @@ class _LazyBackend(BaseGrammarBackend):  # type: ignore[misc]
 
 def _xgrammar(directory: Path, vocab_size: int) -> XGrammarGrammarBackend:
     tokenizer, ends = vocabulary.load(directory)
-    backend = XGrammarGrammarBackend(tokenizer, vocab_size, ends)
+    backend = XGrammarGrammarBackend(tokenizer, vocab_size, ends, max_whitespace_cnt=WHITESPACE_MAX)
     backend.grammar_compiler, _ = vocabulary.compiler(tokenizer, vocab_size, ends)
     return backend

@@ -21,6 +21,8 @@ from typing import Any
 
 from prism.engines.sglang.known import package_folder
 
+# Characters in a row between two parts of JSON. Without a bound small models write nothing else.
+WHITESPACE_MAX = 32
 _PIECE_CHARS = 8
 _BUFFER_PIECES = 16
 # It comes whole, and parsers do not know it in parts.
@@ -164,7 +166,10 @@ class AnswerParser:
 def constraint(
     tool_parser: str, tools: Sequence[dict[str, Any]], tool_choice: Any, parallel: bool
 ) -> tuple[str, str] | None:
-    """(kind, text) of the grammar that makes the model call; None: it may do as it likes."""
+    """(kind, text) of the grammar that makes the model call; None: it may do as it likes. Arguments
+    follow the schemas of tools that are strict, and are objects in any case. A tool that is named
+    is called once."""
+    parallel = parallel and not isinstance(tool_choice, dict)
     parser = _library().calls.FunctionCallParser(
         _tools(tools), tool_parser, tool_choice=_choice(tool_choice)
     )
@@ -174,10 +179,24 @@ def constraint(
     kind, value = found
     value = value if isinstance(value, str | dict) else value.model_dump(by_alias=True)
     if kind == "structural_tag":
-        value = _new_form(json.loads(value) if isinstance(value, str) else value)
+        value = _new_form(json.loads(value) if isinstance(value, str) else value, parallel)
+        _tighten(value)
     text = value if isinstance(value, str) else json.dumps(value)
     names = {"json_schema": "json", "full_assistant_ebnf": "ebnf"}
     return names.get(kind, kind), text
+
+
+def _tighten(form: Any) -> None:
+    """Every JSON in this structural tag is an object at least, with bounded whitespace."""
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        for part in form.values() if isinstance(form, dict) else form:
+            if isinstance(part, dict | list):
+                _tighten(part)
+        return
+    if form["json_schema"] in ({}, True):
+        form["json_schema"] = {"type": "object"}
+    if form.get("max_whitespace_cnt") is None:
+        form["max_whitespace_cnt"] = WHITESPACE_MAX
 
 
 def detect(template: str, tokenizer: Any) -> tuple[str, str]:
@@ -250,7 +269,8 @@ def behind_reasoning(reasoning_parser: str, prompt: str, kind: str, text: str) -
 
 def _as_form(kind: str, text: str) -> Any:
     if kind == "json":
-        return {"type": "json_schema", "json_schema": json.loads(text)}
+        form = {"type": "json_schema", "json_schema": json.loads(text)}
+        return {**form, "max_whitespace_cnt": WHITESPACE_MAX}
     if kind == "structural_tag":
         return json.loads(text)["format"]
     if kind == "regex":
@@ -277,8 +297,8 @@ def _choice(value: Any) -> Any:
     return value or "auto"
 
 
-def _new_form(tag: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's older structural tags as XGrammar's."""
+def _new_form(tag: dict[str, Any], parallel: bool) -> dict[str, Any]:
+    """SGLang's older structural tags as XGrammar's. `parallel`: of several calls."""
     if "structures" not in tag:
         return tag
     tags = [
@@ -292,7 +312,8 @@ def _new_form(tag: dict[str, Any]) -> dict[str, Any]:
     ]
     at_least_one = bool(tag.get("at_least_one"))
     form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
-    return {"type": "structural_tag", "format": {**form, "at_least_one": at_least_one}}
+    ends = {"at_least_one": at_least_one, "stop_after_first": not parallel}
+    return {"type": "structural_tag", "format": {**form, **ends}}
 
 
 def _library() -> types.SimpleNamespace:

@@ -29,6 +29,7 @@ from xgrammar import (
 
 from prism.engines.sglang import vocabulary
 from prism.engines.sglang.known import package_folder
+from prism.engines.sglang.parsers import WHITESPACE_MAX
 from prism.process import die_with_parent
 
 # Beyond what it holds with its libraries. Engines have room for more.
@@ -80,7 +81,7 @@ def _compiler(directory: str, vocab_size: int) -> tuple[GrammarCompiler, Tokeniz
 def _compile(made: GrammarCompiler, kind: str, text: str) -> CompiledGrammar:
     if kind == "json":
         _validation().validate_xgrammar_json_schema(json.loads(text))
-        return made.compile_json_schema(text)
+        return made.compile_json_schema(text, max_whitespace_cnt=WHITESPACE_MAX)
     if kind == "regex":
         return made.compile_regex(text)
     if kind == "structural_tag":
