@@ -29,6 +29,14 @@ from tests.serve.conftest import Cluster, serving, until
 MODELS = ("a", "b", "c")
 SEED = int(os.environ.get("PRISM_CHAOS_SEED", "1"))
 DEVICE = {"capacity": "16MiB", "page": "64KiB", "engines": 2}
+# The first model is served by two engines at once, one on each device.
+COPIES: dict[str, Any] = {
+    "models": [
+        {"name": "a", "path": "a", "replicas": {"min": 2}},
+        *({"name": name, "path": name} for name in MODELS[1:]),
+    ],
+    "devices": [{"name": f"host:{number}", **DEVICE, "engines": 3} for number in range(2)],
+}
 RECOVERED_S = 240.0
 SETTLED_S = 120.0
 # So many faults are followed by the next one at once.
@@ -95,6 +103,7 @@ class Campaign:
         self.journal: list[Struck] = []
         for model in models:
             assert cluster.post(model).status_code == 200
+        until(self._has_its_copies, "all copies")
         self._before = census(cluster, self.striker)
         self.changed: dict[str, Any] = {}  # by the last look: what -> before, now
 
@@ -122,6 +131,11 @@ class Campaign:
             await self._answered_since(struck.over_s)
         finally:
             print(struck, flush=True)
+
+    def _has_its_copies(self) -> bool:
+        config, served = self.striker.config, census(self.cluster, self.striker)["models"]
+        assert isinstance(served, list)
+        return all(served.count(m.name) >= m.replicas_min for m in config.models)
 
     async def _answered_since(self, since_s: float) -> float:
         """When each model has given a token to a request that was sent after that moment."""

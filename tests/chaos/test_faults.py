@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.campaign import DEVICE, MODELS, SEED, Campaign, chaos_cluster, told
+from tests.chaos.campaign import COPIES, DEVICE, MODELS, SEED, Campaign, chaos_cluster, told
 from tests.chaos.faults import Fault, may_mount, schedule
 from tests.chaos.load import Load, varied
 
@@ -26,11 +26,8 @@ PARTS = ("engine", "forkserver", "preloaded", "agent", "scheduler", "frontend", 
 STOPPED = ("launcher", "rank", *PARTS)
 # Beside the others a model of two ranks, so on both devices.
 WITH_RANKS: dict[str, Any] = {
-    "models": [
-        *({"name": name, "path": name} for name in MODELS),
-        {"name": "t", "path": "a", "tp": 2},
-    ],
-    "devices": [{"name": f"host:{number}", **DEVICE, "engines": 3} for number in range(2)],
+    "models": [*COPIES["models"], {"name": "t", "path": "a", "tp": 2}],
+    "devices": [{"name": f"host:{number}", **DEVICE, "engines": 4} for number in range(2)],
 }
 
 FEW = {
@@ -96,4 +93,4 @@ def test_every_kind_of_fault(tmp_path: Path) -> None:
         for length_s in (5.0, 30.0)
     }
     counts = kills | stops | OTHERS | (FILLS if may_mount() else {})
-    run(tmp_path, schedule(SEED, counts), 12)
+    run(tmp_path, schedule(SEED, counts), 12, **COPIES)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, told
+from tests.chaos.campaign import COPIES, MODELS, SEED, Campaign, chaos_cluster, told
 from tests.chaos.faults import Fault, schedule
 from tests.chaos.load import Load, brief
 from tests.chaos.memory import MemoryWatch
@@ -52,7 +52,7 @@ async def soak(campaign: Campaign, memory: MemoryWatch) -> float:
 @pytest.mark.long
 @pytest.mark.timeout(2 * SOAK_S + 600)
 def test_memory_is_flat_under_faults(tmp_path: Path) -> None:
-    with chaos_cluster(tmp_path, fake="{}") as cluster:
+    with chaos_cluster(tmp_path, fake="{}", **COPIES) as cluster:
         campaign = Campaign(cluster, Load(cluster.url, 24, partial(brief, SEED, MODELS)))
         memory = MemoryWatch(campaign.striker, min(5.0, SOAK_S / 100))
         with told(campaign):
