@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prism.config.access import ApiKey
+from prism.config.admin import admin_address
 from prism.config.keys import read_keys, variable_keys
 from prism.config.knobs import live_policy
 from prism.config.memory import KV_LAYOUTS, arranged, check_memory, check_static
@@ -88,6 +89,7 @@ def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> Cl
         knobs=data.knobs,
         host=data.frontend.host,
         port=data.frontend.port,
+        admin=admin_address(data.frontend.admin, base_dir),
         scheduler=data.scheduler,
         engine=_engine(data.engine, base_dir),
         frontend=_with_tls(data.frontend, base_dir),

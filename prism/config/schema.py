@@ -112,6 +112,9 @@ class FrontendConfig(
     host: str = "127.0.0.1"
     # The port to listen on. 0 takes any free one.
     port: int = 8000
+    # Where /status, /metrics and /dashboard are instead of at this port: another HOST:PORT, or the
+    # path of a Unix socket for this user alone. Relative paths start at this file's folder.
+    admin: str = ""
     # Whether the frontend's log has a line of JSON for each request.
     access_log: bool = True
     # Web pages of these origins ("*": all) may use the API in a browser (CORS).
@@ -338,6 +341,8 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     knobs: dict[str, dict[str, Any]] = {}
     host: str = FrontendConfig().host
     port: int = FrontendConfig().port
+    # HOST:PORT or an absolute path; empty where `port` serves the pages of operators, too.
+    admin: str = FrontendConfig().admin
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     frontend: FrontendConfig = FrontendConfig()

@@ -16,10 +16,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import uvicorn
 import uvloop
@@ -28,9 +28,9 @@ from fastapi import FastAPI
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig, FrontendConfig
 from prism.errors import ConfigError
-from prism.frontend.app import create_app
+from prism.frontend.app import create_admin, create_app
 from prism.frontend.connections import guarded_protocol
-from prism.frontend.listener import open_listener
+from prism.frontend.listener import open_admin, open_listener
 from prism.frontend.services import Services
 from prism.process import beat, configure_logging, die_with_parent, raise_file_limit
 
@@ -39,8 +39,16 @@ _CLOSE_TIMEOUT_S = 3
 # Longer than clients keep idle connections, or they would meet one that is just being closed.
 _KEEP_ALIVE_S = 75
 _OTHER_FILES = 256
+_OPERATORS_MAX = 64  # connections to `frontend.admin`, of those files
 _IDLE_S = 5.0
 _LOOK_S = 0.1
+
+
+class Admin(NamedTuple):
+    """Pages of operators, and where they are."""
+
+    app: FastAPI
+    listener: socket.socket
 
 
 class ImpatientLoop(uvloop.Loop):
@@ -70,7 +78,8 @@ def main() -> int:
         config = file.config
         listener = _listener(config, arguments.listen_fd)
         app = create_app(config, arguments.frontend_id, arguments.without_unreadable, file)
-        serving = serve(app, listener, config.frontend)
+        admin = _admin(app, config, arguments.admin_fd)
+        serving = serve(app, listener, config.frontend, admin)
         ended_in_order = uvloop.run(serving, loop_factory=ImpatientLoop)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -78,17 +87,53 @@ def main() -> int:
     return 0 if ended_in_order else 1
 
 
-async def serve(app: FastAPI, listener: socket.socket, tls: FrontendConfig | None = None) -> bool:
-    """Serve on `listener` until a signal, then drain. Raises ConfigError.
+async def serve(
+    app: FastAPI,
+    listener: socket.socket,
+    tls: FrontendConfig | None = None,
+    admin: Admin | None = None,
+) -> bool:
+    """Serve on `listener`, and on that of `admin`, until a signal, then drain. Raises ConfigError.
 
     Returns False, without a drain, when the dispatcher broke: a new process must take over.
     """
     beating = asyncio.create_task(beat())
     tls = tls or FrontendConfig()
-    server = UvicornServer(
+    servers = [_server(app, tls, _connections_max())]
+    listeners = [listener]
+    if admin is not None:
+        is_local = admin.listener.family == socket.AF_UNIX
+        servers.append(_server(admin.app, FrontendConfig() if is_local else tls, _OPERATORS_MAX))
+        listeners.append(admin.listener)
+    signals = _signal_queue()
+    async with app.router.lifespan_context(app):
+        serving = [
+            asyncio.create_task(server.serve(sockets=[each]))
+            for server, each in zip(servers, listeners, strict=True)
+        ]
+        ending = asyncio.create_task(signals.get())
+        dispatcher = app.state.services.dispatcher
+        broken = asyncio.create_task(dispatcher.broken.wait())
+        await asyncio.wait((*serving, ending, broken), return_when=asyncio.FIRST_COMPLETED)
+        if not broken.done():
+            broken.cancel()
+            left_s = app.state.services.config.engine.drain_timeout_s
+            if ending.done() and ending.result() == signal.SIGUSR1:
+                left_s -= await leave(servers, app.state.services, signals)
+            await drain(app.state.services, signals, left_s)
+        dispatcher.break_all("internal_error", "the frontend failed; try again")
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+        beating.cancel()
+        return not dispatcher.broken.is_set()
+
+
+def _server(app: FastAPI, tls: FrontendConfig, connections_max: int) -> UvicornServer:
+    return UvicornServer(
         uvicorn.Config(
             app,
-            http=guarded_protocol(_connections_max()),
+            http=guarded_protocol(connections_max),
             ws="none",
             log_config=None,
             access_log=False,
@@ -99,24 +144,6 @@ async def serve(app: FastAPI, listener: socket.socket, tls: FrontendConfig | Non
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
     )
-    signals = _signal_queue()
-    async with app.router.lifespan_context(app):
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        ending = asyncio.create_task(signals.get())
-        dispatcher = app.state.services.dispatcher
-        broken = asyncio.create_task(dispatcher.broken.wait())
-        await asyncio.wait((serving, ending, broken), return_when=asyncio.FIRST_COMPLETED)
-        if not broken.done():
-            broken.cancel()
-            left_s = app.state.services.config.engine.drain_timeout_s
-            if ending.done() and ending.result() == signal.SIGUSR1:
-                left_s -= await leave(server, app.state.services, signals)
-            await drain(app.state.services, signals, left_s)
-        dispatcher.break_all("internal_error", "the frontend failed; try again")
-        server.should_exit = True
-        await serving
-        beating.cancel()
-        return not dispatcher.broken.is_set()
 
 
 async def drain(services: Services, signals: asyncio.Queue[int], timeout_s: float) -> None:
@@ -136,17 +163,20 @@ async def drain(services: Services, signals: asyncio.Queue[int], timeout_s: floa
         await asyncio.wait_for(services.wait_idle(), 1.0)
 
 
-async def leave(server: UvicornServer, services: Services, signals: asyncio.Queue[int]) -> float:
+async def leave(
+    servers: Sequence[UvicornServer], services: Services, signals: asyncio.Queue[int]
+) -> float:
     """Accept no more, and wait until the connections that there are have ended: a request that
     comes on one is answered, with `Connection: close`. At most the drain's time; a signal ends it.
     Returns how long it took, in seconds.
     """
     began_s = time.monotonic()
-    for each in server.servers:
-        each.close()
-    server.config.encoded_headers.append((b"connection", b"close"))
-    server.server_state.default_headers = list(server.config.encoded_headers)
-    unused = asyncio.create_task(_unused(server, services))
+    for server in servers:
+        for each in server.servers:
+            each.close()
+        server.config.encoded_headers.append((b"connection", b"close"))
+        server.server_state.default_headers = list(server.config.encoded_headers)
+    unused = asyncio.create_task(_unused(servers, services))
     hurry = asyncio.create_task(signals.get())
     timeout_s = services.config.engine.drain_timeout_s
     await asyncio.wait((unused, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -155,13 +185,17 @@ async def leave(server: UvicornServer, services: Services, signals: asyncio.Queu
     return time.monotonic() - began_s
 
 
-async def _unused(server: UvicornServer, services: Services) -> None:
+async def _unused(servers: Sequence[UvicornServer], services: Services) -> None:
     """Until no connection is left, or none has had a request for a while: a client that is about
     to use its connection again shall not meet one that is just being closed."""
     idle_s = 0.0
-    while (server.server_state.connections or services.busy) and idle_s < _IDLE_S:
+    while (_connected(servers) or services.busy) and idle_s < _IDLE_S:
         await asyncio.sleep(_LOOK_S)
         idle_s = 0.0 if services.busy else idle_s + _LOOK_S
+
+
+def _connected(servers: Sequence[UvicornServer]) -> bool:
+    return any(server.server_state.connections for server in servers)
 
 
 def _connections_max() -> int:
@@ -183,6 +217,13 @@ def _listener(config: ClusterConfig, fd: int | None) -> socket.socket:
     return open_listener(config.host, config.port) if fd is None else socket.socket(fileno=fd)
 
 
+def _admin(app: FastAPI, config: ClusterConfig, fd: int | None) -> Admin | None:
+    if not config.admin:
+        return None
+    listener = open_admin(config.admin) if fd is None else socket.socket(fileno=fd)
+    return Admin(create_admin(app, config), listener)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="prism.frontend", description="One OpenAI frontend.")
     parser.add_argument("--config", type=Path, required=True, help="resolved cluster.json")
@@ -195,6 +236,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--listen-fd", type=int, help="a listening socket inherited from the parent"
     )
+    parser.add_argument("--admin-fd", type=int, help="likewise, that of frontend.admin")
     return parser.parse_args()
 
 

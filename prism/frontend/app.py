@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from prism.config.admin import host_and_port
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.frontend.access import Guard, OtherSites
@@ -63,22 +64,44 @@ def create_app(
     app = FastAPI(title="Prism", lifespan=lifespan, redoc_url=None)
     describe(app, has_keys=bool(config.keys))
     install_handlers(app)
-    _add_middleware(app, config)
-    for routes in (models, completions, chat, responses, tokenize, health, dashboard):
+    _add_middleware(app, config, config.frontend.cors_origins, has_keys=bool(config.keys))
+    for routes in (models, completions, chat, responses, tokenize, health):
         app.include_router(routes.router)
+    if not config.admin:
+        _add_operators(app)
     return app
 
 
-def _add_middleware(app: FastAPI, config: ClusterConfig) -> None:
+def create_admin(app: FastAPI, config: ClusterConfig) -> FastAPI:
+    """The pages of operators, at a socket of their own, of the frontend that `app` is of. Whoever
+    may open a Unix socket's file is the cluster's own user, and needs no key."""
+    admin = FastAPI(title="Prism", openapi_url=None)
+    admin.state = app.state
+    install_handlers(admin)
+    is_port = host_and_port(config.admin) is not None
+    _add_middleware(admin, config, origins=[], has_keys=is_port and bool(config.keys))
+    admin.include_router(health.router)
+    _add_operators(admin)
+    return admin
+
+
+def _add_operators(app: FastAPI) -> None:
+    app.include_router(health.operators)
+    app.include_router(dashboard.router)
+
+
+def _add_middleware(
+    app: FastAPI, config: ClusterConfig, origins: Sequence[str], *, has_keys: bool
+) -> None:
     """The last one added is the outermost: a preflight is answered, and logged, before anything is
-    asked of it."""
-    if config.keys:
+    asked of it. `origins`: whose web pages may ask."""
+    if has_keys:
         app.add_middleware(Guard, keys=lambda: app.state.services.config.keys)
-    app.add_middleware(OtherSites, origins=config.frontend.cors_origins)
-    if config.frontend.cors_origins:
+    app.add_middleware(OtherSites, origins=origins)
+    if origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=config.frontend.cors_origins,
+            allow_origins=origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=[ID_HEADER, "retry-after"],

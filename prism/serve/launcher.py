@@ -21,10 +21,11 @@ import msgspec
 import redis
 from rich.console import Console
 
+from prism.config.admin import host_and_port
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
-from prism.frontend.listener import open_listener
+from prism.frontend.listener import admin_listener, bound_address, open_listener
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
@@ -35,7 +36,7 @@ from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
 from prism.serve.news import told
 from prism.serve.preflight import check_exposure, check_redis
-from prism.serve.progress import Probe, display, url_of
+from prism.serve.progress import Probe, admin_url_of, display, url_of
 from prism.serve.reload import Reloads
 from prism.serve.run_dir import REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
@@ -116,11 +117,12 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
         # a frontend is replaced.
         listener = stack.enter_context(open_listener(config.host, config.port))
         check_exposure(config)
+        admin = stack.enter_context(admin_listener(config.admin)) if config.admin else None
         sweep()
         run_dir = RunDir.create(options.run_dir, options.log_dir)
         stack.callback(run_dir.remove)
         redis_server = _redis(config, run_dir, stack)
-        resolved = _resolved(config, run_dir, redis_server, listener)
+        resolved = _resolved(config, run_dir, redis_server, listener, admin)
         variables = _mps(resolved, run_dir, stack)
         write_resolved(resolved, run_dir.config_file)
         stack.callback(remove_ledgers, resolved)
@@ -128,7 +130,8 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
             stack.callback(_forget_keys, resolved)
         variables[LOG_LEVEL_VARIABLE] = options.log_level
         line = stack.enter_context(AgentLine(resolved))
-        frontends = _frontends(resolved, run_dir, listener.fileno(), variables, line)
+        doors = {"--listen-fd": listener} | ({"--admin-fd": admin} if admin else {})
+        frontends = _frontends(resolved, run_dir, doors, variables, line)
         children: list[list[Child]] = [*_others(resolved, run_dir, variables), [*frontends]]
         say = partial(_say, console)
         by_name = {each.name: each for each in frontends}
@@ -155,8 +158,9 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
                 time.sleep(_TICK_S)
             say("shutting down: open requests are finished first; once more ends at once")
         finally:
-            # Only the frontend holds the port from here on: it refuses new requests by itself.
-            listener.close()
+            # Only the frontend holds these from here on: it refuses new requests by itself.
+            for door in doors.values():
+                door.close()
             supervisor.stop(signals.hurry)
 
 
@@ -251,9 +255,16 @@ def _announce(
         f"models: {', '.join(m.name for m in config.models)}",
         f"try:    curl {url}/v1/completions -H 'Content-Type: application/json'"
         f' -d \'{{"model": "{config.models[0].name}", "prompt": "Hello", "max_tokens": 16}}\'',
+        *([f"admin:  {_admin_text(config)}"] if config.admin else []),
         f"state:  prism-serve status --run-dir {config.run_dir}; Ctrl-C ends everything",
     ):
         say(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _admin_text(config: ClusterConfig) -> str:
+    if host_and_port(config.admin) is not None:
+        return f"{admin_url_of(config)}/dashboard"
+    return f"curl --unix-socket {config.admin} http://localhost/status"
 
 
 def _others(
@@ -289,16 +300,18 @@ def _preloaded(config: ClusterConfig, device: str, arguments: tuple[str, ...]) -
 def _frontends(
     config: ClusterConfig,
     run_dir: RunDir,
-    listen_fd: int,
+    doors: Mapping[str, socket.socket],
     variables: Mapping[str, str],
     line: AgentLine,
 ) -> list[Frontend]:
+    fds = {option: door.fileno() for option, door in doors.items()}
+    inherited = [word for option, fd in fds.items() for word in (option, str(fd))]
     spec = ChildSpec(
         "",
         "prism.frontend",
-        ("--config", str(run_dir.config_file), "--listen-fd", str(listen_fd)),
+        ("--config", str(run_dir.config_file), *inherited),
         config.engine.drain_timeout_s + _GRACE_S,
-        (listen_fd,),
+        tuple(fds.values()),
         # It was checked at the start: one model's files must not keep the others from being served.
         restart_arguments=("--without-unreadable",),
     )
@@ -328,6 +341,7 @@ def _resolved(
     run_dir: RunDir,
     redis_server: BundledRedis | None,
     listener: socket.socket,
+    admin: socket.socket | None,
 ) -> ClusterConfig:
     return msgspec.structs.replace(
         config,
@@ -335,6 +349,7 @@ def _resolved(
         run_dir=str(run_dir.path),
         redis_url=redis_server.url if redis_server else config.redis_url,
         port=listener.getsockname()[1],
+        admin=bound_address(config.admin, admin) if admin else "",
         preloaded=True,
     )
 

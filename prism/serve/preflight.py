@@ -11,10 +11,11 @@ import psutil
 import redis
 
 from kvcached.trust import distrust
+from prism.config.admin import host_and_port
 from prism.config.schema import AUTO_STORE, ClusterConfig, is_gpu
 from prism.config.units import format_size
 from prism.errors import ConfigError, QueueUnavailableError
-from prism.frontend.listener import open_listener
+from prism.frontend.listener import admin_listener, open_listener
 from prism.queueing.requests import RequestQueue
 from prism.serve import run_dir
 
@@ -26,10 +27,14 @@ def check_machine(config: ClusterConfig) -> None:
 
 
 def check_addresses(config: ClusterConfig) -> None:
-    """What the cluster listens on and connects to. A port that another cluster of this user
-    listens on is no mistake: its YAML is checked before a reload. Raises ConfigError."""
-    if not config.port or config.port not in run_dir.ports():
+    """What the cluster listens on and connects to. A place where another cluster of this user
+    listens is no mistake: its YAML is checked before a reload. Raises ConfigError."""
+    running = run_dir.running()
+    if not config.port or config.port not in {each.port for each in running}:
         open_listener(config.host, config.port).close()
+    if config.admin and config.admin not in {each.admin for each in running}:
+        with admin_listener(config.admin):
+            pass
     check_exposure(config)
     if config.redis_url:
         asyncio.run(check_redis(config.redis_url))
@@ -37,13 +42,16 @@ def check_addresses(config: ClusterConfig) -> None:
 
 def check_exposure(config: ClusterConfig) -> None:
     """Raises ConfigError where other machines could ask without a key."""
-    if config.keys or config.open_to_all or _is_loopback(config.host):
+    if config.keys or config.open_to_all:
         return
-    raise ConfigError(
-        f"frontend.host: other machines reach {config.host or 'all addresses'}, and nobody needs a"
-        " key: set access.keys (prism-serve new-key makes them), listen on 127.0.0.1, or set"
-        " access.open_to_all: true"
-    )
+    admin, _ = host_and_port(config.admin) or ("localhost", 0)
+    for key, host in (("frontend.host", config.host), ("frontend.admin", admin)):
+        if not _is_loopback(host):
+            raise ConfigError(
+                f"{key}: other machines reach {host or 'all addresses'}, and nobody needs a key:"
+                " set access.keys (prism-serve new-key makes them), listen on 127.0.0.1, or set"
+                " access.open_to_all: true"
+            )
 
 
 def _is_loopback(host: str) -> bool:

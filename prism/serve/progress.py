@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from prism.config.admin import host_and_port
 from prism.config.schema import ClusterConfig
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
@@ -21,9 +22,21 @@ _PROBE_TIMEOUT_S = 2.0
 
 def url_of(config: ClusterConfig) -> str:
     """Where this machine reaches the frontend."""
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return _url(config, config.host, config.port)
+
+
+def admin_url_of(config: ClusterConfig) -> str:
+    """Where it reaches the pages of operators; for a Unix socket the host says nothing."""
+    if not config.admin:
+        return url_of(config)
+    found = host_and_port(config.admin)
+    return _url(config, *found) if found is not None else "http://localhost"
+
+
+def _url(config: ClusterConfig, host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     kind = "https" if config.frontend.tls_certificate else "http"
-    return f"{kind}://{f'[{host}]' if ':' in host else host}:{config.port}"
+    return f"{kind}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _trusted(certificate: str | None) -> ssl.SSLContext | bool:
@@ -40,12 +53,9 @@ class Probe:
     """Asks a frontend how the cluster is."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        self._http = httpx.Client(
-            base_url=url_of(config),
-            timeout=_PROBE_TIMEOUT_S,
-            trust_env=False,
-            verify=_trusted(config.frontend.tls_certificate),
-        )
+        self._http = _client(config, url_of(config))
+        path = config.admin if host_and_port(config.admin) is None else ""
+        self._admin = _client(config, admin_url_of(config), path or None)
 
     def reason(self) -> str | None:
         """Why the cluster is not ready; None when it is."""
@@ -57,7 +67,7 @@ class Probe:
 
     def status(self) -> ClusterStatus | None:
         try:
-            answer = self._http.get("/status")
+            answer = self._admin.get("/status")
         except httpx.TransportError:
             return None
         if answer.status_code != 200:
@@ -66,6 +76,14 @@ class Probe:
 
     def close(self) -> None:
         self._http.close()
+        self._admin.close()
+
+
+def _client(config: ClusterConfig, url: str, path: str | None = None) -> httpx.Client:
+    """`path`: of a Unix socket."""
+    verify = _trusted(config.frontend.tls_certificate)
+    transport = httpx.HTTPTransport(uds=path, verify=verify, trust_env=False)
+    return httpx.Client(base_url=url, timeout=_PROBE_TIMEOUT_S, transport=transport)
 
 
 Show = Callable[[str, ClusterStatus | None], None]

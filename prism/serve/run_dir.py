@@ -132,13 +132,13 @@ def find(wanted: Path | None) -> ClusterConfig:
     return found[0]
 
 
-def ports() -> list[int]:
-    """Of this user's clusters, without those of another version."""
+def running() -> list[ClusterConfig]:
+    """This user's clusters, without those of another version."""
     found = []
     for path in _candidates():
         with suppress(ConfigError):
             if _is_held(path):
-                found.append(_read(path).port)
+                found.append(_read(path))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[C
     made = new_key("alice", "--keys", str(tmp_path / "keys.yaml"), "--model", "a", "--operator")
     assert made.returncode == 0, made.stderr
     frontend = {
-        "port": 0, "host": "0.0.0.0",
+        "port": 0, "host": "0.0.0.0", "admin": "127.0.0.1:0",
         "tls_certificate": "cert.pem", "tls_key": "key.pem",
     }  # fmt: skip
     access = {"keys": "keys.yaml", "keys_variable": "PRISM_TEST_KEYS"}
@@ -66,6 +67,10 @@ def test_a_cluster_with_keys_and_tls(guarded: tuple[Cluster, str], tmp_path: Pat
             answer = client.post("/v1/completions", json=body | {"model": model}, headers=headers)
             assert answer.status_code == status, answer.text
     resolved = (cluster.run_dir / "cluster.json").read_text()
+    page = f"https://{json.loads(resolved)['admin']}/status"
+    for each, status in ((key, 200), (IN_VARIABLE, 403)):
+        answer = httpx.get(page, headers={"Authorization": f"Bearer {each}"}, verify=False)
+        assert answer.status_code == status, answer.text
     logs = "".join(f.read_text(errors="replace") for f in (tmp_path / "logs").glob("*.log"))
     assert '"key":"alice"' in logs
     for secret in (key, IN_VARIABLE):

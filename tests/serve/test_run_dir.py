@@ -101,7 +101,7 @@ def test_the_config_of_another_version_is_an_error_by_name(temporary: Path) -> N
         used = taken.getsockname()[1]
     other = RunDir.create(None)
     config = config_for(other, host="127.0.0.1", port=used)
-    assert run_dir.ports() == [used]
+    assert [each.port for each in run_dir.running()] == [used]
     check_addresses(config)
     other.remove()
     made.remove()

@@ -21,6 +21,7 @@ from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
 
 router = APIRouter()
+operators = APIRouter()
 
 _STATUS_AGE_MIN_S = 10.0
 _STATUS_AGE_INTERVALS = 4
@@ -46,7 +47,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
 
 
-@router.get("/status")
+@operators.get("/status")
 async def status(request: Request) -> Response:
     published = await services(request).queue.status()
     if published is None:
@@ -54,7 +55,7 @@ async def status(request: Request) -> Response:
     return Response(msgspec.json.encode(plain(published)), media_type="application/json")
 
 
-@router.get("/metrics")
+@operators.get("/metrics")
 async def metrics(request: Request) -> Response:
     """`?name[]=` chooses samples by their names, as Prometheus' own libraries do."""
     found = services(request)

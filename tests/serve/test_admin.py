@@ -1,0 +1,159 @@
+"""`frontend.admin`: the pages of operators at a socket of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import pytest
+
+from prism.config.admin import admin_address, host_and_port
+from prism.errors import ConfigError
+from prism.frontend.listener import admin_listener, bound_address
+from tests.serve.conftest import SERVE, serving, until, write_yaml
+from tests.serve.test_access import new_key
+
+PAGES = ("/status", "/metrics", "/dashboard/")
+
+
+def local(path: Path) -> httpx.Client:
+    return httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(path)))
+
+
+def key_of(folder: Path, name: str, *options: str) -> dict[str, str]:
+    made = new_key(name, "--keys", str(folder / "keys.yaml"), *options)
+    assert made.returncode == 0, made.stderr
+    return {"Authorization": f"Bearer {made.stdout.strip()}"}
+
+
+def statuses(client: httpx.Client, **more: Any) -> list[int]:
+    return [client.get(page, **more).status_code for page in PAGES]
+
+
+def frontends(client: httpx.Client, **more: Any) -> set[str]:
+    """Those whose metrics the page has."""
+    return set(re.findall(r'frontend="([^"]+)"', client.get("/metrics", **more).text))
+
+
+def test_a_port_of_its_own_wants_an_operators_key(tmp_path: Path) -> None:
+    """Also while frontends are replaced: none of the two ports refuses a connection."""
+    operator, alice = key_of(tmp_path, "op", "--operator"), key_of(tmp_path, "alice")
+    settings = {"port": 0, "admin": "127.0.0.1:0", "processes": 2}
+    with (
+        TemporaryDirectory(prefix="prism-") as temporary,
+        serving(
+            tmp_path, Path(temporary), frontend=settings, access={"keys": "keys.yaml"}
+        ) as cluster,
+    ):
+        address = json.loads((cluster.run_dir / "cluster.json").read_text())["admin"]
+        line = f"admin:  http://{address}/dashboard"
+        until(lambda: line in cluster.output(), "the console names the page")
+        with (
+            httpx.Client(base_url=f"http://{address}") as admin,
+            httpx.Client(base_url=cluster.url) as public,
+        ):
+            assert statuses(admin, headers=operator) == [200, 200, 200]
+            assert statuses(admin, headers=alice) == [403, 403, 403]
+            assert statuses(admin) == [401, 401, 401]
+            assert frontends(admin, headers=operator) == {"f0.1", "f1.1"}
+            assert admin.get("/health").status_code == 200
+            assert admin.get("/v1/models", headers=operator).status_code == 404
+            assert statuses(public, headers=operator) == [404, 404, 404]
+            assert public.get("/health").status_code == 200
+            served = [
+                model["id"] for model in public.get("/v1/models", headers=alice).json()["data"]
+            ]
+            assert served == ["a", "b"]
+            assert set(public.get("/openapi.json").json()["paths"]).isdisjoint(PAGES)
+        assert cluster.operate("replace-frontends").returncode == 0
+
+        def replaced() -> bool:
+            with httpx.Client(base_url=f"http://{address}", headers=operator) as client:
+                return frontends(client) == {"f0.2", "f1.2"}
+
+        until(replaced, "the new frontends are the only ones", 60)
+        with httpx.Client(base_url=cluster.url, headers=alice) as public:
+            body = {"model": "a", "prompt": [9, 8], "max_tokens": 4}
+            assert public.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_unix_socket_is_this_users_alone(tmp_path: Path, short_dir: Path) -> None:
+    """It needs no key. What a killed cluster left is replaced; what another one has is not."""
+    key_of(tmp_path, "alice")
+    path = short_dir / "admin.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    settings = {"port": 0, "admin": str(path)}
+    with (
+        TemporaryDirectory(prefix="prism-") as temporary,
+        serving(
+            tmp_path, Path(temporary), frontend=settings, access={"keys": "keys.yaml"}
+        ) as cluster,
+    ):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with local(path) as admin, httpx.Client(base_url=cluster.url) as public:
+            assert statuses(admin) == [200, 200, 200]
+            assert statuses(public) == [401, 401, 401]
+        assert check(tmp_path, cluster.temporary).returncode == 0, "the file of one that runs"
+        taken = check(tmp_path, short_dir)
+        assert taken.returncode == 2
+        assert f"frontend.admin: cannot listen on {path}: Address already in use" in taken.stderr
+        assert cluster.stop() == 0
+        assert not path.exists()
+
+
+def check(folder: Path, temporary: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SERVE, "check", "--config", str(folder / "prism.yaml")], capture_output=True, text=True,
+        timeout=60, check=False, env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
+
+
+def test_nobody_else_is_reached_without_keys(tmp_path: Path, short_dir: Path) -> None:
+    write_yaml(tmp_path, frontend={"port": 0, "admin": "0.0.0.0:0"})
+    done = check(tmp_path, short_dir)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: frontend.admin: other machines reach 0.0.0.0, and")
+
+
+def test_addresses(tmp_path: Path) -> None:
+    assert host_and_port("[::1]:8001") == ("::1", 8001)
+    assert admin_address("", tmp_path) == ""
+    assert admin_address("localhost:8001", tmp_path) == "localhost:8001"
+    assert admin_address("./admin.sock", Path("/srv")) == "/srv/admin.sock"
+    for wrong in ("8001", "host", "127.0.0.1:99999", "127.0.0.1:x", ":8001", "me@host:1"):
+        with pytest.raises(ConfigError, match=r"^frontend\.admin: .* is neither HOST:PORT nor a"):
+            admin_address(wrong, tmp_path)
+    with pytest.raises(ConfigError, match=r"^frontend\.admin: .* too long for a Unix socket"):
+        admin_address("./" + "x" * 120, tmp_path)
+
+
+def test_listeners(short_dir: Path) -> None:
+    with admin_listener("127.0.0.1:0") as listener:
+        address = bound_address("127.0.0.1:0", listener)
+        with pytest.raises(ConfigError, match=rf"^frontend\.admin: cannot listen on {address}: A"):
+            admin_listener(address).__enter__()
+    file = short_dir / "file"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"^frontend\.admin: cannot listen on .*remove what is"):
+        admin_listener(str(file)).__enter__()
+    assert file.read_text() == "mine"
+    path = str(short_dir / "admin.sock")
+    with admin_listener(path) as before:
+        before.close()
+        with admin_listener(path):  # that of a cluster which was started before this one has ended
+            pass
+    with admin_listener(path) as before:
+        before.close()
+        successor = admin_listener(path)
+        successor.__enter__()
+    assert Path(path).is_socket()
+    successor.__exit__(None, None, None)
+    assert not Path(path).exists()
