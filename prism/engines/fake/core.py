@@ -291,13 +291,15 @@ class FakeCore:
         started_s = time.monotonic()
         budget = self._context.config.engine.prefill_chunk_tokens
         prefilled = tokens = 0
+        parts = []
         for sequence in self._running:
-            count = min(sequence.to_compute, 1 if sequence.decodes else budget - prefilled)
-            prefilled += 0 if sequence.decodes else count
+            decodes = sequence.decodes
+            count = 1 if decodes else min(sequence.to_compute, budget - prefilled)
+            prefilled += 0 if decodes else count
             tokens += count
-            end = sequence.computed + count
-            memory.write(sequence.tokens[:end], sequence.blocks, sequence.computed)
-            sequence.computed = end
+            start, sequence.computed = sequence.computed, sequence.computed + count
+            parts.append((sequence.tokens, sequence.blocks, range(start, sequence.computed)))
+        memory.write(parts)
         self._pass_time(tokens)
         self._measure(prefilled, time.monotonic() - started_s)
 
@@ -360,7 +362,7 @@ class FakeCore:
             imported_tokens_total=totals.imported_tokens,
             outside=self._share.report(),
             captures_s=(),
-            **(memory.figures() if memory else {}),
+            **(memory.figures(busy=bool(self._running)) if memory else {}),
         )
 
 

@@ -7,7 +7,8 @@ number than was written means that the page went to somebody else while it was i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ BLOCK_TOKENS = 16
 RESERVED_BLOCKS = 1
 STORED_AS = {"float32": "float32", "float16": "float16", "bfloat16": "float16"}
 EVICT_BATCH_BLOCKS = 64
+PUBLISH_S = 0.1
 _DLPACK_CPU = 1
 
 
@@ -103,6 +105,7 @@ class FakeMemory:
         )
         self._buffers = self._open_buffers(layout.num_layers)
         self.cache = BlockCache(BLOCK_TOKENS)
+        self._published_s = float("-inf")
 
     def _reserve(self, order: ActivateEngine, share_bytes: int) -> None:
         self._leases.append(self._client.reserve_static(order.model.weight_bytes, "weights"))
@@ -172,12 +175,17 @@ class FakeMemory:
         self.check(token_ids[: len(blocks) * BLOCK_TOKENS], blocks)
         return blocks
 
-    def write(self, token_ids: Sequence[int], blocks: Sequence[int], start: int) -> None:
-        """Write the KV of token_ids[start:] into their slots."""
-        slots = self._slots(blocks, start, len(token_ids))
-        values = _values(token_ids[start:])
+    def write(self, parts: Iterable[tuple[Sequence[int], Sequence[int], range]]) -> None:
+        """Write KV into its slots, of all sequences at once: (token ids, blocks, which of the
+        tokens) of each."""
+        slots: list[int] = []
+        token_ids: list[int] = []
+        for tokens, blocks, some in parts:
+            slots += [blocks[i // BLOCK_TOKENS] * BLOCK_TOKENS + i % BLOCK_TOKENS for i in some]
+            token_ids += tokens[some.start : some.stop]
+        places, values = np.asarray(slots, dtype=np.int64), _values(token_ids)
         for buffer in self._buffers:
-            buffer[slots] = values
+            buffer[places] = values
 
     def leave(
         self, blocks: Sequence[int], tokens: int, resume: Resume, targets: Sequence[str]
@@ -246,10 +254,13 @@ class FakeMemory:
         self._free(blocks)
         return len(blocks) * BLOCK_TOKENS
 
-    def figures(self) -> dict[str, int]:
-        """The memory's part of EngineStatus."""
-        evictable_blocks = self.cache.idle_blocks
-        self._client.publish_evictable(self.kv.evictable_bytes(self))
+    def figures(self, busy: bool) -> dict[str, int]:
+        """The memory's part of EngineStatus. What could be evicted is published as well; seldom
+        while the engine is `busy`, since each cached block is looked at."""
+        evictable_blocks, now_s = self.cache.idle_blocks, time.monotonic()
+        if not busy or now_s >= self._published_s + PUBLISH_S:
+            self._published_s = now_s
+            self._client.publish_evictable(self.kv.evictable_bytes(self))
         return {
             "available_tokens": (self.kv.available_blocks() + evictable_blocks) * BLOCK_TOKENS,
             "free_mapped_tokens": self.kv.free_mapped_blocks() * BLOCK_TOKENS,
