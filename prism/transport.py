@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from asyncio import Future
 from collections import Counter
 from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
@@ -63,7 +62,10 @@ class Channel(Generic[M]):
     def __init__(
         self, context: zmq.asyncio.Context, kind: int, receives: Any = None, **options: Any
     ) -> None:
-        self._socket = _open(context.socket(kind), options)
+        # Its own way of waiting: zmq.asyncio's costs more than what most messages say.
+        plain: zmq.Socket[bytes] = cast(Any, context).socket(kind, socket_class=zmq.Socket)
+        self._socket = _open(plain, options)
+        self._news: asyncio.Future[None] | None = None  # while somebody waits
         self._routes = kind == zmq.ROUTER
         self._decode = _Decoder(receives)
         self._taken = 0
@@ -83,6 +85,7 @@ class Channel(Generic[M]):
             if _is_gone(path):
                 with suppress(zmq.ZMQError):  # its folder is gone as well, or no descriptor is left
                     self._socket.bind(endpoint)
+                    self._look()
                     log.warning("%s was removed; it is there again", path)
             await asyncio.sleep(_LOOK_S)
 
@@ -92,7 +95,11 @@ class Channel(Generic[M]):
             self._taken += 1
             if self._taken % _MESSAGES_PER_TURN == 0:
                 await asyncio.sleep(0)
-            frames = await self._socket.recv_multipart()
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                await self._wait()
+                continue
             sender = frames.pop(0) if self._routes else b""
             if (message := self._decode(frames, sender)) is not None:
                 return sender, message
@@ -101,8 +108,29 @@ class Channel(Generic[M]):
         """Never blocks. Raises zmq.ZMQError if the message is not taken: the peer is not
         connected, or it is too slow."""
         frames = [to, _encode(message)] if self._routes else [_encode(message)]
-        # With NOBLOCK the future is done when it is returned.
-        cast("Future[object]", self._socket.send_multipart(frames, zmq.NOBLOCK)).result()
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        finally:
+            self._look()
+
+    async def _wait(self) -> None:
+        """Until a message may be there. Its descriptor is readable when something has changed, and
+        until anything was asked of the socket: whoever does anything else with it looks, too."""
+        loop = asyncio.get_running_loop()
+        descriptor, self._news = self._socket.FD, loop.create_future()
+        loop.add_reader(descriptor, self._look)
+        try:
+            await self._news
+        finally:
+            loop.remove_reader(descriptor)
+            self._news = None
+
+    def _look(self) -> None:
+        news = self._news
+        if news is None or news.done():
+            return
+        if self._socket.poll(0):
+            news.set_result(None)
 
     def close(self) -> None:
         if self._staying is not None:

@@ -122,6 +122,22 @@ async def test_a_send_never_blocks_the_loop(sockets: Sockets, endpoint: str) -> 
         dealer.send(Cancel([]))
 
 
+async def test_what_comes_while_others_send_is_received(sockets: Sockets, endpoint: str) -> None:
+    """A send takes libzmq's word that something has come from the descriptor that is waited for."""
+    router = sockets.plain(zmq.ROUTER)
+    router.bind(endpoint)
+    dealer = sockets.channel(zmq.DEALER, Cancel, identity=b"me")
+    dealer.connect(endpoint)
+    dealer.send(Cancel(["first"]))
+    assert await asyncio.to_thread(router.recv_multipart) != []
+    receiving = asyncio.create_task(dealer.receive())
+    await asyncio.sleep(0)
+    router.send_multipart([b"me", msgspec.msgpack.encode(Cancel(["answer"]))])
+    for _ in range(900):
+        dealer.send(Cancel([]))
+    assert await asyncio.wait_for(receiving, 10) == (b"", Cancel(["answer"]))
+
+
 async def test_a_thread_and_a_loop(sockets: Sockets, endpoint: str) -> None:
     router = sockets.channel(zmq.ROUTER, Cancel)
     router.bind(endpoint)

@@ -47,7 +47,7 @@ class TrackedRequest:
     def is_on_trial(self) -> bool:
         """It has not outlived what its last engine died at."""
         suspected_at = self.request.suspected_at
-        return self.is_on_engine and suspected_at is not None and self.produced <= suspected_at
+        return suspected_at is not None and self.is_on_engine and self.produced <= suspected_at
 
     @property
     def is_on_engine(self) -> bool:
@@ -256,6 +256,10 @@ class RequestTable:
         return found
 
     # --- what runs --------------------------------------------------------------------------
+
+    def running(self, request_id: str) -> TrackedRequest | None:
+        """The request, if it is on an engine."""
+        return self._on_engines.get(request_id)
 
     def on_engines(self) -> list[TrackedRequest]:
         return list(self._on_engines.values())

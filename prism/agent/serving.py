@@ -294,9 +294,9 @@ class Serving:
 
     def _running(self, engine_id: str, request_id: str, attempt: int) -> TrackedRequest | None:
         """This attempt, if it runs on this engine."""
-        run = self._requests.get(request_id)
-        here = run is not None and run.is_on_engine and run.engine_id == engine_id
-        return run if here and run and run.request.attempt == attempt else None
+        run = self._requests.running(request_id)
+        here = run is not None and run.engine_id == engine_id and run.request.attempt == attempt
+        return run if here else None
 
     def _take_chunk(self, run: TrackedRequest, chunk: Chunk, batch: OutputBatch) -> None:
         totals = self._state.models.totals(run.request.model)

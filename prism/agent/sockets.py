@@ -112,9 +112,10 @@ class OutputBatch:
     def output(self, reply_to: str, frontend_id: str) -> EngineOutput:
         """What goes to this frontend."""
         address = (reply_to, frontend_id)
-        if address not in self._by_address:
-            self._by_address[address] = EngineOutput(chunks=[], failures=[], started=[])
-        return self._by_address[address]
+        output = self._by_address.get(address)
+        if output is None:
+            output = self._by_address[address] = EngineOutput(chunks=[], failures=[], started=[])
+        return output
 
 
 class TokenSender:

@@ -151,7 +151,9 @@ class Models:
         self._totals: dict[str, ModelTotals] = {}
 
     def totals(self, name: str) -> ModelTotals:
-        return self._totals.setdefault(name, ModelTotals())
+        if name not in self._totals:
+            self._totals[name] = ModelTotals()
+        return self._totals[name]
 
     def active(self, name: str) -> HostedModel | None:
         hosted = self.hosted.get(name)
