@@ -23,28 +23,28 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
-        if self._decode(self._context).endswith(_INCOMPLETE):
-            self._context = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
-        self._held: list[int] = []
+        self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
+        if self._decode(self._ids).endswith(_INCOMPLETE):
+            self._ids = []
+        self._stream = DecodeStream(ids=self._ids, skip_special_tokens=self._skip)
+        self._shown = len(self._ids)  # the text of so many is out
 
     def push(self, token_id: int) -> str:
         """Text that `token_id` completes; empty while a character is incomplete."""
-        self._held.append(token_id)
+        self._ids.append(token_id)
         piece = self._step(token_id)
         if piece is None:
             return ""
-        self._context = (self._context + self._held)[-_CONTEXT_TOKENS:]
-        self._held = []
+        self._shown = len(self._ids)
         return piece
 
     def flush(self) -> str:
         """Text of what still waits, incomplete characters as U+FFFD. Call once, at the end."""
-        if not self._held:
+        if self._shown == len(self._ids):
             return ""
-        before = self._decode(self._context)
-        return self._decode(self._context + self._held)[len(before) :]
+        start = max(0, self._shown - _CONTEXT_TOKENS)
+        before = self._decode(self._ids[start : self._shown])
+        return self._decode(self._ids[start:])[len(before) :]
 
     def _step(self, token_id: int) -> str | None:
         try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from prism.frontend import calls
 from prism.frontend.access import Rates
@@ -48,8 +47,7 @@ class GenerationSpec:
     show_slo: bool = False  # the usage says whether its SLO was met
 
 
-@dataclass(frozen=True, slots=True)
-class TextUpdate:
+class TextUpdate(Struct, frozen=True):
     """New text of one choice, for the client. An update with a finish_reason is its last."""
 
     choice: int
@@ -62,6 +60,8 @@ class TextUpdate:
 def together(events: list[Event]) -> list[Event]:
     """The chunks of each choice as one, up to its failure; then failures. Those with log
     probabilities, which take the most time to show, stay apart."""
+    if len(events) == 1:
+        return events
     joined: dict[int, Chunk] = {}
     failed: dict[int, Failure] = {}
     for number, event in events:
@@ -111,7 +111,9 @@ class GeneratedChoice:
             self.finish_reason = chunk.finish_reason
             text += self._end()
         self.texts.append(text)
-        logprobs = self._take_logprobs(chunk, len(taken))
+        logprobs = None
+        if chunk.logprobs or chunk.prompt_logprobs:
+            logprobs = self._take_logprobs(chunk, len(taken))
         return TextUpdate(self.opened.choice, text, taken, self.finish_reason, logprobs)
 
     def so_far(self) -> TextUpdate:
@@ -169,7 +171,7 @@ class Generation:
     ) -> None:
         self.spec = spec
         self._dispatcher = dispatcher
-        self._mailbox: Mailbox = asyncio.Queue()
+        self._mailbox = Mailbox()
         self._metrics, self._rates = metrics, rates
         self._call = calls.current.get() or Call("")
         first = spec.requests[0]
@@ -199,14 +201,17 @@ class Generation:
     async def updates(self) -> AsyncIterator[TextUpdate]:
         """Output as it comes, until every choice has ended; several tokens in one update where the
         client, or this process, was slow to take the last one. Raises GenerationError."""
-        while any(choice.finish_reason is None for choice in self.choices):
-            for number, event in together(await self._arrived()):
+        left = len(self.choices)
+        while left:
+            for number, event in together(await self._mailbox.take(_TOGETHER_MAX)):
                 choice = self.choices[number]
                 if choice.finish_reason is not None:
                     continue
                 if isinstance(event, Failure):
                     raise GenerationError(event.code, event.message)
-                yield self._take(choice, event)
+                update = self._take(choice, event)
+                left -= update.finish_reason is not None
+                yield update
 
     def finish(self, outcome: str | None = None) -> None:
         """Cancel what still runs; call it once, however the request ended. `outcome` (default:
@@ -264,12 +269,6 @@ class Generation:
         """Of each prompt what was there before its first choice, whose KV the others found."""
         made, cached = self.spec.shown[1], [choice.cached_tokens for choice in self.choices]
         return sum(min(cached[first : first + made]) for first in range(0, len(cached), made))
-
-    async def _arrived(self) -> list[Event]:
-        events = [await self._mailbox.get()]
-        while len(events) < _TOGETHER_MAX and not self._mailbox.empty():
-            events.append(self._mailbox.get_nowait())
-        return events
 
     def _take(self, choice: GeneratedChoice, chunk: Chunk) -> TextUpdate:
         update = choice.take(chunk)

@@ -8,27 +8,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from prism.errors import RequestError
 from prism.frontend.errors import STATUS_CLIENT_GONE, error_body
-from prism.frontend.generation import GenerationSpec
+from prism.frontend.generation import GenerationSpec, TextUpdate
 from prism.frontend.repeats import Answering
 from prism.frontend.services import Services
 
 Made = TypeVar("Made")
-Events = AsyncGenerator[dict[str, Any], None]  # in OpenAI's shape
+Event = dict[str, Any]  # in OpenAI's shape
+Events = AsyncGenerator[Event, None]
 # Tokens and log probabilities that take less time than handing them to a thread.
 _INLINE_TOKENS_MAX = 4096
 _DONE = b"data: [DONE]\n\n"
 
 
-def sse(event: dict[str, Any], named: bool = False) -> bytes:
+def sse(event: Event, named: bool = False) -> bytes:
     name = f"event: {event['type']}\n".encode() if named else b""
     return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
@@ -59,11 +60,16 @@ async def reply_whole(
 
 
 async def beside(make: Callable[[], Made], spec: GenerationSpec, tokens: int) -> Made:
-    """What shows so many tokens; made in a thread where many are parsed, or have log probabilities:
-    the event loop's heartbeat keeps all requests alive."""
-    plain = spec.logprobs is None and spec.parsing is None
-    few = tokens * (1 + (spec.logprobs or 0)) <= _INLINE_TOKENS_MAX
-    return make() if plain or few else await asyncio.to_thread(make)
+    """What shows so many tokens; made in a thread where that is not quick: the event loop's
+    heartbeat keeps all requests alive."""
+    return make() if _is_quick(spec, tokens) else await asyncio.to_thread(make)
+
+
+def _is_quick(spec: GenerationSpec, tokens: int) -> bool:
+    """Not many are parsed, or have log probabilities."""
+    if spec.logprobs is None and spec.parsing is None:
+        return True
+    return tokens * (1 + (spec.logprobs or 0)) <= _INLINE_TOKENS_MAX
 
 
 def _tokens_shown(generation: Answering) -> int:
@@ -129,16 +135,16 @@ class EventStream(Response):
         await send({"type": "http.response.start", **start})
         try:
             async for event in self._events:
-                await _send_body(send, sse(event, self._named))
+                await send(_part(sse(event, self._named)))
         except RequestError as error:
             self._outcome = error.code
             if not self._named:
-                await _send_body(send, sse(error_body(error)))
-        await _send_body(send, b"" if self._named else _DONE, more=False)
+                await send(_part(sse(error_body(error))))
+        await send(_part(b"" if self._named else _DONE, more=False))
 
 
-async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+def _part(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 async def reply_stream(
@@ -162,17 +168,29 @@ async def reply_stream(
     return EventStream(services, generation, events, named)
 
 
+class ShownChoices(Protocol):
+    """The choices of a generation that has started, as a streaming client of one route sees them:
+    each item is `choices[0]` of one event."""
+
+    begin: list[Event]  # before any output
+
+    def show(self, update: TextUpdate) -> list[Event]: ...
+
+
 async def openai_events(
-    generation: Answering, kind: str, choices: Events, include_usage: bool
+    generation: Answering, kind: str, choices: Callable[[], ShownChoices], include_usage: bool
 ) -> Events:
-    """`choices` as OpenAI's events. include_usage: a null in every event, and the counts in one
-    more at the end."""
-    head = generation.head(kind)
+    """OpenAI's events. include_usage: a null in every event, and the counts in one more at the
+    end."""
+    shown, head, spec = choices(), generation.head(kind), generation.spec
     usage = {"usage": None} if include_usage else {}
-    try:
-        async for choice in choices:
+    for choice in shown.begin:
+        yield {**head, "choices": [choice], **usage}
+    echoed = max(len(request.prompt_ids) for request in spec.requests) if spec.echoes else 0
+    async for update in generation.updates():
+        quick = _is_quick(spec, echoed + len(update.token_ids))
+        new = shown.show(update) if quick else await asyncio.to_thread(shown.show, update)
+        for choice in new:
             yield {**head, "choices": [choice], **usage}
-        if include_usage:
-            yield {**head, "choices": [], "usage": generation.usage()}
-    finally:
-        await choices.aclose()
+    if include_usage:
+        yield {**head, "choices": [], "usage": generation.usage()}

@@ -39,7 +39,7 @@ class Client:
 
     def __init__(self, dispatcher: Dispatcher, this: World) -> None:
         self._dispatcher = dispatcher
-        self._mailbox: Mailbox = asyncio.Queue()
+        self._mailbox = Mailbox()
         made = [this.frontend.request("a", max_tokens=MAX_TOKENS) for _ in range(COUNT)]
         sender = {"frontend_id": dispatcher.frontend_id, "reply_to": dispatcher.reply_to}
         requests = [msgspec.structs.replace(each, **sender) for each in made]
@@ -50,7 +50,7 @@ class Client:
     async def run(self) -> None:
         await self._dispatcher.submit(self.opened)
         while True:
-            number, *_, event = await self._mailbox.get()
+            [(number, event)] = await self._mailbox.take(1)
             if isinstance(event, Chunk):
                 self.got[number] += event.token_ids
                 if event.finish_reason is not None:

@@ -175,7 +175,7 @@ def test_nothing_moves_what_has_ended() -> None:
     assert log.unended() == []
     assert log.take_chunk(Chunk("r0", 1, 5, [7])) is ChunkOutcome.NOTHING
     assert log.take_failure(Failure("r0", 1, "x", "x", True)) is ChunkOutcome.NOTHING
-    assert entry.mailbox.qsize() == 1
+    assert len(entry.mailbox) == 1
 
 
 async def test_a_failure_behind_the_last_chunk_is_none(stack: Stack) -> None:

@@ -53,16 +53,16 @@ async def test_a_stream_that_is_sent_again_counts_from_then_on() -> None:
     requests.add([entry])
     watch = RefusalWatch(requests, RequestQueue.connect("redis://localhost:1", "n"), 10.0)
     requests.take_chunk(Chunk("r", 1, 0, [7, 8]))
-    mailbox.get_nowait()
+    mailbox.popleft()
     watch.take(status(reason="full"), 1.0)
     watch.take(status(reason="full"), 100.0)
-    assert mailbox.empty()  # its engine drains
+    assert not mailbox  # its engine drains
     entry.go_on()
     again_s = entry.request.arrival_unix_s
     watch.take(status(reason="full"), again_s + 9.9)
-    assert mailbox.empty()
+    assert not mailbox
     watch.take(status(reason="full"), again_s + 10.1)
-    assert mailbox.get_nowait()[1].code == "model_unavailable"
+    assert mailbox.popleft()[1].code == "model_unavailable"
 
 
 def status(*models: ModelReport, reason: str = "") -> ClusterStatus:
@@ -84,7 +84,7 @@ async def test_only_long_refusals_count() -> None:
 
     def broken(at_s: float, seen: ClusterStatus) -> list[int]:
         watch.take(seen, at_s)
-        return [mailbox.get_nowait()[0] for _ in range(mailbox.qsize())]
+        return [mailbox.popleft()[0] for _ in range(len(mailbox))]
 
     full, tried = status(reason="full"), status(ModelReport("m", "activating"))
     assert broken(1.0, full) == []

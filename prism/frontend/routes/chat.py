@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -13,7 +14,7 @@ from prism.frontend.chat_types import ChatBody
 from prism.frontend.generation import TextUpdate
 from prism.frontend.logprobs import chat_logprobs
 from prism.frontend.repeats import Answering, read_key
-from prism.frontend.replies import Events, openai_events, reply_stream, reply_whole
+from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec
 from prism.frontend.tokenizers import ModelTokenizer
@@ -30,21 +31,29 @@ async def create_chat_completion(request: Request) -> Response:
     generation = found.generation(await chat_spec(found, body), key)
     tokenizer = found.tokenizer(body.model)
     if body.stream:
-        kind, choices = "chat.completion.chunk", _choices(generation, tokenizer)
+        kind, choices = "chat.completion.chunk", partial(_Choices, generation, tokenizer)
         events = openai_events(generation, kind, choices, body.include_usage)
         return await reply_stream(request, found, generation, events)
     return await reply_whole(request, found, generation, lambda: _whole(generation, tokenizer))
 
 
-async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
-    for choice in generation.choices:
-        begin = {"role": "assistant", "content": ""}
-        yield {"index": choice.opened.choice, "delta": begin, "finish_reason": None}
-    told = [Told(generation, number) for number in range(len(generation.choices))]
-    async for update in generation.updates():
-        delta = told[update.choice].delta(update)
-        reason = told[update.choice].finish_reason(update)
-        yield _choice(update, {"delta": delta}, reason, generation, tokenizer)
+class _Choices:
+    """See `ShownChoices`."""
+
+    def __init__(self, generation: Answering, tokenizer: ModelTokenizer) -> None:
+        self._generation, self._tokenizer = generation, tokenizer
+        numbers = range(len(generation.choices))
+        role = {"role": "assistant", "content": ""}
+        self.begin: list[Event] = [
+            {"index": number, "delta": role, "finish_reason": None} for number in numbers
+        ]
+        self._told = [Told(generation, number) for number in numbers]
+
+    def show(self, update: TextUpdate) -> list[Event]:
+        told = self._told[update.choice]
+        delta = {"delta": told.delta(update)}
+        reason = told.finish_reason(update)
+        return [_choice(update, delta, reason, self._generation, self._tokenizer)]
 
 
 class Told:

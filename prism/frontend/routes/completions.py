@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,7 +13,7 @@ from prism.frontend.generation import GeneratedChoice, TextUpdate
 from prism.frontend.logprobs import CompletionLogprobs, joined, mean
 from prism.frontend.openai_types import CompletionBody
 from prism.frontend.repeats import Answering, read_key
-from prism.frontend.replies import Events, beside, openai_events, reply_stream, reply_whole
+from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
 from prism.frontend.services import services
 from prism.frontend.specs import completion_spec
 from prism.frontend.tokenizers import ModelTokenizer
@@ -30,21 +31,32 @@ async def create_completion(request: Request) -> Response:
     generation = found.generation(await completion_spec(found, body), key)
     tokenizer = found.tokenizer(body.model)
     if body.stream:
-        choices = _choices(generation, tokenizer)
+        choices = partial(_Choices, generation, tokenizer)
         events = openai_events(generation, KIND, choices, body.include_usage)
         return await reply_stream(request, found, generation, events)
     return await reply_whole(request, found, generation, lambda: _whole(generation, tokenizer))
 
 
-async def _choices(generation: Answering, tokenizer: ModelTokenizer) -> Events:
-    shown = [_Shown(generation, tokenizer, number) for number in range(len(generation.choices))]
-    held: list[TextUpdate] = []
-    async for update in generation.updates():
-        held.append(update)
-        ready = [each for each in held if shown[each.choice].can_begin()]
-        held = [each for each in held if not shown[each.choice].can_begin()]
-        for each in ready:
-            yield await shown[each.choice].delta_beside(each)
+class _Choices:
+    """See `ShownChoices`."""
+
+    def __init__(self, generation: Answering, tokenizer: ModelTokenizer) -> None:
+        self.begin: list[Event] = []
+        numbers = range(len(generation.choices))
+        self._shown = [_Shown(generation, tokenizer, number) for number in numbers]
+        self._held: list[TextUpdate] = []
+
+    def show(self, update: TextUpdate) -> list[Event]:
+        """What can be shown now: this, perhaps, and what was held back."""
+        come, self._held = [*self._held, update], []
+        ready = []
+        for each in come:
+            shown = self._shown[each.choice]
+            if shown.can_begin():
+                ready.append(shown.delta(each))
+            else:
+                self._held.append(each)
+        return ready
 
 
 class _Shown:
@@ -62,12 +74,7 @@ class _Shown:
         """What it shows of the prompt is there."""
         return not self._echo or self._spec.logprobs is None or bool(self._first.texts)
 
-    async def delta_beside(self, update: TextUpdate) -> dict[str, Any]:
-        prompt_tokens = len(self._first.opened.request.prompt_ids) if self._echo else 0
-        tokens = prompt_tokens + len(update.token_ids)
-        return await beside(lambda: self.delta(update), self._spec, tokens)
-
-    def delta(self, update: TextUpdate) -> dict[str, Any]:
+    def delta(self, update: TextUpdate) -> Event:
         logprobs = None
         if self._spec.logprobs is not None:
             logprobs = self._with_prompt(update)
