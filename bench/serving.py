@@ -19,11 +19,12 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -202,13 +203,22 @@ def roles(url: str, launcher: int) -> dict[str, int]:
     return {**pids, "engine": agent["models"][0]["engine_pid"]}
 
 
+def await_port(port: int) -> None:
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        with suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port)).close()
+        time.sleep(0.1)
+    sys.exit("error: the pass-through did not start")
+
+
 @contextmanager
 def pass_through() -> Iterator[tuple[str, dict[str, int]]]:
     port = 20_000 + os.getpid() % 10_000
     upstream = [sys.executable, "-c", UPSTREAM, str(port), str(STEP_MS)]
     forward = [sys.executable, "-c", PASS_THROUGH, f"http://127.0.0.1:{port}", str(port + 1)]
     with process(upstream), process(forward) as running:
-        time.sleep(3)
+        await_port(port + 1)  # the upstream imports less
         yield f"http://127.0.0.1:{port + 1}", {"pass-through": running.pid}
 
 
