@@ -50,7 +50,7 @@ _GENERATION_ERRORS = {
     422: "the Idempotency-Key was used with another body",
     504: "no token came in time",
 }
-_EVENTS = {"text/event-stream": {"schema": _TEXT}}
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}
 
 
 def describe(app: FastAPI, has_keys: bool = False) -> None:

@@ -186,9 +186,11 @@ def _too_long(
     beside, remedy = "", ""
     if asked:
         beside, remedy = f" and {body.MAX_TOKENS} {asked}", f" or lower {body.MAX_TOKENS}"
+    # In words that LiteLLM knows, and then tries a model with a longer context.
     error = ContextLengthError(
-        f"{model.name} has a context of {model.context_length} tokens; the prompt's"
-        f" {how}{prompt_tokens}{beside} exceed it by {how}{excess}: shorten the prompt{remedy}"
+        f"{model.name}: this model's maximum context length is {model.context_length} tokens;"
+        f" the prompt's {how}{prompt_tokens}{beside} exceed it by {how}{excess}:"
+        f" shorten the prompt{remedy}"
     )
     error.param = body.prompt_field
     return error

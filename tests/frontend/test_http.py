@@ -147,6 +147,12 @@ async def test_openapi_has_bodies_and_errors(stack: Stack) -> None:
         schema = posted["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{name}"}
         assert {"200", "400", "401", "404", "413", "429", "503", "504"} <= set(posted["responses"])
+        assert posted["responses"]["200"]["content"].keys() == {
+            "application/json",
+            "text/event-stream",
+        }
+    counters = made["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert [*counters] == ["text/plain"]
     counted = made["paths"]["/tokenize"]["post"]
     assert "TokenizeBody" in str(counted["requestBody"])
     assert {"400", "404", "503"} <= set(counted["responses"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prism.errors import QueueUnavailableError
@@ -55,7 +55,7 @@ async def status(request: Request) -> Response:
     return Response(msgspec.json.encode(plain(published)), media_type="application/json")
 
 
-@operators.get("/metrics")
+@operators.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """`?name[]=` chooses samples by their names, as Prometheus' own libraries do."""
     found = services(request)
