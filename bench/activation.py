@@ -52,14 +52,14 @@ TARGET = 10.0
 # What the stock engine finds on its path: a platform on the same native code paths with SGLang's
 # own pools, and the stand-ins that its imports need on a machine without a GPU.
 PLATFORM = """
-from prism.engines.sglang.platform import PrismCpuPlatform
+from kvcached.engines.sglang.platform import NativeCpuPlatform
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 
 class StockCpuPlatform(CpuSRTPlatform):
-    _enum = PrismCpuPlatform._enum
-    capabilities = PrismCpuPlatform.capabilities
-    get_default_attention_backend = PrismCpuPlatform.get_default_attention_backend
-    get_dispatch_key_name = PrismCpuPlatform.get_dispatch_key_name
+    _enum = NativeCpuPlatform._enum
+    capabilities = NativeCpuPlatform.capabilities
+    get_default_attention_backend = NativeCpuPlatform.get_default_attention_backend
+    get_dispatch_key_name = NativeCpuPlatform.get_dispatch_key_name
 
 def activate():
     return "stock_cpu.StockCpuPlatform"
@@ -78,17 +78,22 @@ if __name__ == "__main__":
 """
 
 
+def write_platform(folder: Path) -> None:
+    """SGLANG_PLATFORM=stock_cpu, for processes that have the folder on their path."""
+    metadata = folder / "stock_cpu-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stock-cpu\nVersion: 0\n")
+    point = "[sglang.srt.platforms]\nstock_cpu = stock_cpu:activate\n"
+    (metadata / "entry_points.txt").write_text(point)
+    (folder / "stock_cpu.py").write_text(PLATFORM)
+
+
 @contextmanager
 def stock_files() -> Iterator[Path]:
     """A folder that makes the stock engine find its platform, without installing anything."""
     with tempfile.TemporaryDirectory(prefix="stock-") as name:
         folder = Path(name)
-        metadata = folder / "stock_cpu-0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stock-cpu\nVersion: 0\n")
-        point = "[sglang.srt.platforms]\nstock_cpu = stock_cpu:activate\n"
-        (metadata / "entry_points.txt").write_text(point)
-        (folder / "stock_cpu.py").write_text(PLATFORM)
+        write_platform(folder)
         (folder / "sitecustomize.py").write_text(STAND_INS)
         (folder / "stock.py").write_text(STOCK)
         yield folder

@@ -169,11 +169,15 @@ def use_stock_pool() -> None:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from prism.engines.sglang import host
-    from prism.engines.sglang.platform import PrismCpuPlatform
+    from kvcached.engines.sglang.platform import NativeCpuPlatform
 
     class StockAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         """What the engine core asks of its allocator beyond SGLang's own methods."""
+
+        def __init__(self, *args: Any, kvcache: Any, **kwargs: Any) -> None:
+            if type(kvcache) is not MHATokenToKVPool:
+                raise SystemExit(f"SGLang built {type(kvcache).__name__}, not its own pool")
+            super().__init__(*args, kvcache=kvcache, **kwargs)
 
         def return_held_blocks(self) -> None:
             """A static pool has nothing to return."""
@@ -181,14 +185,8 @@ def use_stock_pool() -> None:
         def attainable_tokens(self) -> int:
             return int(self.available_size())
 
-    def check_pool(scheduler: Any, memory: Any) -> None:
-        pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        if type(pool) is not MHATokenToKVPool:
-            raise SystemExit(f"SGLang built {type(pool).__name__}, not its own pool")
-
-    PrismCpuPlatform.get_kv_pool_cls = lambda self, *, kind: None
-    PrismCpuPlatform.get_paged_allocator_cls = lambda self: StockAllocator
-    host._check_pool = check_pool
+    NativeCpuPlatform.get_kv_pool_cls = lambda self, *, kind: None
+    NativeCpuPlatform.get_paged_allocator_cls = lambda self: StockAllocator
 
 
 def main() -> None:

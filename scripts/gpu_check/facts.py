@@ -24,7 +24,7 @@ PACKAGES = (
     "cmake", "ninja", "pytest", "pytest-timeout", "hypothesis", "safetensors", "sglang",
     "sgl-kernel", "flashinfer-python", "msgspec", "pyzmq", "redis", "psutil", "fastapi",
 )  # fmt: skip
-SOURCES = ("csrc", "kvcached", "prism", "scripts", "tests/gpu", "bench")
+SOURCES = ("csrc", "kvcached", "kvcached_plugins", "prism", "scripts", "tests/gpu", "bench")
 NVML_UNSUPPORTED = "not told"
 TORCH = """
 import json, torch

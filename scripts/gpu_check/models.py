@@ -83,7 +83,7 @@ def config_of(family: str, *, is_large: bool) -> Any:
     """A transformers configuration. Raises Skip where transformers is missing."""
     if find_spec("transformers") is None:
         raise Skip("transformers is not installed")
-    from prism.models.hugging_face import declare_torchvision_operators
+    from kvcached.engines.stand_ins import declare_torchvision_operators
 
     declare_torchvision_operators()
     from transformers import LlamaConfig, Qwen2Config

@@ -31,7 +31,7 @@ def load(path):
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     loaded.add(str(path))
 torch.ops.load_library = load
-from prism.models.hugging_face import declare_torchvision_operators
+from kvcached.engines.stand_ins import declare_torchvision_operators
 declare_torchvision_operators()
 import torchvision
 declare_torchvision_operators()

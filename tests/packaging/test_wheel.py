@@ -59,6 +59,7 @@ def test_the_wheel_holds_the_packages_and_no_more(wheel: Path) -> None:
     info = "prism_serving-"
     assert {name.split("/")[0] for name in names if not name.startswith(info)} == {
         "kvcached",
+        "kvcached_plugins",
         "prism",
     }
     assert {"kvcached/py.typed", "kvcached/_core.pyi", "prism/py.typed"} <= set(names)
@@ -71,7 +72,7 @@ def test_the_wheel_holds_the_packages_and_no_more(wheel: Path) -> None:
 
 def tracked_package_files() -> list[Path]:
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "kvcached", "prism"],
+        ["git", "ls-files", "-co", "--exclude-standard", "kvcached", "kvcached_plugins", "prism"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -84,7 +85,7 @@ def test_entry_points_and_requirements(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     commands = re.findall(r"^([\w-]+) ?=", archive.read(points).decode(), re.MULTILINE)
-    ours = ["kvctl", "prism-models", "prism-replay", "prism-serve", "prism-sim"]
+    ours = ["kvcached", "kvctl", "prism-models", "prism-replay", "prism-serve", "prism-sim"]
     ours += ["prism_cpu", "prism_cuda"]
     assert sorted(commands) == ours
     (described,) = (name for name in archive.namelist() if name.endswith("METADATA"))

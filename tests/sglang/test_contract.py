@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sglang
 
 # "module below sglang.srt:object" -> its parameters; None: it only has to exist.
 SEAMS: dict[str, str | None] = {
-    # stubs
+    # stand-ins
     "sglang._platform_stubs:_MockModule": "name",
     "sglang._platform_stubs:_cdiv": "a, b",
     "sglang._platform_stubs:_next_power_of_2": "n",
@@ -31,6 +31,9 @@ SEAMS: dict[str, str | None] = {
     ),
     "platforms.cpu:CpuSRTPlatform": None,
     "platforms.device_mixin:PlatformEnum.OOT": None,
+    "platforms.interface:SRTPlatform.apply_server_args_defaults": "self, server_args",
+    "platforms.interface:SRTPlatform.post_load_model": "self, model",
+    "platforms.device_mixin:DeviceMixin.get_device": "self, device_id",
     "platforms.interface:SRTPlatform.get_kv_pool_cls": "self, kind",
     "platforms.interface:SRTPlatform.get_paged_allocator_cls": "self",
     "platforms.interface:SRTPlatform.get_dispatch_key_name": "self",
@@ -110,6 +113,7 @@ SEAMS: dict[str, str | None] = {
     "managers.scheduler:Scheduler._create_generation_req": "self, recv_req, *args, **kwargs",
     "managers.scheduler:Scheduler.get_next_batch_to_run": "self, running_batch, last_batch",
     "managers.scheduler:Scheduler.update_running_batch": "self, batch",
+    "managers.scheduler:Scheduler.run_event_loop": "self",
     "managers.scheduler:Scheduler.run_batch": "self, batch, pp_proxy_tensors",
     "managers.scheduler:Scheduler.process_batch_result": "self, batch, result",
     "managers.scheduler:Scheduler.process_input_requests": "self, recv_reqs",
@@ -138,9 +142,15 @@ SEAMS: dict[str, str | None] = {
     "utils.common:DynamicGradMode": None,
     "utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create": "enable",
     "utils.watchdog:Watchdog.create": "debug_name, watchdog_timeout, soft, test_stuck_time",
+    # hooks of stock servers
+    "plugins.hook_registry:HookRegistry.register": "target, hook, hook_type, source",
+    "plugins.hook_registry:HookRegistry.apply_hooks": "",
+    "plugins.hook_registry:HookType.AROUND": None,
+    "managers.scheduler_components.idle_sleeper:IdleSleeper": "sockets, can_empty_cache",
     # process-wide state
     "runtime_context:publish": "server_args, role, hf_config, ranks",
     "runtime_context:reset_context": "",
+    "runtime_context:get_server_args": "",
     "runtime_context:get_context": "",
     "runtime_context:get_exec": "",
     "runtime_context:SpawnRanks": "world_rank, dp_rank, gpu_id",
@@ -238,13 +248,13 @@ def test_seam(name: str) -> None:
 
 
 def test_our_overrides_keep_their_signatures() -> None:
-    from prism.engines.sglang.allocator import KvcachedAllocator
-    from prism.engines.sglang.budget import KvcachedBudget
+    from kvcached.engines.sglang.allocator import KvcachedAllocator
+    from kvcached.engines.sglang.budget import KvcachedBudget
+    from kvcached.engines.sglang.kv_pool import KvcachedPool
+    from kvcached.engines.sglang.platform import NativeCpuPlatform
     from prism.engines.sglang.decode_graphs import LazyGraphRunner
-    from prism.engines.sglang.kv_pool import KvcachedPool
     from prism.engines.sglang.loader import KvcachedLoader
     from prism.engines.sglang.noise import random_bits
-    from prism.engines.sglang.platform import PrismCpuPlatform
     from prism.engines.sglang.scheduler import InProcessScheduler, InProcessStreamer
 
     classes = (
@@ -253,7 +263,7 @@ def test_our_overrides_keep_their_signatures() -> None:
         KvcachedLoader,
         KvcachedPool,
         LazyGraphRunner,
-        PrismCpuPlatform,
+        NativeCpuPlatform,
         InProcessScheduler,
         InProcessStreamer,
     )
@@ -273,9 +283,9 @@ def test_our_overrides_keep_their_signatures() -> None:
 def test_the_platform_is_found_by_its_entry_point() -> None:
     from sglang.srt import platforms
 
-    from prism.engines.sglang.platform import PrismCpuPlatform
+    from kvcached.engines.sglang.platform import NativeCpuPlatform
 
-    assert isinstance(platforms.current_platform, PrismCpuPlatform)
+    assert isinstance(platforms.current_platform, NativeCpuPlatform)
 
 
 def test_private_attributes_that_are_read() -> None:
@@ -296,8 +306,11 @@ def test_private_attributes_that_are_read() -> None:
         "token_to_kv_pool_allocator",
         "tree_cache",
         "copy_stream",
+        "idle_sleeper",
     ):
         assert f"self.{name}" in source, name
+    sleeper = resolve("managers.scheduler_components.idle_sleeper:IdleSleeper")
+    assert "self.poller.register(" in inspect.getsource(sleeper)
     runner = inspect.getsource(resolve("model_executor.model_runner:ModelRunner"))
     for name in ("decode_cuda_graph_runner", "forward_stream"):
         assert f"self.{name} = " in runner, name

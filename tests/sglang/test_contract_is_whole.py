@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import kvcached.engines.sglang
 import prism.engines.sglang
 from tests.sglang.test_contract import SEAMS
 
-ADAPTER = Path(prism.engines.sglang.__file__).parent
+FOLDERS = [
+    Path(package.__file__ or "").parent
+    for package in (kvcached.engines.sglang, prism.engines.sglang)
+]
 PINNED = {(module, path.split(".")[0]) for module, _, path in (s.partition(":") for s in SEAMS)}
 WORDS = {word for seam in SEAMS for word in seam.partition(":")[2].split(".")}
 OF_TORCH = {"_C", "_cuda_clearCublasWorkspaces"}  # without a public name; gpu-check runs it
@@ -52,7 +56,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield from {node.attr} - made
 
 
-FILES = sorted(ADAPTER.glob("*.py"))
+FILES = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

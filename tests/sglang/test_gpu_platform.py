@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import msgspec
 import pytest
@@ -42,13 +43,16 @@ def device(namespace: str, libcuda: LibCuda) -> Iterator[kvcached.Device]:  # no
 
 def test_a_stock_sglang_keeps_its_own_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     """With both plugins active it would not even be imported."""
-    from prism.engines.sglang import platform, platform_cuda
+    from prism.engines import platforms
 
-    for module, name in ((platform, "prism_cpu"), (platform_cuda, "prism_cuda")):
+    for activate, name in (
+        (platforms.sglang_cpu, "prism_cpu"),
+        (platforms.sglang_cuda, "prism_cuda"),
+    ):
         monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-        assert module.activate() is None
+        assert activate() is None
         monkeypatch.setenv("SGLANG_PLATFORM", name)
-        assert str(module.activate()).startswith(module.__name__)
+        assert hasattr(resolve_name(str(activate())), "get_kv_pool_cls")
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

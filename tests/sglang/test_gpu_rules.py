@@ -83,6 +83,8 @@ def test_noise_is_ours_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Kv:
     """Blocks are numbered from 1; what is freed is noted."""
 
+    num_blocks = 128
+
     def __init__(self) -> None:
         self.next = 1
         self.freed: list[int] = []
@@ -99,17 +101,40 @@ class _Kv:
         return 1 << 20
 
 
+def _allocator(monkeypatch: pytest.MonkeyPatch, kv: _Kv, tokens: int, device: str) -> Any:
+    import torch
+
+    from kvcached.engines.sglang import allocator
+    from kvcached.engines.sglang.kv_pool import KvcachedPool
+
+    pool = object.__new__(KvcachedPool)
+    pool.kv = kv
+    memory = SimpleNamespace(rank_kv=lambda: kv, least=int, find_room=kv.alloc_kv)
+    monkeypatch.setattr(allocator, "active_memory", lambda: memory)
+    return allocator.KvcachedAllocator(tokens, 16, torch.bfloat16, device, pool, False)
+
+
+def test_blocks_beyond_sglangs_count_are_used_but_no_more_of_them_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a pool that is no multiple of a slab: kvcached has 128 blocks, SGLang counts 100."""
+    kv = _Kv()
+    made = _allocator(monkeypatch, kv, 1600, "cpu")
+    first = made.alloc(90 * 16)
+    made.free(first)
+    second = made.alloc(37 * 16)  # blocks 91 to 127
+    assert int(second.max()) // 16 == kv.num_blocks - 1
+    assert made.attainable_tokens() == 63 * 16
+    assert not made.reserve_blocks(64, None)
+    assert made.available_size() == 63 * 16
+
+
 def test_a_decode_step_reads_no_ids_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor on meta cannot be copied to the CPU: any attempt raises."""
     import torch
 
-    from prism.engines.ranks.group import ALONE
-    from prism.engines.sglang import allocator
-
     kv = _Kv()
-    memory = SimpleNamespace(kv=kv, rank_kv=lambda: kv, ranks=ALONE)
-    monkeypatch.setattr(allocator, "active_memory", lambda: memory)
-    made = allocator.KvcachedAllocator(1024, 16, torch.bfloat16, "meta", None, False)
+    made = _allocator(monkeypatch, kv, 1024, "meta")
     lengths = torch.tensor([17, 33, 40])  # two requests begin a block
     slots = made.alloc_decode(lengths.to("meta"), lengths, torch.empty(3, device="meta"))
     assert slots is not None

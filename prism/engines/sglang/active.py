@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 import kvcached
+from kvcached.engines.sglang.radix_pages import RadixPages
 from prism.config.memory import BLOCK_TOKENS
 from prism.engines.kv_direct import DirectMoves
 from prism.engines.sglang import moving, requests
 from prism.engines.sglang.decode_graphs import DecodeGraphs
 from prism.engines.sglang.memory import EngineMemory
-from prism.engines.sglang.radix_pages import RadixPages
 from prism.engines.sglang.scheduler import InProcessScheduler
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Request
@@ -67,14 +67,14 @@ class ActiveModel:
         tree, allocator = self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator
         if self.memory.ranks.size > 1:
             return self.memory.rank_kv().shrink(size_bytes, partial(allocator.evict_cache, tree))
-        return self.memory.kv.shrink(size_bytes, RadixPages(tree, allocator))
+        return self.memory.kv.shrink(size_bytes, self._prefixes())
 
-    def evictable_bytes(self, committed_bytes: int) -> int:
-        """An upper bound: which pages the cache shares with requests is looked at when it
-        matters."""
-        bound_bytes = committed_bytes - self.memory.kv.floor_bytes()
-        tokens = int(self.scheduler.tree_cache.evictable_size())
-        return max(0, min(tokens * self.memory.plan.layout.token_bytes, bound_bytes))
+    def evictable_bytes(self) -> int:
+        """An upper bound."""
+        return self._prefixes().evictable_bytes_max(self.memory.kv)
+
+    def _prefixes(self) -> RadixPages:
+        return RadixPages(self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator)
 
     def figures(self) -> dict[str, Any]:
         """The model's part of EngineStatus."""

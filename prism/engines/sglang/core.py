@@ -303,7 +303,7 @@ class SglangCore:
         retractions = totals.retractions
         figures: dict[str, Any] = {}
         if active is not None:
-            self._client.publish_evictable(active.evictable_bytes(usage.committed_bytes))
+            self._client.publish_evictable(active.evictable_bytes())
             retractions += active.scheduler.retractions_total
             figures = active.figures()
             figures["running"] = len(self._by_rid) - figures["waiting"]

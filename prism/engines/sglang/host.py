@@ -23,20 +23,22 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
     destroy_model_parallel,
 )
 from sglang.srt.layers.rotary_embedding import factory as rotary_factory  # noqa: E402
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator  # noqa: E402
 from sglang.srt.model_executor import input_buffers  # noqa: E402
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
 
+from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
 from prism.config.schema import EngineConfig  # noqa: E402
 from prism.engines.ranks.group import RankGroup  # noqa: E402
-from prism.engines.sglang import decode_graphs, gpu, kv_pool, noise, server_args  # noqa: E402
+from prism.engines.sglang import decode_graphs, gpu, noise, server_args  # noqa: E402
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
 from prism.engines.sglang.scheduler import InProcessScheduler  # noqa: E402
 from prism.messages.engine import ActivateEngine  # noqa: E402
 
 stubs.install_after_import()
 noise.install()
-kv_pool.install()
+KVCacheConfigurator._profile_available_bytes = pool_bytes
 _libc = ctypes.CDLL(None)
 
 
@@ -56,20 +58,8 @@ def build(
     publish(arguments, role="scheduler", ranks=place)
     with _Rendezvous(ranks):
         scheduler = InProcessScheduler(arguments, server_args.ports())
-    _check_pool(scheduler, memory)
     scheduler.start()
     return scheduler
-
-
-def _check_pool(scheduler: InProcessScheduler, memory: EngineMemory) -> None:
-    """Memory that bypasses kvcached would be used behind the ledger's back."""
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if not isinstance(pool, kv_pool.KvcachedPool):
-        raise NotImplementedError(
-            f"its KV layout ({type(pool).__name__}) is not supported by this version: serve a "
-            "model whose layers all have full-attention K and V (MHA, GQA or MQA)"
-        )
-    kv_pool.check(pool, memory.plan)
 
 
 def tear_down(scheduler: InProcessScheduler | None, device: str = "host:0") -> None:

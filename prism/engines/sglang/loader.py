@@ -19,10 +19,11 @@ from sglang.srt.model_loader import loader as stock
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from kvcached.engines.sglang.memory import active_memory
 from kvcached.errors import WeightFileError, WeightMismatchError
 from prism.config.units import format_size
 from prism.engines.sglang import gpu
-from prism.engines.sglang.memory import EngineMemory, active_memory
+from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.weights import ModelWeights
 from prism.errors import ActivationError, SelfCheckError
 
@@ -53,6 +54,7 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
 
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         memory = active_memory()
+        assert isinstance(memory, EngineMemory)
         device = torch.device(device_config.device)
         if memory.weights.find_copy():
             try:

@@ -7,7 +7,7 @@ Room for all of it is reserved in the ledger before any is used; KV pages are el
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from prism.errors import ActivationError
 from prism.messages.engine import ActivateEngine
 
 _PADDING_BLOCKS = 1
+_AMPLE = 8  # SGLang's bytes of a token differ from ours; `max_total_tokens` bounds what it lays out
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,41 @@ class EngineMemory:
             raise
         self._agree(order)
 
+    # --- as SGLang's pool and allocator see it (`PoolMemory`) ------------------------------
+
+    def pool_bytes(self, context_tokens: int) -> int:
+        """More than the plan's tokens need, so that the token limit alone decides."""
+        return _AMPLE * self.plan.virtual_tokens * self.plan.layout.token_bytes
+
+    def kv_cache(self, layout: kvcached.Layout, num_tokens: int) -> kvcached.KVCache:
+        """Raises RuntimeError where the model's specification is not what SGLang lays out: block
+        ids beyond its own number would be indices out of range."""
+        planned = replace(self.plan.layout, arrangement="per_layer", padded_token_bytes=None)
+        if layout != planned:
+            raise RuntimeError(
+                f"KV layout mismatch: SGLang wants {layout}, the model's specification says"
+                f" {planned}"
+            )
+        if num_tokens != self.plan.virtual_tokens:
+            raise NotImplementedError(
+                f"SGLang laid out {num_tokens} tokens of KV where {self.plan.virtual_tokens} were"
+                " planned: this model's KV cache is not supported by this version"
+            )
+        return self.kv
+
+    def rank_kv(self) -> kvcached.RankKV:
+        """The KV space as one rank of its engine must use it."""
+        return kvcached.RankKV(self.kv, self.ranks.all_true)
+
+    def least(self, value: int) -> int:
+        return self.ranks.least(value)
+
+    def lacks(self, num_tokens: int) -> None:
+        """Nothing: the agent sees what waits, and has others make room."""
+
+    def find_room(self, num_blocks: int) -> None:
+        """Nothing is found: the agent has others make room before it is needed."""
+
     @property
     def kv(self) -> kvcached.KVCache:
         """The KV space; its virtual range is laid out at the first use. May raise NoRoomError."""
@@ -116,10 +152,6 @@ class EngineMemory:
             # One slab is kept between steps, or a block on the edge maps and unmaps it each time.
             self._kv.set_spare_pages(0, self.plan.slab_pages)
         return self._kv
-
-    def rank_kv(self) -> kvcached.RankKV:
-        """The KV space as one rank of its engine must use it."""
-        return kvcached.RankKV(self.kv, self.ranks.all_true)
 
     @property
     def static_bytes(self) -> int:
@@ -210,17 +242,3 @@ class EngineMemory:
             " the device",
             missing,
         )
-
-
-def active_memory() -> EngineMemory:
-    """The memory that the platform holds for the model being served.
-
-    SGLang builds pools and allocators from the platform's classes alone, so what they need can
-    reach them only through the platform.
-    """
-    from sglang.srt.platforms import current_platform
-
-    memory = current_platform.memory
-    if not isinstance(memory, EngineMemory):
-        raise RuntimeError("no model is being activated: the platform holds no engine memory")
-    return memory

@@ -11,12 +11,7 @@ from typing import Any
 
 from sglang.srt.platforms.cuda import CudaSRTPlatform
 
-from prism.engines.sglang.platform import KvcachedPlatform, chosen
-
-
-def activate() -> str | None:
-    """The entry point: the dotted path of the platform class for engines on a GPU."""
-    return chosen("prism_cuda", f"{__name__}.PrismCudaPlatform")
+from kvcached.engines.sglang.platform import KvcachedPlatform
 
 
 class PrismCudaPlatform(KvcachedPlatform, CudaSRTPlatform):  # type: ignore[misc]

@@ -22,13 +22,13 @@ from sglang.srt.managers.schedule_batch import (
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.utils.common import DynamicGradMode
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang.srt.utils.watchdog import Watchdog
 
+from kvcached.engines.sglang.retraction import make_way
 from prism.engines.sglang import logprobs
 from prism.engines.sglang.grammars import Grammars
 from prism.engines.sglang.penalties import count_earlier_output
@@ -207,16 +207,8 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         return batch
 
     def update_running_batch(self, batch: Any) -> Any:
-        """Before decodes are retracted, the half-prefilled request gives its blocks back."""
-        if self.chunked_req is not None and not batch.check_decode_mem():
-            self._retract_chunked(self.chunked_req)
+        make_way(self, batch)
         return super().update_running_batch(batch)
-
-    def _retract_chunked(self, req: Req) -> None:
-        release_kv_cache(req, self.tree_cache, checkpoint=False)
-        req.reset_for_retract()
-        self.chunked_req = None
-        self._add_request_to_queue(req, is_retracted=True)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         self.retractions_total += is_retracted

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prism.engines.sglang.allocator import KvcachedAllocator
+from kvcached import KVCache
+from kvcached.engines.sglang.allocator import KvcachedAllocator
+
+_NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 class RadixPages:
@@ -25,7 +28,10 @@ class RadixPages:
 
     def evictable(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Blocks that no running request holds a lock on. All count as used at one time."""
-        walk = self._tree.tree_core.walk_for_kv_canary(True, False)
+        core = getattr(self._tree, "tree_core", None)
+        if core is None:  # the radix cache is switched off
+            return _NO_BLOCKS, _NO_BLOCKS
+        walk = core.walk_for_kv_canary(True, False)
         slots = np.asarray(walk.slot_indices, dtype=np.int64)
         page_tokens = int(self._allocator.page_size)
         blocks = slots[slots % page_tokens == 0] // page_tokens
@@ -34,3 +40,10 @@ class RadixPages:
     def evict(self, ids: NDArray[np.int64]) -> int:
         """Leaves of about as many tokens as these blocks have."""
         return self._allocator.evict_cache(self._tree, len(ids) * int(self._allocator.page_size))
+
+    def evictable_bytes_max(self, kv: KVCache) -> int:
+        """An upper bound, at no cost: which pages the cache shares with requests is looked at when
+        it matters."""
+        bound_bytes = kv.mapped_bytes() - kv.floor_bytes()
+        tokens = int(self._tree.evictable_size())
+        return max(0, min(tokens * kv.layout.token_bytes, bound_bytes))

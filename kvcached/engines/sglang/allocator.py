@@ -11,19 +11,18 @@ a GPU would wait for everything that runs there. Only blocks that SGLang frees m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.utils import get_num_new_pages
 
-from prism.engines.sglang.budget import KvcachedBudget
-from prism.engines.sglang.memory import active_memory
-
-Ids = NDArray[np.int64]
+from kvcached.engines.sglang.budget import KvcachedBudget
+from kvcached.engines.sglang.kv_pool import KvcachedPool
+from kvcached.engines.sglang.memory import Ids, active_memory
 
 _NO_BLOCKS: Ids = np.empty(0, dtype=np.int64)
 
@@ -36,15 +35,27 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     num_pages: int
     page_size: int
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        memory = active_memory()
-        self._kv = memory.kv
-        self._rank_kv = memory.rank_kv()
-        self._ranks = memory.ranks
+    def __init__(  # noqa: PLR0917 (SGLang's signature)
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache: Any,
+        need_sort: bool,
+    ) -> None:
+        if not isinstance(kvcache, KvcachedPool) or kvcache.kv is None:
+            raise NotImplementedError(
+                f"its KV layout ({type(kvcache).__name__}) is not supported by this version: serve "
+                "a model whose layers all have full-attention K and V (MHA, GQA or MQA)"
+            )
+        self._kv = kvcache.kv
+        self._memory = active_memory()
+        self._rank_kv = self._memory.rank_kv()
         self._live = torch.zeros(0, dtype=torch.bool)
         self._held = _NO_BLOCKS  # the ids in `free_pages`
         self._tree_cache: Any = None
-        super().__init__(*args, **kwargs)
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
 
     # --- what can be had -------------------------------------------------------------------
 
@@ -53,11 +64,13 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
     def attainable_tokens(self) -> int:
         """Tokens that could be allocated now without evicting: held, mapped, ledger's room."""
-        return (len(self.free_pages) + self._kv.available_blocks()) * self.page_size
+        held = len(self.free_pages)
+        room = min(self._kv.available_blocks(), self.num_pages - self._live_pages - held)
+        return (held + room) * self.page_size
 
     def agreed_tokens(self) -> int:
         """`attainable_tokens` of the rank with the least; a collective of all ranks."""
-        return self._ranks.least(self.attainable_tokens())
+        return self._memory.least(self.attainable_tokens())
 
     def reserve_blocks(self, pages: int, tree_cache: Any) -> bool:
         """Hold `pages` blocks, evicting own prefix cache when the device is full."""
@@ -65,8 +78,12 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         while not self._hold(pages):
             short = pages * self.page_size - self.agreed_tokens()
             if tree_cache is None or not self.evict_cache(tree_cache, max(short, self.page_size)):
-                return False
+                return self._hold(pages, self._memory.find_room)
         return True
+
+    def lacks(self, tokens: int) -> None:
+        """A request waits since so many more tokens have no room."""
+        self._memory.lacks(tokens)
 
     def return_held_blocks(self) -> None:
         """Give back the blocks that the last step did not use."""
@@ -74,11 +91,15 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             self._kv.free_kv(self._held)
             self._held, self.free_pages = _NO_BLOCKS, self._no_pages()
 
-    def _hold(self, pages: int) -> bool:
+    def _hold(self, pages: int, find: Callable[[int], Ids | None] | None = None) -> bool:
+        """kvcached lays out whole slabs, which may have more blocks than SGLang counts on: any of
+        them may be used, but no more at a time than SGLang's own."""
         missing = pages - len(self.free_pages)
         if missing <= 0:
             return True
-        ids = self._rank_kv.alloc_kv(missing)
+        ids = None
+        if self._live_pages + pages <= self.num_pages:
+            ids = (find or self._rank_kv.alloc_kv)(missing)
         if ids is None:
             return False
         self._held = np.concatenate((self._held, ids))
@@ -180,7 +201,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self.free_page_ids_group: list[torch.Tensor] = []
         self.staged_pages: list[torch.Tensor] = []
         self.num_staged_pages = 0
-        self._live = torch.zeros(self.num_pages + 1, dtype=torch.bool)
+        self._live = torch.zeros(self._kv.num_blocks, dtype=torch.bool)
         self._live_pages = 0
 
     def get_all_free_pages(self) -> None:

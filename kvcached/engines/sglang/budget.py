@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 if TYPE_CHECKING:
-    from prism.engines.sglang.allocator import KvcachedAllocator
+    from kvcached.engines.sglang.allocator import KvcachedAllocator
 
 
 class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
@@ -37,6 +37,7 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
         # edge here, and with it a request of the full context would miss its guaranteed room.
         needed = self.ceil_paged_tokens(total_tokens - self.page_size)
         if needed > self.remaining_total:
+            self.allocator.lacks(needed - int(self.remaining_total))
             return False, None
         now = extend_input_len if chunk_limit is None else min(extend_input_len, chunk_limit)
         return (True, chunk_limit) if self._reserve_blocks(now) else (False, None)

@@ -1,0 +1,169 @@
+"""Throughput of a stock SGLang server on kvcached against the same server with its own pool.
+
+    python bench/stock_servers.py [--model tiny-llama] [--streams 8] [--requests 3] [--pairs 30]
+        [--tokens 4096] [--page 64KiB] [--control]
+
+Two servers with the same arguments; one of them has KVCACHED_DEVICE in its environment. They
+answer the same requests in turn, `--streams` at a time over HTTP, and which goes first changes with
+each pair. `--tokens` is what the KV pool of either may hold: once the prefix cache has filled it,
+pages come and go. A ratio is tokens/s on kvcached over tokens/s without in one pair;
+printed are the median and its 95 % interval (order statistics), by the wall and by the CPU time of
+all of a server's processes. `--control`: neither is on kvcached. Target: at least 0.97.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+from uuid import uuid4
+
+import psutil
+from activation import write_platform
+from pairs import median_interval
+
+import kvcached
+from prism.models.store import default_directory
+
+TARGET = 0.97
+PROMPT_TOKENS, OUTPUT_TOKENS = (64, 192), 48
+
+
+class Server:
+    """`environment` is all that tells the two apart."""
+
+    def __init__(self, environment: dict[str, str], options: argparse.Namespace) -> None:
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            self._url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        command = [sys.executable, "-W", "ignore", "-m", "kvcached.engines.sglang.launch"]
+        command += ["--model-path", str(default_directory() / options.model)]
+        command += ["--host", "127.0.0.1", "--port", self._url.rpartition(":")[2]]
+        command += ["--device", "cpu", "--dtype", "float32", "--page-size", "16"]
+        command += ["--context-length", "512", "--chunked-prefill-size", "256"]
+        command += ["--max-total-tokens", str(options.tokens)]
+        command += ["--max-running-requests", str(options.streams)]
+        command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        command += ["--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
+        command += ["--log-level", "error"]
+        common = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, env=os.environ | common | environment)
+
+    def await_ready(self) -> None:
+        while True:
+            if self._process.poll() is not None:
+                raise SystemExit("a server ended early; what it said is above")
+            try:
+                urllib.request.urlopen(f"{self._url}/health", timeout=60)
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+
+    def answer(self, asked: list[list[int]], streams: int) -> dict[str, Any]:
+        begin_s, begin_cpu_s = time.perf_counter(), self._cpu_s()
+        with ThreadPoolExecutor(streams) as pool:
+            answers = list(pool.map(self._generate, asked))
+        return {
+            "wall_s": time.perf_counter() - begin_s,
+            "cpu_s": self._cpu_s() - begin_cpu_s,
+            "answers": answers,
+        }
+
+    def _generate(self, prompt: list[int]) -> list[int]:
+        sampling = {"max_new_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
+        request = urllib.request.Request(
+            f"{self._url}/generate", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as response:
+            found: list[int] = json.load(response)["output_ids"]
+        return found
+
+    def _cpu_s(self) -> float:
+        parent = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
+        return sum(taken.user + taken.system for taken in times)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+def requests(options: argparse.Namespace, seed: int) -> list[list[int]]:
+    """Prompts of one round, all different."""
+    chance = random.Random(seed)
+    lengths = [chance.randint(*PROMPT_TOKENS) for _ in range(options.streams * options.requests)]
+    return [[chance.randrange(16, 500) for _ in range(length)] for length in lengths]
+
+
+def run_pairs(servers: list[Server], options: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    """[kvcached's round, the stock pool's] of each pair. The first fills the caches."""
+    done: list[list[dict[str, Any]]] = []
+    for index in range(options.pairs + 1):
+        asked = requests(options, seed=index)
+        rounds: list[dict[str, Any]] = [{}, {}]
+        for side in (0, 1) if index % 2 else (1, 0):
+            rounds[side] = servers[side].answer(asked, options.streams)
+        done.append(rounds)
+    return done[1:]
+
+
+def report(done: list[list[dict[str, Any]]]) -> None:
+    tokens = sum(len(answer) for answer in done[0][0]["answers"])
+    for clock, name in (("wall_s", "wall"), ("cpu_s", "CPU")):
+        elastic, stock = (median(pair[side][clock] for pair in done) for side in (0, 1))
+        ratios = [pair[1][clock] / pair[0][clock] for pair in done]
+        low, high = median_interval(ratios)
+        print(
+            f"{name:4} {tokens / elastic:8.1f} against {tokens / stock:8.1f} tokens/s: ratio "
+            f"{median(ratios):.3f}, 95 % interval {low:.3f} to {high:.3f} (target {TARGET})"
+        )
+    same = sum(pair[0]["answers"] == pair[1]["answers"] for pair in done)
+    print(f"{len(done)} pairs, the same tokens in {same}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="tiny-llama")
+    for name, value in (("streams", 8), ("requests", 3), ("pairs", 30), ("tokens", 4096)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--page", default="64KiB")
+    parser.add_argument("--control", action="store_true")
+    options = parser.parse_args()
+    namespace = f"bench{uuid4().hex[:10]}"
+    with tempfile.TemporaryDirectory(prefix="stock-") as folder:
+        write_platform(Path(folder))
+        paths = os.pathsep.join((folder, os.environ.get("PYTHONPATH", "")))
+        stock = {"SGLANG_PLATFORM": "stock_cpu", "PYTHONPATH": paths}
+        elastic = {
+            "KVCACHED_DEVICE": "host:0",
+            "KVCACHED_CAPACITY": "4GiB",
+            "KVCACHED_PAGE": options.page,
+            "KVCACHED_NAMESPACE": namespace,
+        }
+        servers = [Server(side, options) for side in (stock if options.control else elastic, stock)]
+        try:
+            for server in servers:
+                server.await_ready()
+            report(run_pairs(servers, options))
+        finally:
+            for server in servers:
+                server.close()
+            if not options.control:
+                kvcached.Device.unlink(namespace, "host:0", force=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What a SGLang platform needs to have KV memory from kvcached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities
+
+from kvcached.engines.sglang.memory import PoolMemory
+
+
+class KvcachedPlatform:
+    """First among a platform's bases. `memory` is set before SGLang lays out a pool."""
+
+    memory: PoolMemory | None = None
+
+    def get_kv_pool_cls(self, *, kind: str) -> type[Any] | None:
+        """None is SGLang's own pool, which our allocator refuses."""
+        from kvcached.engines.sglang.kv_pool import KvcachedPool
+
+        return KvcachedPool if kind == "mha" else None
+
+    def get_paged_allocator_cls(self) -> type[Any]:
+        from kvcached.engines.sglang.allocator import KvcachedAllocator
+
+        return KvcachedAllocator
+
+
+class NativeCpuPlatform(KvcachedPlatform, CpuSRTPlatform):  # type: ignore[misc]
+    """Every path natively on a CPU: out of tree, so that no compiled kernel is needed."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"

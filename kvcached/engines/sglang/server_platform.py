@@ -1,0 +1,73 @@
+"""The platforms of stock SGLang servers (`kvcached_plugins.sglang_platform` chooses one).
+
+SGLang imports this while it imports itself: what needs more of it is imported in the methods.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from kvcached.engines.sglang.platform import NativeCpuPlatform
+
+KNOWN_VERSION = "0.5.23"
+BLOCK_TOKENS = 16
+
+# Arguments that lead to KV pools, caches or ranks that are not on kvcached; what they must be.
+_ONLY = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "dcp_size": 1,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_hisparse": False,
+    "enable_unified_memory": False,
+    "enable_page_major_kv_layout": False,
+}
+
+
+class ServerPlatform:
+    """First among a platform's bases, before `KvcachedPlatform`."""
+
+    memory: Any
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Raises NotImplementedError, ValueError for arguments that cannot be served."""
+        if version("sglang") != KNOWN_VERSION:
+            raise NotImplementedError(
+                f"kvcached knows SGLang {KNOWN_VERSION}, not {version('sglang')}: install that "
+                "version, or unset KVCACHED_DEVICE"
+            )
+        for name, value in _ONLY.items():
+            if getattr(server_args, name) != value:
+                raise NotImplementedError(
+                    f"{name} {getattr(server_args, name)!r} is not served on kvcached: leave it "
+                    "out, or unset KVCACHED_DEVICE"
+                )
+        if server_args.page_size is None:
+            server_args.page_size = BLOCK_TOKENS
+        if server_args.page_size == 1:
+            raise ValueError("page_size 1 is not served on kvcached: leave it out")
+
+    def post_load_model(self, model: Any) -> None:
+        """Called once, in the scheduler's process."""
+        from kvcached.engines.sglang import server
+
+        self.memory = server.start(model)
+
+
+class HostServer(ServerPlatform, NativeCpuPlatform):
+    """KVCACHED_DEVICE=host:N: native code alone, on the CPU."""
+
+    def get_device(self, device_id: int = 0) -> str:
+        """A string, which SGLang takes for the default of --device."""
+        return "cpu"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        super().apply_server_args_defaults(server_args)
+        server_args.sampling_backend = "pytorch"
+        server_args.disable_overlap_schedule = True  # there is nothing beside the CPU to overlap
+        server_args.sleep_on_idle = True  # an idle scheduler would take a core of the others

@@ -1,0 +1,34 @@
+"""Entry points by which engines find kvcached's adapters.
+
+Outside of `kvcached`, since engines import their plugins in every process, wanted or not: this
+module needs the standard library alone, and imports an adapter only where the environment asks
+for one.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def sglang_platform() -> str | None:
+    """For `sglang.srt.platforms`: the dotted path of the platform class that puts SGLang's KV on
+    the device of KVCACHED_DEVICE. None, SGLang's own platform, where the variable is not set.
+
+    A mistake in the environment ends the process: SGLang logs exceptions of plugins and serves
+    without them.
+    """
+    device = os.environ.get("KVCACHED_DEVICE")
+    if not device:
+        return None
+    if device.startswith("cuda:"):
+        raise SystemExit(
+            f"kvcached: stock SGLang has not run on {device} yet: set KVCACHED_DEVICE to host:0, "
+            "or serve with prism-serve"
+        )
+    try:
+        from kvcached.engines.settings import Settings
+
+        Settings.from_environment(os.environ)
+    except (ImportError, ValueError) as error:  # another package `kvcached`; a mistake
+        raise SystemExit(f"kvcached: {error}") from error
+    return "kvcached.engines.sglang.server_platform.HostServer"

@@ -1,0 +1,309 @@
+"""What engines read from the environment, and what a stock engine does with it on its device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kvcached_plugins
+from kvcached import Client, Device, Layout, NoRoomError
+from kvcached.engines.settings import Settings
+from kvcached.engines.stake import Stake
+from kvcached.errors import DeviceMismatchError, InvalidArgumentError, UnknownDeviceError
+
+from .caches import Cache
+from .conftest import CAPACITY, PAGE, TINY
+
+ROOT = Path(__file__).parent.parent.parent
+MIB = 1 << 20
+QUANTUM = TINY.quantum_bytes(PAGE)
+
+
+def said(**values: str) -> dict[str, str]:
+    return {f"KVCACHED_{name}": value for name, value in values.items()}
+
+
+# --- the environment -------------------------------------------------------------------------
+
+
+def test_everything_can_be_said() -> None:
+    environment = said(
+        DEVICE="host:0",
+        CAPACITY="2GiB",
+        PAGE="64KiB",
+        NAMESPACE="mine",
+        NAME="chat",
+        LIMIT="1GiB",
+        MINIMUM="64MiB",
+        STATIC="100MB",
+    )
+    assert Settings.from_environment(environment) == Settings(
+        device="host:0",
+        namespace="mine",
+        name="chat",
+        capacity_bytes=2048 * MIB,
+        page_bytes=PAGE,
+        limit_bytes=1024 * MIB,
+        min_bytes=64 * MIB,
+        static_bytes=100_000_000,
+    )
+
+
+def test_the_device_alone_is_enough() -> None:
+    environment = {"PATH": "/bin", "KVCACHED_LIBCUDA": "mine.so", **said(DEVICE="host:1", NAME="")}
+    assert Settings.from_environment(environment) == Settings(device="host:1")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (said(LIMT="1GiB"), "KVCACHED_LIMT is not known; there is KVCACHED_LIMIT"),
+        (said(QUOTA="1"), "KVCACHED_QUOTA is not known; there is .*KVCACHED_DEVICE"),
+        (said(CAPACITY="much"), "KVCACHED_CAPACITY: size 'much' is not understood"),
+        (said(LIMIT="0"), "KVCACHED_LIMIT is 0"),
+        (said(LIMIT="1GiB", MINIMUM="2GiB"), "KVCACHED_MINIMUM is above KVCACHED_LIMIT"),
+        (said(DEVICE="gpu"), "gpu"),
+        (said(NAMESPACE="a b"), "namespace 'a b'"),
+        (said(NAME="a\ud800"), "KVCACHED_NAME"),
+    ],
+)
+def test_mistakes_are_named(value: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Settings.from_environment(said(DEVICE="host:0") | value)
+
+
+def test_a_device_that_is_not_there_names_the_variable(namespace: str) -> None:
+    settings = Settings("host:0", namespace=namespace)
+    with pytest.raises(UnknownDeviceError, match="KVCACHED_CAPACITY"):
+        settings.open_device()
+
+
+def test_engines_that_say_different_sizes_are_told_the_variables(
+    device: Device, namespace: str
+) -> None:
+    for said_bytes in ({"capacity_bytes": 2 * CAPACITY}, {"page_bytes": 2 * PAGE}):
+        settings = Settings("host:0", namespace=namespace, **said_bytes)  # type: ignore[arg-type]
+        with pytest.raises(DeviceMismatchError, match="KVCACHED_CAPACITY and KVCACHED_PAGE"):
+            settings.open_device()
+    assert Settings("host:0", namespace=namespace).open_device().capacity_bytes == CAPACITY
+
+
+# --- entry points ----------------------------------------------------------------------------
+
+
+def entry_points() -> dict[str, str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups: dict[str, dict[str, str]] = project["entry-points"]
+    return {f"{group}/{name}": value for group in groups for name, value in groups[group].items()}
+
+
+@pytest.mark.parametrize("name", entry_points())
+def test_an_engine_that_asks_for_nothing_pays_for_nothing(name: str) -> None:
+    """Entry points are imported in every process of every engine on the machine."""
+    module, _, function = entry_points()[name].partition(":")
+    code = (
+        "import sys; before = set(sys.modules)\n"
+        f"from {module} import {function}; found = {function}()\n"
+        "print(found, *{m for m in set(sys.modules) - before if '_editable_' not in m})"
+    )
+    bare = {k: v for k, v in os.environ.items() if not k.startswith(("KVCACHED_", "SGLANG_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True
+    )
+    found, *modules = done.stdout.split()
+    assert found == "None"
+    ours = {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names}
+    assert ours <= {"kvcached_plugins", "prism", "prism.engines", "prism.engines.platforms"}
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without what other tests have put there."""
+    for name in [name for name in os.environ if name.startswith("KVCACHED_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_sglang_is_told_the_platform_of_the_device(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("KVCACHED_DEVICE", "host:0")
+    assert str(kvcached_plugins.sglang_platform()).endswith("server_platform.HostServer")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (said(DEVICE="gpu:0"), "kvcached: .*gpu:0"),
+        (said(DEVICE="cuda:0"), "stock SGLang has not run on cuda:0 yet"),
+        (said(DEVICE="host:0", CAPACTY="2GiB"), "kvcached: KVCACHED_CAPACTY is not known"),
+    ],
+)
+def test_a_mistake_ends_the_engine(
+    value: dict[str, str], message: str, bare: pytest.MonkeyPatch
+) -> None:
+    """Of any other exception SGLang writes a line into its log, and serves without kvcached."""
+    for name, text in value.items():
+        bare.setenv(name, text)
+    with pytest.raises(SystemExit, match=message):
+        kvcached_plugins.sglang_platform()
+
+
+def test_the_other_package_of_this_name_ends_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "kvcached-0.1.2.dist-info").mkdir()
+    paths = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    code = "import kvcached_plugins\nkvcached_plugins.sglang_platform()\nprint('serves')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | said(DEVICE="host:0") | {"PYTHONPATH": paths},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert not done.stdout
+    assert done.stderr.startswith("kvcached: the distribution kvcached 0.1.2 is installed")
+
+
+# --- a stake in the device -------------------------------------------------------------------
+
+
+@pytest.fixture
+def stake(device: Device, namespace: str) -> Iterator[Callable[..., Stake]]:
+    made: list[Stake] = []
+
+    def make(name: str = "engine", **settings: int) -> Stake:
+        given = Settings("host:0", namespace=namespace, **settings)  # type: ignore[arg-type]
+        made.append(Stake(given, name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.client.close()
+
+
+def test_static_memory_is_what_was_said_or_else_measured(
+    device: Device, stake: Callable[..., Stake]
+) -> None:
+    stake("measured").lease_static(3 * PAGE)
+    stake("said", static_bytes=5 * PAGE).lease_static(3 * PAGE)
+    static = {client.name: client.static_bytes for client in device.usage().clients}
+    assert static == {"measured": 3 * PAGE, "said": 5 * PAGE}
+    with pytest.raises(NoRoomError, match=r"heavy takes 128 MiB beside its KV.*KVCACHED_STATIC"):
+        stake("heavy").lease_static(2 * CAPACITY)
+
+
+def test_one_request_is_guaranteed_unless_something_else_is_said(
+    device: Device, stake: Callable[..., Stake]
+) -> None:
+    stake("usual").alloc_kvcache(TINY, num_tokens=1 << 14, request_tokens=1000)
+    stake("little", min_bytes=QUANTUM).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
+    minimum = {client.name: client.min_bytes for client in device.usage().clients}
+    assert minimum == {"usual": TINY.need_bytes(1000, PAGE), "little": QUANTUM}
+
+
+def test_a_request_that_cannot_be_guaranteed_names_what_to_change(
+    stake: Callable[..., Stake],
+) -> None:
+    with pytest.raises(NoRoomError, match=r"one request of 1000000 tokens takes .*shorten"):
+        stake().alloc_kvcache(TINY, 1 << 20, request_tokens=1_000_000)
+    with pytest.raises(NoRoomError, match="KVCACHED_LIMIT is 512 KiB: raise the limit"):
+        stake(limit_bytes=512 << 10).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
+    with pytest.raises(NoRoomError, match=r"KVCACHED_MINIMUM takes 96 MiB.*or lower it"):
+        stake(min_bytes=96 << 20).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
+
+
+class Idle:
+    """Another engine: its prefix cache fills the device, and its loop answers."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.kv = client.alloc_kvcache(TINY, num_tokens=1 << 18, reserved_blocks=0)
+        blocks = self.kv.alloc_kv(self.kv.available_blocks())
+        assert blocks is not None
+        self.cache = Cache(self.kv, blocks)
+        client.publish_evictable(self.kv.evictable_bytes(self.cache))
+        self._end = threading.Event()
+        self._loop = threading.Thread(target=self._answer)
+        self._loop.start()
+
+    def _answer(self) -> None:
+        while not self._end.wait(0.001):
+            self.client.answer_requests(lambda size: self.kv.shrink(size, self.cache))
+
+    def end(self) -> None:
+        self._end.set()
+        self._loop.join()
+
+
+@pytest.fixture
+def idle(device: Device) -> Iterator[Callable[[], Idle]]:
+    made: list[Idle] = []
+
+    def make() -> Idle:
+        made.append(Idle(device.client("idle")))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+        one.client.close()
+
+
+def test_a_step_finds_room_where_another_engine_is_idle(
+    stake: Callable[..., Stake], idle: Callable[..., Idle]
+) -> None:
+    engine = stake()
+    kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
+    idle()
+    assert kv.alloc_kv(100) is None
+    ids = engine.find_room(kv, 100)
+    assert ids is not None
+    assert len(ids) == 100
+
+
+def test_a_request_that_waits_asks_without_waiting(
+    stake: Callable[..., Stake], idle: Callable[..., Idle], device: Device
+) -> None:
+    engine = stake()
+    kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
+    other = idle()
+    engine.ask_for(4 * QUANTUM)
+    while other.client.usage().given_bytes < 4 * QUANTUM:
+        pass  # the test's time limit ends it
+    assert kv.alloc_kv(16) is not None
+
+
+def test_a_limited_engine_asks_nobody_for_more_than_its_limit(
+    stake: Callable[..., Stake], idle: Callable[..., Idle]
+) -> None:
+    limited = stake("limited", limit_bytes=2 * QUANTUM)
+    kv = limited.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
+    other = idle()
+    limited.ask_for(4 * QUANTUM)
+    assert limited.find_room(kv, 100) is None
+    assert other.client.usage().given_bytes == other.client.usage().asked_bytes == 0
+
+
+def test_room_that_nobody_can_make_is_not_waited_for(
+    stake: Callable[..., Stake], device: Device
+) -> None:
+    engine = stake()
+    kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
+    with device.client("busy") as busy:
+        other = busy.alloc_kvcache(TINY, num_tokens=1 << 18, reserved_blocks=0)
+        assert other.alloc_kv(other.available_blocks()) is not None
+        assert engine.find_room(kv, 100) is None
+        assert engine.find_room(kv, 1 << 40) is None  # more than it has addresses for
+        assert busy.usage().asked_bytes == 0
+
+
+def test_layouts_of_engines_need_not_be_tiny(stake: Callable[..., Stake]) -> None:
+    layout = Layout(3, 2, 32, v_head_dim=64, dtype="float16", block_tokens=64)
+    kv = stake().alloc_kvcache(layout, num_tokens=1 << 12, request_tokens=128)
+    assert kv.available_blocks() >= 2

@@ -1,0 +1,297 @@
+"""Two stock SGLang servers share a host device through the environment alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from kvcached import ClientUsage, Device
+from tests.sglang.models import LLAMA, QWEN3, TIE, greedy, largest_gap, path_of, prompts, spec_of
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+PAGE = 64 << 10
+CONTEXT = 512
+MODELS = (LLAMA, QWEN3)
+# KV of one request of the whole context and the padding block, in slabs of 128 tokens.
+REQUEST_BYTES = {name: 5 * 128 * spec_of(name).token_bytes for name in MODELS}
+ELASTIC_BYTES = 12 << 20  # for both together, beside what is guaranteed
+
+
+def weights_bytes(name: str) -> int:
+    return spec_of(name).weight_bytes
+
+
+CAPACITY = -(-(sum(map(weights_bytes, MODELS)) + (1 << 20)) // PAGE) * PAGE
+CAPACITY += sum(REQUEST_BYTES.values()) + ELASTIC_BYTES
+
+
+class Server:
+    """`python -m sglang.launch_server`, on a machine without Triton."""
+
+    def __init__(
+        self, model: str, namespace: str, folder: Path, *arguments: str, **said: str
+    ) -> None:
+        self.model = model
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            self.port = held.getsockname()[1]
+        self.name = f"{model}:{self.port}"
+        self._log = folder / f"{model}.log"
+        kvcached = {
+            "DEVICE": "host:0",
+            "CAPACITY": str(CAPACITY),
+            "PAGE": "64KiB",
+            "NAMESPACE": namespace,
+            **said,
+        }
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+        environment |= {f"KVCACHED_{name}": value for name, value in kvcached.items()}
+        environment |= {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", "-m", "kvcached.engines.sglang.launch"]
+        command += ["--model-path", str(path_of(model)), "--dtype", "float32"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "warning"]
+        command += ["--context-length", str(CONTEXT), "--chunked-prefill-size", "64"]
+        command += ["--skip-server-warmup", *arguments]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def post(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/{path}",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return answer.read()
+
+    def generate(self, prompt: list[int], tokens: int) -> list[int]:
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = json.loads(self.post("generate", input_ids=prompt, sampling_params=sampling))
+        assert answer["meta_info"]["finish_reason"]["type"] == "length", answer
+        found: list[int] = answer["output_ids"]
+        return found
+
+    def answers(self, asked: list[list[int]], tokens: int) -> list[list[int]]:
+        """All at once."""
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, tokens), asked))
+
+    def await_ready(self) -> None:
+        def ready() -> bool:
+            assert not self.ended(), self.log()
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=60)
+            except OSError:
+                return False
+            return True
+
+        until(ready, 600)
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")[-6000:]
+
+    def scheduler(self) -> psutil.Process:
+        """The process that has the model and its KV."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        (found,) = [child for child in children if "sglang::scheduler" in child.cmdline()[0]]
+        return found
+
+    def end(self) -> None:
+        """SGLang removes its own files in shared memory if it is asked to end."""
+        processes: list[Any] = [self._process]
+        if self._process.poll() is None:
+            processes += psutil.Process(self._process.pid).children(recursive=True)
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(30)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, condition
+        time.sleep(0.01)
+
+
+class Pair:
+    """Both servers, and the device as anybody else sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.namespace = f"t{uuid4().hex[:10]}"
+        self.servers = {name: Server(name, self.namespace, folder) for name in MODELS}
+        for server in self.servers.values():
+            server.await_ready()
+        self.device = Device.open("host:0", namespace=self.namespace)
+
+    def of(self, model: str) -> ClientUsage:
+        name = self.servers[model].name
+        (found,) = [c for c in self.device.usage().clients if c.name == name]
+        return found
+
+    def flush(self) -> None:
+        for server in self.servers.values():
+            server.post("flush_cache")
+        until(lambda: all(self.of(name).committed_bytes <= floor_bytes(name) for name in MODELS))
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.end()
+        Device.unlink(self.namespace, "host:0", force=True)
+
+
+def floor_bytes(model: str) -> int:
+    """The slab of the padding block."""
+    return 128 * spec_of(model).token_bytes
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory(prefix="prism-") as folder:
+        made = Pair(Path(folder))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def right(model: str, asked: list[list[int]], answers: list[list[int]]) -> None:
+    assert len(asked) == len(answers)
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert largest_gap(model, prompt, answer) <= TIE
+
+
+def test_kv_is_virtual_at_the_start(pair: Pair) -> None:
+    for model in MODELS:
+        usage = pair.of(model)
+        assert usage.committed_bytes == floor_bytes(model)
+        assert usage.min_bytes == REQUEST_BYTES[model]
+        assert usage.static_bytes >= weights_bytes(model)
+    assert sum(pair.of(model).static_bytes for model in MODELS) < CAPACITY - ELASTIC_BYTES
+
+
+def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:
+    asked = {model: prompts(model, 6, (20, 120), seed=2) for model in MODELS}
+    with ThreadPoolExecutor(len(MODELS)) as pool:
+        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 24) for m in MODELS}
+    for model, job in jobs.items():
+        right(model, asked[model], job.result())
+    (first, *_), (told, *_) = asked[LLAMA], jobs[LLAMA].result()
+    assert told == greedy(LLAMA, first, 24)
+
+
+def test_memory_comes_with_requests_and_goes_with_the_cache(pair: Pair) -> None:
+    pair.flush()
+    pair.servers[LLAMA].answers(prompts(LLAMA, 4, (200, 300), seed=3), 8)
+    used = pair.of(LLAMA)
+    assert used.committed_bytes > 4 * floor_bytes(LLAMA)
+    until(lambda: pair.of(LLAMA).evictable_bytes > 0)
+    assert pair.of(QWEN3).committed_bytes == floor_bytes(QWEN3)
+    pair.flush()
+
+
+def fill_with_prefixes(pair: Pair, model: str) -> None:
+    """Until the model's prefix cache has nearly all that the two can share."""
+    seed = 100
+    while pair.device.usage().free_bytes > 2 * floor_bytes(model):
+        pair.servers[model].answers(prompts(model, 4, (400, 450), seed), 2)
+        seed += 1
+
+
+def test_an_idle_server_gives_its_prefixes_to_one_that_needs_room(pair: Pair) -> None:
+    pair.flush()
+    fill_with_prefixes(pair, LLAMA)
+    held, asked = pair.of(LLAMA), prompts(QWEN3, 6, (200, 300), seed=5)
+    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 60))
+    after = pair.of(LLAMA)
+    assert after.given_bytes > held.given_bytes
+    assert after.evicted_tokens > held.evicted_tokens
+    assert after.committed_bytes < held.committed_bytes
+    again = prompts(LLAMA, 2, (400, 450), seed=100)  # some of it has to be computed anew
+    right(LLAMA, again, pair.servers[LLAMA].answers(again, 8))
+
+
+def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair) -> None:
+    pair.flush()
+    fill_with_prefixes(pair, LLAMA)
+    limit_bytes = REQUEST_BYTES[LLAMA] + 2 * floor_bytes(LLAMA)
+    pair.device.set_limit(pair.servers[LLAMA].name, limit_bytes)
+    until(lambda: pair.of(LLAMA).committed_bytes <= limit_bytes)
+    asked = prompts(LLAMA, 5, (100, 300), seed=6)
+    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
+    assert pair.of(LLAMA).committed_bytes <= limit_bytes
+    pair.device.set_limit(pair.servers[LLAMA].name, None)
+
+
+def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> None:
+    asked = {model: prompts(model, 16, (150, 250), seed=7) for model in MODELS}
+    with ThreadPoolExecutor(len(MODELS)) as pool:
+        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 80) for m in MODELS}
+    for model, job in jobs.items():
+        right(model, asked[model], job.result())
+    assert pair.device.usage().free_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "message"),
+    [
+        ((), {"STATIC": "1GiB"}, "takes 1 GiB beside its KV, and host:0 has .* for it: stop or"),
+        ((), {"MINIMUM": "1GiB"}, "KVCACHED_MINIMUM takes 1 GiB, and host:0 has .* for it: stop"),
+        ((), {"CAPACITY": "1GiB"}, "KVCACHED_CAPACITY and KVCACHED_PAGE are the same for all"),
+        (("--tp-size", "2"), {}, "tp_size 2 is not served on kvcached: leave it out"),
+    ],
+    ids=["weights", "minimum", "capacity", "ranks"],
+)
+def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
+    pair: Pair, tmp_path: Path, arguments: tuple[str, ...], said: dict[str, str], message: str
+) -> None:
+    before = [client.name for client in pair.device.usage().clients]
+    server = Server(LLAMA, pair.namespace, tmp_path, *arguments, **said)
+    try:
+        until(server.ended, 600)
+    finally:
+        server.end()
+    assert re.search(message, server.log()), server.log()
+    assert [client.name for client in pair.device.usage().clients] == before
+    asked = prompts(QWEN3, 2, (50, 100), seed=9)
+    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 8))
+
+
+def test_a_killed_server_leaves_nothing_and_the_other_serves_on(pair: Pair) -> None:
+    """The last of the module: it ends a server."""
+    fill_with_prefixes(pair, LLAMA)
+    pair.servers[LLAMA].scheduler().send_signal(signal.SIGKILL)
+    until(lambda: [c.name for c in pair.device.usage().clients] == [pair.servers[QWEN3].name])
+    usage = pair.device.usage()
+    assert usage.reserved_bytes == usage.clients[0].static_bytes + max(
+        usage.clients[0].reserved_bytes, usage.clients[0].min_bytes
+    )
+    asked = prompts(QWEN3, 6, (200, 300), seed=8)
+    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 20))
