@@ -186,3 +186,27 @@ def test_schemathesis_finds_no_fault(python: Path, tmp_path: Path) -> None:
         command = (python.parent / "schemathesis", "run", path, "--url", cluster.url)
         finished(*command, *phases, *asked, "--workers", "2", folder=tmp_path)
         assert cluster.post().status_code == 200
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("backend", ["sglang-oai", "sglang-oai-chat", "vllm"])
+def test_sglangs_load_generator_measures_each_request(
+    python: Path, tmp_path: Path, backend: str
+) -> None:
+    [site] = (python.parent.parent / "lib").glob("python*/site-packages")
+    out = tmp_path / "out.jsonl"
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as temporary,
+        serving_fakes(tmp_path, Path(temporary)) as cluster,
+    ):
+        server = ("--backend", backend, "--base-url", cluster.url, "--model", "a")
+        prompts = ("--dataset-name", "random-ids", "--tokenizer", tmp_path / "a")
+        sizes = ("--random-input-len", "20", "--random-output-len", "8", "--num-prompts", "20")
+        script = SCRIPTS / "with_bench_serving.py"
+        asked = (*server, *prompts, *sizes, "--max-concurrency", "4", "--output-file", out)
+        finished(sys.executable, script, site, *asked, HF_HUB_OFFLINE="1")
+    [line] = out.read_text().splitlines()
+    measured = json.loads(line)
+    assert measured["completed"] == 20
+    assert measured["total_output_tokens"] >= 20
+    assert measured["median_ttft_ms"] > 0
