@@ -19,6 +19,7 @@ class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
     """K and V of each layer are views of kvcached's ranges, shape (tokens, heads, head_dim)."""
 
     kv: KVCache | None = None
+    size: int
 
     def _create_buffers_normal(self) -> None:
         if self.kv_cache_layout != "nhd":

@@ -1,5 +1,5 @@
-"""SGLang's load generator as it is: python with_bench_serving.py SITE ARGUMENTS. What it needs beside
-SGLang comes from SITE, behind this environment's own packages."""
+"""SGLang's load generator as it is: python with_bench_serving.py SITE ARGUMENTS. What it needs
+beside SGLang comes from SITE, behind this environment's own packages."""
 
 import runpy
 import sys
