@@ -26,9 +26,10 @@ def sim() -> None:
 def _run(command: str, module: str) -> None:
     """One line and exit code 2 where a package of the extra is missing. Ctrl-C during the imports,
     which may take seconds, ends the process without a word."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         cli = importlib.import_module(module)
+        signal.signal(signal.SIGINT, before)
     except ModuleNotFoundError as error:
         print(
             f"error: {command} needs the package {error.name}; install the extra, in Prism's"
@@ -36,8 +37,9 @@ def _run(command: str, module: str) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    except KeyboardInterrupt:  # a moment before it has no handler, or after
+        sys.exit(128 + signal.SIGINT)
     try:
-        signal.signal(signal.SIGINT, before)
         cli.main()
     except KeyboardInterrupt:  # a moment before `main` looks for it, or after
         sys.exit(128 + signal.SIGINT)

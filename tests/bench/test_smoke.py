@@ -66,6 +66,7 @@ def test_all_benchmarks_are_run_here() -> None:
         "sglang_throughput",
         "activation",
         "serving",
+        "stock_servers",
     }
     assert {path.stem for path in BENCH.glob("*.py")} - not_run_alone == set(SMALL)
 

@@ -160,6 +160,7 @@ def test_a_terminal_that_is_closed_ends_the_cluster(tmp_path: Path) -> None:
     said = tmp_path / "said"
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
         os.execv(sys.executable, [sys.executable, "-c", WAITS, str(said)])
     until(lambda: said.exists() and said.read_text() == "waits\n", "the signals are caught")
     os.kill(pid, signal.SIGHUP)

@@ -63,7 +63,8 @@ class Server:
             "NAMESPACE": namespace,
             **said,
         }
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+        ours = ("SGLANG_", "KVCACHED_")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         environment |= {f"KVCACHED_{name}": value for name, value in kvcached.items()}
         environment |= {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", "-m", "kvcached.engines.sglang.launch"]

@@ -44,12 +44,12 @@ class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
         )
 
 
-def pool_bytes(configurator: Any, pre_model_load_memory: int) -> int:
+def pool_bytes(self: Any, pre_model_load_memory: int) -> int:
     """In the place of KVCacheConfigurator._profile_available_bytes. Raises NotImplementedError
     before SGLang takes memory for K and V that it compresses."""
-    if configurator.use_mla_backend:
+    if self.use_mla_backend:
         raise NotImplementedError(
             "latent attention (MLA) is not served on kvcached by this version: serve a model whose "
             "layers have K and V (MHA, GQA or MQA)"
         )
-    return active_memory().pool_bytes(int(configurator.model_config.context_len))
+    return active_memory().pool_bytes(int(self.model_config.context_len))

@@ -10,7 +10,7 @@ import os
 import pkgutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -74,8 +74,9 @@ class ServerMemory:
 
     @property
     def kv(self) -> KVCache:
-        """REQUIRES: SGLang has laid out its pool."""
-        assert self._kv is not None
+        """Raises RuntimeError before SGLang has laid out its pool."""
+        if self._kv is None:
+            raise RuntimeError("SGLang has laid out no pool yet")
         return self._kv
 
     # --- between two steps -----------------------------------------------------------------
@@ -144,6 +145,4 @@ def take_turn(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _server_memory() -> ServerMemory:
-    memory = active_memory()
-    assert isinstance(memory, ServerMemory)
-    return memory
+    return cast(ServerMemory, active_memory())
