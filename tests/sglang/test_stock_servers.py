@@ -260,11 +260,16 @@ def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> N
     assert pair.device.usage().free_bytes >= 0
 
 
+@pytest.mark.long  # each server imports SGLang for itself
 @pytest.mark.parametrize(
     ("arguments", "said", "message"),
     [
         ((), {"STATIC": "1GiB"}, "takes 1 GiB beside its KV, and host:0 has .* for it: stop or"),
-        ((), {"MINIMUM": "1GiB"}, "KVCACHED_MINIMUM takes 1 GiB, and host:0 has .* for it: stop"),
+        (
+            (),
+            {"STATIC": "64KiB", "MINIMUM": "1GiB"},
+            "KVCACHED_MINIMUM takes 1 GiB, and host:0 has .* for it: stop",
+        ),
         ((), {"CAPACITY": "1GiB"}, "KVCACHED_CAPACITY and KVCACHED_PAGE are the same for all"),
         (("--tp-size", "2"), {}, "tp_size 2 is not served on kvcached: leave it out"),
     ],
@@ -273,6 +278,7 @@ def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> N
 def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
     pair: Pair, tmp_path: Path, arguments: tuple[str, ...], said: dict[str, str], message: str
 ) -> None:
+    pair.flush()
     before = [client.name for client in pair.device.usage().clients]
     server = Server(LLAMA, pair.namespace, tmp_path, *arguments, **said)
     try:
