@@ -32,7 +32,15 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Text that `token_id` completes; empty while a character is incomplete."""
         self._ids.append(token_id)
-        piece = self._step(token_id)
+        try:
+            piece: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:
+            # The stream has no error type of its own. It says this where a decoder changes text
+            # that is already out; from here on the text goes on with a fresh stream.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._stream = DecodeStream(ids=[], skip_special_tokens=self._skip)
+            piece = self._stream.step(self._tokenizer, token_id)
         if piece is None:
             return ""
         self._shown = len(self._ids)
@@ -45,17 +53,6 @@ class Detokenizer:
         start = max(0, self._shown - _CONTEXT_TOKENS)
         before = self._decode(self._ids[start : self._shown])
         return self._decode(self._ids[start:])[len(before) :]
-
-    def _step(self, token_id: int) -> str | None:
-        try:
-            return self._stream.step(self._tokenizer, token_id)  # type: ignore[no-any-return]
-        except Exception as error:
-            # The stream has no error type of its own. It says this where a decoder changes text
-            # that is already out; from here on the text goes on with a fresh stream.
-            if "Invalid prefix" not in str(error):
-                raise
-            self._stream = DecodeStream(ids=[], skip_special_tokens=self._skip)
-            return self._stream.step(self._tokenizer, token_id)  # type: ignore[no-any-return]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip))

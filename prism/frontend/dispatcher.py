@@ -179,9 +179,11 @@ class Dispatcher:
                 self._metrics.waited(entry.request, started.unix_s)
         for chunk in output.chunks:
             outcome = self.log.take_chunk(chunk)
+            if outcome is ChunkOutcome.NOTHING:
+                continue
             if outcome is ChunkOutcome.UNKNOWN and self._is_unknown_and_new(chunk.request_id):
                 unknown.append(chunk.request_id)
-            elif outcome in (ChunkOutcome.RETRY, ChunkOutcome.BREAK):
+            elif outcome is not ChunkOutcome.UNKNOWN:
                 self._recover(_lost(chunk.request_id, chunk.attempt), outcome)
         for failure in output.failures:
             self._recover(failure, self.log.take_failure(failure))

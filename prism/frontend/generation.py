@@ -104,7 +104,7 @@ class GeneratedChoice:
     def take(self, chunk: Chunk) -> TextUpdate:
         """Advance by these tokens, up to a stop string if one completes."""
         self.cached_tokens = chunk.cached_tokens or self.cached_tokens
-        text, taken = self._advance(chunk.token_ids, self._shown(chunk))
+        text, taken = self._advance(chunk)
         if self._stops.stopped:
             self.finish_reason = "stop"
         elif chunk.finish_reason is not None:
@@ -135,20 +135,21 @@ class GeneratedChoice:
         """How many of the ids show text: a token that ended the output does not, even where the
         vocabulary calls it ordinary."""
         ids = chunk.token_ids
-        ended = chunk.finish_reason == "stop" and ids
-        hide = ended and ids[-1] in self.opened.request.sampling.stop_token_ids
-        return len(ids) - bool(hide)
+        if chunk.finish_reason != "stop" or not ids:
+            return len(ids)
+        return len(ids) - (ids[-1] in self.opened.request.sampling.stop_token_ids)
 
-    def _advance(self, token_ids: list[int], shown: int) -> tuple[str, list[int]]:
+    def _advance(self, chunk: Chunk) -> tuple[str, list[int]]:
         """The text, and the ids up to where a stop string completed."""
-        pieces: list[str] = []
-        for number, token_id in enumerate(token_ids[:shown], start=1):
-            pieces.append(self._stops.push(self._detokenizer.push(token_id)))
-            if self._stops.stopped:
-                token_ids = token_ids[:number]
+        text, ids, stops = "", chunk.token_ids, self._stops
+        for number, token_id in enumerate(ids[: self._shown(chunk)], start=1):
+            piece = self._detokenizer.push(token_id)
+            text += stops.push(piece) if stops.wanted else piece
+            if stops.stopped:
+                ids = ids[:number]
                 break
-        self.token_ids += token_ids
-        return "".join(pieces), token_ids
+        self.token_ids += ids
+        return text, ids
 
     def _end(self) -> str:
         rest = self._stops.push(self._detokenizer.flush())

@@ -31,6 +31,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
+_COUNTED_EVERY_S = 0.5  # the tokens of a request that is under way
 
 
 class Metrics:
@@ -127,7 +128,8 @@ class RequestTimer:
         self._choices = choices
         self._began_s = self._last_s = 0.0
         self._first_s: float | None = None
-        self._tokens = 0
+        self._tokens = self._counted = 0
+        self._look_s = 0.0
         self._parent = ""
         self._output_tokens = metrics.output_tokens.labels(model)
 
@@ -146,7 +148,14 @@ class RequestTimer:
         self._last_s = time.monotonic()
         self._first_s = self._first_s or self._last_s
         self._tokens += count
-        self._output_tokens.inc(count)
+        # The counter's lock and checks for each token would cost as much as its text.
+        if self._last_s >= self._look_s:
+            self._look_s = self._last_s + _COUNTED_EVERY_S
+            self._count()
+
+    def _count(self) -> None:
+        self._output_tokens.inc(self._tokens - self._counted)
+        self._counted = self._tokens
 
     def latencies(self) -> Latencies | None:
         """Up to the last token so far; None before the first one."""
@@ -160,6 +169,7 @@ class RequestTimer:
         )
 
     def end(self, outcome: str, choices: Sequence[OpenRequest]) -> None:
+        self._count()
         if self._metrics.traces is not None:
             times = self._times()
             self._metrics.traces.request(choices, times, outcome, self._tokens, self._parent)

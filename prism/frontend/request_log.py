@@ -44,6 +44,8 @@ class Mailbox(deque[Event]):
         while not self:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
+        if len(self) == 1:
+            return [self.popleft()]
         return [self.popleft() for _ in range(min(most, len(self)))]
 
 

@@ -15,6 +15,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self.wanted = bool(stops)  # without any, text may go out as it is
         self._held = ""
         self.stopped = False
 

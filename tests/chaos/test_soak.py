@@ -44,6 +44,9 @@ async def soak(campaign: Campaign, memory: MemoryWatch) -> float:
         faults = faults or schedule(SEED + number, FAULTS)
         await asyncio.sleep(began_s + number * FAULT_EVERY_S - time.monotonic())
         await campaign.strike(faults.pop(), alone=True)
+        if number % 6 == 0:
+            said = f"{campaign.load.ended} requests after {number * FAULT_EVERY_S:.0f} s"
+            print(said, flush=True)
     await campaign.load.stop()
     watching.cancel()
     return (campaign.load.ended - ended) / (time.monotonic() - began_s)

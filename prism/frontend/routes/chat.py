@@ -119,9 +119,10 @@ def _choice(
     logprobs = None
     if generation.spec.logprobs is not None:
         logprobs = chat_logprobs(tokenizer, update.token_ids, update.logprobs or Logprobs())
-    end = {"logprobs": logprobs, "finish_reason": reason}
-    ids = {"token_ids": update.token_ids} if generation.spec.show_token_ids else {}
-    return {"index": update.choice, **said, **end, **ids}
+    choice = {"index": update.choice, **said, "logprobs": logprobs, "finish_reason": reason}
+    if generation.spec.show_token_ids:
+        choice["token_ids"] = update.token_ids
+    return choice
 
 
 def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:

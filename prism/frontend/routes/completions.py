@@ -44,10 +44,13 @@ class _Choices:
         self.begin: list[Event] = []
         numbers = range(len(generation.choices))
         self._shown = [_Shown(generation, tokenizer, number) for number in numbers]
+        self._may_wait = bool(generation.spec.echoes) and generation.spec.logprobs is not None
         self._held: list[TextUpdate] = []
 
     def show(self, update: TextUpdate) -> list[Event]:
         """What can be shown now: this, perhaps, and what was held back."""
+        if not self._may_wait:
+            return [self._shown[update.choice].delta(update)]
         come, self._held = [*self._held, update], []
         ready = []
         for each in come:
@@ -72,7 +75,7 @@ class _Shown:
 
     def can_begin(self) -> bool:
         """What it shows of the prompt is there."""
-        return not self._echo or self._spec.logprobs is None or bool(self._first.texts)
+        return not self._echo or bool(self._first.texts)
 
     def delta(self, update: TextUpdate) -> Event:
         logprobs = None
@@ -85,8 +88,9 @@ class _Shown:
             "logprobs": logprobs,
             "finish_reason": update.finish_reason,
         }
-        ids = {"token_ids": update.token_ids} if self._spec.show_token_ids else {}
-        return {**choice, **ids}
+        if self._spec.show_token_ids:
+            choice["token_ids"] = update.token_ids
+        return choice
 
     def _with_prompt(self, update: TextUpdate) -> dict[str, Any]:
         before = self._first.prompt_logprobs if self._echo else None
