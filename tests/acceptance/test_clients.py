@@ -210,3 +210,21 @@ def test_sglangs_load_generator_measures_each_request(
     assert measured["completed"] == 20
     assert measured["total_output_tokens"] >= 20
     assert measured["median_ttft_ms"] > 0
+
+
+def test_aiperf_measures_each_request(python: Path, tmp_path: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as temporary,
+        serving_fakes(tmp_path, Path(temporary)) as cluster,
+    ):
+        server = ("--url", cluster.url, "--model", "a", "--endpoint-type", "chat", "--streaming")
+        sizes = ("--tokenizer", tmp_path / "a", "--isl", "20", "--osl", "8")
+        asked = ("--request-count", "20", "--concurrency", "4", "--random-seed", "1")
+        out = ("--ui", "none", "--artifact-dir", tmp_path / "out")
+        command = (python.parent / "aiperf", "profile", *server, *sizes, *asked, *out)
+        finished(*command, HOME=str(tmp_path))
+    measured = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
+    assert measured["request_count"]["avg"] == 20
+    assert measured["output_sequence_length"]["avg"] >= 8
+    assert measured["time_to_first_token"]["min"] > 0
+    assert not measured["error_summary"]
