@@ -204,7 +204,6 @@ def request(spec: ModelSpec, number: int) -> Request:
         slo_ttft_s=1.0,
         slo_tpot_s=1.0,
         frontend_id="",
-        reply_to="",
     )
 
 

@@ -85,7 +85,6 @@ class Engine:
             slo_ttft_s=1.0,
             slo_tpot_s=1.0,
             frontend_id="",
-            reply_to="",
         )
 
     def run(self, steps: int) -> dict[str, float]:

@@ -274,7 +274,6 @@ def _request(
         slo_ttft_s=spec.slo_ttft_s,
         slo_tpot_s=spec.slo_tpot_s,
         frontend_id="",
-        reply_to="",
     )
 
 

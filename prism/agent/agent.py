@@ -95,7 +95,7 @@ class Agent:
         self._link = EngineLink(self._context, config.agent_engines_endpoint(self._name))
         self._orders = SchedulerLink(self._context, config.scheduler_endpoint, self._name)
         self._queue = RequestQueue.connect(config.redis_url, config.namespace)
-        self._tokens = TokenSender(self._frontend_died)
+        self._tokens = TokenSender(config.frontend_endpoint, self._frontend_died)
 
     def _wire_serving(self) -> None:
         """The request's way."""
@@ -362,8 +362,7 @@ class Agent:
 
     async def _set_aside(self, entries: Mapping[str, tuple[str, int]]) -> None:
         frontends = await self._queue.set_aside(self._name, self._lease.epoch, entries)
-        addresses = {name: self._config.frontend_endpoint(name) for name in frontends}
-        self._serving.malformed(entries, addresses)
+        self._serving.malformed(entries, frontends)
 
     def _known_frontends(self) -> set[str]:
         return self._state.requests.frontends() | self._tokens.frontends()

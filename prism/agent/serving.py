@@ -102,19 +102,17 @@ class Serving:
         batch.failure(entry.request, _failure(entry.request, "output_lost", text))
         self._tokens.send(batch)
 
-    def malformed(
-        self, entries: Mapping[str, tuple[str, int]], reply_to: Mapping[str, str]
-    ) -> None:
-        """Entries of the queue that are no requests have left it. Whoever sent them has the whole
-        request and may send it again. `reply_to`: by frontend."""
+    def malformed(self, entries: Mapping[str, tuple[str, int]], frontends: Collection[str]) -> None:
+        """Entries of the queue that are no requests have left it. Whoever of `frontends` sent them
+        has the whole request and may send it again."""
         self._requests.malformed_total += len(entries)
         batch = OutputBatch()
         for request_id, attempt in entries.values():
             log.error("the queue's entry of request %.100r is malformed", request_id)
             text = "the queue's copy of the request is malformed"
             failure = Failure(request_id, attempt, "malformed_request", text, retryable=True)
-            for frontend_id, address in reply_to.items():
-                batch.output(address, frontend_id).failures.append(failure)
+            for frontend_id in frontends:
+                batch.output(frontend_id).failures.append(failure)
         self._tokens.send(batch)
 
     def replayed(self, entry_ids: Collection[str]) -> None:

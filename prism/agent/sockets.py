@@ -94,58 +94,61 @@ class OutputBatch:
     """Output of one event, grouped by the frontend it goes to."""
 
     def __init__(self) -> None:
-        self._by_address: dict[tuple[str, str], EngineOutput] = {}
+        self._by_frontend: dict[str, EngineOutput] = {}
 
     def chunk(self, request: Request, chunk: Chunk) -> None:
-        self.output(request.reply_to, request.frontend_id).chunks.append(chunk)
+        self.output(request.frontend_id).chunks.append(chunk)
 
     def started(self, request: Request, started: Started) -> None:
-        self.output(request.reply_to, request.frontend_id).started.append(started)
+        self.output(request.frontend_id).started.append(started)
 
     def failure(self, request: Request, failure: Failure) -> None:
-        self.output(request.reply_to, request.frontend_id).failures.append(failure)
+        self.output(request.frontend_id).failures.append(failure)
 
-    def items(self) -> list[tuple[str, str, EngineOutput]]:
-        """(reply_to, frontend id, output)."""
-        return [(*address, output) for address, output in self._by_address.items()]
+    def items(self) -> list[tuple[str, EngineOutput]]:
+        """(frontend id, output)."""
+        return list(self._by_frontend.items())
 
-    def output(self, reply_to: str, frontend_id: str) -> EngineOutput:
+    def output(self, frontend_id: str) -> EngineOutput:
         """What goes to this frontend."""
-        address = (reply_to, frontend_id)
-        output = self._by_address.get(address)
+        output = self._by_frontend.get(frontend_id)
         if output is None:
-            output = self._by_address[address] = EngineOutput(chunks=[], failures=[], started=[])
+            output = EngineOutput(chunks=[], failures=[], started=[])
+            self._by_frontend[frontend_id] = output
         return output
 
 
 class TokenSender:
     """A PUSH socket per frontend, opened at its first output. Never blocks. A frontend that does
-    not take its output (OUTPUT_HIGH_WATER messages behind) counts as dead: `on_dead(its id)`."""
+    not take its output (OUTPUT_HIGH_WATER messages behind) counts as dead: `on_dead(its id)`.
 
-    def __init__(self, on_dead: Callable[[str], None]) -> None:
+    `endpoint_of(id)` is its address: one that came with a request could name a stranger's. It
+    raises ValueError for what is no id; nobody takes that output either.
+    """
+
+    def __init__(self, endpoint_of: Callable[[str], str], on_dead: Callable[[str], None]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._endpoint_of = endpoint_of
         self._on_dead = on_dead
         self._channels: dict[str, BlockingChannel[None]] = {}
-        self._addresses: dict[str, set[str]] = {}
 
     def send(self, batch: OutputBatch) -> None:
-        for reply_to, frontend_id, output in batch.items():
+        for frontend_id, output in batch.items():
             try:
-                channel = self._channels.get(reply_to) or self._open(reply_to, frontend_id)
+                channel = self._channels.get(frontend_id) or self._open(frontend_id)
                 channel.send(output, block=False)
-            except zmq.ZMQError as error:
-                log.warning("frontend %s at %s takes nothing: %s", frontend_id, reply_to, error)
+            except (zmq.ZMQError, ValueError) as error:
+                log.warning("frontend %.100r takes nothing: %s", frontend_id, error)
                 self.drop(frontend_id)
                 self._on_dead(frontend_id)
 
     def drop(self, frontend_id: str) -> None:
-        """Close its sockets; what they hold is lost, unless it is taken within LINGER_MS."""
-        for reply_to in self._addresses.pop(frontend_id, ()):
-            if (channel := self._channels.pop(reply_to, None)) is not None:
-                channel.close(LINGER_MS)
+        """Close its socket; what it holds is lost, unless it is taken within LINGER_MS."""
+        if (channel := self._channels.pop(frontend_id, None)) is not None:
+            channel.close(LINGER_MS)
 
     def frontends(self) -> set[str]:
-        return set(self._addresses)
+        return set(self._channels)
 
     def close(self) -> None:
         """What was sent still goes out, for LINGER_MS at most."""
@@ -154,9 +157,9 @@ class TokenSender:
         self._channels.clear()
         self._context.term()
 
-    def _open(self, reply_to: str, frontend_id: str) -> BlockingChannel[None]:
+    def _open(self, frontend_id: str) -> BlockingChannel[None]:
+        endpoint = self._endpoint_of(frontend_id)
         channel = BlockingChannel[None](self._context, zmq.PUSH, sndhwm=OUTPUT_HIGH_WATER)
-        self._channels[reply_to] = channel
-        self._addresses.setdefault(frontend_id, set()).add(reply_to)
-        channel.connect(reply_to)
+        self._channels[frontend_id] = channel
+        channel.connect(endpoint)
         return channel

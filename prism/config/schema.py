@@ -385,6 +385,9 @@ class ClusterConfig(msgspec.Struct, frozen=True):
         return f"/dev/shm/{self.namespace}-moves"
 
     def frontend_endpoint(self, frontend_id: str) -> str:
+        """Raises ValueError: ids have no slash."""
+        if "/" in frontend_id:
+            raise ValueError(f"{frontend_id!r:.100} is no frontend's id")
         return f"ipc://{self.run_dir}/frontend-{frontend_id}"
 
     def device(self, name: str) -> DeviceConfig:

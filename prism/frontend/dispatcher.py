@@ -49,7 +49,6 @@ class Dispatcher:
         self, config: ClusterConfig, frontend_id: str, queue: RequestQueue, metrics: Metrics
     ) -> None:
         self.frontend_id = frontend_id
-        self.reply_to = config.frontend_endpoint(frontend_id)
         self.log = RequestLog(*_bounds(config))
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
@@ -71,7 +70,7 @@ class Dispatcher:
         self._unknown: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> None:
-        self._inbox.bind(self.reply_to)
+        self._inbox.bind(self._config.frontend_endpoint(self.frontend_id))
         for channel, endpoint in zip(self._cancels, self._cancel_endpoints, strict=True):
             channel.connect(endpoint)
         watches = (self._refusals.run(), self._lost.run(), self._watch_progress())

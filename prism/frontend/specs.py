@@ -225,7 +225,6 @@ def _spec(
             slo_ttft_s=ttft_s,
             slo_tpot_s=tpot_s,
             frontend_id=services.dispatcher.frontend_id,
-            reply_to=services.dispatcher.reply_to,
             priority=priority,
         )
         for number, (prompt, each) in enumerate(choices)

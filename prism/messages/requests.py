@@ -70,7 +70,6 @@ class Request(Wire, frozen=True):
     slo_ttft_s: float
     slo_tpot_s: float
     frontend_id: str
-    reply_to: str
     priority: int = 0  # waiting requests of a higher one start first
     attempt: int = 1  # grows when the frontend sends the request again after a failure
     resume: Resume | None = None  # set if the request goes on in the middle of its output

@@ -193,10 +193,9 @@ class FakeFrontend:
         self, context: zmq.asyncio.Context, config: ClusterConfig, queue: RequestQueue, name: str
     ) -> None:
         self.name = name
-        self.reply_to = config.frontend_endpoint(name)
         self._queue = queue
         self._inbox = context.socket(zmq.PULL)
-        self._inbox.bind(self.reply_to)
+        self._inbox.bind(config.frontend_endpoint(name))
         self._cancels = context.socket(zmq.PUSH)
         self._cancels.setsockopt(zmq.LINGER, 0)
         self._cancels.connect(config.agent_cancel_endpoint(DEVICE))
@@ -234,7 +233,6 @@ class FakeFrontend:
             slo_ttft_s=slo_s,
             slo_tpot_s=1.0,
             frontend_id=self.name,
-            reply_to=self.reply_to,
         )
 
     async def send(self, count: int = 1, model: str = "a", **options: int) -> list[Request]:

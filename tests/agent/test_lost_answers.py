@@ -39,7 +39,7 @@ class Desk:
 
     def __init__(self, bench: Bench, queue: LossyQueue) -> None:
         self.bench, self.queue, self.epoch, self.is_stale = bench, queue, 0, False
-        self.tokens = TokenSender(lambda _: None)
+        self.tokens = TokenSender(lambda name: f"ipc:///nowhere/{name}", lambda _: None)
         self.serving = Serving(
             state=bench.state,
             views=bench.views,

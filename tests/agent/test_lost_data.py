@@ -41,8 +41,8 @@ class Client:
         self._dispatcher = dispatcher
         self._mailbox = Mailbox()
         made = [this.frontend.request("a", max_tokens=MAX_TOKENS) for _ in range(COUNT)]
-        sender = {"frontend_id": dispatcher.frontend_id, "reply_to": dispatcher.reply_to}
-        requests = [msgspec.structs.replace(each, **sender) for each in made]
+        sender = dispatcher.frontend_id
+        requests = [msgspec.structs.replace(each, frontend_id=sender) for each in made]
         self.opened = [OpenRequest(r, i, self._mailbox) for i, r in enumerate(requests)]
         self.got: list[list[int]] = [[] for _ in requests]
         self.failures: list[Failure] = []

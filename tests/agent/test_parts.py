@@ -25,6 +25,7 @@ from prism.messages.requests import Chunk, EngineOutput
 from prism.scheduler.local import LocalScheduler
 from prism.transport import malformed_total
 from tests.agent.bench import QUANTUM, QUANTUM_TOKENS, Bench
+from tests.agent.harness import make_config
 from tests.queueing.requests import request
 
 
@@ -168,8 +169,8 @@ def test_a_frontend_that_takes_nothing_is_dead_and_blocks_nobody(
 ) -> None:
     monkeypatch.setattr(sockets, "OUTPUT_HIGH_WATER", 10)
     dead: list[str] = []
-    tokens = TokenSender(dead.append)
-    lost = request("1", frontend_id="gone", reply_to=f"ipc://{short_dir}/gone")
+    tokens = TokenSender(lambda name: f"ipc://{short_dir}/{name}", dead.append)
+    lost = request("1", frontend_id="gone")
     for _ in range(20):
         batch = OutputBatch()
         batch.chunk(lost, Chunk("1", 1, 0, [1]))
@@ -178,16 +179,28 @@ def test_a_frontend_that_takes_nothing_is_dead_and_blocks_nobody(
     tokens.close()
 
 
+def test_output_goes_to_no_address_that_a_request_names(short_dir: Path) -> None:
+    gone: list[str] = []
+    config = make_config(short_dir, "parts", redis_url="")
+    tokens = TokenSender(config.frontend_endpoint, gone.append)
+    for name in ("/../../elsewhere", "x/tcp://127.0.0.1:1"):
+        batch = OutputBatch()
+        batch.chunk(request("1", frontend_id=name), Chunk("1", 1, 0, [1]))
+        tokens.send(batch)
+    assert gone == ["/../../elsewhere", "x/tcp://127.0.0.1:1"]
+    assert tokens.frontends() == set()
+    tokens.close()
+
+
 def test_output_is_grouped_by_frontend(short_dir: Path) -> None:
     context = zmq.Context()
     inboxes = {name: context.socket(zmq.PULL) for name in ("f0", "f1")}
     for name, inbox in inboxes.items():
         inbox.bind(f"ipc://{short_dir}/{name}")
-    tokens = TokenSender(lambda _: None)
+    tokens = TokenSender(lambda name: f"ipc://{short_dir}/{name}", lambda _: None)
     batch = OutputBatch()
     for n, name in enumerate(("f0", "f1", "f0")):
-        to = request(str(n), frontend_id=name, reply_to=f"ipc://{short_dir}/{name}")
-        batch.chunk(to, Chunk(str(n), 1, 0, [n]))
+        batch.chunk(request(str(n), frontend_id=name), Chunk(str(n), 1, 0, [n]))
     tokens.send(batch)
     got = {name: msgspec.msgpack.decode(s.recv(), type=EngineOutput) for name, s in inboxes.items()}
     assert [c.request_id for c in got["f0"].chunks] == ["0", "2"]

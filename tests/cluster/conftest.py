@@ -159,7 +159,6 @@ class Cluster:
             slo_ttft_s=1.0,
             slo_tpot_s=1.0,
             frontend_id="f0",
-            reply_to="",
         )
         return await self.queue.enqueue(request)
 

@@ -60,7 +60,6 @@ def request(
         slo_ttft_s=10.0,
         slo_tpot_s=1.0,
         frontend_id="f0",
-        reply_to="nowhere",
     )
 
 

@@ -54,15 +54,15 @@ class ScriptedAgent:
     async def route(self, model: str) -> None:
         await self._queue.route(model, self.device)
 
-    async def send(self, reply_to: str, *items: Chunk | Failure) -> None:
+    async def send(self, frontend_id: str, *items: Chunk | Failure) -> None:
         output = EngineOutput(
             chunks=[i for i in items if isinstance(i, Chunk)],
             failures=[i for i in items if isinstance(i, Failure)],
         )
-        if reply_to not in self._pushes:
-            self._pushes[reply_to] = self._context.socket(zmq.PUSH)
-            self._pushes[reply_to].connect(reply_to)
-        await self._pushes[reply_to].send(msgspec.msgpack.encode(output))
+        if frontend_id not in self._pushes:
+            self._pushes[frontend_id] = self._context.socket(zmq.PUSH)
+            self._pushes[frontend_id].connect(self.config.frontend_endpoint(frontend_id))
+        await self._pushes[frontend_id].send(msgspec.msgpack.encode(output))
 
     async def _take_requests(self) -> None:
         cursor = "0"
@@ -77,7 +77,7 @@ class ScriptedAgent:
         async for item in self.script(request):
             if request.id in self.cancelled:
                 break
-            await self.send(request.reply_to, item)
+            await self.send(request.frontend_id, item)
         with suppress(asyncio.CancelledError):
             await self._queue.finish(self.device, self._epoch, [request.id])
 

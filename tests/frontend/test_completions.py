@@ -85,7 +85,7 @@ async def test_what_came_while_nobody_took_it_comes_as_one_event_per_choice(stac
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         ids = ids_of(TEXT)
         pieces = (tokens(request, index, [token_id]) for index, token_id in enumerate(ids))
-        await stack.agent.send(request.reply_to, *pieces)
+        await stack.agent.send(request.frontend_id, *pieces)
         yield tokens(request, len(ids), [0], "stop")
 
     stack.agent.script = script

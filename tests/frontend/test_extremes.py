@@ -56,7 +56,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Services:
     return Services(
         config=config,
         queue=cast("Any", None),
-        dispatcher=cast("Any", SimpleNamespace(frontend_id="f0", reply_to="nowhere", log=log)),
+        dispatcher=cast("Any", SimpleNamespace(frontend_id="f0", log=log)),
         metrics=cast("Any", None),
         cluster=cast("Any", None),
         tokenizers=load_tokenizers(config.models),

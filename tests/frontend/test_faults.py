@@ -171,8 +171,8 @@ async def test_a_waiting_request_of_a_gone_client_leaves_the_queue(stack: Stack)
 
 
 async def test_output_that_nobody_has_open_is_cancelled(stack: Stack) -> None:
-    reply_to = stack.services.dispatcher.reply_to
-    await stack.agent.send(reply_to, Chunk("cmpl-forgotten-0", 1, 0, [5]))
+    name = stack.services.dispatcher.frontend_id
+    await stack.agent.send(name, Chunk("cmpl-forgotten-0", 1, 0, [5]))
     await until(lambda: "cmpl-forgotten-0" in stack.agent.cancelled)
 
 

@@ -112,7 +112,7 @@ async def test_a_second_run_of_a_sampled_attempt_is_not_shown(stack: Stack) -> N
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         if request.attempt == 1:
             first, second = tokens(request, 0, HALF), tokens(request, 0, other, "stop")
-            await stack.agent.send(request.reply_to, first, second)
+            await stack.agent.send(request.frontend_id, first, second)
         else:
             yield rest(request, WHOLE)
 
@@ -157,7 +157,7 @@ async def test_what_has_ended_is_not_lost(stack: Stack) -> None:
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         if request.id.endswith("-0"):
             failed = Failure(request.id, 1, "timeout", "too late")
-            await stack.agent.send(request.reply_to, tokens(request, 0, WHOLE, "stop"), failed)
+            await stack.agent.send(request.frontend_id, tokens(request, 0, WHOLE, "stop"), failed)
             ended.set()
         else:
             await ended.wait()
@@ -184,7 +184,7 @@ async def test_a_failure_behind_the_last_chunk_is_none(stack: Stack) -> None:
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         if request.id.endswith("-0"):
             failed = Failure(request.id, 1, "timeout", "too late")
-            await stack.agent.send(request.reply_to, tokens(request, 0, WHOLE), failed)
+            await stack.agent.send(request.frontend_id, tokens(request, 0, WHOLE), failed)
         else:
             await until(lambda: bool(stack.agent.cancelled))
             yield tokens(request, 0, WHOLE, "stop")

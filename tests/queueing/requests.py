@@ -14,7 +14,6 @@ def request(
     max_tokens: int = 4,
     arrival_unix_s: float = 1000.0,
     frontend_id: str = "f0",
-    reply_to: str = "ipc:///nowhere",
 ) -> Request:
     return Request(
         id=id,
@@ -25,6 +24,5 @@ def request(
         slo_ttft_s=2.0,
         slo_tpot_s=0.2,
         frontend_id=frontend_id,
-        reply_to=reply_to,
         attempt=attempt,
     )

@@ -145,7 +145,6 @@ def request(name: str, rid: str, prompt: list[int], temperature: float) -> Reque
         slo_ttft_s=2.0,
         slo_tpot_s=0.2,
         frontend_id="",
-        reply_to="",
     )
 
 

@@ -83,7 +83,6 @@ def _request(order: ActivateEngine, vocab_size: int, sampling: Sampling) -> Requ
         slo_ttft_s=model.slo_ttft_s,
         slo_tpot_s=model.slo_tpot_s,
         frontend_id="",
-        reply_to="",
     )
 
 
