@@ -142,4 +142,4 @@ else:
             raise AttributeError(f"module 'kvcached' has no attribute {name!r}")
         from importlib.metadata import version
 
-        return version("prism-serving")
+        return version("prism-kvcached")

@@ -19,9 +19,9 @@ def refuse_conflicting_distribution() -> None:
     if version is None:
         return
     raise ConflictingPackageError(
-        f"the distribution kvcached {version} is installed beside prism-serving; both provide the "
+        f"the distribution kvcached {version} is installed beside prism-kvcached; both provide the "
         "package 'kvcached' and only one can work: run 'pip uninstall kvcached', then reinstall "
-        "prism-serving (or uninstall prism-serving to keep the other)"
+        "prism-kvcached (or uninstall prism-kvcached to keep the other)"
     )
 
 

@@ -1,21 +1,26 @@
-"""Print the requirements of the named extras of pyproject.toml, one a line.
+"""Print what both distributions require, and the named extras and groups of either, one a line.
 
-So that they can be installed under constraints before the project itself is built.
+So that they can be installed under constraints before the projects themselves are built.
 """
 
 import sys
 import tomllib
 from pathlib import Path
 
+FILES = ("pyproject.toml", "prism/pyproject.toml")
 
-def main(extras: list[str]) -> None:
-    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-    wanted = list(project["dependencies"])
-    for extra in extras:
-        wanted += project["optional-dependencies"][extra]
-    for requirement in wanted:
-        if not requirement.startswith(project["name"]):
-            print(requirement)
+
+def main(names: list[str]) -> None:
+    for file in FILES:
+        read = tomllib.loads(Path(file).read_text())
+        named = read["project"]["optional-dependencies"] | read.get("dependency-groups", {})
+        wanted = [
+            *read["project"]["dependencies"],
+            *(each for n in names for each in named.get(n, ())),
+        ]
+        for requirement in wanted:
+            if not requirement.startswith("prism-"):
+                print(requirement)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING
 
 from kvcached.checks import positive, up_to
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.base import KVLayout, TokenPart
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvcached.checks import checked, each, not_negative, positive, text
 from kvcached.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from typing import Self
 
 DTYPE_BYTES = {
     "float32": 4,

@@ -21,7 +21,7 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:
             raise
-        _fail(f"the package {missing} is missing; run in Prism's checkout: pip install '.[tools]'")
+        _fail(f"the package {missing} is missing; pip install 'prism-kvcached[tools]'")
 
 
 def _fail(message: str) -> None:

@@ -94,7 +94,7 @@ class OutputBatch:
     """Output of one event, grouped by the frontend it goes to."""
 
     def __init__(self) -> None:
-        self._by_frontend: dict[str, EngineOutput] = {}
+        self.outputs: dict[str, EngineOutput] = {}  # by the frontend's id
 
     def chunk(self, request: Request, chunk: Chunk) -> None:
         self.output(request.frontend_id).chunks.append(chunk)
@@ -105,16 +105,12 @@ class OutputBatch:
     def failure(self, request: Request, failure: Failure) -> None:
         self.output(request.frontend_id).failures.append(failure)
 
-    def items(self) -> list[tuple[str, EngineOutput]]:
-        """(frontend id, output)."""
-        return list(self._by_frontend.items())
-
     def output(self, frontend_id: str) -> EngineOutput:
         """What goes to this frontend."""
-        output = self._by_frontend.get(frontend_id)
+        output = self.outputs.get(frontend_id)
         if output is None:
             output = EngineOutput(chunks=[], failures=[], started=[])
-            self._by_frontend[frontend_id] = output
+            self.outputs[frontend_id] = output
         return output
 
 
@@ -133,7 +129,7 @@ class TokenSender:
         self._channels: dict[str, BlockingChannel[None]] = {}
 
     def send(self, batch: OutputBatch) -> None:
-        for frontend_id, output in batch.items():
+        for frontend_id, output in batch.outputs.items():
             try:
                 channel = self._channels.get(frontend_id) or self._open(frontend_id)
                 channel.send(output, block=False)

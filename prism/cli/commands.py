@@ -1,4 +1,4 @@
-"""The console scripts. `pip install .` alone brings kvcached without what they need."""
+"""The console scripts."""
 
 from __future__ import annotations
 
@@ -8,35 +8,27 @@ import sys
 
 
 def serve() -> None:
-    _run("prism-serve", "prism.cli.serve")
+    _run("prism.cli.serve")
 
 
 def replay() -> None:
-    _run("prism-replay", "prism.cli.replay")
+    _run("prism.cli.replay")
 
 
 def models() -> None:
-    _run("prism-models", "prism.cli.models")
+    _run("prism.cli.models")
 
 
 def sim() -> None:
-    _run("prism-sim", "prism.cli.sim")
+    _run("prism.cli.sim")
 
 
-def _run(command: str, module: str) -> None:
-    """One line and exit code 2 where a package of the extra is missing. Ctrl-C during the imports,
-    which may take seconds, ends the process without a word."""
+def _run(module: str) -> None:
+    """Ctrl-C during the imports, which may take seconds, ends the process without a word."""
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         cli = importlib.import_module(module)
         signal.signal(signal.SIGINT, before)
-    except ModuleNotFoundError as error:
-        print(
-            f"error: {command} needs the package {error.name}; install the extra, in Prism's"
-            " checkout: pip install '.[serve]'",
-            file=sys.stderr,
-        )
-        sys.exit(2)
     except KeyboardInterrupt:  # a moment before it has no handler, or after
         sys.exit(128 + signal.SIGINT)
     try:

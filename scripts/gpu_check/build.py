@@ -94,7 +94,13 @@ def install(site: Path, build: Path, compiler: Path | None = None) -> str:
         [
             *(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-v"),
             *("--no-index", "--no-build-isolation", "--no-deps", "--no-compile"),
-            *(f"--config-settings=build-dir={build}", "--target", str(site), str(ROOT)),
+            *(
+                f"--config-settings=build-dir={build}",
+                "--target",
+                str(site),
+                str(ROOT),
+                str(ROOT / "prism"),
+            ),
         ],
         env=env,
         stdout=subprocess.PIPE,

@@ -156,7 +156,7 @@ class Frontend:
         self._again = again
 
     def send(self, batch: OutputBatch) -> None:
-        for _, output in batch.items():
+        for output in batch.outputs.values():
             for chunk in output.chunks:
                 if chunk.finish_reason is not None:
                     self._take_end(chunk.request_id, chunk.attempt, chunk.finish_reason == "stop")

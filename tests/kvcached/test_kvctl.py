@@ -250,7 +250,7 @@ def test_without_the_extra_one_line_says_what_to_install() -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
         assert done.returncode == 2
-        assert done.stderr.endswith("run in Prism's checkout: pip install '.[tools]'\n")
+        assert done.stderr.endswith("pip install 'prism-kvcached[tools]'\n")
         assert done.stderr.count("\n") == 1
 
 

@@ -140,6 +140,6 @@ def test_the_other_distribution_of_this_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    assert kvcached.__version__ == importlib.metadata.version("prism-serving")
+    assert kvcached.__version__ == importlib.metadata.version("prism-kvcached")
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         getattr(kvcached, "nonsense")  # noqa: B009 (mypy knows that it is not there)

@@ -1,4 +1,4 @@
-"""The wheel: built from the source distribution, installed where nothing else is, and tested."""
+"""The wheels: built from the source distributions, installed where nothing else is, and tested."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -23,20 +24,15 @@ LIBRARIES |= {"libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarc
 CORE = ["test_device", "test_kvcache", "test_layout", "test_sharing", "test_tensors", "test_admin"]
 
 
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Through the hook that every build frontend calls."""
-    folder = tmp_path_factory.mktemp("sdist")
-    code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True)
-    (made,) = folder.glob("*.tar.gz")
-    return made
-
-
-@pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without the CUDA toolkit and torch in sight: their usual variables are unset."""
-    folder = tmp_path_factory.mktemp("wheel")
+def built(project: Path, folder: Path) -> Path:
+    """The wheel of `project`'s source distribution, which the hook makes that every build frontend
+    calls. Without the CUDA toolkit and torch in sight: their usual variables are unset."""
+    backend = tomllib.loads((project / "pyproject.toml").read_text())["build-system"][
+        "build-backend"
+    ]
+    code = f"import sys; from {backend} import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=project, check=True)
+    (sdist,) = folder.glob("*.tar.gz")
     env = {key: value for key, value in os.environ.items() if "CUDA" not in key}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
@@ -47,6 +43,18 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """kvcached's."""
+    return built(ROOT, tmp_path_factory.mktemp("kvcached"))
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prism's."""
+    return built(ROOT / "prism", tmp_path_factory.mktemp("prism"))
+
+
+@pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The wheel and nothing else, not even numpy."""
     environment = Environment(tmp_path_factory.mktemp("bare"))
@@ -54,43 +62,53 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return environment
 
 
-def test_the_wheel_holds_the_packages_and_no_more(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    info = "prism_serving-"
-    assert {name.split("/")[0] for name in names if not name.startswith(info)} == {
-        "kvcached",
-        "kvcached_plugins",
-        "prism",
-    }
-    assert {"kvcached/py.typed", "kvcached/_core.pyi", "prism/py.typed"} <= set(names)
+def test_the_wheels_hold_the_packages_and_no_more(wheel: Path, serving: Path) -> None:
+    names = contents(wheel, "kvcached", "kvcached_plugins")
+    assert {"kvcached/py.typed", "kvcached/_core.pyi"} <= names
     assert [name for name in names if re.fullmatch(r"kvcached/_core\..*so", name)]
+    assert "prism/py.typed" in contents(serving, "prism")
+    assert serving.name.endswith("-py3-none-any.whl")
+
+
+def contents(wheel: Path, *packages: str) -> set[str]:
+    """All names; they are those of the files in git, and what a build adds."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(packages)
     assert [name for name in names if name.endswith("licenses/LICENSE")]
     assert not [name for name in names if re.search(r"tests?[/_]|\.(cpp|h|a)$", name)]
-    sources = {str(path.relative_to(ROOT)) for path in tracked_package_files()}
-    assert sources <= set(names)
-
-
-def tracked_package_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "kvcached", "kvcached_plugins", "prism"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+    command = ["git", "ls-files", "-co", "--exclude-standard", *packages]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+    assert (
+        tracked - {f"prism/{name}" for name in ("LICENSE", "README.md", "pyproject.toml")} <= names
     )
-    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+    return names
 
 
-def test_entry_points_and_requirements(wheel: Path) -> None:
+def test_entry_points_and_requirements(wheel: Path, serving: Path) -> None:
+    assert entry_points(wheel) == ["kvcached", "kvctl"]
+    commands = ["prism-models", "prism-replay", "prism-serve", "prism-sim"]
+    assert entry_points(serving) == [*commands, "prism_cpu", "prism_cuda"]
+    assert required(wheel) == ["numpy>=1.26"]
+    version = wheel.name.split("-")[1]
+    assert serving.name.split("-")[1] == version
+    assert f"prism-kvcached[tools]=={version}" in required(serving)
+
+
+def entry_points(wheel: Path) -> list[str]:
+    return sorted(re.findall(r"^([\w-]+) ?=", metadata(wheel, "entry_points.txt"), re.MULTILINE))
+
+
+def required(wheel: Path) -> list[str]:
+    """Whatever extras are asked for."""
+    lines = re.findall(r"^Requires-Dist: (.*)", metadata(wheel, "METADATA"), re.MULTILINE)
+    return [line for line in lines if "extra ==" not in line]
+
+
+def metadata(wheel: Path, name: str) -> str:
     archive = zipfile.ZipFile(wheel)
-    (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-    commands = re.findall(r"^([\w-]+) ?=", archive.read(points).decode(), re.MULTILINE)
-    ours = ["kvcached", "kvctl", "prism-models", "prism-replay", "prism-serve", "prism-sim"]
-    ours += ["prism_cpu", "prism_cuda"]
-    assert sorted(commands) == ours
-    (described,) = (name for name in archive.namelist() if name.endswith("METADATA"))
-    required = re.findall(r"^Requires-Dist: (.*)", archive.read(described).decode(), re.MULTILINE)
-    assert [line for line in required if "extra ==" not in line] == ["numpy>=1.26"]
+    (found,) = (each for each in archive.namelist() if each.endswith(f".dist-info/{name}"))
+    return archive.read(found).decode()
 
 
 def test_the_extension_links_the_c_and_cpp_libraries_alone(bare: Environment) -> None:
@@ -123,22 +141,24 @@ def test_a_bare_environment_imports_and_shares_memory(bare: Environment, tmp_pat
     assert done.stdout.split() == ["65536", str(bare.packages / "kvcached" / "__init__.py")]
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"),
-    [
-        ("kvctl", ".[tools]"),
-        ("prism-serve", ".[serve]"),
-        ("prism-replay", ".[serve]"),
-        ("prism-models", ".[serve]"),
-        ("prism-sim", ".[serve]"),
-    ],
-)
-def test_a_command_without_its_extra_names_it(
-    bare: Environment, tmp_path: Path, command: str, extra: str
-) -> None:
-    done = bare.run(command, "--help", cwd=tmp_path)
+def test_kvctl_without_its_extra_names_it(bare: Environment, tmp_path: Path) -> None:
+    done = bare.run("kvctl", "--help", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert f"'{extra}'" in done.stderr
+    assert "'prism-kvcached[tools]'" in done.stderr
+
+
+def test_both_wheels_and_their_requirements_make_the_commands(
+    wheel: Path, serving: Path, tmp_path: Path
+) -> None:
+    environment = Environment(tmp_path / "both")
+    environment.install(wheel)
+    environment.install(serving)
+    named = [re.split(r"[\[<>=;]", line)[0] for line in required(serving)]
+    environment.lend("numpy", *(name for name in named if name != "prism-kvcached"))
+    for command in ("prism-serve", "prism-replay", "prism-models", "prism-sim"):
+        done = environment.run(command, "--help", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert f"Usage: {command}" in done.stdout
 
 
 def test_kvctl_works_with_the_extra_tools_alone(wheel: Path, tmp_path: Path) -> None:
@@ -167,3 +187,18 @@ def test_kvcached_passes_its_tests_from_the_wheel(wheel: Path, tmp_path: Path) -
     done = environment.run("python", "-m", "pytest", *files, cwd=copy)
     assert done.returncode == 0, done.stdout[-3000:]
     assert f"on {environment.packages / 'kvcached'}" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_release_works_on_every_python(tmp_path: Path) -> None:
+    """scripts/release-check, on a clone of what is committed."""
+    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
+    done = subprocess.run(
+        ["scripts/release-check"],
+        cwd=tmp_path / "clone",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

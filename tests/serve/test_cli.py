@@ -193,24 +193,6 @@ def test_an_engine_that_is_not_installed(folder: Path) -> None:
         assert done.stderr.startswith("error: engine.adapter: SGLang is not installed")
 
 
-@pytest.mark.parametrize(
-    ("script", "module"), [("serve", "msgspec"), ("replay", "typer"), ("models", "typer")]
-)
-def test_commands_without_their_extra_say_so(script: str, module: str) -> None:
-    code = f"""
-import sys
-sys.modules['{module}'] = None
-from prism.cli.commands import {script}
-{script}()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: prism-{script} needs the package {module}; install")
-    assert done.stderr.count("\n") == 1
-
-
 SUBCOMMANDS = {
     "prism.cli.serve": ("", "up", "check", "status", "activate", "evict", "prefetch", "flush"),
     "prism.cli.replay": ("run", "report", "generate", "stats", "convert"),
