@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
 
 from tests.acceptance.harness import Cluster, cluster_yaml, model_yaml, serving
+from tests.acceptance.schemas import schema
 
 pytestmark = pytest.mark.sglang
 
@@ -99,6 +103,32 @@ def test_a_parsed_answer(client: openai.OpenAI) -> None:
         )
     )
     assert text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.long)])
+def test_answers_follow_their_schemas(client: openai.OpenAI, count: int) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        wrong = [each for each in threads.map(partial(mismatch, client), range(count)) if each]
+    assert not wrong, f"{len(wrong)} of {count}: {wrong[:3]}"
+
+
+def mismatch(client: openai.OpenAI, number: int) -> str:
+    """What is wrong with an answer that must follow a schema; empty: nothing. Those that the bound
+    on tokens cuts are asked for again."""
+    asked = schema(number)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": asked}}
+    for seed in range(8):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=SAID, response_format=form, max_tokens=480, seed=seed
+        ).choices[0]
+        if answer.finish_reason == "stop":
+            text = answer.message.content or ""
+            try:
+                jsonschema.validate(json.loads(text), asked)
+            except (ValueError, jsonschema.ValidationError) as error:
+                return f"{number}: {text!r:.200}: {error!s:.200}"
+            return ""
+    return f"{number}: no answer ended"
 
 
 STRUCTURES: list[tuple[dict[str, Any], tuple[str, ...]]] = [

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
+from xgrammar import GrammarMatcher
 
+from prism.engines.sglang import vocabulary
 from prism.engines.sglang.parsers import WHITESPACE_MAX
 from prism.messages.engine import Submit
 from prism.messages.requests import Grammar, Logprobs
@@ -56,6 +58,41 @@ def logprobs_of(stream: Stream) -> Logprobs:
         if chunk.logprobs:
             joined.extend(chunk.logprobs)
     return joined
+
+
+BOUNDED = {
+    "type": "object",
+    "properties": {"s": {"type": ["string", "null"], "minLength": 2, "maxLength": 1000}},
+    "required": ["s"],
+    "additionalProperties": False,
+}
+CALL = {"type": "json_schema", "json_schema": BOUNDED}
+TAGGED = {"type": "tag", "begin": "<call>", "content": CALL, "end": "</call>"}
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_strings_of_bounded_length_are_json(tagged: bool) -> None:
+    """XGrammar by itself lets control characters stand in them, and no escapes."""
+    tokenizer, ends = vocabulary.load(path_of(LLAMA))
+    compiler, _ = vocabulary.compiler(tokenizer, len(tokenizer), ends)
+    if tagged:
+        form = {"type": "structural_tag", "format": TAGGED}
+        compiled = compiler.compile_structural_tag(json.dumps(form))
+    else:
+        compiled = compiler.compile_json_schema(json.dumps(BOUNDED))
+
+    def takes(value: bytes) -> bool:
+        matcher = GrammarMatcher(compiled, terminate_without_stop_token=True)
+        text = b'{"s": %s}' % value
+        whole = b"<call>%s</call>" % text if tagged else text
+        return matcher.accept_string(whole) and matcher.is_terminated()
+
+    strings = ["ab", "añ\u65e5\U0001f600", '\n"', "\\\t", "\x7f\x80", "x" * 1000]
+    assert all(takes(json.dumps(value, ensure_ascii=False).encode()) for value in strings)
+    assert takes(b"null")
+    wrong = [b"a", b"a\tb", b"a\x01b", b'a"b', b"a\\qb", b"x" * 1001]
+    no_utf8 = [b"ab\xff", b"ab\x80", b"ab\xc0\x80", b"ab\xed\xa0\x80", b"ab\xf5\x80\x80\x80"]
+    assert not any(takes(b'"%s"' % value) for value in [*wrong, *no_utf8])
 
 
 def test_outputs_match_their_grammars(served: DeviceUnderTest) -> None:
