@@ -25,6 +25,7 @@ from prism.frontend.routes import (
     chat,
     completions,
     dashboard,
+    embeddings,
     health,
     models,
     responses,
@@ -65,7 +66,7 @@ def create_app(
     describe(app, has_keys=bool(config.keys))
     install_handlers(app)
     _add_middleware(app, config, config.frontend.cors_origins, has_keys=bool(config.keys))
-    for routes in (models, completions, chat, responses, tokenize, health):
+    for routes in (models, completions, chat, responses, embeddings, tokenize, health):
         app.include_router(routes.router)
     if not config.admin:
         _add_operators(app)

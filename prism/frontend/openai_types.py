@@ -264,6 +264,18 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
+class EmbeddingsBody(RequestBody):
+    """POST /v1/embeddings."""
+
+    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        return "input"
+
+
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from prism.frontend.chat_types import ChatBody, TokenizeBody
-from prism.frontend.openai_types import CompletionBody, DetokenizeBody, RequestBody
+from prism.frontend.openai_types import CompletionBody, DetokenizeBody, EmbeddingsBody, RequestBody
 from prism.frontend.response_types import ResponsesBody
 
 _SCHEMAS = "#/components/schemas/"
@@ -18,6 +18,7 @@ _BODIES: Mapping[str, type[RequestBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/embeddings": EmbeddingsBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

@@ -62,6 +62,7 @@ async def test_the_page_in_a_browser(stack: Stack) -> None:
         await follows_the_memory(page, stack)
         await goes_by_keyboard(page)
         await has_two_themes(page)
+        await says_what_is_drained(page, stack)
         await counts_what_it_saw_grow(page)
         assert complaints == []
 
@@ -116,6 +117,16 @@ async def goes_by_keyboard(page: Page) -> None:
     await page.get_by_role("searchbox").fill("")
     await page.get_by_role("button", name="Running").press("Enter")
     await expect(page.locator("#models tbody tr").first).to_contain_text("llama-3.1-8b")
+
+
+async def says_what_is_drained(page: Page, stack: Stack) -> None:
+    drained = page.locator(".device .drained")
+    await expect(drained.first).to_be_hidden()
+    for left, said in (("phi-4-mini", "draining: phi-4-mini"), ("", "drained")):
+        status = msgspec.structs.replace(busy(), drained={"cuda:1": left})
+        await stack.services.queue.publish_status(status)
+        await expect(drained.nth(1)).to_have_text(said)
+    await expect(drained.first).to_be_hidden()
 
 
 async def has_two_themes(page: Page) -> None:

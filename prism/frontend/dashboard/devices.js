@@ -41,6 +41,7 @@ function create(map) {
       "div",
       { class: "head" },
       el("h3", { text: map.name }),
+      el("span", { class: "pill drained" }),
       el("span", { class: "grow" }),
       el("span", { class: "facts" }),
     ),
@@ -51,6 +52,10 @@ function create(map) {
 
 function update(node, map) {
   setText(node.querySelector(".facts"), facts(map));
+  const drained = node.querySelector(".drained");
+  drained.hidden = map.drained === undefined;
+  drained.dataset.state = map.drained ? "draining" : "";
+  setText(drained, map.drained ? `draining: ${map.drained}` : "drained");
   const bar = node.querySelector(".bar");
   keyed(
     bar,

@@ -1,7 +1,8 @@
 // The cluster's status as memory maps of its devices and rows of its models.
 
-/** By device: {name, capacity, reserved, groups, held, free, kvpr, engines}; a group is one model's
- * memory on the device, in bytes by kind. `held`: promised by the ledger and not mapped. */
+/** By device: {name, capacity, reserved, groups, held, free, kvpr, engines, drained}; a group is one
+ * model's memory on the device, in bytes by kind. `held`: promised by the ledger and not mapped.
+ * `drained`: what is still there of a device that gets no more; undefined where it gets. */
 export function deviceMaps(status) {
   return status.agents.map((agent) => {
     const groups = modelsOn(status, agent.device).map(groupOf);
@@ -15,6 +16,7 @@ export function deviceMaps(status) {
       held: reserved - shown,
       free: Math.max(0, agent.capacity_bytes - reserved),
       kvpr: status.kvpr[agent.device],
+      drained: status.drained[agent.device],
       engines: {
         free: agent.engines_free,
         starting: agent.engines_starting,

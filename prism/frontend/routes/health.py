@@ -26,9 +26,20 @@ operators = APIRouter()
 _STATUS_AGE_MIN_S = 10.0
 _STATUS_AGE_INTERVALS = 4
 _NAMES_MAX = 100
+_WHY: dict[str, Any] = {
+    "type": "object",
+    "required": ["status", "reason"],
+    "properties": {"status": {"const": "unavailable"}, "reason": {"type": "string"}},
+}
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {
+    503: {
+        "description": "not now, and why",
+        "content": {"application/json": {"schema": _WHY}},
+    }
+}
 
 
-@router.get("/health")
+@router.get("/health", responses=_UNAVAILABLE)
 async def health(request: Request) -> JSONResponse:
     found = services(request)
     if found.draining:
@@ -47,7 +58,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
 
 
-@operators.get("/status")
+@operators.get("/status", responses=_UNAVAILABLE)
 async def status(request: Request) -> Response:
     published = await services(request).queue.status()
     if published is None:
