@@ -74,7 +74,7 @@ class Guard:
         try:
             self._admit(scope)
         except RequestError as error:
-            answer = respond(error)
+            answer = respond(error, scope["path"])
             if error.status == 401 and not _is_api(scope["path"]):
                 answer.headers["WWW-Authenticate"] = 'Basic realm="Prism"'
             await answer(scope, receive, send)

@@ -27,6 +27,7 @@ from prism.frontend.routes import (
     dashboard,
     embeddings,
     health,
+    messages,
     models,
     responses,
     tokenize,
@@ -66,7 +67,7 @@ def create_app(
     describe(app, has_keys=bool(config.keys))
     install_handlers(app)
     _add_middleware(app, config, config.frontend.cors_origins, has_keys=bool(config.keys))
-    for routes in (models, completions, chat, responses, embeddings, tokenize, health):
+    for routes in (models, completions, chat, responses, messages, embeddings, tokenize, health):
         app.include_router(routes.router)
     if not config.admin:
         _add_operators(app)

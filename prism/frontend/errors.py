@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; of /v1/messages, in
+Anthropic's."""
 
 from __future__ import annotations
 
@@ -87,6 +88,25 @@ def error_body(error: RequestError) -> dict[str, Any]:
     }
 
 
+# Anthropic's names; others are an api_error.
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """As Anthropic's API tells of it."""
+    kind = _ANTHROPIC.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": f"{error.code}: {error}"}}
+
+
 def from_validation(error: ValidationError) -> BadRequestError:
     """The first thing that is wrong with a body, with the path of the field."""
     first = error.errors(include_url=False)[0]
@@ -105,7 +125,8 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-def respond(error: RequestError) -> JSONResponse:
+def respond(error: RequestError, path: str = "") -> JSONResponse:
+    """In the words of the API that `path` is of."""
     headers: dict[str, str] = {}
     if error.status in _RETRY_STATUSES:
         headers["Retry-After"] = str(error.retry_after_s or RETRY_AFTER_S)
@@ -113,7 +134,8 @@ def respond(error: RequestError) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in _CLOSE_STATUSES:
         headers["Connection"] = "close"
-    return JSONResponse(error_body(error), error.status, headers)
+    made = anthropic_error(error) if path.startswith("/v1/messages") else error_body(error)
+    return JSONResponse(made, error.status, headers)
 
 
 def queue_unavailable(error: QueueUnavailableError) -> UnavailableError:
@@ -123,14 +145,14 @@ def queue_unavailable(error: QueueUnavailableError) -> UnavailableError:
     return shown
 
 
-async def _on_request_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
-    return respond(error)
+    return respond(error, request.url.path)
 
 
-async def _on_queue_unavailable(_: Request, error: Exception) -> JSONResponse:
+async def _on_queue_unavailable(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, QueueUnavailableError)
-    return respond(queue_unavailable(error))
+    return respond(queue_unavailable(error), request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -141,7 +163,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     shown = RequestError(f"{error.detail}: {request.method} {request.url.path}")
     shown.status = error.status_code
     shown.code = "not_found" if error.status_code == 404 else "invalid_request_error"
-    answer = respond(shown)
+    answer = respond(shown, request.url.path)
     answer.headers.update(allow)
     return answer
 
@@ -163,7 +185,7 @@ async def _on_bug(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s failed (%s)", request.method, request.url.path, call_id, exc_info=error)
     shown = RequestError("internal error; the frontend's log has the details")
     shown.status, shown.code = 500, "internal_error"
-    answer = respond(shown)
+    answer = respond(shown, request.url.path)
     answer.headers[ID_HEADER] = call_id
     return answer
 

@@ -101,6 +101,11 @@ class GeneratedChoice:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended it."""
+        return self._stops.found
+
     def take(self, chunk: Chunk) -> TextUpdate:
         """Advance by these tokens, up to a stop string if one completes."""
         self.cached_tokens = chunk.cached_tokens or self.cached_tokens

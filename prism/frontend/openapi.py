@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from prism.frontend.chat_types import ChatBody, TokenizeBody
+from prism.frontend.message_types import CountBody, MessagesBody
 from prism.frontend.openai_types import CompletionBody, DetokenizeBody, EmbeddingsBody, RequestBody
 from prism.frontend.response_types import ResponsesBody
 
@@ -18,6 +19,8 @@ _BODIES: Mapping[str, type[RequestBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
     "/v1/embeddings": EmbeddingsBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
@@ -37,6 +40,18 @@ _ERROR = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": _TEXT, "message": _TEXT},
+        },
     },
 }
 _ANY_ERRORS = {401: "no key, or an unknown one", 500: "a bug"}
@@ -67,7 +82,7 @@ def describe(app: FastAPI, has_keys: bool = False) -> None:
 
 def _schema(app: FastAPI, has_keys: bool) -> dict[str, Any]:
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    schemas = {"Error": _ERROR}
+    schemas = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     for path, operations in made["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own check, which never fails here
@@ -80,7 +95,8 @@ def _schema(app: FastAPI, has_keys: bool) -> dict[str, Any]:
                 if "stream" in body.model_fields:
                     errors |= _GENERATION_ERRORS
                     operation["responses"]["200"]["content"] |= _EVENTS
-            operation["responses"] |= {str(s): _error(what) for s, what in errors.items()}
+            shape = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+            operation["responses"] |= {str(s): _error(what, shape) for s, what in errors.items()}
     made["components"] = {"schemas": schemas}
     if has_keys:
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -97,6 +113,6 @@ def _request_body(body: type[RequestBody], schemas: dict[str, Any]) -> dict[str,
     return {"required": True, "content": content}
 
 
-def _error(what: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}}
+def _error(what: str, shape: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{shape}"}}}
     return {"description": what, "content": content}

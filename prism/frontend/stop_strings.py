@@ -18,6 +18,7 @@ class StopMatcher:
         self.wanted = bool(stops)  # without any, text may go out as it is
         self._held = ""
         self.stopped = False
+        self.found: str | None = None  # the one that was completed
 
     def push(self, text: str) -> str:
         """Text that may go out now. REQUIRES: not stopped."""
@@ -27,7 +28,9 @@ class StopMatcher:
         found = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            end, begin = min(found)
+            self.found = text[begin:end]
+            return text[:begin]
         keep = max(_overlap(text, stop) for stop in self._stops)
         cut = len(text) - keep
         self._held = text[cut:]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
 
+import anthropic
 import httpx
 import jsonschema
 import openai
@@ -243,3 +244,24 @@ def test_the_responses_api(client: openai.OpenAI) -> None:
     assert (streamed.type, call.type) == ("function_call", "function_call")
     assert json.loads(streamed.arguments) == json.loads(call.arguments)
     assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+
+
+def test_the_messages_api(cluster: Cluster, client: openai.OpenAI) -> None:
+    """By Anthropic's client: the same answers as chat completions give, whole and streamed."""
+    asked: Any = {"model": MODEL, "messages": SAID, "max_tokens": 12}
+    chat = client.chat.completions.create(temperature=0, **asked).choices[0]
+    sampling: Any = {"extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=cluster.url, api_key="none", max_retries=0) as made:
+        with made.messages.stream(**asked, **sampling) as stream:
+            streamed = stream.get_final_message()
+        for answer in (streamed, made.messages.create(**asked, **sampling)):
+            assert answer.content[0].type == "text"
+            assert answer.content[0].text == chat.message.content
+            assert (answer.stop_reason == "max_tokens") is (chat.finish_reason == "length")
+        function = TOOL["function"]
+        tool: Any = {"name": function["name"], "input_schema": function["parameters"]}
+        one = {"type": "any", "disable_parallel_tool_use": True}
+        asked |= {"tools": [tool], "tool_choice": one, "max_tokens": 200}
+        call = made.messages.create(**asked, **sampling)
+    assert (call.content[-1].type, call.stop_reason) == ("tool_use", "tool_use")
+    assert call.content[-1].input["city"] in ("Oslo", "Rome")

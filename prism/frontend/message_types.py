@@ -1,0 +1,294 @@
+"""The body of Anthropic's Messages API, and the chat completion that it asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from prism.errors import BadRequestError
+from prism.frontend.chat_types import TOOLS_MAX, ChatBody, ToolName, bounded, joined_parts
+from prism.frontend.errors import bad_request, from_validation
+from prism.frontend.openai_types import IGNORED, RequestBody, TokenCount
+
+# Of a chat completion: what is called otherwise here, or would have no place in the answer. Its
+# other fields are extensions here, too.
+_OTHERWISE = {
+    "add_generation_prompt", "best_of", "continue_final_message", "echo", "logprobs",
+    "max_completion_tokens", "messages", "n", "parallel_tool_calls", "return_slo",
+    "return_token_ids", "stop", "stream_options", "top_logprobs",
+}  # fmt: skip
+# type of a block -> the field that it must have
+_BLOCKS = {
+    "text": "text",
+    "thinking": "thinking",
+    "redacted_thinking": "data",
+    "tool_use": "id",
+    "tool_result": "tool_use_id",
+}
+# A chat completion's field -> what it is called here.
+_NAMES = {"stop": "stop_sequences"}
+
+
+class Block(BaseModel):
+    """A part of a message. What says how to cache or cite it changes nothing."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = Field(default_factory=dict)
+    tool_use_id: str = ""
+    content: str = ""  # of a tool's result; texts are joined by newlines
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kind = value.get("type")
+        if not isinstance(kind, str) or kind not in _BLOCKS:
+            raise ValueError(f"a block of type {kind!r:.40} is not supported; send text")
+        if _BLOCKS[kind] not in value:
+            raise ValueError(f"a {kind} needs {_BLOCKS[kind]}")
+        return {name: part for name, part in value.items() if part is not None}
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content_text(cls, value: Any) -> Any:
+        return joined_parts(value, "text")
+
+
+class Said(BaseModel):
+    """One turn of the conversation."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    role: Literal["user", "assistant"]
+    content: list[Block]
+
+    @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
+    @classmethod
+    def _blocks(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        return bounded(value, "blocks")
+
+    def texts(self, kind: str = "text") -> str:
+        return "\n".join(getattr(b, kind) for b in self.content if b.type == kind)
+
+
+class ClientTool(BaseModel):
+    """A tool that the client runs."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_client(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind not in (None, "custom"):
+            raise ValueError(f"no tool of type {kind!r:.40} runs here; give one with input_schema")
+        return value
+
+
+class ToolChoice(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.type == "tool") is (self.name is None):
+            raise ValueError('name goes with the type "tool"')
+        return self
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons first, where its template knows `enable_thinking`. Nothing bounds
+    its tokens but `max_tokens`."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountBody(RequestBody):
+    """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
+
+    IGNORED = IGNORED | {"betas", "cache_control", "context_management", "output_config"}
+    EXTENSIONS: ClassVar[frozenset[str]] = frozenset()
+
+    messages: Annotated[list[Said], Field(min_length=1)]
+    system: str | None = None
+    tools: Annotated[list[ClientTool], Field(max_length=TOOLS_MAX)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    _chat: ChatBody = PrivateAttr()
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_messages(cls, value: Any) -> Any:
+        return bounded(value, "messages")
+
+    @field_validator("system", mode="before", json_schema_input_type=str | list[Block] | None)
+    @classmethod
+    def _system_text(cls, value: Any) -> Any:
+        return joined_parts(value, "text")
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    def prepare(self) -> None:
+        self._chat = _chat_of(self)
+
+    @property
+    def chat(self) -> ChatBody:
+        """What it asks for."""
+        return self._chat
+
+    def generation_fields(self) -> dict[str, Any]:
+        """Of the chat completion: what is not the conversation."""
+        return {}
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages. Fields of chat completions that have no name here are extensions."""
+
+    EXTENSIONS = frozenset(ChatBody.model_fields) - _OTHERWISE
+    IGNORED = CountBody.IGNORED | EXTENSIONS
+
+    max_tokens: TokenCount
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+
+    def generation_fields(self) -> dict[str, Any]:
+        extra = self.model_extra or {}
+        return {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            **{name: extra[name] for name in extra.keys() & self.EXTENSIONS},
+        }
+
+
+class _Chat(ChatBody):
+    ID_PREFIX = "msg_"
+
+
+def _chat_of(body: CountBody) -> ChatBody:
+    """Raises BadRequestError."""
+    choice = body.tool_choice
+    # A last turn of the assistant is the beginning of the answer.
+    goes_on = body.messages[-1].role == "assistant"
+    asked: dict[str, Any] = {
+        "model": body.model,
+        "messages": _with_system(body.system, chat_messages(body.messages)),
+        "continue_final_message": goes_on or None,
+        "tools": [_chat_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _chat_choice(choice) if choice else None,
+        "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+        **body.generation_fields(),
+    }
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        options = {"enable_thinking": body.thinking.type == "enabled"}
+        asked["chat_template_kwargs"] = options | (asked.get("chat_template_kwargs") or {})
+    said = {name: value for name, value in asked.items() if value is not None}
+    try:
+        chat = _Chat.model_validate(said)
+    except ValidationError as error:
+        raise renamed(from_validation(error)) from error
+    chat.refuse_unsupported()
+    return chat
+
+
+def chat_messages(turns: Sequence[Said]) -> list[dict[str, Any]]:
+    """A user's results of tools come before the text of the same turn. Raises BadRequestError."""
+    messages: list[dict[str, Any]] = []
+    called: set[str] = set()
+    for number, turn in enumerate(turns):
+        if turn.role == "assistant":
+            messages.append(_answer(turn))
+            called |= {block.id for block in turn.content if block.type == "tool_use"}
+            continue
+        results = [block for block in turn.content if block.type == "tool_result"]
+        for block in results:
+            if block.tool_use_id not in called:
+                text = f"messages[{number}]: no tool_use {block.tool_use_id!r:.80} comes before it"
+                raise bad_request(text, "messages")
+            said = {"tool_call_id": block.tool_use_id, "content": block.content}
+            messages.append({"role": "tool", **said})
+        if any(block.type == "text" for block in turn.content) or not results:
+            messages.append({"role": "user", "content": turn.texts()})
+    if turns[-1].role == "assistant" and "tool_calls" in messages[-1]:
+        raise bad_request("messages: the last tool_use has no tool_result", "messages")
+    return messages
+
+
+def _answer(turn: Said) -> dict[str, Any]:
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": json.dumps(block.input)},
+        }
+        for block in turn.content
+        if block.type == "tool_use"
+    ]
+    said = {"role": "assistant", "content": turn.texts()}
+    reasoning = turn.texts("thinking")
+    return (
+        said
+        | ({"reasoning_content": reasoning} if reasoning else {})
+        | ({"tool_calls": calls} if calls else {})
+    )
+
+
+def _with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _chat_tool(tool: ClientTool) -> dict[str, Any]:
+    function = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
+
+
+def _chat_choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+def renamed(error: BadRequestError) -> BadRequestError:
+    """The same in the words of this API, where chat completions have others."""
+    name = _NAMES.get(error.param or "")
+    if name is None:
+        return error
+    return bad_request(name + str(error).removeprefix(error.param or ""), name)

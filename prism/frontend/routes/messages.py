@@ -1,0 +1,207 @@
+"""POST /v1/messages and /v1/messages/count_tokens: a chat completion, told in Anthropic's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import from_json
+
+from prism.errors import BadRequestError, RequestError
+from prism.frontend.bodies import read_body
+from prism.frontend.errors import anthropic_error
+from prism.frontend.message_types import CountBody, MessagesBody, renamed
+from prism.frontend.repeats import Answering, read_key
+from prism.frontend.replies import Event, Events, reply_stream, reply_whole
+from prism.frontend.routes.chat import Told
+from prism.frontend.services import services
+from prism.frontend.specs import chat_spec, conversation_text
+
+router = APIRouter()
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+@router.post("/v1/messages")
+async def create_message(request: Request) -> Response:
+    found = services(request)
+    body = await read_body(request, MessagesBody)
+    key = await read_key(request, body)
+    try:
+        spec = await chat_spec(found, body.chat)
+    except BadRequestError as error:
+        raise renamed(error) from error
+    answer = _Answer(found.generation(spec, key))
+    if body.stream:
+        events = answer.events()
+        return await reply_stream(request, found, answer.generation, events, named=True)
+    return await reply_whole(request, found, answer.generation, answer.whole)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    found = services(request)
+    body = await read_body(request, CountBody)
+    found.enter()
+    try:
+        model = found.model(body.model)
+        tokenizer = found.tokenizer(model.name)
+        text = await conversation_text(model, body.chat, tokenizer)
+        [ids] = await tokenizer.encode([text], special_tokens=False)
+        return JSONResponse({"input_tokens": len(ids)})
+    finally:
+        found.leave()
+
+
+class _Answer:
+    """One message, whole or as events."""
+
+    def __init__(self, generation: Answering) -> None:
+        self.generation = generation
+
+    def whole(self) -> dict[str, Any]:
+        [choice] = self.generation.choices
+        ended, told = choice.so_far(), Told(self.generation, 0)
+        blocks = _Blocks()
+        for _ in blocks.take(told.message(ended)):
+            pass
+        for _ in blocks.end():
+            pass
+        usage = self._usage()
+        return self._message(blocks.content, usage=usage, **self._ending(told.finish_reason(ended)))
+
+    async def events(self) -> Events:
+        """In Anthropic's order."""
+        blocks, told, reason = _Blocks(), Told(self.generation, 0), None
+        try:
+            async for update in self.generation.updates():
+                if not blocks.began:
+                    # What was found in the prefix cache is known from the first token on.
+                    blocks.began = True
+                    yield {"type": "message_start", "message": self._begun()}
+                for event in blocks.take(told.delta(update)):
+                    yield event
+                reason = told.finish_reason(update)
+        except RequestError as error:
+            yield anthropic_error(error)
+            raise
+        for event in blocks.end():
+            yield event
+        ending = self._ending(reason)
+        yield {"type": "message_delta", "delta": ending, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _begun(self) -> dict[str, Any]:
+        usage = self._usage() | {"output_tokens": 0}
+        return self._message([], usage=usage, stop_reason=None, stop_sequence=None)
+
+    def _message(self, content: list[Event], **more: Any) -> dict[str, Any]:
+        head = self.generation.head("message")
+        said = {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
+        return {**said, "content": content, **more}
+
+    def _ending(self, reason: str | None) -> dict[str, Any]:
+        stop = self.generation.choices[0].stop_string
+        if stop is not None and reason == "stop":
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": _REASONS[reason or "stop"], "stop_sequence": None}
+
+    def _usage(self) -> dict[str, Any]:
+        made = self.generation.usage()
+        cached = made["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": made["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": made["completion_tokens"],
+        }
+
+
+class _Blocks:
+    """The content as it grows, block by block, and the events that tell of it. It takes what a chat
+    completion says: deltas, or the whole message as one."""
+
+    def __init__(self) -> None:
+        self.content: list[Event] = []
+        self.began = False
+        self._open = ""  # the type of the last block, while it grows
+        self._pieces: list[str] = []
+        self._space = ""  # that is a part of a text if one follows
+
+    def take(self, said: dict[str, Any]) -> Iterator[Event]:
+        if reasoning := said.get("reasoning_content"):
+            yield from self._write("thinking", reasoning)
+        if text := said.get("content"):
+            yield from self._text(text)
+        for call in said.get("tool_calls", ()):
+            yield from self._call(call)
+
+    def end(self) -> Iterator[Event]:
+        """No more comes. Where nothing has, there is an empty text."""
+        if not self.content:
+            yield from self._write("text", self._space)
+        yield from self._close()
+
+    def _text(self, text: str) -> Iterator[Event]:
+        """Space before and between other blocks is no text of its own."""
+        if self._open != "text" and not text.strip():
+            self._space += text
+            return
+        before, self._space = self._space, ""
+        yield from self._write("text", before + text)
+
+    def _write(self, kind: str, text: str) -> Iterator[Event]:
+        if self._open != kind:
+            beside = {"signature": ""} if kind == "thinking" else {}
+            yield from self._begin({"type": kind, kind: "", **beside})
+        self._pieces.append(text)
+        if text:
+            yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _call(self, call: dict[str, Any]) -> Iterator[Event]:
+        function = call["function"]
+        if "id" in call:
+            self._space = ""
+            yield from self._begin(
+                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+            )
+        self._pieces.append(function["arguments"])
+        if function["arguments"]:
+            yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
+
+    def _begin(self, block: Event) -> Iterator[Event]:
+        yield from self._close()
+        self.content.append(block)
+        self._open, self._pieces = block["type"], []
+        # What it becomes is told later, by the same dict.
+        yield {
+            "type": "content_block_start",
+            "index": len(self.content) - 1,
+            "content_block": {**block},
+        }
+
+    def _close(self) -> Iterator[Event]:
+        """The last block grows no more."""
+        if not self._open:
+            return
+        kind, text, block = self._open, "".join(self._pieces), self.content[-1]
+        self._open = ""
+        block["input" if kind == "tool_use" else kind] = (
+            _arguments(text) if kind == "tool_use" else text
+        )
+        yield {"type": "content_block_stop", "index": len(self.content) - 1}
+
+    def _delta(self, delta: Event) -> Event:
+        index = len(self.content) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+def _arguments(text: str) -> Any:
+    """An object; of a call that was cut, as far as it came."""
+    try:
+        made = from_json(text or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return made if isinstance(made, dict) else {}
