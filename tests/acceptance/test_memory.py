@@ -217,12 +217,8 @@ async def drive(
     return done
 
 
-@pytest.mark.timeout(600)
-def test_contention_for_a_while(tiny_models: tuple[str, str], tmp_path: Path) -> None:
-    contend(10, tiny_models, tmp_path)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_contention_for_two_minutes(tiny_models: tuple[str, str], tmp_path: Path) -> None:
+    """tests/sglang/test_contention.py has the same in small."""
     contend(120, tiny_models, tmp_path)

@@ -84,7 +84,7 @@ def test_serving_is_compared_with_a_pass_through(tmp_path: Path) -> None:
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sglang_on_either_pool_says_the_same(tmp_path: Path, prefix_cache: bool) -> None:
     from tests.sglang.models import LLAMA, path_of
 

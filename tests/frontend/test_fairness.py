@@ -18,7 +18,7 @@ def opened(model: str, number: int = 1) -> list[OpenRequest]:
     mailbox = Mailbox()
     return [
         OpenRequest(
-            Request(f"r{next(_numbers)}", model, [1], Sampling(1), 0.0, 1.0, 1.0, "f", ""),
+            Request(f"r{next(_numbers)}", model, [1], Sampling(1), 0.0, 1.0, 1.0, "f"),
             choice,
             mailbox,
         )

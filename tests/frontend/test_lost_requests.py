@@ -122,7 +122,7 @@ async def test_a_second_run_of_a_sampled_attempt_is_not_shown(stack: Stack) -> N
 
 
 def opened(number: int) -> OpenRequest:
-    request = Request(f"r{number}", "m", [1], Sampling(1), time.time(), 1.0, 1.0, "f", "")
+    request = Request(f"r{number}", "m", [1], Sampling(1), time.time(), 1.0, 1.0, "f")
     return OpenRequest(request, number, Mailbox(), enqueued=True)
 
 

@@ -48,7 +48,7 @@ async def test_a_model_without_a_place_is_answered_with_the_reason(
 async def test_a_stream_that_is_sent_again_counts_from_then_on() -> None:
     """It waits like a new one, however much output it had."""
     requests, mailbox = RequestLog(9), Mailbox()
-    request = Request("r", "m", [1], Sampling(9), 0.0, 1.0, 1.0, "f", "")
+    request = Request("r", "m", [1], Sampling(9), 0.0, 1.0, 1.0, "f")
     entry = OpenRequest(request, 0, mailbox)
     requests.add([entry])
     watch = RefusalWatch(requests, RequestQueue.connect("redis://localhost:1", "n"), 10.0)

@@ -13,7 +13,7 @@ from .libcuda import LibCuda
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("examples", [120, pytest.param(6_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [60, pytest.param(6_000, marks=pytest.mark.long)])
 def test_two_processes_agree_with_a_dict(libcuda: LibCuda, examples: int) -> None:
     """20,000 steps, a million with the marker `long`."""
     seed = time.time_ns() % 10**9

@@ -99,5 +99,5 @@ def test_a_model_at_three_devices_load_gets_copies_and_gives_them_back(cluster: 
             enough.set()
         assert all(client.result() for client in clients)
     until(lambda: len(serving_copies(cluster, "a")) == 1, "one copy less after the other", 60)
-    assert not status(cluster).copies
+    until(lambda: not status(cluster).copies, "the status says so, too")
     assert cluster.post("b").status_code == cluster.post("a").status_code == 200
