@@ -1,7 +1,9 @@
-"""Throughput of a stock SGLang server on kvcached against the same server with its own pool.
+"""Throughput of a stock server on kvcached against the same server with its own pool.
 
-    python bench/stock_servers.py [--model tiny-llama] [--streams 8] [--requests 3] [--pairs 30]
-        [--tokens 4096] [--page 64KiB] [--control]
+    python bench/stock_servers.py [--engine sglang] [--model tiny-llama] [--streams 8]
+        [--requests 3] [--pairs 30] [--tokens 4096] [--page 64KiB] [--control]
+
+`--engine vllm` takes the environment below `.cache/vllm` that tests/vllm makes.
 
 Two servers with the same arguments; one of them has KVCACHED_DEVICE in its environment. They
 answer the same requests in turn, `--streams` at a time over HTTP, and which goes first changes with
@@ -34,6 +36,7 @@ from activation import write_platform
 from pairs import median_interval
 
 import kvcached
+from prism.models.files import inspect_model
 from prism.models.store import default_directory
 
 TARGET = 0.97
@@ -47,18 +50,14 @@ class Server:
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             self._url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        command = [sys.executable, "-W", "ignore", "-m", "kvcached.engines.sglang.launch"]
-        command += ["--model-path", str(default_directory() / options.model)]
+        self._engine = options.engine
+        command = vllm_command(options) if options.engine == "vllm" else sglang_command(options)
         command += ["--host", "127.0.0.1", "--port", self._url.rpartition(":")[2]]
-        command += ["--device", "cpu", "--dtype", "float32", "--page-size", "16"]
-        command += ["--context-length", "512", "--chunked-prefill-size", "256"]
-        command += ["--max-total-tokens", str(options.tokens)]
-        command += ["--max-running-requests", str(options.streams)]
-        command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-        command += ["--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
-        command += ["--log-level", "error"]
         common = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, env=os.environ | common | environment)
+        if options.engine == "vllm":
+            common |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "PYTHONPATH": ""}
+        # Not from the checkout, whose packages have no compiled core beside them.
+        self._process = subprocess.Popen(command, cwd="/", env=os.environ | common | environment)
 
     def await_ready(self) -> None:
         while True:
@@ -82,14 +81,23 @@ class Server:
         }
 
     def _generate(self, prompt: list[int]) -> list[int]:
+        if self._engine == "vllm":
+            sampling = {"max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+            asked = {"model": "model", "prompt": prompt, "return_token_ids": True, **sampling}
+            found: list[int] = self._post("v1/completions", asked)["choices"][0]["token_ids"]
+            return found
         sampling = {"max_new_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
-        body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
+        found = self._post("generate", {"input_ids": prompt, "sampling_params": sampling})[
+            "output_ids"
+        ]
+        return found
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
-            f"{self._url}/generate", body, {"content-type": "application/json"}
+            f"{self._url}/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=300) as response:
-            found: list[int] = json.load(response)["output_ids"]
-        return found
+            return json.load(response)
 
     def _cpu_s(self) -> float:
         parent = psutil.Process(self._process.pid)
@@ -99,6 +107,30 @@ class Server:
     def close(self) -> None:
         self._process.terminate()
         self._process.wait(60)
+
+
+def sglang_command(options: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "kvcached.engines.sglang.launch"]
+    command += ["--model-path", str(default_directory() / options.model)]
+    command += ["--device", "cpu", "--dtype", "float32", "--page-size", "16"]
+    command += ["--context-length", "512", "--chunked-prefill-size", "256"]
+    command += ["--max-total-tokens", str(options.tokens)]
+    command += ["--max-running-requests", str(options.streams)]
+    command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    command += ["--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
+    return [*command, "--log-level", "error"]
+
+
+def vllm_command(options: argparse.Namespace) -> list[str]:
+    python = Path(__file__).parent.parent.resolve() / ".cache" / "vllm" / "bin" / "python"
+    model = default_directory() / options.model
+    token_bytes = inspect_model(model, options.model).token_bytes("float32")
+    command = [str(python), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "model", "--dtype", "float32"]
+    command += ["--max-model-len", "512", "--max-num-batched-tokens", "256", "--block-size", "32"]
+    command += ["--kv-cache-memory-bytes", str(options.tokens * token_bytes), "--enforce-eager"]
+    command += ["--max-num-seqs", str(options.streams), "--uvicorn-log-level", "error"]
+    return [*command, "--disable-log-stats"]
 
 
 def requests(options: argparse.Namespace, seed: int) -> list[list[int]]:
@@ -136,6 +168,7 @@ def report(done: list[list[dict[str, Any]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang")
     parser.add_argument("--model", default="tiny-llama")
     for name, value in (("streams", 8), ("requests", 3), ("pairs", 30), ("tokens", 4096)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -147,6 +180,8 @@ def main() -> None:
         write_platform(Path(folder))
         paths = os.pathsep.join((folder, os.environ.get("PYTHONPATH", "")))
         stock = {"SGLANG_PLATFORM": "stock_cpu", "PYTHONPATH": paths}
+        if options.engine == "vllm":
+            stock = {}
         elastic = {
             "KVCACHED_DEVICE": "host:0",
             "KVCACHED_CAPACITY": "4GiB",

@@ -17,12 +17,29 @@ def sglang_platform() -> str | None:
     A mistake in the environment ends the process: SGLang logs exceptions of plugins and serves
     without them.
     """
+    if not _wanted("SGLang"):
+        return None
+    return "kvcached.engines.sglang.server_platform.HostServer"
+
+
+def vllm_general() -> None:
+    """For `vllm.general_plugins`: puts vLLM's KV on the device of KVCACHED_DEVICE; nothing where
+    the variable is not set. A mistake in the environment ends the process.
+    """
+    if _wanted("vLLM"):
+        from kvcached.engines.vllm.plugin import install
+
+        install()
+
+
+def _wanted(engine: str) -> bool:
+    """Whether the environment asks for kvcached. Raises SystemExit if it cannot have it."""
     device = os.environ.get("KVCACHED_DEVICE")
     if not device:
-        return None
+        return False
     if device.startswith("cuda:"):
         raise SystemExit(
-            f"kvcached: stock SGLang has not run on {device} yet: set KVCACHED_DEVICE to host:0, "
+            f"kvcached: stock {engine} has not run on {device} yet: set KVCACHED_DEVICE to host:0, "
             "or serve with prism-serve"
         )
     try:
@@ -31,4 +48,4 @@ def sglang_platform() -> str | None:
         Settings.from_environment(os.environ)
     except (ImportError, ValueError) as error:  # another package `kvcached`; a mistake
         raise SystemExit(f"kvcached: {error}") from error
-    return "kvcached.engines.sglang.server_platform.HostServer"
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcached.client import StaticLease
 from kvcached.engines.settings import Settings
@@ -59,12 +59,19 @@ class Stake:
         kv.set_spare_pages(0, sum(layout.slab_pages(self.device.page_bytes)))
         return kv
 
-    def ask_for(self, size_bytes: int) -> None:
-        """Asks other engines for so much more KV than there is room for, and returns at once."""
+    def ask_for(self, size_bytes: int, more_bytes: int = 0) -> None:
+        """Asks other engines for so much more KV than there is room for, and returns at once.
+
+        `more_bytes`: what this engine would use besides, as far as its own limit lets it.
+        """
         now_s = time.monotonic()
         if now_s >= self._ask_at_s and self._others_could_give(size_bytes):
             self._ask_at_s = now_s + ASK_AGAIN_S
-            self.device.request_room(size_bytes, for_client=self.client.name)
+            mine = self.client.usage()
+            if mine.limit_bytes is not None:
+                left_bytes = mine.limit_bytes - mine.reserved_bytes - size_bytes
+                more_bytes = max(0, min(more_bytes, left_bytes))
+            self.device.request_room(size_bytes + more_bytes, for_client=self.client.name)
 
     def find_room(self, kv: KVCache, num_blocks: int) -> NDArray[np.int64] | None:
         """Blocks that a step lacks. Waits for a moment if others have what they could do without;
@@ -115,3 +122,9 @@ class Stake:
         """Asks others and waits, unless all of the device were too little."""
         wait_s = START_S if size_bytes <= self.device.capacity_bytes else 0.0
         return self.client.reserve_static(size_bytes, what, wait_s=wait_s)
+
+
+def weights_bytes(model: Any) -> int:
+    """Of a torch module's tensors, each counted once."""
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())

@@ -136,22 +136,26 @@ def test_sglang_is_told_the_platform_of_the_device(bare: pytest.MonkeyPatch) -> 
     assert str(kvcached_plugins.sglang_platform()).endswith("server_platform.HostServer")
 
 
+@pytest.mark.parametrize("start", [kvcached_plugins.sglang_platform, kvcached_plugins.vllm_general])
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         (said(DEVICE="gpu:0"), "kvcached: .*gpu:0"),
-        (said(DEVICE="cuda:0"), "stock SGLang has not run on cuda:0 yet"),
+        (said(DEVICE="cuda:0"), "stock (SGLang|vLLM) has not run on cuda:0 yet"),
         (said(DEVICE="host:0", CAPACTY="2GiB"), "kvcached: KVCACHED_CAPACTY is not known"),
     ],
 )
 def test_a_mistake_ends_the_engine(
-    value: dict[str, str], message: str, bare: pytest.MonkeyPatch
+    value: dict[str, str],
+    message: str,
+    start: Callable[[], object],
+    bare: pytest.MonkeyPatch,
 ) -> None:
-    """Of any other exception SGLang writes a line into its log, and serves without kvcached."""
+    """Of any other exception engines write a line into their log, and serve without kvcached."""
     for name, text in value.items():
         bare.setenv(name, text)
     with pytest.raises(SystemExit, match=message):
-        kvcached_plugins.sglang_platform()
+        start()
 
 
 def test_the_other_package_of_this_name_ends_the_engine(tmp_path: Path) -> None:
@@ -288,6 +292,20 @@ def test_a_limited_engine_asks_nobody_for_more_than_its_limit(
     limited.ask_for(4 * QUANTUM)
     assert limited.find_room(kv, 100) is None
     assert other.client.usage().given_bytes == other.client.usage().asked_bytes == 0
+
+
+@pytest.mark.parametrize(("limit", "given"), [(None, 6), (4, 4 - 1)])
+def test_what_would_be_of_use_is_asked_for_as_far_as_the_limit(
+    stake: Callable[..., Stake], idle: Callable[..., Idle], limit: int | None, given: int
+) -> None:
+    engine = stake("engine", limit_bytes=limit and limit * QUANTUM)
+    kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
+    other = idle()
+    engine.ask_for(QUANTUM, 5 * QUANTUM)
+    while other.client.usage().asked_bytes or not other.client.usage().given_bytes:
+        pass  # the test's time limit ends it
+    assert other.client.usage().given_bytes == given * QUANTUM
+    assert kv.mapped_bytes() == QUANTUM  # the padding's, within the limit too
 
 
 def test_room_that_nobody_can_make_is_not_waited_for(

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
-import psutil
 import pytest
 
 from kvcached import ClientUsage, Device
-from tests.sglang.models import LLAMA, QWEN3, TIE, greedy, largest_gap, path_of, prompts, spec_of
+from tests.engines.stock import SGLangServer, until
+from tests.sglang.models import LLAMA, QWEN3, TIE, greedy, largest_gap, prompts, spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 PAGE = 64 << 10
-CONTEXT = 512
 MODELS = (LLAMA, QWEN3)
 # KV of one request of the whole context and the padding block, in slabs of 128 tokens.
 REQUEST_BYTES = {name: 5 * 128 * spec_of(name).token_bytes for name in MODELS}
@@ -44,113 +33,26 @@ CAPACITY = -(-(sum(map(weights_bytes, MODELS)) + (1 << 20)) // PAGE) * PAGE
 CAPACITY += sum(REQUEST_BYTES.values()) + ELASTIC_BYTES
 
 
-class Server:
-    """`python -m sglang.launch_server`, on a machine without Triton."""
-
-    def __init__(
-        self, model: str, namespace: str, folder: Path, *arguments: str, **said: str
-    ) -> None:
-        self.model = model
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            self.port = held.getsockname()[1]
-        self.name = f"{model}:{self.port}"
-        self._log = folder / f"{model}.log"
-        kvcached = {
-            "DEVICE": "host:0",
-            "CAPACITY": str(CAPACITY),
-            "PAGE": "64KiB",
-            "NAMESPACE": namespace,
-            **said,
-        }
-        ours = ("SGLANG_", "KVCACHED_")
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-        environment |= {f"KVCACHED_{name}": value for name, value in kvcached.items()}
-        environment |= {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-m", "kvcached.engines.sglang.launch"]
-        command += ["--model-path", str(path_of(model)), "--dtype", "float32"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "warning"]
-        command += ["--context-length", str(CONTEXT), "--chunked-prefill-size", "64"]
-        command += ["--skip-server-warmup", *arguments]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-
-    def post(self, path: str, **body: Any) -> Any:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/{path}",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return answer.read()
-
-    def generate(self, prompt: list[int], tokens: int) -> list[int]:
-        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        answer = json.loads(self.post("generate", input_ids=prompt, sampling_params=sampling))
-        assert answer["meta_info"]["finish_reason"]["type"] == "length", answer
-        found: list[int] = answer["output_ids"]
-        return found
-
-    def answers(self, asked: list[list[int]], tokens: int) -> list[list[int]]:
-        """All at once."""
-        with ThreadPoolExecutor(len(asked)) as pool:
-            return list(pool.map(lambda prompt: self.generate(prompt, tokens), asked))
-
-    def await_ready(self) -> None:
-        def ready() -> bool:
-            assert not self.ended(), self.log()
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=60)
-            except OSError:
-                return False
-            return True
-
-        until(ready, 600)
-
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")[-6000:]
-
-    def scheduler(self) -> psutil.Process:
-        """The process that has the model and its KV."""
-        children = psutil.Process(self._process.pid).children(recursive=True)
-        (found,) = [child for child in children if "sglang::scheduler" in child.cmdline()[0]]
-        return found
-
-    def end(self) -> None:
-        """SGLang removes its own files in shared memory if it is asked to end."""
-        processes: list[Any] = [self._process]
-        if self._process.poll() is None:
-            processes += psutil.Process(self._process.pid).children(recursive=True)
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(30)
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.wait()
-
-
-def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, condition
-        time.sleep(0.01)
-
-
 class Pair:
     """Both servers, and the device as anybody else sees it."""
 
     def __init__(self, folder: Path) -> None:
         self.namespace = f"t{uuid4().hex[:10]}"
-        self.servers = {name: Server(name, self.namespace, folder) for name in MODELS}
+        self.servers = {name: SGLangServer(name, folder, **self.said()) for name in MODELS}
         for server in self.servers.values():
             server.await_ready()
         self.device = Device.open("host:0", namespace=self.namespace)
+
+    def said(self, **others: str) -> dict[str, str]:
+        """The variables of every server, without their prefix."""
+        size, page = str(CAPACITY), str(PAGE)
+        return {
+            "DEVICE": "host:0",
+            "CAPACITY": size,
+            "PAGE": page,
+            "NAMESPACE": self.namespace,
+            **others,
+        }
 
     def of(self, model: str) -> ClientUsage:
         name = self.servers[model].name
@@ -159,7 +61,7 @@ class Pair:
 
     def flush(self) -> None:
         for server in self.servers.values():
-            server.post("flush_cache")
+            server.flush()
         until(lambda: all(self.of(name).committed_bytes <= floor_bytes(name) for name in MODELS))
 
     def close(self) -> None:
@@ -280,7 +182,7 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
 ) -> None:
     pair.flush()
     before = [client.name for client in pair.device.usage().clients]
-    server = Server(LLAMA, pair.namespace, tmp_path, *arguments, **said)
+    server = SGLangServer(LLAMA, tmp_path, *arguments, **pair.said(**said))
     try:
         until(server.ended, 600)
     finally:
@@ -294,7 +196,7 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
 def test_a_killed_server_leaves_nothing_and_the_other_serves_on(pair: Pair) -> None:
     """The last of the module: it ends a server."""
     fill_with_prefixes(pair, LLAMA)
-    pair.servers[LLAMA].scheduler().send_signal(signal.SIGKILL)
+    pair.servers[LLAMA].engine().send_signal(signal.SIGKILL)
     until(lambda: [c.name for c in pair.device.usage().clients] == [pair.servers[QWEN3].name])
     usage = pair.device.usage()
     assert usage.reserved_bytes == usage.clients[0].static_bytes + max(

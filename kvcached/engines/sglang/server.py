@@ -23,16 +23,15 @@ from kvcached.engines.sglang.kv_pool import pool_bytes
 from kvcached.engines.sglang.memory import Ids, active_memory
 from kvcached.engines.sglang.radix_pages import RadixPages
 from kvcached.engines.sglang.retraction import make_way
-from kvcached.engines.stake import Stake
+from kvcached.engines.stake import Stake, weights_bytes
 
 _NAP_S = 0.002
 
 
 def start(model: torch.nn.Module) -> ServerMemory:
     """In the scheduler's process, once its model is loaded. Raises what `Stake` raises."""
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     memory = ServerMemory(Settings.from_environment(os.environ))
-    memory.stake.lease_static(sum(tensors.values()))
+    memory.stake.lease_static(weights_bytes(model))
     _install_hooks()
     return memory
 

@@ -1,0 +1,120 @@
+"""vLLM's block pool over kvcached blocks.
+
+Of vLLM's blocks its queue of free ones holds those alone that have memory: behind, the cached
+prefixes that no request uses; in front, blocks that are taken from kvcached for the step that is
+being planned. vLLM asks "is there room" first and allocates later, and other engines compete for
+the same pages: only blocks that are held keep the promise. What a step does not use goes back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.core.block_pool import BlockPool
+
+from kvcached import KVCache
+from kvcached.engines.stake import Stake
+from kvcached.engines.vllm.memory import active_memory
+
+Ids = NDArray[np.int64]
+
+
+class ElasticBlockPool(BlockPool):  # type: ignore[misc]
+    """Also the engine's `kvcached.PrefixCache`. Raises RuntimeError without the worker's memory."""
+
+    num_gpu_blocks: int
+    free_block_queue: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        memory = active_memory()
+        if memory.kv is None or memory.kv.num_blocks != self.num_gpu_blocks:
+            raise RuntimeError("vLLM's scheduler counts on other blocks than its worker's")
+        self.kv: KVCache = memory.kv
+        self._stake: Stake = memory.stake
+        self.free_block_queue.popleft_n(self.free_block_queue.num_free_blocks)
+
+    # --- blocks of a step --------------------------------------------------------------------
+
+    def hold(self, num_blocks: int) -> int:
+        """Takes what the queue lacks of so many blocks from kvcached, if it can be had. Returns how
+        many there are too few, cached ones counted as had."""
+        missing = num_blocks - self._held()
+        while missing > 0:
+            count = min(missing, self.kv.available_blocks())
+            if count == 0 or self._take(self.kv.alloc_kv(count)):
+                break
+        return max(0, num_blocks - int(self.free_block_queue.num_free_blocks))
+
+    def find(self, num_blocks: int) -> None:
+        """Takes so many blocks as others make room for them, within a moment, or none."""
+        self._take(self._stake.find_room(self.kv, num_blocks))
+
+    def ask_for(self, num_blocks: int, more_blocks: int) -> None:
+        """Asks others for room for so many, and for more that would be of use. Returns at once."""
+        layout = self.kv.layout
+        block_bytes = layout.block_tokens * layout.buffer_token_bytes[0]
+        self._stake.ask_for(num_blocks * block_bytes, more_blocks * block_bytes)
+
+    def return_held_blocks(self) -> None:
+        """Gives back the blocks that no request has and no prefix is in."""
+        count = self._held()
+        if count:
+            self._free(self.free_block_queue.popleft_n(count))
+
+    def _held(self) -> int:
+        """Blocks at the queue's head that hold no prefix."""
+        queue, count = self.free_block_queue, 0
+        block = queue.fake_free_list_head.next_free_block
+        while block is not queue.fake_free_list_tail and block.block_hash is None:
+            block, count = block.next_free_block, count + 1
+        return count
+
+    def _take(self, ids: Ids | None) -> bool:
+        if ids is None:
+            return False
+        self.free_block_queue.prepend_n([self.blocks[block] for block in ids.tolist()])
+        return True
+
+    def _free(self, blocks: list[Any]) -> None:
+        self.kv.free_kv(np.array([block.block_id for block in blocks], dtype=np.int64))
+
+    # --- the prefix cache --------------------------------------------------------------------
+
+    def evictable(self) -> tuple[Ids, Ids]:
+        """Blocks in the queue, those first that vLLM would reuse first."""
+        blocks = self.free_block_queue.get_all_free_blocks()
+        ids = np.array([block.block_id for block in blocks], dtype=np.int64)
+        return ids, np.arange(len(ids), dtype=np.int64)
+
+    def evict(self, ids: Ids) -> int:
+        """Drops what these blocks hold; returns their tokens."""
+        blocks = [self.blocks[block] for block in ids.tolist()]
+        self.evict_blocks({block.block_id for block in blocks})
+        for block in blocks:
+            self.free_block_queue.remove(block)
+        self._free(blocks)
+        return len(blocks) * int(self.kv.layout.block_tokens)
+
+    def evictable_bytes_max(self) -> int:
+        """An upper bound, at no cost: which pages the cache shares with requests is looked at when
+        it matters."""
+        layout = self.kv.layout
+        tokens = self.free_block_queue.num_free_blocks * layout.block_tokens
+        bound_bytes = self.kv.mapped_bytes() - self.kv.floor_bytes()
+        return int(min(tokens * layout.buffer_token_bytes[0], bound_bytes))
+
+    # --- vLLM's own, which take all blocks of the pool for real ones -----------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        everything, self.num_gpu_blocks = self.num_gpu_blocks, self.kv.live_blocks() + 1
+        try:
+            return bool(super().reset_prefix_cache())
+        finally:
+            self.num_gpu_blocks = everything
+
+    def get_usage(self) -> float:
+        used = self.kv.live_blocks() - self.free_block_queue.num_free_blocks
+        return float(used / max(1, self.num_gpu_blocks - 1))

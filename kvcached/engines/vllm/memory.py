@@ -1,0 +1,115 @@
+"""The KV memory of one vLLM engine, which its worker lays out and its scheduler uses."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from select import POLLIN, poll
+from typing import Any, Self
+
+from kvcached.engines.settings import Settings
+from kvcached.engines.stake import Stake
+from kvcached.errors import InvalidArgumentError
+from kvcached.kvcache import KVCache
+from kvcached.layouts import KVLayout, choose_layout
+from kvcached.layouts.base import TokenPart
+
+
+@dataclass(frozen=True)
+class PackedLayout(KVLayout):
+    """A block as vLLM packs it, all layers of a block together: kvcached needs its size alone."""
+
+    packed_token_bytes: int = 1
+
+    @property
+    def parts(self) -> tuple[TokenPart, ...]:
+        """One, of bytes."""
+        return (TokenPart(0, "packed", 1, self.packed_token_bytes),)
+
+    def _of_layers(self, layers: object) -> Self:
+        raise InvalidArgumentError("the layers of a packed block cannot be told apart")
+
+
+class EngineMemory:
+    """One for a process. Thread rule: the thread that steps the engine."""
+
+    def __init__(self, config: Any) -> None:
+        """Raises what `Stake` raises."""
+        settings = Settings.from_environment(os.environ)
+        model = Path(config.model_config.served_model_name or config.model_config.model).name
+        self.stake = Stake(settings, f"{model}:{os.getpid()}")
+        self.kv: KVCache | None = None
+        self._answered = threading.Event()
+
+    def layout(self, block_bytes: int, block_tokens: int) -> KVLayout:
+        """Of blocks of so many bytes, with as small a gap behind each as small slabs need."""
+        dense = PackedLayout(
+            dtype="int8",
+            block_tokens=block_tokens,
+            arrangement="block_interleaved",
+            packed_token_bytes=block_bytes // block_tokens,
+        )
+        device = self.stake.device
+        return choose_layout(
+            dense,
+            page_bytes=device.page_bytes,
+            device_bytes=device.capacity_bytes,
+            accepted=["block_interleaved"],
+        ).layout
+
+    def answer_requests(self, shrink: Callable[[int | None], Any]) -> None:
+        """Gives others what they ask for."""
+        self.stake.client.answer_requests(shrink)
+        self._answered.set()
+
+    def call_when_asked(self, wake: Callable[[], None]) -> None:
+        """`wake` is called on a thread of its own whenever others ask: an idle engine sleeps. The
+        process ends with its parent, even a killed one: it would hold memory for nobody."""
+        parent = os.pidfd_open(os.getppid())
+        asked = poll()
+        for descriptor in (parent, self.stake.client.fileno()):
+            asked.register(descriptor, POLLIN)
+
+        def watch() -> None:
+            while True:
+                if any(descriptor == parent for descriptor, _ in asked.poll()):
+                    os._exit(1)
+                self._answered.clear()
+                wake()
+                self._answered.wait()
+
+        threading.Thread(target=watch, name="kvcached-requests", daemon=True).start()
+
+
+_active: EngineMemory | None = None
+
+
+def open_memory(config: Any) -> EngineMemory:
+    """The worker's, of which a process has one. Raises NotImplementedError for a second."""
+    global _active  # noqa: PLW0603 (vLLM hands nothing from its worker to its scheduler)
+    if _active is not None:
+        raise NotImplementedError("a second engine in one process is not served on kvcached")
+    _active = EngineMemory(config)
+    return _active
+
+
+def active_memory() -> EngineMemory:
+    """The one that the worker of this process has opened."""
+    if _active is None:
+        raise RuntimeError("vLLM's worker is in another process than its scheduler")
+    return _active
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """What vLLM's own code finds under a name of this module, for a moment."""
+    stock = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)

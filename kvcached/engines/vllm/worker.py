@@ -1,0 +1,136 @@
+"""vLLM's worker, with its KV cache in pages that come and go.
+
+vLLM has layouts that put all layers of a block together; with one of those the KV cache is a single
+run of blocks, whatever the layers keep.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.model_executor.model_loader import base_loader
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_cache_spec_kind
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from kvcached import KVCache
+from kvcached.engines.stake import weights_bytes
+from kvcached.engines.vllm.memory import open_memory, replaced
+from kvcached.layouts import KVLayout
+
+# vLLM's name for: blocks, in each of them the layers, in each of them the heads.
+_BLOCKS_FIRST = "BLHNC"
+
+
+class ElasticWorker(CPUWorker):  # type: ignore[misc]
+    """In the scheduler's process."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self._memory = open_memory(vllm_config)
+        self._layout: KVLayout | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Leases what the weights take. Measured before vLLM packs them for its kernels: packed
+        ones are no tensors of the model any more."""
+        process, sizes = base_loader.process_weights_after_loading, [0]
+
+        def measure_and_process(model: torch.nn.Module, *args: Any) -> None:
+            sizes.append(weights_bytes(model))
+            process(model, *args)
+
+        with replaced(base_loader, "process_weights_after_loading", measure_and_process):
+            super().load_model(**kwargs)
+        self._memory.stake.lease_static(max(*sizes, weights_bytes(self.model_runner.get_model())))
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Where heads are a block's outermost dimension, kernels take blocks at any stride."""
+        names = super().get_supported_kv_cache_layouts()
+        if "LBHNC" not in names:
+            raise NotImplementedError(
+                f"kvcached knows vLLM's KV layout LBHNC, and this model's attention has {names}"
+            )
+        return [_BLOCKS_FIRST]
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """Raises NotImplementedError for layers that keep anything but K and V of every token."""
+        specs = super().get_kv_cache_spec()
+        for name, spec in specs.items():
+            # Subclasses are latent attention and others.
+            if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+                raise NotImplementedError(
+                    f"the attention of layer {name} ({get_kv_cache_spec_kind(spec)}) has no layout "
+                    "on kvcached: serve a model whose layers all have full-attention K and V (MHA, "
+                    "GQA or MQA), or unset KVCACHED_DEVICE"
+                )
+        if len({(spec.block_size, spec.page_size_bytes) for spec in specs.values()}) != 1:
+            raise NotImplementedError("no layers with KV, or of unlike sizes: not on kvcached")
+        block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+        block_tokens = next(iter(specs.values())).block_size
+        self._layout = layout = self._memory.layout(block_bytes, block_tokens)
+        stride_bytes = layout.buffer_token_bytes[0] * block_tokens
+        return {n: replace(s, block_stride_alignment=stride_bytes) for n, s in specs.items()}
+
+    def determine_available_memory(self) -> int:
+        """Addresses of whole slabs: what the user bounds them to, or all of the device. One request
+        of full length fits in any case: whether there is memory for it is found out when it is
+        guaranteed."""
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+        layout, page_bytes = self._laid_out(), self._memory.stake.device.page_bytes
+        need_bytes = layout.need_bytes(max(self.model_config.max_model_len, 0), page_bytes)
+        size_bytes = max(int(self.cache_config.kv_cache_memory_bytes), need_bytes)
+        slab_bytes = layout.quantum_bytes(page_bytes)
+        return -(-size_bytes // slab_bytes) * slab_bytes
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        blocks, layout = kv_cache_config.num_blocks, self._laid_out()
+        stride_bytes = layout.buffer_token_bytes[0] * layout.block_tokens
+        tensors = kv_cache_config.kv_cache_tensors
+        if len(tensors) != 1 or tensors[0].block_stride != stride_bytes:
+            raise NotImplementedError(f"vLLM did not take kvcached's layout of blocks: {tensors}")
+        self._memory.kv = self._memory.stake.alloc_kvcache(
+            layout, blocks * layout.block_tokens, self.model_config.max_model_len
+        )
+        super().initialize_from_config(kv_cache_config)
+        self._check_tensors(self._memory.kv, blocks * stride_bytes)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if tag != "kv_cache" or self._memory.kv is None:
+            return nullcontext()
+        return _ServedZeros(self._memory.kv)
+
+    def _laid_out(self) -> KVLayout:
+        if self._layout is None:
+            raise RuntimeError("vLLM has not asked what the model's layers keep yet")
+        return self._layout
+
+    def _check_tensors(self, kv: KVCache, size_bytes: int) -> None:
+        """Raises RuntimeError if a layer's K and V are not in kvcached's memory."""
+        start = _tensor_of(kv).data_ptr()
+        for cache in self.model_runner.kv_caches:
+            if not start <= cache.data_ptr() < start + size_bytes:
+                raise RuntimeError("vLLM allocated a KV cache beside kvcached's")
+
+
+class _ServedZeros(TorchFunctionMode):  # type: ignore[misc]
+    """`torch.zeros`, of which vLLM makes its KV cache, answered with kvcached's memory."""
+
+    def __init__(self, kv: KVCache) -> None:
+        super().__init__()
+        self._kv = kv
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.zeros:
+            return func(*args, **kwargs or {})
+        return _tensor_of(self._kv)
+
+
+def _tensor_of(kv: KVCache) -> torch.Tensor:
+    """Bytes by block, of which vLLM makes views of its own."""
+    return torch.from_dlpack(kv.blocks(0, "packed"))

@@ -1,0 +1,237 @@
+"""Stock vLLM servers share a host device with each other and with SGLang, by variables alone.
+
+Run by scripts/test --long: their environment takes minutes to install.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from kvcached import ClientUsage, Device
+from tests.engines.stock import CONTEXT, Server, SGLangServer, until
+from tests.sglang.models import GEMMA3, LLAMA, QWEN3, TIE, greedy, largest_gap, prompts, spec_of
+from tests.vllm.servers import BLOCK_TOKENS, VllmServer
+
+pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1800)]
+
+PAGE = 64 << 10
+MODELS = (LLAMA, QWEN3)
+# For the KV of both 30 MiB, of which either alone takes more than its half.
+CAPACITY = (-(-sum(spec_of(name).weight_bytes for name in MODELS) // PAGE) + 1) * PAGE + (30 << 20)
+ASKED = 8
+
+
+class Pair:
+    """A vLLM server of LLAMA, another server of QWEN3, and the device as anybody else sees it."""
+
+    def __init__(self, folder: Path, other: type[Server]) -> None:
+        self.namespace = f"t{uuid4().hex[:10]}"
+        self.servers: dict[str, Server] = {}
+        self.names: dict[str, str] = {}
+        try:
+            self.servers[LLAMA] = VllmServer(LLAMA, folder, **self.said())
+            self.servers[QWEN3] = other(QWEN3, folder, **self.said())
+            for model, server in self.servers.items():
+                server.await_ready()
+                self.names[model] = server.name
+            self.device = Device.open("host:0", namespace=self.namespace)
+        except BaseException:
+            self.close()
+            raise
+
+    def said(self, **others: str) -> dict[str, str]:
+        """The variables of every server, without their prefix."""
+        said = {"DEVICE": "host:0", "CAPACITY": str(CAPACITY), "PAGE": str(PAGE)}
+        return said | {"NAMESPACE": self.namespace} | others
+
+    def of(self, model: str) -> ClientUsage:
+        (found,) = [c for c in self.device.usage().clients if c.name == self.names[model]]
+        return found
+
+    def clients(self) -> list[str]:
+        return [client.name for client in self.device.usage().clients]
+
+    def flush(self) -> None:
+        for server in self.servers.values():
+            server.flush()
+        until(lambda: all(self.of(m).committed_bytes <= 128 * token_bytes(m) for m in self.servers))
+
+    def fill_with_prefixes(self, model: str) -> None:
+        """Until the model's prefix cache has nearly all that the two can share."""
+        seed = 100
+        while self.device.usage().free_bytes > 256 * token_bytes(model):
+            self.servers[model].answers(prompts(model, 4, (400, 450), seed), 2)
+            seed += 1
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.end()
+        Device.unlink(self.namespace, "host:0", force=True)
+
+
+def token_bytes(model: str) -> int:
+    return spec_of(model).token_bytes
+
+
+@pytest.fixture(scope="module", params=[VllmServer, SGLangServer])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory(prefix="prism-") as folder:
+        made = Pair(Path(folder), request.param)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def right(model: str, asked: list[list[int]], answers: list[list[int]]) -> None:
+    assert len(asked) == len(answers)
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert largest_gap(model, prompt, answer) <= TIE
+
+
+def test_kv_is_virtual_at_the_start(pair: Pair) -> None:
+    usage, block_bytes = pair.of(LLAMA), BLOCK_TOKENS * token_bytes(LLAMA)
+    assert usage.committed_bytes == block_bytes  # that of padding
+    assert usage.min_bytes == (CONTEXT // BLOCK_TOKENS + 1) * block_bytes
+    assert usage.static_bytes >= spec_of(LLAMA).weight_bytes
+
+
+def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:
+    asked = {model: prompts(model, ASKED, (20, 120), seed=2) for model in pair.servers}
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 24) for m in pair.servers}
+    for model, job in jobs.items():
+        right(model, asked[model], job.result())
+    (first, *_), (told, *_) = asked[LLAMA], jobs[LLAMA].result()
+    assert told == greedy(LLAMA, first, 24)
+
+
+def test_memory_comes_with_requests_and_goes_with_the_cache(pair: Pair) -> None:
+    pair.flush()
+    pair.servers[LLAMA].answers(prompts(LLAMA, 4, (200, 300), seed=3), 8)
+    assert pair.of(LLAMA).committed_bytes > 4 * 192 * token_bytes(LLAMA)
+    until(lambda: pair.of(LLAMA).evictable_bytes > 0)
+    pair.flush()
+
+
+@pytest.mark.parametrize(("idle", "busy"), [(LLAMA, QWEN3), (QWEN3, LLAMA)])
+def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(
+    pair: Pair, idle: str, busy: str
+) -> None:
+    pair.flush()
+    pair.fill_with_prefixes(idle)
+    held, asked = pair.of(idle), prompts(busy, 12, (200, 230), seed=5)
+    right(busy, asked, pair.servers[busy].answers(asked, 220))  # so long that all run at one time
+    after = pair.of(idle)
+    assert after.given_bytes > held.given_bytes
+    assert after.evicted_tokens > held.evicted_tokens
+    assert after.committed_bytes < held.committed_bytes
+    half_bytes = (CAPACITY - sum(pair.of(model).static_bytes for model in pair.servers)) // 2
+    assert pair.of(busy).committed_bytes > half_bytes
+    again = prompts(idle, 2, (400, 450), seed=100)  # some of it has to be computed anew
+    right(idle, again, pair.servers[idle].answers(again, 8))
+
+
+def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair) -> None:
+    pair.flush()
+    pair.fill_with_prefixes(LLAMA)
+    limit_bytes = pair.of(LLAMA).min_bytes + 256 * token_bytes(LLAMA)
+    pair.device.set_limit(pair.names[LLAMA], limit_bytes)
+    until(lambda: pair.of(LLAMA).committed_bytes <= limit_bytes)
+    asked = prompts(LLAMA, 5, (100, 300), seed=6)
+    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
+    assert pair.of(LLAMA).committed_bytes <= limit_bytes
+    pair.device.set_limit(pair.names[LLAMA], None)
+
+
+def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> None:
+    asked = {model: prompts(model, 16, (250, 350), seed=7) for model in pair.servers}
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 120) for m in pair.servers}
+    for model, job in jobs.items():
+        right(model, asked[model], job.result())
+    assert pair.device.usage().free_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "said", "message"),
+    [
+        (LLAMA, (), {"STATIC": "1GiB"}, "takes 1 GiB beside its KV, and host:0 has .* for it"),
+        (
+            LLAMA,
+            (),
+            {"STATIC": "64KiB", "MINIMUM": "1GiB"},
+            "KVCACHED_MINIMUM takes 1 GiB, and host:0 has .* for it: stop",
+        ),
+        (LLAMA, (), {"CAPACITY": "1GiB"}, "KVCACHED_CAPACITY and KVCACHED_PAGE are the same"),
+        (LLAMA, (), {"CAPACTY": "1GiB"}, "KVCACHED_CAPACTY is not known"),
+        (LLAMA, ("--tensor-parallel-size", "2"), {}, "--tensor-parallel-size .2. is not served on"),
+        (GEMMA3.name, (), {"STATIC": "64KiB"}, "has no layout on kvcached: serve a model whose"),
+    ],
+    ids=["weights", "minimum", "capacity", "variable", "ranks", "attention"],
+)
+def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR0917
+    pair: Pair,
+    tmp_path: Path,
+    model: str,
+    arguments: tuple[str, ...],
+    said: dict[str, str],
+    message: str,
+) -> None:
+    if isinstance(pair.servers[QWEN3], SGLangServer):
+        pytest.skip("done with two vLLM servers")
+    pair.flush()
+    before = pair.clients()
+    server = VllmServer(model, tmp_path, *arguments, **pair.said(**said))
+    try:
+        until(server.ended, 600)
+    finally:
+        server.end()
+    assert re.search(message, server.log()), server.log()
+    assert pair.clients() == before
+    asked = prompts(QWEN3, 2, (50, 100), seed=9)
+    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 8))
+
+
+@pytest.mark.parametrize("killed", ["engine", "server"])
+def test_a_killed_server_leaves_nothing_and_the_other_serves_on(pair: Pair, killed: str) -> None:
+    """The last of the module: it ends a server, and in the second case one that is new."""
+    if killed == "server":
+        pair.servers[LLAMA].end()
+        server = pair.servers[LLAMA] = VllmServer(
+            LLAMA, Path(tempfile.mkdtemp(prefix="prism-")), **pair.said()
+        )
+        server.await_ready()
+        pair.names[LLAMA] = server.name
+    pair.fill_with_prefixes(LLAMA)
+    engine = pair.servers[LLAMA].engine()
+    victim = engine if killed == "engine" else engine.parent()
+    assert victim is not None
+    victim.send_signal(signal.SIGKILL)
+    until(lambda: pair.clients() == [pair.names[QWEN3]])
+    (usage,) = pair.device.usage().clients
+    reserved_bytes = usage.static_bytes + max(usage.reserved_bytes, usage.min_bytes)
+    assert pair.device.usage().reserved_bytes == reserved_bytes
+    asked = prompts(QWEN3, 12, (440, 470), seed=8)
+    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 20))
+
+
+def test_without_the_variable_vllm_is_as_it_was(tmp_path: Path) -> None:
+    """Its scheduler and its KV are in two processes, as ours are not."""
+    server = VllmServer(LLAMA, tmp_path, "--kv-cache-memory-bytes", str(16 << 20))
+    try:
+        server.await_ready()
+        asked = prompts(LLAMA, ASKED, (20, 120), seed=2)
+        right(LLAMA, asked, server.answers(asked, 24))
+        assert any("Worker" in one.cmdline()[0] for one in server.children())
+        assert "kvcached" not in server.log()
+    finally:
+        server.end()
