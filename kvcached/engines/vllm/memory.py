@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from select import POLLIN, poll
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from kvcached.engines.settings import Settings
 from kvcached.engines.stake import Stake
@@ -17,6 +17,12 @@ from kvcached.errors import InvalidArgumentError
 from kvcached.kvcache import KVCache
 from kvcached.layouts import KVLayout, choose_layout
 from kvcached.layouts.base import TokenPart
+
+if TYPE_CHECKING:
+    from typing import Self
+
+# How many engines a device is laid out for: the more, the smaller are the slabs of each.
+SHARED_BY = 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class EngineMemory:
             dense,
             page_bytes=device.page_bytes,
             device_bytes=device.capacity_bytes,
+            models=SHARED_BY,
             accepted=["block_interleaved"],
         ).layout
 
