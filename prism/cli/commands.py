@@ -1,10 +1,11 @@
-"""The console scripts."""
+"""The console scripts. Each prints its version, and is quick about it: `prism-serve --version`."""
 
 from __future__ import annotations
 
 import importlib
 import signal
 import sys
+from pathlib import Path
 
 
 def serve() -> None:
@@ -25,6 +26,11 @@ def sim() -> None:
 
 def _run(module: str) -> None:
     """Ctrl-C during the imports, which may take seconds, ends the process without a word."""
+    if sys.argv[1:] == ["--version"]:
+        from importlib.metadata import version
+
+        print(Path(sys.argv[0]).name, version("prism-serving"))
+        return
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         cli = importlib.import_module(module)

@@ -159,6 +159,8 @@ def test_both_wheels_and_their_requirements_make_the_commands(
         done = environment.run(command, "--help", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert f"Usage: {command}" in done.stdout
+        done = environment.run(command, "--version", cwd=tmp_path)
+        assert done.stdout.split() == [command, serving.name.split("-")[1]]
 
 
 def test_kvctl_works_with_the_extra_tools_alone(wheel: Path, tmp_path: Path) -> None:
