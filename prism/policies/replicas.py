@@ -136,17 +136,15 @@ def _drop(builder: PlanBuilder, copies: Sequence[ModelView]) -> None:
 
 
 def _add(builder: PlanBuilder, copies: Sequence[ModelView], make_room: MakeRoom) -> None:
-    """Where pressure is least, with room that is free now or that idle models leave."""
+    """Where pressure is least, with room that is free now; or with room that idle models leave, if
+    pressure is less there. KVPR is about memory, and a copy that lacks compute may be less pressed
+    than any device with room: where that is free and nobody waits, nobody loses by a copy."""
     candidate = _part(copies, len(copies) + 1)
     wanted = len(copies) < copies[0].replicas_min
     worst = max((b.kvpr for m in copies for b in _held_by(builder, m)), default=math.inf)
     quiet = [b for b in builder.bins.values() if wanted or _is_quiet(builder, b)]
     need = need_bytes(candidate)
-    free = {
-        b.name: b
-        for b in quiet
-        if b.gpu.free_bytes >= need and (wanted or b.kvpr_with(candidate) < worst)
-    }
+    free = {b.name: b for b in quiet if b.gpu.free_bytes >= need}
     home: Sequence[Bin] | None = kvpr.homes(candidate, free, kvpr.by_rank, 0.0)
     if home is None:
         home = make_room(builder, candidate, quiet, math.inf if wanted else worst)

@@ -31,14 +31,17 @@ def test_a_saturated_model_gets_a_copy_where_pressure_is_least() -> None:
     assert planned([hot("a", "host:0"), other], four()) == [("activate", "a", "host:2")]
 
 
-def test_a_copy_joins_and_is_placed_by_its_share_of_the_rate() -> None:
+def test_a_copy_joins_also_where_memory_is_more_pressed() -> None:
     (action,) = prism.plan(view([hot("a", "host:0")], four()), SETTINGS)
     assert isinstance(action, Activate)
     assert action.joins
     assert "saturated" in action.reason
-    # With half of the rate the other device would be as pressed as the saturated one is now.
-    full = active("b", "host:1", token_rate=30.0)
-    assert planned([hot("a", "host:0"), full], four()[:2]) == []
+    # With half of the rate the other device is more pressed than the saturated one is now. What the
+    # copy lacks is compute: its memory is free, and nobody waits there.
+    busy = active("b", "host:1", token_rate=30.0)
+    assert planned([hot("a", "host:0"), busy], four()[:2]) == [("activate", "a", "host:1")]
+    queued = structs.replace(busy, waiting=5)
+    assert planned([hot("a", "host:0"), queued], four()[:2]) == []
 
 
 def test_no_copy_without_a_queue_that_lasts_and_a_rate_that_is_high() -> None:
