@@ -119,7 +119,6 @@ class Agent:
             engines=self._link,
             tokens=self._tokens,
             wake=self._admission.wake,
-            missed=self._missed,
             headroom_tokens=self._limits.headroom_tokens,
         )
         self._reader = QueueReader(
@@ -347,12 +346,6 @@ class Agent:
         config, name = self._config, self._name
         preloaded = config.preloaded_path(name) if config.preloaded else None
         return ForkServerClient.start(config.engine.adapter, self._config_path, name, preloaded)
-
-    def _missed(self, model: str) -> None:
-        """With other copies of the model, more requests may have gone to them."""
-        self._file.newer()
-        if any(m.name == model and m.replicas_max > 1 for m in self._file.config.models):
-            self._reader.refresh()
 
     def _restore(self) -> None:
         self._frontends.forgive()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from prism.agent.serving import Serving
 from prism.agent.state import AgentTiming, DeviceState, ModelState
@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 
 
 BLOCK_S = 1.0  # a read of the queue waits so long for the next request
-REFRESH_S = 1.0  # between readings of the whole queue for entries that left it
 # The order is computed at most this often. What arrives meanwhile is ordered together.
 PAUSE_S = 0.002
 # Without news a turn follows after this time: deadlines pass, and memory may have come free.
@@ -127,13 +126,7 @@ class QueueReader:
         self._on_replayed = on_replayed
         self._set_aside = set_aside
         self._replay = True
-        self._refresh = False
-        self._replayed_s = float("-inf")
-        self._cursor = "0"
-
-    def refresh(self) -> None:
-        """As `replay`, at most every REFRESH_S: what has left the queue does no harm meanwhile."""
-        self._refresh = True
+        self._cursor = self._left = "0"
 
     def replay(self) -> None:
         """Read everything that waits again: the queue may have changed unseen."""
@@ -143,9 +136,9 @@ class QueueReader:
         down = False
         while True:
             try:
-                if self._replay or self._refresh_is_due():
+                if self._replay:
                     await self._read_all()
-                await self._read(BLOCK_S)
+                await self._follow()
                 down = False
             except MalformedRequestError as error:
                 await self._take_out(error.entries)
@@ -153,9 +146,6 @@ class QueueReader:
                 log.log(logging.DEBUG if down else logging.WARNING, "%s", error)
                 down = self._replay = True
                 await asyncio.sleep(self._timing.retry_s)
-
-    def _refresh_is_due(self) -> bool:
-        return self._refresh and time.monotonic() >= self._replayed_s + REFRESH_S
 
     async def _take_out(self, malformed: Mapping[str, tuple[str, int]]) -> None:
         """The rest is read again: this read may have been the middle of a replay."""
@@ -167,19 +157,22 @@ class QueueReader:
             await asyncio.sleep(self._timing.retry_s)
 
     async def _read_all(self) -> None:
-        self._replay = self._refresh = False
-        self._replayed_s, self._cursor = time.monotonic(), "0"
+        self._replay, self._cursor = False, "0"
         seen: set[str] = set()
-        while entries := await self._read(0.0):
-            seen.update(entries)
+        while entries := await self._queue.read(self._device, self._cursor):
+            self._take(entries)
+            seen.update(entry_id for entry_id, _ in entries)
         self._on_replayed(seen)
 
-    async def _read(self, block_s: float) -> list[str]:
-        entries = await self._queue.read(self._device, self._cursor, block_s)
+    async def _follow(self) -> None:
+        entries, left = await self._queue.follow(self._device, self._cursor, self._left, BLOCK_S)
+        self._take(entries)
+        self._replay, self._left = self._replay or left != self._left, left
+
+    def _take(self, entries: Sequence[tuple[str, Request]]) -> None:
         for entry_id, request in entries:
             self._cursor = entry_id
             self._on_entry(entry_id, request)
-        return [entry_id for entry_id, _ in entries]
 
 
 class AdmissionLoop:

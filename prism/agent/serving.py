@@ -38,8 +38,7 @@ GONE_MAX = 256  # ids of frontends that are remembered
 
 class Serving:
     """`wake`: something happened after which requests may start, or queue updates are pending.
-    `missed`: a request of this model has left the queue unseen. headroom_tokens: as the scheduler's
-    limits have it. now_unix_s: wall clock."""
+    headroom_tokens: as the scheduler's limits have it. now_unix_s: wall clock."""
 
     def __init__(
         self,
@@ -52,7 +51,6 @@ class Serving:
         engines: EngineLink,
         tokens: TokenSender,
         wake: Callable[[], None],
-        missed: Callable[[str], None],
         headroom_tokens: int,
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
@@ -65,7 +63,6 @@ class Serving:
         self._engines = engines
         self._tokens = tokens
         self.wake = wake
-        self._missed = missed
         self._headroom_tokens = headroom_tokens
         self._now_unix_s = now_unix_s
         self.paused = False
@@ -171,8 +168,6 @@ class Serving:
                 continue
             if tracked.cancelled:  # its entry is stale; the request may wait in another one
                 self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
-            else:
-                self._missed(tracked.request.model)
             self._requests.drop(tracked)
         for model, chosen in by_model.items():
             self._submit(model, chosen)

@@ -2,6 +2,7 @@
 -- Keys are built from it here, so these scripts need one server, not a Redis cluster.
 --
 -- queue:<device>     stream of waiting requests: id, model, attempt, body
+-- left:<device>      stream of one entry, a new one when waiting requests went to another copy
 -- running:<device>   hash id -> body;   admitted:<device>  hash entry id -> id, its inverse
 -- open               hash id -> "attempt|place|device|model"; place is the stream entry's id while
 --                    waiting and "=" .. the entry's id while running
@@ -21,6 +22,7 @@ local prefix = KEYS[1]
 local UNPLACED = 'unplaced'
 
 local function queue_key(device) return prefix .. 'queue:' .. device end
+local function left_key(device) return prefix .. 'left:' .. device end
 local function running_key(device) return prefix .. 'running:' .. device end
 local function admitted_key(device) return prefix .. 'admitted:' .. device end
 local function lease_key(device) return prefix .. 'lease:' .. device end

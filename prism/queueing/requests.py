@@ -43,6 +43,9 @@ _SCRIPTS = (
 _OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN")
 _HERE = Path(__file__).parent
 
+Row = tuple[str, str, dict[bytes, bytes]]
+"""The key of a stream, an entry's id and its fields."""
+
 
 class RequestQueue:
     """All of Prism's state in Redis. For use from one event loop.
@@ -179,17 +182,31 @@ class RequestQueue:
     async def release(self, device: str, owner: str, epoch: int) -> None:
         await self._run("release", device, owner, epoch)
 
-    async def read(
-        self, device: str, cursor: str, block_s: float, count: int = 256
-    ) -> list[tuple[str, Request]]:
+    async def read(self, device: str, cursor: str, count: int = 256) -> list[tuple[str, Request]]:
         """(entry id, request) pairs after `cursor`, oldest first; "0" replays all that wait.
 
-        Waits up to `block_s` (at most 5 s) for the first one; 0 does not wait. Raises
-        MalformedRequestError where one of them is no request; `set_aside` makes way for the rest.
+        Raises MalformedRequestError where one of them is no request; `set_aside` makes way for the
+        rest.
         """
+        found = await self._read_streams({self._key("queue", device): cursor}, 0, count)
+        return self._decoded(found)
+
+    async def follow(
+        self, device: str, cursor: str, left: str, block_s: float, count: int = 256
+    ) -> tuple[list[tuple[str, Request]], str]:
+        """As `read`, waiting up to `block_s` (at most 5 s) for the first one, and for word that
+        requests left this queue for other copies: `left` as returned last, "0" at first. Another
+        one means that what was read before is stale."""
+        queue, gone = self._key("queue", device), self._key("left", device)
+        found = await self._read_streams({queue: cursor, gone: left}, block_s, count)
+        ids = [entry for key, entry, _ in found if key == gone]
+        requests = self._decoded([row for row in found if row[0] == queue])
+        return requests, ids[-1] if ids else left
+
+    def _decoded(self, found: Sequence[Row]) -> list[tuple[str, Request]]:
         requests: list[tuple[str, Request]] = []
         malformed: dict[str, tuple[str, int]] = {}
-        for entry, fields in await self._read_stream(device, cursor, block_s, count):
+        for _, entry, fields in found:
             try:
                 requests.append((entry, self._requests.decode(fields.get(b"body", b""))))
             except MALFORMED_ERRORS:
@@ -289,9 +306,10 @@ class RequestQueue:
 
         Returns the new cursor and model -> new arrivals.
         """
-        entries = await self._read_stream(UNPLACED, cursor, block_s, 1024)
-        counts = Counter(_text(fields[b"model"]) for _, fields in entries)
-        return (entries[-1][0] if entries else cursor), dict(counts)
+        streams = {self._key("queue", UNPLACED): cursor}
+        entries = await self._read_streams(streams, block_s, 1024)
+        counts = Counter(_text(fields[b"model"]) for _, _, fields in entries)
+        return (entries[-1][1] if entries else cursor), dict(counts)
 
     async def frontends(self) -> list[FrontendState]:
         """What those that live said last."""
@@ -334,13 +352,18 @@ class RequestQueue:
             raise asyncio.CancelledError
         return value
 
-    async def _read_stream(
-        self, queue: str, cursor: str, block_s: float, count: int
-    ) -> list[tuple[str, dict[bytes, bytes]]]:
-        key = self._key("queue", queue)
+    async def _read_streams(
+        self, cursors: Mapping[str, str], block_s: float, count: int
+    ) -> list[Row]:
+        """Of each stream what comes after its cursor."""
         block_ms = max(1, _ms(min(block_s, _BLOCK_MAX_S))) if block_s > 0 else None
-        answer = await self._call(self._redis.xread({key: cursor}, count=count, block=block_ms))
-        return [(_text(entry), fields) for _, entries in answer or () for entry, fields in entries]
+        streams: dict[Any, Any] = dict(cursors)
+        answer = await self._call(self._redis.xread(streams, count=count, block=block_ms))
+        return [
+            (_text(key), _text(entry), fields)
+            for key, entries in answer or ()
+            for entry, fields in entries
+        ]
 
 
 @contextmanager

@@ -15,28 +15,44 @@ for i = 2, #ARGV do
   if not had[ARGV[i]] then joined = true end
 end
 
-local function move_all(source)
-  local moved, from = 0, '-'
+-- Counted as the model's no more, so that those that come first are no reason to pass a copy by.
+local waiting = {}
+local function gather(source)
+  local from = '-'
   repeat
     local page = redis.call('XRANGE', queue_key(source), from, '+', 'COUNT', PAGE)
     for _, item in ipairs(page) do
-      local fields = item[2]
-      local target = fields[4] == model and target_of(model) or source
-      if target ~= source then
-        move_waiting(source, item[1],
-          {id = fields[2], model = model, attempt = fields[6], body = fields[8]}, target)
-        moved = moved + 1
+      local id = item[2][2]
+      if item[2][4] == model then
+        local record = open_read(id)
+        local counts = record and record.entry == item[1] and not record.running
+        if counts then count(source, model, -1) end
+        table.insert(waiting, {source = source, entry = item[1], counts = counts,
+          ms = tonumber(string.match(item[1], '^%d+')), place = #waiting})
       end
       from = '(' .. item[1]
     end
   until #page < PAGE
-  return moved
 end
 
-local moved = 0
 for _, device in ipairs(before) do
-  if joined or not stays[device] then moved = moved + move_all(device) end
+  if joined or not stays[device] then gather(device) end
 end
 -- An agent may have handed requests back while the placement still named its device.
-if #ARGV > 1 then moved = moved + move_all(UNPLACED) end
+if #ARGV > 1 then gather(UNPLACED) end
+table.sort(waiting, function(a, b) return a.ms < b.ms or a.ms == b.ms and a.place < b.place end)
+
+local moved, left = 0, {}
+for _, each in ipairs(waiting) do
+  local source, target = each.source, target_of(model)
+  if each.counts then count(source, model, 1) end
+  if target ~= source then
+    move_waiting(source, each.entry, waiting_entry(source, each.entry), target)
+    moved, left[source] = moved + 1, true
+  end
+end
+-- Their agents know these requests and would admit in vain.
+for source in pairs(left) do
+  if stays[source] then redis.call('XADD', left_key(source), 'MAXLEN', 1, '*', 'model', model) end
+end
 return moved

@@ -343,10 +343,15 @@ class SimActuator:
         self._hooks.route(model)
 
     def _spread(self, model: SimModel) -> None:
-        """What waits is divided among all copies that take requests."""
-        for resident in [r for r in model.residents if r.takes_requests]:
-            for request in resident.home.withdraw(resident):
-                model.unplaced[request.index] = request
+        """What waits is divided among all copies that take requests, in the order of arrival."""
+        waiting = [
+            request
+            for resident in model.residents
+            if resident.takes_requests
+            for request in resident.home.withdraw(resident)
+        ]
+        for request in sorted(waiting, key=lambda request: request.index):
+            model.unplaced[request.index] = request
 
     def _load_s(self, model: SimModel, devices: list[SimDevice]) -> float:
         return activation_s(

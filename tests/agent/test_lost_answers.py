@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Collection
 
 import pytest
 
-from prism.agent import queue as agent_queue
 from prism.agent.queue import QueueReader
 from prism.agent.serving import Serving
 from prism.agent.sockets import TokenSender
@@ -38,7 +37,7 @@ class Desk:
     """Serving with a real queue; engines are `bench.sent`."""
 
     def __init__(self, bench: Bench, queue: LossyQueue) -> None:
-        self.bench, self.queue, self.epoch, self.is_stale = bench, queue, 0, False
+        self.bench, self.queue, self.epoch = bench, queue, 0
         self.tokens = TokenSender(lambda name: f"ipc:///nowhere/{name}", lambda _: None)
         self.serving = Serving(
             state=bench.state,
@@ -49,17 +48,12 @@ class Desk:
             engines=bench.sent,  # type: ignore[arg-type]
             tokens=self.tokens,
             wake=lambda: None,
-            missed=self.missed,
             headroom_tokens=64,
         )
 
-    def missed(self, model: str) -> None:
-        assert model == "a"
-        self.is_stale = True
-
     async def replay(self) -> None:
         """What the intake does after an outage, and where it was asked to."""
-        entries = await self.queue.read(DEVICE, "0", 0)
+        entries = await self.queue.read(DEVICE, "0")
         for entry_id, waiting in entries:
             self.serving.arrived(entry_id, waiting)
         self.serving.replayed({entry_id for entry_id, _ in entries})
@@ -121,50 +115,8 @@ async def test_nobody_wants_it_any_more(desk: Desk, who: str) -> None:
 
 
 async def test_what_left_for_another_copy_no_longer_counts_as_waiting(desk: Desk) -> None:
-    """The agent of a device that stays is not told: the first that it cannot admit says it."""
+    """The reader of a device that stays is woken, though no request comes."""
     desk.queue.lost = True  # no more answers
-    for number in range(60):
-        await desk.queue.enqueue(request(str(number)))
-    await desk.replay()
-    assert await desk.queue.route("a", DEVICE, *(f"host:{i}" for i in range(1, 20))) == 57
-    waiting = desk.bench.state.requests.waiting_counts
-    assert waiting()["a"] == 60
-    await desk.serving.turn(desk.epoch)
-    assert desk.is_stale
-    await desk.replay()
-    assert waiting()["a"] == await desk.queue.depth(DEVICE) == 3 - len(desk.submitted)
-
-
-async def test_a_cancelled_one_that_left_is_no_sign_of_others(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk.queue.lost = True
-    await desk.queue.enqueue(request("1"))
-    await desk.replay()
-    admit = desk.queue.admit
-
-    async def cancelled_first(device: str, epoch: int, entry_ids: Collection[str]) -> set[str]:
-        await desk.queue.forget(["1"])
-        desk.serving.cancel(["1"])
-        return await admit(device, epoch, entry_ids)
-
-    monkeypatch.setattr(desk.queue, "admit", cancelled_first)
-    await desk.serving.turn(desk.epoch)
-    assert not desk.bench.state.requests.waiting()
-    assert not desk.is_stale
-
-
-async def test_what_left_a_moment_ago_makes_no_second_reading(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A queue of thousands is read once for all that left it, not once for each."""
-    readings, replayed = [], asyncio.Event()
-    monkeypatch.setattr(agent_queue, "BLOCK_S", 0.01)
-    monkeypatch.setattr(agent_queue, "REFRESH_S", 1000.0)
-
-    def note(entries: Collection[str]) -> None:
-        readings.append(entries)
-        replayed.set()
 
     async def nothing(_: object) -> None: ...
 
@@ -172,18 +124,22 @@ async def test_what_left_a_moment_ago_makes_no_second_reading(
         desk.queue,
         DEVICE,
         AgentTiming(),
-        on_entry=lambda *_: None,
-        on_replayed=note,
+        on_entry=desk.serving.arrived,
+        on_replayed=desk.serving.replayed,
         set_aside=nothing,
     )
+    for number in range(60):
+        await desk.queue.enqueue(request(str(number)))
+    waiting = desk.bench.state.requests.waiting_counts
+
+    async def wait_for(count: int) -> None:
+        async with asyncio.timeout(30):
+            while waiting().get("a", 0) != count:
+                await asyncio.sleep(0.001)
+
     task = asyncio.create_task(reader.run())
-    await replayed.wait()
-    for _ in range(10):
-        reader.refresh()
-        await asyncio.sleep(0.02)
-    assert len(readings) == 1
-    monkeypatch.setattr(agent_queue, "REFRESH_S", 0.0)
-    replayed.clear()
-    await asyncio.wait_for(replayed.wait(), 30)
+    await wait_for(60)
+    assert await desk.queue.route("a", DEVICE, *(f"host:{i}" for i in range(1, 20))) == 57
+    await wait_for(3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -67,7 +67,6 @@ class RequestsMachine(RuleBasedStateMachine):
             engines=cast("Any", self.engine),
             tokens=cast("Any", self.frontend),
             wake=lambda: None,
-            missed=lambda _: None,
             headroom_tokens=64,
         )
 

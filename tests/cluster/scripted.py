@@ -216,7 +216,7 @@ class ScriptedAgent:
         while True:
             await self._queue.renew(self.device, self._owner, self._epoch, LEASE_S)
             self._waiting.clear()
-            entries = await self._queue.read(self.device, "0", 0)
+            entries = await self._queue.read(self.device, "0")
             ready = {e: r for e, r in entries if r.model in self.active() and self.serving}
             self._waiting.update(r.model for e, r in entries if e not in ready)
             for entry in await self._queue.admit(self.device, self._epoch, list(ready)):

@@ -278,7 +278,7 @@ async def test_what_a_lost_agent_was_running_is_served_elsewhere(cluster: Cluste
     agent = cluster.agents[home]
     agent.serving = False
     await cluster.send("a")
-    (entry, request), *_ = await cluster.queue.read(home, "0", 0)
+    (entry, request), *_ = await cluster.queue.read(home, "0")
     assert await cluster.queue.admit(home, agent._epoch, [entry])
     await cluster.kill_agent(home)
     await eventually(lambda: cluster.finished("a"))

@@ -65,9 +65,10 @@ class ScriptedAgent:
         await self._pushes[frontend_id].send(msgspec.msgpack.encode(output))
 
     async def _take_requests(self) -> None:
-        cursor = "0"
+        cursor = left = "0"
         while True:
-            for entry, request in await self._queue.read(self.device, cursor, block_s=0.5):
+            entries, left = await self._queue.follow(self.device, cursor, left, 0.5)
+            for entry, request in entries:
                 cursor = entry
                 if await self._queue.admit(self.device, self._epoch, [entry]):
                     self.seen.append(request)

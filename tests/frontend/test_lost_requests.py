@@ -137,7 +137,7 @@ async def test_what_the_queue_has_is_not_lost(redis_server: BundledRedis, namesp
     await queue.route("m", "host:0")
     for entry in (running, waiting):
         await queue.enqueue(entry.request)
-    [first, _] = await queue.read("host:0", "0", 0)
+    [first, _] = await queue.read("host:0", "0")
     await queue.admit("host:0", epoch, [first[0]])
     now_s = time.monotonic() + 100
     fresh.progress_s = now_s

@@ -39,12 +39,12 @@ async def test_killed_server_is_a_named_error_and_its_return_heals(
     with pytest.raises(QueueUnavailableError):
         await queue.enqueue(request("2"))
     with pytest.raises(QueueUnavailableError):
-        await queue.read(DEVICE, "0", 1.0)
+        await queue.follow(DEVICE, "0", "0", 1.0)
     with pytest.raises(QueueUnavailableError):
         await queue.admit(DEVICE, epoch, ["1-1"])
     server.start()
     assert await queue.enqueue(request("2")) == DEVICE
-    seen = await queue.read(DEVICE, "0", 0)
+    seen = await queue.read(DEVICE, "0")
     assert [r.id for _, r in seen] == ["1", "2"]
     assert len(await queue.admit(DEVICE, epoch, [entry for entry, _ in seen])) == 2
 

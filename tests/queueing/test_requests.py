@@ -28,11 +28,11 @@ async def queue(redis_server: BundledRedis, namespace: str) -> AsyncIterator[Req
 
 
 async def waiting(queue: RequestQueue, device: str) -> list[str]:
-    return [request.id for _, request in await queue.read(device, "0", 0)]
+    return [request.id for _, request in await queue.read(device, "0")]
 
 
 async def entries(queue: RequestQueue, device: str) -> list[str]:
-    return [entry for entry, _ in await queue.read(device, "0", 0)]
+    return [entry for entry, _ in await queue.read(device, "0")]
 
 
 async def test_goes_where_its_model_is_placed(queue: RequestQueue) -> None:
@@ -53,13 +53,13 @@ async def test_a_burst_waits_for_connections(queue: RequestQueue) -> None:
 async def test_a_read_request_is_the_one_sent(queue: RequestQueue) -> None:
     sent = request("1", prompt_tokens=300, attempt=3)
     await queue.enqueue(sent)
-    assert [r for _, r in await queue.read(UNPLACED, "0", 0)] == [sent]
+    assert [r for _, r in await queue.read(UNPLACED, "0")] == [sent]
 
 
 async def test_enqueue_is_idempotent_and_newer_attempts_replace(queue: RequestQueue) -> None:
     for attempt in (1, 1, 2, 1, 2):
         await queue.enqueue(request("1", attempt=attempt))
-    assert [r.attempt for _, r in await queue.read(UNPLACED, "0", 0)] == [2]
+    assert [r.attempt for _, r in await queue.read(UNPLACED, "0")] == [2]
 
 
 async def test_a_newer_attempt_replaces_a_running_one(queue: RequestQueue) -> None:
@@ -78,7 +78,7 @@ async def test_moves_forth_and_back_in_order(queue: RequestQueue) -> None:
     assert await queue.route("a", DEVICE) == 300
     assert await queue.route("a", OTHER) == 300
     assert await queue.depth(DEVICE) == 0
-    assert [r.id for _, r in await queue.read(OTHER, "0", 0, count=300)] == [
+    assert [r.id for _, r in await queue.read(OTHER, "0", count=300)] == [
         str(n) for n in range(0, 600, 2)
     ]
     assert await queue.route("a") == 300
@@ -115,6 +115,37 @@ async def test_a_copy_that_joins_shares_what_waits_and_one_that_leaves_gives_it_
     assert await queue.route("a", OTHER) == 300
     assert (await queue.depth(DEVICE), await queue.depth(OTHER)) == (0, 600)
     assert await queue.route("a") == 600
+
+
+async def test_a_copy_that_joins_gets_every_other_one_and_the_first_one_is_told(
+    queue: RequestQueue,
+) -> None:
+    """Each is as late as the other then; and nothing is admitted in vain."""
+    await queue.route("a", DEVICE)
+    for n in range(4):
+        await queue.enqueue(request(str(n)))
+    epoch = await queue.acquire(DEVICE, "agent", TTL_S)
+    await queue.admit(DEVICE, epoch, (await entries(queue, DEVICE))[:2])
+    for n in range(4, 8):
+        await queue.enqueue(request(str(n)))
+    _, quiet = await queue.follow(DEVICE, "0", "0", 0)
+    await queue.route("a", DEVICE, OTHER)
+    assert await waiting(queue, OTHER) == ["2", "3", "5", "7"]
+    assert await waiting(queue, DEVICE) == ["4", "6"]
+    cursor = (await entries(queue, DEVICE))[-1]
+    none, told = await queue.follow(DEVICE, cursor, quiet, 5)
+    assert (none, await queue.follow(DEVICE, cursor, told, 0)) == ([], ([], told))
+    assert told != quiet
+
+
+async def test_whoever_joins_third_shares_by_age_not_by_device(queue: RequestQueue) -> None:
+    await queue.route("a", DEVICE, OTHER)
+    for n in range(6):
+        await queue.enqueue(request(str(n)))
+        await asyncio.sleep(0.002)  # what comes to two devices in one ms is of one age
+    await queue.route("a", DEVICE, OTHER, "host:2")
+    shares = [await waiting(queue, device) for device in (DEVICE, OTHER, "host:2")]
+    assert shares == [["0", "3"], ["1", "4"], ["2", "5"]]
 
 
 async def test_admitted_once_and_gone_when_finished(queue: RequestQueue) -> None:
@@ -156,7 +187,7 @@ async def test_moved_ones_go_on_where_their_model_is(queue: RequestQueue) -> Non
     moved = [msgspec.structs.replace(request(name), resume=resume) for name in ("1", "2")]
     assert await queue.move(DEVICE, epoch, moved) == 1
     assert await queue.move(DEVICE, epoch, moved) == 0
-    assert [r for _, r in await queue.read(OTHER, "0", 0)] == moved[:1]
+    assert [r for _, r in await queue.read(OTHER, "0")] == moved[:1]
 
 
 async def test_handed_back_ones_come_again_with_the_next_route(queue: RequestQueue) -> None:
@@ -255,7 +286,7 @@ async def test_route_while_being_admitted_leaves_one_place(
     async def serve(n: int) -> None:
         device, cursor = f"host:{n}", "0"
         while len(ran) < total:
-            seen = await agents[n].read(device, cursor, 0.01, count=16)
+            seen, _ = await agents[n].follow(device, cursor, "0", 0.01, count=16)
             if seen:
                 cursor = seen[-1][0]
             await asyncio.sleep(rng.random() * 0.003)
@@ -344,9 +375,9 @@ async def test_what_runs_is_registered_unless_it_is_newer_or_runs_elsewhere(
     running = [request("waits"), request("newer"), request("unknown")]
     for _ in range(2):
         await queue.register(DEVICE, epoch, running)
-    assert [r.id for _, r in await queue.read(DEVICE, "0", 0)] == ["newer"]
+    assert [r.id for _, r in await queue.read(DEVICE, "0")] == ["newer"]
     await queue.acquire(DEVICE, "agent", TTL_S, keep=["waits"])
-    waiting = {(r.id, r.attempt) for _, r in await queue.read(DEVICE, "0", 0)}
+    waiting = {(r.id, r.attempt) for _, r in await queue.read(DEVICE, "0")}
     assert waiting == {("newer", 2), ("unknown", 1)}
 
 
@@ -354,14 +385,14 @@ async def test_an_entry_is_discarded_and_a_newer_attempt_stays(queue: RequestQue
     await queue.route("a", DEVICE)
     epoch = await queue.acquire(DEVICE, "agent", TTL_S)
     await queue.enqueue(request("1"))
-    ((entry, _),) = await queue.read(DEVICE, "0", 0)
+    ((entry, _),) = await queue.read(DEVICE, "0")
     await queue.enqueue(request("1", attempt=2))
     await queue.discard(DEVICE, epoch, [entry])
-    ((newer, waiting),) = await queue.read(DEVICE, "0", 0)
+    ((newer, waiting),) = await queue.read(DEVICE, "0")
     assert waiting.attempt == 2
     assert await queue.forget_attempts({"1": 1}) == set()
     await queue.discard(DEVICE, epoch, [newer])
-    assert await queue.read(DEVICE, "0", 0) == []
+    assert await queue.read(DEVICE, "0") == []
     assert await queue.open_attempts(["1"]) == {}
 
 
@@ -373,10 +404,10 @@ async def test_entries_that_are_no_requests_are_set_aside(queue: RequestQueue) -
     await queue._run("enqueue", "broken", "a", 2, b"\xc1 no request")
     await queue._redis.xadd(queue._key("queue", DEVICE), {"of": "a stranger"})
     with pytest.raises(MalformedRequestError) as caught:
-        await queue.read(DEVICE, "0", 0)
+        await queue.read(DEVICE, "0")
     assert sorted(caught.value.entries.values()) == [("", 0), ("broken", 2)]
     assert await queue.set_aside(DEVICE, epoch, caught.value.entries) == {"f7"}
-    assert [r.id for _, r in await queue.read(DEVICE, "0", 0)] == ["1"]
+    assert [r.id for _, r in await queue.read(DEVICE, "0")] == ["1"]
     assert await queue.open_attempts(["broken", "1"]) == {"1": 1}
     assert await queue._redis.xlen(queue._prefix + "malformed") == 2
 
