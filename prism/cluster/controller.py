@@ -1,7 +1,8 @@
 """The turns of the scheduler's process: observe, mend, plan, act, publish.
 
 A turn follows at once when something changes that plans depend on: a request for an absent model,
-a finished action, news of an agent. Without a change it follows after the report interval.
+a finished action, news of an agent. Without a change it follows after the report interval, or when
+the policy's patience ends.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ class ClusterController:
                 available = False
                 await asyncio.sleep(self._state.timing.queue_retry_s)
             await asyncio.sleep(TURN_GAP_S)
-            interval_s = self._state.config.report_interval_s
-            await self._state.changes.since(version, interval_s)
+            pause_s = min(self._state.config.report_interval_s, self.scheduler.patience_s)
+            await self._state.changes.since(version, pause_s)
 
     async def turn(self) -> None:
         """Once through everything. Raises QueueUnavailableError."""

@@ -87,6 +87,9 @@ class Policy:
     # none has to leave (`policies/drain.py`).
     # None: it cannot tell.
     calm: Callable[[Iterable[DeviceLoad], Settings], bool] | None = None
+    # Seconds until it may plan more on a view in which nothing but time changes; infinity: never.
+    # None: no more than at any other moment.
+    patience_s: Callable[[ClusterView, Settings], float] | None = None
     # Of another package's policy: the type of its knobs, and what makes it of them.
     knobs: type[PolicyKnobs] | None = None
     make: Callable[[Any], Policy] | None = None

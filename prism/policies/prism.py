@@ -47,8 +47,9 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
     relieve = view.rebalance and not calm(_loads(view, settings), settings)
+    crowded = any(m.replicas_max > 1 and replicas.saturated(m, settings) for m in view.models)
     leaving = drain.must_leave(view)
-    if not (asked or wanted or relieve or leaving):
+    if not (asked or wanted or relieve or crowded or leaving):
         return ()
     models, gpus = settled(view)
     builder = PlanBuilder(view, settings, current_bins(models, gpus))
@@ -57,7 +58,9 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     drain.vacate(builder, leaving, _clear_for, _evict)
     if relieve:
         _free_short_devices(builder)
+    if relieve or crowded:
         replicas.adjust(builder, _clear_idle)
+    if relieve:
         rebalance(builder)
     return tuple(builder.actions)
 

@@ -26,6 +26,7 @@ from prism.policies.baselines import (
 )
 from prism.policies.data import DeviceLoad, Settings
 from prism.policies.kv_blocks import KvBlocks
+from prism.policies.patience import patience_s
 from prism.policies.policy import (
     ADMISSION_ORDER,
     ELASTIC_MEMORY,
@@ -56,6 +57,7 @@ _POLICIES = {
             frozenset({ADMISSION_ORDER, ELASTIC_MEMORY}),
             order=moore_hodgson.order,
             calm=prism.calm,
+            patience_s=patience_s,
             drains=True,
         ),
         Policy(

@@ -29,14 +29,18 @@ def saturated(model: ModelView, settings: Settings) -> bool:
     copy takes to come up, and than the SLO allows, while it serves as many as run at a time in
     contention. Not before it has been up for as long as it took to load: until then the queue may
     be what came meanwhile."""
+    return saturated_in_s(model, settings) <= 0
+
+
+def saturated_in_s(model: ModelView, settings: Settings) -> float:
+    """Until it is saturated, if its queue lasts."""
     least = max(1.0, settings.contended_requests)
-    return (
-        model.state == "active"
-        and model.owes_s <= 0
-        and model.waiting >= least
-        and model.oldest_wait_s >= max(model.load_s, model.slo_ttft_s)
-        and model.token_rate * model.slo_tpot_s >= least
-    )
+    if model.state != "active" or model.waiting < least:
+        return math.inf
+    if model.token_rate * model.slo_tpot_s < least:
+        return math.inf
+    lasts_s = max(model.load_s, model.slo_ttft_s)
+    return max(lasts_s - model.oldest_wait_s, model.owes_s)
 
 
 def spare(copies: Sequence[ModelView]) -> bool:
@@ -59,10 +63,11 @@ def to_adjust(model: ModelView, copies: int, settings: Settings) -> bool:
 
 
 def adjust(builder: PlanBuilder, make_room: MakeRoom) -> None:
-    """At most one copy of a model more or less; none while one comes, goes or moves."""
+    """At most one copy of a model more or less; none while one comes, goes or moves. Less only
+    where the scheduling interval has passed: a pause between requests is no reason."""
     several, scarce = builder.copies, _is_scarce(builder)
     for name, copies in several.items():
-        if spare(copies) and not builder.is_changing(name):
+        if builder.view.rebalance and spare(copies) and not builder.is_changing(name):
             _drop(builder, copies)
     if scarce:
         return  # memory is for models without any copy

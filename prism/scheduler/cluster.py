@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -33,6 +34,8 @@ class ClusterScheduler:
         self._rebalance_at_s = float("-inf")
         # model -> a copy's token rate when one was saturated last
         self._saturated_rates: dict[str, float] = {}
+        # Until the next step is due, if nothing changes until then.
+        self.patience_s = math.inf
         self.observe: Callable[[ClusterView, tuple[Action, ...]], None] | None = None
 
     def tune(self, settings: Settings, interval_s: float) -> None:
@@ -52,6 +55,8 @@ class ClusterScheduler:
         actions = self._policy.plan(view, self._settings)
         if self._policy.evicts and not self._policy.drains:
             actions = (*actions, *drain.evictions(view, actions))
+        if self._policy.patience_s is not None:
+            self.patience_s = self._policy.patience_s(view, self._settings)
         if self.observe is not None:
             self.observe(view, actions)
         for action in actions:

@@ -71,7 +71,7 @@ class Alarm:
         self._due_s = inf
 
     def after(self, seconds: float) -> None:
-        """Ring in `seconds` >= 0 at the latest."""
+        """Ring in `seconds` >= 0 at the latest; infinity: as was asked for before."""
         due_s = self._kernel.time_s + seconds
         if due_s < self._due_s:
             self._due_s = due_s

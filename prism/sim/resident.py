@@ -90,6 +90,17 @@ class Resident:
         divided anew it need not be the first. REQUIRES: there is one."""
         return min([request.queued_s for request in self.queue.values()])
 
+    def grew_to(self, waiting: float) -> bool:
+        """The last one to come made the queue so long, of a model that may have more copies."""
+        least = max(1.0, waiting)
+        return self.waiting - 1 < least <= self.waiting and self.model.replicas_max > 1
+
+    @property
+    def saturated_s(self) -> float:
+        """When its queue will have lasted for long enough for another copy. REQUIRES: there is
+        one."""
+        return self.first_s + max(self.load_s, self.model.slo_ttft_s)
+
     @property
     def running(self) -> int:
         return self.engine.running if self.engine is not None else 0

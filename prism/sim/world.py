@@ -194,6 +194,8 @@ class World:
                 self._wake()
         else:
             target.home.on_arrival(target, request)
+            if target.grew_to(self.setup.settings.contended_requests):
+                self._look.after(max(0.0, target.saturated_s - self.kernel.time_s))
 
     def _route(self, model: SimModel) -> None:
         """Requests without a copy go to one that takes requests, if there is any now."""
@@ -394,5 +396,6 @@ class World:
 
     def _plan(self) -> None:
         self._scheduler.step(self.kernel.time_s)
+        self._look.after(self._scheduler.patience_s)
         if self._bindings is not None:
             self._start_bound(self._bindings)

@@ -76,11 +76,13 @@ def compare_turns(live: History, simulated: History, causes: Causes | None = Non
 
 
 def _common_queues(live: History, simulated: History) -> Iterator[list[Wait]]:
-    """Per device the requests that had a common choice, in their live order."""
-    chosen: dict[str, dict[int, Wait]] = defaultdict(dict)
+    """The requests that had a common choice, in their live order, for each device of either world:
+    a model with copies may be served elsewhere in the other."""
+    chosen: dict[tuple[str, str], dict[int, Wait]] = defaultdict(dict)
     for first, left in _choices(live):
-        for wait, _ in _common(first, left, simulated):
-            chosen[first.device] |= {first.request: first, wait.request: wait}
+        for wait, other in _common(first, left, simulated):
+            devices = first.device, other.device
+            chosen[devices] |= {first.request: first, wait.request: wait}
     for waits in chosen.values():
         yield sorted(waits.values(), key=lambda wait: wait.rank)
 
