@@ -13,20 +13,20 @@ A_MOMENT_S = 0.001
 
 def patience_s(view: ClusterView, settings: Settings) -> float:
     """Until a model has been idle or up for long enough to make way for one that asks for a place,
-    or a queue has lasted for long enough to be worth a copy."""
-    bounds = [replicas.saturated_in_s(m, settings) for m in view.models if m.replicas_max > 1]
-    crowded = any(bound <= 0 for bound in bounds)
+    or a queue has lasted for long enough to be worth a copy. Seconds, or infinity."""
+    moments = [replicas.saturated_in_s(m, settings) for m in view.models if m.replicas_max > 1]
+    crowded = any(moment <= 0 for moment in moments)
     if crowded or any(m.state == "absent" and (m.waiting or m.never_evict) for m in view.models):
-        bounds += [_evictable_in_s(m, settings) for m in view.models]
-    return min((bound for bound in bounds if bound > 0), default=math.inf)
+        for model in view.models:
+            moments += _evictable_in_s(model, settings)
+    return min((moment for moment in moments if moment > 0), default=math.inf)
 
 
-def _evictable_in_s(model: ModelView, settings: Settings) -> float:
-    """Until the next of its idle times is reached; 0 if all are."""
-    if model.state != "active" or model.never_evict or model.running or model.waiting:
-        return 0.0
+def _evictable_in_s(model: ModelView, settings: Settings) -> list[float]:
+    """Until it has been up, and idle, for long enough to be evicted; what is over is negative."""
+    if model.state != "active":
+        return []
+    if model.never_evict or model.running or model.waiting:
+        return [model.owes_s]  # as a copy beyond the first
     bounds_s = (settings.min_idle_s, settings.idle_threshold_s)
-    waits_s = [
-        bound_s - model.idle_s + A_MOMENT_S for bound_s in bounds_s if model.idle_s <= bound_s
-    ]
-    return max(model.owes_s, min(waits_s, default=0.0))
+    return [model.owes_s, *(s - model.idle_s + A_MOMENT_S for s in bounds_s)]

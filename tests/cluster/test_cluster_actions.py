@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec import structs
+
 from tests.cluster.conftest import MODEL_BYTES, Cluster, spec
 from tests.cluster.scripted import ScriptedAgent, eventually
 
@@ -85,6 +87,17 @@ async def test_models_take_turns_on_a_device_for_one(cluster: Cluster) -> None:
     status = await cluster.status()
     assert status.actions_total["evict"] >= 5
     assert not status.unplaced
+
+
+async def test_a_place_is_free_when_an_idle_time_is_reached_not_a_look_later(
+    cluster: Cluster,
+) -> None:
+    """Nothing happens between: without the policy's patience the next look is a minute away."""
+    config = cluster.configure(spec("a"), spec("b"), rooms=(1.5,))
+    cluster.config = structs.replace(config, report_interval_s=60.0)
+    await cluster.start()
+    await cluster.serves("a")
+    await cluster.serves("b")
 
 
 async def test_never_evict_is_kept_and_the_refusal_says_why(cluster: Cluster) -> None:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +61,16 @@ def test_three_times_what_a_device_serves_meets_its_slo_and_copies_leave_again()
     kinds = Counter(d.kind for d in records.decisions)
     assert kinds["active"] - kinds["evicted"] == 1
     assert not records.errors
+
+
+def test_a_copy_comes_when_the_queue_has_lasted_and_no_interval_later() -> None:
+    setup = replace(hot(2, 2), interval_s=1000.0)
+    trace = [request(100.0 + 0.01 * i, "a", output=TOKENS) for i in range(64)]
+    records = World(setup, work(setup, trace)).run()
+    begun, up, copy, *_ = (d.time_s for d in records.decisions)
+    lasts_s = max(setup.models[0].slo_ttft_s, up - begun)
+    first_s = 100.16  # the seventeenth is the first that waits
+    assert copy == pytest.approx(first_s + lasts_s, abs=0.001)
 
 
 def test_a_bound_of_one_is_one_place() -> None:

@@ -1,0 +1,98 @@
+"""Until when a plan of the prism policy holds: no later than it changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from prism.policies.data import ClusterView
+from prism.policies.patience import patience_s
+from prism.policies.prism import plan
+from tests.policies.clusters import SETTINGS, active, clusters, gpu, model, summary, view
+
+
+def later(now: ClusterView, seconds: float) -> ClusterView:
+    """Nothing but time passes."""
+    models = tuple(
+        structs.replace(
+            m,
+            idle_s=m.idle_s + seconds,
+            owes_s=max(0.0, m.owes_s - seconds),
+            oldest_wait_s=m.oldest_wait_s + seconds if m.waiting else 0.0,
+        )
+        for m in now.models
+    )
+    return replace(now, now_s=now.now_s + seconds, models=models)
+
+
+def plans(now: ClusterView) -> list[tuple[Any, ...]]:
+    return [summary(action) for action in plan(now, SETTINGS)]
+
+
+@st.composite
+def quiet(draw: st.DrawFn) -> ClusterView:
+    """Models that have been up, idle or asked for various times."""
+    found = draw(clusters())
+    models = tuple(
+        structs.replace(
+            m,
+            owes_s=draw(st.sampled_from([0.0, 0.3, 2.0])) if m.state == "active" else 0.0,
+            idle_s=draw(st.sampled_from([0.0, 0.4, 0.9, 1.5, 44.5, 46.0])),
+            waiting=draw(st.sampled_from([0, 1, 5])),
+            oldest_wait_s=draw(st.sampled_from([0.0, 0.7, 3.0])),
+            load_s=draw(st.sampled_from([0.0, 1.0])),
+            replicas_max=draw(st.sampled_from([1, 3])),
+        )
+        for m in found.models
+    )
+    return replace(found, models=models, rebalance=False)
+
+
+@settings(max_examples=400, deadline=None)
+@given(quiet(), st.floats(0.0, 0.99))
+def test_a_plan_holds_for_as_long_as_it_says(now: ClusterView, part: float) -> None:
+    patience = patience_s(now, SETTINGS)
+    assert patience > 0
+    seconds = 100.0 if math.isinf(patience) else patience
+    assert plans(later(now, part * seconds)) == plans(now)
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "owes_s", "seconds"),
+    [(0.25, 0.0, 0.751), (0.25, 0.5, 0.5), (20.0, 0.0, 25.001), (50.0, 0.0, math.inf)],
+)
+def test_who_waits_for_a_place_is_seated_when_one_may_leave(
+    idle_s: float, owes_s: float, seconds: float
+) -> None:
+    busy = active("busy", "g0", weight=60, idle_s=idle_s, owes_s=owes_s)
+    now = view([busy, model("a", 60, waiting=1)], [gpu("g0", free_bytes=40)], rebalance=False)
+    assert patience_s(now, SETTINGS) == pytest.approx(seconds)
+
+
+def test_without_anybody_who_waits_there_is_no_hurry() -> None:
+    now = view([active("a", "g0", idle_s=0.5), model("b")], [gpu("g0")], rebalance=False)
+    assert patience_s(now, SETTINGS) == math.inf
+
+
+def test_a_queue_gets_its_copy_when_it_has_lasted() -> None:
+    """At any step: the scheduling interval is for what is moved."""
+    hot = active(
+        "a",
+        "g0",
+        token_rate=9.0,
+        running=2,
+        waiting=3,
+        oldest_wait_s=0.25,
+        replicas_max=2,
+        load_s=2.0,
+    )
+    now = view([hot], [gpu("g0"), gpu("g1")], rebalance=False)
+    assert patience_s(now, SETTINGS) == 1.75
+    assert not plans(later(now, 1.7))
+    assert plans(later(now, 1.75)) == [("activate", "a", "g1")]
