@@ -60,9 +60,11 @@ async def tools_stack(
         yield made
 
 
-async def ask(stack: Stack, text: str, step: int = 1, **body: Any) -> tuple[Any, list[Any]]:
+async def ask(
+    stack: Stack, text: str, step: int = 1, end: str = "stop", **body: Any
+) -> tuple[Any, list[Any]]:
     """The answer whole, and its chunks."""
-    stack.agent.script = answering([*ids_of(text), 0], "stop", step)
+    stack.agent.script = answering([*ids_of(text), *([0] if end == "stop" else [])], end, step)
     asked: Any = {"model": "chat", "messages": SAID, **body}
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
         whole = await client.chat.completions.create(**asked)
@@ -88,6 +90,23 @@ async def test_calls_beside_text_and_reasoning(tools_stack: Stack, step: int) ->
     for delta in (d for c in chunks for d in c.delta.tool_calls or []):
         streamed[delta.index] = streamed.get(delta.index, "") + (delta.function.arguments or "")
     assert [json.loads(a)["city"] for a in streamed.values()] == cities
+
+
+async def test_a_call_that_is_cut_off_is_the_same_whole_and_streamed(tools_stack: Stack) -> None:
+    """OpenAI's clients look at finish_reason before they read arguments."""
+    text = f"<think>Hm.</think>So: {CALLS}"
+    for end in range(len("<think>Hm.</think>"), len(text), 7):
+        whole, chunks = await ask(tools_stack, text[:end], 3, "length", tools=[WEATHER])
+        assert whole.finish_reason == "length" == chunks[-1].finish_reason
+        assert (whole.message.content or "") == "".join(c.delta.content or "" for c in chunks)
+        streamed: dict[int, tuple[str, str]] = {}
+        for delta in (d for c in chunks for d in c.delta.tool_calls or []):
+            name, arguments = streamed.get(delta.index, ("", ""))
+            more = delta.function
+            streamed[delta.index] = name + (more.name or ""), arguments + (more.arguments or "")
+        calls = [(c.function.name, c.function.arguments) for c in whole.message.tool_calls or []]
+        assert calls == list(streamed.values())
+    assert calls[0] == ("weather", '{"city": "Oslo"}')
 
 
 async def test_a_repeat_has_the_same_calls(tools_stack: Stack) -> None:

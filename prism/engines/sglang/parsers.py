@@ -102,8 +102,11 @@ class AnswerParser:
             piece.calls += [self._numbered(item) for item in items]
             told = any(item.name or item.parameters for item in items)
 
-    def whole(self, text: str) -> Piece:
-        """A whole answer at once: unlike `push`, in time that grows with its length."""
+    def whole(self, text: str, *, cut: bool = False) -> Piece:
+        """A whole answer at once: unlike `push`, in time that grows with its length. cut: it has no
+        end, and its last call none either; it says what it would say in a stream."""
+        if cut and self._calls is not None:
+            return _joined(self.push(text, last=True))
         piece = Piece()
         if self._reasoning is not None:
             reasoning, rest = self._reasoning.parse_non_stream(text)
@@ -161,6 +164,15 @@ class AnswerParser:
         if item.name:
             self._names.append(item.name)
         return max(0, len(self._names) - 1), item.name or "", item.parameters or ""
+
+
+def _joined(piece: Piece) -> Piece:
+    """Each call once, with all its arguments."""
+    calls: dict[int, tuple[str, str]] = {}
+    for number, name, arguments in piece.calls:
+        before = calls.get(number, ("", ""))
+        calls[number] = before[0] + name, before[1] + arguments
+    return Piece(piece.reasoning, piece.text, [(number, *call) for number, call in calls.items()])
 
 
 def constraint(

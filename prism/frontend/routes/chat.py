@@ -81,7 +81,7 @@ class Told:
         message: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}
         if self._parser is None:
             return message
-        piece = self._parser.whole(update.text)
+        piece = self._parser.whole(update.text, cut=update.finish_reason == "length")
         message["content"] = piece.text if piece.text or not piece.calls else None
         if piece.reasoning:
             message["reasoning_content"] = piece.reasoning
