@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,3 +105,14 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     async with stack_of(make_config(redis_server.url, namespace, short_dir)) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def parser_modules() -> Iterator[None]:
+    """The parsers' stand-ins must not meet another test's SGLang."""
+    before = dict(sys.modules)
+    yield
+    for name in set(sys.modules) - set(before):
+        if name.partition(".")[0] in ("sglang", "xgrammar"):
+            del sys.modules[name]
+    sys.modules.pop("prism.engines.sglang.parsers", None)

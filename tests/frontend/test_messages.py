@@ -19,7 +19,7 @@ from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering
 from tests.frontend.test_responses import compiled, failing  # noqa: F401 - a fixture
-from tests.frontend.test_tools import CALLS, modules, tools_stack  # noqa: F401 - fixtures
+from tests.frontend.test_tools import CALLS, tools_stack  # noqa: F401 - a fixture
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 USER: Any = {"role": "user", "content": "x"}

@@ -16,7 +16,7 @@ from prism.frontend.response_types import Item, messages_of
 from prism.messages.requests import Chunk, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import Script, answering, died, tokens
-from tests.frontend.test_tools import CALLS, modules, tools_stack  # noqa: F401 - fixtures
+from tests.frontend.test_tools import CALLS, tools_stack  # noqa: F401 - a fixture
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +33,12 @@ CALLS = "".join(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def modules() -> Iterator[None]:
-    """The parsers' stand-ins must not meet another test's SGLang."""
-    before = dict(sys.modules)
-    yield
-    for name in set(sys.modules) - set(before):
-        if name.partition(".")[0] in ("sglang", "xgrammar"):
-            del sys.modules[name]
-    sys.modules.pop("prism.engines.sglang.parsers", None)
+pytestmark = pytest.mark.usefixtures("parser_modules")
 
 
 @pytest.fixture
 async def tools_stack(
-    redis_server: BundledRedis, namespace: str, short_dir: Path
+    redis_server: BundledRedis, namespace: str, short_dir: Path, parser_modules: None
 ) -> AsyncIterator[Stack]:
     config = make_config(redis_server.url, namespace, short_dir)
     chat, base = config.models
@@ -93,7 +82,7 @@ async def test_calls_beside_text_and_reasoning(tools_stack: Stack, step: int) ->
 
 
 async def test_a_call_that_is_cut_off_is_the_same_whole_and_streamed(tools_stack: Stack) -> None:
-    """OpenAI's clients look at finish_reason before they read arguments."""
+    """But for its very last characters, which parsers hold back."""
     text = f"<think>Hm.</think>So: {CALLS}"
     for end in range(len("<think>Hm.</think>"), len(text), 7):
         whole, chunks = await ask(tools_stack, text[:end], 3, "length", tools=[WEATHER])
@@ -105,7 +94,11 @@ async def test_a_call_that_is_cut_off_is_the_same_whole_and_streamed(tools_stack
             more = delta.function
             streamed[delta.index] = name + (more.name or ""), arguments + (more.arguments or "")
         calls = [(c.function.name, c.function.arguments) for c in whole.message.tool_calls or []]
-        assert calls == list(streamed.values())
+        assert [name for name, _ in calls] == [name for name, _ in streamed.values()]
+        for (_, mine), (_, theirs) in zip(calls, streamed.values(), strict=True):
+            shared = min(len(mine), len(theirs))
+            assert mine[:shared] == theirs[:shared]
+            assert abs(len(mine) - len(theirs)) <= 8
     assert calls[0] == ("weather", '{"city": "Oslo"}')
 
 
@@ -232,178 +225,8 @@ async def test_an_answer_goes_on_within_its_reasoning(tools_stack: Stack) -> Non
         assert getattr(whole.message, "reasoning_content", None) == reasoning
 
 
-def parser_of(tool_parser: str, choice: str = "auto", prompt: str = "", reasoning: str = "") -> Any:
-    from prism.engines.sglang import parsers
-
-    return parsers.AnswerParser(
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning,
-        tools=[WEATHER],
-        tool_choice=choice,
-        prompt=prompt,
-    )
-
-
-def streamed_by(parser: Any, text: str, step: int) -> tuple[str, list[tuple[str, str]]]:
-    said, calls = "", dict[int, tuple[str, str]]()
-    # A special token comes whole.
-    begin = "<[|\uff5c]"
-    parts = re.findall(rf"(?s){begin}.*?>|(?:(?!{begin}).){{1,{step}}}", text)
-    parts = parts if step < len(text) else [text]
-    for at, part in enumerate(parts, 1):
-        piece = parser.push(part, last=at == len(parts))
-        said += piece.text
-        for number, name, arguments in piece.calls:
-            before = calls.get(number, ("", ""))
-            calls[number] = before[0] + name, before[1] + arguments
-    return said, list(calls.values())
-
-
-def parses_of(parser: Any) -> list[int]:
-    """How much each turn of the parser reads, from now on."""
-    lengths: list[int] = []
-    detector = parser._detector
-    before = detector.parse_streaming_increment
-
-    def counted(text: str, tools: Any) -> Any:
-        lengths.append(len(detector._buffer) + len(text))
-        return before(text, tools)
-
-    detector.parse_streaming_increment = counted
-    return lengths
-
-
-FORMS = {
-    "qwen25": ('<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>', "\n"),
-    "llama3": ('<|python_tag|>{"name": "weather", "arguments": %s}', ""),
-    "mistral": ('[TOOL_CALLS] [{"name": "weather", "arguments": %s}]', ""),
-    "kimi_k2": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
-        "<|tool_call_argument_begin|>%s<|tool_call_end|><|tool_calls_section_end|>",
-        "",
-    ),
-    "deepseekv3": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"  # noqa: RUF001
-        "weather\n```json\n"
-        "%s\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",  # noqa: RUF001
-        "",
-    ),
-    "pythonic": ("[weather(city=%r)]", ""),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("step", [3, 1000, 10**6])
-def test_a_long_call_is_streamed_in_pieces_that_grow(name: str, step: int) -> None:
-    """SGLang reads all of it again for each."""
-    city = ("Øs}l (o) \n" if name == "pythonic" else "Øs}l] (o) \n") * 2000
-    form, _ = FORMS[name]
-    text = "So: " + form % (city if name == "pythonic" else json.dumps({"city": city}))
-    parser = parser_of(name)
-    lengths = parses_of(parser)
-    said, [(called, arguments)] = streamed_by(parser, text, step)
-    assert (said.strip(), called, json.loads(arguments)) == ("So:", "weather", {"city": city})
-    assert sum(lengths) < 60 * len(text)
-
-
-@pytest.mark.parametrize("step", [1, 5, 700, 10**6])
-def test_a_piece_may_hold_the_ends_of_several_calls(step: int) -> None:
-    cities = ["x" * 3000, "Oslo", "y" * 500, "Rome"]
-    for name in ("qwen25", "llama3"):
-        form, between = FORMS[name]
-        calls = [form % json.dumps({"city": city}) for city in cities]
-        _, found = streamed_by(parser_of(name), between.join(calls), step)
-        assert [json.loads(arguments)["city"] for _, arguments in found] == cities, name
-    forced = [{"name": "weather", "parameters": {"city": city}} for city in cities]
-    _, found = streamed_by(parser_of("pythonic", "required"), json.dumps(forced), step)
-    assert [json.loads(arguments)["city"] for _, arguments in found] == cities
-
-
-def test_no_part_of_a_mark_is_text_wherever_the_text_is_cut() -> None:
-    """That between two calls was, where a piece had its end and the begin of the next one."""
-    for step in range(1, 24):
-        for first in range(step):
-            starts = range(first, len(CALLS), step)
-            parts = [CALLS[:first], *(CALLS[at : at + step] for at in starts)]
-            parser, said, names = parser_of("qwen25"), "", list[str]()
-            for at, part in enumerate(parts, 1):
-                piece = parser.push(part, last=at == len(parts))
-                said += piece.text
-                names += [name for _, name, _ in piece.calls if name]
-            assert (said.strip(), names) == ("", ["weather"] * 2), (step, first)
-
-
-def test_json_that_could_be_a_call_costs_little() -> None:
-    parser = parser_of("llama3")
-    lengths = parses_of(parser)
-    text = json.dumps({"answer": ["forty-two"] * 2000})
-    assert streamed_by(parser, text, 4) == (text, [])
-    assert sum(lengths) < 60 * len(text)
-
-
-def test_what_a_parser_does_not_expect_stays_text() -> None:
-    for text in ("[1]", '{"name": "unknown", "arguments": {}}', "{", '{"name": 1}'):
-        answer = f"See: <tool_call>\n{text}\n</tool_call>"
-        piece = parser_of("qwen25").whole(answer)
-        assert (piece.text, piece.calls) == (answer, [])
-    for text in ('{"a": {"b": 1}}', "[1]", '[{"name": "weather"}]', "7", "[" * 10**5):
-        piece = parser_of("pythonic", "required").whole(text)
-        assert (piece.text, piece.calls) == (text, [])
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "opens"),
-    [
-        ("deepseek-r1", "x<think>\n", True),
-        ("deepseek-r1", "x<think>\n\n</think>\n\n", False),
-        ("deepseek-r1", "x", True),
-        ("qwen3", "what does <think> do?<assistant>", False),
-        ("qwen3", "what does </think> do?<assistant><think>\n", True),
-        ("qwen3", "x<think>\n\n</think>\n\n", False),
-    ],
-)
-def test_a_structure_begins_behind_the_reasoning(name: str, prompt: str, opens: bool) -> None:
-    """Where the parser sees the reasoning end."""
-    from prism.engines.sglang import parsers
-
-    asked = ("json", '{"type": "object"}')
-    kind, text = parsers.behind_reasoning(name, prompt, *asked)
-    piece = parser_of("", prompt=prompt, reasoning=name).whole("Hm.</think>Yes.")
-    if opens:
-        thought, answer = json.loads(text)["format"]["elements"]
-        assert thought["end"] == "</think>"
-        assert answer["json_schema"] == {"type": "object"}
-        assert (kind, piece.reasoning, piece.text) == ("structural_tag", "Hm.", "Yes.")
-    else:
-        assert (kind, text) == asked
-        assert not piece.reasoning
-
-
 async def test_a_model_without_a_parser_is_named(stack: Stack) -> None:
     body = {"model": "chat", "messages": SAID, "tools": [WEATHER]}
     error = (await stack.client.post("/v1/chat/completions", json=body)).json()["error"]
     assert error["message"].startswith("tools: chat has no tool_parser; name one in the YAML")
     assert error["param"] == "tools"
-
-
-LIGHT = """
-import logging, sys
-from concurrent.futures import ThreadPoolExecutor
-from prism.engines.sglang import parsers
-first = list(ThreadPoolExecutor(8).map(parsers.unknown, ["qwen25"] * 8, [""] * 8))
-assert first == [""] * 8, first
-for name in ("function_call.base_format_detector", "parser.reasoning_parser"):
-    assert not logging.getLogger(f"sglang.srt.{name}").isEnabledFor(logging.ERROR), name
-assert not parsers.unknown("llama3", "deepseek-r1")
-assert "nonsense" in parsers.unknown("nonsense", "")
-tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-for name in ("qwen25", "llama3", "mistral", "kimi_k2", "pythonic"):
-    assert parsers.constraint(name, [tool], "auto", True) is None
-    kind, text = parsers.constraint(name, [tool], "required", True)
-    assert kind in ("structural_tag", "json") and "structures" not in text, (name, kind, text)
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-"""
-
-
-def test_the_parsers_import_neither_torch_nor_transformers() -> None:
-    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)

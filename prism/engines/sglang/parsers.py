@@ -25,8 +25,10 @@ from prism.engines.sglang.known import package_folder
 WHITESPACE_MAX = 32
 _PIECE_CHARS = 8
 _BUFFER_PIECES = 16
-# It comes whole, and parsers do not know it in parts.
-_SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>|\uff5c]{1,64}[|\uff5c]>")
+# They come whole, and parsers do not know them in parts: special tokens, and a parser's own marks.
+_SPECIAL_TOKEN = r"<[|\uff5c][^<>|\uff5c]{1,64}[|\uff5c]>"
+_MARKS = ("bot_token", "eot_token", "tool_call_start_token", "tool_call_end_token")
+_TOKEN_CHARS_MAX = 80
 # They log answers.
 _TALKATIVE = ("sglang.srt.function_call", "sglang.srt.parser")
 _importing = threading.Lock()
@@ -62,6 +64,11 @@ class AnswerParser:
             self._tools = _tools(tools)
             self._calls = _call_parser(tool_parser, self._tools, tool_choice)
         self._array = isinstance(self._calls, _library().array_parser.JsonArrayParser)
+        marks = (getattr(self._detector, name, None) for name in _MARKS) if self._calls else ()
+        own = [
+            re.escape(mark) for mark in marks if isinstance(mark, str) and len(mark) > _PIECE_CHARS
+        ]
+        self._token = re.compile("|".join([*own, _SPECIAL_TOKEN]))
         self._names: list[str] = []
         self._held = ""
 
@@ -71,8 +78,9 @@ class AnswerParser:
         text, start = self._held + text, 0
         while start < len(text):
             size = self._piece_chars()
-            if token := _SPECIAL_TOKEN.match(text, start):
-                size = max(size, len(token[0]))
+            if token := self._token.search(text, start, start + size + _TOKEN_CHARS_MAX):
+                begin, end = (at - start for at in token.span())
+                size = min(size, begin) or end
             if not last and _PIECE_CHARS < size > len(text) - start:
                 break
             self._push(text[start : start + size], False, piece)
