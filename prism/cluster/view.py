@@ -111,7 +111,7 @@ def _model(
         moving_to=move.devices if move is not None and moving else (),
         replicas_min=spec.replicas_min,
         replicas_max=spec.replicas_max,
-        oldest_wait_s=max((m.oldest_wait_s for _, m in reports), default=0.0),
+        oldest_wait_s=_oldest_wait_s(state, reports, now_s),
         load_s=state.load_s.get(spec.name, 0.0),
     )
 
@@ -134,6 +134,18 @@ def _idle_s(
             since_s = report.time_unix_s - model.last_request_unix_s
             idle_s = min(idle_s, since_s + now_s - state.book.seen_s(device))
     return max(0.0, idle_s)
+
+
+def _oldest_wait_s(
+    state: SchedulerState, reports: list[tuple[str, ModelReport]], now_s: float
+) -> float:
+    """As if nothing had started since the reports."""
+    waits = [
+        model.oldest_wait_s + now_s - state.book.seen_s(device)
+        for device, model in reports
+        if model.waiting
+    ]
+    return max(waits, default=0.0)
 
 
 def _gpu(state: SchedulerState, device: DeviceConfig, models: tuple[ModelView, ...]) -> GpuView:

@@ -8,7 +8,7 @@ from prism.policies import replicas
 from prism.policies.data import ClusterView, ModelView, Settings
 
 A_MOMENT_S = 0.001
-"""Idle times have to exceed their bounds."""
+"""Idle times have to exceed their bounds, and a look must not come at the same time again."""
 
 
 def patience_s(view: ClusterView, settings: Settings) -> float:
@@ -19,7 +19,7 @@ def patience_s(view: ClusterView, settings: Settings) -> float:
     if crowded or any(m.state == "absent" and (m.waiting or m.never_evict) for m in view.models):
         for model in view.models:
             moments += _evictable_in_s(model, settings)
-    return min((moment for moment in moments if moment > 0), default=math.inf)
+    return max(A_MOMENT_S, min((moment for moment in moments if moment > 0), default=math.inf))
 
 
 def _evictable_in_s(model: ModelView, settings: Settings) -> list[float]:

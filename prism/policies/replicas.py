@@ -19,6 +19,9 @@ from prism.policies.data import Activate, Evict, ModelView, Refuse, Settings
 SPARE_PART = 0.5
 """A copy leaves where the others then serve less than this part of what a copy can."""
 
+RATE_LOOK_S = 0.5
+"""A rate may have grown in so long: agents report as often."""
+
 MakeRoom = Callable[[PlanBuilder, ModelView, Collection[Bin], float], Sequence[Bin] | None]
 """Evicts what the part may displace on some of these, where their KVPR then stays below a bound; a
 bin for each part, or None."""
@@ -33,14 +36,13 @@ def saturated(model: ModelView, settings: Settings) -> bool:
 
 
 def saturated_in_s(model: ModelView, settings: Settings) -> float:
-    """Until it is saturated, if its queue lasts."""
+    """Until it is saturated at the earliest, if its queue lasts."""
     least = max(1.0, settings.contended_requests)
     if model.state != "active" or model.waiting < least:
         return math.inf
-    if model.token_rate * model.slo_tpot_s < least:
-        return math.inf
+    enough = model.token_rate * model.slo_tpot_s >= least
     lasts_s = max(model.load_s, model.slo_ttft_s)
-    return max(lasts_s - model.oldest_wait_s, model.owes_s)
+    return max(lasts_s - model.oldest_wait_s, model.owes_s, 0.0 if enough else RATE_LOOK_S)
 
 
 def spare(copies: Sequence[ModelView]) -> bool:
@@ -56,10 +58,11 @@ def spare(copies: Sequence[ModelView]) -> bool:
 
 
 def to_adjust(model: ModelView, copies: int, settings: Settings) -> bool:
-    """Whether `adjust` may have something to do for a model with so many copies."""
+    """Whether `adjust` may have something to do for a model with so many copies, now or soon."""
     if model.state == "active" and copies < model.replicas_min:
         return True
-    return copies > 1 or (copies < model.replicas_max and saturated(model, settings))
+    soon = saturated_in_s(model, settings) < math.inf
+    return copies > 1 or (copies < model.replicas_max and soon)
 
 
 def adjust(builder: PlanBuilder, make_room: MakeRoom) -> None:
