@@ -99,8 +99,7 @@ class World:
         self._left_out: set[int] = set()
         # by index, models that had requests since tokens were counted last, since the last sample
         self._growing, self._held = dict[int, SimModel](), dict[int, SimModel]()
-        self._next, self._requests = 0, len(work)
-        self._wake_due = False
+        self._next, self._requests, self._wake_due = 0, len(work), False
         # what changes without an event, as idle times do
         self._look = Alarm(self.kernel, self._tick)
         self.progress: Callable[[int, int], None] | None = None

@@ -77,6 +77,16 @@ def test_a_device_without_report_is_not_alive() -> None:
     assert gpus["host:1"].capacity_bytes == CAPACITY
 
 
+def test_a_queue_is_older_than_its_last_report_said() -> None:
+    state = make_state()
+    queue = ModelReport("a", "active", waiting=2, oldest_wait_s=3.0)
+    seen(state, report("host:0", queue, ModelReport("b", "active")))
+    state.placement = {"a": ("host:0",), "b": ("host:0",)}
+    models, _ = look(state, now_s=100.4)
+    assert models["a"].oldest_wait_s == pytest.approx(3.4)
+    assert models["b"].oldest_wait_s == 0.0
+
+
 def test_an_activation_on_its_way_takes_memory_and_an_engine_once() -> None:
     state = make_state()
     seen(state, report("host:0"), report("host:1"))

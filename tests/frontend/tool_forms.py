@@ -1,59 +1,135 @@
 """A call of each of SGLang's tool parsers, as its model writes it."""
 
-# ruff: noqa: RUF001, E501
+# ruff: noqa: RUF001
 
-JSON = '{"city": "Oslo"}'
-_NAMED = '{"name": "weather", "arguments": {"city": "Oslo"}}'
-_FUNCTION = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
-_PAIRS = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>"
-_QWEN = f"<tool_call>\n{_NAMED}\n</tool_call>"
-_DSML = (
-    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
-    '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
-)
 FORMS = {
     "apertus2509": '<|tools_prefix|>[{"weather": {"city": "Oslo"}}]<|tools_suffix|>',
-    "cohere_command4": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Oslo"}}]<|END_ACTION|>',
-    "deepseekv3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseekv31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseekv32": _DSML,
-    "deepseekv4": _DSML.replace("function_calls", "tool_calls"),
-    "dots": f"<dots_function_call>{_NAMED}</dots_function_call>",
+    "cohere_command4": (
+        "<|START_ACTION|>"
+        '[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Oslo"}}]'
+        "<|END_ACTION|>"
+    ),
+    "deepseekv3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        '{"city": "Oslo"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "deepseekv31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+        '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "deepseekv32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    ),
+    "deepseekv4": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    ),
+    "dots": (
+        "<dots_function_call>"
+        '{"name": "weather", "arguments": {"city": "Oslo"}}</dots_function_call>'
+    ),
     "gemma4": '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>',
-    "gigachat3": f'<|function_call|>{{"name": "weather", "arguments": {JSON}}}',
-    "gigachat35": '<｜GCML｜tool_calls>\n<｜GCML｜invoke name="weather">\n<｜GCML｜parameter name="city" string="true">Oslo</｜GCML｜parameter>\n</｜GCML｜invoke>\n</｜GCML｜tool_calls>',
-    "glm": _PAIRS,
-    "glm45": _PAIRS,
+    "gigachat3": '<|function_call|>{"name": "weather", "arguments": {"city": "Oslo"}}',
+    "gigachat35": (
+        '<｜GCML｜tool_calls>\n<｜GCML｜invoke name="weather">\n'
+        '<｜GCML｜parameter name="city" string="true">Oslo</｜GCML｜parameter>\n'
+        "</｜GCML｜invoke>\n</｜GCML｜tool_calls>"
+    ),
+    "glm": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>"
+    ),
+    "glm45": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>"
+    ),
     "glm47": "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>",
-    "gpt-oss": f"<|start|>assistant<|channel|>commentary to=functions.weather<|constrain|>json<|message|>{JSON}<|call|>",
-    "hermes": _QWEN,
-    "hunyuan": "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>\n</tool_calls>",
-    "inkling": f'<|message_model|>weather<|content_invoke_tool_json|>{{"name":"weather","args":{JSON}}}<|end_message|>',
-    "interns1": f'<|action_start|> <|plugin|>\n{{"name": "weather", "parameters": {JSON}}}<|action_end|>',
-    "iquest_q1": "<iquest_tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</iquest_tool_call>",
-    "k2_horizon": f"<ifm|tool_calls><ifm|tool_call>{_NAMED}</ifm|tool_call></ifm|tool_calls>",
-    "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>",
-    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Oslo<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+    "gpt-oss": (
+        "<|start|>assistant<|channel|>commentary to=functions.weather<|constrain|>"
+        'json<|message|>{"city": "Oslo"}<|call|>'
+    ),
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "hunyuan": (
+        "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>"
+        "Oslo</arg_value>\n</tool_call>\n</tool_calls>"
+    ),
+    "inkling": (
+        "<|message_model|>weather<|content_invoke_tool_json|>"
+        '{"name":"weather","args":{"city": "Oslo"}}<|end_message|>'
+    ),
+    "interns1": (
+        "<|action_start|> <|plugin|>\n"
+        '{"name": "weather", "parameters": {"city": "Oslo"}}<|action_end|>'
+    ),
+    "iquest_q1": (
+        "<iquest_tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>"
+        "\n</iquest_tool_call>"
+    ),
+    "k2_horizon": (
+        "<ifm|tool_calls><ifm|tool_call>"
+        '{"name": "weather", "arguments": {"city": "Oslo"}}</ifm|tool_call>'
+        "</ifm|tool_calls>"
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>"
+        'functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>'
+        "<|tool_calls_section_end|>"
+    ),
+    "kimi_k3": (
+        '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>'
+        'argument key="city" type="string"<|sep|>Oslo<|close|>argument<|sep|><|close|>'
+        "call<|sep|><|close|>tools<|sep|>"
+    ),
     "lfm2": '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>',
-    "ling3": _PAIRS,
-    "llama3": f"<|python_tag|>{_NAMED}",
-    "mimo": _FUNCTION.replace("\nOslo\n", "Oslo"),
+    "ling3": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>"
+    ),
+    "llama3": '<|python_tag|>{"name": "weather", "arguments": {"city": "Oslo"}}',
+    "mimo": (
+        "<tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n</function>\n"
+        "</tool_call>"
+    ),
     "minicpm5": '<function name="weather"><param name="city">Oslo</param></function>',
-    "minimax-m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n</invoke>\n</minimax:tool_call>',
-    "minimax-m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="weather">]<]minimax[>[<city>Oslo]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>',
-    "mistral": f"[TOOL_CALLS] [{_NAMED}]",
-    "muse": 'to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n<atem:parameter name="city">Oslo</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
-    "nanbeige": _FUNCTION,
-    "poolside_v1": _PAIRS,
+    "minimax-m2": (
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">'
+        "Oslo</parameter>\n</invoke>\n</minimax:tool_call>"
+    ),
+    "minimax-m3": (
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="weather">]<]minimax[>'
+        "[<city>Oslo]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>"
+    ),
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}}]',
+    "muse": (
+        'to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n'
+        '<atem:parameter name="city">Oslo</atem:parameter>\n</atem:invoke>\n'
+        "</atem:function_calls>"
+    ),
+    "nanbeige": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
+    "poolside_v1": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>"
+    ),
     "pythonic": '[weather(city="Oslo")]',
-    "qwen": _QWEN,
-    "qwen25": _QWEN,
-    "qwen3_coder": _FUNCTION,
+    "qwen": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "qwen25": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
     "spark25": "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>",
-    "step3": '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n<steptml:parameter name="city">Oslo</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>',
-    "step3p5": _FUNCTION,
-    "trinity": _QWEN,
+    "step3": (
+        "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+        '<steptml:invoke name="weather">\n<steptml:parameter name="city">'
+        "Oslo</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>"
+    ),
+    "step3p5": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
+    "trinity": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
 }
-# DeepSeek-V4.1's tags are those of V4 with spaces; Beam and response templates come with a model's files.
+# DeepSeek-V4.1's tags are those of V4 with spaces; Beam's and response templates come with a model.
 UNFORMED = {"deepseekv41", "beam", "response_template"}
