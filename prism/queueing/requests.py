@@ -352,13 +352,10 @@ class RequestQueue:
             raise asyncio.CancelledError
         return value
 
-    async def _read_streams(
-        self, cursors: Mapping[str, str], block_s: float, count: int
-    ) -> list[Row]:
+    async def _read_streams(self, cursors: dict[Any, Any], block_s: float, count: int) -> list[Row]:
         """Of each stream what comes after its cursor."""
         block_ms = max(1, _ms(min(block_s, _BLOCK_MAX_S))) if block_s > 0 else None
-        streams: dict[Any, Any] = dict(cursors)
-        answer = await self._call(self._redis.xread(streams, count=count, block=block_ms))
+        answer = await self._call(self._redis.xread(cursors, count=count, block=block_ms))
         return [
             (_text(key), _text(entry), fields)
             for key, entries in answer or ()

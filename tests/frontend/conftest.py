@@ -115,4 +115,5 @@ def parser_modules() -> Iterator[None]:
     for name in set(sys.modules) - set(before):
         if name.partition(".")[0] in ("sglang", "xgrammar"):
             del sys.modules[name]
-    sys.modules.pop("prism.engines.sglang.parsers", None)
+    for name in ("parsers", "parser_library"):
+        sys.modules.pop(f"prism.engines.sglang.{name}", None)

@@ -64,7 +64,7 @@ def sglangs(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """What its own parser says of these."""
     from prism.engines.sglang import parsers
 
-    parser = parsers._library().calls.FunctionCallParser(parsers._tools([WEATHER]), name)
+    parser = parsers.library().calls.FunctionCallParser(parsers._tools([WEATHER]), name)
     found = [*map(parser.parse_stream_chunk, pieces), parser.parse_stream_end()]
     calls = list[tuple[str, str]]()
     for item in (item for _, items in found for item in items):
@@ -77,7 +77,7 @@ def sglangs(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
 def known() -> set[str]:
     from prism.engines.sglang import parsers
 
-    return set(parsers._library().calls.FunctionCallParser.ToolCallParserEnum)
+    return set(parsers.library().calls.FunctionCallParser.ToolCallParserEnum)
 
 
 def test_each_parser_has_a_form() -> None:

@@ -1,25 +1,17 @@
 """SGLang's parsers of answers: tool calls and reasoning, in each model's own format.
 
-They are pure text, but SGLang's package takes 6 s and 400 MB to import, with torch. A frontend
-needs neither: the parsers' modules are imported below empty packages, with stand-ins for the few
-names that they only mention (`_stand_ins`).
+They are pure text; `parser_library.py` imports them without the rest.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import logging
 import re
-import sys
-import threading
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-from prism.engines.sglang.known import package_folder
+from prism.engines.sglang.parser_library import library
 
 # Characters in a row between two parts of JSON. Without a bound small models write nothing else.
 WHITESPACE_MAX = 32
@@ -29,9 +21,6 @@ _BUFFER_PIECES = 16
 _SPECIAL_TOKEN = r"<[|\uff5c][^<>|\uff5c]{1,64}[|\uff5c]>"
 _MARKS = ("bot_token", "eot_token", "tool_call_start_token", "tool_call_end_token")
 _TOKEN_CHARS_MAX = 80
-# They log answers.
-_TALKATIVE = ("sglang.srt.function_call", "sglang.srt.parser")
-_importing = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -63,7 +52,7 @@ class AnswerParser:
         if tools and tool_parser:
             self._tools = _tools(tools)
             self._calls = _call_parser(tool_parser, self._tools, tool_choice)
-        self._array = isinstance(self._calls, _library().array_parser.JsonArrayParser)
+        self._array = isinstance(self._calls, library().array_parser.JsonArrayParser)
         marks = (getattr(self._detector, name, None) for name in _MARKS) if self._calls else ()
         own = [
             re.escape(mark) for mark in marks if isinstance(mark, str) and len(mark) > _PIECE_CHARS
@@ -190,7 +179,7 @@ def constraint(
     follow the schemas of tools that are strict, and are objects in any case. A tool that is named
     is called once."""
     parallel = parallel and not isinstance(tool_choice, dict)
-    parser = _library().calls.FunctionCallParser(
+    parser = library().calls.FunctionCallParser(
         _tools(tools), tool_parser, tool_choice=_choice(tool_choice)
     )
     found = parser.get_structure_constraint(_choice(tool_choice), parallel)
@@ -222,7 +211,7 @@ def _tighten(form: Any) -> None:
 def detect(template: str, tokenizer: Any) -> tuple[str, str]:
     """(tool parser, reasoning parser) that fit a chat template and the vocabulary (`get_vocab`) of
     its model; "" where none is known."""
-    detection = _library().detection
+    detection = library().detection
     force, config = detection.detect_reasoning_pattern(template)
     tool = detection.detect_tool_call_parser(template, tokenizer, config, force)
     reasoning = detection.detect_reasoning_parser(template, tokenizer, config, force)
@@ -231,10 +220,10 @@ def detect(template: str, tokenizer: Any) -> tuple[str, str]:
 
 def unknown(tool_parser: str, reasoning_parser: str) -> str:
     """What is wrong with the names that a configuration gives; "": nothing."""
-    library = _library()
+    found = library()
     known = {
-        "tool_parser": (tool_parser, library.calls.FunctionCallParser.ToolCallParserEnum),
-        "reasoning_parser": (reasoning_parser, library.reasoning.ReasoningParser.DetectorMap),
+        "tool_parser": (tool_parser, found.calls.FunctionCallParser.ToolCallParserEnum),
+        "reasoning_parser": (reasoning_parser, found.reasoning.ReasoningParser.DetectorMap),
     }
     for key, (name, names) in known.items():
         if name and name not in names:
@@ -244,7 +233,7 @@ def unknown(tool_parser: str, reasoning_parser: str) -> str:
 
 def _reasoner(name: str, prompt: str) -> Any:
     """None where the prompt has closed the reasoning, and the parser would wait for its end."""
-    parser = _library().reasoning.ReasoningParser
+    parser = library().reasoning.ReasoningParser
     made = parser(name, stream_reasoning=True)
     start, end = _marks(made)
     prompt = prompt.rstrip()
@@ -269,7 +258,7 @@ def _marks(parser: Any) -> tuple[str, str]:
 
 def through_mark(reasoning_parser: str, begun: str) -> str:
     """Of an answer that goes on: to where its reasoning last began or ended, if it did."""
-    marks = _marks(_library().reasoning.ReasoningParser(reasoning_parser))
+    marks = _marks(library().reasoning.ReasoningParser(reasoning_parser))
     ends = [begun.rfind(mark) + len(mark) for mark in marks if mark and mark in begun]
     return begun[: max(ends)] if ends else begun
 
@@ -299,21 +288,21 @@ def _as_form(kind: str, text: str) -> Any:
 
 
 def _call_parser(name: str, tools: list[Any], tool_choice: Any) -> Any:
-    library = _library()
+    found = library()
     choice = _choice(tool_choice)
-    made = library.calls.FunctionCallParser(tools, name, tool_choice=choice)
+    made = found.calls.FunctionCallParser(tools, name, tool_choice=choice)
     if choice == "auto" or made.owns_tool_format():
         return made
-    return library.array_parser.JsonArrayParser()
+    return found.array_parser.JsonArrayParser()
 
 
 def _tools(tools: Sequence[dict[str, Any]]) -> list[Any]:
-    return [_library().protocol.Tool.model_validate(tool) for tool in tools]
+    return [library().protocol.Tool.model_validate(tool) for tool in tools]
 
 
 def _choice(value: Any) -> Any:
     if isinstance(value, dict):
-        return _library().protocol.ToolChoice.model_validate(value)
+        return library().protocol.ToolChoice.model_validate(value)
     return value or "auto"
 
 
@@ -334,68 +323,3 @@ def _new_form(tag: dict[str, Any], parallel: bool) -> dict[str, Any]:
     form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
     ends = {"at_least_one": at_least_one, "stop_after_first": not parallel}
     return {"type": "structural_tag", "format": {**form, **ends}}
-
-
-def _library() -> types.SimpleNamespace:
-    """SGLang's modules. For any thread: they are imported by the first that asks."""
-    with _importing:
-        return _imported()
-
-
-@lru_cache(maxsize=1)
-def _imported() -> types.SimpleNamespace:
-    """As they are where the package is imported already."""
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    stand_ins = {} if "sglang" in sys.modules else _stand_ins()
-    sys.modules.update(stand_ins)
-    try:
-        names = {
-            "calls": "sglang.srt.function_call.function_call_parser",
-            "array_parser": "sglang.srt.function_call.json_array_parser",
-            "protocol": "sglang.srt.entrypoints.openai.protocol",
-            "reasoning": "sglang.srt.parser.reasoning_parser",
-            "detection": "sglang.srt.parser.template_detection",
-        }
-        return types.SimpleNamespace(**{k: importlib.import_module(n) for k, n in names.items()})
-    finally:
-        # What is not SGLang's own may be wanted whole by others.
-        for name in stand_ins:
-            if not name.startswith("sglang"):
-                sys.modules.pop(name, None)
-
-
-def _stand_ins() -> dict[str, types.ModuleType]:
-    package = _empty("sglang", [str(package_folder("sglang"))])
-    xgrammar = _empty("xgrammar", [str(package_folder("xgrammar"))])
-    sys.modules["xgrammar"] = xgrammar
-    try:
-        tags = importlib.import_module("xgrammar.structural_tag")
-        models = importlib.import_module("xgrammar.builtin_structural_tag")
-    finally:
-        del sys.modules["xgrammar"]
-    xgrammar.__dict__["StructuralTag"] = tags.StructuralTag
-    xgrammar.__dict__["get_model_structural_tag"] = models.get_model_structural_tag
-    groups = "sglang.srt.arg_groups"
-    overrides = {"declare_resolution": None, "resolving_view": None}
-    hook = {"muse_spark_chat_template_default": None}
-    return {
-        "sglang": package,
-        "xgrammar": xgrammar,
-        "transformers": _empty("transformers", [], PreTrainedTokenizerBase=object),
-        "sglang.utils": _empty("sglang.utils", [], convert_json_schema_to_str=_schema_text),
-        groups: _empty(groups, []),
-        f"{groups}.overrides": _empty(f"{groups}.overrides", [], **overrides),
-        f"{groups}.muse_spark_hook": _empty(f"{groups}.muse_spark_hook", [], **hook),
-    }
-
-
-def _empty(name: str, path: Sequence[str], **names: Any) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__path__ = list(path)
-    module.__dict__.update(names)
-    return module
-
-
-def _schema_text(schema: Any) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema)
