@@ -6,7 +6,7 @@ import asyncio
 
 from prism.queueing import RequestQueue
 from tests.queueing.requests import request
-from tests.queueing.test_requests import DEVICE, OTHER, TTL_S, entries, queue, waiting  # noqa: F401
+from tests.queueing.test_requests import DEVICE, OTHER, TTL_S, entries, waiting
 
 
 async def test_of_several_copies_the_one_with_least_to_do_gets_a_request(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -18,13 +17,6 @@ from tests.queueing.requests import request
 
 DEVICE, OTHER = "host:0", "host:1"
 TTL_S = 30.0
-
-
-@pytest.fixture
-async def queue(redis_server: BundledRedis, namespace: str) -> AsyncIterator[RequestQueue]:
-    queue = RequestQueue.connect(redis_server.url, namespace)
-    yield queue
-    await queue.close()
 
 
 async def waiting(queue: RequestQueue, device: str) -> list[str]:
