@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
-import pytest
-
-from prism.messages.requests import Chunk, KeptAnswer
-from prism.queueing import BundledRedis, RequestQueue
-
-
-@pytest.fixture
-async def queue(redis_server: BundledRedis, namespace: str) -> AsyncIterator[RequestQueue]:
-    made = RequestQueue.connect(redis_server.url, namespace)
-    yield made
-    await made.close()
-
-
-def kept(size: int = 1) -> KeptAnswer:
-    return KeptAnswer("f", "cmpl-1", 1.0, [Chunk("", 1, 0, [1 << 20] * size, "stop")])
+from prism.messages.requests import KeptAnswer
+from prism.queueing import RequestQueue
 
 
 async def test_one_frontend_computes_an_answer_and_all_find_it(queue: RequestQueue) -> None:
