@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from prism.messages.requests import KeptAnswer
+from prism.messages.requests import Chunk, KeptAnswer
 from prism.queueing import RequestQueue
+
+
+def kept(size: int = 1) -> KeptAnswer:
+    return KeptAnswer("f", "cmpl-1", 1.0, [Chunk("", 1, 0, [1 << 20] * size, "stop")])
 
 
 async def test_one_frontend_computes_an_answer_and_all_find_it(queue: RequestQueue) -> None:
