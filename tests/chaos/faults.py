@@ -242,6 +242,10 @@ class Striker:
             yield client
 
 
+# Keys that are there from their first use on, bounded each.
+_COME_WITH_USE = ("malformed", "queue:", "left:")
+
+
 def census(cluster: Cluster, striker: Striker) -> dict[str, object]:
     """What must be the same before and after, while nobody asks for anything and caches are
     empty."""
@@ -260,7 +264,7 @@ def census(cluster: Cluster, striker: Striker) -> dict[str, object]:
         "processes": Counter(parts(cluster).values()),
         "models": sorted(m["model"] for agent in agents for m in agent["models"]),
         "reserved bytes": sum(agent["reserved_bytes"] for agent in agents),
-        "keys": [_unnumbered(k) for k in keys if k != "malformed" and not k.startswith("queue:")],
+        "keys": [_unnumbered(k) for k in keys if not k.startswith(_COME_WITH_USE)],
         "requests": open_requests + waiting,
         # without the weight store, which is a cache
         "segments": sorted(

@@ -234,6 +234,14 @@ def run_supervisor(supervisor: Supervisor, from_s: float, to_s: float, step_s: f
         now_s += step_s
 
 
+def watch_until_said(supervisor: Supervisor, said: list[str], from_s: float, to_s: float) -> None:
+    """No further: a killed process may be gone at the next look."""
+    now_s = from_s
+    while not said and now_s <= to_s:
+        supervisor.watch(now_s)
+        now_s += 0.2
+
+
 def test_one_that_hangs_is_killed_and_started_again(make: Make) -> None:
     hung, well = make("hung", BEATING), make("well", BEATING)
     supervisor, said = settled([[hung], [well]], hang_s=HANG_S)
@@ -243,10 +251,7 @@ def test_one_that_hangs_is_killed_and_started_again(make: Make) -> None:
     assert hung.running()
     beats = well.beats()
     until(lambda: well.beats() > beats)
-    now_s = 4.2
-    while not said and now_s < 6:  # not further: a killed process may be gone at the next look
-        supervisor.watch(now_s)
-        now_s += 0.2
+    watch_until_said(supervisor, said, 4.2, 6)
     assert said == ["hung did not answer for 5 s and was killed"]
     until(lambda: not hung.running())
     supervisor.watch(10)
@@ -262,7 +267,7 @@ def test_a_thread_beside_a_hanging_loop_does_not_count(make: Make) -> None:
     child = make("loop", HANGING)
     supervisor, said = settled([[child]])
     until(lambda: is_up(child))
-    run_supervisor(supervisor, 0, 6, 0.2)
+    watch_until_said(supervisor, said, 0, 6)
     assert said == ["loop did not answer for 5 s and was killed"]
 
 
@@ -286,7 +291,7 @@ def test_imports_before_the_first_beat_may_take_longer(make: Make) -> None:
     supervisor, said = settled([[child]])
     run_supervisor(supervisor, 0, 299, 0.5)
     assert said == []
-    run_supervisor(supervisor, 299.5, 302, 0.5)
+    watch_until_said(supervisor, said, 299.5, 302)
     assert said == ["slow did not answer for 300 s and was killed"]
 
 
