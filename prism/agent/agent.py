@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 from collections.abc import Coroutine, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from uuid import uuid4
 
 import zmq.asyncio
 
-from kvcached import Device, KvcachedError
+from kvcached import Device, KvcachedError, WeightKey
 from prism.agent.activations import TraceFile, trace_path
 from prism.agent.admission import EngineViews
 from prism.agent.effects import AgentEffects
@@ -39,6 +40,7 @@ from prism.engines.process import load_adapter
 from prism.engines.weight_store import open_store
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.agent import ActionResult, AgentReport
+from prism.messages.models import ModelSpec
 from prism.process import Turns
 from prism.queueing import RequestQueue
 from prism.scheduler.journal import QueueJournal, open_journal
@@ -81,7 +83,7 @@ class Agent:
         self._stop = asyncio.Event()
         self._limits = Limits(prefill_chunk_tokens=config.engine.prefill_chunk_tokens)
         self._state = DeviceState(
-            EnginePool(device, place.engines, place.sm_percent),
+            EnginePool(device, place.engines, place.sm_percent, config.adapters_on(device)),
             self._timing,
             requests=RequestTable(self._local_scheduler()),
         )
@@ -147,8 +149,7 @@ class Agent:
         """The model's way."""
         config = self._config
         self._reporter = Reporter(self._orders, self._report, config.report_interval_s)
-        weight_key = partial(load_adapter(config.engine.adapter).weight_key, device=self._name)
-        self._prefetcher = Prefetcher(open_store(config), weight_key, self._reporter.answer)
+        self._prefetcher = Prefetcher(open_store(config), self._weight_key, self._reporter.answer)
         self._trace = TraceFile(trace_path(config, self._name), self._name)
         effects = AgentEffects(
             device=self._device,
@@ -170,9 +171,12 @@ class Agent:
             slack_bytes=config.engine.memory_slack_bytes,
             replace=self._lifecycle.replace,
         )
-        self._fork_server = ForkServerSupervisor(
-            self._state, self._lifecycle, self._start_fork_server
-        )
+        self._fork_servers = [
+            ForkServerSupervisor(
+                self._state, self._lifecycle, partial(self._start_fork_server, adapter), adapter
+            )
+            for adapter in self._state.pool.adapters
+        ]
         self._cancels = CancelInbox(
             self._context,
             config.agent_cancel_endpoint(self._name),
@@ -235,13 +239,15 @@ class Agent:
             self._tick(),
         )
         # These wait for others, for as long as nothing comes.
-        waiting = (engines.run(), orders.run(), self._cancels.run(), self._fork_server.run())
+        waiting = [engines.run(), orders.run(), self._cancels.run()]
+        waiting += [fork_server.run() for fork_server in self._fork_servers]
         return [*map(turns.of, turning), *waiting, self._sweep()]
 
     async def _tick(self) -> None:
         while True:
             self._lifecycle.tick()
-            self._fork_server.tick()
+            for fork_server in self._fork_servers:
+                fork_server.tick()
             self._reclaimer.tick()
             self._prefetcher.tick()
             given_up = self._orphans.given_up(self._state.requests.waiting_counts())
@@ -283,7 +289,7 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._serving.end_all("the agent of this device stops")
         self._prefetcher.stop()
-        await self._fork_server.stop()
+        await asyncio.gather(*(fork_server.stop() for fork_server in self._fork_servers))
         self._leave_device()
         await self._leave_queue()
         if self._drain_action is not None:
@@ -342,10 +348,16 @@ class Agent:
             gpu=self._watch.memory,
         )
 
-    def _start_fork_server(self) -> Coroutine[Any, Any, ForkServerClient]:
+    def _start_fork_server(self, adapter: str) -> Coroutine[Any, Any, ForkServerClient]:
         config, name = self._config, self._name
-        preloaded = config.preloaded_path(name) if config.preloaded else None
-        return ForkServerClient.start(config.engine.adapter, self._config_path, name, preloaded)
+        preloaded = config.preloaded_path(name, adapter) if config.preloaded else None
+        python = config.engine.python.get(adapter, sys.executable)
+        return ForkServerClient.start(adapter, self._config_path, name, preloaded, python)
+
+    def _weight_key(self, content: str, spec: ModelSpec, ranks: int) -> WeightKey:
+        adapter = load_adapter(self._config.adapter_of(spec))
+        key: WeightKey = adapter.weight_key(content, spec, ranks=ranks, device=self._name)
+        return key
 
     def _restore(self) -> None:
         self._frontends.forgive()

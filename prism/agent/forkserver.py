@@ -17,7 +17,7 @@ import msgspec
 
 from prism.agent.forked import ForkedProcess
 from prism.agent.lifecycle import Lifecycle
-from prism.agent.pool import EngineState
+from prism.agent.pool import EngineProcess, EngineState
 from prism.agent.state import DeviceState
 from prism.errors import EngineError
 from prism.messages import MALFORMED_ERRORS
@@ -46,14 +46,19 @@ class ForkServerClient:
 
     @classmethod
     async def start(
-        cls, adapter: str, config_path: Path, device: str, preloaded: Path | None = None
+        cls,
+        adapter: str,
+        config_path: Path,
+        device: str,
+        preloaded: Path | None = None,
+        python: str = sys.executable,
     ) -> ForkServerClient:
         """`ForkServerReady` is its first event. `preloaded`: the socket of what forks it, which is
-        waited for; None: it imports by itself."""
+        waited for; None: it imports by itself, in `python`."""
         if preloaded is not None:
             return cls(await ForkedProcess.start(preloaded))
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            python,
             "-m",
             "prism.engines.forkserver",
             "--adapter",
@@ -115,14 +120,17 @@ Start = Callable[[], Coroutine[Any, Any, ForkServerClient]]
 
 
 class ForkServerSupervisor:
-    """A fork server that ends is started again; engines that end are replaced. One that hangs is
-    ended when it is needed: the engines that it has forked do without it.
+    """One adapter's fork server. One that ends is started again; engines that end are replaced. One
+    that hangs is ended when it is needed: the engines that it has forked do without it.
 
     Raises EngineError from `run` when it ends STARTS_MAX times in a row before it is ready.
     """
 
-    def __init__(self, state: DeviceState, lifecycle: Lifecycle, start: Start) -> None:
+    def __init__(
+        self, state: DeviceState, lifecycle: Lifecycle, start: Start, adapter: str = ""
+    ) -> None:
         self._pool = state.pool
+        self._adapter = adapter or state.pool.adapters[0]
         self._timing = state.timing
         self._now_s = state.now_s
         self._lifecycle = lifecycle
@@ -141,7 +149,7 @@ class ForkServerSupervisor:
             was_ready = await self._follow(self._client)
             await self._client.stop(self._timing.fork_server_stop_s)
             failures = 0 if was_ready else failures + 1
-            for engine in self._pool:
+            for engine in self._engines():
                 engine.ended = True  # engines die with their fork server
                 self._lifecycle.engine_died(engine.id, "the fork server ended", by_request=False)
             await asyncio.sleep(self._timing.fork_retry_s)
@@ -160,9 +168,9 @@ class ForkServerSupervisor:
     def _take(self, event: FromForkServer) -> None:
         match event:
             case ForkServerReady(import_s=import_s):
-                log.info("the fork server is ready after %.1f s of imports", import_s)
+                log.info("the fork server of %s is ready after %.1f s", self._adapter, import_s)
                 self._ready = True
-                self._lifecycle.import_s = import_s
+                self._lifecycle.import_s = max(import_s, self._lifecycle.import_s)
                 self.tick()
             case EngineForked(engine_id=engine_id, pid=pid):
                 self._forked(engine_id, pid)
@@ -201,13 +209,16 @@ class ForkServerSupervisor:
         self._end_if_hung()
         if not self._ready or self._client is None or self._now_s() < self._fork_at_s:
             return
-        while self._pool.is_short:
-            engine = self._pool.create(self._now_s(), self._lifecycle.peers_wanted())
-            self._client.fork(ForkEngine(engine.id, engine.sm_percent, engine.peers))
+        while self._pool.is_short and (kind := self._lifecycle.wanted(self._adapter)) is not None:
+            engine = self._pool.create(self._now_s(), kind)
+            self._client.fork(ForkEngine(engine.id, engine.sm_percent, kind.peers))
+
+    def _engines(self) -> list[EngineProcess]:
+        return [engine for engine in self._pool if engine.kind.adapter == self._adapter]
 
     def _end_if_hung(self) -> None:
         now_s = self._now_s()
-        unforked = [now_s - engine.seen_s for engine in self._pool if not engine.pid]
+        unforked = [now_s - engine.seen_s for engine in self._engines() if not engine.pid]
         too_late = max(unforked, default=0.0) > self._timing.fork_answer_s
         if not self._ready:
             too_late = now_s - self._started_s > self._timing.fork_ready_s

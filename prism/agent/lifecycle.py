@@ -9,7 +9,7 @@ import logging
 from typing import Protocol
 
 from prism.agent.activations import ActivationRecord, Fingerprints, stages_of
-from prism.agent.pool import EngineProcess, EngineState
+from prism.agent.pool import EngineKind, EngineProcess, EngineState
 from prism.agent.state import DeviceState, HostedModel, ModelState
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel
 from prism.messages.engine import (
@@ -323,7 +323,7 @@ class Lifecycle:
 
     def _place(self, hosted: HostedModel) -> None:
         """On a free engine; without one, as soon as one that starts is ready."""
-        engine = self._pool.free(hosted.peers, hosted.needs_fresh)
+        engine = self._pool.free(self._kind_for(hosted), hosted.needs_fresh)
         if engine is None:
             self._wait_or_fail(hosted)
             return
@@ -357,16 +357,29 @@ class Lifecycle:
         self._effects.kill(engine)
         self._effects.changed()
 
-    def peers_wanted(self) -> tuple[str, ...]:
-        """Those of the next engine to fork: what a model waits for that none on its way suits."""
-        coming = [e.peers for e in self._pool if e.state is EngineState.STARTING]
+    def wanted(self, adapter: str = "") -> EngineKind | None:
+        """The next engine to fork of this adapter (empty: the first one); None: the pool's next one
+        is another's. First come those that a model waits for, and none on its way suits."""
+        plain = self._pool.kind(adapter)
+        missing = self._missing()
+        if missing:
+            return next((kind for kind in missing if kind.adapter == plain.adapter), None)
+        return plain if self._pool.is_short_of(plain.adapter) else None
+
+    def _missing(self) -> list[EngineKind]:
+        coming = [e.kind for e in self._pool if e.state is EngineState.STARTING]
+        missing = []
         for hosted in self._models.hosted.values():
             if not hosted.needs_engine:
                 continue
-            if hosted.peers not in coming:
-                return hosted.peers
-            coming.remove(hosted.peers)
-        return ()
+            if (kind := self._kind_for(hosted)) in coming:
+                coming.remove(kind)
+            else:
+                missing.append(kind)
+        return missing
+
+    def _kind_for(self, hosted: HostedModel) -> EngineKind:
+        return self._pool.kind(hosted.spec.adapter, hosted.peers)
 
     # --- answers ----------------------------------------------------------------------------
 

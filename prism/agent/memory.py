@@ -30,12 +30,12 @@ class PeerLedgers:
     def of(self, engine: EngineProcess) -> Sequence[Device]:
         """By rank, from 1 on; empty for an engine on one device. Raises what
         `kvcached.Device.open` raises. REQUIRES: the engine's ranks have started."""
-        if not engine.peers:
+        if not engine.kind.peers:
             return ()
         for gone in [name for name in self._open if self._pool.get(name) is None]:
             del self._open[gone]
         if engine.id not in self._open:
-            opened = (Device.open(name, namespace=self._namespace) for name in engine.peers)
+            opened = (Device.open(name, namespace=self._namespace) for name in engine.kind.peers)
             self._open[engine.id] = tuple(opened)
         return self._open[engine.id]
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from prism.messages.engine import Activated, EngineStatus
 from prism.messages.gpu import OutsideMemory
@@ -16,6 +17,16 @@ Counters = tuple[int, int, int]
 def counters_of(status: EngineStatus) -> Counters:
     """What an engine counts: maps, unmaps, retractions."""
     return status.maps_total, status.unmaps_total, status.retractions_total
+
+
+class EngineKind(NamedTuple):
+    """What an engine is from its fork on: it serves models that want just this."""
+
+    adapter: str = ""
+    peers: tuple[str, ...] = ()  # devices of its other ranks
+
+
+_PLAIN = EngineKind()
 
 
 class EngineState(Enum):
@@ -43,7 +54,7 @@ class EngineProcess:
     malformed_total: int = 0  # likewise
     is_fresh: bool = True  # it has served no model
     sm_percent: int = 100  # the part of the GPU's SMs that it may use
-    peers: tuple[str, ...] = ()  # devices of its other ranks
+    kind: EngineKind = _PLAIN
     outside: OutsideMemory | None = None  # what it said last of its GPU's memory
     condemned: str = ""  # why it is being replaced
     condemned_s: float = 0.0  # since when
@@ -64,20 +75,29 @@ class EngineProcess:
 
 class EnginePool:
     """The engines that are alive or starting. An engine that died is removed at once.
-    `sm_percent`: one for each of `size` engines; a successor gets that of the one that died."""
+    `sm_percent`: one for each of `size` engines; a successor gets that of the one that died.
+    `adapters`: of which it has about equally many while no model asks for another one."""
 
-    def __init__(self, device: str, size: int, sm_percent: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        device: str,
+        size: int,
+        sm_percent: Sequence[int] = (),
+        adapters: Sequence[str] = ("",),
+    ) -> None:
         self.size = size
+        self.adapters = tuple(adapters)
         self._shares = Counter(sm_percent)
         self._prefix = device.replace(":", "")
         self._engines: dict[str, EngineProcess] = {}
         self._count = 0
         self.restarts_total = 0
 
-    def create(self, now_s: float, peers: tuple[str, ...] = ()) -> EngineProcess:
+    def create(self, now_s: float, kind: EngineKind | None = None) -> EngineProcess:
         """A new record with a fresh id; its process is still to be started."""
         name = f"{self._prefix}-e{self._count}"
-        engine = EngineProcess(name, now_s, now_s, sm_percent=self._free_share(), peers=peers)
+        share, kind = self._free_share(), kind or self.kind()
+        engine = EngineProcess(name, now_s, now_s, sm_percent=share, kind=kind)
         self._count += 1
         self._engines[engine.id] = engine
         return engine
@@ -93,9 +113,16 @@ class EnginePool:
     def remove(self, engine_id: str) -> EngineProcess | None:
         return self._engines.pop(engine_id, None)
 
-    def free(self, peers: tuple[str, ...] = (), fresh_only: bool = False) -> EngineProcess | None:
-        """Of those with these peers, the engine that has been free for the longest time."""
-        suitable = (e for e in self._idle() if e.peers == peers and (e.is_fresh or not fresh_only))
+    def kind(self, adapter: str = "", peers: tuple[str, ...] = ()) -> EngineKind:
+        """`adapter`: empty for the first one."""
+        return EngineKind(adapter or self.adapters[0], peers)
+
+    def free(
+        self, kind: EngineKind | None = None, fresh_only: bool = False
+    ) -> EngineProcess | None:
+        """Of this kind (None: the plain one), the one that has been free for the longest time."""
+        kind = kind or self.kind()
+        suitable = (e for e in self._idle() if e.kind == kind and (e.is_fresh or not fresh_only))
         return min(suitable, key=lambda engine: engine.since_s, default=None)
 
     def unsuitable(self) -> EngineProcess | None:
@@ -105,6 +132,12 @@ class EnginePool:
 
     def _idle(self) -> Iterator[EngineProcess]:
         return (engine for engine in self if engine.state is EngineState.FREE)
+
+    def is_short_of(self, adapter: str) -> bool:
+        """Whether the next engine without a model that waits for it would be one of these."""
+        have = sum(engine.kind.adapter == adapter for engine in self)
+        place = self.adapters.index(adapter)
+        return self.is_short and have < len(range(place, self.size, len(self.adapters)))
 
     @property
     def is_short(self) -> bool:

@@ -281,7 +281,7 @@ def _load(config: Path | None, host: str | None, port: int | None) -> ClusterCon
             "--config: missing, and there is no prism.yaml here; name the cluster's YAML"
         )
     loaded = load(config or DEFAULT_CONFIG)
-    _check_installed(loaded.engine.adapter)
+    _check_installed(loaded)
     check_machine(loaded)
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(
@@ -305,9 +305,10 @@ def _probed(
     return measured(config, gpu_probe.contexts(gpus)), gpus
 
 
-def _check_installed(adapter: str) -> None:
+def _check_installed(config: ClusterConfig) -> None:
     """Here, rather than by engines that fail to start again and again."""
-    if adapter == "sglang" and find_spec("sglang") is None:
+    used = {config.adapter_of(model) for model in config.models} - set(config.engine.python)
+    if "sglang" in used and find_spec("sglang") is None:
         raise ConfigError(
             "engine.adapter: SGLang is not installed beside prism-serve; install it with"
             " scripts/install of a checkout, or choose the adapter fake"

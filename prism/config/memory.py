@@ -61,6 +61,18 @@ class GpuNeeds:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What an adapter's engines are like on every device."""
+
+    # Of a KV block.
+    block_tokens: int = BLOCK_TOKENS
+    # Of its KV; none: what `engine.kv_layout` says.
+    arrangements: tuple[Arrangement, ...] = ()
+    # Whether a model may be spread over several devices.
+    spreads: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """What a model must find free on a device to serve at all."""
 
@@ -82,7 +94,7 @@ def layout_of(model: ModelSpec) -> Layout:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=model.kv_dtype,
-        block_tokens=BLOCK_TOKENS,
+        block_tokens=model.block_tokens,
         arrangement=cast("Arrangement", model.kv_arrangement),
     )
     if model.kv_arrangement == "per_layer" or model.token_bytes == layout.token_bytes:
@@ -149,7 +161,7 @@ def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) ->
     model = shard_of(model, model.tp) if model.tp > 1 else model
     layout = layout_of(model)
     page_bytes = device.page_bytes
-    slabs = ceil((model.context_length + BLOCK_TOKENS) / layout.slab_tokens(page_bytes))
+    slabs = ceil((model.context_length + model.block_tokens) / layout.slab_tokens(page_bytes))
     return MemoryNeed(
         weight_bytes=whole_pages(model.weight_bytes, page_bytes),
         static_bytes=whole_pages(share_bytes, page_bytes),

@@ -42,6 +42,7 @@ FIXED = {
     "dtype": "dtype",
     "context_length": "context_length",
     "tp": "tp",
+    "adapter": "adapter",
     "static_share": "static_share",
     "architecture": "path",
     "num_layers": "path",
@@ -50,7 +51,7 @@ FIXED = {
     "weight_bytes": "path",
 }
 # What follows from these, and from how many models there are.
-DERIVED = ("name", "kv_dtype", "token_bytes", "kv_arrangement")
+DERIVED = ("name", "kv_dtype", "token_bytes", "kv_arrangement", "block_tokens")
 _DEVICE = {"name": "name", "capacity_bytes": "capacity", "page_bytes": "page"}
 _JOURNAL = {"max_bytes": "max"}
 
@@ -144,6 +145,10 @@ def _fixed_models(
     names = {model.name for model in running.models}
     if not live_policy(running).evicts and names != {model.name for model in loaded.models}:
         yield f"models (the policy {running.policy} gives each its place once)"
+    for device in running.devices:
+        # Their fork servers and imports are started with the cluster.
+        for adapter in set(loaded.adapters_on(device.name)) - set(running.adapters_on(device.name)):
+            yield f"models (the first one of the adapter {adapter} on {device.name})"
     for index, new in enumerate(loaded.models):
         old = known.get(new.name)
         for field, key in FIXED.items():

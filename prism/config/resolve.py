@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import re
 import ssl
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from urllib.parse import urlsplit
 
 import msgspec
 
 from prism.config.access import ApiKey
+from prism.config.adapters import adapter_named, check_loadable, planned, with_layout
 from prism.config.admin import admin_address
 from prism.config.keys import read_keys, variable_keys
 from prism.config.knobs import live_policy
-from prism.config.memory import KV_LAYOUTS, arranged, check_memory, check_static
+from prism.config.memory import KV_LAYOUTS, check_memory
 from prism.config.reader import read_yaml
 from prism.config.schema import (
     ADAPTERS,
@@ -76,8 +74,10 @@ def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> Cl
     _at_least(data.hang_timeout, HANG_LEAST_S, "hang_timeout")
     devices = [_device(d, f"devices[{i}]") for i, d in enumerate(data.devices)]
     on_gpus = all(is_gpu(device.name) for device in devices)
+    engine = _engine(data.engine, base_dir)
     models = [
-        _model(m, f"models[{i}]", base_dir, on_gpus=on_gpus) for i, m in enumerate(data.models)
+        _model(m, f"models[{i}]", base_dir, engine.adapter, on_gpus=on_gpus)
+        for i, m in enumerate(data.models)
     ]
     config = ClusterConfig(
         namespace="",
@@ -91,7 +91,7 @@ def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> Cl
         port=data.frontend.port,
         admin=admin_address(data.frontend.admin, base_dir),
         scheduler=data.scheduler,
-        engine=_engine(data.engine, base_dir),
+        engine=engine,
         frontend=_with_tls(data.frontend, base_dir),
         journal=_journal(data.journal),
         keys=read_keys(data.access, of_variable, base_dir, [model.name for model in models]),
@@ -104,11 +104,11 @@ def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> Cl
     _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
     for index, model in enumerate(models):
         _check_spread(model, f"models[{index}]")
-    config = _planned(config)
-    _check_loadable(config)
+    config = planned(config)
+    check_loadable(config)
     rows = zip(models, data.models, strict=True)
     models = [_replicated(m, row, f"models[{i}]", config) for i, (m, row) in enumerate(rows)]
-    models = [_arranged(model, config, data.engine.kv_layout) for model in models]
+    models = [with_layout(model, config, data.engine.kv_layout) for model in models]
     config = msgspec.structs.replace(config, models=models)
     check_memory(config)
     _check_shares(config)
@@ -147,35 +147,9 @@ def _refuse_passphrase(key: str) -> str:
 def measured(config: ClusterConfig, context_bytes: Mapping[str, int]) -> ClusterConfig:
     """`config` with CUDA contexts of these sizes, by device, in the place of planned ones. Raises
     ConfigError if something does not fit any more."""
-    config = _planned(config, context_bytes)
+    config = planned(config, context_bytes)
     check_memory(config)
     return config
-
-
-def _planned(
-    config: ClusterConfig, context_bytes: Mapping[str, int] = MappingProxyType({})
-) -> ClusterConfig:
-    """With what an engine process takes on each device. Raises ConfigError for devices that the
-    adapter cannot serve on, and for an engine.static that cannot work there."""
-    adapter = importlib.import_module(f"prism.engines.{config.engine.adapter}")
-    devices = []
-    for index, device in enumerate(config.devices):
-        if missing := adapter.lacks(device.name):
-            raise ConfigError(f"devices[{index}].name: {missing}")
-        needs = adapter.needs(device.name)
-        if known_bytes := context_bytes.get(device.name):
-            needs = dataclasses.replace(needs, context_bytes=known_bytes)
-        if is_gpu(device.name):
-            check_static(config, device.name, needs)
-        devices.append(msgspec.structs.replace(device, idle_bytes=needs.idle_bytes))
-    return msgspec.structs.replace(config, devices=devices)
-
-
-def _check_loadable(config: ClusterConfig) -> None:
-    adapter = importlib.import_module(f"prism.engines.{config.engine.adapter}")
-    for index, model in enumerate(config.models):
-        if why := adapter.refuses(Path(model.path)):
-            raise ConfigError(f"models[{index}].path: {why}")
 
 
 def _check_spread(model: ModelSpec, key: str) -> None:
@@ -196,11 +170,6 @@ def _replicated(model: ModelSpec, data: ModelYaml, key: str, config: ClusterConf
     stays = model.never_evict or fewest > 1
     changes = {"replicas_min": fewest, "replicas_max": most, "never_evict": stays}
     return msgspec.structs.replace(model, **changes)
-
-
-def _arranged(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> ModelSpec:
-    """Ranks keep their part of the heads per layer, whatever is asked for."""
-    return arranged(model, config, KV_LAYOUTS["per_layer" if model.tp > 1 else kv_layout])
 
 
 def _check_shares(config: ClusterConfig) -> None:
@@ -311,13 +280,20 @@ def _check_scheduler(data: SchedulerConfig) -> None:
 
 def _engine(data: EngineConfig, base_dir: Path) -> EngineConfig:
     _one_of(data.adapter, ADAPTERS, "engine.adapter")
+    for name in data.python:
+        _one_of(name, ADAPTERS, "engine.python")
     _one_of(data.weight_links, ("node", "own"), "engine.weight_links")
     _one_of(data.cuda_graphs, CUDA_GRAPHS, "engine.cuda_graphs")
     if data.attention_backend is not None:
         _one_of(data.attention_backend, ATTENTION_BACKENDS, "engine.attention_backend")
     _at_least(data.max_running, 1, "engine.max_running")
     _at_least(data.prefill_chunk_tokens, 1, "engine.prefill_chunk_tokens")
-    return msgspec.structs.replace(data, weight_store=_weight_store(data.weight_store, base_dir))
+    return msgspec.structs.replace(
+        data,
+        weight_store=_weight_store(data.weight_store, base_dir),
+        # Not resolved: of an environment the interpreter is a link to another one's.
+        python={k: str(base_dir / Path(v).expanduser()) for k, v in data.python.items()},
+    )
 
 
 def _weight_store(wanted: str, base_dir: Path) -> str:
@@ -327,13 +303,19 @@ def _weight_store(wanted: str, base_dir: Path) -> str:
     return wanted if wanted == AUTO_STORE else str((base_dir / Path(wanted).expanduser()).resolve())
 
 
-def _model(data: ModelYaml, key: str, base_dir: Path, *, on_gpus: bool) -> ModelSpec:
+def _model(data: ModelYaml, key: str, base_dir: Path, adapter: str, *, on_gpus: bool) -> ModelSpec:
     _check_model_values(data, key)
     path = (base_dir / Path(data.path).expanduser()).resolve()
     files = inspect_model(path, f"{key}.path")
     # CPU kernels of half precision are slow and less exact: host devices serve in float32.
     auto = files.stored_dtype if on_gpus else "float32"
     dtype = auto if data.dtype == "auto" else data.dtype
+    adapter = data.adapter or adapter
+    traits = adapter_named(adapter).traits()
+    if data.tp > 1 and not traits.spreads:
+        raise ConfigError(
+            f"{key}.tp: {adapter} engines serve on one device each; leave the key out"
+        )
     return ModelSpec(
         name=data.name,
         path=str(path),
@@ -348,6 +330,8 @@ def _model(data: ModelYaml, key: str, base_dir: Path, *, on_gpus: bool) -> Model
         tp=data.tp,
         tool_parser=data.tool_parser,
         reasoning_parser=data.reasoning_parser,
+        adapter=adapter,
+        block_tokens=traits.block_tokens,
     )
 
 
@@ -360,6 +344,8 @@ def _check_model_values(data: ModelYaml, key: str) -> None:
     if data.context_length is not None:
         _at_least(data.context_length, 1, f"{key}.context_length")
     _at_least(data.tp, 1, f"{key}.tp")
+    if data.adapter is not None:
+        _one_of(data.adapter, ADAPTERS, f"{key}.adapter")
     if data.static_share is not None and not 0 < data.static_share <= 1:
         raise ConfigError(f"{key}.static_share: {data.static_share} is not in (0, 1]; write 0.5")
 

@@ -14,6 +14,7 @@ import msgspec
 from prism.config.access import AccessYaml, ApiKey
 from prism.config.priority import PriorityConfig
 from prism.config.replicas import ReplicasYaml
+from prism.config.slo import ModelSloYaml
 from prism.config.units import Bytes, Seconds
 from prism.messages.models import ModelSpec
 from prism.policies.data import Settings
@@ -49,24 +50,6 @@ class DeviceYaml(Strict, frozen=True):
     sm_percent: list[int] | None = None
 
 
-class SloYaml(Strict, frozen=True):
-    """The latencies that a request should keep to."""
-
-    # From a request's arrival to its first token. The queue is ordered by it.
-    ttft: Seconds = Seconds("2s")
-    # The mean time for each further token.
-    tpot: Seconds = Seconds("200ms")
-
-
-class ModelSloYaml(SloYaml, frozen=True):
-    """The latencies of one model's requests."""
-
-    # The tightest TTFT that a request may ask for. Default: any.
-    least_ttft: Seconds | None = None
-    # The same for TPOT.
-    least_tpot: Seconds | None = None
-
-
 class ModelYaml(Strict, frozen=True):
     """One model."""
 
@@ -81,6 +64,8 @@ class ModelYaml(Strict, frozen=True):
     context_length: int | None = None
     # "auto" is float32 on host devices and the files' own type on GPUs.
     dtype: str = "auto"
+    # The engine adapter that serves the model. Default: engine.adapter.
+    adapter: str | None = None
     # Whether the model keeps its place while it is idle.
     never_evict: bool = False
     # The only device that may serve the model. Default: the scheduler chooses.
@@ -215,6 +200,9 @@ class EngineConfig(
 
     # "sglang", or "fake": no model, answers known beforehand, for tests of failures and speed.
     adapter: str = "sglang"
+    # Adapter -> the Python interpreter of its engines, where they have an environment of their own,
+    # with prism-serving in it. Relative paths start at this file's folder.
+    python: dict[str, str] = {}
     # The most requests that an engine runs at a time.
     max_running: int = 16
     # What an engine with a model may hold beside weights and KV. On a GPU that is the CUDA context,
@@ -372,9 +360,24 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     def agent_engines_endpoint(self, device: str) -> str:
         return f"ipc://{self.run_dir}/engines-{device.replace(':', '')}"
 
-    def preloaded_path(self, device: str) -> Path:
-        """The socket of the process that keeps the device's imports ready."""
-        return Path(self.run_dir) / f"preloaded-{device.replace(':', '')}"
+    def adapter_of(self, model: ModelSpec) -> str:
+        """What its engines are."""
+        return model.adapter or self.engine.adapter
+
+    def adapters_on(self, device: str) -> tuple[str, ...]:
+        """Those of models that may be there; the cluster's own first."""
+        here = [m for m in self.models if m.pinned_device in (None, device)]
+        found = {self.adapter_of(model) for model in here} or {self.engine.adapter}
+        return tuple(sorted(found, key=lambda name: (name != self.engine.adapter, name)))
+
+    def preloaded_name(self, device: str, adapter: str) -> str:
+        """Of the process that keeps an adapter's imports ready."""
+        suffix = "" if adapter == self.engine.adapter else f"-{adapter}"
+        return f"preloaded-{device.replace(':', '')}{suffix}"
+
+    def preloaded_path(self, device: str, adapter: str) -> Path:
+        """That process's socket."""
+        return Path(self.run_dir) / self.preloaded_name(device, adapter)
 
     def agent_cancel_endpoint(self, device: str) -> str:
         return f"ipc://{self.run_dir}/cancel-{device.replace(':', '')}"

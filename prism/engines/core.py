@@ -1,8 +1,9 @@
 """What the worker loop asks of an engine adapter.
 
-An adapter is a package `prism.engines.<name>` with six functions:
+An adapter is a package `prism.engines.<name>` with seven functions:
   lacks(device: str) -> str                  what keeps it from serving there, "" if nothing does;
                                              imports nothing heavy
+  traits() -> EngineTraits                   what its engines are like; imports nothing heavy
   needs(device: str) -> GpuNeeds             what its processes take there outside of kvcached, as
                                              planned; imports nothing heavy
   refuses(model: Path) -> str                why it cannot load the checkpoint in that folder, "" if

@@ -137,7 +137,7 @@ async def running_services(
         yield made
     finally:
         await made.repeats.close()
-        await made.grammars.close()
+        await made.close()
         await dispatcher.close()
         await queue.close()
         if metrics.traces is not None:

@@ -37,16 +37,14 @@ class Services:
     unreadable: dict[str, str] = field(default_factory=dict)  # model -> why it is left out
     draining: bool = False  # the frontend is about to end and refuses new requests
     repeats: Repeats = field(init=False)
-    grammars: GrammarTrials = field(init=False)
     rates: Rates = field(init=False)
-    parsers: AnswerParsers = field(init=False)
+    _grammars: dict[str, GrammarTrials] = field(default_factory=dict)  # by adapter
+    _parsers: dict[str, AnswerParsers] = field(default_factory=dict)  # likewise
     _active: int = 0
     _left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.grammars = GrammarTrials(self.config.engine.adapter)
         self.rates = Rates(self.queue, self.config.frontend.queue_timeout_s)
-        self.parsers = AnswerParsers(self.config.engine.adapter)
         self.repeats = Repeats(
             self.queue,
             self.dispatcher.frontend_id,
@@ -80,6 +78,24 @@ class Services:
         if model not in self.tokenizers:
             raise UnknownModelError(f"the model {model!r} was removed")
         return self.tokenizers[model]
+
+    def grammars(self, model: ModelSpec) -> GrammarTrials:
+        """Of the model's engines."""
+        adapter = self.config.adapter_of(model)
+        if adapter not in self._grammars:
+            self._grammars[adapter] = GrammarTrials(adapter)
+        return self._grammars[adapter]
+
+    def parsers(self, model: ModelSpec) -> AnswerParsers:
+        """Of the model's engines."""
+        adapter = self.config.adapter_of(model)
+        if adapter not in self._parsers:
+            self._parsers[adapter] = AnswerParsers(adapter)
+        return self._parsers[adapter]
+
+    async def close(self) -> None:
+        for trials in self._grammars.values():
+            await trials.close()
 
     def take_over(self, config: ClusterConfig, tokenizers: dict[str, ModelTokenizer]) -> None:
         """`config` from now on, with a tokenizer for each readable model. What is open goes on."""

@@ -62,7 +62,7 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     tokenizer = services.tokenizer(model.name)
     text = await conversation_text(model, body, tokenizer)
     prompts = await tokenizer.encode([text], special_tokens=False)
-    parsing = await services.parsers.parsing(body, model, tokenizer, text)
+    parsing = await services.parsers(model).parsing(body, model, tokenizer, text)
     grammar = await _grammar(services, body, model)
     if body.must_call:
         if grammar:
@@ -71,7 +71,7 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
         _refuse_min_tokens(body, "tool_choice")
     if parsing is not None and grammar is not None:
         grammar = behind_reasoning(parsing, grammar)
-        await services.grammars.check(model, tokenizer, grammar, "response_format")
+        await services.grammars(model).check(model, tokenizer, grammar, "response_format")
     elif parsing is not None:
         grammar = await _call_grammar(services, body, model, parsing)
     spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
@@ -99,7 +99,7 @@ async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -
     if found is None:
         return None
     _refuse_min_tokens(body, found[1])
-    await services.grammars.check(model, services.tokenizer(model.name), *found)
+    await services.grammars(model).check(model, services.tokenizer(model.name), *found)
     return found[0]
 
 
@@ -112,11 +112,11 @@ async def _call_grammar(
     if body.must_call:
         with suppress(BadRequestError):
             if grammar := tool_grammar(parsing, body, all_strict=True):
-                await services.grammars.check(model, tokenizer, grammar, "tools")
+                await services.grammars(model).check(model, tokenizer, grammar, "tools")
                 return grammar
     grammar = tool_grammar(parsing, body)
     if grammar is not None:
-        await services.grammars.check(model, tokenizer, grammar, "tools")
+        await services.grammars(model).check(model, tokenizer, grammar, "tools")
     return grammar
 
 

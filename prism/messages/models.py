@@ -36,5 +36,7 @@ class ModelSpec(Wire, frozen=True):
     # Of its answers: a name of the engine's, "auto" or "none".
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    adapter: str = ""  # of its engines; empty: the cluster's
+    block_tokens: int = 16  # of a KV block
     replicas_min: int = 1  # copies that stay up
     replicas_max: int = 1

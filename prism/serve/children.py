@@ -31,6 +31,7 @@ class ChildSpec:
     drain_s: float  # how long it may take to end after SIGTERM
     pass_fds: Sequence[int] = ()
     restart_arguments: Sequence[str] = ()  # added when it is started again
+    python: str = sys.executable
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Child:
         environment.setdefault("OMP_NUM_THREADS", "1")
         with private_log(self.log) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.spec.module, *self.arguments(), *again],
+                [self.spec.python, "-m", self.spec.module, *self.arguments(), *again],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

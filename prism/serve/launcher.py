@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -284,17 +285,28 @@ def _others(
         )
         for device in config.devices
     ]
-    preloaded = [_preloaded(config, device.name, arguments) for device in config.devices]
+    preloaded = [
+        _preloaded(config, device.name, adapter, arguments)
+        for device in config.devices
+        for adapter in config.adapters_on(device.name)
+    ]
     groups = ([scheduler, *preloaded], agents)
     return [[Child(spec, run_dir.logs, variables) for spec in group] for group in groups]
 
 
-def _preloaded(config: ClusterConfig, device: str, arguments: tuple[str, ...]) -> ChildSpec:
+def _preloaded(
+    config: ClusterConfig, device: str, adapter: str, arguments: tuple[str, ...]
+) -> ChildSpec:
     """The imports of the device's engines."""
-    path = str(config.preloaded_path(device))
-    more = ("--adapter", config.engine.adapter, "--device", device, "--preloaded", path)
-    name = f"preloaded-{device.replace(':', '')}"
-    return ChildSpec(name, "prism.engines.forkserver", (*arguments, *more), _GRACE_S)
+    path = str(config.preloaded_path(device, adapter))
+    more = ("--adapter", adapter, "--device", device, "--preloaded", path)
+    return ChildSpec(
+        config.preloaded_name(device, adapter),
+        "prism.engines.forkserver",
+        (*arguments, *more),
+        _GRACE_S,
+        python=config.engine.python.get(adapter, sys.executable),
+    )
 
 
 def _frontends(

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from prism.config.replicas import ReplicasYaml
-from prism.config.schema import SchedulerConfig, SloYaml, Strict
+from prism.config.schema import SchedulerConfig, Strict
+from prism.config.slo import SloYaml
 from prism.config.units import Bytes, Seconds
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from prism.config.schema import SloYaml
+from prism.config.slo import SloYaml
 from prism.config.units import format_size
 from prism.costs.catalog import HOST_S, cost_model, model_shape
 from prism.costs.gpus import GpuSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,8 +23,7 @@ from prism.messages.engine import (
 )
 from tests.agent.harness import model_spec
 
-TIMING = AgentTiming(revives_max=2, memory_tries=1)
-DRAIN_S = 10.0
+TIMING, DRAIN_S = AgentTiming(revives_max=2, memory_tries=1), 10.0
 
 
 @dataclass
@@ -73,18 +73,19 @@ class Recorder:
 class Bench:
     """A lifecycle with `engines` ready ones."""
 
-    def __init__(self, engines: int = 2) -> None:
-        self.time_s = 0.0
-        self.effects = Recorder()
-        self.state = DeviceState(EnginePool("host:0", engines), TIMING, lambda: self.time_s)
+    def __init__(self, engines: int = 2, names: Sequence[str] = ("",)) -> None:
+        self.time_s, self.effects = 0.0, Recorder()
+        self.state = DeviceState(
+            EnginePool("host:0", engines, (), names), TIMING, lambda: self.time_s
+        )
         self.lifecycle = Lifecycle(self.state, self.effects, 4, DRAIN_S)
         self.fill()
 
     def fill(self) -> None:
-        """Replace what is missing, as the fork server does."""
-        while self.state.pool.is_short:
-            engine = self.state.pool.create(self.time_s, self.lifecycle.peers_wanted())
-            self.lifecycle.engine_ready(engine)
+        """Replace what is missing, as the fork servers do."""
+        while (pool := self.state.pool).is_short:
+            kind = next(filter(None, map(self.lifecycle.wanted, reversed(pool.adapters))))
+            self.lifecycle.engine_ready(pool.create(self.time_s, kind))
 
     def engine(self, model: str) -> EngineProcess:
         hosted = self.state.models.hosted[model]

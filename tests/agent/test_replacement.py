@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prism.agent.pool import EngineState
+import msgspec
+
+from prism.agent.pool import EngineKind, EngineState
 from prism.messages.agent import ActivateModel, EvictModel
 from prism.messages.engine import ActivationFailed, Deactivated, Export
 from tests.agent.harness import model_spec
@@ -16,22 +18,38 @@ def test_a_free_engine_makes_way_for_one_over_two_devices_and_back() -> None:
     bench.lifecycle.activate(spread)
     assert len(bench.effects.killed) == 1
     assert plain.id not in bench.effects.killed
-    assert bench.lifecycle.peers_wanted() == ("host:1",)
+    assert bench.lifecycle.wanted() == EngineKind("", ("host:1",))
     bench.fill()
-    assert bench.engine("a").peers == ("host:1",)
+    assert bench.engine("a").kind.peers == ("host:1",)
     bench.succeed("a")
-    assert bench.lifecycle.peers_wanted() == ()
+    assert bench.lifecycle.wanted() is None
     bench.lifecycle.engine_died(bench.engine("a").id, "test")
     bench.fill()
-    assert bench.engine("a").peers == ("host:1",)
+    assert bench.engine("a").kind.peers == ("host:1",)
     bench.succeed("a")
     bench.lifecycle.evict(EvictModel(2, "a"))
     bench.lifecycle.deactivated(bench.engine("a"), Deactivated("a", 0.1))
     bench.order("c", 3)
     assert len(bench.effects.killed) == 3
     bench.fill()
-    assert bench.engine("c").peers == ()
+    assert bench.engine("c").kind.peers == ()
     assert bench.state.pool.restarts_total == 1
+
+
+def test_a_pool_has_engines_of_each_adapter_and_more_of_one_that_models_wait_for() -> None:
+    bench = Bench(3, ("x", "y"))
+    assert sorted(engine.kind.adapter for engine in bench.state.pool) == ["x", "x", "y"]
+    for number, name in enumerate(("a", "b")):
+        spec = msgspec.structs.replace(model_spec(name), adapter="y")
+        bench.lifecycle.activate(ActivateModel(number, spec))
+    assert bench.engine("a").kind.adapter == "y"
+    assert len(bench.effects.killed) == 1  # one of x, for b
+    assert (bench.lifecycle.wanted("x"), bench.lifecycle.wanted("y")) == (None, EngineKind("y"))
+    bench.fill()
+    assert bench.engine("b").kind.adapter == "y"
+    bench.succeed("a")
+    bench.lifecycle.engine_died(bench.engine("a").id, "killed")
+    assert (bench.lifecycle.wanted("x"), bench.lifecycle.wanted("y")) == (None, EngineKind("y"))
 
 
 def test_a_used_engine_makes_way_for_a_fresh_one() -> None:

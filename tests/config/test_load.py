@@ -257,6 +257,24 @@ MISTAKES: list[tuple[Edit, str]] = [
         "engine.adapter: unknown value 'vllm'; choose one of sglang, fake",
     ),
     (
+        put("models", 1, "adapter", value="vlm"),
+        "models[1].adapter: unknown value 'vlm'; choose one of sglang, fake",
+    ),
+    (
+        put("engine", "python", value={"vlm": "/bin/python3"}),
+        "engine.python: unknown value 'vlm'; choose one of sglang, fake",
+    ),
+    (
+        put("engine", "python", value={"fake": "none/python"}),
+        "engine.python.fake: {folder}/none/python cannot be run ([Errno 2] No such"
+        " file or directory: '{folder}/none/python'); give a Python interpreter",
+    ),
+    (
+        put("engine", "python", value={"fake": "/bin/false"}),
+        "engine.python.fake: /bin/false cannot run its engines (exit code 1); install"
+        " prism-serving there",
+    ),
+    (
         put("engine", "weight_links", value="all"),
         "engine.weight_links: unknown value 'all'; choose one of node, own",
     ),

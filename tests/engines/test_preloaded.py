@@ -31,7 +31,7 @@ class Keeper:
     def __init__(self, folder: Path) -> None:
         devices = [DeviceConfig(DEVICE, 1 << 20, 1 << 16, 1)]
         config = ClusterConfig("none", str(folder), "", "prism", devices=devices, models=[])
-        self.socket, self.config = config.preloaded_path(DEVICE), folder / "cluster.json"
+        self.socket, self.config = config.preloaded_path(DEVICE, "fake"), folder / "cluster.json"
         write_resolved(config, self.config)
         self._clients: list[ForkServerClient] = []
 

@@ -164,7 +164,8 @@ def compiled(request: pytest.FixtureRequest) -> list[Any]:
     async def check(*asked: Any) -> None:
         seen.append(asked[2:])
 
-    stack.services.grammars.check = check  # type: ignore[method-assign]
+    chat = stack.services.config.models[0]
+    stack.services.grammars(chat).check = check  # type: ignore[method-assign]
     return seen
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from prism.frontend.errors import bad_request
 from prism.frontend.grammars import CHARS_MAX
-from prism.frontend.parsers import AnswerParsers
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering
@@ -42,10 +41,11 @@ async def tools_stack(
 ) -> AsyncIterator[Stack]:
     config = make_config(redis_server.url, namespace, short_dir)
     chat, base = config.models
-    chat = msgspec.structs.replace(chat, tool_parser="qwen25", reasoning_parser="qwen3")
+    chat = msgspec.structs.replace(
+        chat, adapter="sglang", tool_parser="qwen25", reasoning_parser="qwen3"
+    )
     config = msgspec.structs.replace(config, models=[chat, base])
     async with stack_of(config) as made:
-        made.services.parsers = AnswerParsers("sglang")
         yield made
 
 
@@ -133,7 +133,8 @@ async def test_a_call_that_must_be_made_has_a_grammar(tools_stack: Stack) -> Non
     async def check(*asked: Any) -> None:
         tried.append(asked[-1])
 
-    tools_stack.services.grammars.check = check  # type: ignore[method-assign]
+    chat = tools_stack.services.config.models[0]
+    tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]
     named = {"type": "function", "function": {"name": "weather"}}
     for choice, names in (("required", ["weather", "other"]), (named, ["weather"])):
         await ask(tools_stack, CALLS, tools=[WEATHER, other], tool_choice=choice)
@@ -159,7 +160,8 @@ async def test_a_schema_that_cannot_be_compiled_leaves_a_call_to_be_any_object(
         if "city" in asked[2].text:
             raise bad_request("tools: cannot be compiled", "tools")
 
-    tools_stack.services.grammars.check = check  # type: ignore[method-assign]
+    chat = tools_stack.services.config.models[0]
+    tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]
     await ask(tools_stack, CALLS, tools=[WEATHER], tool_choice="required")
     grammar = tools_stack.agent.seen[-1].sampling.grammar
     assert grammar is not None
@@ -174,7 +176,8 @@ async def test_a_schema_that_is_too_long_is_not_even_tried(tools_stack: Stack) -
     async def check(*asked: Any) -> None:
         assert len(asked[2].text) <= CHARS_MAX
 
-    tools_stack.services.grammars.check = check  # type: ignore[method-assign]
+    chat = tools_stack.services.config.models[0]
+    tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]
     long = {"type": "object", "properties": {"a": {"enum": ["x" * 100] * (CHARS_MAX // 100)}}}
     function = {"name": "weather", "parameters": long}
     body = {"model": "chat", "messages": SAID, "max_tokens": 9, "tool_choice": "required"}
@@ -204,7 +207,8 @@ async def test_what_excludes_another_is_refused(tools_stack: Stack) -> None:
     async def check(*_: Any) -> None:
         """Any grammar will do."""
 
-    tools_stack.services.grammars.check = check  # type: ignore[method-assign]
+    chat = tools_stack.services.config.models[0]
+    tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]
     form = {"response_format": {"type": "json_object"}}
     must = {"tools": [WEATHER], "tool_choice": "required"}
     for fields, param in (

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 from kvcached import WeightKey
+from prism.config.memory import EngineTraits
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.fake.options import FakeOptions
 from prism.messages.models import ModelSpec
@@ -26,6 +27,11 @@ def preload(device: str = "host:0") -> None:
     """The same on every device."""
     for name in ("numpy", "kvcached", "prism.engines.fake.core"):
         importlib.import_module(name)
+
+
+def traits() -> EngineTraits:
+    """As the configuration says."""
+    return EngineTraits()
 
 
 def create(context: EngineContext) -> EngineCore:

@@ -6,8 +6,8 @@ sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear d
 `requests` (conversion), `active` (the model being served), `core` (the EngineCore).
 """
 
-from prism.engines.sglang.adapter import create, preload
+from prism.engines.sglang.adapter import create, preload, traits
 from prism.engines.sglang.gpu import lacks, needs, weight_key
 from prism.engines.sglang.known import refuses
 
-__all__ = ["create", "lacks", "needs", "preload", "refuses", "weight_key"]
+__all__ = ["create", "lacks", "needs", "preload", "refuses", "traits", "weight_key"]

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 
+from prism.config.memory import EngineTraits
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.sglang import gpu
 
@@ -35,6 +36,11 @@ def preload(device: str = "host:0") -> None:
         host = importlib.import_module("prism.engines.sglang.host")
         host.import_models()
         importlib.import_module("prism.engines.sglang.core")
+
+
+def traits() -> EngineTraits:
+    """As the configuration says."""
+    return EngineTraits()
 
 
 def create(context: EngineContext) -> EngineCore:

@@ -1,0 +1,25 @@
+"""The latencies that the YAML asks for."""
+
+from __future__ import annotations
+
+import msgspec
+
+from prism.config.units import Seconds
+
+
+class SloYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The latencies that a request should keep to."""
+
+    # From a request's arrival to its first token. The queue is ordered by it.
+    ttft: Seconds = Seconds("2s")
+    # The mean time for each further token.
+    tpot: Seconds = Seconds("200ms")
+
+
+class ModelSloYaml(SloYaml, frozen=True):
+    """The latencies of one model's requests."""
+
+    # The tightest TTFT that a request may ask for. Default: any.
+    least_ttft: Seconds | None = None
+    # The same for TPOT.
+    least_tpot: Seconds | None = None
