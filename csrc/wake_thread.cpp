@@ -43,15 +43,15 @@ void WakeThread::run(uint32_t seen) {
     }
     seen = now;
     const uint64_t one = 1;
-    (void)!::write(fd_, &one, sizeof(one));  // fails only where it is readable already
-    readable_ = true;
+    unread_ += one;  // first: what is readable is known to `clear`
+    (void)!::write(fd_, &one, sizeof(one));
   }
 }
 
 void WakeThread::clear() {
-  if (!readable_.exchange(false)) return;
+  if (unread_ == 0) return;
   uint64_t count = 0;
-  (void)!::read(fd_, &count, sizeof(count));
+  if (::read(fd_, &count, sizeof(count)) == sizeof(count)) unread_ -= count;
 }
 
 void WakeThread::abandon_in_child() {

@@ -35,7 +35,7 @@ class WakeThread : private NonCopyable {
   int fd_;
   uint32_t* const word_;
   std::atomic<bool> stopping_ = false;
-  std::atomic<bool> readable_ = false;
+  std::atomic<uint64_t> unread_ = 0;  // what was written, or is about to be, and not read yet
   std::unique_ptr<std::thread> thread_;
 };
 

@@ -48,6 +48,7 @@ std::string fresh_ledger_path();
 
 void test_vmm();
 void test_events();
+void test_wake_thread();
 void test_cuda_faults();
 void test_ledger();
 void test_ledger_lock();

@@ -5,6 +5,7 @@ int main() {
   using namespace kvcached::testing;
   test_vmm();
   test_events();
+  test_wake_thread();
   test_ledger();
   test_ledger_lock();
   test_balloon();
