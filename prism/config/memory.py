@@ -70,6 +70,8 @@ class EngineTraits:
     arrangements: tuple[Arrangement, ...] = ()
     # Whether a model may be spread over several devices.
     spreads: bool = True
+    # Whether they compute with LoRA adapters.
+    lora: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) ->
     slabs = ceil((model.context_length + model.block_tokens) / layout.slab_tokens(page_bytes))
     return MemoryNeed(
         weight_bytes=whole_pages(model.weight_bytes, page_bytes),
-        static_bytes=whole_pages(share_bytes, page_bytes),
+        static_bytes=whole_pages(share_bytes + model.lora.size_bytes, page_bytes),
         kv_bytes=slabs * layout.quantum_bytes(page_bytes),
     )
 

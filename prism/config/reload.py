@@ -35,6 +35,7 @@ CHANGEABLE = {
     "reasoning_parser": "reasoning_parser",
     "replicas_min": "replicas.min",
     "replicas_max": "replicas.max",
+    "aliases": "aliases",
 }
 # What its engines were started with.
 FIXED = {
@@ -44,6 +45,7 @@ FIXED = {
     "tp": "tp",
     "adapter": "adapter",
     "static_share": "static_share",
+    "lora": "lora",
     "architecture": "path",
     "num_layers": "path",
     "num_kv_heads": "path",

@@ -15,9 +15,12 @@ import msgspec
 from prism.config.access import ApiKey
 from prism.config.adapters import adapter_named, check_loadable, planned, with_layout
 from prism.config.admin import admin_address
+from prism.config.journal import JournalYaml
 from prism.config.keys import read_keys, variable_keys
 from prism.config.knobs import live_policy
+from prism.config.lora import lora_spec
 from prism.config.memory import KV_LAYOUTS, check_memory
+from prism.config.names import check_model_names, check_names
 from prism.config.reader import read_yaml
 from prism.config.schema import (
     ADAPTERS,
@@ -30,7 +33,6 @@ from prism.config.schema import (
     DeviceYaml,
     EngineConfig,
     FrontendConfig,
-    JournalYaml,
     ModelYaml,
     SchedulerConfig,
     ServeYaml,
@@ -43,7 +45,6 @@ from prism.scheduler import journal
 from prism.scheduler.journal import JournalConfig
 
 _DEVICE_NAME = re.compile(r"(host|cuda):\d{1,4}")
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.:@+/-]*")
 _PAGE_GRAIN_BYTES = 4096
 _ENGINES_MAX = 64
 _FRONTENDS_MAX = 16
@@ -76,7 +77,7 @@ def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> Cl
     on_gpus = all(is_gpu(device.name) for device in devices)
     engine = _engine(data.engine, base_dir)
     models = [
-        _model(m, f"models[{i}]", base_dir, engine.adapter, on_gpus=on_gpus)
+        _model(m, f"models[{i}]", base_dir, engine, on_gpus=on_gpus)
         for i, m in enumerate(data.models)
     ]
     config = ClusterConfig(
@@ -94,13 +95,18 @@ def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> Cl
         engine=engine,
         frontend=_with_tls(data.frontend, base_dir),
         journal=_journal(data.journal),
-        keys=read_keys(data.access, of_variable, base_dir, [model.name for model in models]),
+        keys=read_keys(
+            data.access,
+            of_variable,
+            base_dir,
+            [name for model in models for name in model.own_names],
+        ),
         open_to_all=data.access.open_to_all,
         hang_timeout_s=float(data.hang_timeout),
         source=str(source),
         variable_keys=list(of_variable),
     )
-    _check_names(config)
+    check_names(config)
     _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
     for index, model in enumerate(models):
         _check_spread(model, f"models[{index}]")
@@ -118,7 +124,7 @@ def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> Cl
 def _with_tls(data: FrontendConfig, base_dir: Path) -> FrontendConfig:
     """Raises ConfigError where the files do not belong together."""
     files = [
-        str((base_dir / Path(name).expanduser()).resolve()) if name else None
+        str(_folder(base_dir, name)) if name else None
         for name in (data.tls_certificate, data.tls_key)
     ]
     certificate, key = files
@@ -155,6 +161,8 @@ def measured(config: ClusterConfig, context_bytes: Mapping[str, int]) -> Cluster
 def _check_spread(model: ModelSpec, key: str) -> None:
     if model.tp == 1:
         return
+    if model.lora.adapters:
+        raise ConfigError(f"{key}.lora: adapters of a model with tp are not served; use tp 1")
     if model.pinned_device is not None:
         raise ConfigError(f"{key}.device: with tp {model.tp} there are several; leave the key out")
     if model.num_kv_heads % model.tp:
@@ -287,6 +295,8 @@ def _engine(data: EngineConfig, base_dir: Path) -> EngineConfig:
     if data.attention_backend is not None:
         _one_of(data.attention_backend, ATTENTION_BACKENDS, "engine.attention_backend")
     _at_least(data.max_running, 1, "engine.max_running")
+    _at_least(data.lora.slots, 1, "engine.lora.slots")
+    _at_least(data.lora.rank_max, 1, "engine.lora.rank_max")
     _at_least(data.prefill_chunk_tokens, 1, "engine.prefill_chunk_tokens")
     return msgspec.structs.replace(
         data,
@@ -300,22 +310,26 @@ def _weight_store(wanted: str, base_dir: Path) -> str:
     """ "" means none."""
     if wanted in ("off", ""):
         return ""
-    return wanted if wanted == AUTO_STORE else str((base_dir / Path(wanted).expanduser()).resolve())
+    return wanted if wanted == AUTO_STORE else str(_folder(base_dir, wanted))
 
 
-def _model(data: ModelYaml, key: str, base_dir: Path, adapter: str, *, on_gpus: bool) -> ModelSpec:
+def _model(
+    data: ModelYaml, key: str, base_dir: Path, engine: EngineConfig, *, on_gpus: bool
+) -> ModelSpec:
     _check_model_values(data, key)
-    path = (base_dir / Path(data.path).expanduser()).resolve()
+    path = _folder(base_dir, data.path)
     files = inspect_model(path, f"{key}.path")
     # CPU kernels of half precision are slow and less exact: host devices serve in float32.
     auto = files.stored_dtype if on_gpus else "float32"
     dtype = auto if data.dtype == "auto" else data.dtype
-    adapter = data.adapter or adapter
+    adapter = data.adapter or engine.adapter
     traits = adapter_named(adapter).traits()
     if data.tp > 1 and not traits.spreads:
         raise ConfigError(
             f"{key}.tp: {adapter} engines serve on one device each; leave the key out"
         )
+    if data.lora and not traits.lora:
+        raise ConfigError(f"{key}.lora: {adapter} engines have no LoRA adapters; remove them")
     return ModelSpec(
         name=data.name,
         path=str(path),
@@ -332,14 +346,22 @@ def _model(data: ModelYaml, key: str, base_dir: Path, adapter: str, *, on_gpus: 
         reasoning_parser=data.reasoning_parser,
         adapter=adapter,
         block_tokens=traits.block_tokens,
+        aliases=tuple(data.aliases),
+        lora=lora_spec(
+            [(each.name, _folder(base_dir, each.path)) for each in data.lora],
+            (path, files, dtype),
+            f"{key}.lora",
+            engine.lora,
+        ),
     )
 
 
+def _folder(base_dir: Path, path: str) -> Path:
+    return (base_dir / Path(path).expanduser()).resolve()
+
+
 def _check_model_values(data: ModelYaml, key: str) -> None:
-    if not _MODEL_NAME.fullmatch(data.name):
-        raise ConfigError(
-            f"{key}.name: {data.name!r} cannot be used; write letters, digits and . _ - : / @ +"
-        )
+    check_model_names(data, key)
     _one_of(data.dtype, ("auto", *DTYPE_BYTES), f"{key}.dtype")
     if data.context_length is not None:
         _at_least(data.context_length, 1, f"{key}.context_length")
@@ -348,20 +370,3 @@ def _check_model_values(data: ModelYaml, key: str) -> None:
         _one_of(data.adapter, ADAPTERS, f"{key}.adapter")
     if data.static_share is not None and not 0 < data.static_share <= 1:
         raise ConfigError(f"{key}.static_share: {data.static_share} is not in (0, 1]; write 0.5")
-
-
-def _check_names(config: ClusterConfig) -> None:
-    devices = [d.name for d in config.devices]
-    models = [m.name for m in config.models]
-    for key, names in (("devices", devices), ("models", models)):
-        if not names:
-            raise ConfigError(f"{key}: the list is empty; add at least one entry")
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                raise ConfigError(f"{key}[{index}].name: {name!r} is used twice; rename one")
-    for index, model in enumerate(config.models):
-        if model.pinned_device is not None and model.pinned_device not in devices:
-            raise ConfigError(
-                f"models[{index}].device: unknown device {model.pinned_device!r}; choose one of"
-                f" {', '.join(devices)}"
-            )

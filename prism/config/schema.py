@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from prism.config.access import AccessYaml, ApiKey
+from prism.config.journal import JournalYaml
+from prism.config.lora import LoraConfig, LoraYaml
 from prism.config.priority import PriorityConfig
 from prism.config.replicas import ReplicasYaml
 from prism.config.slo import ModelSloYaml
@@ -80,6 +82,10 @@ class ModelYaml(Strict, frozen=True):
     # The same for its reasoning ("qwen3", "deepseek-r1", ...).
     reasoning_parser: str = "auto"
     replicas: ReplicasYaml = ReplicasYaml()
+    # Other names that requests may call it by.
+    aliases: list[str] = []
+    # Its LoRA adapters, which a reload may not change.
+    lora: list[LoraYaml] = []
 
 
 class FrontendConfig(
@@ -210,6 +216,7 @@ class EngineConfig(
     static_bytes: Bytes | None = None
     # How much more than its leases an engine may hold on a GPU before it is replaced.
     memory_slack_bytes: Bytes = Bytes("256MiB")
+    lora: LoraConfig = LoraConfig()
     # The most prompt tokens that one step computes.
     prefill_chunk_tokens: int = 512
     # How long an eviction, a move or a shutdown waits for running requests.
@@ -251,16 +258,6 @@ class EngineConfig(
         if self.static_bytes is not None:
             return int(self.static_bytes)
         return _GPU_STATIC_BYTES if is_gpu(device) else _HOST_STATIC_BYTES
-
-
-class JournalYaml(Strict, frozen=True):
-    """What the schedulers write down beside their logs."""
-
-    # "off", "decisions" (actions, queues, dispatches), or "inputs" (also what each decision was
-    # made on).
-    keep: str = JournalConfig().keep
-    # The most that one journal file holds.
-    max: Bytes = Bytes(JournalConfig().max_bytes)
 
 
 class ServeYaml(Strict, frozen=True):

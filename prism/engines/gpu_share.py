@@ -110,9 +110,9 @@ class GpuShare:
         idle_bytes = max(self.context_bytes, self._needs.idle_bytes)
         return idle_bytes + self._needs.beside_torch_bytes(self._ranks)
 
-    def model_bytes(self) -> int:
-        """What is leased on top for a model. Raises ActivationError if `engine.static` is too
-        small for this GPU's context."""
+    def model_bytes(self, adapter_bytes: int = 0) -> int:
+        """What is leased on top for a model, `adapter_bytes` for its adapters among it. Raises
+        ActivationError if `engine.static` is too small for this GPU's context."""
         least_bytes = max(1, self._needs.torch_min_bytes)
         if self._is_gpu and self.torch_cap_bytes < least_bytes:
             raise ActivationError(
@@ -121,7 +121,7 @@ class GpuShare:
                 " of this engine's CUDA context; set it to at least"
                 f" {whole_mib(self._beside_torch_bytes + least_bytes)}"
             )
-        self._model_bytes = self._static_bytes - self.context_bytes
+        self._model_bytes = self._static_bytes - self.context_bytes + adapter_bytes
         return self._model_bytes
 
     def settle(self, *, served: bool = True) -> None:

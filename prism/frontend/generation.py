@@ -38,6 +38,7 @@ class GenerationSpec:
     stops: tuple[str, ...]
     show_token_ids: bool
     began_s: float  # monotonic time of arrival
+    asked_model: str  # what the client calls it
     skip_special_tokens: bool = True
     logprobs: int | None = None  # the client sees those of so many of the likeliest tokens
     # Of each prompt: choices that the client sees, and choices that are made.
@@ -231,9 +232,9 @@ class Generation:
 
     def head(self, kind: str) -> dict[str, Any]:
         """What each answer to this HTTP request begins with, in OpenAI's words."""
-        first = self.spec.requests[0]
-        created = int(first.arrival_unix_s)
-        return {"id": self.spec.id, "object": kind, "created": created, "model": first.model}
+        spec = self.spec
+        created = int(spec.requests[0].arrival_unix_s)
+        return {"id": spec.id, "object": kind, "created": created, "model": spec.asked_model}
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far, in OpenAI's words, and how its SLO was met where that is wanted."""

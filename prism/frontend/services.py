@@ -55,26 +55,36 @@ class Services:
             queue_timeout_s=self.config.frontend.queue_timeout_s,
         )
 
-    def models(self) -> list[ModelSpec]:
-        """Those that the present request may use."""
-        return [model for model in self.config.models if may_use(model.name)]
+    def names(self) -> list[tuple[str, ModelSpec, str]]:
+        """What the present request may call models, aliases and adapters: name, model, adapter."""
+        named = [(n, m, m.adapter_in(n) or "") for m in self.config.models for n in m.names]
+        return [(name, m, adapter) for name, m, adapter in named if may_use(m.named(adapter))]
 
     def model(self, name: str) -> ModelSpec:
-        models = self.models()
-        for model in models:
-            if model.name == name:
-                self._check_readable(name)
-                return model
-        known = ", ".join(m.name for m in models)
-        yours = "" if len(models) == len(self.config.models) else ", or not for this key"
+        return self.resolve(name)[0]
+
+    def resolve(self, name: str) -> tuple[ModelSpec, str]:
+        """The model that the present request calls `name`, and the name of its adapter, if that is
+        meant. Raises UnknownModelError, UnavailableError."""
+        for model in self.config.models:
+            adapter = model.adapter_in(name)
+            if adapter is not None and may_use(model.named(adapter)):
+                self._check_readable(model.name)
+                return model, adapter
+        names = self.names()
+        known = ", ".join(n for n, _, _ in names)
+        every = sum(len(m.names) for m in self.config.models)
+        yours = "" if len(names) == every else ", or not for this key"
         error = UnknownModelError(
             f"the model {name!r:.200} does not exist{yours}; models here: {known}"
         )
         error.param = "model"
         raise error
 
-    def tokenizer(self, model: str) -> ModelTokenizer:
+    def tokenizer(self, name: str) -> ModelTokenizer:
         """Raises UnknownModelError for a model that was removed since `model` knew it."""
+        meant = (m.name for m in self.config.models if m.adapter_in(name) is not None)
+        model = next(meant, name)
         if model not in self.tokenizers:
             raise UnknownModelError(f"the model {model!r} was removed")
         return self.tokenizers[model]

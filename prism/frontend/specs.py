@@ -204,7 +204,7 @@ def _spec(
     ends: _Ends,
 ) -> GenerationSpec:
     """`clocks`: the time of arrival, by the monotonic and by the wall clock."""
-    model = services.model(body.model)
+    model, adapter = services.resolve(body.model)
     room = min(_room(model, prompt, body) for prompt in prompts)
     ttft_s = _slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
     tpot_s = _slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
@@ -226,12 +226,14 @@ def _spec(
             slo_tpot_s=tpot_s,
             frontend_id=services.dispatcher.frontend_id,
             priority=priority,
+            lora=adapter,
         )
         for number, (prompt, each) in enumerate(choices)
     ]
     return GenerationSpec(
         id=spec_id,
         requests=requests,
+        asked_model=body.model,
         stops=tuple(body.stop or ()),
         show_token_ids=bool(body.return_token_ids),
         began_s=clocks[0],

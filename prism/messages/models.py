@@ -5,6 +5,26 @@ from __future__ import annotations
 from prism.messages import Wire
 
 
+class LoraAdapter(Wire, frozen=True):
+    name: str
+    path: str
+    rank: int
+
+
+class LoraSpec(Wire, frozen=True):
+    """The LoRA adapters of a model, and what an engine makes ready for them."""
+
+    adapters: tuple[LoraAdapter, ...] = ()
+    rank: int = 0  # the largest of theirs
+    # The modules that any of them changes, as PEFT calls them: inputs and outputs.
+    shapes: dict[str, tuple[int, int]] = {}
+    slots: int = 0  # adapters that one step can compute with
+    size_bytes: int = 0  # of device memory for all slots and the base model's
+
+    def adapter(self, name: str) -> LoraAdapter | None:
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)
+
+
 class ModelSpec(Wire, frozen=True):
     """What every process needs to know of a model; built once from the YAML and its files.
 
@@ -40,3 +60,26 @@ class ModelSpec(Wire, frozen=True):
     block_tokens: int = 16  # of a KV block
     replicas_min: int = 1  # copies that stay up
     replicas_max: int = 1
+    aliases: tuple[str, ...] = ()
+    lora: LoraSpec = LoraSpec()
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Of the model and its adapters, as access lists have them."""
+        return (self.name, *(self.named(adapter.name) for adapter in self.lora.adapters))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call it and its adapters."""
+        return (*self.own_names, *self.aliases)
+
+    def named(self, adapter: str) -> str:
+        """The name of its adapter, or its own."""
+        return f"{self.name}:{adapter}" if adapter else self.name
+
+    def adapter_in(self, name: str) -> str | None:
+        """The adapter that a request for `name` means, "" for none; None: no such model."""
+        if name == self.name or name in self.aliases:
+            return ""
+        base, _, adapter = name.rpartition(":")
+        return adapter if base == self.name and self.lora.adapter(adapter) else None

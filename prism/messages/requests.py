@@ -75,6 +75,7 @@ class Request(Wire, frozen=True):
     resume: Resume | None = None  # set if the request goes on in the middle of its output
     # Output tokens that it had when an engine died that it may have killed.
     suspected_at: int | None = None
+    lora: str = ""  # the model's adapter that computes it; empty: none
 
     @property
     def resumed_tokens(self) -> int:

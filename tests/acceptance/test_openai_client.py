@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 
 from tests.acceptance.harness import Cluster, cluster_yaml, model_yaml, serving
 from tests.acceptance.schemas import schema
+from tests.sglang.adapters import make_adapter
 
 pytestmark = pytest.mark.sglang
 
@@ -31,12 +33,18 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
+def adapter(tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("lora") / "random", MODEL)
+
+
+@pytest.fixture(scope="module")
 def cluster(
-    tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+    tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory, adapter: Path
 ) -> Iterator[Cluster]:
+    models = [model_yaml(name, tool_parser="qwen25") for name in tiny_models]
+    models[0] |= {"aliases": ["prod"], "lora": [{"name": "random", "path": str(adapter)}]}
     config = cluster_yaml(
-        [model_yaml(name, tool_parser="qwen25") for name in tiny_models],
-        [{"name": "host:0", "capacity": "192MiB", "page": "64KiB", "engines": 1}],
+        models, [{"name": "host:0", "capacity": "192MiB", "page": "64KiB", "engines": 1}]
     )
     with serving(config, tmp_path_factory.mktemp("client")) as made:
         yield made
@@ -265,3 +273,17 @@ def test_the_messages_api(cluster: Cluster, client: openai.OpenAI) -> None:
         call = made.messages.create(**asked, **sampling)
     assert (call.content[-1].type, call.stop_reason) == ("tool_use", "tool_use")
     assert call.content[-1].input["city"] in ("Oslo", "Rome")
+
+
+def test_adapters_and_aliases_are_models(client: openai.OpenAI) -> None:
+    cards = {card.id: card.model_dump() for card in client.models.list()}
+    assert (cards["prod"]["root"], cards[f"{MODEL}:random"]["parent"]) == (MODEL, MODEL)
+    said = {}
+    for name in (MODEL, "prod", f"{MODEL}:random"):
+        asked: Any = {"model": name, "prompt": [40, 41, 42, 43], "temperature": 0, "max_tokens": 16}
+        answer = client.completions.create(**asked, extra_body={"ignore_eos": True})
+        assert answer.model == name
+        said[name] = answer.choices[0].text
+    assert said[MODEL] == said["prod"] != said[f"{MODEL}:random"]
+    with pytest.raises(openai.NotFoundError, match=f"models here: {MODEL}, {MODEL}:random, prod"):
+        client.completions.create(model=f"{MODEL}:nobody", prompt="x")

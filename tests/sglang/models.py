@@ -94,13 +94,18 @@ def prompts(name: str, count: int, lengths: tuple[int, int], seed: int = 1) -> l
 
 @lru_cache(maxsize=1)
 def _network(name: str) -> Any:
+    return network(path_of(name))
+
+
+def network(path: Path) -> Any:
+    """transformers' model of the files in `path`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own, of its imports
         import torch
 
         torch.set_num_threads(1)
         auto = import_transformers().AutoModelForCausalLM
-        return auto.from_pretrained(path_of(name), dtype=torch.float32).eval()
+        return auto.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def greedy(name: str, prompt: list[int], tokens: int) -> list[int]:
@@ -123,9 +128,14 @@ def largest_gap(name: str, prompt: list[int], output: list[int]) -> float:
     0 for an exact greedy output. Over hundreds of tokens two logits now and then tie up to
     rounding, which depends on the batch; a wrong KV page shows as a gap of the logits' spread.
     """
+    return gap_of(_network(name), prompt, output)
+
+
+def gap_of(network: Any, prompt: list[int], output: list[int]) -> float:
+    """The same, by transformers' model."""
     import torch
 
     with torch.inference_mode():
-        logits = _network(name)(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        logits = network(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
         chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         return float((logits.max(dim=1).values - chosen).max())

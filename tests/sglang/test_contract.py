@@ -206,6 +206,17 @@ SEAMS: dict[str, str | None] = {
         "tokenizer, vocab_size, model_eos_token_ids, any_whitespace, max_whitespace_cnt"
     ),
     "managers.scheduler:Scheduler.init_grammar_manager": "self",
+    # adapters
+    "lora.backend.lora_registry:register_lora_backend": "name",
+    "lora.backend.torch_backend:TorchNativeLoRABackend.prepare_lora_batch": (
+        "self, forward_batch, weight_indices, lora_ranks, scalings, use_cuda_graph,"
+        " use_prefill_cuda_graph"
+    ),
+    "lora.lora_registry:LoRARef": "lora_id, lora_name, lora_path, pinned",
+    "lora.lora_manager:LoRAManager.load_lora_adapter_from_tensors": (
+        "self, lora_ref, tensors, config_dict, added_tokens_config"
+    ),
+    "lora.lora_manager:LoRAManager.unload_lora_adapter": "self, lora_ref",
     "managers.schedule_batch:Req.set_finish_with_abort": ("self, error_msg, status_code, err_type"),
     "model_executor.forward_batch_info:ForwardMode.EXTEND": None,
     "layers.dual_gemm:DualGemm._select_mode": "self, gate_up_proj, hidden_size",

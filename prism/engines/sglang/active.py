@@ -15,6 +15,7 @@ from prism.config.memory import BLOCK_TOKENS
 from prism.engines.kv_direct import DirectMoves
 from prism.engines.sglang import moving, requests
 from prism.engines.sglang.decode_graphs import DecodeGraphs
+from prism.engines.sglang.lora import Adapters
 from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.scheduler import InProcessScheduler
 from prism.messages.engine import ActivateEngine
@@ -30,12 +31,15 @@ class ActiveModel:
     scheduler: InProcessScheduler
     direct: DirectMoves
     graphs: DecodeGraphs
+    adapters: Adapters
 
     def submit(self, request: Request, rid: str) -> int:
         """Queue `request` as `rid`. Returns how many of its tokens came with their KV.
 
         Raises RequestError when it can never run.
         """
+        if request.lora:
+            self.adapters.require(request.lora)
         converted = requests.convert(
             request,
             rid,

@@ -40,7 +40,7 @@ def preload(device: str = "host:0") -> None:
 
 def traits() -> EngineTraits:
     """As the configuration says."""
-    return EngineTraits()
+    return EngineTraits(lora=True)
 
 
 def create(context: EngineContext) -> EngineCore:

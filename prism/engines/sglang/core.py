@@ -20,6 +20,7 @@ from prism.engines.kv_direct import DirectMoves
 from prism.engines.sglang import gpu, host, requests, warm_up
 from prism.engines.sglang.active import ActiveModel
 from prism.engines.sglang.decode_graphs import DecodeGraphs
+from prism.engines.sglang.lora import Adapters
 from prism.engines.sglang.memory import EngineMemory, MemoryPlan, plan
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
 from prism.engines.sglang.weights import ModelWeights, StoreAccess
@@ -82,14 +83,15 @@ class SglangCore:
             order,
             capacity_bytes=place.capacity_bytes,
             page_bytes=place.page_bytes,
-            static_bytes=self._share.model_bytes(),
+            static_bytes=self._share.model_bytes(order.model.lora.size_bytes),
         )
         memory = self._reserve(order, layout, timeline)
         timeline.enter("store")
         scheduler, fingerprint = self._build(order, memory)
         direct = DirectMoves(memory.kv, self._context.ranks, self._context.config)
         graphs = DecodeGraphs(scheduler, self._context.ranks.size)
-        self._active = ActiveModel(order, memory, scheduler, direct, graphs)
+        adapters = Adapters(scheduler, order.model)
+        self._active = ActiveModel(order, memory, scheduler, direct, graphs, adapters)
         return Activated(
             model=order.model.name,
             quantum_bytes=layout.quantum_bytes,
@@ -130,7 +132,8 @@ class SglangCore:
         scheduler: InProcessScheduler | None = None
         try:
             engine, device = self._context.config.engine, self._context.device
-            gpu.adopt(self._client, device, self._share.torch_cap_bytes)
+            torch_bytes = self._share.torch_cap_bytes + order.model.lora.size_bytes
+            gpu.adopt(self._client, device, torch_bytes)
             scheduler = host.build(order, memory, engine, device)
             gpu.name_streams(self._client, device, scheduler)
             memory.timeline.enter("warm_up")

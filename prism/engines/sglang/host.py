@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from prism.engines.sglang import stubs
@@ -31,7 +32,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noq
 from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
 from prism.config.schema import EngineConfig  # noqa: E402
 from prism.engines.ranks.group import RankGroup  # noqa: E402
-from prism.engines.sglang import decode_graphs, gpu, noise, server_args  # noqa: E402
+from prism.engines.sglang import decode_graphs, gpu, lora, noise, server_args  # noqa: E402
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
 from prism.engines.sglang.scheduler import InProcessScheduler  # noqa: E402
 from prism.messages.engine import ActivateEngine  # noqa: E402
@@ -56,7 +57,8 @@ def build(
     place = SpawnRanks(world_rank=ranks.rank, gpu_id=index)
     _bind_threads(ranks.size)
     publish(arguments, role="scheduler", ranks=place)
-    with _Rendezvous(ranks):
+    pins = nullcontext() if gpu.is_gpu(device) else lora.Unpinned()
+    with _Rendezvous(ranks), pins:
         scheduler = InProcessScheduler(arguments, server_args.ports())
     scheduler.start()
     return scheduler

@@ -38,6 +38,7 @@ def convert(
         top_logprobs_num=request.sampling.logprobs or 0,
         token_ids_logprob=None,
         stream=True,
+        lora_id=request.lora or None,
     )
 
 

@@ -6,7 +6,7 @@ of its per-step methods; tests/sglang/test_contract.py pins each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -222,10 +222,13 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
 
     def find(self, rid: str) -> Req | None:
         """The request, wherever it stands between two steps; None once it has ended."""
+        return next((req for req in self.open_reqs() if req.rid == rid), None)
+
+    def open_reqs(self) -> Iterator[Req]:
+        """All that have not ended, wherever they stand between two steps; some come twice."""
         batches = [b.reqs for b in (self.running_batch, self.last_batch) if b is not None]
-        places = (*batches, self.waiting_reqs(), self.compiling_reqs())
-        found = (req for reqs in places for req in reqs)
-        return next((req for req in found if req.rid == rid and not req.finished()), None)
+        for reqs in (*batches, self.waiting_reqs(), self.compiling_reqs()):
+            yield from (req for req in reqs if not req.finished())
 
     @staticmethod
     def prefill_left(req: Req) -> int:

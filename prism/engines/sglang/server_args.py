@@ -8,7 +8,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from prism.config.memory import BLOCK_TOKENS
 from prism.config.schema import EngineConfig
-from prism.engines.sglang import gpu
+from prism.engines.sglang import gpu, lora
 from prism.engines.sglang.loader import KvcachedLoader
 from prism.engines.sglang.memory import MemoryPlan
 from prism.messages.engine import ActivateEngine
@@ -24,6 +24,7 @@ def build(
 ) -> ServerArgs:
     """Arguments that make SGLang deterministic and free of sockets, one process for a rank."""
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
+    common |= lora.settings(order.model.lora, device)
     own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host()
     return ServerArgs(**common, **own)
 

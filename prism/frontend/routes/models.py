@@ -1,4 +1,5 @@
-"""GET /v1/models: the configured models, whether they are placed now or not."""
+"""GET /v1/models: the configured models, their aliases and adapters, placed or
+not."""
 
 from __future__ import annotations
 
@@ -15,20 +16,23 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     found = services(request)
-    return {"object": "list", "data": [_card(found, m) for m in found.models()]}
+    return {"object": "list", "data": [_card(found, *named) for named in found.names()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     found = services(request)
-    return _card(found, found.model(name))
+    return _card(found, name, *found.resolve(name))
 
 
-def _card(found: Services, model: ModelSpec) -> dict[str, Any]:
+def _card(found: Services, name: str, model: ModelSpec, adapter: str) -> dict[str, Any]:
+    """`root`: its own name, where `id` is an alias. `parent`: of an adapter."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": found.started_unix_s,
         "owned_by": "prism",
         "max_model_len": model.context_length,
+        "root": model.named(adapter),
+        "parent": model.name if adapter else None,
     }

@@ -1,0 +1,59 @@
+"""What devices, models, their aliases and adapters may be called."""
+
+from __future__ import annotations
+
+import re
+
+from prism.config.schema import ClusterConfig, ModelYaml
+from prism.errors import ConfigError
+
+_MODEL = re.compile(r"[A-Za-z0-9][\w.:@+/-]*")
+_ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+def check_model_names(data: ModelYaml, key: str) -> None:
+    """Raises ConfigError."""
+    _check(data.name, f"{key}.name")
+    for index, alias in enumerate(data.aliases):
+        _check(alias, f"{key}.aliases[{index}]")
+    for index, adapter in enumerate(data.lora):
+        if not _ADAPTER.fullmatch(adapter.name):
+            raise ConfigError(
+                f"{key}.lora[{index}].name: {adapter.name!r} cannot be used; write letters, digits"
+                " and . _ -"
+            )
+
+
+def check_names(config: ClusterConfig) -> None:
+    devices = [d.name for d in config.devices]
+    models = [m.name for m in config.models]
+    _check_requested(config)
+    for key, names in (("devices", devices), ("models", models)):
+        if not names:
+            raise ConfigError(f"{key}: the list is empty; add at least one entry")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ConfigError(f"{key}[{index}].name: {name!r} is used twice; rename one")
+    for index, model in enumerate(config.models):
+        if model.pinned_device is not None and model.pinned_device not in devices:
+            raise ConfigError(
+                f"models[{index}].device: unknown device {model.pinned_device!r}; choose one of"
+                f" {', '.join(devices)}"
+            )
+
+
+def _check(name: str, key: str) -> None:
+    if not _MODEL.fullmatch(name):
+        raise ConfigError(
+            f"{key}: {name!r} cannot be used; write letters, digits and . _ - : / @ +"
+        )
+
+
+def _check_requested(config: ClusterConfig) -> None:
+    """What requests call models, their aliases and adapters is one model's."""
+    known: set[str] = set()
+    for index, model in enumerate(config.models):
+        for name in model.names[1:]:
+            if name in known or any(name == other.name for other in config.models):
+                raise ConfigError(f"models[{index}]: {name!r} is used twice; rename one")
+            known.add(name)

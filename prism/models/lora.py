@@ -1,0 +1,165 @@
+"""What a LoRA adapter's own files say (PEFT's format), and whether a model can serve it; without
+torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from prism.errors import ConfigError
+from prism.models.files import Lookup, ModelFiles, read_config, with_defaults
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_TENSOR = re.compile(r"\.layers\.(\d+)\.[\w.]*?(\w+)\.lora_(A|B)\.weight$")
+# Engines keep these as one matrix.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What changes an adapter's arithmetic in a way that engines do not compute, and values that do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "bias": (None, "none"),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "fan_in_fan_out": (None, False),
+    "trainable_token_indices": (None, [], {}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraBase:
+    """Sizes of the model that adapters are for."""
+
+    layers: int
+    hidden: int
+    heads: int  # width of all heads' queries
+    kv_heads: int  # width of all heads' keys
+    inner: int  # of the MLP; 0: experts
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the modules that adapters may change."""
+        shapes = {
+            "q_proj": (self.hidden, self.heads),
+            "k_proj": (self.hidden, self.kv_heads),
+            "v_proj": (self.hidden, self.kv_heads),
+            "o_proj": (self.heads, self.hidden),
+        }
+        if self.inner:
+            shapes |= {
+                "gate_proj": (self.hidden, self.inner),
+                "up_proj": (self.hidden, self.inner),
+                "down_proj": (self.inner, self.hidden),
+            }
+        return shapes
+
+
+def inspect_adapter(path: Path, where: str, base: LoraBase, rank_max: int) -> tuple[int, set[str]]:
+    """Its rank, and the modules that it changes. Raises ConfigError that names `where` (the YAML
+    key that led here), what is wrong and what to change."""
+    rank = _rank(_config(path, where), path, where, rank_max)
+    return rank, _targets(base, path, where, rank)
+
+
+def with_fused(modules: Set[str]) -> set[str]:
+    """And those that engines fuse with them, for which they make room, too."""
+    return {name for group in FUSED if {*group} & modules for name in group} | {*modules}
+
+
+def module_of(
+    name: str, shape: Sequence[int], rank: int, layers: int, shapes: Mapping[str, tuple[int, int]]
+) -> str:
+    """Which of the modules with `shapes` (inputs, outputs) an adapter's tensor is for. Raises
+    ValueError with the reason why it fits none of `layers` layers."""
+    match = _TENSOR.search(name)
+    if match is None or match[2] not in shapes:
+        raise ValueError(
+            f"it changes {name}; adapters may change the projections of attention and of a dense"
+            " MLP alone; merge it into its model, and serve that"
+        )
+    inputs, outputs = shapes[match[2]]
+    expected = [rank, inputs] if match[3] == "A" else [outputs, rank]
+    if list(shape) != expected or int(match[1]) >= layers:
+        raise ValueError(
+            f"it was made for another model: {name} has shape {list(shape)}, and this model of"
+            f" {layers} layers needs {expected}; correct the path"
+        )
+    return match[2]
+
+
+def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
+    config = read_config(model, key)
+    text = with_defaults(config.get("text_config") or config)
+    lookup = Lookup(text, model, key)
+    experts = any(text.get(name) for name in _EXPERTS)
+    heads = lookup.integer("num_attention_heads", "n_head")
+    return LoraBase(
+        layers=files.num_layers,
+        hidden=lookup.integer("hidden_size", "n_embd"),
+        heads=heads * files.head_dim,
+        kv_heads=files.num_kv_heads * files.head_dim,
+        inner=0 if experts else lookup.integer("intermediate_size", "n_inner", default=0),
+    )
+
+
+def _config(path: Path, where: str) -> dict[str, Any]:
+    file = path / CONFIG
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise ConfigError(
+            f"{where}: cannot read {file}: {why}; give the folder of an adapter in PEFT's format"
+        ) from error
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if str(kind).upper() != "LORA":
+        raise ConfigError(f"{where}: {file} has peft_type {kind!r}; only LoRA adapters are served")
+    for name, neutral in _NEUTRAL.items():
+        if config.get(name) not in neutral:
+            shown = json.dumps(config[name])
+            raise ConfigError(
+                f"{where}: {file} has {name} {shown:.60}, which engines do not compute; merge the"
+                " adapter into its model, and serve that"
+            )
+    return config
+
+
+def _rank(config: dict[str, Any], path: Path, where: str, rank_max: int) -> int:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+        raise ConfigError(f"{where}: {path / CONFIG} lacks r or lora_alpha; complete the file")
+    if rank > rank_max:
+        raise ConfigError(
+            f"{where}: its rank of {rank} is above engine.lora.rank_max; raise that, which"
+            " takes memory for each slot"
+        )
+    return rank
+
+
+def _targets(base: LoraBase, path: Path, where: str, rank: int) -> set[str]:
+    """The modules that its tensors are for, after a check of each one's name and shape."""
+    found = list(_tensors(path / WEIGHTS, where))
+    if not found:
+        raise ConfigError(f"{where}: {path / WEIGHTS} holds nothing; save the adapter again")
+    try:
+        return {module_of(*tensor, rank, base.layers, base.shapes) for tensor in found}
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _tensors(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:
+    try:
+        with safe_open(file, framework="np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, tensors.get_slice(name).get_shape()
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{where}: cannot read {file}: {error}; save the adapter in safetensors"
+        ) from error
