@@ -106,6 +106,36 @@ def test_each_parser_says_what_it_says_in_sglang(name: str) -> None:
     assert json.loads(arguments) == {"city": "Oslo"}
 
 
+VALUES = ("", "São Paulo", "New York, NY", "O'Hare", "12", "true", "東京🗼", "a <b> & c", "[1, 2]")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_values_more_calls_and_text_behind_are_as_in_sglang(name: str) -> None:
+    """But for white space, and a bracket that Mistral's parser may leave between two lists."""
+    begin, form = ("" if name in ("gpt-oss", "muse") else "So: "), FORMS[name]
+    texts = [begin + form.replace("Oslo", value) for value in VALUES]
+    texts += [begin + form + form, begin + form + "\n" + form.replace("Oslo", "Rome")]
+    texts += [begin + form + " Done.", begin + form + "\n\nDone. [1]"]
+    for text in texts:
+        said, calls = sglangs(name, pieces_of(name, text, 1))
+        for step in (1, 4, len(text)):
+            found = streamed(parser_of(name), pieces_of(name, text, step))
+            assert found[1] == calls, (text, step)
+            shown = found[0].replace("]", "") if name == "mistral" else found[0]
+            whole = said.replace("]", "") if name == "mistral" else said
+            assert shown.split() == whole.split(), (text, step)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_answer_without_a_call_is_said_once_and_wholly(name: str) -> None:
+    """Also one that ends within a mark. Some parsers keep what they have said."""
+    begin = FORMS[name][:4]
+    for text in ("Plain text, with [brackets] and <tags>.", "So: ", f"So: {begin}"):
+        for step in (1, 4, len(text)):
+            said, calls = streamed(parser_of(name), pieces_of(name, text, step))
+            assert (said.strip(), calls) == (text.strip(), []), (text, step)
+
+
 def parses_of(parser: Any) -> list[int]:
     """How much each turn of the parser reads, from now on."""
     lengths: list[int] = []

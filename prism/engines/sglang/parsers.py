@@ -60,6 +60,8 @@ class AnswerParser:
         self._token = re.compile("|".join([*own, _SPECIAL_TOKEN]))
         self._names: list[str] = []
         self._held = ""
+        # Until the first call: what the parser of calls was given, and the text that it gave.
+        self._heard = self._said = ""
 
     def push(self, text: str, *, last: bool = False) -> Piece:
         """`last`: no more text comes."""
@@ -96,6 +98,7 @@ class AnswerParser:
         while told:
             said, items = self._parse("", False)
             piece.text += said
+            self._said += said
             piece.calls += [self._numbered(item) for item in items]
             told = any(item.name or item.parameters for item in items)
 
@@ -134,12 +137,22 @@ class AnswerParser:
                 reasoning, rest = self._reasoning.parse_stream_end()
                 piece.reasoning, text = piece.reasoning + (reasoning or ""), text + (rest or "")
         if self._calls is not None:
+            self._heard += text
             text, items = self._parse(text, last)
             piece.calls += [self._numbered(item) for item in items]
-            if last and not self._names and not self._array:
-                # It could have become a call's begin.
-                text += getattr(self._detector, "_buffer", "")
+            if self._names or self._array:
+                self._heard = self._said = ""
+            else:
+                self._said += text
+                text += self._unsaid() if last else ""
         piece.text += text
+
+    def _unsaid(self) -> str:
+        """Behind an answer without a call: what could have become a call's begin. Some parsers keep
+        in their buffer what they have said."""
+        heard, said = self._heard, self._said
+        unsaid = heard[len(said) :] if heard.startswith(said) else heard
+        return min(unsaid, str(getattr(self._detector, "_buffer", "")), key=len)
 
     @property
     def _detector(self) -> Any:
@@ -151,7 +164,11 @@ class AnswerParser:
             results += [self._calls.finish(self._tools)] if last else []
             said = "".join(result.normal_text or "" for result in results)
             return said, [call for result in results for call in result.calls]
+        given = str(getattr(self._detector, "_buffer", "")) + text
         said, items = self._calls.parse_stream_chunk(text)
+        end = getattr(self._detector, "eot_token", None) or ""
+        if len(end) == 1 and not self._names and said == given.replace(end, ""):
+            said = given  # Mistral's parser takes every "]" for the end of calls
         if last:
             rest, more = self._calls.parse_stream_end()
             said, items = (said or "") + rest, [*items, *more]
