@@ -1,0 +1,75 @@
+"""Each metric that the documentation names follows what the cluster reports."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from prism.frontend.cluster_metrics import ClusterCollector
+from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.cluster import ClusterStatus
+from prism.messages.gpu import ForeignProcess, GpuMemory
+from tests.serve.test_metrics import MOVE
+
+DOCS = Path(__file__).parents[2] / "docs"
+# Of a frontend's own requests; tests/serve/test_metrics.py, test_access.py and test_health.py move
+# them with real ones.
+OWN = {
+    *(name.removesuffix("_count") for name in MOVE),
+    "prism_key_requests_total",
+    "prism_key_tokens_total",
+    "prism_open_requests",
+}
+
+
+def filled(kind: type[Any], step: int, **given: Any) -> Any:
+    """A message whose every number and mapping of numbers grows with `step`."""
+    values: dict[str, Any] = {}
+    for number, field in enumerate(msgspec.structs.fields(kind), 1):
+        value = number * 1000 + step
+        if field.type in (int, float):
+            values[field.name] = value
+        elif field.type in (dict[str, int], dict[str, float]):
+            values[field.name] = {"x": value}
+        elif field.type is str:
+            values[field.name] = "x"
+    return kind(**values | given)
+
+
+def samples(step: int) -> dict[str, dict[Any, float]]:
+    """Metric -> labels -> value."""
+    model = filled(ModelReport, step, model="m", state="active" if step else "activating")
+    memory = filled(GpuMemory, step, foreign=(ForeignProcess(1, 10 + step),))
+    agent = filled(AgentReport, step, device="cuda:0", models=[model], gpu=memory)
+    status = filled(
+        ClusterStatus,
+        step,
+        placement={"m": f"cuda:{step}"},
+        agents=[agent],
+        ready=bool(step),
+        decisions=[],
+    )
+    collector = ClusterCollector()
+    collector.status = status
+    found: dict[str, dict[Any, float]] = {}
+    text = generate_latest(collector.registry).decode()
+    for sample in (s for f in text_string_to_metric_families(text) for s in f.samples):
+        found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def test_each_metric_in_the_documentation_moves() -> None:
+    named = {
+        name
+        for page in DOCS.glob("*.md")
+        for name in re.findall(r"\bprism_[a-z0-9_]+(?=[`{\[ ,)])", page.read_text())
+    }
+    before, after = samples(0), samples(1)
+    moved = {name for name in before if before[name] != after[name]}
+    assert len(named) > 50
+    assert named - OWN - moved == set()
