@@ -104,6 +104,10 @@ class Channel(Generic[M]):
             if (message := self._decode(frames, sender)) is not None:
                 return sender, message
 
+    def has_more(self) -> bool:
+        """Whether `receive` would return at once, unless what is there is malformed."""
+        return bool(self._socket.poll(0))
+
     def send(self, message: msgspec.Struct, to: bytes = b"") -> None:
         """Never blocks. Raises zmq.ZMQError if the message is not taken: the peer is not
         connected, or it is too slow."""

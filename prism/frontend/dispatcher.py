@@ -36,6 +36,10 @@ _UNKNOWN_MAX = 1024
 _CANCEL_BATCH_MAX = 1024
 _CLOSE_TIMEOUT_S = 2.0
 _LINGER_MS = 200
+# From so many on, what a step costs here is worth sharing between steps.
+_MANY_CHUNKS = 100
+_TURNS_TO_WRITE = 2  # of the event loop: streams make their events, then the loop writes them
+_REST_MAX_S = 0.02
 
 
 class Dispatcher:
@@ -164,12 +168,17 @@ class Dispatcher:
     # --- output -----------------------------------------------------------------------------
 
     async def _receive(self) -> None:
+        chunks = 0  # that clients have not seen
         while True:
             _, message = await self._inbox.receive()
             if isinstance(message, EngineOutput):
                 self._take(message)
+                chunks += len(message.chunks)
             else:
                 self.siblings.take(message)
+            if chunks >= _MANY_CHUNKS and not self._inbox.has_more():
+                await _shown_and_rested()
+                chunks = 0
 
     def _take(self, output: EngineOutput) -> None:
         unknown = []
@@ -304,6 +313,15 @@ class Dispatcher:
             log.error("a background task failed", exc_info=error)
             if task in self._loops:
                 self.broken.set()
+
+
+async def _shown_and_rested() -> None:
+    """Until the streams have written what came, and as long again, for other work. Meanwhile the
+    next steps' tokens come, which then cost one event and one write together."""
+    began_s = time.monotonic()
+    for _ in range(_TURNS_TO_WRITE):
+        await asyncio.sleep(0)
+    await asyncio.sleep(min(time.monotonic() - began_s, _REST_MAX_S))
 
 
 def _bounds(config: ClusterConfig) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from prism.frontend import dispatcher
 from prism.messages.requests import Chunk, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import answering, tokens
@@ -79,6 +80,29 @@ async def test_a_stream_joins_to_the_same_text(stack: Stack, step: int) -> None:
     assert all("\ufffd" not in e["choices"][0]["text"] for e in got)
     assert all("usage" not in e for e in got)
     assert len(got) <= -(-len(ids_of(TEXT)) // step)  # what came late came together
+
+
+async def test_steps_of_many_streams_share_events(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a step of many tokens the frontend rests, here until the test has sent two more."""
+    rested, ids, agent = asyncio.Event(), ids_of(TEXT)[:3], stack.agent
+    monkeypatch.setattr(dispatcher, "_shown_and_rested", rested.wait)
+    choices = dispatcher._MANY_CHUNKS // 4
+    body: dict[str, Any] = {"model": "base", "prompt": "p", "n": choices, "return_token_ids": True}
+    streams = asyncio.gather(*(stream(stack, "/v1/completions", **body) for _ in range(4)))
+    async with asyncio.timeout(30):
+        while len(agent.seen) < dispatcher._MANY_CHUNKS:
+            await asyncio.sleep(0.01)
+    for number, token_id in enumerate(ids):
+        reason = "length" if number == 2 else None
+        await agent.send("f0", *(tokens(r, number, [token_id], reason) for r in agent.seen))
+        await asyncio.sleep(0.3)
+    assert not streams.done()
+    rested.set()
+    for got in await streams:
+        shown = [event["choices"][0]["token_ids"] for event in got]
+        assert shown == [ids[:1]] * choices + [ids[1:]] * choices
 
 
 async def test_what_came_while_nobody_took_it_comes_as_one_event_per_choice(stack: Stack) -> None:
