@@ -5,12 +5,13 @@
 
 A cluster of one device and one fake engine with steps of 10 ms answers streams, all begun at once.
 CPU seconds of the frontend, the agent and the engine per 1,000 tokens, and, with answers of one
-token, per request; so many less of what the engine's step itself takes are the worker's. Beside
-them the same streams through `PASS_THROUGH`, which forwards what `UPSTREAM`, a server without a
-model or a tokenizer, sends at the same pace. Tokens per second and the median time to the first
-token of both.
+token, per request. What the fake engine's model takes without a worker around it is measured apart,
+in this process. Beside them the same streams through `PASS_THROUGH`, which forwards what
+`UPSTREAM`, a server without a model or a tokenizer, sends in the same steps. Tokens per second and
+the median time to the first token of both.
 
-Model: `prism-models prepare tiny-llama`, of which only the tokenizer is used.
+Model: `prism-models prepare tiny-llama`, of which only the tokenizer is used. `--streams 256
+--tokens 300` is what both cannot keep up with on two cores.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,11 +31,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import yaml
+from activation import DEVICE, config_of
+from msgspec.structs import replace
+from specs import spec_of
 
+import kvcached
+from prism.engines.core import EngineContext
+from prism.engines.fake.core import FakeCore
+from prism.engines.fake.options import FakeOptions
+from prism.messages.engine import ActivateEngine
+from prism.messages.requests import Request, Sampling
 from prism.models.store import default_directory
 
 STEP_MS = 10
@@ -78,43 +90,61 @@ HEAD = b"HTTP/1.1 200 OK\\r\\nContent-Type: text/event-stream\\r\\nConnection: c
 choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None}
 event = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "m"}
 EVENT = b"data: " + json.dumps({**event, "choices": [choice]}).encode() + b"\\n\\n"
+running = {}
 
 async def answer(reader, writer):
     head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
     length = int(head.split(b"content-length:")[1].split(b"\\r\\n")[0])
     body = json.loads(await reader.readexactly(length))
-    loop = asyncio.get_running_loop()
     writer.write(HEAD)
-    began_s = loop.time()
-    for number in range(1, body["max_tokens"] + 1):
-        due_s = began_s + number * float(sys.argv[2]) / 1000
+    running[writer] = body["max_tokens"]
+
+async def steps(step_s, loop):
+    due_s = 0.0
+    while True:
+        if not running or loop.time() - due_s > step_s:
+            due_s = loop.time()
+        due_s += step_s
         await asyncio.sleep(max(0.0, due_s - loop.time()))
-        writer.write(EVENT)
-    writer.write(b"data: [DONE]\\n\\n")
-    writer.close()
+        for writer, left in list(running.items()):
+            writer.write(EVENT)
+            running[writer] = left - 1
+            if left == 1:
+                del running[writer]
+                writer.write(b"data: [DONE]\\n\\n")
+                writer.close()
 
 async def main():
     server = await asyncio.start_server(answer, "127.0.0.1", int(sys.argv[1]), backlog=4096)
-    await server.serve_forever()
+    await steps(float(sys.argv[2]) / 1000, asyncio.get_running_loop())
 
 asyncio.run(main())
 """
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one stream: its tokens, and seconds to the first and to the last of them."""
+
+    tokens: int
+    first_s: float
+    last_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """What one round of streams took. CPU in seconds."""
+    """What one round of streams took. Times are medians of its answers, CPU is in seconds."""
 
     tokens: int
     seconds: float
-    first_token_s: float  # median
+    first_token_s: float
+    token_s: float  # of each further one
     cpu_s: dict[str, float]  # by role
 
 
-async def stream(url: str, body: bytes) -> tuple[int, float]:
-    """Tokens, and seconds to the first one, of a streamed answer."""
+async def stream(url: str, body: bytes) -> Answer:
     place = urlsplit(url)
-    began_s, first_s, tokens = time.monotonic(), 0.0, 0
+    began_s, first_s, last_s = time.monotonic(), 0.0, 0.0
     reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 20)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
@@ -122,13 +152,13 @@ async def stream(url: str, body: bytes) -> tuple[int, float]:
     received = b""
     while part := await reader.read(1 << 16):
         received += part
-        if not first_s and b"data: {" in received:
-            first_s = time.monotonic() - began_s
+        if b"data: {" in part:
+            last_s = time.monotonic() - began_s
+            first_s = first_s or last_s
     writer.close()
     if b" 200 " not in received[:20] or b"[DONE]" not in received:
         sys.exit(f"error: {url} answered {received[:300]!r}")
-    tokens = received.count(b'"text":')
-    return tokens, first_s
+    return Answer(json.loads(body)["max_tokens"], first_s, last_s)
 
 
 def cpu_s(pids: dict[str, int]) -> dict[str, float]:
@@ -140,10 +170,10 @@ def cpu_s(pids: dict[str, int]) -> dict[str, float]:
 def run(url: str, pids: dict[str, int], streams: int, bodies: list[bytes]) -> Run:
     """Send all bodies, so many at a time."""
 
-    async def all_of_them() -> list[tuple[int, float]]:
+    async def all_of_them() -> list[Answer]:
         gate = asyncio.Semaphore(streams)
 
-        async def one(body: bytes) -> tuple[int, float]:
+        async def one(body: bytes) -> Answer:
             async with gate:
                 return await stream(url, body)
 
@@ -153,7 +183,9 @@ def run(url: str, pids: dict[str, int], streams: int, bodies: list[bytes]) -> Ru
     answers = asyncio.run(all_of_them())
     seconds, after = time.monotonic() - began_s, cpu_s(pids)
     used = {role: after[role] - before[role] for role in pids}
-    return Run(sum(n for n, _ in answers), seconds, median(s for _, s in answers), used)
+    first_s = median(each.first_s for each in answers)
+    token_s = median((a.last_s - a.first_s) / max(1, a.tokens - 1) for a in answers)
+    return Run(sum(each.tokens for each in answers), seconds, first_s, token_s, used)
 
 
 def children(pid: int) -> Iterator[int]:
@@ -176,19 +208,25 @@ def process(command: list[str], **environment: str) -> Iterator[subprocess.Popen
 
 @contextmanager
 def cluster(model: Path, streams: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Its URL, and the pids of the processes on a request's way."""
+    """Of the fake engine. Its URL, and the pids of the processes on a request's way."""
+    settings = {
+        "devices": [{"name": "host:0", "capacity": "256MiB", "page": "64KiB", "engines": 1}],
+        "models": [{"name": "m", "path": str(model), "context_length": 512}],
+        "engine": {"adapter": "fake", "static": "1MiB", "max_running": streams},
+        "frontend": {"port": 0},
+    }
+    with served(settings, PRISM_FAKE=json.dumps({"decode_step_ms": STEP_MS})) as found:
+        yield found
+
+
+@contextmanager
+def served(settings: dict[str, Any], **environment: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """A cluster of one model. Likewise."""
     with TemporaryDirectory(prefix="prism-") as folder:
-        settings = {
-            "devices": [{"name": "host:0", "capacity": "256MiB", "page": "64KiB", "engines": 1}],
-            "models": [{"name": "m", "path": str(model), "context_length": 512}],
-            "engine": {"adapter": "fake", "static": "1MiB", "max_running": streams},
-            "frontend": {"port": 0},
-        }
         file = Path(folder, "prism.yaml")
         file.write_text(yaml.safe_dump(settings))
-        fake = json.dumps({"decode_step_ms": STEP_MS})
         serve = str(Path(sys.executable).with_name("prism-serve"))
-        with process([serve, "--config", str(file)], PRISM_FAKE=fake, TMPDIR=folder) as server:
+        with process([serve, "--config", str(file)], TMPDIR=folder, **environment) as server:
             assert server.stdout is not None
             url = next(x.split()[-1] for x in server.stdout if x.startswith("ready in "))
             url = url.removesuffix("/v1")
@@ -217,9 +255,45 @@ def pass_through() -> Iterator[tuple[str, dict[str, int]]]:
     port = 20_000 + os.getpid() % 10_000
     upstream = [sys.executable, "-c", UPSTREAM, str(port), str(STEP_MS)]
     forward = [sys.executable, "-c", PASS_THROUGH, f"http://127.0.0.1:{port}", str(port + 1)]
-    with process(upstream), process(forward) as running:
+    with process(upstream) as engine, process(forward) as running:
         await_port(port + 1)  # the upstream imports less
-        yield f"http://127.0.0.1:{port + 1}", {"pass-through": running.pid}
+        pids = {"pass-through": running.pid, "upstream": engine.pid}
+        yield f"http://127.0.0.1:{port + 1}", pids
+
+
+@contextmanager
+def with_little_kv(model: Path) -> Iterator[Path]:
+    """A copy whose tokens have the least KV: the fake engine writes it, and reads nothing else."""
+    with TemporaryDirectory(prefix="prism-") as folder:
+        copy = Path(shutil.copytree(model, Path(folder, "model")))
+        config = json.loads((copy / "config.json").read_text())
+        config |= {"num_hidden_layers": 1, "num_key_value_heads": 1}
+        (copy / "config.json").write_text(json.dumps(config))
+        yield copy
+
+
+def fake_model_s(model: Path, streams: int, tokens: int) -> float:
+    """CPU seconds of the fake engine's steps alone, without a worker, for each token."""
+    spec = spec_of(model, 512)
+    sampling = Sampling(tokens, temperature=0.0, ignore_eos=True)
+    asked = [
+        Request(f"r{n}", spec.name, [5, 6, 7, n % 200], sampling, time.time(), 1.0, 1.0, "")
+        for n in range(streams)
+    ]
+    with TemporaryDirectory(prefix="prism-") as folder:
+        config = config_of("256MiB", "64KiB", None, folder)
+        engine = replace(config.engine, adapter="fake", max_running=streams)
+        context = EngineContext("e", DEVICE, replace(config, engine=engine))
+        core = FakeCore(context, FakeOptions(decode_step_ms=STEP_MS))
+        core.activate(ActivateEngine(spec, max_running=streams))
+        core.submit(asked)
+        began_s = time.process_time()
+        while core.step().busy:
+            pass
+        used_s = time.process_time() - began_s
+        core.close()
+        kvcached.Device.unlink(config.namespace, DEVICE)
+    return used_s / (streams * tokens)
 
 
 def bodies(count: int, tokens: int) -> list[bytes]:
@@ -234,21 +308,37 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     with ExitStack() as stack:
-        ours = stack.enter_context(cluster(options.model, options.streams))
-        theirs = stack.enter_context(pass_through())
-        for url, pids in (ours, theirs):
+        model = stack.enter_context(with_little_kv(options.model))
+        pair = (
+            stack.enter_context(cluster(model, options.streams)),
+            stack.enter_context(pass_through()),
+        )
+        for url, pids in pair:
             run(url, pids, 4, bodies(8, 8))
-        pair = (ours, theirs)
         rounds = [[measured(*each, options) for each in pair] for _ in range(options.rounds)]
-        for url, pids in (ours, theirs):
+        for url, pids in pair:
             short = run(url, pids, 16, bodies(options.requests, 1))
             per = {role: f"{1000 * s / options.requests:.2f} ms" for role, s in short.cpu_s.items()}
             print(f"per request: {per}; first token {1000 * short.first_token_s:.0f} ms")
-    for name, which in {"frontend": ROLES[:1], "agent and engine": ("agent", "engine")}.items():
+        model_s = fake_model_s(model, options.streams, options.tokens)
+    report(rounds, model_s)
+
+
+def report(rounds: list[list[Run]], model_s: float) -> None:
+    print(f"the fake model's own steps: {1000 * model_s:.3f} s per 1,000 tokens")
+    for name, which, less_s in (
+        ("frontend", ("frontend",), 0.0),
+        ("agent and engine", ("agent", "engine"), 0.0),
+        ("agent and engine without its model", ("agent", "engine"), model_s),
+    ):
         ratios = [
-            sum(a.cpu_s[r] for r in which) / max(b.cpu_s["pass-through"], TICK_S) for a, b in rounds
+            (sum(ours.cpu_s[r] for r in which) - less_s * ours.tokens)
+            / max(theirs.cpu_s["pass-through"], TICK_S)
+            for ours, theirs in rounds
         ]
         print(f"CPU of {name} over the pass-through's, same tokens: ratio {median(ratios):.2f}")
+    rates = [(a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in rounds]
+    print(f"tokens per second over the pass-through's: ratio {median(rates):.2f}")
 
 
 def measured(url: str, pids: dict[str, int], options: argparse.Namespace) -> Run:

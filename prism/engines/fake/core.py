@@ -90,6 +90,7 @@ class FakeCore:
         self._cancelled: list[FakeSequence] = []
         self._totals = RequestTotals()
         self._speeds: dict[str | None, Speed] = {}
+        self._due_s = 0.0  # when the time of the last step was over; 0: nothing runs
 
     # --- the model's life ------------------------------------------------------------------
 
@@ -225,6 +226,8 @@ class FakeCore:
             self._compute(self._memory)
             output.chunks += self._emit(self._memory)
         output.busy = bool(self._running)
+        if not output.busy:
+            self._due_s = 0.0
         if self._memory is not None and not output.busy:
             self._memory.kv.trim()
             self._memory.kv.check_integrity()
@@ -304,12 +307,17 @@ class FakeCore:
         self._measure(prefilled, time.monotonic() - started_s)
 
     def _pass_time(self, tokens: int) -> None:
-        """Every token of a step is computed, a decode's as well as a prompt's."""
+        """Every token of a step is computed, a decode's as well as a prompt's. As on a GPU, what
+        this process does itself since the last step, for its length at most, goes on beside it."""
         seconds = self._options.decode_step_ms / 1000 if self._running else 0.0
         if self._options.prefill_tokens_per_s:
             seconds += tokens / self._options.prefill_tokens_per_s
+        now_s = time.monotonic()
+        if now_s - self._due_s > seconds:
+            self._due_s = now_s
+        self._due_s += seconds
         if seconds:
-            time.sleep(seconds)
+            time.sleep(self._due_s - now_s)
 
     def _measure(self, prefilled: int, seconds: float) -> None:
         if prefilled and seconds > 0:
