@@ -49,22 +49,23 @@ class Server:
     def __init__(self, environment: dict[str, str], options: argparse.Namespace) -> None:
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
-            self._url = f"http://127.0.0.1:{held.getsockname()[1]}"
+            self.url = f"http://127.0.0.1:{held.getsockname()[1]}"
         self._engine = options.engine
         command = vllm_command(options) if options.engine == "vllm" else sglang_command(options)
-        command += ["--host", "127.0.0.1", "--port", self._url.rpartition(":")[2]]
+        command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         common = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         if options.engine == "vllm":
             common |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "PYTHONPATH": ""}
         # Not from the checkout, whose packages have no compiled core beside them.
         self._process = subprocess.Popen(command, cwd="/", env=os.environ | common | environment)
+        self.pid = self._process.pid
 
     def await_ready(self) -> None:
         while True:
             if self._process.poll() is not None:
                 raise SystemExit("a server ended early; what it said is above")
             try:
-                urllib.request.urlopen(f"{self._url}/health", timeout=60)
+                urllib.request.urlopen(f"{self.url}/health", timeout=60)
             except OSError:
                 time.sleep(0.2)
             else:
@@ -94,7 +95,7 @@ class Server:
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
-            f"{self._url}/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+            f"{self.url}/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=300) as response:
             return json.load(response)

@@ -65,6 +65,7 @@ def test_all_benchmarks_are_run_here() -> None:
         "sglang_side",
         "sglang_throughput",
         "activation",
+        "served_sglang",
         "serving",
         "stock_servers",
     }
@@ -80,7 +81,15 @@ def test_serving_is_compared_with_a_pass_through(tmp_path: Path) -> None:
     make_model(tmp_path / "tiny")
     small = ["--streams", "2", "--tokens", "20", "--requests", "4", "--rounds", "1"]
     said = run("serving", "--model", str(tmp_path / "tiny"), *small)
-    assert len([line for line in said.splitlines() if "ratio" in line]) == 2
+    assert len([line for line in said.splitlines() if "ratio" in line]) == 4
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+def test_prism_serve_is_compared_with_a_stock_server() -> None:
+    small = ["--streams", "2", "--pairs", "1", "--requests", "1"]
+    said = run("served_sglang", "--model", str(prepared("tiny-llama")), *small)
+    assert said.count("ratio") == 2
 
 
 @pytest.mark.sglang
