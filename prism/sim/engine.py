@@ -79,8 +79,9 @@ class SimEngine:
         return frozenset(phase for phase, step in found if step is not None)
 
     def pending_prefill_s(self) -> float:
-        """Of the prompts that it has admitted, by the speed measured so far."""
-        return sum([request.todo_tokens for request in self.prefills]) / self.prefill_tokens_per_s
+        """Of the prompts that it has admitted, by the speed measured so far. One that is half done
+        counts whole, as in the live system, where an agent hears of it with its first token."""
+        return sum([request.kv_tokens for request in self.prefills]) / self.prefill_tokens_per_s
 
     def sync(self) -> None:
         """Bring the ledgers up to the steps that have begun by now. A run that ends within the

@@ -13,6 +13,7 @@ from prism.policies import registry
 from prism.policies.kv_blocks import STEP_OVERHEAD, KvShape
 from prism.policies.placement import Hosted, Placement, Unit
 from prism.replay.trace import TraceRequest
+from prism.scheduler.journal import Stepped
 from prism.sim.records import Records
 from prism.sim.setup import DegreeSetup, EngineSettings
 from prism.sim.world import World
@@ -51,6 +52,18 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     records, steps = served(request(0.0, "a", 1300, 2))
     assert steps == [([512], 0), ([512], 0), ([276], 0)]
     assert records.first_s[0] == pytest.approx(0.13)
+
+
+def test_a_prompt_that_is_half_done_is_pending_whole_as_agents_reckon() -> None:
+    """They hear of a prompt when its first token comes (`agent/requests.py`, `loads`)."""
+    setup = cluster([model(0, "a")], engine=EngineSettings(prefill_chunk_tokens=512))
+    sent = request(0.0, "a", 1300, 2), request(0.06, "a", 100, 2)
+    world = World(setup, work(setup, sent), keep_queues=True)
+    world.run()
+    (queue,) = world.queues.values()
+    steps = [r for r in queue.records if isinstance(r, Stepped) and "1" in r.ids]
+    (view,) = steps[0].views or ()
+    assert view.pending_prefill_s * view.prefill_tokens_per_s == pytest.approx(1300)
 
 
 def test_the_end_of_one_prompt_and_the_start_of_the_next_share_a_step() -> None:

@@ -25,7 +25,7 @@ from tools.parity.setup import (
     cluster_setup,
     cores_of,
     cost_tables,
-    initial_end_s,
+    initial_lead_s,
     measured,
     replayed,
 )
@@ -63,7 +63,7 @@ def compare(given: Inputs) -> ParityOutcome:
     found = measured((*given.earlier, given.journals))
     setup = cluster_setup(given.config, found, tables, cores)
     live = live_run(given.journals, given.results)
-    lead_s = initial_end_s(given.journals, start_s)
+    lead_s = initial_lead_s(given.journals, start_s, found)
     work = replayed(records, setup, lead_s)
     world = World(setup, work, keep_queues=True)
     world.run()

@@ -108,7 +108,7 @@ class ParityResults(msgspec.Struct, frozen=True, kw_only=True):
     failed_live: int
     failed_simulated: int
     lead_s: float
-    """From the end of the initial placement to the trace's zero."""
+    """From the simulation's start, which begins the initial placement, to the trace's zero."""
     cores: float | None
     """That engines of host devices share; None where their steps need none."""
     costs: dict[str, str]

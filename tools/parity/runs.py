@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from prism.errors import ConfigError
 from prism.replay.results import ReplayResults
@@ -104,7 +105,16 @@ def live_run(journals: Journals, results: ReplayResults) -> History:
         raise ConfigError(
             "--journal: no request of --results is in it; name the journal of the same replay"
         )
-    return History(tuple(_live_placements(journals.cluster, start_s)), waits)
+    end_s = _last_answer_s(results)
+    placements = _live_placements(journals.cluster, start_s)
+    return History(tuple(p for p in placements if p.time_s <= end_s), waits)
+
+
+def _last_answer_s(results: ReplayResults) -> float:
+    """When the replay was over, since its start. The simulation ends there; a live cluster goes on
+    until it is stopped, and what it decides then has no counterpart."""
+    ends_s = [r.arrival_s + r.e2e_ms / 1000 for r in results.records if r.e2e_ms is not None]
+    return max(ends_s) if len(ends_s) == len(results.records) else inf
 
 
 def simulated_run(world: World, lead_s: float) -> History:

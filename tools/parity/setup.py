@@ -76,14 +76,19 @@ def measured(journals: Iterable[Journals]) -> LiveMeasurements:
     return LiveMeasurements(served, medians_s, _median(unloads_s), _median(reach_s))
 
 
-def initial_end_s(journals: Journals, start_unix_s: float) -> float:
-    """Seconds from the end of the initial placement to the replay's start. Without a placement,
-    they count from the scheduler's start."""
+def initial_lead_s(journals: Journals, start_unix_s: float, found: LiveMeasurements) -> float:
+    """Seconds from the simulation's start, where the initial placement begins, to the replay's, so
+    that the placement ends as long before the replay as it did live. Without one, they count from
+    the scheduler's start."""
     before = [d for d in journals.cluster if d.unix_s <= start_unix_s]
     if not before:
         raise ConfigError("--journal: begins after the replay; name that cluster's own journal")
-    ends_s = [d.unix_s for d in before if isinstance(d.record, Ended)]
-    return start_unix_s - (ends_s[-1] if ends_s else before[0].unix_s)
+    ends = [(d.unix_s, d.record) for d in before if isinstance(d.record, Ended)]
+    if not ends:
+        return start_unix_s - before[0].unix_s
+    came = {record.model for _, record in ends if record.kind == "activate"}
+    loads_s = [found.activation_s.get(model, 0.0) for model in came]
+    return start_unix_s - ends[-1][0] + max(loads_s, default=0.0)
 
 
 class HostCost:
@@ -156,6 +161,7 @@ def cluster_setup(
         activation=ActivationSettings(unload_s=found.unload_s),
         interval_s=scheduler.interval_s,
         rate_window_s=scheduler.rate_window_s,
+        warm=False,
     )
 
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from prism.errors import ConfigError
-from prism.scheduler.journal import Ended, Started
+from prism.replay.results import ReplayResults
+from prism.scheduler.journal import Ended, Left, Queued, Started, Stepped
 from prism.sim.world import World
 from tests.sim.clusters import cluster, model, request, work
 from tests.tools.parity.worlds import journals, queued, replayed, stepped
@@ -38,12 +39,32 @@ def test_actions_begin_before_or_after_the_trace_and_may_fail() -> None:
         Ended(time_s=103.0, problem="lost", **MOVE),
         Started(time_s=104.0, kind="drop_copy", model="b", device="host:0"),
     ]
-    arrived = msgspec.structs.replace(queued(0, 101.0), id="r0-0")
-    dispatched = msgspec.structs.replace(stepped(103.0), ids=("r0-0",))
-    found = live_run(journals(cluster_records, [arrived, dispatched]), replayed("a"))
+    found = live_run(journals(cluster_records, served()), lasting(5.0))
     first, second = found.placements
     assert (first.time_s, first.key, first.problem) == (-10.0, ("evict", "host:0", ""), "")
     assert (second.key, second.problem) == (("migrate", "host:0", "host:1"), "lost")
+
+
+def test_what_a_cluster_does_after_the_last_answer_has_no_counterpart() -> None:
+    evicted = [Started(time_s=time_s, reason="idle", **EVICT) for time_s in (102.9, 103.1)]
+    found = live_run(journals(evicted, served()), lasting(3.0))
+    assert [p.time_s for p in found.placements] == [pytest.approx(2.9)]
+    unknown = msgspec.structs.replace(lasting(3.0).records[0], e2e_ms=None, error="timeout")
+    results = msgspec.structs.replace(lasting(3.0), records=[unknown])
+    assert len(live_run(journals(evicted, served()), results).placements) == 2
+
+
+def served() -> list[Queued | Left | Stepped]:
+    """The first request of a replay: queued, then dispatched."""
+    arrived = msgspec.structs.replace(queued(0, 101.0), id="r0-0")
+    return [arrived, msgspec.structs.replace(stepped(103.0), ids=("r0-0",))]
+
+
+def lasting(seconds: float) -> ReplayResults:
+    """A replay of one request, with its answer after so long."""
+    results = replayed("a")
+    last = msgspec.structs.replace(results.records[0], e2e_ms=seconds * 1000)
+    return msgspec.structs.replace(results, records=[last])
 
 
 def test_results_of_another_replay_or_of_an_older_client() -> None:

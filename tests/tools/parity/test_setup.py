@@ -22,7 +22,7 @@ from tools.parity.setup import (
     LiveMeasurements,
     cluster_setup,
     cost_tables,
-    initial_end_s,
+    initial_lead_s,
     measured,
     replayed,
 )
@@ -131,9 +131,23 @@ def test_evictions_are_timed_and_failed_ones_left_out() -> None:
     cluster = eviction(60, 0.2) + eviction(70, 30.0, "lost") + eviction(110, 0.4)
     made = journals(cluster, [])
     assert measured([made]).unload_s == pytest.approx(0.3)
-    assert initial_end_s(made, 1002.0) == pytest.approx(1002.0 - 1000.0)
+
+
+def test_the_simulation_begins_so_that_the_initial_placement_ends_as_live() -> None:
+    """A model that has been up for less long than it took to load makes way for no other."""
+    up = {"kind": "activate", "model": "a", "device": "host:0"}
+    later = {**up, "kind": "evict"}
+    actions = [
+        Started(time_s=97.0, **up),
+        Ended(time_s=100.0, **up),
+        Started(time_s=103.0, **later),
+    ]
+    made, found = journals(actions, []), LiveMeasurements(activation_s={"a": 2.5})
+    assert initial_lead_s(made, 1002.0, found) == pytest.approx(2.0 + 2.5)
+    assert initial_lead_s(journals([], []), 1002.0, found) == pytest.approx(1002.0 - 950.0)
     with pytest.raises(ConfigError, match="begins after the replay"):
-        initial_end_s(made, 10.0)
+        initial_lead_s(made, 10.0, found)
+    assert not cluster_setup(config(spec("a")), found, {"a": table("a")}, 2.0).warm
 
 
 def test_ways_are_those_of_the_queues_and_speeds_begin_as_an_agents_do() -> None:
