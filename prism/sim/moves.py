@@ -354,6 +354,8 @@ class SimActuator:
             model.unplaced[request.index] = request
 
     def _load_s(self, model: SimModel, devices: list[SimDevice]) -> float:
+        if model.setup.first_activation_s is not None and self._kernel.time_s == 0.0:
+            return model.setup.first_activation_s
         return activation_s(
             model.setup,
             [d.setup for d in devices],

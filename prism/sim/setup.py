@@ -86,6 +86,8 @@ class ModelSetup:
     replicas_max: int = 1
     # As measured, in place of what `ActivationSettings` would give.
     activation_s: float | None = None
+    # Of the first plan's activation, where that is known.
+    first_activation_s: float | None = None
     # From a request's arrival to its device's queue.
     request_s: float = 0.0
     # From its dispatch until its engine may start it.

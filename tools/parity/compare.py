@@ -25,7 +25,7 @@ from tools.parity.setup import (
     cluster_setup,
     cores_of,
     cost_tables,
-    initial_lead_s,
+    initial,
     measured,
     replayed,
 )
@@ -61,9 +61,9 @@ def compare(given: Inputs) -> ParityOutcome:
     tables = cost_tables(given.costs, sorted({record.model for record in records}))
     cores = given.cores or cores_of(given.config)
     found = measured((*given.earlier, given.journals))
+    found, lead_s = initial(given.journals, start_s, found)
     setup = cluster_setup(given.config, found, tables, cores)
     live = live_run(given.journals, given.results)
-    lead_s = initial_lead_s(given.journals, start_s, found)
     work = replayed(records, setup, lead_s)
     world = World(setup, work, keep_queues=True)
     world.run()

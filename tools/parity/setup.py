@@ -9,7 +9,7 @@ import statistics
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -57,6 +57,8 @@ class LiveMeasurements:
     """Of an eviction."""
     reach_s: float = 0.0
     """From a request's arrival at the frontend to its device's queue."""
+    first_activation_s: Mapping[str, float] = field(default_factory=dict)
+    """Model -> seconds of its activation before the replay: the state that this began in."""
 
 
 def measured(journals: Iterable[Journals]) -> LiveMeasurements:
@@ -76,19 +78,22 @@ def measured(journals: Iterable[Journals]) -> LiveMeasurements:
     return LiveMeasurements(served, medians_s, _median(unloads_s), _median(reach_s))
 
 
-def initial_lead_s(journals: Journals, start_unix_s: float, found: LiveMeasurements) -> float:
-    """Seconds from the simulation's start, where the initial placement begins, to the replay's, so
-    that the placement ends as long before the replay as it did live. Without one, they count from
-    the scheduler's start."""
+def initial(
+    journals: Journals, start_unix_s: float, found: LiveMeasurements
+) -> tuple[LiveMeasurements, float]:
+    """With the durations of the initial placement; and how much later than the simulation, which
+    begins with it, the replay begins. Without a placement, that counts from the scheduler's
+    start."""
     before = [d for d in journals.cluster if d.unix_s <= start_unix_s]
     if not before:
         raise ConfigError("--journal: begins after the replay; name that cluster's own journal")
-    ends = [(d.unix_s, d.record) for d in before if isinstance(d.record, Ended)]
-    if not ends:
-        return start_unix_s - before[0].unix_s
-    came = {record.model for _, record in ends if record.kind == "activate"}
-    loads_s = [found.activation_s.get(model, 0.0) for model in came]
-    return start_unix_s - ends[-1][0] + max(loads_s, default=0.0)
+    began = [d.unix_s for d in before if isinstance(d.record, Started)]
+    begin_s = began[0] if began else before[0].unix_s
+    came: dict[str, float] = {}
+    for _, dated in journals.all_agents():
+        if isinstance(dated.record, Served) and dated.unix_s <= start_unix_s:
+            came[dated.record.model] = dated.unix_s - begin_s
+    return replace(found, first_activation_s=came), start_unix_s - begin_s
 
 
 class HostCost:
@@ -246,6 +251,7 @@ def _model(
         replicas_min=spec.replicas_min,
         replicas_max=spec.replicas_max,
         activation_s=found.activation_s.get(spec.name),
+        first_activation_s=found.first_activation_s.get(spec.name),
         request_s=min(found.reach_s, request_s),
         submit_s=max(0.0, request_s - found.reach_s),
         speed_tokens_per_s=PRIOR_TOKENS_PER_S,

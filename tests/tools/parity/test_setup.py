@@ -15,6 +15,7 @@ from prism.costs.table import StepTable, TableCost, linear_decode
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 from prism.scheduler.journal import Ended, Served, Started
+from prism.sim.world import World
 from tests.tools.parity.worlds import journals, queued, stepped
 from tests.tools.parity.worlds import replayed as results_of
 from tools.parity.setup import (
@@ -22,7 +23,7 @@ from tools.parity.setup import (
     LiveMeasurements,
     cluster_setup,
     cost_tables,
-    initial_lead_s,
+    initial,
     measured,
     replayed,
 )
@@ -135,19 +136,20 @@ def test_evictions_are_timed_and_failed_ones_left_out() -> None:
 
 def test_the_simulation_begins_so_that_the_initial_placement_ends_as_live() -> None:
     """A model that has been up for less long than it took to load makes way for no other."""
-    up = {"kind": "activate", "model": "a", "device": "host:0"}
-    later = {**up, "kind": "evict"}
-    actions = [
-        Started(time_s=97.0, **up),
-        Ended(time_s=100.0, **up),
-        Started(time_s=103.0, **later),
-    ]
-    made, found = journals(actions, []), LiveMeasurements(activation_s={"a": 2.5})
-    assert initial_lead_s(made, 1002.0, found) == pytest.approx(2.0 + 2.5)
-    assert initial_lead_s(journals([], []), 1002.0, found) == pytest.approx(1002.0 - 950.0)
+    begin = Started(time_s=97.0, kind="activate", model="a", device="host:0")
+    came = [msgspec.structs.replace(served(m, 1.0), time_s=t) for m, t in (("b", 99.0), ("a", 100))]
+    made = journals([begin], [*came, msgspec.structs.replace(served("a", 1.0), time_s=103.0)])
+    found, lead_s = initial(made, 1002.0, measured([made]))
+    assert lead_s == pytest.approx(5.0)
+    assert found.first_activation_s == {"a": pytest.approx(3.0), "b": pytest.approx(2.0)}
+    setup = cluster_setup(config(spec("a"), spec("b")), found, {"a": table("a")}, 2.0)
+    world = World(setup, replayed(results_of("a", "b").records, setup, lead_s))
+    world.run()
+    came_s = {d.model: d.time_s for d in world.records.decisions if d.kind == "active"}
+    assert came_s == {"a": pytest.approx(3.0), "b": pytest.approx(2.0)}
+    assert initial(journals([], []), 1002.0, LiveMeasurements())[1] == pytest.approx(1002.0 - 950.0)
     with pytest.raises(ConfigError, match="begins after the replay"):
-        initial_lead_s(made, 10.0, found)
-    assert not cluster_setup(config(spec("a")), found, {"a": table("a")}, 2.0).warm
+        initial(journals([], []), 10.0, LiveMeasurements())
 
 
 def test_ways_are_those_of_the_queues_and_speeds_begin_as_an_agents_do() -> None:
