@@ -29,6 +29,7 @@ from prism.frontend.routes import (
     health,
     messages,
     models,
+    reload,
     responses,
     tokenize,
 )
@@ -83,6 +84,7 @@ def create_admin(app: FastAPI, config: ClusterConfig) -> FastAPI:
     is_port = host_and_port(config.admin) is not None
     _add_middleware(admin, config, origins=[], has_keys=is_port and bool(config.keys))
     admin.include_router(health.router)
+    admin.include_router(reload.router)
     _add_operators(admin)
     return admin
 

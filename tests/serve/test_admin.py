@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from prism.config.admin import admin_address, host_and_port
 from prism.errors import ConfigError
 from prism.frontend.listener import admin_listener, bound_address
-from tests.serve.conftest import SERVE, serving, until, write_yaml
+from tests.serve.conftest import SERVE, Cluster, serving, until, write_yaml
 from tests.serve.test_access import new_key
 
 PAGES = ("/status", "/metrics", "/dashboard/")
@@ -101,12 +102,34 @@ def test_a_unix_socket_is_this_users_alone(tmp_path: Path, short_dir: Path) -> N
         with local(path) as admin, httpx.Client(base_url=cluster.url) as public:
             assert statuses(admin) == [200, 200, 200]
             assert statuses(public) == [401, 401, 401]
+            reloads(cluster, tmp_path / "prism.yaml", admin)
         assert check(tmp_path, cluster.temporary).returncode == 0, "the file of one that runs"
         taken = check(tmp_path, short_dir)
         assert taken.returncode == 2
         assert f"frontend.admin: cannot listen on {path}: Address already in use" in taken.stderr
         assert cluster.stop() == 0
         assert not path.exists()
+
+
+def reloads(cluster: Cluster, path: Path, admin: httpx.Client) -> None:
+    """As the command does. A mistake changes nothing, and the API has no such route."""
+    good = path.read_text()
+    data = yaml.safe_load(good)
+    data["models"][0]["slo"] = {"ttft": "7s"}
+    path.write_text(yaml.safe_dump(data))
+    done = admin.post("/reload", timeout=60)
+    assert (done.status_code, done.json()["status"]) == (200, "reloaded")
+    assert "a.slo.ttft 2.0 -> 7.0" in done.json()["changes"]
+    assert admin.get("/status").json()["revision"] == 1
+    path.write_text(good.replace("name: a", "nam: a"))
+    wrong = admin.post("/reload", timeout=60)
+    assert wrong.status_code == 400
+    assert "models[0]" in wrong.json()["error"]["message"]
+    path.write_text(yaml.safe_dump(data))
+    for method in ("get", "put"):
+        assert getattr(admin, method)("/reload").status_code == 405
+    assert httpx.post(f"{cluster.url}/reload").status_code in (401, 404)
+    assert admin.get("/status").json()["revision"] == 1
 
 
 def check(folder: Path, temporary: Path) -> subprocess.CompletedProcess[str]:
