@@ -1,9 +1,11 @@
 """Throughput of a stock server on kvcached against the same server with its own pool.
 
     python bench/stock_servers.py [--engine sglang] [--model tiny-llama] [--streams 8]
-        [--requests 3] [--pairs 30] [--tokens 4096] [--page 64KiB] [--control]
+        [--requests 3] [--pairs 30] [--tokens 4096] [--page 64KiB] [--control] [--one-process]
 
-`--engine vllm` takes the environment below `.cache/vllm` that tests/vllm makes.
+`--engine vllm` takes the environment below `.cache/vllm` that tests/vllm makes. Stock vLLM has its
+scheduler and its worker in two processes on a CPU, which cost more than kvcached does: with
+`--one-process` it has them in one, as on kvcached, and what is left is the cost of elastic memory.
 
 Two servers with the same arguments; one of them has KVCACHED_DEVICE in its environment. They
 answer the same requests in turn, `--streams` at a time over HTTP, and which goes first changes with
@@ -175,6 +177,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--page", default="64KiB")
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--one-process", action="store_true")
     options = parser.parse_args()
     namespace = f"bench{uuid4().hex[:10]}"
     with tempfile.TemporaryDirectory(prefix="stock-") as folder:
@@ -182,7 +185,7 @@ def main() -> None:
         paths = os.pathsep.join((folder, os.environ.get("PYTHONPATH", "")))
         stock = {"SGLANG_PLATFORM": "stock_cpu", "PYTHONPATH": paths}
         if options.engine == "vllm":
-            stock = {}
+            stock = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if options.one_process else {}
         elastic = {
             "KVCACHED_DEVICE": "host:0",
             "KVCACHED_CAPACITY": "4GiB",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import signal
 import tempfile
+import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,10 @@ from uuid import uuid4
 import pytest
 
 from kvcached import ClientUsage, Device
-from tests.engines.stock import SGLangServer, until
-from tests.sglang.models import LLAMA, QWEN3, TIE, greedy, largest_gap, prompts, spec_of
+from tests.engines import sharing
+from tests.engines.sharing import right
+from tests.engines.stock import Server, SGLangServer, until
+from tests.sglang.models import LLAMA, QWEN3, greedy, prompts, spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -38,7 +41,9 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.namespace = f"t{uuid4().hex[:10]}"
-        self.servers = {name: SGLangServer(name, folder, **self.said()) for name in MODELS}
+        self.servers: dict[str, Server] = {
+            name: SGLangServer(name, folder, **self.said()) for name in MODELS
+        }
         for server in self.servers.values():
             server.await_ready()
         self.device = Device.open("host:0", namespace=self.namespace)
@@ -85,12 +90,6 @@ def pair() -> Iterator[Pair]:
             made.close()
 
 
-def right(model: str, asked: list[list[int]], answers: list[list[int]]) -> None:
-    assert len(asked) == len(answers)
-    for prompt, answer in zip(asked, answers, strict=True):
-        assert largest_gap(model, prompt, answer) <= TIE
-
-
 def test_kv_is_virtual_at_the_start(pair: Pair) -> None:
     for model in MODELS:
         usage = pair.of(model)
@@ -101,7 +100,7 @@ def test_kv_is_virtual_at_the_start(pair: Pair) -> None:
 
 
 def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:
-    asked = {model: prompts(model, 6, (20, 120), seed=2) for model in MODELS}
+    asked = {model: prompts(model, 8, (20, 120), seed=2) for model in MODELS}
     with ThreadPoolExecutor(len(MODELS)) as pool:
         jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 24) for m in MODELS}
     for model, job in jobs.items():
@@ -128,17 +127,16 @@ def fill_with_prefixes(pair: Pair, model: str) -> None:
         seed += 1
 
 
-def test_an_idle_server_gives_its_prefixes_to_one_that_needs_room(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("idle", "busy"),
+    [(LLAMA, QWEN3), pytest.param(QWEN3, LLAMA, marks=pytest.mark.long)],
+)
+def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(
+    pair: Pair, idle: str, busy: str
+) -> None:
     pair.flush()
-    fill_with_prefixes(pair, LLAMA)
-    held, asked = pair.of(LLAMA), prompts(QWEN3, 6, (200, 300), seed=5)
-    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 60))
-    after = pair.of(LLAMA)
-    assert after.given_bytes > held.given_bytes
-    assert after.evicted_tokens > held.evicted_tokens
-    assert after.committed_bytes < held.committed_bytes
-    again = prompts(LLAMA, 2, (400, 450), seed=100)  # some of it has to be computed anew
-    right(LLAMA, again, pair.servers[LLAMA].answers(again, 8))
+    fill_with_prefixes(pair, idle)
+    sharing.burst(pair, idle, busy, CAPACITY)
 
 
 def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair) -> None:
@@ -151,15 +149,29 @@ def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair
     right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
     assert pair.of(LLAMA).committed_bytes <= limit_bytes
     pair.device.set_limit(pair.servers[LLAMA].name, None)
+    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
+    assert pair.of(LLAMA).committed_bytes > limit_bytes
 
 
 def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> None:
-    asked = {model: prompts(model, 16, (150, 250), seed=7) for model in MODELS}
-    with ThreadPoolExecutor(len(MODELS)) as pool:
-        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 80) for m in MODELS}
-    for model, job in jobs.items():
-        right(model, asked[model], job.result())
-    assert pair.device.usage().free_bytes >= 0
+    pair.flush()
+    sharing.overload(pair, (150, 250), 80, CAPACITY)
+
+
+def test_requests_that_are_cancelled_free_their_blocks_once(pair: Pair) -> None:
+    pair.flush()
+    asked = prompts(LLAMA, 1, (200, 300), seed=31)
+    sampling = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": asked[0], "sampling_params": sampling}
+    sharing.cancel(pair.servers[LLAMA], "/generate", body, 8)
+    until(lambda: flushed(pair))  # refused while requests run
+    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 24))
+
+
+def flushed(pair: Pair) -> bool:
+    with contextlib.suppress(urllib.error.HTTPError):
+        pair.servers[LLAMA].flush()
+    return pair.of(LLAMA).committed_bytes == floor_bytes(LLAMA)
 
 
 @pytest.mark.long  # each server imports SGLang for itself
@@ -193,14 +205,13 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
     right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 8))
 
 
-def test_a_killed_server_leaves_nothing_and_the_other_serves_on(pair: Pair) -> None:
+def test_a_server_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
     """The last of the module: it ends a server."""
-    fill_with_prefixes(pair, LLAMA)
-    pair.servers[LLAMA].engine().send_signal(signal.SIGKILL)
+    pair.flush()
+    taken_s = sharing.kill_in_mid_load(pair, LLAMA, QWEN3, CAPACITY)
+    print(f"the other had the room after {taken_s:.3f} s")
     until(lambda: [c.name for c in pair.device.usage().clients] == [pair.servers[QWEN3].name])
     usage = pair.device.usage()
     assert usage.reserved_bytes == usage.clients[0].static_bytes + max(
         usage.clients[0].reserved_bytes, usage.clients[0].min_bytes
     )
-    asked = prompts(QWEN3, 6, (200, 300), seed=8)
-    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 20))

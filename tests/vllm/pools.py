@@ -17,11 +17,11 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvcached import Device
+from kvcached.engines.packed import PackedLayout
 from kvcached.engines.settings import Settings
 from kvcached.engines.stake import Stake
 from kvcached.engines.vllm import memory
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
-from kvcached.engines.vllm.memory import PackedLayout
 
 PAGE, BLOCK_TOKENS = 64 << 10, 16
 LAYOUT = PackedLayout(

@@ -16,8 +16,10 @@ from uuid import uuid4
 import pytest
 
 from kvcached import ClientUsage, Device
+from tests.engines import sharing
+from tests.engines.sharing import right
 from tests.engines.stock import CONTEXT, Server, SGLangServer, until
-from tests.sglang.models import GEMMA3, LLAMA, QWEN3, TIE, greedy, largest_gap, prompts, spec_of
+from tests.sglang.models import GEMMA3, LLAMA, QWEN3, greedy, prompts, spec_of
 from tests.vllm.servers import BLOCK_TOKENS, VllmServer
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -91,12 +93,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
             made.close()
 
 
-def right(model: str, asked: list[list[int]], answers: list[list[int]]) -> None:
-    assert len(asked) == len(answers)
-    for prompt, answer in zip(asked, answers, strict=True):
-        assert largest_gap(model, prompt, answer) <= TIE
-
-
 def test_kv_is_virtual_at_the_start(pair: Pair) -> None:
     usage, block_bytes = pair.of(LLAMA), BLOCK_TOKENS * token_bytes(LLAMA)
     assert usage.committed_bytes == block_bytes  # that of padding
@@ -128,16 +124,7 @@ def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(
 ) -> None:
     pair.flush()
     pair.fill_with_prefixes(idle)
-    held, asked = pair.of(idle), prompts(busy, 12, (200, 230), seed=5)
-    right(busy, asked, pair.servers[busy].answers(asked, 220))  # so long that all run at one time
-    after = pair.of(idle)
-    assert after.given_bytes > held.given_bytes
-    assert after.evicted_tokens > held.evicted_tokens
-    assert after.committed_bytes < held.committed_bytes
-    half_bytes = (CAPACITY - sum(pair.of(model).static_bytes for model in pair.servers)) // 2
-    assert pair.of(busy).committed_bytes > half_bytes
-    again = prompts(idle, 2, (400, 450), seed=100)  # some of it has to be computed anew
-    right(idle, again, pair.servers[idle].answers(again, 8))
+    sharing.burst(pair, idle, busy, CAPACITY)
 
 
 def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair) -> None:
@@ -150,15 +137,22 @@ def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair
     right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
     assert pair.of(LLAMA).committed_bytes <= limit_bytes
     pair.device.set_limit(pair.names[LLAMA], None)
+    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
+    assert pair.of(LLAMA).committed_bytes > limit_bytes
 
 
 def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> None:
-    asked = {model: prompts(model, 16, (250, 350), seed=7) for model in pair.servers}
-    with ThreadPoolExecutor(2) as pool:
-        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 120) for m in pair.servers}
-    for model, job in jobs.items():
-        right(model, asked[model], job.result())
-    assert pair.device.usage().free_bytes >= 0
+    pair.flush()
+    sharing.overload(pair, (250, 350), 120, CAPACITY)
+
+
+def test_requests_that_are_cancelled_free_their_blocks_once(pair: Pair) -> None:
+    pair.flush()
+    asked = prompts(LLAMA, 1, (200, 300), seed=31)
+    body = {"model": LLAMA, "prompt": asked[0], "max_tokens": 200, "ignore_eos": True}
+    sharing.cancel(pair.servers[LLAMA], "/v1/completions", body, 8)
+    pair.flush()
+    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 24))
 
 
 @pytest.mark.parametrize(
@@ -201,25 +195,37 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
     right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 8))
 
 
-@pytest.mark.parametrize("killed", ["engine", "server"])
-def test_a_killed_server_leaves_nothing_and_the_other_serves_on(pair: Pair, killed: str) -> None:
-    """The last of the module: it ends a server, and in the second case one that is new."""
-    if killed == "server":
-        pair.servers[LLAMA].end()
-        server = pair.servers[LLAMA] = VllmServer(
-            LLAMA, Path(tempfile.mkdtemp(prefix="prism-")), **pair.said()
-        )
-        server.await_ready()
-        pair.names[LLAMA] = server.name
-    pair.fill_with_prefixes(LLAMA)
-    engine = pair.servers[LLAMA].engine()
-    victim = engine if killed == "engine" else engine.parent()
-    assert victim is not None
-    victim.send_signal(signal.SIGKILL)
+def revive(pair: Pair) -> None:
+    """A killed server of LLAMA starts again."""
+    pair.servers[LLAMA].end()
+    server = VllmServer(LLAMA, Path(tempfile.mkdtemp(prefix="prism-")), **pair.said())
+    pair.servers[LLAMA] = server
+    server.await_ready()
+    pair.names[LLAMA] = server.name
+
+
+def leaves_nothing(pair: Pair) -> None:
     until(lambda: pair.clients() == [pair.names[QWEN3]])
     (usage,) = pair.device.usage().clients
     reserved_bytes = usage.static_bytes + max(usage.reserved_bytes, usage.min_bytes)
     assert pair.device.usage().reserved_bytes == reserved_bytes
+
+
+def test_an_engine_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
+    """From here on tests end servers."""
+    pair.flush()
+    taken_s = sharing.kill_in_mid_load(pair, LLAMA, QWEN3, CAPACITY)
+    print(f"the other had the room after {taken_s:.3f} s")
+    leaves_nothing(pair)
+
+
+def test_an_engine_whose_server_is_killed_leaves_nothing(pair: Pair) -> None:
+    revive(pair)
+    pair.fill_with_prefixes(LLAMA)
+    server = pair.servers[LLAMA].engine().parent()
+    assert server is not None
+    server.send_signal(signal.SIGKILL)
+    leaves_nothing(pair)
     asked = prompts(QWEN3, 12, (440, 470), seed=8)
     right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 20))
 

@@ -5,12 +5,13 @@ SGLang imports this while it imports itself: what needs more of it is imported i
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from typing import Any
 
+from kvcached.engines.sglang.contract import CONTRACT
 from kvcached.engines.sglang.platform import NativeCpuPlatform
 
-KNOWN_VERSION = "0.5.23"
 BLOCK_TOKENS = 16
 
 # Arguments that lead to KV pools, caches or ranks that are not on kvcached; what they must be.
@@ -35,12 +36,9 @@ class ServerPlatform:
     memory: Any
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Raises NotImplementedError, ValueError for arguments that cannot be served."""
-        if version("sglang") != KNOWN_VERSION:
-            raise NotImplementedError(
-                f"kvcached knows SGLang {KNOWN_VERSION}, not {version('sglang')}: install that "
-                "version, or unset KVCACHED_DEVICE"
-            )
+        """Raises NotImplementedError, ValueError for arguments that cannot be served,
+        RuntimeError for a SGLang that lacks what the adapter relies on."""
+        CONTRACT.check(version("sglang"), logging.getLogger(__name__).warning)
         for name, value in _ONLY.items():
             if getattr(server_args, name) != value:
                 raise NotImplementedError(

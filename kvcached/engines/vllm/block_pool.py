@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.block_pool import BlockPool
 
-from kvcached import KVCache
+from kvcached import KVCache, Shrunk
 from kvcached.engines.stake import Stake
 from kvcached.engines.vllm.memory import active_memory
 
@@ -34,6 +34,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
             raise RuntimeError("vLLM's scheduler counts on other blocks than its worker's")
         self.kv: KVCache = memory.kv
         self._stake: Stake = memory.stake
+        layout = self.kv.layout
+        self._block_bytes = layout.block_tokens * layout.buffer_token_bytes[0]
+        self._floor_bytes = self.kv.floor_bytes()
         self.free_block_queue.popleft_n(self.free_block_queue.num_free_blocks)
 
     # --- blocks of a step --------------------------------------------------------------------
@@ -54,9 +57,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
 
     def ask_for(self, num_blocks: int, more_blocks: int) -> None:
         """Asks others for room for so many, and for more that would be of use. Returns at once."""
-        layout = self.kv.layout
-        block_bytes = layout.block_tokens * layout.buffer_token_bytes[0]
-        self._stake.ask_for(num_blocks * block_bytes, more_blocks * block_bytes)
+        self._stake.ask_for(num_blocks * self._block_bytes, more_blocks * self._block_bytes)
 
     def return_held_blocks(self) -> None:
         """Gives back the blocks that no request has and no prefix is in."""
@@ -101,10 +102,12 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     def evictable_bytes_max(self) -> int:
         """An upper bound, at no cost: which pages the cache shares with requests is looked at when
         it matters."""
-        layout = self.kv.layout
-        tokens = self.free_block_queue.num_free_blocks * layout.block_tokens
-        bound_bytes = self.kv.mapped_bytes() - self.kv.floor_bytes()
-        return int(min(tokens * layout.buffer_token_bytes[0], bound_bytes))
+        bound_bytes = self.kv.mapped_bytes() - self._floor_bytes
+        return int(min(self.free_block_queue.num_free_blocks * self._block_bytes, bound_bytes))
+
+    def shrink(self, size_bytes: int | None) -> Shrunk:
+        """Gives memory to others: what no block lives in, then cached prefixes."""
+        return self.kv.shrink(size_bytes, self)
 
     # --- vLLM's own, which take all blocks of the pool for real ones -----------------------------
 

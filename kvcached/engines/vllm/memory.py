@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from select import POLLIN, poll
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvcached.engines.packed import PackedLayout
 from kvcached.engines.settings import Settings
 from kvcached.engines.stake import Stake
-from kvcached.errors import InvalidArgumentError
 from kvcached.kvcache import KVCache
 from kvcached.layouts import KVLayout, choose_layout
-from kvcached.layouts.base import TokenPart
-
-if TYPE_CHECKING:
-    from typing import Self
 
 # How many engines a device is laid out for: the more, the smaller are the slabs of each.
 SHARED_BY = 4
-
-
-@dataclass(frozen=True)
-class PackedLayout(KVLayout):
-    """A block as vLLM packs it, all layers of a block together: kvcached needs its size alone."""
-
-    packed_token_bytes: int = 1
-
-    @property
-    def parts(self) -> tuple[TokenPart, ...]:
-        """One, of bytes."""
-        return (TokenPart(0, "packed", 1, self.packed_token_bytes),)
-
-    def _of_layers(self, layers: object) -> Self:
-        raise InvalidArgumentError("the layers of a packed block cannot be told apart")
 
 
 class EngineMemory:
@@ -50,6 +29,7 @@ class EngineMemory:
         self.stake = Stake(settings, f"{model}:{os.getpid()}")
         self.kv: KVCache | None = None
         self._answered = threading.Event()
+        self._published_bytes = 0
 
     def layout(self, block_bytes: int, block_tokens: int) -> KVLayout:
         """Of blocks of so many bytes, with as small a gap behind each as small slabs need."""
@@ -72,6 +52,12 @@ class EngineMemory:
         """Gives others what they ask for."""
         self.stake.client.answer_requests(shrink)
         self._answered.set()
+
+    def publish_evictable(self, size_bytes: int) -> None:
+        """Says what the engine could do without, where that has changed."""
+        if size_bytes != self._published_bytes:
+            self.stake.client.publish_evictable(size_bytes)
+            self._published_bytes = size_bytes
 
     def call_when_asked(self, wake: Callable[[], None]) -> None:
         """`wake` is called on a thread of its own whenever others ask: an idle engine sleeps. The
@@ -109,14 +95,3 @@ def active_memory() -> EngineMemory:
     if _active is None:
         raise RuntimeError("vLLM's worker is in another process than its scheduler")
     return _active
-
-
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """What vLLM's own code finds under a name of this module, for a moment."""
-    stock = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)

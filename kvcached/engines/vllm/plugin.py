@@ -16,9 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvcached.engines.settings import Settings
-from kvcached.engines.vllm.contract import check_contract
-
-KNOWN_VERSIONS = ("0.32.0",)
+from kvcached.engines.vllm.contract import CONTRACT
 
 SCHEDULER = "kvcached.engines.vllm.scheduler.ElasticScheduler"
 WORKER = "kvcached.engines.vllm.worker.ElasticWorker"
@@ -44,14 +42,7 @@ def install() -> None:
     """Idempotent. Raises RuntimeError if vLLM lacks what the adapter relies on."""
     if hasattr(EngineCoreProc.run_busy_loop, "kvcached"):
         return
-    version = vllm.__version__.partition("+")[0]
-    if version not in KNOWN_VERSIONS:
-        _logger.warning(
-            "kvcached was tested with vLLM %s, not with %s: checking what it relies on",
-            " and ".join(KNOWN_VERSIONS),
-            version,
-        )
-        check_contract()
+    CONTRACT.check(vllm.__version__, _logger.warning)
     platform: Any = type(current_platform)
     stock_check = platform.check_and_update_config.__func__
 

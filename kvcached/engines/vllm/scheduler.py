@@ -9,8 +9,9 @@ from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 
+from kvcached.engines.packed import replaced
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
-from kvcached.engines.vllm.memory import active_memory, replaced
+from kvcached.engines.vllm.memory import active_memory
 
 
 class ElasticScheduler(Scheduler):  # type: ignore[misc]
@@ -27,20 +28,25 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
         self._hold_what_is_asked_for()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Others are answered once a step, before it is planned."""
+        self._answer_requests()
         plan = super().schedule(*args, **kwargs)
         self._pool.return_held_blocks()
         return plan
 
     def has_requests(self) -> bool:
-        """vLLM asks between two steps, and when something wakes it: the time to answer others."""
+        """vLLM asks several times a step; and before it sleeps, and when something has woken it:
+        there are no steps then, and it is the time to answer others."""
         found = bool(super().has_requests())
-        self._pool.return_held_blocks()
-        kv = self._pool.kv
-        self._memory.answer_requests(lambda size: kv.shrink(size, self._pool))
-        self._memory.stake.client.publish_evictable(self._pool.evictable_bytes_max())
         if not found:
-            kv.trim()
+            self._pool.return_held_blocks()
+            self._answer_requests()
+            self._pool.kv.trim()
         return found
+
+    def _answer_requests(self) -> None:
+        self._memory.answer_requests(self._pool.shrink)
+        self._memory.publish_evictable(self._pool.evictable_bytes_max())
 
     def _hold_what_is_asked_for(self) -> None:
         """vLLM counts the blocks that a request needs, compares them with those that are free, and
@@ -50,7 +56,7 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
 
         def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
             count = int(count_blocks(*args, **kwargs))
-            short = self._pool.hold(count)
+            short = self._pool.hold(count) if count else 0  # most steps of a request need none
             if short and kwargs.get("apply_admission_cap", False):
                 # All of a request that is not admitted yet. Running ones do not wait for it.
                 self._pool.ask_for(short, max(0, self._waiting_blocks() - count))

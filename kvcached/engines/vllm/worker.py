@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from vllm.model_executor.model_loader import base_loader
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_cache_spec_kind
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvcached import KVCache
+from kvcached.engines.packed import ServedZeros, packed_tensor, replaced
 from kvcached.engines.stake import weights_bytes
-from kvcached.engines.vllm.memory import open_memory, replaced
+from kvcached.engines.vllm.memory import open_memory
 from kvcached.layouts import KVLayout
 
 # vLLM's name for: blocks, in each of them the layers, in each of them the heads.
@@ -101,7 +101,7 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache" or self._memory.kv is None:
             return nullcontext()
-        return _ServedZeros(self._memory.kv)
+        return ServedZeros(packed_tensor(self._memory.kv))
 
     def _laid_out(self) -> KVLayout:
         if self._layout is None:
@@ -110,27 +110,7 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
 
     def _check_tensors(self, kv: KVCache, size_bytes: int) -> None:
         """Raises RuntimeError if a layer's K and V are not in kvcached's memory."""
-        start = _tensor_of(kv).data_ptr()
+        start = packed_tensor(kv).data_ptr()
         for cache in self.model_runner.kv_caches:
             if not start <= cache.data_ptr() < start + size_bytes:
                 raise RuntimeError("vLLM allocated a KV cache beside kvcached's")
-
-
-class _ServedZeros(TorchFunctionMode):  # type: ignore[misc]
-    """`torch.zeros`, of which vLLM makes its KV cache, answered with kvcached's memory."""
-
-    def __init__(self, kv: KVCache) -> None:
-        super().__init__()
-        self._kv = kv
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch.zeros:
-            return func(*args, **kwargs or {})
-        return _tensor_of(self._kv)
-
-
-def _tensor_of(kv: KVCache) -> torch.Tensor:
-    """Bytes by block, of which vLLM makes views of its own."""
-    return torch.from_dlpack(kv.blocks(0, "packed"))

@@ -1,12 +1,4 @@
-"""Hugging Face transformers on kvcached: a cache for `generate` whose KV comes and goes by page.
-
-    with device.client("chat") as client:
-        cache = ElasticCache(client, model.config, num_tokens=1 << 16)
-        model.generate(**inputs, past_key_values=cache)
-        cache.reset()  # every page is the others' again
-
-Written against transformers 5.19.
-"""
+"""A cache for `generate` of Hugging Face transformers whose KV comes and goes by page."""
 
 from __future__ import annotations
 
@@ -21,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcached import Client, HybridLayout, KVCacheGroup, LayerGroup, MLALayout, NoRoomError
 from kvcached.checks import checked, instance_of, patience, positive
+from kvcached.engines.transformers import contract
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts import layout_of_config
 
@@ -58,6 +51,7 @@ class ElasticCache(Cache):  # type: ignore[misc]
         block_tokens: int = 16,
         wait_s: float = 0.0,
     ) -> None:
+        contract.check(contract.CACHE)
         layout = _layout(config, dtype, block_tokens)
         self.client = client
         self.kv: KVCacheGroup = client.alloc_kvcache(layout, num_tokens, reserved_blocks=0)

@@ -1,0 +1,66 @@
+"""KV caches that are one tensor of blocks, in which an engine lays out its layers by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kvcached.errors import InvalidArgumentError
+from kvcached.kvcache import KVCache
+from kvcached.layouts import KVLayout
+from kvcached.layouts.base import TokenPart
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+@dataclass(frozen=True)
+class PackedLayout(KVLayout):
+    """A block as the engine packs it, all layers of a block together: kvcached needs its size
+    alone."""
+
+    packed_token_bytes: int = 1
+
+    @property
+    def parts(self) -> tuple[TokenPart, ...]:
+        """One, of bytes."""
+        return (TokenPart(0, "packed", 1, self.packed_token_bytes),)
+
+    def _of_layers(self, layers: object) -> Self:
+        raise InvalidArgumentError("the layers of a packed block cannot be told apart")
+
+
+class ServedZeros(TorchFunctionMode):  # type: ignore[misc]
+    """`torch.zeros`, of which engines make their KV cache, answered with `tensor`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.zeros:
+            return func(*args, **kwargs or {})
+        return self._tensor
+
+
+def packed_tensor(kv: KVCache) -> torch.Tensor:
+    """Bytes by block, of which the engine makes views of its own."""
+    return torch.from_dlpack(kv.blocks(0, "packed"))
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """What an engine's own code finds under a name of this module, for a moment."""
+    stock = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)

@@ -1,0 +1,48 @@
+"""What the adapter relies on in SGLang."""
+
+from __future__ import annotations
+
+from kvcached.engines.contract import Contract
+
+_PAGED = "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"
+_BUDGET = "sglang.srt.mem_cache.prefill_budget:PrefillBudget"
+_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+
+CONTRACT = Contract(
+    engine="SGLang",
+    versions=("0.5.23",),
+    calls={
+        "sglang.srt.platforms.interface:SRTPlatform.get_kv_pool_cls": ("kind",),
+        "sglang.srt.platforms.interface:SRTPlatform.get_paged_allocator_cls": ("self",),
+        "sglang.srt.platforms.interface:SRTPlatform.apply_server_args_defaults": ("server_args",),
+        "sglang.srt.platforms.interface:SRTPlatform.post_load_model": ("model",),
+        "sglang.srt.runtime_context:get_server_args": (),
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal": ("self",),
+        "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes": (
+            "pre_model_load_memory",
+        ),
+        f"{_PAGED}.alloc": ("need_size",),
+        f"{_PAGED}.alloc_extend": ("prefix_lens_cpu", "seq_lens_cpu", "num_new_pages"),
+        f"{_PAGED}.alloc_decode": ("seq_lens_cpu", "last_loc"),
+        f"{_PAGED}._release_page_ids": ("self",),
+        f"{_PAGED}.clear": ("self",),
+        f"{_PAGED}.get_all_free_pages": ("self",),
+        f"{_BUDGET}.check_prefill": ("extend_input_len", "total_tokens", "chunk_limit"),
+        f"{_BUDGET}.available_chunk_tokens": ("chunk_limit",),
+        f"{_BUDGET}.fit_chunk": ("extend_input_len", "max_new_tokens", "chunk_limit"),
+        f"{_BUDGET}.reserve": ("extend_input_len", "max_new_tokens"),
+        f"{_SCHEDULER}.run_event_loop": ("self",),
+        f"{_SCHEDULER}.get_next_batch_to_run": ("self",),
+        f"{_SCHEDULER}.update_running_batch": ("batch",),
+        f"{_SCHEDULER}.is_fully_idle": ("self",),
+        "sglang.srt.mem_cache.common:release_kv_cache": ("tree_cache", "checkpoint"),
+        "sglang.srt.utils:get_num_new_pages": ("seq_lens", "page_size", "prefix_lens", "decode"),
+    },
+    attributes=(
+        "sglang.srt.platforms.cpu:CpuSRTPlatform",
+        "sglang.srt.platforms.device_mixin:PlatformEnum.OOT",
+        "sglang.srt.mem_cache.base_prefix_cache:EvictParams",
+        "sglang.srt.plugins.hook_registry:HookRegistry.register",
+        "sglang.srt.plugins.hook_registry:HookRegistry.apply_hooks",
+    ),
+)

@@ -1,0 +1,17 @@
+"""Hugging Face transformers on kvcached: KV that comes and goes by page.
+
+    with device.client("chat") as client:
+        cache = ElasticCache(client, model.config, num_tokens=1 << 16)
+        model.generate(**inputs, past_key_values=cache)
+        cache.reset()  # every page is the others' again
+        with elastic_batching(client, request_tokens=2048):
+            model.generate_batch(prompts)
+
+Written against transformers 5.19. `cache` is that of `generate`; `continuous` that of continuous
+batching, whose blocks are `sectors`.
+"""
+
+from kvcached.engines.transformers.cache import ElasticCache
+from kvcached.engines.transformers.continuous import elastic_batching
+
+__all__ = ["ElasticCache", "elastic_batching"]

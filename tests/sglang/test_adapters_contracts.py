@@ -1,0 +1,48 @@
+"""Each adapter's contract holds in the installed engine, and another version is looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached.engines.contract import Contract
+from kvcached.engines.sglang.contract import CONTRACT as SGLANG
+from prism.engines.sglang import stubs
+from prism.models.hugging_face import import_transformers
+
+pytestmark = pytest.mark.sglang
+
+import_transformers()
+
+from kvcached.engines.transformers.contract import CACHE, CONTINUOUS  # noqa: E402
+
+ALL = [SGLANG, CACHE, CONTINUOUS]
+
+
+@pytest.mark.filterwarnings("ignore")  # of SGLang's imports
+@pytest.mark.parametrize("contract", ALL, ids=["sglang", "cache", "continuous"])
+def test_the_installed_engine_has_what_the_adapter_relies_on(contract: Contract) -> None:
+    stubs.install()
+    told: list[str] = []
+    contract.check("99.1", told.append)
+    assert len(told) == 1
+    assert f"tested with {contract.engine}" in told[0]
+    assert "not with 99.1" in told[0]
+
+
+def test_a_tested_version_is_not_looked_at() -> None:
+    missing = Contract("engine", ("1.0",), calls={"nowhere:at_all": ("self",)})
+    missing.check("1.0+cpu", pytest.fail)
+
+
+def test_what_a_version_lacks_is_named() -> None:
+    lacks = Contract(
+        "engine",
+        ("1.0",),
+        calls={"json:dumps": ("obj", "colour")},
+        attributes=("json:nothing",),
+        fields={"kvcached.engines.contract:Contract": ("engine", "size")},
+        behaviours=(lambda: ["an order"],),
+    )
+    named = r"json:nothing, json:dumps\(colour\), kvcached.*Contract.size, an order\): install 1.0"
+    with pytest.raises(RuntimeError, match=named):
+        lacks.check("2.0", lambda _text: None)
