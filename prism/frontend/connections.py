@@ -10,6 +10,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 # From the connection's start, or its first byte behind an answer, to the end of the headers.
 HEAD_TIMEOUT_S = 30.0
+# A client that lets more than a socket's buffers wait, and reads nearly nothing of it for so long.
+WRITE_TIMEOUT_S = 60.0
 # What a client may send before its headers, or the trailers of a body, are whole, plus one read.
 HEAD_BYTES_MAX = 1 << 16
 # Requests behind the one that is being served. One read may have thousands.
@@ -25,20 +27,23 @@ _FULL = (
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with four bounds. Take a class of `guarded_protocol` for each server.
+    """uvicorn's protocol with five bounds. Take a class of `guarded_protocol` for each server.
 
     A client has `head_timeout_s` and HEAD_BYTES_MAX bytes for the headers of a request. It may send
-    PIPELINED_MAX requests before their turn; one more closes the connection. Of more
-    than `connections_max` connections the one is closed that has been without a whole request for
-    longest; where all of them are being served, the new one gets a 503.
+    PIPELINED_MAX requests before their turn; one more closes the connection. If it does not read
+    what waits for it within `write_timeout_s`, it is disconnected, and its request cancelled. Of
+    more than `connections_max` connections the one is closed that has been without a whole request
+    for longest; where all of them are being served, the new one gets a 503.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
+    write_timeout_s = WRITE_TIMEOUT_S
     connections_max = 1 << 16
     # Those without a whole request, since the oldest first.
     incomplete: dict[GuardedProtocol, None]
 
     _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0  # since the end of headers, or a piece of a body: also of trailers
     _served: RequestResponseCycle | None = None  # `cycle` is the last one that has come
 
@@ -51,6 +56,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         self.incomplete.pop(self, None)
         self.pipeline.clear()
         if self._served is not None and not self._served.response_complete:
@@ -66,6 +72,14 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.transport.write(_TOO_LARGE)
             self._end()
         self._note_progress(began=True)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
@@ -121,10 +135,21 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
 
 def guarded_protocol(
-    connections_max: int, head_timeout_s: float = HEAD_TIMEOUT_S
+    connections_max: int,
+    head_timeout_s: float = HEAD_TIMEOUT_S,
+    write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> type[GuardedProtocol]:
     """For one server."""
-    bounds = {"connections_max": connections_max, "head_timeout_s": head_timeout_s}
+    bounds = {
+        "connections_max": connections_max,
+        "head_timeout_s": head_timeout_s,
+        "write_timeout_s": write_timeout_s,
+    }
     return type("GuardedProtocol", (GuardedProtocol,), {**bounds, "incomplete": {}})

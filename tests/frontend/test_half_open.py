@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -71,11 +72,14 @@ def app_config(redis_server: BundledRedis, namespace: str, short_dir: Path) -> C
 
 @asynccontextmanager
 async def guarded(
-    config: ClusterConfig, connections_max: int, head_timeout_s: float
+    config: ClusterConfig,
+    connections_max: int,
+    head_timeout_s: float,
+    write_timeout_s: float = PATIENCE_S,
 ) -> AsyncIterator[Guarded]:
     app = create_app(config, "f0")
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    protocol = guarded_protocol(connections_max, head_timeout_s)
+    protocol = guarded_protocol(connections_max, head_timeout_s, write_timeout_s)
     server = UvicornServer(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off"))
     async with app.router.lifespan_context(app):
         task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -258,3 +262,40 @@ async def test_memory_for_bodies_is_bounded(
         assert (await third.answer()).startswith(b"HTTP/1.1 400")
         first.writer.close()
         await until(lambda: not bodies.memory.used_bytes)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_client_that_does_not_read_has_a_deadline(reads: bool) -> None:
+    """One that reads, however long the answer is, has none."""
+    gone = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        watching = asyncio.create_task(watch())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.is_set():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0)
+        await watching
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    protocol = guarded_protocol(100, write_timeout_s=1.0)
+    server = UvicornServer(uvicorn.Config(endless, http=protocol, log_config=None, lifespan="off"))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+    try:
+        writer.write(MODELS)
+        if reads:
+            for _ in range(500):
+                await reader.readexactly(1 << 16)
+            assert not gone.is_set()
+            writer.close()
+        await asyncio.wait_for(gone.wait(), PATIENCE_S)
+    finally:
+        writer.close()
+        server.should_exit = True
+        await task
