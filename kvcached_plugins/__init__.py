@@ -46,6 +46,11 @@ def _wanted(engine: str) -> bool:
         from kvcached.engines.settings import Settings
 
         Settings.from_environment(os.environ)
-    except (ImportError, ValueError) as error:  # another package `kvcached`; a mistake
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"kvcached: {error}: the package kvcached here is another project's, and there can be "
+            "one of them: run 'pip uninstall kvcached', then reinstall prism-kvcached"
+        ) from error
+    except (ImportError, ValueError) as error:  # another distribution `kvcached`; a mistake
         raise SystemExit(f"kvcached: {error}") from error
     return True

@@ -79,6 +79,8 @@ class Settings:
             raise DeviceMismatchError(
                 f"{error}: KVCACHED_CAPACITY and KVCACHED_PAGE are the same for all, or not set"
             ) from error
+        except InvalidArgumentError as error:
+            raise type(error)(f"{error}: correct KVCACHED_CAPACITY or KVCACHED_PAGE") from error
 
     def _check(self) -> None:
         _core.check_device_name(self.device)

@@ -53,7 +53,9 @@ class Stake:
         """The KV space, of which one request of `request_tokens` is guaranteed, or what the
         settings say. Raises NoRoomError."""
         need_bytes = layout.need_bytes(request_tokens, self.device.page_bytes)
-        self._guarantee(self.settings.min_bytes or need_bytes, request_tokens)
+        # Large pages make slabs of which a request fills a part.
+        wasteful = need_bytes > 2 * (request_tokens + layout.block_tokens) * layout.token_bytes
+        self._guarantee(self.settings.min_bytes or need_bytes, request_tokens, wasteful)
         kv = self.client.alloc_kvcache(layout, num_tokens)
         # One slab is kept between steps, or a block on the edge maps and unmaps it each time.
         kv.set_spare_pages(0, sum(layout.slab_pages(self.device.page_bytes)))
@@ -95,10 +97,12 @@ class Stake:
         others = (client for client in usage.clients if client.number != mine.number)
         return any(client.spare_bytes + client.evictable_bytes > 0 for client in others)
 
-    def _guarantee(self, size_bytes: int, request_tokens: int) -> None:
+    def _guarantee(self, size_bytes: int, request_tokens: int, wasteful: bool) -> None:
         limit_bytes, asked = self.settings.limit_bytes, self.settings.min_bytes is not None
         what = "KVCACHED_MINIMUM" if asked else f"the KV of one request of {request_tokens} tokens"
         less = "lower it" if asked else "shorten the model's context, or set KVCACHED_MINIMUM"
+        if wasteful and not asked:
+            less = f"lower KVCACHED_PAGE for all (it is {format_size(self.device.page_bytes)})"
         if limit_bytes is not None and size_bytes > limit_bytes:
             raise NoRoomError(
                 f"{what} takes {format_size(size_bytes)} and KVCACHED_LIMIT is "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -172,6 +173,51 @@ def test_the_other_package_of_this_name_ends_the_engine(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert not done.stdout
     assert done.stderr.startswith("kvcached: the distribution kvcached 0.1.2 is installed")
+
+
+def test_a_package_of_this_name_without_adapters_ends_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "kvcached").mkdir()
+    (tmp_path / "kvcached" / "__init__.py").write_text("")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "sys.meta_path = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+    code += f"sys.path.append({str(ROOT)!r})\n"
+    code += "import kvcached_plugins\nkvcached_plugins.vllm_general()\nprint('serves')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | said(DEVICE="host:0"),
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert not done.stdout
+    assert re.match("kvcached: .*is another project's.*'pip uninstall kvcached'", done.stderr)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(64 << 20, 3 << 10), (32 << 20, 64 << 20), (128 << 20, 24 << 20)]
+)
+def test_a_page_that_no_device_has_is_named(namespace: str, sizes: tuple[int, int]) -> None:
+    capacity_bytes, page_bytes = sizes
+    given = Settings(
+        "host:0", namespace=namespace, capacity_bytes=capacity_bytes, page_bytes=page_bytes
+    )
+    with pytest.raises(InvalidArgumentError, match="correct KVCACHED_CAPACITY or KVCACHED_PAGE"):
+        given.open_device()
+
+
+def test_a_page_that_is_too_large_for_the_layout_is_named(namespace: str) -> None:
+    page_bytes = 16 << 20
+    given = Settings(
+        "host:0", namespace=namespace, capacity_bytes=3 * page_bytes, page_bytes=page_bytes
+    )
+    stake = Stake(given, "engine")
+    try:
+        with pytest.raises(NoRoomError, match=r"lower KVCACHED_PAGE for all \(it is 16 MiB\)"):
+            stake.alloc_kvcache(TINY, 1 << 14, 512)  # a page for each K and V
+    finally:
+        stake.client.close()
+        Device.unlink(namespace, "host:0")
 
 
 # --- a stake in the device -------------------------------------------------------------------
