@@ -7,7 +7,8 @@ such as `sndhwm=100`; `maxmsgsize` is another bound in bytes.
 
 A peer of another user is disconnected before it can say anything, by the kernel's word on who it is
 (SO_PEERCRED). A bound `ipc` socket whose file was removed is bound again: connections stand without
-the file, but nobody new could connect.
+the file, but nobody new could connect. Beyond the machine (`tcp`) peers need the cluster's key
+(`curve.py`); a socket without one opens nothing there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from prism.curve import TCP, KeyHolders, secured
 from prism.messages import MALFORMED_ERRORS
 
 M = TypeVar("M")
@@ -60,8 +62,14 @@ class Channel(Generic[M]):
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, kind: int, receives: Any = None, **options: Any
+        self,
+        context: zmq.asyncio.Context,
+        kind: int,
+        receives: Any = None,
+        secret: str = "",
+        **options: Any,
     ) -> None:
+        self._context, self._secret = context, secret
         # Its own way of waiting: zmq.asyncio's costs more than what most messages say.
         plain: zmq.Socket[bytes] = cast(Any, context).socket(kind, socket_class=zmq.Socket)
         self._socket = _open(plain, options)
@@ -70,11 +78,20 @@ class Channel(Generic[M]):
         self._decode = _Decoder(receives)
         self._taken = 0
         self._staying: asyncio.Task[None] | None = None
-        self.connect = self._socket.connect
+        self._holders: KeyHolders | None = None
+
+    def connect(self, endpoint: str) -> None:
+        """Raises zmq.ZMQError or NoClusterKeyError."""
+        with secured(self._socket, endpoint, self._secret, server=False):
+            self._socket.connect(endpoint)
 
     def bind(self, endpoint: str) -> None:
-        """Raises zmq.ZMQError. REQUIRES: a running loop."""
-        self._socket.bind(endpoint)
+        """Raises zmq.ZMQError or NoClusterKeyError. REQUIRES: a running loop; of a context's
+        sockets, one alone is bound beyond the machine."""
+        with secured(self._socket, endpoint, self._secret, server=True):
+            if endpoint.startswith(TCP) and self._holders is None:
+                self._holders = KeyHolders(self._context, self._secret)
+            self._socket.bind(endpoint)
         if endpoint.startswith(_IPC):
             self._staying = asyncio.create_task(self._stay_bound(endpoint))
 
@@ -139,6 +156,8 @@ class Channel(Generic[M]):
     def close(self) -> None:
         if self._staying is not None:
             self._staying.cancel()
+        if self._holders is not None:
+            self._holders.close()
         self._socket.close()
 
 
@@ -153,12 +172,18 @@ class BlockingChannel(Generic[M]):
         context: zmq.Context[zmq.Socket[bytes]],
         kind: int,
         receives: Any = None,
+        secret: str = "",
         **options: Any,
     ) -> None:
         self.socket = _open(context.socket(kind), options)
+        self._secret = secret
         self._decode = _Decoder(receives)
-        self.bind = self.socket.bind
-        self.connect = self.socket.connect
+        self.bind = self.socket.bind  # on this machine alone
+
+    def connect(self, endpoint: str) -> None:
+        """Raises zmq.ZMQError or NoClusterKeyError."""
+        with secured(self.socket, endpoint, self._secret, server=False):
+            self.socket.connect(endpoint)
 
     def receive(self, count_max: int) -> list[M]:
         """Messages that have arrived. Never blocks."""

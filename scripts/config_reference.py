@@ -49,8 +49,8 @@ prism-serve check --config examples/demo.yaml     # checks the file and shows wh
 prism-serve --config examples/demo.yaml           # checks the file and starts the cluster
 ```
 
-Only `devices` and `models` are required; [examples/demo.yaml](../examples/demo.yaml) is a complete
-file.
+Only `devices` (with several machines `nodes`) and `models` are required;
+[examples/demo.yaml](../examples/demo.yaml) is a complete file.
 """
 SIM = """# Configuration of prism-sim
 

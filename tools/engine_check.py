@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import kvcached
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, is_gpu
+from prism.config.machines import is_gpu
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.units import Bytes, format_size, parse_size
 from prism.engines.core import EngineContext
 from prism.errors import ConfigError, PrismError

@@ -32,9 +32,11 @@ from prism.agent.requests import RequestTable
 from prism.agent.serving import Serving
 from prism.agent.sockets import EngineLink, SchedulerLink, TokenSender
 from prism.agent.state import AgentTiming, DeviceState
+from prism.config.endpoints import local_name
 from prism.config.knobs import live_policy
+from prism.config.machines import is_gpu
 from prism.config.resolved import ConfigFile
-from prism.config.schema import ClusterConfig, is_gpu
+from prism.config.schema import ClusterConfig
 from prism.engines.kv_file import remove_abandoned
 from prism.engines.process import load_adapter
 from prism.engines.weight_store import open_store
@@ -67,14 +69,15 @@ class Agent:
         self._config = config
         self._config_path = config_path
         self._file = ConfigFile(config_path, config)
-        self._name = device
+        self._name, self._local_name = device, local_name(device)
+        self._local = local = config.local()
         self._timing = timing or AgentTiming()
         place = config.device(device)
         self._device = Device.open(
-            device,
+            self._local_name,
             capacity_bytes=place.capacity_bytes,
             page_bytes=place.page_bytes,
-            namespace=config.namespace,
+            namespace=local.namespace,
         )
         self._drain_timeout_s: float = config.engine.drain_timeout_s
         self._drain_action: int | None = None
@@ -83,7 +86,9 @@ class Agent:
         self._stop = asyncio.Event()
         self._limits = Limits(prefill_chunk_tokens=config.engine.prefill_chunk_tokens)
         self._state = DeviceState(
-            EnginePool(device, place.engines, place.sm_percent, config.adapters_on(device)),
+            EnginePool(
+                self._local_name, place.engines, place.sm_percent, config.adapters_on(device)
+            ),
             self._timing,
             requests=RequestTable(self._local_scheduler()),
         )
@@ -95,13 +100,15 @@ class Agent:
     def _open_sockets(self) -> None:
         config, self._context = self._config, zmq.asyncio.Context()
         self._link = EngineLink(self._context, config.agent_engines_endpoint(self._name))
-        self._orders = SchedulerLink(self._context, config.scheduler_endpoint, self._name)
+        self._orders = SchedulerLink(self._context, config, self._name)
         self._queue = RequestQueue.connect(config.redis_url, config.namespace)
-        self._tokens = TokenSender(config.frontend_endpoint, self._frontend_died)
+        self._tokens = TokenSender(
+            config.frontend_endpoint, self._frontend_died, config.cluster_key
+        )
 
     def _wire_serving(self) -> None:
         """The request's way."""
-        peers = PeerLedgers(self._config.namespace, self._state.pool)
+        peers = PeerLedgers(self._local.namespace, self._state.pool)
         self._reclaimer = Reclaimer(self._state, self._device, peers)
         self._lease = Lease(
             queue=self._queue,
@@ -139,7 +146,11 @@ class Agent:
         config = self._config
         order = live_policy(config).order
         self._journal = open_journal(
-            config.journal, Path(config.run_dir), self._name, config.policy, limits=self._limits
+            config.journal,
+            Path(config.run_dir),
+            self._local_name,
+            config.policy,
+            limits=self._limits,
         )
         journal = self._journal
         observer = None if journal is None else QueueJournal(journal, time.monotonic)
@@ -149,8 +160,9 @@ class Agent:
         """The model's way."""
         config = self._config
         self._reporter = Reporter(self._orders, self._report, config.report_interval_s)
-        self._prefetcher = Prefetcher(open_store(config), self._weight_key, self._reporter.answer)
-        self._trace = TraceFile(trace_path(config, self._name), self._name)
+        store = open_store(self._local)
+        self._prefetcher = Prefetcher(store, self._weight_key, self._reporter.answer)
+        self._trace = TraceFile(trace_path(config, self._local_name), self._local_name)
         effects = AgentEffects(
             device=self._device,
             link=self._link,
@@ -179,9 +191,10 @@ class Agent:
         ]
         self._cancels = CancelInbox(
             self._context,
-            config.agent_cancel_endpoint(self._name),
+            config.own_cancel_endpoints(self._name),
             self._serving,
             self._frontend_gone,
+            config.cluster_key,
         )
 
     # --- running ----------------------------------------------------------------------------
@@ -258,7 +271,7 @@ class Agent:
     async def _sweep(self) -> None:
         """Agents of a machine share the folder: the first one removes."""
         while True:
-            remove_abandoned(Path(self._config.moves_dir))
+            remove_abandoned(Path(self._local.moves_dir))
             await asyncio.sleep(self._timing.sweep_s)
 
     # --- the end ----------------------------------------------------------------------------
@@ -332,7 +345,7 @@ class Agent:
         config = self._config
         for endpoint in (
             config.agent_engines_endpoint(self._name),
-            config.agent_cancel_endpoint(self._name),
+            *config.own_cancel_endpoints(self._name),
         ):
             Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
@@ -342,21 +355,21 @@ class Agent:
         return build_report(
             self._state,
             self._device,
+            name=self._name,
             epoch=self._lease.epoch,
             time_unix_s=time.time(),
-            cancel_endpoint=self._config.agent_cancel_endpoint(self._name),
             gpu=self._watch.memory,
         )
 
     def _start_fork_server(self, adapter: str) -> Coroutine[Any, Any, ForkServerClient]:
-        config, name = self._config, self._name
+        config, name = self._config, self._local_name
         preloaded = config.preloaded_path(name, adapter) if config.preloaded else None
         python = config.engine.python.get(adapter, sys.executable)
         return ForkServerClient.start(adapter, self._config_path, name, preloaded, python)
 
     def _weight_key(self, content: str, spec: ModelSpec, ranks: int) -> WeightKey:
         adapter = load_adapter(self._config.adapter_of(spec))
-        key: WeightKey = adapter.weight_key(content, spec, ranks=ranks, device=self._name)
+        key: WeightKey = adapter.weight_key(content, spec, ranks=ranks, device=self._local_name)
         return key
 
     def _restore(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import zmq.asyncio
 
 from prism.agent.activations import TraceFile
@@ -18,6 +19,7 @@ from prism.agent.reports import Reporter
 from prism.agent.serving import Serving
 from prism.agent.sockets import EngineLink, SchedulerLink
 from prism.agent.state import DeviceState, Models
+from prism.config.endpoints import local_name
 from prism.config.units import format_size
 from prism.messages.agent import (
     ActionResult,
@@ -136,7 +138,7 @@ class OrderInbox:
 
     async def run(self) -> None:
         while True:
-            order = await self._link.receive()
+            order = _local(await self._link.receive())
             log.info("order %s", _headline(order))
             self._take(order)
 
@@ -177,19 +179,21 @@ class CancelInbox:
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        endpoint: str,
+        endpoints: Sequence[str],
         serving: Serving,
         on_gone: Callable[[str], Coroutine[Any, Any, None]],
+        secret: str = "",
     ) -> None:
-        self._channel = Channel[ToAgent](context, zmq.PULL, ToAgent)
-        self._endpoint = endpoint
+        self._channel = Channel[ToAgent](context, zmq.PULL, ToAgent, secret)
+        self._endpoints = endpoints
         self._serving = serving
         self._on_gone = on_gone
         self._tasks: set[asyncio.Task[None]] = set()
 
     def bind(self) -> None:
-        """Take the address, from a predecessor as well."""
-        self._channel.bind(self._endpoint)
+        """Take the addresses, from a predecessor as well."""
+        for endpoint in self._endpoints:
+            self._channel.bind(endpoint)
 
     async def run(self) -> None:
         while True:
@@ -203,6 +207,16 @@ class CancelInbox:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _local(order: AgentCommand) -> AgentCommand:
+    """With the machine's own names of devices, all of which are on it."""
+    match order:
+        case ActivateModel(peers=peers):
+            return msgspec.structs.replace(order, peers=tuple(map(local_name, peers)))
+        case EvictModel(targets=targets):
+            return msgspec.structs.replace(order, targets=tuple(map(local_name, targets)))
+    return order
 
 
 def _headline(order: AgentCommand) -> str:

@@ -11,6 +11,7 @@ from kvcached import Device
 from prism.agent.pool import EngineProcess, EngineState
 from prism.agent.sockets import SchedulerLink
 from prism.agent.state import DeviceState, HostedModel, ModelTotals
+from prism.config.endpoints import node_of, on_node
 from prism.messages.agent import ActionResult, AgentReport, ModelReport
 from prism.messages.engine import EngineStatus
 from prism.messages.gpu import GpuMemory
@@ -24,27 +25,29 @@ def build_report(
     state: DeviceState,
     device: Device,
     *,
+    name: str,
     epoch: int,
     time_unix_s: float,
-    cancel_endpoint: str,
     gpu: GpuMemory | None = None,
 ) -> AgentReport:
-    """An engine that died and is not replaced yet counts as starting."""
+    """An engine that died and is not replaced yet counts as starting. `name`: the device's in the
+    cluster."""
     usage = device.usage()
     pool, models = state.pool, state.models
     waiting, runs = state.requests.waiting_counts(), state.requests.running_counts()
     waits_s = state.requests.oldest_waits(time_unix_s)
     reports = [
         msgspec.structs.replace(
-            _model_report(hosted, models.totals(name), pool.get(hosted.engine_id)),
-            waiting=waiting[name],
-            running=runs[name],
-            oldest_wait_s=waits_s.get(name, 0.0),
+            _model_report(hosted, models.totals(model), pool.get(hosted.engine_id)),
+            waiting=waiting[model],
+            running=runs[model],
+            oldest_wait_s=waits_s.get(model, 0.0),
+            peers=tuple(on_node(peer, node_of(name)) for peer in hosted.peers),
         )
-        for name, hosted in models.hosted.items()
+        for model, hosted in models.hosted.items()
     ]
     return AgentReport(
-        device=device.name,
+        device=name,
         epoch=epoch,
         time_unix_s=time_unix_s,
         capacity_bytes=usage.capacity_bytes,
@@ -57,7 +60,6 @@ def build_report(
         engines_total=pool.size,
         models=reports,
         engine_restarts_total=pool.restarts_total,
-        cancel_endpoint=cancel_endpoint,
         waiting_unplaced=sum(n for model, n in waiting.items() if model not in models.hosted),
         gpu=gpu,
         malformed_total=malformed_total() + state.requests.malformed_total,
@@ -94,7 +96,6 @@ def _model_report(
         stages_s=hosted.stages_s,
         activations_total=totals.activations,
         stages_total_s=dict(totals.stages_s),
-        peers=hosted.peers,
         link_bytes=activated.link_bytes if activated else {},
     )
 

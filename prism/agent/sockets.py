@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
+from prism.config.schema import ClusterConfig
 from prism.messages.agent import ActionResult, AgentCommand, AgentReport, FromScheduler
 from prism.messages.engine import FromEngine, ToEngine
 from prism.messages.requests import Chunk, EngineOutput, Failure, Request, Started
@@ -25,7 +27,7 @@ class EngineLink:
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         # Mandatory: a send to an engine that is not connected, or takes nothing, is an error.
-        options = {
+        options: dict[str, Any] = {
             "router_mandatory": 1,
             "router_handover": 1,
             "maxmsgsize": ENGINE_MESSAGE_BYTES_MAX,
@@ -56,20 +58,23 @@ class EngineLink:
 
 
 class SchedulerLink:
-    """A DEALER whose identity is the device's name. It reconnects by itself. What is sent while
-    no scheduler is there is dropped, since the next report says it again."""
+    """A DEALER whose identity is the device's name. It finds the one place of several where the
+    scheduler is, and reconnects by itself. What is sent while no scheduler is there is dropped,
+    since the next report says it again."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, device: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, config: ClusterConfig, device: str) -> None:
         self._channel = Channel[FromScheduler](
             context,
             zmq.DEALER,
             FromScheduler,
+            config.cluster_key,
             identity=device.encode(),
             linger=200,
             immediate=1,
             sndhwm=REPORTS_HIGH_WATER,
         )
-        self._channel.connect(endpoint)
+        for endpoint in config.scheduler_endpoints:
+            self._channel.connect(endpoint)
 
     def send(self, message: AgentReport | ActionResult) -> bool:
         """Never blocks. False: no scheduler is there."""
@@ -122,7 +127,13 @@ class TokenSender:
     raises ValueError for what is no id; nobody takes that output either.
     """
 
-    def __init__(self, endpoint_of: Callable[[str], str], on_dead: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        endpoint_of: Callable[[str], str],
+        on_dead: Callable[[str], None],
+        secret: str = "",
+    ) -> None:
+        self._secret = secret
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._endpoint_of = endpoint_of
         self._on_dead = on_dead
@@ -155,7 +166,9 @@ class TokenSender:
 
     def _open(self, frontend_id: str) -> BlockingChannel[None]:
         endpoint = self._endpoint_of(frontend_id)
-        channel = BlockingChannel[None](self._context, zmq.PUSH, sndhwm=OUTPUT_HIGH_WATER)
+        channel = BlockingChannel[None](
+            self._context, zmq.PUSH, secret=self._secret, sndhwm=OUTPUT_HIGH_WATER
+        )
         self._channels[frontend_id] = channel
         channel.connect(endpoint)
         return channel

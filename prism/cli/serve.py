@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -16,12 +15,13 @@ import msgspec
 import typer
 from rich.console import Console
 
-from prism.cli import watch
+from prism.cli import keys, watch
 from prism.cli.ends import run
-from prism.config.access import ApiKey, hashed
-from prism.config.keys import KEY_PREFIX, add_key
+from prism.config.endpoints import on_node
+from prism.config.machines import is_gpu
+from prism.config.nodes import check_node
 from prism.config.resolve import load, measured
-from prism.config.schema import ClusterConfig, is_gpu
+from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
 from prism.frontend.tokenizers import load_tokenizers
 from prism.messages.agent import ActionResult
@@ -61,6 +61,7 @@ RunDirOption = Annotated[
 ]
 Host = Annotated[str | None, typer.Option("--host", help="Overrides frontend.host.")]
 Port = Annotated[int | None, typer.Option("--port", "-p", help="Overrides frontend.port.")]
+Node = Annotated[str | None, typer.Option("--node", help="Which of several machines this is.")]
 LogDir = Annotated[Path | None, typer.Option("--log-dir", help="Keep the logs there.")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 CoreDumps = Annotated[
@@ -87,13 +88,14 @@ def up(
     run_dir: NewRunDir = None,
     host: Host = None,
     port: Port = None,
+    node: Node = None,
     log_dir: LogDir = None,
     log_level: LogLevel = "info",
     core_dumps: CoreDumps = False,
 ) -> None:
     """Without a command: start everything and serve until Ctrl-C (the same as `up`)."""
     if context.invoked_subcommand is None:
-        loaded = _load(config, host, port)
+        loaded = _load(config, host, port, node)
         options = Options(run_dir, log_dir, _level(log_level), core_dumps)
         found, _ = _probed(loaded)
         _warn(found)
@@ -101,9 +103,11 @@ def up(
 
 
 @app.command(epilog="Example: prism-serve check --config prism.yaml")
-def check(*, config: Config = None, host: Host = None, port: Port = None) -> None:
+def check(
+    *, config: Config = None, host: Host = None, port: Port = None, node: Node = None
+) -> None:
     """Check the YAML, models' files, GPUs, addresses: what fits where. Start nothing."""
-    checked, gpus = _probed(_load(config, host, port), may_be_occupied=True)
+    checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
     check_addresses(checked)
     load_tokenizers(checked.models)
     _console().print(report.configuration(checked, gpus))
@@ -216,8 +220,7 @@ def drain(
 ) -> None:
     """Place nothing more on DEVICE, have its models move or leave, and wait until it is empty."""
     config = find(run_dir)
-    _check_known(config, OperatorCommand("drain", device=device))
-    drains.drain(config, device, partial(print, flush=True))
+    drains.drain(config, drains.named(config, device), partial(print, flush=True))
     print(f"{device} is empty, and stays so; prism-serve undrain {device} gives it models again")
 
 
@@ -227,28 +230,17 @@ def undrain(
 ) -> None:
     """Let DEVICE have models again."""
     config = find(run_dir)
-    _check_known(config, OperatorCommand("undrain", device=device))
-    drains.ask(config, "undrain", device)
+    for name in drains.named(config, device):
+        drains.ask(config, "undrain", name)
     print(f"{device} may have models again")
 
 
-@app.command("new-key", epilog="Example: prism-serve new-key alice --keys keys.yaml --model llama")
-def new_key(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
-    *,
-    keys: Annotated[Path, typer.Option(help="The file that access.keys names.")],
-    model: Annotated[list[str] | None, typer.Option(help="May use it; default: all.")] = None,
-    requests_per_minute: Annotated[int, typer.Option(help="0: no bound.")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(help="0: no bound.")] = 0,
-    is_operator: Annotated[
-        bool, typer.Option("--operator", help="May read /status and /metrics.")
-    ] = False,
-) -> None:
-    """Make an API key and add its hash to a file. The key is printed once and kept nowhere."""
-    key = KEY_PREFIX + secrets.token_urlsafe(32)
-    bounds = (requests_per_minute, tokens_per_minute)
-    add_key(keys, ApiKey(name, hashed(key), model or [], *bounds, is_operator))
-    print(key)
+app.command("new-key", epilog="Example: prism-serve new-key alice --keys keys.yaml --model llama")(
+    keys.new_key
+)
+app.command("new-cluster-key", epilog="Example: prism-serve new-cluster-key cluster.key")(
+    keys.new_cluster_key
+)
 
 
 @app.command(epilog="Examples: prism-serve reload   |   prism-serve reload prism.yaml")
@@ -275,12 +267,15 @@ def main() -> None:
     run(app, "error")
 
 
-def _load(config: Path | None, host: str | None, port: int | None) -> ClusterConfig:
+def _load(
+    config: Path | None, host: str | None, port: int | None, node: str | None
+) -> ClusterConfig:
     if config is None and not DEFAULT_CONFIG.is_file():
         raise ConfigError(
             "--config: missing, and there is no prism.yaml here; name the cluster's YAML"
         )
-    loaded = load(config or DEFAULT_CONFIG)
+    loaded = load(config or DEFAULT_CONFIG, node=node or "")
+    check_node(loaded)
     _check_installed(loaded)
     check_machine(loaded)
     if port is not None and not 0 <= port <= 65535:
@@ -296,10 +291,11 @@ def _probed(
     config: ClusterConfig, *, may_be_occupied: bool = False
 ) -> tuple[ClusterConfig, dict[str, GpuFound]]:
     """With its GPUs asked; they are numbered as nvidia-smi does, here and in every child."""
-    if not any(is_gpu(device.name) for device in config.devices):
+    if not any(is_gpu(device.name) for device in config.local().devices):
         return config, {}
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    gpus = gpu_probe.probe(config, may_be_occupied=may_be_occupied)
+    asked = gpu_probe.probe(config.local(), may_be_occupied=may_be_occupied)
+    gpus = {on_node(name, config.node): found for name, found in asked.items()}
     for warning in gpu_probe.warnings(gpus):
         print(warning, file=sys.stderr)
     return measured(config, gpu_probe.contexts(gpus)), gpus
@@ -365,7 +361,7 @@ def _device_of(config: ClusterConfig, gpu: int, device: str | None) -> str:
 def _warn(config: ClusterConfig) -> None:
     for line in registry.refused():
         print(f"warning: {line}", file=sys.stderr)
-    if warning := report.memory_warning(config):
+    if warning := report.memory_warning(config.local()):
         print(warning, file=sys.stderr)
 
 

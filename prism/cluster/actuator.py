@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from prism.cluster.link import AgentLinks, settle
 from prism.cluster.state import Move, SchedulerState
+from prism.config.endpoints import beside
 from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.policies.data import Action, Activate, Evict, Migrate
@@ -174,7 +175,7 @@ class Actuator:
         # First the route: no request may arrive at a model that is being taken down.
         name = action.model
         kept = await self.reroute(name, lambda placed: (d for d in placed if d != action.device))
-        move = action.move_running and bool(kept)
+        move = action.move_running and bool(kept) and beside([action.device, *kept[:1]])
         targets = (kept[0], *self._state.book.peers(kept[0], name)) if move else ()
         command = EvictModel(0, name, action.reason, move, targets)
         await self._take_down(command, action.device)
@@ -195,8 +196,10 @@ class Actuator:
         await self.reroute(
             action.model, lambda placed: [action.target, *(d for d in placed if d not in ends)]
         )
+        # KV stays on its machine: where the target is another one, what runs finishes here.
+        move = action.move_running and beside(ends)
         targets = (action.target, *action.peers)
-        command = EvictModel(0, action.model, action.reason, action.move_running, targets)
+        command = EvictModel(0, action.model, action.reason, move, targets)
         await self._take_down(command, action.source)
 
     async def _bring_up(

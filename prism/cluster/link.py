@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -28,7 +28,7 @@ class AgentLinks:
     Action ids are unique over restarts, so that an answer to an earlier scheduler is dropped.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoints: Sequence[str], secret: str = "") -> None:
         self._context = zmq.asyncio.Context()
         # An agent that starts again takes over its predecessor's identity, and a send to a
         # device without an agent is an error instead of silence.
@@ -36,11 +36,13 @@ class AgentLinks:
             self._context,
             zmq.ROUTER,
             ToScheduler,
+            secret,
             sndhwm=SEND_HIGH_WATER,
             router_handover=1,
             router_mandatory=1,
         )
-        self._channel.bind(endpoint)
+        for endpoint in endpoints:
+            self._channel.bind(endpoint)
         self._last_id = time.time_ns() // 1_000_000
         # Peers that a message could not be sent to; the owner looks at them and clears them.
         self.unreachable: set[str] = set()

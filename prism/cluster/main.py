@@ -17,6 +17,7 @@ import uvloop
 from prism.cluster import reload
 from prism.cluster.actuator import Actuator
 from prism.cluster.controller import ClusterController
+from prism.cluster.leading import leading
 from prism.cluster.link import AgentLinks
 from prism.cluster.operator import Operator
 from prism.cluster.state import new_state
@@ -54,7 +55,7 @@ async def run(
         settings=config.scheduler.settings(),
     )
     queue = RequestQueue.connect(config.redis_url, config.namespace)
-    link = AgentLinks(config.scheduler_endpoint)
+    link = AgentLinks(config.own_scheduler_endpoints, config.cluster_key)
     actuator = Actuator(state, link, queue)
     controller = ClusterController(state, queue, link, actuator)
     operator = Operator(state, link, actuator)
@@ -93,8 +94,16 @@ async def _serve(file: ConfigFile) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     turns = Turns()
     beating = asyncio.create_task(beat(turns))
-    await run(file.config, timing_of(file.config), stop, turns, file)
+    if file.config.nodes:
+        await leading(file.config, stop, lambda over: _run(file, over, turns))
+    else:
+        await _run(file, stop, turns)
     beating.cancel()
+
+
+async def _run(file: ConfigFile, stop: asyncio.Event, turns: Turns) -> None:
+    file.newer()
+    await run(file.config, timing_of(file.config), stop, turns, file)
 
 
 def main(arguments: list[str] | None = None) -> int:

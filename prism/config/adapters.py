@@ -12,8 +12,9 @@ from types import MappingProxyType, ModuleType
 import msgspec
 
 import prism
+from prism.config.machines import is_gpu
 from prism.config.memory import KV_LAYOUTS, arranged, check_static
-from prism.config.schema import ClusterConfig, is_gpu
+from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 
@@ -35,7 +36,7 @@ def planned(
         adapters = config.adapters_on(device.name)
         lacking = (_lacks(name, config, device.name) for name in adapters)
         if missing := next(filter(None, lacking), ""):
-            raise ConfigError(f"devices[{index}].name: {missing}")
+            raise ConfigError(f"{config.device_key(index)}.name: {missing}")
         all_needs = (adapter_named(name).needs(device.name) for name in adapters)
         needs = max(all_needs, key=lambda each: each.idle_bytes)
         if known_bytes := context_bytes.get(device.name):

@@ -210,8 +210,8 @@ def check_memory(config: ClusterConfig) -> None:
 def _refuse_device(config: ClusterConfig, index: int, need: MemoryNeed, model: int) -> None:
     device, spec = config.devices[index], config.models[model]
     raise ConfigError(
-        f"devices[{index}].capacity: {format_size(device.capacity_bytes)} is too small for any"
-        f" model; {spec.name} needs {_explain(need, spec, device)}; raise capacity to"
+        f"{config.device_key(index)}.capacity: {format_size(device.capacity_bytes)} is too small"
+        f" for any model; {spec.name} needs {_explain(need, spec, device)}; raise capacity to"
         f" {_enough(need, device)} or lower models[{model}].context_length"
     )
 
@@ -226,8 +226,8 @@ def _check_model_fits(config: ClusterConfig, index: int) -> None:
     elif need.total_bytes > device.models_bytes:
         raise ConfigError(
             f"models[{index}]: {spec.name} needs {_explain(need, spec, device)} and {device.name}"
-            f" has {format_size(device.capacity_bytes)}; raise devices[{best}].capacity to"
-            f" {_enough(need, device)} or lower models[{index}].context_length"
+            f" has {format_size(device.capacity_bytes)}; raise {config.device_key(best)}.capacity"
+            f" to {_enough(need, device)} or lower models[{index}].context_length"
         )
 
 

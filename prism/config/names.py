@@ -33,7 +33,8 @@ def check_names(config: ClusterConfig) -> None:
             raise ConfigError(f"{key}: the list is empty; add at least one entry")
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise ConfigError(f"{key}[{index}].name: {name!r} is used twice; rename one")
+                where = config.device_key(index) if key == "devices" else f"{key}[{index}]"
+                raise ConfigError(f"{where}.name: {name!r} is used twice; rename one")
     for index, model in enumerate(config.models):
         if model.pinned_device is not None and model.pinned_device not in devices:
             raise ConfigError(

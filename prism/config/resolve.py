@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import ssl
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,8 +18,10 @@ from prism.config.journal import JournalYaml
 from prism.config.keys import read_keys, variable_keys
 from prism.config.knobs import live_policy
 from prism.config.lora import lora_spec
+from prism.config.machines import is_gpu
 from prism.config.memory import KV_LAYOUTS, check_memory
 from prism.config.names import check_model_names, check_names
+from prism.config.nodes import FRONTENDS_MAX, cluster_key_of, devices_of, nodes_of
 from prism.config.reader import read_yaml
 from prism.config.schema import (
     ADAPTERS,
@@ -29,14 +30,11 @@ from prism.config.schema import (
     CUDA_GRAPHS,
     MIGRATE_RUNNING,
     ClusterConfig,
-    DeviceConfig,
-    DeviceYaml,
     EngineConfig,
     FrontendConfig,
     ModelYaml,
     SchedulerConfig,
     ServeYaml,
-    is_gpu,
 )
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
@@ -44,36 +42,34 @@ from prism.models.files import DTYPE_BYTES, inspect_model
 from prism.scheduler import journal
 from prism.scheduler.journal import JournalConfig
 
-_DEVICE_NAME = re.compile(r"(host|cuda):\d{1,4}")
-_PAGE_GRAIN_BYTES = 4096
-_ENGINES_MAX = 64
-_FRONTENDS_MAX = 16
 # Loops that are well may wait up to 10 s, for a device's ledger.
 HANG_LEAST_S = 15
 
 
-def load(path: Path, known: Sequence[ApiKey] | None = None) -> ClusterConfig:
+def load(path: Path, known: Sequence[ApiKey] | None = None, node: str = "") -> ClusterConfig:
     """The checked configuration; namespace and run_dir are empty for the launcher to fill in,
     and redis_url is empty where the bundled server is to be used. `known`: the keys that the
-    environment had at the start; None: it is read now.
+    environment had at the start; None: it is read now. `node`: which of several this machine is.
 
     Raises ConfigError: one line "<file>: <key>: what is wrong; what to change".
     """
     try:
         data = read_yaml(path)
         keys = variable_keys(data.access.keys_variable) if known is None else known
-        return _resolve(data, path.absolute(), keys)
+        return _resolve(data, path.absolute(), keys, node)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> ClusterConfig:
+def _resolve(
+    data: ServeYaml, source: Path, of_variable: Sequence[ApiKey], node: str
+) -> ClusterConfig:
     base_dir = source.resolve().parent
     live_policy(data)
     _check_frontend(data.frontend)
     _check_scheduler(data.scheduler)
     _at_least(data.hang_timeout, HANG_LEAST_S, "hang_timeout")
-    devices = [_device(d, f"devices[{i}]") for i, d in enumerate(data.devices)]
+    devices = devices_of(data)
     on_gpus = all(is_gpu(device.name) for device in devices)
     engine = _engine(data.engine, base_dir)
     models = [
@@ -105,6 +101,9 @@ def _resolve(data: ServeYaml, source: Path, of_variable: Sequence[ApiKey]) -> Cl
         hang_timeout_s=float(data.hang_timeout),
         source=str(source),
         variable_keys=list(of_variable),
+        node=node,
+        nodes=nodes_of(data),
+        cluster_key=cluster_key_of(data, base_dir),
     )
     check_names(config)
     _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
@@ -207,40 +206,6 @@ def _redis_url(url: str | None) -> str:
     return url or ""
 
 
-def _device(data: DeviceYaml, key: str) -> DeviceConfig:
-    if not _DEVICE_NAME.fullmatch(data.name):
-        raise ConfigError(
-            f"{key}.name: {data.name!r} is not a valid device; use host:0, host:1, ... or"
-            " cuda:0, ..."
-        )
-    page_bytes, capacity_bytes = int(data.page), int(data.capacity)
-    if page_bytes % _PAGE_GRAIN_BYTES or page_bytes & (page_bytes - 1):
-        raise ConfigError(
-            f"{key}.page: {data.page.text} is not a power of two of at least 4KiB; use 64KiB or"
-            " 2MiB"
-        )
-    if capacity_bytes < page_bytes:
-        raise ConfigError(
-            f"{key}.capacity: {data.capacity.text} is below one page ({data.page.text}); raise"
-            f" capacity or lower {key}.page"
-        )
-    if not 1 <= data.engines <= _ENGINES_MAX:
-        raise ConfigError(f"{key}.engines: {data.engines} is out of range; choose 1 to 64")
-    whole = capacity_bytes - capacity_bytes % page_bytes
-    shares = _sm_percent(data, f"{key}.sm_percent")
-    return DeviceConfig(data.name, whole, page_bytes, data.engines, sm_percent=shares)
-
-
-def _sm_percent(data: DeviceYaml, key: str) -> tuple[int, ...]:
-    shares = tuple(data.sm_percent or ())
-    if shares and len(shares) != data.engines:
-        raise ConfigError(f"{key}: {len(shares)} numbers for {data.engines} engines; give each one")
-    wrong = [share for share in shares if not 1 <= share <= 100]
-    if wrong:
-        raise ConfigError(f"{key}: {wrong[0]} is not a valid percentage; choose 1 to 100")
-    return shares
-
-
 def _check_frontend(data: FrontendConfig) -> None:
     if not 0 <= data.port <= 65535:
         raise ConfigError(
@@ -249,9 +214,9 @@ def _check_frontend(data: FrontendConfig) -> None:
         )
     _at_least(data.max_open_requests, 1, "frontend.max_open_requests")
     data.priority.check("frontend.priority")
-    if not 1 <= data.processes <= _FRONTENDS_MAX:
+    if not 1 <= data.processes <= FRONTENDS_MAX:
         raise ConfigError(
-            f"frontend.processes: {data.processes} is out of range; choose 1 to {_FRONTENDS_MAX}"
+            f"frontend.processes: {data.processes} is out of range; choose 1 to {FRONTENDS_MAX}"
         )
     _check_traces(data.traces)
 

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from prism.config.access import AccessYaml, ApiKey
+from prism.config.endpoints import Endpoints, local_name, node_of
 from prism.config.journal import JournalYaml
 from prism.config.lora import LoraConfig, LoraYaml
+from prism.config.machines import DeviceYaml, NodeYaml, Strict, is_gpu
 from prism.config.priority import PriorityConfig
 from prism.config.replicas import ReplicasYaml
 from prism.config.slo import ModelSloYaml
@@ -26,30 +28,6 @@ AUTO_STORE = "auto"  # a weight store of the cluster's own, which ends with it
 _POLICY = Settings()
 _HOST_STATIC_BYTES, _GPU_STATIC_BYTES = 16 << 20, 2 << 30
 _HANG_TIMEOUT = Seconds("30s")
-
-
-def is_gpu(device: str) -> bool:
-    return device.startswith("cuda:")
-
-
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the YAML's structs: an unknown key is an error that names it."""
-
-
-class DeviceYaml(Strict, frozen=True):
-    """One device: a GPU, or a fixed amount of the machine's memory."""
-
-    # "cuda:N" is the GPU that nvidia-smi numbers N. "host:N" is memory of the machine.
-    name: str
-    # The memory that Prism may use on this device, such as "1GiB". It holds everything.
-    capacity: Bytes
-    # The unit in which KV memory is mapped: a power of two of at least 4KiB.
-    page: Bytes = Bytes("2MiB")
-    # How many engine processes start on this device: 1 to 64. Each serves one model at a time.
-    engines: int = 2
-    # The part of the GPU's SMs that each engine may use: one number per engine, 1 to 100. It needs
-    # engine.mps. Default: every engine may use all of them.
-    sm_percent: list[int] | None = None
 
 
 class ModelYaml(Strict, frozen=True):
@@ -260,19 +238,25 @@ class EngineConfig(
         return _GPU_STATIC_BYTES if is_gpu(device) else _HOST_STATIC_BYTES
 
 
-class ServeYaml(Strict, frozen=True):
+class ServeYaml(Strict, frozen=True, kw_only=True):
     """The whole file."""
 
-    # At least one device.
-    devices: list[DeviceYaml]
+    # The devices of this machine, at least one; with `nodes` these have the devices instead.
+    devices: list[DeviceYaml] = []
     # At least one model.
     models: list[ModelYaml]
+    # The machines, where there are several: see docs/several-machines.md.
+    nodes: list[NodeYaml] = []
+    # With `nodes`: a file, for this user alone, with the key by which their processes know each
+    # other; `prism-serve new-cluster-key` makes it. Relative paths start at this file's folder.
+    cluster_key: str | None = None
     # Where models go and which leave: "prism", "static" (fixed shares, nothing is evicted),
     # "serverlessllm" or "dedicated". `prism-sim policies` lists all, with what each needs.
     policy: str = "prism"
     # Policy -> what it is tuned with, for policies that other packages add.
     knobs: dict[str, dict[str, Any]] = {}
-    # URL of a Redis-compatible server. Default: prism-serve starts its own.
+    # URL of a Redis-compatible server. On another machine it needs a password or TLS (rediss://).
+    # Default: prism-serve starts its own, which it cannot with `nodes`.
     redis: str | None = None
     # A frontend, a scheduler, an agent, the bundled Redis, a process that keeps imports ready: one
     # that does not answer for this long is killed and started again. At least 15 s.
@@ -310,15 +294,12 @@ class DeviceConfig(msgspec.Struct, frozen=True):
 
     @property
     def node(self) -> str:
-        """Ranks of a model go to devices of one: of one kind, with pages of one size."""
-        return f"{self.name.partition(':')[0]} {self.page_bytes}"
+        """Ranks of a model go to devices of one: of one machine and kind, with pages of one
+        size."""
+        return f"{self.name.partition(':')[0]} {self.page_bytes} {node_of(self.name)}".rstrip()
 
 
-class ClusterConfig(msgspec.Struct, frozen=True):
-    # Separates the shared-memory segments and Redis keys of two clusters on one machine.
-    namespace: str
-    # Mode 0700. It holds sockets, logs and this file.
-    run_dir: str
+class ClusterConfig(Endpoints, frozen=True):
     redis_url: str
     policy: str
     devices: list[DeviceConfig]
@@ -350,13 +331,6 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     # Those of `keys` that came in the environment of `prism-serve`, which is read once.
     variable_keys: list[ApiKey] = []
 
-    @property
-    def scheduler_endpoint(self) -> str:
-        return f"ipc://{self.run_dir}/scheduler"
-
-    def agent_engines_endpoint(self, device: str) -> str:
-        return f"ipc://{self.run_dir}/engines-{device.replace(':', '')}"
-
     def adapter_of(self, model: ModelSpec) -> str:
         """What its engines are."""
         return model.adapter or self.engine.adapter
@@ -376,19 +350,36 @@ class ClusterConfig(msgspec.Struct, frozen=True):
         """That process's socket."""
         return Path(self.run_dir) / self.preloaded_name(device, adapter)
 
-    def agent_cancel_endpoint(self, device: str) -> str:
-        return f"ipc://{self.run_dir}/cancel-{device.replace(':', '')}"
+    @property
+    def frontends_total(self) -> int:
+        """In the whole cluster."""
+        return sum(node.frontends for node in self.nodes) or self.frontend.processes
 
     @property
-    def moves_dir(self) -> str:
-        """Where KV of requests waits for its next engine: in shared memory."""
-        return f"/dev/shm/{self.namespace}-moves"
+    def frontends_here(self) -> int:
+        here = self.here
+        return self.frontend.processes if here is None else here.frontends
 
-    def frontend_endpoint(self, frontend_id: str) -> str:
-        """Raises ValueError: ids have no slash."""
-        if "/" in frontend_id:
-            raise ValueError(f"{frontend_id!r:.100} is no frontend's id")
-        return f"ipc://{self.run_dir}/frontend-{frontend_id}"
+    def local(self) -> ClusterConfig:
+        """What this machine's engines and segments know of: its devices, by their names here."""
+        if not self.node:
+            return self
+        own = [d for d in self.devices if node_of(d.name) == self.node]
+        devices = [msgspec.structs.replace(d, name=local_name(d.name)) for d in own]
+        namespace = f"{self.namespace}-{self.node}"
+        return msgspec.structs.replace(self, devices=devices, namespace=namespace)
+
+    def device_key(self, index: int) -> str:
+        """What the YAML calls the device."""
+        for number, node in enumerate(self.nodes):
+            if index < node.devices:
+                return f"nodes[{number}].devices[{index}]"
+            index -= node.devices
+        return f"devices[{index}]"
+
+    def _index(self, device: str) -> int:
+        beside = [d.name for d in self.devices if node_of(d.name) == node_of(device)]
+        return beside.index(device)
 
     def device(self, name: str) -> DeviceConfig:
         return next(d for d in self.devices if d.name == name)

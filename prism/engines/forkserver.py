@@ -335,7 +335,7 @@ def serve(
     if not forks:
         _begin_again(options, out_fd)
     launch = partial(_launch_fresh, options) if options.fresh else None
-    config = read_resolved(options.config)
+    config = read_resolved(options.config).local()
     ForkServer(adapter, config, options.device, out_fd, launch).run(options.import_s)
     return 0
 

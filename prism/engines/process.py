@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     die_with_parent()
     options = parse(arguments)
-    config = read_resolved(options.config)
+    config = read_resolved(options.config).local()
     if options.rank == 0:
         redirect_to_log(Path(config.run_dir) / "logs" / f"{options.engine_id}.log")
     log_to_stderr(options.engine_id)

@@ -62,11 +62,14 @@ class Dispatcher:
         self._metrics = metrics
         self._cancel_endpoints = [config.agent_cancel_endpoint(d.name) for d in config.devices]
         self._context = zmq.asyncio.Context()
-        self._inbox: Channel[ToFrontend] = Channel(self._context, zmq.PULL, ToFrontend, hwm=0)
+        key = config.cluster_key
+        self._inbox: Channel[ToFrontend] = Channel(self._context, zmq.PULL, ToFrontend, key, hwm=0)
         self.siblings = Siblings(
             self._context, config, frontend_id, lambda names: metrics.text(frontend_id, names)
         )
-        self._cancels = [Channel[None](self._context, zmq.PUSH) for _ in self._cancel_endpoints]
+        self._cancels = [
+            Channel[None](self._context, zmq.PUSH, secret=key) for _ in self._cancel_endpoints
+        ]
         self._loops: list[asyncio.Task[None]] = []
         # Set when a bug has ended one of the loops: nothing is served from then on.
         self.broken = asyncio.Event()
@@ -74,7 +77,8 @@ class Dispatcher:
         self._unknown: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> None:
-        self._inbox.bind(self._config.frontend_endpoint(self.frontend_id))
+        for endpoint in self._config.own_frontend_endpoints(self.frontend_id):
+            self._inbox.bind(endpoint)
         for channel, endpoint in zip(self._cancels, self._cancel_endpoints, strict=True):
             channel.connect(endpoint)
         watches = (self._refusals.run(), self._lost.run(), self._watch_progress())
@@ -90,6 +94,7 @@ class Dispatcher:
         for task in self._loops:
             task.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
+        self._inbox.close()
         self._context.destroy(linger=_LINGER_MS)
 
     def take_over(self, config: ClusterConfig) -> None:
@@ -326,7 +331,7 @@ async def _shown_and_rested() -> None:
 
 def _bounds(config: ClusterConfig) -> tuple[int, int]:
     """Open requests, and models. Each frontend has its part, so that the bound is the cluster's."""
-    return -(-config.frontend.max_open_requests // config.frontend.processes), len(config.models)
+    return -(-config.frontend.max_open_requests // config.frontends_total), len(config.models)
 
 
 def _lost(request_id: str, attempt: int) -> Failure:

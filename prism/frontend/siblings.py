@@ -1,4 +1,4 @@
-"""The metrics of all frontends of a cluster: the one that is scraped asks the others."""
+"""The metrics of all frontends of a machine: the one that is scraped asks the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Siblings:
     ) -> None:
         self._context = context
         self._config = config
-        self._id = frontend_id
+        self._id = frontend_id.partition("@")[0]  # as its socket is called
         self._own = own
         self._channels: dict[str, Channel[None]] = {}
         self._answers: dict[tuple[str, Names], asyncio.Future[str]] = {}

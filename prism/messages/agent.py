@@ -61,7 +61,6 @@ class AgentReport(Wire, frozen=True):
     engines_total: int
     models: list[ModelReport]
     engine_restarts_total: int = 0
-    cancel_endpoint: str = ""
     waiting_unplaced: int = 0  # requests here for models that are not placed here
     gpu: GpuMemory | None = None
     malformed_total: int = 0  # messages that the agent dropped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,11 +22,27 @@ class DrainEndedError(PrismError):
     """The device is in use again, or the cluster has ended."""
 
 
-def drain(config: ClusterConfig, device: str, say: Callable[[str], None]) -> None:
-    """Returns when no model is on the device; `say` hears of each change until then. The scheduler
-    may be started again meanwhile. Raises OperatorError where it refuses or does not answer at the
+def named(config: ClusterConfig, what: str) -> list[str]:
+    """A device, or with @NODE all of a machine's. Raises ConfigError that lists what there is."""
+    names = [device.name for device in config.devices]
+    found = [name for name in names if name == what or (what[:1] == "@" and name.endswith(what))]
+    if not found:
+        nodes = "".join(f", @{node.name}" for node in config.nodes)
+        raise ConfigError(f"there is no device {what!r}; the devices are {', '.join(names)}{nodes}")
+    return found
+
+
+def drain(config: ClusterConfig, devices: Sequence[str], say: Callable[[str], None]) -> None:
+    """Returns when no model is on them; `say` hears of each change until then. The scheduler may
+    be started again meanwhile. Raises OperatorError where it refuses or does not answer at the
     beginning, and DrainEndedError."""
-    ask(config, "drain", device)
+    for device in devices:
+        ask(config, "drain", device)
+    for device in devices:
+        _await_empty(config, device, say)
+
+
+def _await_empty(config: ClusterConfig, device: str, say: Callable[[str], None]) -> None:
     said = None
     while (left := _left(config, device)) != "":
         if left is not None and left != said:

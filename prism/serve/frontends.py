@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -29,7 +32,10 @@ class AgentLine:
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channels = [BlockingChannel[None](self._context, zmq.PUSH) for _ in config.devices]
+        self._channels = [
+            BlockingChannel[None](self._context, zmq.PUSH, secret=config.cluster_key)
+            for _ in config.devices
+        ]
         for channel, device in zip(self._channels, config.devices, strict=True):
             channel.connect(config.agent_cancel_endpoint(device.name))
 
@@ -40,6 +46,15 @@ class AgentLine:
         for channel in self._channels:
             channel.close()
         self._context.term()
+
+    def new_place(self) -> str:
+        """What makes the id of a frontend that starts now lead to this machine, from others; ""
+        where there are none."""
+        here = self._config.here
+        if here is None:
+            return ""
+        port = next(filter(partial(_is_free, here.address), self._config.frontend_ports), 0)
+        return f"@{here.name}:{port}:{secrets.token_hex(3)}"
 
     def serves(self, frontend_id: str) -> bool:
         """It has read all it needs, and takes output and connections."""
@@ -83,14 +98,16 @@ class Frontend(Child):
         self._slot = slot
         self._line = line
         self._starts = 0
+        self._place = ""
         self._leaving: list[Leaving] = []
 
     @property
     def frontend_id(self) -> str:
-        return f"{self._slot}.{self._starts}"
+        return f"{self._slot}.{self._starts}{self._place}"
 
     def start(self) -> None:
         self._starts += 1
+        self._place = self._line.new_place()
         super().start()
 
     def arguments(self) -> Sequence[str]:
@@ -103,13 +120,13 @@ class Frontend(Child):
         old, beats = self._process, self._heartbeat
         if old is None or old.poll() is not None:
             return
-        left = Leaving(old, self.frontend_id)
+        left, place = Leaving(old, self.frontend_id), self._place
         self._heartbeat = Heartbeat()
         try:
             self.start()
         except OSError:
             self._heartbeat = beats
-            self._starts -= 1
+            self._starts, self._place = self._starts - 1, place
             raise
         self._leaving.append(left)
 
@@ -148,6 +165,17 @@ class Frontend(Child):
     def bury(self) -> None:
         """Its process has ended: agents end what it had asked for."""
         self._line.frontend_gone(self.frontend_id)
+
+
+def _is_free(address: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
 
 
 def replace_if_asked(

@@ -22,7 +22,8 @@ from kvcached.errors import (
     DeviceOccupiedError,
     UnsupportedDeviceError,
 )
-from prism.config.schema import ClusterConfig, DeviceConfig, is_gpu
+from prism.config.machines import is_gpu
+from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.engines.gpu_share import own_pid
 from prism.errors import ConfigError
 from prism.process import child_environment, die_with_parent

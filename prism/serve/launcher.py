@@ -19,10 +19,10 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-import redis
 from rich.console import Console
 
 from prism.config.admin import host_and_port
+from prism.config.endpoints import on_node
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
@@ -36,7 +36,8 @@ from prism.serve.frontends import AgentLine, Frontend, replace_if_asked
 from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
 from prism.serve.news import told
-from prism.serve.preflight import check_exposure, check_redis
+from prism.serve.node import forget_keys, joined, namespace_of
+from prism.serve.preflight import check_exposure, check_ports, check_redis
 from prism.serve.progress import Probe, admin_url_of, display, url_of
 from prism.serve.reload import Reloads
 from prism.serve.run_dir import REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
@@ -114,27 +115,24 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
     keep_private(core_dumps=options.core_dumps)
     raise_file_limit()
     with Signals().caught() as signals, ExitStack() as stack:
-        # Opened here, so that the port is checked before anything starts, and stays open while
-        # a frontend is replaced.
-        listener = stack.enter_context(open_listener(config.host, config.port))
-        check_exposure(config)
-        admin = stack.enter_context(admin_listener(config.admin)) if config.admin else None
+        doors = _doors(config, stack)
         sweep()
         run_dir = RunDir.create(options.run_dir, options.log_dir)
         stack.callback(run_dir.remove)
         redis_server = _redis(config, run_dir, stack)
-        resolved = _resolved(config, run_dir, redis_server, listener, admin)
+        resolved = _resolved(config, run_dir, redis_server, doors)
         variables = _mps(resolved, run_dir, stack)
         write_resolved(resolved, run_dir.config_file)
         stack.callback(remove_ledgers, resolved)
-        if redis_server is None:
-            stack.callback(_forget_keys, resolved)
+        say = partial(_say, console)
+        if resolved.node:
+            stack.enter_context(joined(resolved, say))
+        elif redis_server is None:
+            stack.callback(forget_keys, resolved)
         variables[LOG_LEVEL_VARIABLE] = options.log_level
         line = stack.enter_context(AgentLine(resolved))
-        doors = {"--listen-fd": listener} | ({"--admin-fd": admin} if admin else {})
         frontends = _frontends(resolved, run_dir, doors, variables, line)
         children: list[list[Child]] = [*_others(resolved, run_dir, variables), [*frontends]]
-        say = partial(_say, console)
         by_name = {each.name: each for each in frontends}
         supervisor = Supervisor(
             children,
@@ -144,7 +142,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
             lambda name: by_name[name].bury() if name in by_name else None,
         )
         parts = [child.name for group in children for child in group]
-        logs = log_names(parts, [device.name for device in resolved.devices])
+        logs = log_names(parts, [device.name for device in resolved.local().devices])
         watch = Watch(supervisor, run_dir, resolved, logs, say)
         reloads = stack.enter_context(Reloads(run_dir.path, say))
         try:
@@ -163,6 +161,21 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
             for door in doors.values():
                 door.close()
             supervisor.stop(signals.hurry)
+
+
+def _doors(config: ClusterConfig, stack: ExitStack) -> dict[str, socket.socket]:
+    """By the option that hands each to the frontends: they are opened here, so that ports are
+    checked before anything starts, and stay open while a frontend is replaced. Raises
+    ConfigError."""
+    if config.node:
+        check_ports(config)
+    if not config.frontends_here:
+        return {}
+    doors = {"--listen-fd": stack.enter_context(open_listener(config.host, config.port))}
+    check_exposure(config)
+    if config.admin:
+        doors["--admin-fd"] = stack.enter_context(admin_listener(config.admin))
+    return doors
 
 
 class Watch:
@@ -228,6 +241,8 @@ class Watch:
 def _until_ready(
     config: ClusterConfig, watch: Callable[[], None], signals: Signals, console: Console
 ) -> None:
+    if not config.frontends_here:
+        return
     began_s = time.monotonic()
     probe = Probe(config)
     reason: str | None = "starting"
@@ -272,25 +287,25 @@ def _others(
     config: ClusterConfig, run_dir: RunDir, variables: Mapping[str, str]
 ) -> list[list[Child]]:
     """In the order of starting, before the frontends; they are ended in the reverse one."""
-    arguments = ("--config", str(run_dir.config_file))
+    arguments, local = ("--config", str(run_dir.config_file)), config.local()
     drain_s = config.engine.drain_timeout_s
     scheduler = ChildSpec("scheduler", "prism.cluster", arguments, _GRACE_S)
     agents = [
         ChildSpec(
             f"agent-{device.name.replace(':', '')}",
             "prism.agent",
-            (*arguments, "--device", device.name),
+            (*arguments, "--device", on_node(device.name, config.node)),
             # The frontends have ended by then, and with them every request.
             min(drain_s, _AGENT_DRAIN_MAX_S) + _GRACE_S,
         )
-        for device in config.devices
+        for device in local.devices
     ]
     preloaded = [
         _preloaded(config, device.name, adapter, arguments)
-        for device in config.devices
-        for adapter in config.adapters_on(device.name)
+        for device in local.devices
+        for adapter in config.adapters_on(on_node(device.name, config.node))
     ]
-    groups = ([scheduler, *preloaded], agents)
+    groups = ([*([scheduler] if config.schedules else []), *preloaded], agents)
     return [[Child(spec, run_dir.logs, variables) for spec in group] for group in groups]
 
 
@@ -327,13 +342,13 @@ def _frontends(
         # It was checked at the start: one model's files must not keep the others from being served.
         restart_arguments=("--without-unreadable",),
     )
-    slots = [f"f{number}" for number in range(config.frontend.processes)]
+    slots = [f"f{number}" for number in range(config.frontends_here)]
     return [Frontend(slot, spec, run_dir.logs, variables, line) for slot in slots]
 
 
 def _mps(config: ClusterConfig, run_dir: RunDir, stack: ExitStack) -> dict[str, str]:
     """What makes children clients of MPS, which runs from now on; empty where it is not wanted."""
-    if not wants_mps(config):
+    if not wants_mps(config.local()):
         return {}
     return stack.enter_context(MpsDaemon(run_dir.path / FOLDER)).variables
 
@@ -352,15 +367,15 @@ def _resolved(
     config: ClusterConfig,
     run_dir: RunDir,
     redis_server: BundledRedis | None,
-    listener: socket.socket,
-    admin: socket.socket | None,
+    doors: Mapping[str, socket.socket],
 ) -> ClusterConfig:
+    listener, admin = doors.get("--listen-fd"), doors.get("--admin-fd")
     return msgspec.structs.replace(
         config,
-        namespace=f"prism-{secrets.token_hex(4)}",
+        namespace=namespace_of(config) if config.node else f"prism-{secrets.token_hex(4)}",
         run_dir=str(run_dir.path),
         redis_url=redis_server.url if redis_server else config.redis_url,
-        port=listener.getsockname()[1],
+        port=listener.getsockname()[1] if listener else config.port,
         admin=bound_address(config.admin, admin) if admin else "",
         preloaded=True,
     )
@@ -370,10 +385,3 @@ def _say(console: Console, line: str) -> None:
     """A full disk under this output is no reason to end."""
     with suppress(OSError):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _forget_keys(config: ClusterConfig) -> None:
-    """A Redis that is not ours keeps nothing of this cluster."""
-    with redis.Redis.from_url(config.redis_url, socket_timeout=5) as client:
-        for key in client.scan_iter(f"{config.namespace}:*", count=1000):
-            client.unlink(key)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import msgspec
 import redis
 
+from prism.config.endpoints import local_name
 from prism.config.schema import ClusterConfig
 from prism.messages.cluster import ClusterStatus
 
@@ -51,5 +52,5 @@ def news(status: ClusterStatus, known: dict[str, tuple[int, int]]) -> Iterator[s
         known[agent.device] = agent.epoch, agent.engine_restarts_total
         if (ended := agent.engine_restarts_total - since) > 0:
             what = "an engine has" if ended == 1 else f"{ended} engines have"
-            log = f"agent-{agent.device.replace(':', '')}.log"
+            log = f"agent-{local_name(agent.device).replace(':', '')}.log"
             yield f"{agent.device}: {what} ended and made way for new ones; see {log}"

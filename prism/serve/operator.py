@@ -34,14 +34,24 @@ def replace_frontends(config: ClusterConfig, timeout_s: float) -> None:
         time.sleep(_LOOK_S)
 
 
+def _left_ms(until_s: float) -> int:
+    return max(0, round((until_s - time.monotonic()) * 1000))
+
+
 def ask(config: ClusterConfig, command: OperatorCommand, timeout_s: float) -> ActionResult:
     """Send `command` to the scheduler of `config`. Raises OperatorError when nothing comes back."""
     with zmq.Context() as context:
-        channel: BlockingChannel[ActionResult] = BlockingChannel(context, zmq.DEALER, ActionResult)
+        # Immediate: the command goes where a scheduler answers, to one of several places.
+        channel: BlockingChannel[ActionResult] = BlockingChannel(
+            context, zmq.DEALER, ActionResult, config.cluster_key, immediate=1
+        )
         with closing(channel):
-            channel.connect(config.scheduler_endpoint)
-            channel.send(command)
-            channel.socket.poll(round(timeout_s * 1000))
+            for endpoint in config.scheduler_endpoints:
+                channel.connect(endpoint)
+            until_s = time.monotonic() + timeout_s
+            if channel.socket.poll(_left_ms(until_s), zmq.POLLOUT):
+                channel.send(command, block=False)
+                channel.socket.poll(_left_ms(until_s))
             for result in channel.receive(1):
                 return result
     troubles = read_troubles(Path(config.run_dir))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import redis
 
 from kvcached.trust import distrust
 from prism.config.admin import host_and_port
-from prism.config.schema import AUTO_STORE, ClusterConfig, is_gpu
+from prism.config.machines import is_gpu
+from prism.config.schema import AUTO_STORE, ClusterConfig
 from prism.config.units import format_size
 from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.listener import admin_listener, open_listener
@@ -22,7 +25,7 @@ from prism.serve import run_dir
 
 def check_machine(config: ClusterConfig) -> None:
     """Memory and folders. Raises ConfigError that names the key."""
-    _check_capacities(config)
+    _check_capacities(config.local())
     _check_store(config.engine.weight_store)
 
 
@@ -36,8 +39,26 @@ def check_addresses(config: ClusterConfig) -> None:
         with admin_listener(config.admin):
             pass
     check_exposure(config)
+    if config.here is not None:
+        check_ports(config)
     if config.redis_url:
         asyncio.run(check_redis(config.redis_url))
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Those of the cluster's own connections on this node. Raises ConfigError."""
+    here = config.place(config.node)
+    family = socket.AF_INET6 if ":" in here.address else socket.AF_INET
+    for port in range(here.port, here.port + 1 + here.devices):
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((here.address, port))
+        except OSError as error:
+            raise ConfigError(
+                f"nodes[].port: {here.name} cannot listen on {here.address} port {port}:"
+                f" {error.strerror}; correct the address, or choose another port"
+            ) from error
 
 
 def check_exposure(config: ClusterConfig) -> None:
@@ -90,8 +111,23 @@ def _check_store(store: str) -> None:
         )
 
 
+def _check_redis_is_private(url: str) -> None:
+    """Neither message repeats the URL: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        host, password = parts.hostname or "localhost", parts.password
+    except ValueError:  # check_redis says so
+        return
+    if url.startswith("redis://") and not password and not _is_loopback(host):
+        raise ConfigError(
+            f"redis: {host} is another machine, and the URL has no password; write"
+            " redis://:PASSWORD@host:port, or rediss:// for TLS"
+        )
+
+
 async def check_redis(url: str) -> None:
-    """Raises ConfigError where it does not answer."""
+    """Raises ConfigError where it does not answer, or where others could use it or listen."""
+    _check_redis_is_private(url)
     # Neither message repeats the URL, nor a part of it: it may hold a password.
     unreadable = (
         "redis: the URL cannot be read; write redis://:PASSWORD@host:port, with %2F for a / in the"

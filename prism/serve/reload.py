@@ -47,6 +47,10 @@ def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
     """
     with _alone(Path(find(run_dir).run_dir)) as path:
         running = find(path)
+        if running.nodes:
+            raise ConfigError(
+                "reload: not with several machines; start prism-serve again on each, one by one"
+            )
         loaded = load(source or Path(running.source), running.variable_keys)
         wanted = reloaded(running, loaded, _status(running).leaving)
         changed = changes(running, wanted)

@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from prism.config.machines import is_gpu
 from prism.config.memory import MemoryNeed, memory_need
-from prism.config.schema import ClusterConfig, DeviceConfig, is_gpu
+from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.config.units import format_size
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus

@@ -156,6 +156,7 @@ def sweep() -> None:
 def remove_ledgers(config: ClusterConfig) -> None:
     """After a cluster's processes have ended: the shared-memory segments of its devices, KV that
     was never fetched, and the weight store if it is the cluster's own."""
+    config = config.local()
     shutil.rmtree(config.moves_dir, ignore_errors=True)
     if config.engine.weight_store == AUTO_STORE:
         shutil.rmtree(default_store(config.namespace), ignore_errors=True)

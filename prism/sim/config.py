@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from prism.config.machines import Strict
 from prism.config.replicas import ReplicasYaml
-from prism.config.schema import SchedulerConfig, Strict
+from prism.config.schema import SchedulerConfig
 from prism.config.slo import SloYaml
 from prism.config.units import Bytes, Seconds
 

@@ -36,9 +36,9 @@ def test_every_section_has_a_table() -> None:
 def test_a_field_without_a_note_is_refused() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import config_reference as made, prism.config.schema as schema\n"
+        "import config_reference as made, prism.config.machines as machines\n"
         "made.notes = lambda struct: {}\n"
-        "list(made.section(schema.DeviceYaml, 'devices[]'))\n"
+        "list(made.section(machines.DeviceYaml, 'devices[]'))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -76,7 +76,7 @@ def test_it_ends_with_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(operator, "ask", ask)
     config = ClusterConfig("prism-test", str(tmp_path), "", "prism", devices=[], models=[])
     with pytest.raises(drains.DrainEndedError, match="the cluster has ended"):
-        drains.drain(config, "host:0", print)
+        drains.drain(config, ["host:0"], print)
 
 
 def drain_of(cluster: Cluster) -> set[str]:

@@ -1,0 +1,45 @@
+"""`prism-serve new-key` and `new-cluster-key`: make secrets."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prism.config.access import ApiKey, hashed
+from prism.config.keys import KEY_PREFIX, add_key
+from prism.curve import new_secret
+from prism.errors import ConfigError
+
+
+def new_key(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    *,
+    keys: Annotated[Path, typer.Option(help="The file that access.keys names.")],
+    model: Annotated[list[str] | None, typer.Option(help="May use it; default: all.")] = None,
+    requests_per_minute: Annotated[int, typer.Option(help="0: no bound.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="0: no bound.")] = 0,
+    is_operator: Annotated[
+        bool, typer.Option("--operator", help="May read /status and /metrics.")
+    ] = False,
+) -> None:
+    """Make an API key and add its hash to a file. The key is printed once and kept nowhere."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    bounds = (requests_per_minute, tokens_per_minute)
+    add_key(keys, ApiKey(name, hashed(key), model or [], *bounds, is_operator))
+    print(key)
+
+
+def new_cluster_key(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+    """Make the key by which the machines of a cluster know each other: a file for cluster_key, for
+    this user alone. Copy it to each of them."""
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(f"{new_secret()}\n")
+    except OSError as error:
+        raise ConfigError(
+            f"FILE: cannot make {file}: {error.strerror}; choose another file"
+        ) from error

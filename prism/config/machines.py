@@ -1,0 +1,48 @@
+"""The machines and their devices, as the YAML has them; and the base of all its structs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from prism.config.units import Bytes
+
+
+def is_gpu(device: str) -> bool:
+    return device.startswith("cuda:")
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the YAML's structs: an unknown key is an error that names it."""
+
+
+class DeviceYaml(Strict, frozen=True):
+    """One device: a GPU, or a fixed amount of the machine's memory."""
+
+    # "cuda:N" is the GPU that nvidia-smi numbers N. "host:N" is memory of the machine.
+    name: str
+    # The memory that Prism may use on this device, such as "1GiB". It holds everything.
+    capacity: Bytes
+    # The unit in which KV memory is mapped: a power of two of at least 4KiB.
+    page: Bytes = Bytes("2MiB")
+    # How many engine processes start on this device: 1 to 64. Each serves one model at a time.
+    engines: int = 2
+    # The part of the GPU's SMs that each engine may use: one number per engine, 1 to 100. It needs
+    # engine.mps. Default: every engine may use all of them.
+    sm_percent: list[int] | None = None
+
+
+class NodeYaml(Strict, frozen=True):
+    """One machine of several. All read the same file, and each runs a part of the cluster:
+    `prism-serve --node NAME`."""
+
+    # Letters, digits and dashes. Its devices are called cuda:0@NAME, and so on.
+    name: str
+    # The IP address by which the other machines reach this one.
+    address: str
+    # The first port there for the cluster's own connections. One for the scheduler, one for each
+    # device and 64 for frontends are used, from this one on.
+    port: int = 7300
+    # How many processes serve the API there: 0 to 16.
+    frontends: int = 1
+    # Its devices.
+    devices: list[DeviceYaml] = []

@@ -1,0 +1,159 @@
+"""Machines and devices of the YAML, checked."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from prism.config.endpoints import FRONTEND_PORTS, NodeConfig, on_node
+from prism.config.machines import DeviceYaml, NodeYaml
+from prism.config.schema import ClusterConfig, DeviceConfig, ServeYaml
+from prism.curve import public_of
+from prism.errors import ConfigError
+
+FRONTENDS_MAX = 16
+_DEVICE_NAME = re.compile(r"(host|cuda):\d{1,4}")
+_NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14}[a-z0-9])?")
+_PAGE_GRAIN_BYTES = 4096
+_ENGINES_MAX = 64
+
+
+def devices_of(data: ServeYaml) -> list[DeviceConfig]:
+    """Of all machines, in the file's order. Raises ConfigError."""
+    if data.nodes and data.devices:
+        raise ConfigError("devices: each of the nodes has its own; leave this key out")
+    if not data.nodes:
+        return [_device(d, f"devices[{i}]") for i, d in enumerate(data.devices)]
+    return [
+        _device(device, f"nodes[{n}].devices[{i}]", node.name)
+        for n, node in enumerate(data.nodes)
+        for i, device in enumerate(node.devices)
+    ]
+
+
+def nodes_of(data: ServeYaml) -> list[NodeConfig]:
+    """Raises ConfigError."""
+    for index, node in enumerate(data.nodes):
+        _check_node(node, f"nodes[{index}]", data.nodes[:index])
+    if not data.nodes:
+        return []
+    if not any(node.frontends for node in data.nodes):
+        raise ConfigError("nodes[].frontends: no node serves the API; give one at least 1")
+    if data.redis is None:
+        raise ConfigError("redis: the nodes need one that all of them reach; give its URL")
+    return [NodeConfig(n.name, n.address, n.port, n.frontends, len(n.devices)) for n in data.nodes]
+
+
+def cluster_key_of(data: ServeYaml, base_dir: Path) -> str:
+    """Empty with one machine. Raises ConfigError."""
+    if not data.nodes:
+        return ""
+    if data.cluster_key is None:
+        raise ConfigError(
+            "cluster_key: with nodes there must be one; prism-serve new-cluster-key makes the file"
+        )
+    return _read_cluster_key(base_dir / Path(data.cluster_key).expanduser())
+
+
+def check_node(config: ClusterConfig) -> None:
+    """Whether it is known which of the nodes this machine is. Raises ConfigError."""
+    names = [node.name for node in config.nodes]
+    if config.node not in (names or [""]):
+        given = f"there is no node {config.node!r}" if config.node else "which machine is this"
+        remedy = f"choose one of {', '.join(names)}" if names else "the file has no nodes"
+        raise ConfigError(f"--node: {given}; {remedy}")
+
+
+def _read_cluster_key(path: Path) -> str:
+    """Raises ConfigError, also for a file that others may read."""
+    try:
+        text, found = path.read_text().strip(), path.stat()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(
+            f"cluster_key: cannot read {path}: {why}; make it with prism-serve new-cluster-key"
+        ) from error
+    if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"cluster_key: {path} is not this user's alone: it is a secret; chown it to this user"
+            " and chmod 600"
+        )
+    try:
+        public_of(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"cluster_key: {path} holds no key; make it with prism-serve new-cluster-key"
+        ) from error
+    return text
+
+
+def _check_node(node: NodeYaml, key: str, before: Sequence[NodeYaml]) -> None:
+    if not _NODE_NAME.fullmatch(node.name):
+        raise ConfigError(
+            f"{key}.name: {node.name!r} cannot be used; write up to 16 lower-case letters, digits"
+            " and dashes"
+        )
+    try:
+        ipaddress.ip_address(node.address)
+    except ValueError as error:
+        raise ConfigError(
+            f"{key}.address: {node.address!r} is no IP address; write 10.0.0.1, say"
+        ) from error
+    if not 0 <= node.frontends <= FRONTENDS_MAX:
+        raise ConfigError(
+            f"{key}.frontends: {node.frontends} is out of range; choose 0 to {FRONTENDS_MAX}"
+        )
+    last = node.port + len(node.devices) + FRONTEND_PORTS
+    if not node.port >= 1 or last > 65535:
+        raise ConfigError(f"{key}.port: {node.port} to {last} are not all ports; choose another")
+    for other in before:
+        if other.name == node.name:
+            raise ConfigError(f"{key}.name: {node.name!r} is used twice; rename one")
+        if other.address == node.address and _overlap(other, node):
+            raise ConfigError(
+                f"{key}.port: {other.name} has the same address and ports; choose others"
+            )
+
+
+def _overlap(one: NodeYaml, other: NodeYaml) -> bool:
+    low, high = sorted((one, other), key=lambda node: node.port)
+    return high.port <= low.port + len(low.devices) + FRONTEND_PORTS
+
+
+def _device(data: DeviceYaml, key: str, node: str = "") -> DeviceConfig:
+    if not _DEVICE_NAME.fullmatch(data.name):
+        raise ConfigError(
+            f"{key}.name: {data.name!r} is not a valid device; use host:0, host:1, ... or"
+            " cuda:0, ..."
+        )
+    page_bytes, capacity_bytes = int(data.page), int(data.capacity)
+    if page_bytes % _PAGE_GRAIN_BYTES or page_bytes & (page_bytes - 1):
+        raise ConfigError(
+            f"{key}.page: {data.page.text} is not a power of two of at least 4KiB; use 64KiB or"
+            " 2MiB"
+        )
+    if capacity_bytes < page_bytes:
+        raise ConfigError(
+            f"{key}.capacity: {data.capacity.text} is below one page ({data.page.text}); raise"
+            f" capacity or lower {key}.page"
+        )
+    if not 1 <= data.engines <= _ENGINES_MAX:
+        raise ConfigError(f"{key}.engines: {data.engines} is out of range; choose 1 to 64")
+    whole = capacity_bytes - capacity_bytes % page_bytes
+    shares = _sm_percent(data, f"{key}.sm_percent")
+    name = on_node(data.name, node)
+    return DeviceConfig(name, whole, page_bytes, data.engines, sm_percent=shares)
+
+
+def _sm_percent(data: DeviceYaml, key: str) -> tuple[int, ...]:
+    shares = tuple(data.sm_percent or ())
+    if shares and len(shares) != data.engines:
+        raise ConfigError(f"{key}: {len(shares)} numbers for {data.engines} engines; give each one")
+    wrong = [share for share in shares if not 1 <= share <= 100]
+    if wrong:
+        raise ConfigError(f"{key}: {wrong[0]} is not a valid percentage; choose 1 to 100")
+    return shares

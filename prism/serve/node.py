@@ -1,0 +1,147 @@
+"""This machine among the nodes of a cluster: said in Redis, so that the others know of it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from importlib.metadata import version
+from uuid import uuid4
+
+import msgspec
+import redis
+
+from prism.config.schema import ClusterConfig
+from prism.config.units import encoded
+from prism.curve import public_of
+from prism.errors import ConfigError
+
+_TTL_S = 10.0
+_SAY_S = 2.0
+_TIMEOUT_S = 5.0
+_SHARED = ("models", "nodes", "policy", "knobs", "engine", "scheduler")
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """What each node says of itself for as long as it lives."""
+
+    owner: str
+    version: str
+    shared: str  # a digest of what all nodes must have in common
+
+
+def namespace_of(config: ClusterConfig) -> str:
+    """The same on all nodes, and another one for every key."""
+    return f"prism-{sha256(public_of(config.cluster_key).encode()).hexdigest()[:8]}"
+
+
+def state_of(config: ClusterConfig) -> NodeState:
+    # What engine processes take without a model is measured by each node for its own devices.
+    devices = [msgspec.structs.replace(device, idle_bytes=0) for device in config.devices]
+    shared = {name: getattr(config, name) for name in _SHARED} | {"devices": devices}
+    digest = sha256(msgspec.json.encode(shared, enc_hook=encoded)).hexdigest()
+    owner = f"{socket.gethostname()}-{uuid4().hex}"
+    return NodeState(owner, version("prism-serving"), digest)
+
+
+@contextmanager
+def joined(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
+    """Within the block this machine is a node of the cluster; the last one that leaves removes
+    what the cluster has in Redis. Raises ConfigError where the nodes are not alike, or another
+    process is this node already."""
+    state = state_of(config)
+    with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
+        try:
+            _check_alike(config, state, client)
+            _take(config, state, client)
+        except redis.RedisError as error:
+            raise ConfigError(f"redis: {error}; start that server, or correct the URL") from error
+        over = threading.Event()
+        thread = threading.Thread(target=_keep, args=(config, state, say, over), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(2 * _TIMEOUT_S)
+            with suppress(redis.RedisError, OSError):
+                _leave(config, state, client)
+
+
+def present(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
+    """The nodes that live, by name. Raises redis.RedisError."""
+    names = [node.name for node in config.nodes]
+    found = client.mget([_key(config, name) for name in names])
+    assert isinstance(found, list)
+    return {
+        name: msgspec.msgpack.decode(body, type=NodeState)
+        for name, body in zip(names, found, strict=True)
+        if isinstance(body, bytes)
+    }
+
+
+def _check_alike(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
+    for name, other in present(config, client).items():
+        if name == config.node:
+            continue
+        if other.version != state.version:
+            raise ConfigError(
+                f"nodes: {name} runs version {other.version} and this machine {state.version};"
+                " install the same one"
+            )
+        if other.shared != state.shared:
+            raise ConfigError(
+                f"nodes: {name} was started with other devices, models or settings; give all nodes"
+                " the same file, and the models the same paths"
+            )
+
+
+def _take(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
+    """One that was killed is known for some seconds yet."""
+    until_s, mine = time.monotonic() + _TTL_S + 1, msgspec.msgpack.encode(state)
+    while not client.set(_key(config, config.node), mine, nx=True, px=round(_TTL_S * 1000)):
+        if time.monotonic() > until_s:
+            other = present(config, client).get(config.node)
+            where = other.owner.rpartition("-")[0] if other else "another process"
+            raise ConfigError(f"--node: {config.node} runs already, on {where}; choose another")
+        time.sleep(0.2)
+
+
+def _keep(
+    config: ClusterConfig, state: NodeState, say: Callable[[str], None], over: threading.Event
+) -> None:
+    mine, known = msgspec.msgpack.encode(state), set[str]()
+    with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
+        while not over.wait(_SAY_S):
+            try:
+                client.set(_key(config, config.node), mine, px=round(_TTL_S * 1000))
+                now = set(present(config, client)) - {config.node}
+            except (redis.RedisError, OSError):
+                continue  # the agents say so
+            for name in sorted(now - known):
+                say(f"node {name} is there")
+            for name in sorted(known - now):
+                say(f"node {name} is gone")
+            known = now
+
+
+def _leave(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
+    """REQUIRES: this node's processes have ended."""
+    if present(config, client).get(config.node) == state:
+        client.delete(_key(config, config.node))
+    if not present(config, client):
+        forget_keys(config)
+
+
+def forget_keys(config: ClusterConfig) -> None:
+    """A Redis that is not ours keeps nothing of this cluster."""
+    with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
+        for key in client.scan_iter(f"{config.namespace}:*", count=1000):
+            client.unlink(key)
+
+
+def _key(config: ClusterConfig, node: str) -> str:
+    return f"{config.namespace}:node:{node}"

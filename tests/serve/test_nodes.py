@@ -1,0 +1,214 @@
+"""Several machines: two launchers on loopback addresses of their own, with one Redis over TCP."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import redis
+import yaml
+from msgspec import structs
+
+from prism.config.resolve import load
+from prism.curve import public_of
+from prism.engines.fake import expected_tokens
+from prism.errors import ConfigError
+from prism.queueing.server import BundledRedis
+from prism.serve.background import free_port
+from prism.serve.node import joined, namespace_of, state_of
+from tests.serve.conftest import SERVE, STOP_S, Cluster, alive, descendants, until, write_yaml
+
+DEVICE = {"name": "host:0", "capacity": "16MiB", "page": "64KiB", "engines": 2}
+MODELS = [{"name": n, "path": n, "replicas": {"min": 2, "max": 2}} for n in ("a", "b")]
+
+
+def write_nodes(folder: Path, redis_url: str, **changes: Any) -> Path:
+    """The file of nodes `a` and `b`, whose ports are free now, and its key."""
+    nodes = [
+        {"name": name, "address": address, "port": free_port(), "devices": [DEVICE]}
+        for name, address in (("a", "127.0.0.1"), ("b", "127.0.0.2"))
+    ]
+    wanted = {"nodes": nodes, "models": MODELS, "cluster_key": "key", "redis": redis_url, **changes}
+    path = write_yaml(folder, **wanted)
+    data = yaml.safe_load(path.read_text())
+    data.pop("devices")
+    path.write_text(yaml.safe_dump(data))
+    if not (folder / "key").exists():
+        made = [*SERVE, "new-cluster-key", str(folder / "key")]
+        subprocess.run(made, check=True, timeout=60)
+    return path
+
+
+class Node(Cluster):
+    """`run_dir` is that of this machine's part."""
+
+
+@contextmanager
+def node(path: Path, name: str, *options: str) -> Iterator[Node]:
+    """Not awaited: a cluster is ready when all nodes are there."""
+    log = path.parent / f"{name}.log"
+    with TemporaryDirectory(prefix="prism-") as temporary, log.open("wb") as out:
+        environment = {**os.environ, "TMPDIR": temporary, "PRISM_FAKE": '{"decode_step_ms": 10}'}
+        command = [*SERVE, "--config", str(path), "--node", name, "--port", "0", *options]
+        command += ["--log-dir", str(path.parent / f"{name}-logs")]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        made = Node(process, Path(temporary), log)
+        try:
+            yield made
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(STOP_S)
+                finally:
+                    process.kill()
+                    process.wait()
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[BundledRedis]:
+    with TemporaryDirectory(prefix="prism-") as folder, BundledRedis(Path(folder), port=0) as made:
+        yield made
+
+
+def keys_left(database: BundledRedis) -> list[Any]:
+    with redis.Redis.from_url(database.url) as client:
+        return list(client.scan_iter("prism-*"))
+
+
+def status(cluster: Node) -> dict[str, Any]:
+    done = cluster.operate("status", "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def copies(cluster: Node, model: str) -> set[str]:
+    return set(status(cluster).get("copies", {}).get(model, ()))
+
+
+def answered(cluster: Node, number: int) -> int:
+    """The status of an answer, whose content is checked."""
+    prompt = [9, 8, 7 + number % 50]
+    answer = cluster.post(
+        "ab"[number % 2], prompt=prompt, max_tokens=40, return_token_ids=True, ignore_eos=True
+    )
+    if answer.status_code == 200:
+        assert answer.json()["choices"][0]["token_ids"] == expected_tokens(prompt, 40)
+    return answer.status_code
+
+
+def leader(database: BundledRedis) -> str:
+    """The node whose scheduler plans."""
+    with redis.Redis.from_url(database.url, decode_responses=True) as client:
+        (key,) = client.scan_iter("prism-*:lease:scheduler")
+        return str(client.get(key)).partition("-")[0]
+
+
+def check_the_key_is_nowhere(folder: Path, nodes: Iterable[Node]) -> None:
+    """In no argument, environment or log."""
+    key = (folder / "key").read_bytes().strip()
+    for pid in [pid for each in nodes for pid in (each.process.pid, *each.pids)]:
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            assert key not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert key not in Path(f"/proc/{pid}/environ").read_bytes()
+    logs = [path for path in folder.rglob("*.log") if path.is_file()]
+    assert any("agent" in path.name for path in logs)
+    assert not [path for path in logs if key in path.read_bytes()]
+
+
+def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
+    """Both serve what both have; the one that plans is killed under load and comes back; nothing
+    is left."""
+    path = write_nodes(tmp_path, database.url)
+    with ExitStack() as stack:
+        both = {name: stack.enter_context(node(path, name)) for name in "ab"}
+        for each in both.values():
+            each.await_ready()
+        check_the_key_is_nowhere(tmp_path, both.values())
+        gone = leader(database)
+        lost, first = both.pop(gone), *both.values()
+        everywhere = {"host:0@a", "host:0@b"}
+        assert {agent["device"] for agent in status(first)["agents"]} == everywhere
+        for model in "ab":
+            until(lambda m=model: copies(first, m) == everywhere, f"copies of {model}")
+        with ThreadPoolExecutor(16) as pool:
+            assert set(pool.map(lambda i: answered(lost, i), range(20))) == {200}
+            asked = [pool.submit(answered, first, i) for i in range(200)]
+            until(lambda: sum(each.done() for each in asked) > 20, "requests under way")
+            below = descendants(lost.process.pid)
+            lost.process.kill()
+            assert {each.result() for each in asked} == {200}
+        until(lambda: not any(map(alive, below)), "the killed node's processes are gone")
+        back = stack.enter_context(node(path, gone))
+        back.await_ready()
+        until(lambda: copies(back, "a") == everywhere, "its copies again")
+        assert answered(back, 1) == 200
+        drained = first.operate("drain", f"@{gone}")
+        assert drained.returncode == 0, drained.stderr
+        assert not any(f"@{gone}" in place for m in "ab" for place in copies(first, m))
+        assert answered(back, 1) == 200
+        metrics = httpx.get(f"{first.url}/metrics").text
+        for device in everywhere:
+            assert f'prism_device_capacity_bytes{{device="{device}"}}' in metrics
+        assert f"node {gone} is there" in first.output()
+    assert keys_left(database) == []
+    segments = f"prism-kvcached.{sole_namespace(first)}"
+    assert not [p for p in Path("/dev/shm").iterdir() if p.name.startswith(segments)]
+
+
+def sole_namespace(made: Node) -> str:
+    key = (made.log.parent / "key").read_text().strip()
+    return f"prism-{sha256(public_of(key).encode()).hexdigest()[:8]}"
+
+
+def refusal(path: Path, name: str, *options: str) -> str:
+    """The one line with which the node does not start."""
+    command = [*SERVE, "--config", str(path), "--node", name, "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_a_node_that_does_not_fit_is_refused(
+    tmp_path: Path, database: BundledRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike versions, another file, a node twice, a port taken, no Redis: nothing is started."""
+    path = write_nodes(tmp_path, database.url)
+    config = load(path, node="b")
+    config = structs.replace(config, namespace=namespace_of(config))
+    monkeypatch.setattr("prism.serve.node._TTL_S", 1.0)
+    monkeypatch.setattr("prism.serve.node._SAY_S", 0.2)
+    with (
+        joined(config, print),
+        pytest.raises(ConfigError, match=r"--node: b runs already, on"),
+        joined(config, print),
+    ):
+        pass
+    with redis.Redis.from_url(database.url) as client:
+        key = f"{config.namespace}:node:b"
+        for change, why in (
+            ({"shared": "x"}, "nodes: b was started with other devices, models or settings"),
+            ({"version": "0.0.0"}, "nodes: b runs version 0.0.0 and this machine"),
+        ):
+            client.set(key, msgspec.msgpack.encode(structs.replace(state_of(config), **change)))
+            assert why in refusal(path, "a")
+        client.delete(key)
+    with socket.create_server(("127.0.0.1", config.nodes[0].port)):
+        assert "a cannot listen on 127.0.0.1 port" in refusal(path, "a")
+    away = write_nodes(tmp_path, f"redis://:x@127.0.0.1:{free_port()}")
+    assert "redis: " in refusal(away, "a")
+    assert keys_left(database) == []
