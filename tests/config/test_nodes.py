@@ -14,6 +14,7 @@ from prism.config.schema import ClusterConfig
 from prism.curve import new_secret
 from prism.errors import ConfigError
 from prism.policies.data import GpuView
+from prism.serve.drain import named
 from prism.serve.node import namespace_of, state_of
 from prism.serve.preflight import check_ports, check_redis
 from tests.frontend.tiny_model import make_model
@@ -175,3 +176,12 @@ def test_policies_see_machines(tmp_path: Path) -> None:
         for d in loaded(tmp_path).devices
     ]
     assert len({view.node for view in views}) == 2
+
+
+def test_operators_name_a_device_or_a_machine(tmp_path: Path) -> None:
+    config = loaded(tmp_path)
+    assert named(config, "host:0@b") == ["host:0@b"]
+    assert named(config, "@a") == ["host:0@a", "host:1@a"]
+    for what in ("@c", "host:0", "a", ""):
+        with pytest.raises(ConfigError, match=r"there is no device .*; the devices are .*, @a, @b"):
+            named(config, what)
