@@ -142,8 +142,7 @@ def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
         lost, first = both.pop(gone), *both.values()
         everywhere = {"host:0@a", "host:0@b"}
         assert {agent["device"] for agent in status(first)["agents"]} == everywhere
-        for model in "ab":
-            until(lambda m=model: copies(first, m) == everywhere, f"copies of {model}")
+        until(lambda: copies(first, "a") == copies(first, "b") == everywhere, "copies")
         with ThreadPoolExecutor(16) as pool:
             assert set(pool.map(lambda i: answered(lost, i), range(20))) == {200}
             asked = [pool.submit(answered, first, i) for i in range(200)]
