@@ -3,7 +3,8 @@
 The modules, in the order a model meets them: `stubs` and `platform` (before the import of
 sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear down),
 `kv_pool`, `allocator`, `budget` (SGLang's memory on kvcached), `scheduler` (fed in-process),
-`requests` (conversion), `active` (the model being served), `core` (the EngineCore).
+`requests` (conversion), `lora` (their adapters), `active` (the model being served), `core` (the
+EngineCore).
 """
 
 from prism.engines.sglang.adapter import create, preload, traits
