@@ -171,3 +171,23 @@ def test_what_cannot_be_loaded_fails_its_own_request(idle: Any, tmp_path: Path) 
     assert all(f.request_id in f.message for f in failures)
     [expected] = run(idle, [asked("good", LLAMA, prompt, "good")])[0].values()
     assert tokens(chunks["good"]) == tokens(expected)
+
+
+def test_a_request_goes_on_with_its_adapter(idle: Any, tmp_path: Path) -> None:
+    """As it does behind a move, or an engine's death."""
+    adapters = {"a": make_adapter(tmp_path / "a", LLAMA)}
+    idle.activate(ActivateEngine(with_adapters(LLAMA, adapters)))
+    [prompt] = prompts(LLAMA, 1, (40, 40))
+    undisturbed = tokens(run(idle, [asked("r", LLAMA, prompt, "a")])[0]["r"])
+    idle.deactivate()
+    idle.activate(ActivateEngine(with_adapters(LLAMA, adapters)))
+    idle.submit([asked("r", LLAMA, prompt, "a")])
+    before = [chunk for _ in range(5) for chunk in idle.step().chunks]
+    [leaving] = idle.export()
+    assert (leaving.lora, leaving.resumed_tokens) == ("a", len(tokens(before)))
+    while idle.step().busy:
+        pass
+    after, failures = run(idle, [leaving])
+    assert failures == []
+    assert 0 < leaving.resumed_tokens < TOKENS
+    assert tokens([*before, *after["r"]]) == undisturbed
