@@ -59,6 +59,7 @@ class ForkServerClient:
             return cls(await ForkedProcess.start(preloaded))
         process = await asyncio.create_subprocess_exec(
             python,
+            "-P",
             "-m",
             "prism.engines.forkserver",
             "--adapter",

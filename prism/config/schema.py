@@ -115,7 +115,7 @@ class FrontendConfig(
     traces: str = ""
 
 
-ADAPTERS = ("sglang", "fake")
+ADAPTERS = ("sglang", "vllm", "fake")
 CUDA_GRAPHS = ("lazy", "off")
 ATTENTION_BACKENDS = ("triton", "flashinfer", "fa3", "fa4", "trtllm_mha", "torch_native")
 MIGRATE_RUNNING = ("finish", "move")
@@ -182,7 +182,7 @@ class EngineConfig(
 ):
     """The engine processes of all devices."""
 
-    # "sglang", or "fake": no model, answers known beforehand, for tests of failures and speed.
+    # "sglang"; "vllm", on host devices; or "fake": no model, answers known beforehand, for tests.
     adapter: str = "sglang"
     # Adapter -> the Python interpreter of its engines, where they have an environment of their own,
     # with prism-serving in it. Relative paths start at this file's folder.

@@ -23,7 +23,7 @@ EXIT_CONFIG = 2
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """`python -m MODULE ARGUMENTS`."""
+    """`python -P -m MODULE ARGUMENTS`: the folder where it starts holds no module of ours."""
 
     name: str
     module: str
@@ -87,7 +87,7 @@ class Child:
         environment.setdefault("OMP_NUM_THREADS", "1")
         with private_log(self.log) as log:
             self._process = subprocess.Popen(
-                [self.spec.python, "-m", self.spec.module, *self.arguments(), *again],
+                [self.spec.python, "-P", "-m", self.spec.module, *self.arguments(), *again],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -253,16 +253,16 @@ MISTAKES: list[tuple[Edit, str]] = [
         "scheduler.contended_requests: -1.0 is too small; give at least 0",
     ),
     (
-        put("engine", "adapter", value="vllm"),
-        "engine.adapter: unknown value 'vllm'; choose one of sglang, fake",
+        put("engine", "adapter", value="vlm"),
+        "engine.adapter: unknown value 'vlm'; choose one of sglang, vllm, fake",
     ),
     (
         put("models", 1, "adapter", value="vlm"),
-        "models[1].adapter: unknown value 'vlm'; choose one of sglang, fake",
+        "models[1].adapter: unknown value 'vlm'; choose one of sglang, vllm, fake",
     ),
     (
         put("engine", "python", value={"vlm": "/bin/python3"}),
-        "engine.python: unknown value 'vlm'; choose one of sglang, fake",
+        "engine.python: unknown value 'vlm'; choose one of sglang, vllm, fake",
     ),
     (
         put("engine", "python", value={"fake": "none/python"}),

@@ -11,10 +11,14 @@ from uuid import uuid4
 import pytest
 
 from tests.engines.harness import DeviceUnderTest
-from tests.engines.subjects import Subject, fake_subject, sglang_subject
+from tests.engines.subjects import Subject, fake_subject, sglang_subject, vllm_subject
 
-SUBJECTS = {"fake": fake_subject, "sglang": sglang_subject}
-MARKS = {"sglang": pytest.mark.sglang}  # of what starts real engines
+SUBJECTS = {"fake": fake_subject, "sglang": sglang_subject, "vllm": vllm_subject}
+# Of what starts real engines. vLLM's environment takes minutes to install.
+MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
+    "sglang": (pytest.mark.sglang,),
+    "vllm": (pytest.mark.long, pytest.mark.timeout(1800)),
+}
 _numbers = itertools.count()
 
 

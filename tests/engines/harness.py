@@ -110,7 +110,8 @@ class ForkServerProcess:
             if adapter == "sglang" and device.startswith("host") and program == FORK_SERVER:
                 self.process = Preloaded(arguments, env, log)
             else:
-                command = [sys.executable, *program, *arguments]
+                python = config.engine.python.get(adapter, sys.executable)
+                command = [python, "-P", *program, *arguments]
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
                 self.process = subprocess.Popen(command, env=env, bufsize=0, **pipes)
         self._lines = b""

@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec import structs
+
 import kvcached
+from prism.config.adapters import with_layout
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.fake import expected_tokens
+from prism.engines.vllm import traits
 from prism.messages.engine import Submit
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Request
@@ -62,6 +66,8 @@ class Subject:
     capacity_bytes: int
     page_bytes: int = 64 << 10
     environment: dict[str, str] = field(default_factory=dict)
+    python: dict[str, str] = field(default_factory=dict)
+    moves_kv: bool = True
     known: dict[tuple[str, tuple[int, ...]], list[int]] = field(default_factory=dict)
 
     def config(self, run_dir: Path, namespace: str) -> ClusterConfig:
@@ -74,6 +80,7 @@ class Subject:
             models=list(self.models),
             engine=EngineConfig(
                 adapter=self.adapter,
+                python=self.python,
                 static_bytes=1 << 20,
                 max_running=8,
             ),
@@ -151,3 +158,27 @@ def sglang_subject() -> Subject:
         ),
         capacity_bytes=66 << 20,
     )
+
+
+def vllm_subject() -> Subject:
+    """The same models, with KV laid out as the configuration has vLLM's."""
+    from tests.vllm.environment import variables, vllm_python
+
+    stock = sglang_subject()
+    subject = Subject(
+        adapter="vllm",
+        models=stock.models,
+        capacity_bytes=stock.capacity_bytes,
+        environment=variables(),
+        python={"vllm": str(vllm_python())},
+        moves_kv=False,
+    )
+    config = subject.config(Path("/"), "unused")
+    specs = [
+        structs.replace(spec, adapter="vllm", block_tokens=traits().block_tokens)
+        for spec in stock.models
+    ]
+    config = structs.replace(config, models=specs)
+    first, second = (with_layout(spec, config, config.engine.kv_layout) for spec in specs)
+    subject.models = (first, second)
+    return subject

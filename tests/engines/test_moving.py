@@ -48,6 +48,8 @@ def test_requests_go_on_with_their_kv(
 ) -> None:
     """From device to device, without a file; or through one. With the same answers, and the first
     engine's memory goes once it is fetched."""
+    if not subject.moves_kv:
+        pytest.skip("these engines hand over no KV")
     for name in (engine, second_engine):
         device.activate(subject.models[0], name)
     items = start(subject, device, engine, 3, 60)
@@ -98,13 +100,16 @@ def test_requests_go_on_after_their_first_engine_is_killed(
 def test_requests_go_on_without_their_kv(
     subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
 ) -> None:
-    """The files are damaged, or gone: it is computed again, and the output is the same."""
+    """The files are damaged, or gone, or there never were any: it is computed again, and the output
+    is the same."""
     for name in (engine, second_engine):
         device.activate(subject.models[0], name)
     items = start(subject, device, engine, 2, 60)
     moved = export(device, engine)
-    paths = [Path(item.resume.kv_path) for item in moved if item.resume]
-    paths[0].unlink()
+    paths = [Path(item.resume.kv_path) for item in moved if item.resume and item.resume.kv_path]
+    assert bool(paths) is subject.moves_kv
+    for path in paths[:1]:
+        path.unlink()
     for path in paths[1:]:
         path.write_bytes(path.read_bytes()[:200])
     device.send(Submit(moved), second_engine)

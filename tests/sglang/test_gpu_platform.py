@@ -91,8 +91,8 @@ def test_the_platform_is_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -
 def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
     """FlashInfer's sampling takes no seeds; prefill graphs would be captured at each activation."""
     from prism.config.schema import EngineConfig
+    from prism.engines.model_memory import plan
     from prism.engines.sglang import server_args
-    from prism.engines.sglang.memory import plan
 
     order = ActivateEngine(spec_of(LLAMA, 512), max_running=7)
     layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
@@ -123,8 +123,9 @@ def test_weights_for_other_kernels_are_other_weights() -> None:
 
 def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
     """Reservation, KV blocks and release through the driver's calls."""
-    from prism.engines.sglang.memory import EngineMemory, plan
-    from prism.engines.sglang.weights import ModelWeights, StoreAccess
+    from prism.engines.model_memory import plan
+    from prism.engines.model_weights import ModelWeights, StoreAccess
+    from prism.engines.sglang.memory import EngineMemory
 
     order = ActivateEngine(spec_of(LLAMA, 512))
     layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
@@ -149,8 +150,8 @@ def test_weights_come_over_the_links_of_all_gpus(
     import torch
 
     from prism.engines.links import LoadLinks
+    from prism.engines.model_weights import ModelWeights, StoreAccess
     from prism.engines.sglang import weight_key
-    from prism.engines.sglang.weights import ModelWeights, StoreAccess
 
     spec = spec_of(LLAMA, 512)
     wanted = {f"layer.{n}": torch.randn(700, 300 + n) for n in range(4)}
@@ -172,7 +173,9 @@ def test_weights_come_over_the_links_of_all_gpus(
     store.get(key, put_all).close()
     with device.client("e0") as client:
         links = LoadLinks(EngineContext("e0", DEVICE, config), client)
-        weights = ModelWeights(client, StoreAccess(store, links, device=DEVICE), spec)
+        weights = ModelWeights(
+            client, StoreAccess(store, links, device=DEVICE, weight_key=weight_key), spec
+        )
         assert weights.find_copy()
         weights.lay_out({name: tensor.to("meta") for name, tensor in wanted.items()})
         weights.load(lambda: None)

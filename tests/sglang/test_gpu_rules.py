@@ -163,7 +163,7 @@ def test_a_bug_in_keeping_a_copy_is_not_hidden(namespace: str, kind: type[Except
 def save_copy(namespace: str, error: Exception) -> None:
     import torch
 
-    from prism.engines.sglang.weights import ModelWeights, StoreAccess
+    from prism.engines.model_weights import ModelWeights, StoreAccess
 
     def fail(*_arguments: object) -> None:
         raise error
@@ -189,8 +189,8 @@ def test_what_was_not_written_is_found(namespace: str) -> None:
     """A whole tensor of any type, and a part of one whose type has NaN."""
     import torch
 
-    from prism.engines.sglang.loader import check_written
-    from prism.engines.sglang.weights import ModelWeights, StoreAccess
+    from prism.engines.model_weights import ModelWeights, StoreAccess
+    from prism.engines.parameters import check_written
 
     shapes = {"bf16": (64, 64), "fp8": (64, 64), "int8": (64, 64), "norm": (64,)}
     types = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}

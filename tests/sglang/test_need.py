@@ -10,8 +10,8 @@ import pytest
 
 from prism.config.memory import layout_of, memory_need
 from prism.config.schema import DeviceConfig, EngineConfig
+from prism.engines.model_memory import plan
 from prism.engines.sglang.gpu import needs
-from prism.engines.sglang.memory import plan
 from prism.messages.engine import ActivateEngine, Deactivate, Deactivated
 from prism.messages.models import ModelSpec
 from prism.models import tiny

@@ -1,4 +1,4 @@
-"""Stock vLLM's environment below the checkout's cache, with the package of this checkout in it.
+"""vLLM's environment below the checkout's cache, with the packages of this checkout in it.
 
 Made where it is not there or its requirements have changed, which takes minutes and a package
 index.
@@ -33,10 +33,11 @@ def vllm_python() -> Path:
         made.write_text(requirements.read_text())
     with tempfile.TemporaryDirectory() as folder:
         ours = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-        ours += ["-C", f"build-dir={ROOT / '.cache' / 'vllm-build'}", "-w", folder]
-        _run(*ours, ROOT)
-        (wheel,) = Path(folder).glob("*.whl")
-        _run(PYTHON, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", wheel)
+        ours += ["-w", folder]
+        _run(*ours, "-C", f"build-dir={ROOT / '.cache' / 'vllm-build'}", ROOT)
+        _run(*ours, ROOT / "prism")
+        wheels = Path(folder).glob("*.whl")
+        _run(PYTHON, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *wheels)
     return PYTHON
 
 

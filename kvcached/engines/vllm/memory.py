@@ -48,6 +48,11 @@ class EngineMemory:
             accepted=["block_interleaved"],
         ).layout
 
+    def alloc_kvcache(self, layout: KVLayout, num_tokens: int, request_tokens: int) -> KVCache:
+        """Raises what `Stake.alloc_kvcache` raises."""
+        self.kv = self.stake.alloc_kvcache(layout, num_tokens, request_tokens)
+        return self.kv
+
     def answer_requests(self, shrink: Callable[[int | None], Any]) -> None:
         """Gives others what they ask for."""
         self.stake.client.answer_requests(shrink)
@@ -78,20 +83,27 @@ class EngineMemory:
         threading.Thread(target=watch, name="kvcached-requests", daemon=True).start()
 
 
-_active: EngineMemory | None = None
+_active: Any = None
 
 
-def open_memory(config: Any) -> EngineMemory:
-    """The worker's, of which a process has one. Raises NotImplementedError for a second."""
+def use_memory(memory: Any) -> None:
+    """For who steps vLLM in its own process: what looks to vLLM's worker, scheduler and block pool
+    as an EngineMemory does, until the next call. None: the engine is gone."""
     global _active  # noqa: PLW0603 (vLLM hands nothing from its worker to its scheduler)
-    if _active is not None:
+    _active = memory
+
+
+def open_memory(config: Any) -> Any:
+    """The worker's, of which a process has one. Raises NotImplementedError for a second."""
+    if isinstance(_active, EngineMemory):
         raise NotImplementedError("a second engine in one process is not served on kvcached")
-    _active = EngineMemory(config)
+    if _active is None:
+        use_memory(EngineMemory(config))
     return _active
 
 
-def active_memory() -> EngineMemory:
-    """The one that the worker of this process has opened."""
+def active_memory() -> Any:
+    """The one that the worker of this process has opened, or that is used."""
     if _active is None:
         raise RuntimeError("vLLM's worker is in another process than its scheduler")
     return _active

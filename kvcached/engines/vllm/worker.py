@@ -92,11 +92,11 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         tensors = kv_cache_config.kv_cache_tensors
         if len(tensors) != 1 or tensors[0].block_stride != stride_bytes:
             raise NotImplementedError(f"vLLM did not take kvcached's layout of blocks: {tensors}")
-        self._memory.kv = self._memory.stake.alloc_kvcache(
+        kv = self._memory.alloc_kvcache(
             layout, blocks * layout.block_tokens, self.model_config.max_model_len
         )
         super().initialize_from_config(kv_cache_config)
-        self._check_tensors(self._memory.kv, blocks * stride_bytes)
+        self._check_tensors(kv, blocks * stride_bytes)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache" or self._memory.kv is None:

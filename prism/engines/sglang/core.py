@@ -17,13 +17,15 @@ from prism.costs.prefill_speed import Speed
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.gpu_share import GpuShare
 from prism.engines.kv_direct import DirectMoves
-from prism.engines.sglang import gpu, host, requests, warm_up
+from prism.engines.model_memory import MemoryPlan, plan
+from prism.engines.model_weights import ModelWeights, StoreAccess
+from prism.engines.request_checks import failure
+from prism.engines.sglang import gpu, host, warm_up
 from prism.engines.sglang.active import ActiveModel
 from prism.engines.sglang.decode_graphs import DecodeGraphs
 from prism.engines.sglang.lora import Adapters
-from prism.engines.sglang.memory import EngineMemory, MemoryPlan, plan
+from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
-from prism.engines.sglang.weights import ModelWeights, StoreAccess
 from prism.engines.timeline import Timeline
 from prism.errors import (
     ActivationError,
@@ -60,7 +62,7 @@ class SglangCore:
         # KV space and weights of one model after another are laid out in these addresses.
         pages = -(-place.capacity_bytes // place.page_bytes)
         self._client.reserve_addresses(2 * pages * place.page_bytes)
-        self._access = StoreAccess.open(context, self._client)
+        self._access = StoreAccess.open(context, self._client, gpu.weight_key)
         self._links = self._access.links
         self._active: ActiveModel | None = None
         self._by_rid: dict[str, _Running] = {}
@@ -200,7 +202,7 @@ class SglangCore:
             try:
                 self._totals.imported_tokens += active.submit(request, rid)
             except RequestError as error:
-                self._rejected.append(requests.failure(request, error))
+                self._rejected.append(failure(request, error))
                 continue
             self._by_rid[rid] = _Running(
                 request, len(request.resume.output_ids) if request.resume else 0

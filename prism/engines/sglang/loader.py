@@ -1,48 +1,21 @@
-"""SGLang's loader for weights that live in kvcached pages.
-
-The model is built with its parameters on the meta device, so nothing is allocated for them; then
-they become views of mapped pages. The first time SGLang's own weight loaders (which fuse and shard)
-write into those; from then on the machine's store has the result, and loading is a copy. Device
-memory never holds a second copy of a weight.
-"""
+"""SGLang's loader for weights that live in kvcached pages (`prism.engines.parameters`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader import loader as stock
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from kvcached.engines.sglang.memory import active_memory
-from kvcached.errors import WeightFileError, WeightMismatchError
-from prism.config.units import format_size
+from prism.engines import parameters
+from prism.engines.model_weights import ModelWeights
 from prism.engines.sglang import gpu
 from prism.engines.sglang.memory import EngineMemory
-from prism.engines.sglang.weights import ModelWeights
-from prism.errors import ActivationError, SelfCheckError
-
-_PIECE_ELEMENTS = 1 << 24
-
-log = logging.getLogger("prism.engine")
-
-
-class EmptyOnMeta(TorchFunctionMode):  # type: ignore[misc]
-    """`torch.empty` makes meta tensors: what it returns has no content that could be lost. All
-    else is made for real: tables (rotary), ones of norms, masks."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
 
 
 class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
@@ -56,46 +29,23 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         memory = active_memory()
         assert isinstance(memory, EngineMemory)
         device = torch.device(device_config.device)
-        if memory.weights.find_copy():
-            try:
-                return self._load(model_config, device, memory, from_store=True)
-            except (WeightFileError, WeightMismatchError) as error:
-                memory.weights.discard_copy(str(error))
-        return self._load(model_config, device, memory, from_store=False)
+        quantization = stock._get_quantization_config(model_config, self.load_config)
 
-    def _load(
-        self, model_config: Any, device: torch.device, memory: EngineMemory, *, from_store: bool
-    ) -> nn.Module:
-        memory.timeline.enter("layout")
+        def build() -> nn.Module:
+            with device:
+                return stock._initialize_model(model_config, self.load_config, quantization)
+
+        def read(model: nn.Module) -> None:
+            tensors = self._tensors(model_config, model, memory.weights)
+            self.load_weights_only(model, tensors, device)
+            if device.type == gpu.CUDA:
+                torch.cuda.synchronize()
+
+        def finish(model: nn.Module) -> None:
+            self.postprocess_weights(model, device)
+
         with stock.set_default_torch_dtype(model_config.dtype):
-            model = self._build(model_config, device)
-            parameters = dict(model.named_parameters())
-            memory.lay_out_weights(parameters, back=not from_store)
-            place(parameters, memory.weights, keep_content=not from_store)
-            memory.timeline.enter("weights")
-            if from_store:
-                memory.load_weights()
-                self.postprocess_weights(model, device)
-            else:
-                self._read_files(model_config, model, device, memory.weights)
-        check(model, memory.weights)
-        memory.timeline.enter("build")
-        return model.eval()
-
-    def _read_files(
-        self, model_config: Any, model: nn.Module, device: torch.device, weights: ModelWeights
-    ) -> None:
-        """SGLang's own way. Only a model whose parameters alone tell what was loaded, and whose
-        post-processing leaves them as they are, may be copied instead of loaded from then on."""
-        before = {name: tensor.clone() for name, tensor in others(model)}
-        self.load_weights_only(model, self._tensors(model_config, model, weights), device)
-        if device.type == gpu.CUDA:
-            torch.cuda.synchronize()
-        check_written(dict(model.named_parameters()), weights)
-        is_plain = _same(before, dict(others(model)))
-        loaded = weights.checksum() if is_plain else 0
-        self.postprocess_weights(model, device)
-        weights.may_store = is_plain and weights.checksum() == loaded
+            return parameters.load(memory, parameters.EngineLoader(build, read, finish))
 
     def _tensors(
         self, model_config: Any, model: nn.Module, weights: ModelWeights
@@ -106,109 +56,3 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         ahead = weights.prefetched() if is_plain else None
         stock_way: Iterator[tuple[str, torch.Tensor]] = self._get_all_weights(model_config, model)
         return stock_way if ahead is None else ahead
-
-    def _build(self, model_config: Any, device: torch.device) -> nn.Module:
-        """On the meta device. A model that fills what `torch.empty` gave it is built again on
-        the device: its parameters then exist twice while they move into their pages."""
-        quantization = stock._get_quantization_config(model_config, self.load_config)
-
-        def build() -> nn.Module:
-            model: nn.Module = stock._initialize_model(model_config, self.load_config, quantization)
-            return model
-
-        with device:
-            with EmptyOnMeta():
-                model = build()
-            lost = sorted(name for name, tensor in others(model) if tensor.is_meta)
-            if lost:
-                log.warning("%s is not built on the meta device", ", ".join(lost))
-                return build()
-            return model
-
-
-def place(
-    parameters: Mapping[str, nn.Parameter], weights: ModelWeights, *, keep_content: bool
-) -> None:
-    """Make every parameter its place in the pages; `keep_content`: with the content it has."""
-    for name, parameter in parameters.items():
-        room = weights[name]
-        if parameter.is_meta:
-            _materialise(parameter, room)
-        else:
-            parameter.data = room.copy_(parameter.data) if keep_content else room
-
-
-def _materialise(parameter: nn.Parameter, room: torch.Tensor) -> None:
-    """The same object, with its class and attributes (weight loaders), gets real memory."""
-    real = nn.Parameter(room, requires_grad=False)
-    real.__class__ = parameter.__class__
-    real.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, real)
-
-
-def check(model: nn.Module, weights: ModelWeights) -> None:
-    """Raises SelfCheckError unless every tensor of the model is real and every parameter lies in
-    its place in kvcached pages."""
-    found = dict(model.named_parameters())
-    strays = {n: t for n, t in found.items() if not weights.holds(n, t)}
-    if strays:
-        size_bytes = sum(t.numel() * t.element_size() for t in strays.values())
-        raise SelfCheckError(
-            f"{format_size(size_bytes)} of parameters lie outside of the ledger's pages after"
-            f" loading ({_some(strays)})"
-        )
-    lost = [name for name, tensor in others(model) if tensor.is_meta]
-    if lost:
-        raise SelfCheckError(f"tensors without memory after loading ({_some(lost)})")
-
-
-def check_written(parameters: Mapping[str, torch.Tensor], weights: ModelWeights) -> None:
-    """Raises ActivationError for parameters that loading left as they were, or a part of them.
-
-    SGLang itself does not miss what a checkpoint lacks, and would serve nonsense. The pages were
-    filled with a pattern that is no weight: NaN in the types that have one. Of other types a part
-    that was not written cannot be told from weights. What a model itself sets before it loads
-    (ones in norms) counts as written.
-    """
-    empty = [name for name in weights.unwritten() if name in parameters]
-    if empty:
-        raise ActivationError(
-            f"the files give no values for {_some(empty)}; tied embeddings of this architecture"
-            " may not be supported: save the checkpoint with every tensor it needs"
-        )
-    partial = [name for name, tensor in parameters.items() if _has_nan(tensor)]
-    if partial:
-        raise ActivationError(
-            f"the files give values for a part of {_some(partial)} only, or values that are no"
-            " numbers: save the checkpoint with every tensor it needs"
-        )
-
-
-def _has_nan(tensor: torch.Tensor) -> bool:
-    """Piece by piece: a mask over a large embedding would not fit into what torch may allocate."""
-    if not tensor.is_floating_point():
-        return False
-    pieces = tensor.detach().flatten().split(_PIECE_ELEMENTS)
-    return any(bool(_nans(piece).any()) for piece in pieces)
-
-
-def _nans(piece: torch.Tensor) -> torch.Tensor:
-    """`torch.isnan` lacks the types of one byte."""
-    return torch.isnan(piece if piece.element_size() > 1 else piece.to(torch.float32))
-
-
-def others(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the model that are no parameters: buffers, and plain attributes of modules."""
-    yield from model.named_buffers()
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{path}.{name}", value
-
-
-def _same(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> bool:
-    return before.keys() == now.keys() and all(torch.equal(before[n], now[n]) for n in now)
-
-
-def _some(names: Any) -> str:
-    return ", ".join(sorted(names)[:3])

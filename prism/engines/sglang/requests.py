@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from array import array
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
-from prism.errors import BadRequestError, ContextLengthError, RequestError
-from prism.messages.requests import Failure, Request, Sampling
-
-_INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = 3.4e38
-_FLOAT32_MIN = 1.2e-38  # less would become 0
+from prism.engines.request_checks import check, check_ranges, seed_of
+from prism.errors import BadRequestError
+from prism.messages.requests import Request, Sampling
 
 
 def convert(
@@ -24,7 +20,7 @@ def convert(
     Raises RequestError when it can never run: the frontend checks the same, so this is the last
     line of defence that keeps SGLang from truncating silently.
     """
-    _check(request, context_length, vocab_size)
+    check(request, context_length, vocab_size)
     return TokenizedGenerateReqInput(
         rid=rid,
         input_text=None,
@@ -47,7 +43,7 @@ def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
 
     SGLang checks some of them only where it makes tensors, and an error there ends the engine.
     """
-    _check_ranges(sampling)
+    check_ranges(sampling)
     try:
         params = SamplingParams(
             max_new_tokens=sampling.max_tokens,
@@ -58,7 +54,7 @@ def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
             presence_penalty=sampling.presence_penalty,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=set(sampling.stop_token_ids) or None,
-            sampling_seed=_seed(sampling),
+            sampling_seed=seed_of(sampling),
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             logit_bias={str(i): bias for i, bias in sampling.logit_bias.items()} or None,
@@ -74,49 +70,8 @@ def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
     return params
 
 
-def failure(request: Request, error: RequestError) -> Failure:
-    return Failure(request.id, request.attempt, error.code, str(error))
-
-
-def _seed(sampling: Sampling) -> int:
-    """With seeds on, SGLang gives every request without one the same; each must get its own."""
-    return sampling.seed if sampling.seed is not None else secrets.randbits(62)
-
-
 def _grammar(sampling: Sampling) -> dict[str, str]:
     grammar = sampling.grammar
     if grammar is None:
         return {}
     return {"json_schema" if grammar.kind == "json" else grammar.kind: grammar.text}
-
-
-def _check_ranges(sampling: Sampling) -> None:
-    """What the tensors hold: 32 bits for counts, ids and probabilities."""
-    last_stop_id = max(sampling.stop_token_ids, default=0)
-    ranges = {
-        "max_tokens": (sampling.max_tokens, 1, _INT32_MAX),
-        "top_k": (sampling.top_k, -1, _INT32_MAX),
-        "stop_token_ids": (last_stop_id, 0, _INT32_MAX),
-        "temperature": (sampling.temperature, 0, _FLOAT32_MAX),
-        "top_p": (sampling.top_p, _FLOAT32_MIN, 1),
-        "repetition_penalty": (sampling.repetition_penalty, _FLOAT32_MIN, 2),
-        "logprobs": (sampling.logprobs or 0, 0, _INT32_MAX),
-        "logit_bias": (max(map(abs, sampling.logit_bias.values()), default=0), 0, _FLOAT32_MAX),
-    }
-    for name, (value, least, most) in ranges.items():
-        if not least <= value <= most:
-            raise BadRequestError(f"{name}: {value} must lie between {least} and {most}")
-
-
-def _check(request: Request, context_length: int, vocab_size: int) -> None:
-    prompt = request.prompt_ids
-    if not prompt:
-        raise BadRequestError("the prompt is empty: give at least one token")
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise BadRequestError(f"a prompt token id lies outside the vocabulary of {vocab_size}")
-    excess = len(prompt) + request.sampling.max_tokens - context_length
-    if excess > 0:
-        raise ContextLengthError(
-            f"prompt ({len(prompt)}) plus max_tokens ({request.sampling.max_tokens}) exceed the "
-            f"model's context of {context_length} tokens by {excess}"
-        )

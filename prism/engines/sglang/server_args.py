@@ -8,9 +8,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from prism.config.memory import BLOCK_TOKENS
 from prism.config.schema import EngineConfig
+from prism.engines.model_memory import MemoryPlan
 from prism.engines.sglang import gpu, lora
 from prism.engines.sglang.loader import KvcachedLoader
-from prism.engines.sglang.memory import MemoryPlan
 from prism.messages.engine import ActivateEngine
 
 # SGLang refuses prompts of its context minus 6 tokens or more and ends requests one token early;

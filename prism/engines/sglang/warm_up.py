@@ -7,16 +7,15 @@ from collections.abc import Sequence
 
 import msgspec
 
+from prism.engines.model_weights import FINGERPRINT_TOKENS
+from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
 from prism.engines.sglang import requests
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
-from prism.engines.sglang.weights import FINGERPRINT_TOKENS
 from prism.errors import SelfCheckError
 from prism.messages.engine import ActivateEngine
-from prism.messages.requests import Request, Sampling
+from prism.messages.requests import Sampling
 
-_PROMPT_TOKENS = 4
 _STEPS_MAX = 16
-_RID = "warm-up/"
 
 
 def run(
@@ -31,7 +30,7 @@ def run(
     greedy = Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True)
     emissions = _answers(scheduler, order, [greedy])
     tokens = tuple(token for emission in emissions for token in emission.token_ids)
-    _check(order, stored, tokens, [e.message for e in emissions if e.message])
+    check_answer(order, stored, tokens, [e.message for e in emissions if e.message])
     return tokens
 
 
@@ -57,8 +56,8 @@ def _answers(
     scheduler.process_input_requests(
         [
             requests.convert(
-                _request(order, vocab_size, sampling),
-                f"{_RID}{index}",
+                warm_up_request(order, vocab_size, sampling),
+                f"{WARM_UP_ID}{index}",
                 context_length=order.model.context_length,
                 vocab_size=vocab_size,
             )
@@ -70,32 +69,3 @@ def _answers(
             break
         scheduler.step()
     return scheduler.outbox.take()
-
-
-def _request(order: ActivateEngine, vocab_size: int, sampling: Sampling) -> Request:
-    model = order.model
-    return Request(
-        id=_RID,
-        model=model.name,
-        prompt_ids=[(7 * i + 1) % vocab_size for i in range(_PROMPT_TOKENS)],
-        sampling=sampling,
-        arrival_unix_s=0.0,
-        slo_ttft_s=model.slo_ttft_s,
-        slo_tpot_s=model.slo_tpot_s,
-        frontend_id="",
-    )
-
-
-def _check(
-    order: ActivateEngine, stored: tuple[int, ...], tokens: tuple[int, ...], messages: list[str]
-) -> None:
-    name = order.model.name
-    if len(tokens) != FINGERPRINT_TOKENS:
-        said = "; ".join(messages) or "no error"
-        raise SelfCheckError(
-            f"model {name} gave {len(tokens)} of {FINGERPRINT_TOKENS} warm-up tokens ({said})"
-        )
-    known = ((order.fingerprint, "on a fresh engine"), (stored, "when loaded from its files"))
-    for expected, where in known:
-        if expected and tokens != expected:
-            raise SelfCheckError(f"model {name} answers {tokens} here, and {expected} {where}")

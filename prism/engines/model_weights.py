@@ -1,8 +1,8 @@
 """One model's weights on the device, and their copy in the machine's store.
 
-The copy is in SGLang's own layout (fused, sharded), so that a later activation copies bytes and
+The copy is in the engine's own layout (fused, sharded), so that a later activation copies bytes and
 does nothing else. Beside the parameters it keeps the model's fingerprint: what it answered when
-its weights came through SGLang's own loader.
+its weights came through the engine's own loader.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from kvcached import (
 from kvcached.errors import StoreFullError, SystemCallError, WeightFileError
 from prism.engines.core import EngineContext
 from prism.engines.links import LoadLinks
-from prism.engines.sglang.gpu import weight_key
 from prism.engines.weight_store import open_store
 from prism.messages.models import ModelSpec
 
@@ -56,20 +55,26 @@ class StoreAccess:
     rank: int = 0
     ranks: int = 1
     device: str = "host:0"
+    weight_key: Callable[..., WeightKey] | None = None  # the adapter's
 
     @classmethod
-    def open(cls, context: EngineContext, client: kvcached.Client) -> StoreAccess:
+    def open(
+        cls,
+        context: EngineContext,
+        client: kvcached.Client,
+        weight_key: Callable[..., WeightKey],
+    ) -> StoreAccess:
         """As `engine.weight_store` says, into the client's memory."""
         store, ranks = open_store(context.config), context.ranks
         links = LoadLinks(context, client) if store is not None else None
-        return cls(store, links, ranks.rank, ranks.size, context.device)
+        return cls(store, links, ranks.rank, ranks.size, context.device, weight_key)
 
     def key_of(self, spec: ModelSpec) -> WeightKey | None:
         """Reads the whole checkpoint once, to hash it. Raises WeightFileError."""
-        if self.store is None:
+        if self.store is None or self.weight_key is None:
             return None
         content = self.store.content_of(Checkpoint.open(spec.path))
-        return weight_key(content, spec, self.rank, self.ranks, self.device)
+        return self.weight_key(content, spec, self.rank, self.ranks, self.device)
 
 
 class ModelWeights:
@@ -101,7 +106,7 @@ class ModelWeights:
         self._arena = self._client.alloc_weights(WeightLayout.of(specs), self._spec.name)
 
     def back(self) -> None:
-        """Make every page: SGLang's loaders are going to write them. NoRoomError.
+        """Make every page: the engine's loaders are going to write them. NoRoomError.
 
         All bytes are set to a pattern that is no weight, so that `unwritten` finds what they miss.
         """

@@ -1,0 +1,209 @@
+"""The device memory of one engine process: KV, weights and the synthetic static share.
+
+Room for all of it is reserved in the ledger before any is used; KV pages are elastic above
+`reserve_bytes`, which is guaranteed to this engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+import kvcached
+from prism.config.memory import layout_of, whole_pages
+from prism.config.units import format_size
+from prism.engines.model_weights import ModelWeights
+from prism.engines.ranks.group import ALONE, RankGroup
+from prism.engines.room import make_room
+from prism.engines.timeline import Timeline
+from prism.errors import ActivationError
+from prism.messages.engine import ActivateEngine
+
+_PADDING_BLOCKS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a model needs on a device with this page size; all in bytes unless named otherwise."""
+
+    layout: kvcached.KVLayout
+    quantum_bytes: int
+    slab_tokens: int
+    slab_pages: int
+    reserve_bytes: int
+    weight_bytes: int
+    share_bytes: int
+    virtual_tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What must be free on the device for the model to come up."""
+        return self.weight_bytes + self.share_bytes + self.reserve_bytes
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that an engine may count on: all but the padding block."""
+        return self.virtual_tokens - _PADDING_BLOCKS * self.layout.block_tokens
+
+
+def plan(
+    order: ActivateEngine, *, capacity_bytes: int, page_bytes: int, static_bytes: int
+) -> MemoryPlan:
+    """Lay out `order.model` on a device; pure arithmetic. `static_bytes`: the engine's share."""
+    spec = order.model
+    layout = layout_of(spec)
+    slab_tokens = layout.slab_tokens(page_bytes)
+    quantum = layout.quantum_bytes(page_bytes)
+    blocks = -(-spec.context_length // layout.block_tokens) + _PADDING_BLOCKS
+    reserve_slabs = -(-blocks * layout.block_tokens // slab_tokens)
+    return MemoryPlan(
+        layout=layout,
+        quantum_bytes=quantum,
+        slab_tokens=slab_tokens,
+        slab_pages=quantum // page_bytes,
+        reserve_bytes=reserve_slabs * quantum,
+        weight_bytes=whole_pages(spec.weight_bytes, page_bytes),
+        share_bytes=whole_pages(static_bytes, page_bytes),
+        virtual_tokens=max(capacity_bytes // quantum, reserve_slabs) * slab_tokens,
+    )
+
+
+class ModelMemory:
+    """The memory of one active model. `release` returns all of it; idempotent.
+
+    Thread rule: the engine's thread only. Raises ActivationError with the missing bytes, and then
+    nothing stays reserved.
+    """
+
+    def __init__(
+        self,
+        client: kvcached.Client,
+        device: kvcached.Device,
+        weights: ModelWeights,
+        *,
+        order: ActivateEngine,
+        plan: MemoryPlan,
+        timeline: Timeline,
+        ranks: RankGroup = ALONE,
+    ) -> None:
+        self.plan = plan
+        self.weights = weights
+        self.timeline = timeline
+        self.ranks = ranks
+        self._client = client
+        self._device = device
+        self._name = order.model.name
+        self._lease: kvcached.StaticLease | None = None
+        self._kv: kvcached.KVCache | None = None
+        try:
+            self._check_limit(order)
+            self._make_room()
+            self._reserve(order)
+        except ActivationError:
+            self.release()
+            self.ranks.all_true(False)
+            raise
+        self._agree(order)
+
+    @property
+    def kv(self) -> kvcached.KVCache:
+        """The KV space; its virtual range is laid out at the first use. May raise NoRoomError."""
+        if self._kv is None:
+            self._kv = self._client.alloc_kvcache(
+                self.plan.layout, self.plan.virtual_tokens, reserved_blocks=_PADDING_BLOCKS
+            )
+            # One slab is kept between steps, or a block on the edge maps and unmaps it each time.
+            self._kv.set_spare_pages(0, self.plan.slab_pages)
+        return self._kv
+
+    @property
+    def static_bytes(self) -> int:
+        """Memory that does not come and go with requests."""
+        return self.weights.size_bytes + self.plan.share_bytes
+
+    def lay_out_weights(self, parameters: Mapping[str, torch.Tensor], *, back: bool) -> None:
+        """The real size of the weights, now that the model tells; `back`: with pages at once."""
+        try:
+            self.weights.lay_out(parameters)
+            if back:
+                self.weights.back()
+        except kvcached.NoRoomError as error:
+            raise self._no_room(error, 0) from error
+
+    def load_weights(self) -> None:
+        """The KV space is laid out while they are copied. Raises WeightFileError,
+        WeightMismatchError for a stored copy that is no good."""
+        try:
+            self.weights.load(lambda: self.kv)
+        except kvcached.NoRoomError as error:
+            raise self._no_room(error, 0) from error
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Cap elastic memory; never below what one full-context request needs."""
+        if limit_bytes is not None:
+            limit_bytes = max(limit_bytes, self.plan.reserve_bytes)
+        self._client.set_limit(limit_bytes)
+
+    def release(self) -> None:
+        """REQUIRES: no tensor over the KV space is used any more."""
+        self._client.publish_evictable(0)
+        if self._kv is not None:
+            self._client.free_kvcache(self._kv)
+            self._kv = None
+        self.weights.release()
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        self._client.set_min(0)
+        self._client.set_limit(None)
+
+    def _agree(self, order: ActivateEngine) -> None:
+        """No rank begins to build, where it waits for the others, before all have their room."""
+        if not self.ranks.all_true(True):
+            self.release()
+            raise ActivationError(f"model {order.model.name}: another rank cannot take it")
+
+    def _check_limit(self, order: ActivateEngine) -> None:
+        limit = order.kv_limit_bytes
+        if limit is not None and limit < self.plan.reserve_bytes:
+            raise ActivationError(
+                f"model {order.model.name}: its KV limit of {format_size(limit)} is below the "
+                f"{format_size(self.plan.reserve_bytes)} of one request of "
+                f"{order.model.context_length} tokens; raise its share or lower its context_length"
+            )
+
+    def _make_room(self) -> None:
+        self.timeline.enter("shrink")
+        try:
+            what = f"{self._name} comes up"
+            make_room(self._client, self._device, self.plan.total_bytes, what)
+        except kvcached.NoRoomError as error:
+            raise self._no_room(error, 0) from error
+
+    def _reserve(self, order: ActivateEngine) -> None:
+        """Share, weights and KV one after another; `more_bytes` is what would still be asked."""
+        self.timeline.enter("reserve")
+        plan = self.plan
+        self._client.set_limit(order.kv_limit_bytes)
+        more_bytes = plan.weight_bytes + plan.reserve_bytes
+        try:
+            if plan.share_bytes:
+                self._lease = self._client.reserve_static(plan.share_bytes, "engine's share")
+            more_bytes = plan.reserve_bytes
+            self.weights.reserve(plan.weight_bytes)
+            more_bytes = 0
+            self._client.set_min(plan.reserve_bytes)
+        except kvcached.NoRoomError as error:
+            raise self._no_room(error, more_bytes) from error
+
+    def _no_room(self, error: kvcached.NoRoomError, more_bytes: int) -> ActivationError:
+        missing = error.need_bytes - error.free_bytes + more_bytes
+        return ActivationError(
+            f"model {self._name} needs {format_size(self.plan.weight_bytes)} for weights,"
+            f" {format_size(self.plan.share_bytes)} for its engine and"
+            f" {format_size(self.plan.reserve_bytes)} of KV; {format_size(missing)} are missing on"
+            " the device",
+            missing,
+        )

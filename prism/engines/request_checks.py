@@ -1,0 +1,54 @@
+"""What keeps a request from running on an engine with a model, checked before it is submitted."""
+
+from __future__ import annotations
+
+import secrets
+
+from prism.errors import BadRequestError, ContextLengthError, RequestError
+from prism.messages.requests import Failure, Request, Sampling
+
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4e38
+_FLOAT32_MIN = 1.2e-38  # less would become 0
+
+
+def failure(request: Request, error: RequestError) -> Failure:
+    return Failure(request.id, request.attempt, error.code, str(error))
+
+
+def seed_of(sampling: Sampling) -> int:
+    """An engine with seeds on gives every request without one the same; each must get its own."""
+    return sampling.seed if sampling.seed is not None else secrets.randbits(62)
+
+
+def check_ranges(sampling: Sampling) -> None:
+    """What tensors hold: 32 bits for counts, ids and probabilities. Raises BadRequestError."""
+    last_stop_id = max(sampling.stop_token_ids, default=0)
+    ranges = {
+        "max_tokens": (sampling.max_tokens, 1, _INT32_MAX),
+        "top_k": (sampling.top_k, -1, _INT32_MAX),
+        "stop_token_ids": (last_stop_id, 0, _INT32_MAX),
+        "temperature": (sampling.temperature, 0, _FLOAT32_MAX),
+        "top_p": (sampling.top_p, _FLOAT32_MIN, 1),
+        "repetition_penalty": (sampling.repetition_penalty, _FLOAT32_MIN, 2),
+        "logprobs": (sampling.logprobs or 0, 0, _INT32_MAX),
+        "logit_bias": (max(map(abs, sampling.logit_bias.values()), default=0), 0, _FLOAT32_MAX),
+    }
+    for name, (value, least, most) in ranges.items():
+        if not least <= value <= most:
+            raise BadRequestError(f"{name}: {value} must lie between {least} and {most}")
+
+
+def check(request: Request, context_length: int, vocab_size: int) -> None:
+    """Raises RequestError. The frontend checks the same: this is the last line of defence."""
+    prompt = request.prompt_ids
+    if not prompt:
+        raise BadRequestError("the prompt is empty: give at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise BadRequestError(f"a prompt token id lies outside the vocabulary of {vocab_size}")
+    excess = len(prompt) + request.sampling.max_tokens - context_length
+    if excess > 0:
+        raise ContextLengthError(
+            f"prompt ({len(prompt)}) plus max_tokens ({request.sampling.max_tokens}) exceed the "
+            f"model's context of {context_length} tokens by {excess}"
+        )

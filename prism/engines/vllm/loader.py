@@ -1,0 +1,68 @@
+"""vLLM's loader for weights that live in kvcached pages (`prism.engines.parameters`)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers import utils as layers
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from kvcached.engines.packed import replaced
+from kvcached.engines.vllm.memory import active_memory
+from prism.engines import parameters
+from prism.engines.vllm.memory import EngineMemory
+
+LOAD_FORMAT = "prism_pages"
+
+
+@register_model_loader(LOAD_FORMAT)
+class KvcachedLoader(DefaultModelLoader):  # type: ignore[misc]
+    """Weights stay as they are loaded: vLLM would pack a second copy of each, outside of the
+    ledger's pages, for its CPU kernels."""
+
+    def __init__(self, load_config: Any) -> None:
+        load_config.load_format = "safetensors"
+        super().__init__(load_config)
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        memory = active_memory()
+        assert isinstance(memory, EngineMemory)
+        self._memory, device = memory, torch.device("cpu")
+
+        def build() -> nn.Module:
+            with device:
+                return initialize_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                )
+
+        def read(model: nn.Module) -> None:
+            self.load_weights(model, model_config)
+
+        def finish(model: nn.Module) -> None:
+            with replaced(layers, "dispatch_cpu_unquantized_gemm", _leave_weight):
+                process_weights_after_loading(model, model_config, device)
+
+        with set_default_torch_dtype(model_config.dtype):
+            return parameters.load(memory, parameters.EngineLoader(build, read, finish))
+
+    def get_all_weights(
+        self, model_config: Any, model: nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """What the store read ahead, if vLLM would do nothing but read the same files."""
+        special = ("secondary_weights", "allow_patterns_overrides", "is_unused_checkpoint_weight")
+        is_plain = not any(getattr(model, name, None) for name in special)
+        ahead = self._memory.weights.prefetched() if is_plain else None
+        yield from super().get_all_weights(model_config, model) if ahead is None else ahead
+
+
+def _leave_weight(layer: nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = nn.functional.linear

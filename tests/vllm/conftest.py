@@ -1,0 +1,3 @@
+"""The models that the acceptance tests serve."""
+
+from tests.acceptance.conftest import tiny_models  # noqa: F401 (a fixture)
