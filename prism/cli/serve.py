@@ -28,7 +28,7 @@ from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.policies import registry
 from prism.serve import drain as drains
-from prism.serve import gpu_probe, operator, report
+from prism.serve import gpu_probe, on_ray, operator, report
 from prism.serve import reload as reloads
 from prism.serve.gpu_probe import GpuFound
 from prism.serve.launcher import Options, serve
@@ -62,6 +62,10 @@ RunDirOption = Annotated[
 Host = Annotated[str | None, typer.Option("--host", help="Overrides frontend.host.")]
 Port = Annotated[int | None, typer.Option("--port", "-p", help="Overrides frontend.port.")]
 Node = Annotated[str | None, typer.Option("--node", help="Which of several machines this is.")]
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", help="Have Ray start all machines of the YAML: auto, or HOST:PORT."),
+]
 LogDir = Annotated[Path | None, typer.Option("--log-dir", help="Keep the logs there.")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 CoreDumps = Annotated[
@@ -89,12 +93,18 @@ def up(
     host: Host = None,
     port: Port = None,
     node: Node = None,
+    ray: Ray = None,
     log_dir: LogDir = None,
     log_level: LogLevel = "info",
     core_dumps: CoreDumps = False,
 ) -> None:
     """Without a command: start everything and serve until Ctrl-C (the same as `up`)."""
-    if context.invoked_subcommand is None:
+    if context.invoked_subcommand is None and ray is not None:
+        named: dict[str, object] = {"--host": host, "--port": port, "--log-dir": log_dir}
+        named |= {"--log-level": log_level}
+        words = [w for n, v in named.items() if v is not None for w in (n, str(v))]
+        on_ray.serve(config or DEFAULT_CONFIG, ray, words, partial(print, flush=True))
+    elif context.invoked_subcommand is None:
         loaded = _load(config, host, port, node)
         options = Options(run_dir, log_dir, _level(log_level), core_dumps)
         found, _ = _probed(loaded)
