@@ -66,7 +66,7 @@ class NodePart:
         command += ["--node", node, *options]
         environment = {n: v for n, v in child_environment().items() if n not in _NOT_INHERITED}
         with private_log(folder / "console") as out:
-            self._console = open(folder / "console", "rb")  # noqa: SIM115 (it lives as long as this)
+            self._console = open(folder / "console", "rb")  # noqa: SIM115 (kept open)
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
