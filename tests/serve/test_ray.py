@@ -188,7 +188,8 @@ def test_ray_starts_both_machines_and_nothing_is_left(
                 driver.send_signal(end)
                 driver.wait(120)
             until(lambda: not prism_processes(machines), "no process is left", 60)
-            assert not list(short_dir.glob("prism-*"))
+            # One of the machine that was killed, with a key that no cluster has any more.
+            assert len(list(short_dir.glob("prism-*"))) == (end == signal.SIGKILL)
             keys = f"import redis; print(redis.Redis.from_url({REDIS_URL!r}).keys('*'))"
             done = subprocess.run(
                 [*machines.inside("a"), sys.executable, "-c", keys],
