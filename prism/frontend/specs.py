@@ -259,7 +259,8 @@ def _refuse_too_many(services: Services, model: ModelSpec, asked: int, param: st
     """More than can ever be open is no matter of trying again."""
     most = services.dispatcher.log.most_of_one_model
     if asked > most:
-        message = f"{param}: makes {asked} choices; at most {most} of {model.name} fit at once"
+        bound = "fit at once (frontend.max_open_requests)"
+        message = f"{param}: makes {asked} choices; at most {most} of {model.name} {bound}"
         raise bad_request(message, param)
 
 

@@ -187,6 +187,10 @@ async def test_too_many_open_requests(
         assert response.status_code == 429
         assert response.headers["retry-after"]
         assert "frontend.max_open_requests" in response.json()["error"]["message"]
+        never = await stack.client.post("/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]})
+        assert never.status_code == 400
+        assert "retry-after" not in never.headers
+        assert "frontend.max_open_requests" in never.json()["error"]["message"]
         waiting.cancel()
         stack.agent.script = answering([7])
         assert (await stack.client.post("/v1/completions", json=BODY)).status_code == 200

@@ -31,6 +31,8 @@ async def test_methods(stack: Stack) -> None:
         asked = await stack.client.options(path)
         assert (asked.status_code, asked.headers["allow"]) == (204, f"{allowed}, OPTIONS")
     assert (await stack.client.options("/nowhere")).status_code == 404
+    nameless = await stack.client.get("/v1/models/")
+    assert (nameless.status_code, nameless.json()["error"]["code"]) == (404, "model_not_found")
     assert (await stack.client.head("/v1/completions")).status_code == 405
 
 

@@ -104,7 +104,7 @@ class Adapters:
     def require(self, name: str) -> None:
         """Load it, if it is not there. Raises AdapterError.
 
-        Reads the adapter's files in the engine's thread, as SGLang does: 5 ms for 10 MB in memory.
+        Reads the adapter's files in the engine's thread, as SGLang does: other requests wait.
         """
         if name in self.loaded:
             self.loaded[name] = self.loaded.pop(name)
