@@ -197,14 +197,14 @@ class World:
                 self._look.after(max(0.0, target.saturated_s - self.kernel.time_s))
 
     def _route(self, model: SimModel) -> None:
-        """Requests without a copy go to one that takes requests, if there is any now."""
-        while (
-            self._bindings is None
-            and model.unplaced
-            and (target := model.least_loaded()) is not None
-        ):
+        """Requests without a copy go to one that takes requests, if any does, and it is asked."""
+        homes: dict[SimDevice, None] = {}
+        while self._bindings is None and model.unplaced and (target := model.least_loaded()):
             request = model.unplaced.pop(next(iter(model.unplaced)))
             target.home.enqueue(target, request)
+            homes[target.home] = None
+        for home in homes:
+            home.try_dispatch()
         if model.unplaced:
             self._wake()
 

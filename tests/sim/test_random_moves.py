@@ -13,14 +13,16 @@ from prism.policies.placement import Hosted, Placement, Unit
 from prism.replay.trace import TraceRequest
 from prism.sim.records import Records
 from prism.sim.resident import Stage
-from prism.sim.setup import UNBOUNDED_STEPS, ActivationSettings, ClusterSetup
+from prism.sim.setup import UNBOUNDED_STEPS, ActivationSettings, ClusterSetup, EngineSettings
 from prism.sim.world import World
-from tests.sim.clusters import MIB, work
+from tests.sim.clusters import MIB, cluster, model, parts, request, work
 from tests.sim.test_conservation import (
     CONTROLLED,
     assert_ends_once_and_in_order,
+    assert_equal,
     assert_memory_is_given_back,
     known,
+    odd_cost,
     setups,
     traces,
 )
@@ -114,6 +116,44 @@ def test_runs_and_single_steps_agree(
     assert all(abs(a - b) < 1e-6 for a, b in zip(runs.end_s, steps.end_s, strict=True))
     assert runs.errors == steps.errors
     assert runs.counts == steps.counts
+
+
+def two_gpus() -> ClusterSetup:
+    """For three models, where a request takes much of the memory."""
+    models = [
+        model(
+            index,
+            name,
+            weight_bytes=mib * MIB,
+            token_bytes=8192,
+            kv_floor_bytes=0,
+            parts=parts(odd_cost(index, 0.0), 8),
+        )
+        for index, (name, mib) in enumerate({"a": 8, "b": 40, "c": 8}.items())
+    ]
+    engine = EngineSettings(max_running=16, prefill_chunk_tokens=64)
+    return cluster(models, 2, engine=engine, policy="muxserve", warm=True)
+
+
+SENT_ON = [
+    request(0.0, "a", 100, 62),
+    request(12.0, "a", 100, 100),
+    request(0.0, "a", 100, 100),
+    request(4.0, "c", 100, 400),
+    request(28.0, "c", 100, 100),
+    request(7.0, "b", 400, 300),
+    request(0.0, "c", 400, 275),
+    request(0.0, "a", 300, 252),
+]
+
+
+def test_a_run_ends_when_an_order_sends_requests_to_its_device() -> None:
+    """The only copy of "b" goes while its request runs. The request waits for the next copy, whose
+    device is asked then, and not first when a step, or a run of them, is over."""
+    evicted = (0.425, 1, 0, True, True)
+    runs, steps = (moved(two_gpus(), SENT_ON, [evicted], n)[1] for n in (UNBOUNDED_STEPS, 1))
+    assert runs.counts["moved"] == 1
+    assert_equal(runs, steps)
 
 
 def test_these_orders_do_move_requests() -> None:
