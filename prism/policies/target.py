@@ -108,14 +108,17 @@ def _draft(view: ClusterView, target: Placement) -> TargetDiff:
 
 
 def _compare(draft: TargetDiff, name: str, views: list[ModelView], target: Placement) -> None:
-    """What `name` has too little and too much; a copy on its way counts where it will be, and one
-    that leaves for nothing but the place that it still takes."""
+    """What `name` has too little and too much; a copy on its way counts where it will be, and what
+    it leaves is no place for another until it has gone. One that leaves for nothing counts for the
+    place that it still takes."""
     wanted = {
         unit.devices: host for unit in target.units for host in unit.models if host.model == name
     }
     here = {m.moving_to or devices_of(m): m for m in views if m.device}
+    left = {devices_of(m)[0] for m in views if m.moving_to}
     known = {d: h for d, h in wanted.items() if set(d) <= set(draft.free_bytes)}
-    draft.missing[name] = [(d, h) for d, h in sorted(known.items()) if d not in here]
+    missing = {d: h for d, h in known.items() if d not in here and d[0] not in left}
+    draft.missing[name] = sorted(missing.items())
     stays = ((d, m) for d, m in sorted(here.items()) if m.state != "draining")
     draft.surplus[name] = []
     draft.staying[name] = []

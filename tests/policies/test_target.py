@@ -101,6 +101,15 @@ def test_no_second_copy_moves_to_where_one_is_on_its_way() -> None:
     assert summary(planned(arrived, gpus, units[:1])) == []
 
 
+def test_no_copy_comes_where_one_is_still_leaving() -> None:
+    """An operator moves it from g1, which the target has: it serves there meanwhile."""
+    leaving = structs.replace(active("a", "g1"), state="migrating", moving_to=("g2",))
+    gpus, units = [gpu("g0"), gpu("g1"), gpu("g2")], [unit("g0", "a"), unit("g1", "a")]
+    assert planned([leaving], gpus, units) == ()
+    found = planned([active("a", "g2")], gpus, units)
+    assert summary(found) == [("migrate", "a", "g2", "g0"), ("activate", "a", "g1")]
+
+
 def test_copies_that_leave_are_not_counted_again() -> None:
     """Of three, two were told to leave: the third is the one that moves."""
     leaving = [structs.replace(active("a", d), state="draining") for d in ("g0", "g1")]
