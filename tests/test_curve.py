@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from prism.messages.agent import ActionResult
 from prism.messages.cluster import OperatorCommand
 from prism.messages.requests import Cancel
 from prism.transport import Channel
+from tests.ports import free_port
 from tests.test_transport import Sockets
 
 SOON_S = 20.0
@@ -30,9 +30,7 @@ def sockets() -> Iterator[Sockets]:
 
 @pytest.fixture
 def endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 SECRET = new_secret()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,17 +18,13 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 MODELS = Path(os.environ.get("PRISM_TEST_MODELS", ROOT / ".cache" / "models"))
 START_S = 240.0
 # One for all polls: `httpx.get` reads the certificates of the world at each call, 20 ms of CPU.
 HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def model_yaml(name: str, **overrides: Any) -> dict[str, Any]:

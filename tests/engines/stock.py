@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from tests.ports import free_port
 from tests.sglang.models import path_of
 
 CONTEXT = 512
@@ -29,9 +29,7 @@ class Server(ABC):
 
     def __init__(self, model: str, folder: Path, *arguments: str, **said: str) -> None:
         self.model = model
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            self.port = held.getsockname()[1]
+        self.port = free_port()
         self._log = folder / f"{model}.{self.port}.log"
         ours = ("SGLANG_", "KVCACHED_", "VLLM_")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}

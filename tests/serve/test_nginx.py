@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.serve.conftest import Cluster, serving, until
 from tests.serve.test_access import make_certificate
 
 NGINX = shutil.which("nginx") or "/usr/sbin/nginx"
 CONF = Path(__file__).parents[2] / "examples/nginx.conf"
 pytestmark = pytest.mark.skipif(not Path(NGINX).exists(), reason="needs nginx")
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
 
 
 def adapted(folder: Path, cluster: Cluster, port: int) -> Path:

@@ -26,8 +26,8 @@ from prism.curve import public_of
 from prism.engines.fake import expected_tokens
 from prism.errors import ConfigError
 from prism.queueing.server import BundledRedis
-from prism.serve.background import free_port
 from prism.serve.node import joined, namespace_of, state_of
+from tests.ports import free_port
 from tests.serve.conftest import SERVE, STOP_S, Cluster, alive, descendants, until, write_yaml
 
 DEVICE = {"name": "host:0", "capacity": "16MiB", "page": "64KiB", "engines": 2}

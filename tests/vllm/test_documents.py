@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -21,6 +20,7 @@ import pytest
 from kvcached import Device
 from tests.acceptance.harness import ROOT
 from tests.engines.stock import until
+from tests.ports import free_port
 from tests.sglang.models import LLAMA, QWEN3, path_of
 from tests.vllm.environment import variables, vllm_python
 
@@ -35,12 +35,6 @@ def example(heading: str) -> str:
     found = re.search(r"```sh\n(.*?)```", below, re.DOTALL)
     assert found is not None, heading
     return found[1]
-
-
-def free_port() -> str:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return str(held.getsockname()[1])
 
 
 def answers(port: str) -> bool:
@@ -63,7 +57,7 @@ def is_in(folder: Path, names: dict[str, Path]) -> None:
 def test_the_example_brings_up_two_servers_that_share_the_device(
     tmp_path: Path, engine: str
 ) -> None:
-    code, ports = example(engine), [free_port(), free_port()]
+    code, ports = example(engine), [str(free_port()) for _ in range(2)]
     for port, documented in zip(ports, ("30001", "30002"), strict=True):
         code = code.replace(documented, port)
     # SmolLM2 takes minutes to load on a small machine: a tiny model stands in for it.
@@ -81,7 +75,7 @@ def test_the_example_brings_up_two_servers_that_share_the_device(
     assert shell is not None
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(
-        [shell, "-ec", code + "wait\n"],
+        [shell, "-ec", code + "wait -n\n"],
         cwd=tmp_path,
         env=environment,
         stdout=log,
