@@ -34,7 +34,7 @@ from kvcached.engines.transformers import ElasticCache  # noqa: E402
 NAMES = [tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name, GEMMA3.name]
 LLAMA = tiny.LLAMA.name
 BLOCK = 16
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "kvcached-adapters.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 @lru_cache
@@ -330,7 +330,8 @@ def test_models_that_keep_no_heads_are_refused(client: Client) -> None:
     ],
 )
 def test_the_documents_programs_run(namespace: str, machine: str, said: list[str]) -> None:
-    programs = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    document = (DOCS / "kvcached-transformers.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
     (code,) = [program for program in programs if machine in program]
     code = code.replace(f'"{machine}"', repr(namespace))
     # torchvision's compiled half may be missing here: its operators are declared first.
@@ -346,7 +347,8 @@ def test_the_documents_programs_run(namespace: str, machine: str, said: list[str
 
 
 def test_what_the_document_names_exists() -> None:
-    named = set(re.findall(r"`(_?[A-Za-z]+\.[a-z_]+|_[A-Za-z]+)`", DOCUMENT.read_text()))
+    document = (DOCS / "kvcached-adapters.md").read_text()
+    named = set(re.findall(r"`(_?[A-Za-z]+\.[a-z_]+|_[A-Za-z]+)`", document))
     source = Path(sys.modules[ElasticCache.__module__].__file__ or "").read_text()
     ours = {name for name in named if name.startswith(("_", "ElasticCache."))}
     assert len(ours) >= 4

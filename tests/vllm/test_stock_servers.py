@@ -19,7 +19,7 @@ from kvcached import ClientUsage, Device
 from tests.engines import sharing
 from tests.engines.sharing import right
 from tests.engines.stock import CONTEXT, Server, SGLangServer, until
-from tests.sglang.models import GEMMA3, LLAMA, QWEN3, greedy, prompts, spec_of
+from tests.sglang.models import GEMMA3, LLAMA, MLA, QWEN3, greedy, prompts, spec_of
 from tests.vllm.servers import BLOCK_TOKENS, VllmServer
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -29,6 +29,7 @@ MODELS = (LLAMA, QWEN3)
 # For the KV of both 30 MiB, of which either alone takes more than its half.
 CAPACITY = (-(-sum(spec_of(name).weight_bytes for name in MODELS) // PAGE) + 1) * PAGE + (30 << 20)
 ASKED = 8
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'
 
 
 class Pair:
@@ -168,9 +169,11 @@ def test_requests_that_are_cancelled_free_their_blocks_once(pair: Pair) -> None:
         (LLAMA, (), {"CAPACITY": "1GiB"}, "KVCACHED_CAPACITY and KVCACHED_PAGE are the same"),
         (LLAMA, (), {"CAPACTY": "1GiB"}, "KVCACHED_CAPACTY is not known"),
         (LLAMA, ("--tensor-parallel-size", "2"), {}, "--tensor-parallel-size .2. is not served on"),
+        (LLAMA, ("--speculative-config", NGRAM), {}, "--speculative-config .* is not served on"),
         (GEMMA3.name, (), {"STATIC": "64KiB"}, "has no layout on kvcached: serve a model whose"),
+        (MLA.name, (), {"STATIC": "64KiB"}, "has no layout on kvcached: serve a model whose"),
     ],
-    ids=["weights", "minimum", "capacity", "variable", "ranks", "attention"],
+    ids=["weights", "minimum", "capacity", "variable", "ranks", "guesses", "windows", "latent"],
 )
 def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR0917
     pair: Pair,
