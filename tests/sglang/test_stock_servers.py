@@ -17,7 +17,7 @@ from kvcached import ClientUsage, Device
 from tests.engines import sharing
 from tests.engines.sharing import right
 from tests.engines.stock import Server, SGLangServer, until
-from tests.sglang.models import LLAMA, MLA, QWEN3, greedy, prompts, spec_of
+from tests.sglang.models import LLAMA, QWEN3, greedy, prompts, spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -194,9 +194,8 @@ def flushed(pair: Pair) -> bool:
             {},
             "speculative_algorithm 'NGRAM' is not served on kvcached: leave it out",
         ),
-        (MLA.name, (), {"STATIC": "64KiB"}, "latent attention .MLA. is not served on kvcached"),
     ],
-    ids=["weights", "minimum", "capacity", "ranks", "blocks", "guesses", "latent"],
+    ids=["weights", "minimum", "capacity", "ranks", "blocks", "guesses"],
 )
 def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR0917
     pair: Pair,
