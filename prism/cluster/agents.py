@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass
 
 from prism.messages.agent import AgentReport, ModelReport
@@ -27,13 +27,15 @@ class AgentBook:
 
     def __init__(
         self,
-        devices: Collection[str],
+        devices: Iterable[str],
         now_s: float,
         start_grace_s: float,
         start_max_s: float = float("inf"),
     ) -> None:
-        self._devices = tuple(devices)
+        self._order = {device: index for index, device in enumerate(devices)}
         self._agents: dict[str, LiveAgent] = {}
+        # Model -> device -> its report there: there are many of each.
+        self._models: dict[str, dict[str, ModelReport]] = {}
         self._began_s = now_s
         self._grace_s = start_grace_s
         self._start_max_s = start_max_s
@@ -52,6 +54,10 @@ class AgentBook:
         started = report.engines_starting == 0 and report.engines_total > 0
         if before is not None and before.report.epoch == report.epoch:
             started = started or before.started
+        if before is not None:
+            self._forget(before.report)
+        for model in report.models:
+            self._models.setdefault(model.model, {})[report.device] = model
         self._agents[report.device] = LiveAgent(report, now_s, started)
         self._heard_s[report.device] = now_s
         if before is None:
@@ -65,17 +71,26 @@ class AgentBook:
 
     def drop(self, device: str) -> set[str]:
         """Its agent is gone; returns the models that were up there."""
-        return _serving(self._agents.pop(device).report)
+        report = self._agents.pop(device).report
+        self._forget(report)
+        return _serving(report)
+
+    def _forget(self, report: AgentReport) -> None:
+        for model in report.models:
+            there = self._models.get(model.model, {})
+            there.pop(report.device, None)
+            if not there:
+                self._models.pop(model.model, None)
 
     def knows(self, device: str) -> bool:
-        return device in self._devices
+        return device in self._order
 
     def report(self, device: str) -> AgentReport | None:
         agent = self._agents.get(device)
         return agent.report if agent else None
 
     def reports(self) -> list[AgentReport]:
-        return [self._agents[d].report for d in self._devices if d in self._agents]
+        return [self._agents[d].report for d in self._order if d in self._agents]
 
     def seen_s(self, device: str) -> float:
         """REQUIRES: the device's agent is live."""
@@ -90,15 +105,18 @@ class AgentBook:
         """Agents that have not reported may still do so."""
         return now_s < self._began_s + self._grace_s
 
+    def all_live(self) -> bool:
+        return len(self._agents) == len(self._order)
+
     def all_heard(self, now_s: float) -> bool:
         """Every device's agent has reported, or has had its time to do so."""
-        heard = self._heard_s.keys() >= set(self._devices)
+        heard = self._heard_s.keys() >= self._order.keys()
         return heard or (not self.in_grace(now_s) and bool(self._agents))
 
     def all_started(self, now_s: float) -> bool:
         """Each device has a live agent whose engines have been up, or none was heard there for the
         grace; or waiting for them has taken too long."""
-        absent = [d for d in self._devices if d not in self._agents]
+        absent = [d for d in self._order if d not in self._agents]
         last_s = max((self._heard_s.get(d, self._began_s) for d in absent), default=float("-inf"))
         up = all(agent.started for agent in self._agents.values())
         late = now_s >= self._began_s + self._start_max_s
@@ -113,9 +131,18 @@ class AgentBook:
         return any(agent.started for agent in self._agents.values())
 
     def model(self, device: str, name: str) -> ModelReport | None:
-        report = self.report(device)
-        models = report.models if report else []
-        return next((m for m in models if m.model == name), None)
+        return self._models.get(name, {}).get(device)
+
+    def models(self) -> KeysView[str]:
+        """All that any report has, in whatever state."""
+        return self._models.keys()
+
+    def of(self, name: str) -> list[tuple[str, ModelReport]]:
+        """(device, report) of the model, in config order."""
+        there = self._models.get(name, {})
+        if len(there) < 2:
+            return list(there.items())
+        return sorted(there.items(), key=lambda home: self._order[home[0]])
 
     def state(self, device: str, name: str) -> str:
         """ "activating", "active", "draining", or "absent" (also where it failed)."""
@@ -129,7 +156,7 @@ class AgentBook:
 
     def where(self, name: str, *states: str) -> list[str]:
         """Devices with a live agent on which the model is in one of `states`, in config order."""
-        return [d for d in self._devices if d in self._agents and self.state(d, name) in states]
+        return [d for d, model in self.of(name) if model.state in states]
 
 
 def _serving(report: AgentReport) -> set[str]:

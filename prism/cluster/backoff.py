@@ -20,7 +20,7 @@ class ActivationBackoff:
 
     def __init__(self, timing: SchedulerTiming) -> None:
         self._timing = timing
-        self._failures: dict[tuple[str, str], Failures] = {}
+        self._failures: dict[str, dict[str, Failures]] = {}  # by model, by device
 
     def failed(self, model: str, device: str, message: str, now_s: float) -> None:
         """An activation failed: pause, twice as long each time."""
@@ -31,18 +31,18 @@ class ActivationBackoff:
         self._note(model, device, message, now_s, free_tries=1)
 
     def _note(self, model: str, device: str, message: str, now_s: float, free_tries: int) -> None:
-        last = self._failures.get((model, device))
+        there = self._failures.setdefault(model, {})
+        last = there.get(device)
         recent = last is not None and now_s - last.last_s < self._timing.forget_s
         count = last.count + 1 if last is not None and recent else 1
         doublings = count - 1 - free_tries
         longest_s = self._timing.retry_max_s
         pause_s = min(self._timing.retry_s * 2.0**doublings, longest_s) if doublings >= 0 else 0.0
-        self._failures[model, device] = Failures(count, now_s, now_s + pause_s, message)
+        there[device] = Failures(count, now_s, now_s + pause_s, message)
 
     def clear(self, model: str) -> None:
         """The model may be tried anywhere at once (an operator asked)."""
-        for key in [key for key in self._failures if key[0] == model]:
-            del self._failures[key]
+        self._failures.pop(model, None)
 
     def devices(self, model: str, now_s: float) -> tuple[str, ...]:
         """Where the model is not tried now, sorted."""
@@ -55,11 +55,8 @@ class ActivationBackoff:
 
     def count(self, model: str) -> int:
         """Recent failures of the model on all devices."""
-        return sum(f.count for (name, _), f in self._failures.items() if name == model)
+        return sum(failures.count for failures in self._failures.get(model, {}).values())
 
     def _active(self, model: str, now_s: float) -> dict[str, Failures]:
-        return {
-            device: f
-            for (name, device), f in self._failures.items()
-            if name == model and f.until_s > now_s
-        }
+        found = self._failures.get(model, {})
+        return {device: f for device, f in found.items() if f.until_s > now_s}

@@ -46,6 +46,7 @@ class ClusterController:
         self._owner = f"scheduler-{uuid4().hex}"
         self._recovered: set[str] = set()
         self._resumed = False
+        self._seen: tuple[int, ClusterView] | None = None  # the plan's, and `changes.version` then
         self.scheduler = ClusterScheduler(
             self, state.policy, state.config.scheduler.settings(), state.config.scheduler.interval_s
         )
@@ -64,6 +65,7 @@ class ClusterController:
             self._actuator.start(action)
 
     def _note_plan(self, view: ClusterView, actions: tuple[Action, ...]) -> None:
+        self._seen = self._state.changes.version, view
         journal = self._state.journal
         if journal is not None and journal.inputs:
             journal.add(Planned(time_s=view.now_s, view=view, actions=fields_of(actions)))
@@ -132,17 +134,24 @@ class ClusterController:
         await confirm(state, self._queue)
         await self._mend(moving)
         await self._recover_queues()
+        self._seen = None
         if state.book.all_heard(self._state.now_s()):
             self._plan()
         if not self._awaits_first_report():
             await self._publish()
 
     async def _publish(self) -> None:
-        state, status = self._state, build_status(self._state, self.view())
+        state = self._state
+        status = build_status(state, self._planned_view() or self.view())
         await self._queue.publish_status(status)
         if state.kept_drained != status.drained.keys():
             state.kept_drained = frozenset(status.drained)
             state.changes.notify()
+
+    def _planned_view(self) -> ClusterView | None:
+        """That of this turn's plan, where nothing was started on it. No report came since."""
+        version, view = self._seen or (-1, None)
+        return view if version == self._state.changes.version else None
 
     async def _resume(self) -> None:
         """A cluster that a scheduler before this one had ready is not started anew: agents that
@@ -189,8 +198,7 @@ class ClusterController:
             self._note_refusal(action)
             state.changes.notify()
         state.refusals[action.model] = reason
-        complete = len(state.book.reports()) == len(state.config.devices)
-        if state.policy.evicts and complete and not failure:
+        if state.policy.evicts and state.book.all_live() and not failure:
             # The model has no room until a request for it evicts others.
             state.wanted.discard(action.model)
 

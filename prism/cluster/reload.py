@@ -58,6 +58,6 @@ async def confirm(state: SchedulerState, queue: RequestQueue) -> None:
 
 def _is_in_use(state: SchedulerState, name: str) -> bool:
     """It has requests, or an action under way."""
-    models = (m for r in state.book.reports() for m in r.models if m.model == name)
-    has_requests = state.unplaced.get(name) or any(m.waiting or m.running for m in models)
+    models = state.book.of(name)
+    has_requests = state.unplaced.get(name) or any(m.waiting or m.running for _, m in models)
     return bool(has_requests) or name in state.moves

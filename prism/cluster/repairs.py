@@ -4,10 +4,11 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set
 from dataclasses import dataclass
 
 from prism.cluster.state import SchedulerState
+from prism.messages.models import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +52,29 @@ Repair = Route | DropCopy | Reroute | Remove
 
 def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
     """Leaves out devices of actions under way, and those whose agent may still come."""
-    names = [model.name for model in state.config.models]
-    gone = [name for name in state.placement if name not in names]
+    models = {model.name: model for model in state.config.models}
+    gone = [name for name in state.placement if name not in models]
     mended: list[Repair] = [Route(name, (), "not in the configuration") for name in gone]
-    mended += _removals(state, names)
-    for name in names:
+    mended += _removals(state, models.keys())
+    for name, model in models.items():
         placed = state.placement.get(name, ())
         if any(_may_come(state, device, now_s) for device in placed):
             continue
-        mend = _mend_beside if name in state.moves else _mend
-        mended += mend(state, name, placed)
+        if name in state.moves:
+            mended += _mend_beside(state, name, placed)
+        else:
+            mended += _mend(state, model, placed)
     return mended
 
 
-def _removals(state: SchedulerState, names: Collection[str]) -> list[Repair]:
-    there = {m.model for report in state.book.reports() for m in report.models}
-    active = {name: state.book.where(name, "active") for name in sorted(there.difference(names))}
+def _removals(state: SchedulerState, names: Set[str]) -> list[Repair]:
+    strange = sorted(state.book.models() - names)
+    active = {name: state.book.where(name, "active") for name in strange}
     return [Remove(name, tuple(devices)) for name, devices in active.items() if devices]
 
 
-def _mend(state: SchedulerState, name: str, placed: tuple[str, ...]) -> list[Repair]:
-    homes = _homes(state, name, placed)
+def _mend(state: SchedulerState, model: ModelSpec, placed: tuple[str, ...]) -> list[Repair]:
+    name, homes = model.name, _homes(state, model, placed)
     mended: list[Repair] = []
     if homes != placed:
         mended.append(Route(name, homes, f"it was routed to {', '.join(placed) or 'no device'}"))
@@ -94,11 +97,12 @@ def _may_come(state: SchedulerState, device: str, now_s: float) -> bool:
     return state.book.report(device) is None and not state.book.is_gone(device, now_s)
 
 
-def _homes(state: SchedulerState, name: str, placed: tuple[str, ...]) -> tuple[str, ...]:
+def _homes(state: SchedulerState, model: ModelSpec, placed: tuple[str, ...]) -> tuple[str, ...]:
     """A copy that its agent brings up again gives its place to those that serve: it would look
     idle to requests. It joins them when it is up. A placement that is lost is where the model is
     active."""
-    active, most = state.book.where(name, "active"), state.config.model(name).replicas_max
+    name, most = model.name, model.replicas_max
+    active = state.book.where(name, "active")
     serving = active or state.book.where(name, "activating")
     kept = [device for device in placed if device in serving]
     if not kept:

@@ -54,8 +54,7 @@ def _left(state: SchedulerState, view: ClusterView, device: str) -> list[str]:
 def _leaving(state: SchedulerState) -> list[str]:
     """Models that are not to be served any more, as long as they have requests or a place."""
     served = {model.name for model in state.config.models} - state.leaving
-    there = {m.model for report in state.book.reports() for m in report.models}
-    return sorted(state.leaving | (there - served))
+    return sorted(state.leaving | (state.book.models() - served))
 
 
 def _refused(state: SchedulerState) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prism.cluster.agents import ABSENT_STATES
@@ -25,7 +27,8 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
         for spec in state.config.models
         for view in _views(state, spec, rates.get(spec.name, 0.0), now_s)
     )
-    gpus = tuple(_gpu(state, device, models) for device in state.config.devices)
+    here = _by_device(state, models)
+    gpus = tuple(_gpu(state, device, here[device.name]) for device in state.config.devices)
     return ClusterView(now_s, models, gpus)
 
 
@@ -63,8 +66,8 @@ def _views(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) ->
     homes = homes_of(state, spec.name)
     if len(homes) < 2:
         (devices, stage) = homes[0] if homes else ((), "absent")
-        return [_model(state, spec, now_s, rate, Copy(devices, stage, _reports(state, spec.name)))]
-    reports = _reports(state, spec.name)
+        return [_model(state, spec, now_s, rate, Copy(devices, stage, state.book.of(spec.name)))]
+    reports = state.book.of(spec.name)
     copies = [Copy(d, stage, [r for r in reports if r[0] == d[0]]) for d, stage in homes]
     return [_model(state, spec, now_s, rate / len(homes), copy) for copy in copies]
 
@@ -116,10 +119,6 @@ def _model(
     )
 
 
-def _reports(state: SchedulerState, name: str) -> list[tuple[str, ModelReport]]:
-    return [(r.device, m) for r in state.book.reports() for m in r.models if m.model == name]
-
-
 def _idle_s(
     state: SchedulerState, name: str, reports: list[tuple[str, ModelReport]], now_s: float
 ) -> float:
@@ -148,7 +147,39 @@ def _oldest_wait_s(
     return max(waits, default=0.0)
 
 
-def _gpu(state: SchedulerState, device: DeviceConfig, models: tuple[ModelView, ...]) -> GpuView:
+@dataclass(slots=True)
+class _Device:
+    """Names of models by what they have to do with a device."""
+
+    shown: set[str] = field(default_factory=set)  # by their ModelView
+    reported: set[str] = field(default_factory=set)  # of any rank
+    guests: set[str] = field(default_factory=set)  # of a rank above 0, also on their way
+    coming: list[Move] = field(default_factory=list)
+
+
+def _by_device(state: SchedulerState, models: Iterable[ModelView]) -> defaultdict[str, _Device]:
+    """All of it in one pass: there are many devices and many models."""
+    found: defaultdict[str, _Device] = defaultdict(_Device)
+    for view in models:
+        for device in devices_of(view):
+            found[device].shown.add(view.name)
+    for report in state.book.reports():
+        for model in report.models:
+            if model.state not in ABSENT_STATES:
+                found[report.device].reported.add(model.model)
+                for device in model.peers:
+                    found[device].reported.add(model.model)
+                    found[device].guests.add(model.model)
+    for move in state.moves.values():
+        if move.brings_up:
+            for device in move.devices:
+                found[device].coming.append(move)
+            for device in move.peers:
+                found[device].guests.add(move.model)
+    return found
+
+
+def _gpu(state: SchedulerState, device: DeviceConfig, here: _Device) -> GpuView:
     report = state.book.report(device.name)
     if report is None:
         return GpuView(
@@ -159,7 +190,7 @@ def _gpu(state: SchedulerState, device: DeviceConfig, models: tuple[ModelView, .
             drained=device.name in state.drained,
             node=device.node,
         )
-    coming = [m for m in state.moves.values() if m.brings_up and device.name in m.devices]
+    coming = here.coming
     unseen = {m.model for m in coming if state.book.state(m.device, m.model) == "absent"}
     seated = {m.model for m in coming if m.device == device.name} & unseen
     pending_bytes = sum(_pending_bytes(state, m) for m in coming)
@@ -168,9 +199,9 @@ def _gpu(state: SchedulerState, device: DeviceConfig, models: tuple[ModelView, .
         name=device.name,
         # Placement divides what engine processes without a model leave.
         capacity_bytes=max(0, report.capacity_bytes - device.engines_bytes),
-        fixed_bytes=_elsewhere_bytes(state, device.name, models, unseen),
+        fixed_bytes=_elsewhere_bytes(state, here, unseen),
         free_bytes=max(0, report.capacity_bytes - report.reserved_bytes - pending_bytes),
-        engines_free=_engines_free(report) - len(seated | _guests(state, device.name)),
+        engines_free=_engines_free(report) - len(seated | here.guests),
         engines_total=device.engines,
         alive=device.name not in state.drained,
         drained=device.name in state.drained,
@@ -185,18 +216,6 @@ def _engines_free(report: AgentReport) -> int:
     return min(report.engines_free + report.engines_starting, report.engines_total - here)
 
 
-def _guests(state: SchedulerState, device: str) -> set[str]:
-    """Models with a rank above 0 here: each takes the place of an engine."""
-    coming = {m.model for m in state.moves.values() if m.brings_up and device in m.peers}
-    return coming | {m.model for _, m in _present(state) if device in m.peers}
-
-
-def _present(state: SchedulerState) -> list[tuple[str, ModelReport]]:
-    """(device of rank 0, model) of all that are anywhere."""
-    reports = state.book.reports()
-    return [(r.device, m) for r in reports for m in r.models if m.state not in ABSENT_STATES]
-
-
 def _pending_bytes(state: SchedulerState, move: Move) -> int:
     """What a model on its way will still reserve on each of its devices."""
     model = state.book.model(move.device, move.model)
@@ -204,12 +223,8 @@ def _pending_bytes(state: SchedulerState, move: Move) -> int:
     return max(0, state.sizes.part_bytes(move.model) - held)
 
 
-def _elsewhere_bytes(
-    state: SchedulerState, device: str, models: tuple[ModelView, ...], unseen: Collection[str]
-) -> int:
+def _elsewhere_bytes(state: SchedulerState, here: _Device, unseen: Collection[str]) -> int:
     """Bytes here of models that their ModelView shows on other devices: copies on their way in or
     out."""
-    copies = {m.model for home, m in _present(state) if device in (home, *m.peers)}
-    shown = {m.name for m in models if device in devices_of(m)}
-    away = copies.union(unseen) - shown
+    away = here.reported.union(unseen) - here.shown
     return sum(state.sizes.part_bytes(name) for name in away)

@@ -1,9 +1,26 @@
-"""Which agents a cluster waits for before it is ready the first time."""
+"""Which agents a cluster waits for before it is ready the first time; what the book knows of
+models, and what that costs."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from types import FrameType
+from typing import Any
+
+from msgspec import structs
+
 from prism.cluster.agents import AgentBook
-from prism.messages.agent import AgentReport
+from prism.cluster.repairs import repairs
+from prism.cluster.state import Move, SchedulerState, new_state
+from prism.cluster.status import build_status
+from prism.cluster.view import build_view
+from prism.config.schema import DeviceConfig
+from prism.messages.agent import AgentReport, ModelReport
+from tests.cluster.conftest import MODEL_BYTES, spec
+from tests.cluster.test_cluster_view import make_state
 
 GRACE_S = 30.0
 MAX_S = 90.0
@@ -55,3 +72,77 @@ def test_an_agent_that_is_never_heard_is_waited_for_until_the_grace_ends() -> No
     agents.take(report("host:0"), 1.0)
     assert not agents.all_started(GRACE_S - 1)
     assert agents.all_started(GRACE_S)
+
+
+def test_the_book_knows_each_model_as_its_last_reports_say() -> None:
+    """Against a plain dict of reports, over random ones."""
+    random, devices = Random(7), [f"host:{i}" for i in range(9)]
+    agents, last = AgentBook(devices, 0.0, GRACE_S), dict[str, AgentReport]()
+    for now_s in range(400):
+        device = random.choice(devices)
+        if device in last and random.random() < 0.2:
+            agents.drop(device)
+            del last[device]
+        else:
+            states = ("active", "activating", "draining", "failed")
+            names = random.sample("abcdef", random.randrange(5))
+            models = [ModelReport(name, random.choice(states)) for name in names]
+            last[device] = structs.replace(report(device), models=models)
+            agents.take(last[device], float(now_s))
+        assert agents.models() == {m.model for each in last.values() for m in each.models}
+        for name in "abcdef":
+            rows = [(d, last[d].models) for d in devices if d in last]
+            found = [(d, m) for d, models in rows for m in models if m.model == name]
+            assert agents.of(name) == found
+            assert agents.where(name, "active") == [d for d, m in found if m.state == "active"]
+            assert [agents.model(d, name) for d, _ in found] == [m for _, m in found]
+
+
+def steps(work: Callable[[], object]) -> int:
+    """How many bytecodes it runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_turn_costs_as_much_for_each_device_of_a_large_cluster() -> None:
+    """What is planned on, what is mended and what is published grow with the cluster."""
+
+    def turn(state: SchedulerState) -> None:
+        repairs(state, 100.0)
+        build_status(state, build_view(state, 100.0))
+
+    small, large = (steps(partial(turn, full_of(devices))) for devices in (10, 40))
+    assert large < 4.4 * small
+
+
+def full_of(devices: int) -> SchedulerState:
+    """Five models on each, and as many that another one brings up."""
+    names = [f"m{i}" for i in range(10 * devices)]
+    state = make_state(*map(spec, names))
+    config = [DeviceConfig(f"host:{i}", 20 * MODEL_BYTES, 4096, 12) for i in range(devices)]
+    state = new_state(
+        structs.replace(state.config, devices=config), state.policy, state.timing, state.now_s
+    )
+    for i in range(devices):
+        here = names[5 * i : 5 * i + 5]
+        models = [ModelReport(name, "active") for name in here]
+        state.book.take(structs.replace(report(f"host:{i}"), models=models), 100.0)
+        for name in here:
+            state.placement[name] = (f"host:{i}",)
+        coming = names[5 * (devices + i)]
+        state.moves[coming] = Move("activate", coming, f"host:{i}")
+        state.backoff.failed(coming, f"host:{i}", "no room", 100.0)
+    return state
