@@ -6,6 +6,7 @@ Nothing here imports Ray, or waits: the driver (`on_ray.py`) asks several times 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,14 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcached.trust import distrust
 from prism.process import child_environment, keep_private, private_log
+from prism.serve.run_dir import LOCK_FILE, lock
 
+_PREFIX = "prism-node-"
 _KEY_FILE = "cluster.key"
 # Ray kills the children of a worker that ends. So its child only waits for the launcher, which ends
 # in order when that child's end of a pipe is closed, whatever closed it.
 _WAITER = """
 import signal, subprocess, sys
-launcher = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
+lock_fd = int(sys.argv[1])
+launcher = subprocess.Popen(
+    sys.argv[2:], stdin=subprocess.PIPE, start_new_session=True, pass_fds=[lock_fd]
+)
 signal.signal(signal.SIGTERM, lambda number, _: launcher.send_signal(number))
 sys.exit(launcher.wait())
 """
@@ -56,14 +63,18 @@ class NodePart:
         """`yaml`: the file, without relative paths and without `cluster_key`. Raises OSError."""
         keep_private()
         self._begun = b""  # a line whose end has not been written yet
-        folder = Path(tempfile.mkdtemp(prefix="prism-node-"))
+        sweep()
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock_fd = lock(folder)
+        if self._lock_fd is None:
+            raise OSError(f"{folder} was swept while it was made")
         config, key_file = folder / "cluster.yaml", folder / _KEY_FILE
         with private_log(key_file) as out:
             out.write(key.encode())
         config.write_text(f"{yaml}\ncluster_key: {key_file}\n")
-        command = [sys.executable, "-c", _WAITER, sys.executable, "-c", _LAUNCHER, str(folder)]
-        command += ["--config", str(config)]
-        command += ["--node", node, *options]
+        launcher = [sys.executable, "-c", _LAUNCHER, str(folder)]
+        launcher += ["--config", str(config), "--node", node, *options]
+        command = [sys.executable, "-c", _WAITER, str(self._lock_fd), *launcher]
         environment = {n: v for n, v in child_environment().items() if n not in _NOT_INHERITED}
         with private_log(folder / "console") as out:
             self._console = open(folder / "console", "rb")  # noqa: SIM115 (kept open)
@@ -74,6 +85,7 @@ class NodePart:
                 stderr=out,
                 env=environment,
                 start_new_session=True,
+                pass_fds=[self._lock_fd],
             )
 
     def look(self) -> Said:
@@ -89,3 +101,14 @@ class NodePart:
         """SIGTERM ends it in order, a second one at once."""
         if self._process.poll() is None:
             os.kill(self._process.pid, number)
+
+
+def sweep() -> None:
+    """Remove what parts of this user left that were killed with their machine: a launcher holds
+    its folder's lock, through the waiter, until it has ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if not distrust(folder) and (folder / LOCK_FILE).is_file():
+            lock_fd = lock(folder)
+            if lock_fd is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock_fd)

@@ -34,7 +34,7 @@ PREFIX = "prism-"
 CONFIG_FILE = "cluster.json"
 REDIS_FOLDER = "redis"
 REPLACE_FILE = "replace-frontends"  # an operator makes it; the launcher removes it and begins
-_LOCK_FILE = "lock"
+LOCK_FILE = "lock"
 # sun_path holds 107 bytes (unix(7)); the longest socket name is a frontend's.
 _PATH_BYTES_MAX = 107 - len("/frontend-f15.999999")
 
@@ -60,7 +60,7 @@ class RunDir:
         """
         path = Path(tempfile.mkdtemp(prefix=PREFIX)) if wanted is None else _prepared(wanted)
         _check_length(path)
-        lock_fd = _lock(path)
+        lock_fd = lock(path)
         if lock_fd is None:
             raise ConfigError(f"--run-dir: {path} was taken by another prism-serve; choose another")
         made = cls(path, lock_fd, log_dir)
@@ -88,7 +88,7 @@ class RunDir:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if why := distrust(self.path):
             raise RunDirLostError(f"{self.path} was removed, and {why} now; the cluster ends")
-        if not self._is_locked() and (lock_fd := _lock(self.path)) is not None:
+        if not self._is_locked() and (lock_fd := lock(self.path)) is not None:
             os.close(self._lock_fd)
             self._lock_fd = lock_fd
         if not self.config_file.exists():
@@ -101,7 +101,7 @@ class RunDir:
     def _is_locked(self) -> bool:
         """Whether the lock that this process holds is the one that others find."""
         try:
-            found = (self.path / _LOCK_FILE).stat()
+            found = (self.path / LOCK_FILE).stat()
         except OSError:
             return False
         return os.path.samestat(found, os.fstat(self._lock_fd))
@@ -145,7 +145,7 @@ def running() -> list[ClusterConfig]:
 def sweep() -> None:
     """Remove what killed clusters of this user left: run directories and device ledgers."""
     for path in _candidates():
-        lock_fd = _lock(path)
+        lock_fd = lock(path)
         if lock_fd is None:
             continue
         log.info("removing %s, left by a prism-serve that was killed", path)
@@ -208,9 +208,9 @@ def _make_logs(path: Path, log_dir: Path | None) -> None:
         raise ConfigError(f"--log-dir: cannot use {log_dir}: {error.strerror}") from error
 
 
-def _lock(path: Path) -> int | None:
+def lock(path: Path) -> int | None:
     """A descriptor that holds the directory, or None while another process holds it."""
-    lock_fd = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -220,9 +220,9 @@ def _lock(path: Path) -> int | None:
 
 
 def _is_held(path: Path) -> bool:
-    if not (path / _LOCK_FILE).is_file() or not (path / CONFIG_FILE).is_file():
+    if not (path / LOCK_FILE).is_file() or not (path / CONFIG_FILE).is_file():
         return False
-    lock_fd = _lock(path)
+    lock_fd = lock(path)
     if lock_fd is not None:
         os.close(lock_fd)
     return lock_fd is None
@@ -231,7 +231,7 @@ def _is_held(path: Path) -> bool:
 def _is_left_behind(path: Path) -> bool:
     """Whether a killed prism-serve made the directory, so that it may be removed. Other programs
     may have files called cluster.json."""
-    if not (path / _LOCK_FILE).is_file() or _is_held(path):
+    if not (path / LOCK_FILE).is_file() or _is_held(path):
         return False
     try:
         return Path(_read(path).run_dir) == path
@@ -256,7 +256,7 @@ def _candidates() -> Iterator[Path]:
         try:
             mine = not distrust(path)
             ours = any((path / name).exists() for name in (CONFIG_FILE, REDIS_FOLDER))
-            if mine and ours and (path / _LOCK_FILE).is_file():
+            if mine and ours and (path / LOCK_FILE).is_file():
                 yield path
         except OSError:
             continue

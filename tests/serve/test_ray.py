@@ -188,8 +188,8 @@ def test_ray_starts_both_machines_and_nothing_is_left(
                 driver.send_signal(end)
                 driver.wait(120)
             until(lambda: not prism_processes(machines), "no process is left", 60)
-            # One of the machine that was killed, with a key that no cluster has any more.
-            assert len(list(short_dir.glob("prism-*"))) == (end == signal.SIGKILL)
+            # Those of the machine that was killed were swept when it came back.
+            assert list(short_dir.glob("prism-*")) == []
             keys = f"import redis; print(redis.Redis.from_url({REDIS_URL!r}).keys('*'))"
             done = subprocess.run(
                 [*machines.inside("a"), sys.executable, "-c", keys],
