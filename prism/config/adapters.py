@@ -79,7 +79,8 @@ def _lacks(name: str, config: ClusterConfig, device: str) -> str:
 
 def check_loadable(config: ClusterConfig) -> None:
     for index, model in enumerate(config.models):
-        if why := adapter_named(config.adapter_of(model)).refuses(Path(model.path)):
+        adapter = adapter_named(config.adapter_of(model))
+        if why := adapter.refuses(Path(model.path), model.embedding is not None):
             raise ConfigError(f"models[{index}].path: {why}")
 
 

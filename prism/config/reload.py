@@ -46,6 +46,7 @@ FIXED = {
     "adapter": "adapter",
     "static_share": "static_share",
     "lora": "lora",
+    "embedding": "embeddings",
     "architecture": "path",
     "num_layers": "path",
     "num_kv_heads": "path",

@@ -14,6 +14,7 @@ import msgspec
 from prism.config.access import ApiKey
 from prism.config.adapters import adapter_named, check_loadable, planned, with_layout
 from prism.config.admin import admin_address
+from prism.config.embeddings import embedding_of
 from prism.config.journal import JournalYaml
 from prism.config.keys import read_keys, variable_keys
 from prism.config.knobs import live_policy
@@ -158,8 +159,12 @@ def measured(config: ClusterConfig, context_bytes: Mapping[str, int]) -> Cluster
 
 
 def _check_spread(model: ModelSpec, key: str) -> None:
+    if model.embedding and model.lora.adapters:
+        raise ConfigError(f"{key}.lora: an embedding model is served without adapters; remove them")
     if model.tp == 1:
         return
+    if model.embedding:
+        raise ConfigError(f"{key}.tp: an embedding model is served by one device; use tp 1")
     if model.lora.adapters:
         raise ConfigError(f"{key}.lora: adapters of a model with tp are not served; use tp 1")
     if model.pinned_device is not None:
@@ -312,6 +317,7 @@ def _model(
         adapter=adapter,
         block_tokens=traits.block_tokens,
         aliases=tuple(data.aliases),
+        embedding=embedding_of(path, data.embeddings, f"{key}.embeddings"),
         lora=lora_spec(
             [(each.name, _folder(base_dir, each.path)) for each in data.lora],
             (path, files, dtype),

@@ -60,6 +60,9 @@ class ModelYaml(Strict, frozen=True):
     # The same for its reasoning ("qwen3", "deepseek-r1", ...).
     reasoning_parser: str = "auto"
     replicas: ReplicasYaml = ReplicasYaml()
+    # Whether the model makes vectors (/v1/embeddings) instead of text. Default: whether its files
+    # have the modules.json of sentence-transformers.
+    embeddings: bool | None = None
     # Other names that requests may call it by.
     aliases: list[str] = []
     # Its LoRA adapters, which a reload may not change.

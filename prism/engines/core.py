@@ -6,8 +6,9 @@ An adapter is a package `prism.engines.<name>` with seven functions:
   traits() -> EngineTraits                   what its engines are like; imports nothing heavy
   needs(device: str) -> GpuNeeds             what its processes take there outside of kvcached, as
                                              planned; imports nothing heavy
-  refuses(model: Path) -> str                why it cannot load the checkpoint in that folder, "" if
-                                             nothing is known against it; imports nothing heavy
+  refuses(model: Path, embeds: bool) -> str  why it cannot serve the checkpoint in that folder, for
+                                             text or for embeddings, "" if nothing is known against
+                                             it; imports nothing heavy
   preload(device: str) -> None               heavy imports, once, in the fork server before any fork
   create(context: EngineContext) -> EngineCore   in the forked engine process
   weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0")

@@ -46,6 +46,7 @@ class GenerationSpec:
     echoes: tuple[str, ...] = ()  # text before each choice's own
     parsing: Parsing | None = None
     show_slo: bool = False  # the usage says whether its SLO was met
+    embeds: bool = False  # its choices are vectors
 
 
 class TextUpdate(Struct, frozen=True):
@@ -95,6 +96,7 @@ class GeneratedChoice:
         self.cached_tokens = 0
         self.logprobs: Logprobs | None = None
         self.prompt_logprobs: Logprobs | None = None
+        self.embedding = b""
         self._detokenizer = Detokenizer(
             tokenizer.tokenizer, opened.request.prompt_ids, spec.skip_special_tokens
         )
@@ -110,6 +112,7 @@ class GeneratedChoice:
     def take(self, chunk: Chunk) -> TextUpdate:
         """Advance by these tokens, up to a stop string if one completes."""
         self.cached_tokens = chunk.cached_tokens or self.cached_tokens
+        self.embedding = chunk.embedding
         text, taken = self._advance(chunk)
         if self._stops.stopped:
             self.finish_reason = "stop"
@@ -279,6 +282,8 @@ class Generation:
 
     def _take(self, choice: GeneratedChoice, chunk: Chunk) -> TextUpdate:
         update = choice.take(chunk)
+        if choice.embedding:
+            self._timer.answered()
         self._timer.tokens(len(update.token_ids))
         self._call.output_tokens += len(update.token_ids)
         if choice.finish_reason is not None:

@@ -153,6 +153,10 @@ class RequestTimer:
             self._look_s = self._last_s + _COUNTED_EVERY_S
             self._count()
 
+    def answered(self) -> None:
+        """With a vector: its client sees all of them when the last one has come."""
+        self._first_s = self._last_s = time.monotonic()
+
     def _count(self) -> None:
         self._output_tokens.inc(self._tokens - self._counted)
         self._counted = self._tokens

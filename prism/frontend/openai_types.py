@@ -18,6 +18,7 @@ STOPS_MAX = 16
 STOP_CHARS_MAX = 1024
 STOP_IDS_MAX = 1024
 PROMPTS_MAX = 128
+INPUTS_MAX = 2048  # of one request for embeddings
 TOKENS_MAX = 1 << 20  # that become text; more would be parsed without a turn for the event loop
 CHOICES_MAX = 128  # of one prompt
 LOGPROBS_MAX = 20  # likeliest tokens in each place
@@ -235,16 +236,7 @@ class CompletionBody(GenerationBody):
     )
     @classmethod
     def _prompt_list(cls, value: Any) -> Any:
-        prompts = value if isinstance(value, list) else [value]
-        if prompts and all(_is_id(p) for p in prompts):
-            prompts = [prompts]
-        if not 1 <= len(prompts) <= PROMPTS_MAX:
-            raise ValueError(f"has {len(prompts)} prompts; give 1 to {PROMPTS_MAX}")
-        if not _all_texts(prompts) and not _all_id_lists(prompts):
-            raise ValueError(
-                "must be a string, a list of strings, a list of token ids, or a list of such lists"
-            )
-        return prompts
+        return _list_of(value, "prompts", PROMPTS_MAX)
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
@@ -265,11 +257,27 @@ class CompletionBody(GenerationBody):
 
 
 class EmbeddingsBody(RequestBody):
-    """POST /v1/embeddings."""
+    """POST /v1/embeddings. `input` is normalised as a completion's `prompt` is."""
 
-    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    input: list[str] | list[list[int]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    slo_ttft_ms: Milliseconds | None = None
+    return_slo: bool | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+
+    @field_validator(
+        "input",
+        mode="before",
+        json_schema_input_type=str | list[str] | list[int] | list[list[int]],
+    )
+    @classmethod
+    def _input_list(cls, value: Any) -> Any:
+        return _list_of(value, "inputs", INPUTS_MAX)
+
+    @property
+    def output_tokens_min(self) -> int:
+        return 1  # room that every request has behind its prompt
 
     @property
     def prompt_field(self) -> str:
@@ -284,6 +292,19 @@ class DetokenizeBody(RequestBody):
     @property
     def prompt_field(self) -> str:
         return "tokens"
+
+
+def _list_of(value: Any, what: str, most: int) -> Any:
+    prompts = value if isinstance(value, list) else [value]
+    if prompts and all(_is_id(p) for p in prompts):
+        prompts = [prompts]
+    if not 1 <= len(prompts) <= most:
+        raise ValueError(f"has {len(prompts)} {what}; give 1 to {most}")
+    if not _all_texts(prompts) and not _all_id_lists(prompts):
+        raise ValueError(
+            "must be a string, a list of strings, a list of token ids, or a list of such lists"
+        )
+    return prompts
 
 
 def _all_texts(prompts: list[Any]) -> bool:

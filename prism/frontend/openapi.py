@@ -92,8 +92,9 @@ def _schema(app: FastAPI, has_keys: bool) -> dict[str, Any]:
             if (body := _BODIES.get(path)) is not None:
                 errors |= _MODEL_ERRORS | _BODY_ERRORS
                 operation["requestBody"] = _request_body(body, schemas)
-                if "stream" in body.model_fields:
+                if "stream" in body.model_fields or body is EmbeddingsBody:
                     errors |= _GENERATION_ERRORS
+                if "stream" in body.model_fields:
                     operation["responses"]["200"]["content"] |= _EVENTS
             shape = "AnthropicError" if path.startswith("/v1/messages") else "Error"
             operation["responses"] |= {str(s): _error(what, shape) for s, what in errors.items()}

@@ -339,4 +339,5 @@ def _as_chunk(choice: GeneratedChoice) -> Chunk:
         cached_tokens=choice.cached_tokens,
         logprobs=choice.logprobs,
         prompt_logprobs=choice.prompt_logprobs,
+        embedding=choice.embedding,
     )

@@ -66,14 +66,15 @@ async def beside(make: Callable[[], Made], spec: GenerationSpec, tokens: int) ->
 
 
 def _is_quick(spec: GenerationSpec, tokens: int) -> bool:
-    """Not many are parsed, or have log probabilities."""
-    if spec.logprobs is None and spec.parsing is None:
+    """Not many are parsed, have log probabilities or are values of vectors."""
+    if spec.logprobs is None and spec.parsing is None and not spec.embeds:
         return True
     return tokens * (1 + (spec.logprobs or 0)) <= _INLINE_TOKENS_MAX
 
 
 def _tokens_shown(generation: Answering) -> int:
     tokens = sum(len(choice.token_ids) for choice in generation.choices)
+    tokens += sum(len(choice.embedding) // 4 for choice in generation.choices)
     prompts = generation.spec.requests if generation.spec.echoes else []
     return tokens + sum(len(request.prompt_ids) for request in prompts)
 

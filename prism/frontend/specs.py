@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -41,9 +42,9 @@ class _Ends(NamedTuple):
 async def completion_spec(services: Services, body: CompletionBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
     clocks = (time.monotonic(), time.time())
-    model = services.model(body.model)
+    model = _generating(services, body)
     tokenizer = services.tokenizer(model.name)
-    prompts = await _encoded(model, body, tokenizer)
+    prompts = await encoded(model, body, body.prompt, tokenizer)
     grammar = await _grammar(services, body, model)
     spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.eos_ids, grammar))
     return replace(spec, echoes=_echoes(body, tokenizer)) if body.echo else spec
@@ -58,7 +59,7 @@ def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
 async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
     clocks = (time.monotonic(), time.time())
-    model = services.model(body.model)
+    model = _generating(services, body)
     tokenizer = services.tokenizer(model.name)
     text = await conversation_text(model, body, tokenizer)
     prompts = await tokenizer.encode([text], special_tokens=False)
@@ -141,15 +142,32 @@ def _rendered(body: Conversation, template: ChatTemplate) -> str:
     return text[:at]
 
 
-async def _encoded(
-    model: ModelSpec, body: CompletionBody, tokenizer: ModelTokenizer
+def _generating(services: Services, body: GenerationBody) -> ModelSpec:
+    """Raises for a model that makes vectors."""
+    model = services.model(body.model)
+    if model.embedding is not None:
+        error = bad_request(
+            f"model: {model.name} makes embeddings and generates no text; use /v1/embeddings",
+            "model",
+        )
+        error.code = "model_makes_embeddings"
+        raise error
+    return model
+
+
+async def encoded(
+    model: ModelSpec,
+    body: RequestBody,
+    prompts: Sequence[str | list[int]],
+    tokenizer: ModelTokenizer,
 ) -> list[list[int]]:
-    texts = [p for p in body.prompt if isinstance(p, str)]
+    """The prompts' token ids; all of them are texts, or none is. Raises RequestError."""
+    texts = [p for p in prompts if isinstance(p, str)]
     for text in texts:
         refuse_hopeless(model, body, tokenizer, len(text))
     if texts:
         return await tokenizer.encode(texts, special_tokens=True)
-    id_lists = [p for p in body.prompt if not isinstance(p, str)]
+    id_lists = [p for p in prompts if not isinstance(p, str)]
     for prompt in id_lists:
         if len(prompt) > model.context_length:
             raise _too_long(model, body, len(prompt))
@@ -205,16 +223,16 @@ def _spec(
 ) -> GenerationSpec:
     """`clocks`: the time of arrival, by the monotonic and by the wall clock."""
     model, adapter = services.resolve(body.model)
-    room = min(_room(model, prompt, body) for prompt in prompts)
-    ttft_s = _slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
-    tpot_s = _slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
-    priority = _priority(body.priority or 0, services.config.frontend.priority)
+    room = min(room_behind(model, prompt, body) for prompt in prompts)
+    ttft_s = slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
+    tpot_s = slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
+    priority = checked_priority(body.priority or 0, services.config.frontend.priority)
     spec_id = f"{body.ID_PREFIX}{uuid4().hex}"
     tokenizer = services.tokenizer(model.name)
     sampling = sampling_of(body, tokenizer, body.tokens_asked or room, *ends)
     samplings = [_of_choice(sampling, number) for number in range(body.choices_made)]
     choices = [(prompt, each) for prompt in prompts for each in samplings]
-    _refuse_too_many(services, model, len(choices), "n" if len(samplings) > 1 else "prompt")
+    refuse_too_many(services, model, len(choices), "n" if len(samplings) > 1 else "prompt")
     requests = [
         Request(
             id=f"{spec_id}-{number}",
@@ -255,7 +273,7 @@ def _of_choice(sampling: Sampling, number: int) -> Sampling:
     return structs.replace(sampling, seed=seed, prompt_logprobs=False)
 
 
-def _refuse_too_many(services: Services, model: ModelSpec, asked: int, param: str) -> None:
+def refuse_too_many(services: Services, model: ModelSpec, asked: int, param: str) -> None:
     """More than can ever be open is no matter of trying again."""
     most = services.dispatcher.log.most_of_one_model
     if asked > most:
@@ -264,7 +282,7 @@ def _refuse_too_many(services: Services, model: ModelSpec, asked: int, param: st
         raise bad_request(message, param)
 
 
-def _slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) -> float:
+def slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) -> float:
     """Raises BadRequestError for a target that is tighter than the model's bound. The least
     positive numbers would become 0."""
     if asked_ms is None:
@@ -276,7 +294,7 @@ def _slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) -
     return max(asked_ms / 1000, _SLO_MIN_S)
 
 
-def _priority(asked: int, bounds: PriorityConfig) -> int:
+def checked_priority(asked: int, bounds: PriorityConfig) -> int:
     """Raises BadRequestError."""
     if not bounds.min <= asked <= bounds.max:
         raise bad_request(
@@ -287,10 +305,11 @@ def _priority(asked: int, bounds: PriorityConfig) -> int:
     return asked
 
 
-def _room(model: ModelSpec, prompt: list[int], body: GenerationBody) -> int:
+def room_behind(model: ModelSpec, prompt: list[int], body: RequestBody) -> int:
     """Tokens that the context leaves for the output. Raises where that is not enough."""
     if not prompt:
-        raise bad_request("prompt: is empty; give at least one token", "prompt")
+        field = body.prompt_field
+        raise bad_request(f"{field}: is empty; give at least one token", field)
     room = model.context_length - len(prompt)
     if room < body.output_tokens_min:
         raise _too_long(model, body, len(prompt))

@@ -25,6 +25,20 @@ class LoraSpec(Wire, frozen=True):
         return next((adapter for adapter in self.adapters if adapter.name == name), None)
 
 
+class EmbeddingSpec(Wire, frozen=True):
+    """Of a model whose answers are vectors, of length 1: of an input's last token."""
+
+    size: int  # values of a vector
+    # Fewer values that the model was trained to be cut to: these, or any number of them.
+    dimensions: tuple[int, ...] = ()
+    any_dimensions: bool = False
+
+    def may_have(self, dimensions: int) -> bool:
+        if dimensions == self.size or dimensions in self.dimensions:
+            return True
+        return self.any_dimensions and not self.dimensions and dimensions < self.size
+
+
 class ModelSpec(Wire, frozen=True):
     """What every process needs to know of a model; built once from the YAML and its files.
 
@@ -62,6 +76,7 @@ class ModelSpec(Wire, frozen=True):
     replicas_max: int = 1
     aliases: tuple[str, ...] = ()
     lora: LoraSpec = LoraSpec()
+    embedding: EmbeddingSpec | None = None  # None: it generates text
 
     @property
     def own_names(self) -> tuple[str, ...]:

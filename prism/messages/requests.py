@@ -140,6 +140,8 @@ class Chunk(Wire, frozen=True):
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # behind the prompt's first token
+    # The whole answer of an embedding model, beside no tokens: float32, little-endian.
+    embedding: bytes = b""
 
 
 class Failure(Wire, frozen=True):

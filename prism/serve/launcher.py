@@ -28,6 +28,7 @@ from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
 from prism.frontend.listener import admin_listener, bound_address, open_listener
 from prism.messages.cluster import ClusterStatus
+from prism.messages.models import ModelSpec
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
 from prism.queueing.server import BundledRedis
@@ -269,12 +270,19 @@ def _announce(
     for line in (
         *(f"note:   {model} has no place now: {why}" for model, why in refusals.items()),
         f"models: {', '.join(m.name for m in config.models)}",
-        f"try:    curl {url}/v1/completions -H 'Content-Type: application/json'"
-        f' -d \'{{"model": "{config.models[0].name}", "prompt": "Hello", "max_tokens": 16}}\'',
+        f"try:    curl {url}{_example(config.models[0])}",
         *([f"admin:  {_admin_text(config)}"] if config.admin else []),
         f"state:  prism-serve status --run-dir {config.run_dir}; Ctrl-C ends everything",
     ):
         say(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _example(model: ModelSpec) -> str:
+    path, asked = "completions", '"prompt": "Hello", "max_tokens": 16'
+    if model.embedding:
+        path, asked = "embeddings", '"input": "Hello"'
+    header = "-H 'Content-Type: application/json'"
+    return f'/v1/{path} {header} -d \'{{"model": "{model.name}", {asked}}}\''
 
 
 def _admin_text(config: ClusterConfig) -> str:

@@ -160,6 +160,10 @@ WRONG: dict[str, tuple[Edit, str]] = {
         lambda d, _f: d["models"][0].update(tp=2),
         r"models\[0\].lora: adapters of a model with tp are not served; use tp 1",
     ),
+    "an embedding model": (
+        lambda d, _f: d["models"][0].update(embeddings=True),
+        r"models\[0\].lora: an embedding model is served without adapters; remove them",
+    ),
     "no slots": (
         lambda d, _f: d["engine"].update(lora={"slots": 0}),
         "engine.lora.slots: 0 is too small",

@@ -137,17 +137,6 @@ async def test_without_the_option_there_is_no_cors(stack: Stack) -> None:
     assert FrontendConfig().cors_origins == []
 
 
-async def test_embeddings_are_refused_by_name(stack: Stack) -> None:
-    asked = {"model": "base", "input": ["one", "two"], "encoding_format": "base64"}
-    answer = await stack.client.post("/v1/embeddings", json=asked)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == ("model_has_no_embeddings", "model")
-    assert "base generates text" in error["message"]
-    unknown = await stack.client.post("/v1/embeddings", json=asked | {"model": "nobody"})
-    assert unknown.json()["error"]["code"] == "model_not_found"
-
-
 async def test_openapi_has_bodies_and_errors(stack: Stack) -> None:
     made: dict[str, Any] = (await stack.client.get("/openapi.json")).json()
     schemas = made["components"]["schemas"]

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -15,6 +16,8 @@ import pytest
 
 import kvcached
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.engines.core import EngineContext
+from prism.messages.requests import Failure, Request
 from tests.engines.harness import DEVICE, DeviceUnderTest
 
 PAGE_BYTES = 64 << 10
@@ -94,3 +97,37 @@ def device() -> Iterator[DeviceUnderTest]:
     with opened_device(256 << 20) as opened:
         opened.fork()
         yield opened
+
+
+@pytest.fixture(scope="module")
+def core(preloaded: None) -> Iterator[Any]:
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from prism.engines.sglang import create
+
+        config = config_of(Path(directory), 256 << 20)
+        core = create(EngineContext("e0", DEVICE, config))
+        yield core
+        core.close()
+        kvcached.Device.unlink(config.namespace, DEVICE)
+
+
+@pytest.fixture
+def idle(core: Any) -> Any:
+    core.deactivate()
+    return core
+
+
+def run(core: Any, requests: list[Request]) -> tuple[dict[str, list[Any]], list[Failure]]:
+    """Each request's chunks, and what failed."""
+    core.submit(requests)
+    chunks: dict[str, list[Any]] = {}
+    failures: list[Failure] = []
+    busy = True
+    while busy:
+        output = core.step()
+        failures += output.failures
+        for chunk in output.chunks:
+            chunks.setdefault(chunk.request_id, []).append(chunk)
+        busy = output.busy
+    return chunks, failures

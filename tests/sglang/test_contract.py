@@ -130,6 +130,7 @@ SEAMS: dict[str, str | None] = {
     "managers.schedule_batch:FINISH_LENGTH": None,
     "managers.schedule_batch:FINISH_MATCHED_TOKEN": None,
     "managers.io_struct:AbortReq": None,
+    "managers.io_struct:TokenizedEmbeddingReqInput": None,
     "managers.io_struct:TokenizedGenerateReqInput": None,
     "managers.scheduler_components.ipc_channels:SchedulerIpcChannels": (
         "recv_from_tokenizer, recv_from_rpc, send_to_tokenizer, send_to_detokenizer, "
@@ -320,6 +321,11 @@ def test_private_attributes_that_are_read() -> None:
         "idle_sleeper",
     ):
         assert f"self.{name}" in source, name
+    processor = "managers.scheduler_components.batch_result_processor"
+    results = importlib.import_module(f"sglang.srt.{processor}")
+    assert "req.embedding = embeddings[i]" in inspect.getsource(results)
+    streamer = resolve("managers.scheduler_components.output_streamer:SchedulerOutputStreamer")
+    assert "is_generation" in streamer.__annotations__
     sleeper = resolve("managers.scheduler_components.idle_sleeper:IdleSleeper")
     assert "self.poller.register(" in inspect.getsource(sleeper)
     runner = inspect.getsource(resolve("model_executor.model_runner:ModelRunner"))

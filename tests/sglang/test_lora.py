@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +9,19 @@ import msgspec
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import kvcached
 from prism.config.lora import LoraConfig, lora_spec
-from prism.engines.core import EngineContext
 from prism.messages.engine import ActivateEngine
 from prism.messages.models import ModelSpec
-from prism.messages.requests import Failure, Request
+from prism.messages.requests import Request
 from prism.models.files import inspect_model
 from prism.models.lora import WEIGHTS
 from tests.engines.harness import request
 from tests.sglang.adapters import ATTENTION, make_adapter, merged
-from tests.sglang.conftest import DEVICE, config_of
+from tests.sglang.conftest import run
 from tests.sglang.models import LLAMA, QWEN3, TIE, gap_of, network, path_of, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
 TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def core(preloaded: None) -> Iterator[Any]:
-    with tempfile.TemporaryDirectory(prefix="prism-") as directory, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from prism.engines.sglang import create
-
-        config = config_of(Path(directory), 256 << 20)
-        core = create(EngineContext("e0", DEVICE, config))
-        yield core
-        core.close()
-        kvcached.Device.unlink(config.namespace, DEVICE)
-
-
-@pytest.fixture
-def idle(core: Any) -> Any:
-    core.deactivate()
-    return core
 
 
 def with_adapters(model: str, adapters: dict[str, Path], slots: int = 4) -> ModelSpec:
@@ -57,21 +33,6 @@ def with_adapters(model: str, adapters: dict[str, Path], slots: int = 4) -> Mode
 
 def asked(name: str, model: str, prompt: list[int], adapter: str) -> Request:
     return msgspec.structs.replace(request(name, model, prompt, TOKENS), lora=adapter)
-
-
-def run(core: Any, requests: list[Request]) -> tuple[dict[str, list[Any]], list[Failure]]:
-    """Each request's chunks, and what failed."""
-    core.submit(requests)
-    chunks: dict[str, list[Any]] = {}
-    failures: list[Failure] = []
-    busy = True
-    while busy:
-        output = core.step()
-        failures += output.failures
-        for chunk in output.chunks:
-            chunks.setdefault(chunk.request_id, []).append(chunk)
-        busy = output.busy
-    return chunks, failures
 
 
 def tokens(chunks: list[Any]) -> list[int]:

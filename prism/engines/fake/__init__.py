@@ -11,11 +11,12 @@ with the fields of `FakeOptions`, for example
 
 from prism.engines.fake.adapter import create, lacks, preload, refuses, traits, weight_key
 from prism.engines.fake.options import FakeOptions, needs
-from prism.engines.fake.tokens import expected_tokens
+from prism.engines.fake.tokens import expected_embedding, expected_tokens
 
 __all__ = [
     "FakeOptions",
     "create",
+    "expected_embedding",
     "expected_tokens",
     "lacks",
     "needs",

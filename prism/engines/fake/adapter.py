@@ -18,7 +18,7 @@ def lacks(device: str) -> str:
     return f"the fake engine cannot serve on {device}"
 
 
-def refuses(model: Path) -> str:
+def refuses(model: Path, embeds: bool = False) -> str:
     """It reads no model."""
     return ""
 

@@ -22,7 +22,7 @@ from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOut
 from prism.engines.fake import leak
 from prism.engines.fake.memory import BLOCK_TOKENS, FakeMemory
 from prism.engines.fake.options import FakeOptions, needs
-from prism.engines.fake.sampling import refused, with_logprobs
+from prism.engines.fake.sampling import refused, shown
 from prism.engines.fake.tokens import seed_of, token_at
 from prism.engines.fake.weights import FakeWeights
 from prism.engines.gpu_share import GpuShare
@@ -340,7 +340,7 @@ class FakeCore:
             self._drop(sequence)
         cached = sequence.cached if first_index == 0 else 0
         chunk = Chunk(request.id, request.attempt, first_index, [token], reason, cached)
-        return with_logprobs(chunk, request)
+        return shown(chunk, request, memory.embedding)
 
     def _inject_fault(self, request: Request) -> None:
         count, options = self._totals.output_tokens, self._options

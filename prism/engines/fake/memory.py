@@ -77,6 +77,7 @@ class FakeMemory:
         self._client = client
         usage = device.usage()
         layout = layout_of(order.model)
+        self.embedding = order.model.embedding
         self._leases: list[kvcached.StaticLease] = []
         self.static_bytes = order.model.weight_bytes + share_bytes
         self.reserve_bytes = reserve_bytes(layout, usage.page_bytes, order.model.context_length)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
+from prism.engines.fake.tokens import expected_embedding
+from prism.messages.models import EmbeddingSpec
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 
 LN2 = math.log(2)
@@ -22,8 +24,12 @@ def refused(request: Request) -> Failure | None:
     return Failure(request.id, request.attempt, "invalid_request_error", text)
 
 
-def with_logprobs(chunk: Chunk, request: Request) -> Chunk:
-    """The chunk, with log probabilities where the request asks for them."""
+def shown(chunk: Chunk, request: Request, embedding: EmbeddingSpec | None) -> Chunk:
+    """The chunk, with log probabilities where the request asks for them; or the vector in its place
+    where the model makes one."""
+    if embedding is not None:
+        vector = expected_embedding(request.prompt_ids, embedding.size).tobytes()
+        return structs.replace(chunk, token_ids=[], finish_reason="stop", embedding=vector)
     top = request.sampling.logprobs
     if top is None:
         return chunk

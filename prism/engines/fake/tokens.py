@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prism.engines.fake.options import FakeOptions
 
@@ -31,3 +32,9 @@ def expected_tokens(
     """The first `count` output tokens for a prompt, without regard to stop tokens."""
     seed = seed_of(prompt_ids)
     return [token_at(seed, i, vocabulary) for i in range(count)]
+
+
+def expected_embedding(prompt_ids: Sequence[int], size: int) -> NDArray[np.float32]:
+    """The vector of a prompt: (size,), of length 1, little-endian."""
+    drawn = np.random.default_rng(seed_of(prompt_ids)).standard_normal(size)
+    return (drawn / np.linalg.norm(drawn)).astype("<f4")

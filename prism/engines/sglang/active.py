@@ -40,7 +40,7 @@ class ActiveModel:
         """
         if request.lora:
             self.adapters.require(request.lora)
-        converted = requests.convert(
+        converted = requests.converter(self.order.model)(
             request,
             rid,
             context_length=self.order.model.context_length,

@@ -140,7 +140,7 @@ class SglangCore:
             gpu.name_streams(self._client, device, scheduler)
             memory.timeline.enter("warm_up")
             fingerprint = warm_up.run(scheduler, order, memory.weights.fingerprint())
-            if gpu.is_gpu(device):
+            if gpu.is_gpu(device) and not order.model.embedding:
                 warm_up.sample(scheduler, order)
             memory.timeline.enter("keep")
             memory.weights.save_copy(fingerprint)
@@ -298,6 +298,7 @@ class SglangCore:
                 cached,
                 emission.logprobs,
                 emission.prompt_logprobs,
+                emission.embedding,
             )
         )
 

@@ -70,9 +70,11 @@ def needs(device: str) -> GpuNeeds:
 def weight_key(
     content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
 ) -> WeightKey:
-    """Parameters as SGLang's loaders fuse and shard them for its kernels: native ones on a CPU."""
+    """Parameters as SGLang's loaders fuse and shard them for its kernels: native ones on a CPU. For
+    embeddings another answer is kept with them."""
     kernels = "cuda" if is_gpu(device) else "native"
-    return WeightKey(content, f"sglang {version('sglang')} {kernels}", spec.dtype, rank, ranks)
+    use = " embeddings" if spec.embedding else ""
+    return WeightKey(content, f"sglang {version('sglang')} {kernels}{use}", spec.dtype, rank, ranks)
 
 
 def prepare(device: str) -> None:

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def refuses(model: Path) -> str:
-    """Why SGLang cannot load the checkpoint in this folder; empty where nothing is known against
+def refuses(model: Path, embeds: bool = False) -> str:
+    """Why SGLang cannot serve the checkpoint in this folder; empty where nothing is known against
     it."""
     if find_spec("sglang") is None or find_spec("transformers") is None:
         return ""
@@ -28,7 +28,32 @@ def refuses(model: Path) -> str:
             f"{model}/config.json names {architecture}, which the installed SGLang cannot serve;"
             " give another model or upgrade it"
         )
+    if embeds and not _pools(architecture):
+        return (
+            f"{model}/config.json names {architecture}, of which SGLang makes no embeddings; give"
+            " another model or set embeddings: false"
+        )
     return ""
+
+
+def _pools(architecture: str) -> bool:
+    """The class answers with the state of the last token, or one that it is derived from. What only
+    transformers implement does."""
+    texts = [file.read_text(errors="replace") for file in _own_models()]
+    seen, names = set[str](), [architecture]
+    while names:
+        name = names.pop()
+        found = re.compile(
+            rf"^class {re.escape(name)}\b\(?([^)]*)\)?:\n(.*?)(?=^\S|\Z)", re.M | re.S
+        )
+        for text in texts if name not in seen else ():
+            for bases, body in found.findall(text):
+                if "get_embedding" in body:
+                    return True
+                names += re.findall(r"\w+", bases)
+        seen.add(name)
+    named = re.compile(rf"""(\bclass |["']){re.escape(architecture)}\b""")
+    return not any(named.search(text) for text in texts)
 
 
 def _configurations() -> Iterator[Path]:
@@ -39,8 +64,12 @@ def _configurations() -> Iterator[Path]:
 
 def _models() -> Iterator[Path]:
     """SGLang also serves what transformers implement."""
-    yield from (package_folder("sglang") / "srt" / "models").glob("*.py")
+    yield from _own_models()
     yield package_folder("transformers") / "models" / "auto" / "modeling_auto.py"
+
+
+def _own_models() -> Iterator[Path]:
+    yield from (package_folder("sglang") / "srt" / "models").glob("*.py")
 
 
 def _found(pattern: str, files: Iterator[Path]) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from prism.engines.request_checks import check, check_ranges, seed_of
 from prism.errors import BadRequestError
+from prism.messages.models import ModelSpec
 from prism.messages.requests import Request, Sampling
+
+Converter = Callable[..., TokenizedGenerateReqInput | TokenizedEmbeddingReqInput]
 
 
 def convert(
@@ -36,6 +40,28 @@ def convert(
         stream=True,
         lora_id=request.lora or None,
     )
+
+
+def convert_embedding(
+    request: Request, rid: str, *, context_length: int, vocab_size: int
+) -> TokenizedEmbeddingReqInput:
+    """The same for an embedding model. Raises RequestError likewise."""
+    check(request, context_length, vocab_size)
+    params = SamplingParams(max_new_tokens=0)
+    params.normalize(None)
+    return TokenizedEmbeddingReqInput(
+        rid=rid,
+        input_text=None,
+        input_ids=array("q", request.prompt_ids),
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+    )
+
+
+def converter(model: ModelSpec) -> Converter:
+    """Of the model's requests."""
+    return convert_embedding if model.embedding else convert
 
 
 def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:

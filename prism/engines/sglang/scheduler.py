@@ -12,6 +12,7 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
@@ -49,6 +50,7 @@ class Emission:
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    embedding: bytes = b""  # float32
     refused: bool = False  # the request is wrong: no other engine would serve it
 
 
@@ -76,7 +78,7 @@ class InProcessStreamer(SchedulerOutputStreamer):  # type: ignore[misc]
         for req in reqs:
             if req is skip_req or (req.finished() and req.finished_output):
                 continue
-            emission = _emission(req)
+            emission = _emission(req) if self.is_generation else _embedding(req)
             if emission.token_ids or emission.finish:
                 self.send_to_detokenizer.append(emission)
 
@@ -98,8 +100,28 @@ def _emission(req: Req) -> Emission:
         cached_tokens=int(req.cached_tokens),
         logprobs=logprobs.of_output(req, start, len(output)),
         prompt_logprobs=logprobs.of_prompt(req),
-        refused=isinstance(reason, FINISH_ABORT) and reason.status_code == HTTPStatus.BAD_REQUEST,
+        refused=_is_refused(reason),
     )
+
+
+def _embedding(req: Req) -> Emission:
+    """The vector, once the whole prompt is computed: that of a part of it is nobody's."""
+    finish, message = _finish(req.finished_reason)
+    vector = np.asarray(req.embedding or (), "<f4") if finish == "length" else np.empty(0, "<f4")
+    if finish == "length":
+        sound = vector.size > 0 and bool(np.isfinite(vector).all())
+        finish, message = (
+            ("stop", "") if sound else ("abort", "the vector has values beyond float32")
+        )
+    if finish is not None:
+        req.finished_output = True
+    cached = int(req.cached_tokens)
+    refused = _is_refused(req.finished_reason)
+    return Emission(req.rid, [], finish, message, cached, None, None, vector.tobytes(), refused)
+
+
+def _is_refused(reason: Any) -> bool:
+    return isinstance(reason, FINISH_ABORT) and reason.status_code == HTTPStatus.BAD_REQUEST
 
 
 def _finish(reason: Any) -> tuple[str | None, str]:

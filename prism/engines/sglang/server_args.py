@@ -49,7 +49,7 @@ def on_gpu(order: ActivateEngine, engine: EngineConfig) -> dict[str, Any]:
         "attention_backend": gpu.attention_backend(engine.attention_backend),
         "disable_prefill_cuda_graph": True,
     }
-    if engine.cuda_graphs == "off":
+    if engine.cuda_graphs == "off" or order.model.embedding:  # which has no decode steps
         return arguments | {"disable_decode_cuda_graph": True}
     # SGLang would thaw what the fork server froze, and every later collection would walk it.
     return arguments | {"cuda_graph_max_bs_decode": order.max_running, "enable_cudagraph_gc": True}
@@ -67,6 +67,7 @@ def settings(
         "dtype": spec.dtype,
         "context_length": spec.context_length + CONTEXT_SLACK_TOKENS,
         "skip_tokenizer_init": True,
+        "is_embedding": spec.embedding is not None,
         "page_size": BLOCK_TOKENS,
         "max_total_tokens": plan.pool_tokens,
         "max_running_requests": order.max_running,

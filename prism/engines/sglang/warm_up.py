@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from prism.engines.model_weights import FINGERPRINT_TOKENS
 from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
@@ -21,7 +22,8 @@ _STEPS_MAX = 16
 def run(
     scheduler: InProcessScheduler, order: ActivateEngine, stored: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Greedy tokens for a fixed prompt: the model's fingerprint.
+    """Greedy tokens for a fixed prompt: the model's fingerprint. Of an embedding model: where the
+    largest values of the prompt's vector are.
 
     Raises SelfCheckError when there is no answer, or it is neither the one that `order` expects nor
     the one that was `stored` with the weights (empty: they are not from the store).
@@ -30,8 +32,15 @@ def run(
     greedy = Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True)
     emissions = _answers(scheduler, order, [greedy])
     tokens = tuple(token for emission in emissions for token in emission.token_ids)
+    if order.model.embedding:
+        tokens = tuple(place for emission in emissions for place in _largest(emission.embedding))
     check_answer(order, stored, tokens, [e.message for e in emissions if e.message])
     return tokens
+
+
+def _largest(vector: bytes) -> list[int]:
+    order = np.argsort(-np.frombuffer(vector, "<f4"), kind="stable")
+    return [int(place) for place in order[:FINGERPRINT_TOKENS]]
 
 
 def sample(scheduler: InProcessScheduler, order: ActivateEngine) -> None:
@@ -55,7 +64,7 @@ def _answers(
     vocab_size = scheduler.model_config.vocab_size
     scheduler.process_input_requests(
         [
-            requests.convert(
+            requests.converter(order.model)(
                 warm_up_request(order, vocab_size, sampling),
                 f"{WARM_UP_ID}{index}",
                 context_length=order.model.context_length,

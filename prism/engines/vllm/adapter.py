@@ -70,9 +70,9 @@ def needs(device: str) -> GpuNeeds:
     return GpuNeeds()
 
 
-def refuses(model: Path) -> str:
+def refuses(model: Path, embeds: bool = False) -> str:
     """What vLLM can load is known in its own environment: an activation tells."""
-    return ""
+    return f"vllm engines make no embeddings of {model}; use the adapter sglang" if embeds else ""
 
 
 def weight_key(

@@ -1,32 +1,41 @@
-"""POST /v1/embeddings: refused by name. The engines of the pool generate text."""
+"""POST /v1/embeddings, of models that make vectors."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from prism.errors import BadRequestError
 from prism.frontend.bodies import read_body
+from prism.frontend.embeddings import embedding_spec, vector
 from prism.frontend.openai_types import EmbeddingsBody
+from prism.frontend.repeats import Answering, read_key
+from prism.frontend.replies import reply_whole
 from prism.frontend.services import services
 
 router = APIRouter()
-
-
-class NoEmbeddingsError(BadRequestError):
-    """The model is served for text."""
-
-    code = "model_has_no_embeddings"
 
 
 @router.post("/v1/embeddings")
 async def create_embeddings(request: Request) -> Response:
     found = services(request)
     body = await read_body(request, EmbeddingsBody)
-    model = found.model(body.model)
-    error = NoEmbeddingsError(
-        f"model: {model.name} generates text, as all models here do, and has no embeddings; send"
-        " this to a server of an embedding model"
-    )
-    error.param = "model"
-    raise error
+    key = await read_key(request, body)
+    generation = found.generation(await embedding_spec(found, body), key)
+    return await reply_whole(request, found, generation, lambda: _answer(generation, body))
+
+
+def _answer(generation: Answering, body: EmbeddingsBody) -> dict[str, Any]:
+    form, dimensions = body.encoding_format, body.dimensions
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": vector(choice.embedding, dimensions, form),
+        }
+        for index, choice in enumerate(generation.choices)
+    ]
+    usage = generation.usage()
+    del usage["completion_tokens"]
+    return {"object": "list", "data": data, "model": body.model, "usage": usage}

@@ -1,0 +1,88 @@
+"""Requests for embeddings: from a checked body to a `GenerationSpec`, from vectors to an answer.
+
+To the queue and the engines they are requests of one output that is no token: SLO on the time to
+the answer, shedding, rates and retries are those of all requests.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64encode
+from typing import Any, Literal
+from uuid import uuid4
+
+import numpy as np
+
+from prism.errors import BadRequestError
+from prism.frontend.errors import bad_request
+from prism.frontend.generation import GenerationSpec
+from prism.frontend.openai_types import EmbeddingsBody
+from prism.frontend.services import Services
+from prism.frontend.specs import checked_priority, encoded, refuse_too_many, room_behind, slo_s
+from prism.messages.models import ModelSpec
+from prism.messages.requests import Request, Sampling
+
+_ONE_OUTPUT = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class NoEmbeddingsError(BadRequestError):
+    """The model is served for text."""
+
+    code = "model_has_no_embeddings"
+
+
+async def embedding_spec(services: Services, body: EmbeddingsBody) -> GenerationSpec:
+    """Raises RequestError of the kind that fits."""
+    began_s, arrival_unix_s = time.monotonic(), time.time()
+    model, _ = services.resolve(body.model)
+    _check_able(model, body.dimensions)
+    prompts = await encoded(model, body, body.input, services.tokenizer(model.name))
+    for prompt in prompts:
+        room_behind(model, prompt, body)
+    refuse_too_many(services, model, len(prompts), "input")
+    ttft_s = slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
+    priority = checked_priority(body.priority or 0, services.config.frontend.priority)
+    spec_id = f"embd-{uuid4().hex}"
+    requests = [
+        Request(
+            id=f"{spec_id}-{number}",
+            model=model.name,
+            prompt_ids=prompt,
+            sampling=_ONE_OUTPUT,
+            arrival_unix_s=arrival_unix_s,
+            slo_ttft_s=ttft_s,
+            slo_tpot_s=model.slo_tpot_s,
+            frontend_id=services.dispatcher.frontend_id,
+            priority=priority,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    shows = body.slo_ttft_ms is not None if body.return_slo is None else body.return_slo
+    return GenerationSpec(
+        spec_id, requests, (), False, began_s, body.model, show_slo=shows, embeds=True
+    )
+
+
+def _check_able(model: ModelSpec, dimensions: int | None) -> None:
+    if model.embedding is None:
+        error = NoEmbeddingsError(
+            f"model: {model.name} generates text and has no embeddings; use an embedding model"
+        )
+        error.param = "model"
+        raise error
+    if dimensions is not None and not model.embedding.may_have(dimensions):
+        known = sorted({*model.embedding.dimensions, model.embedding.size})
+        raise bad_request(
+            f"dimensions: {model.name} has no vectors of {dimensions} values; give one of"
+            f" {', '.join(map(str, known))}, or leave the field out",
+            "dimensions",
+        )
+
+
+def vector(embedding: bytes, dimensions: int | None, form: Literal["float", "base64"]) -> Any:
+    """As the client wants it: cut, of length 1 again, and in its format."""
+    values = np.frombuffer(embedding, "<f4")
+    if dimensions is not None and dimensions < len(values):
+        values = values[:dimensions]
+        values = (values / (np.linalg.norm(values) or 1.0)).astype("<f4")
+    return b64encode(values.tobytes()).decode() if form == "base64" else values.tolist()
