@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import time
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import zmq.asyncio
 
 from kvcached import Device, KvcachedError, WeightKey
+from prism import clock
 from prism.agent.activations import TraceFile, trace_path
 from prism.agent.admission import EngineViews
 from prism.agent.effects import AgentEffects
@@ -102,22 +101,22 @@ class Agent:
         self._link = EngineLink(self._context, config.agent_engines_endpoint(self._name))
         self._orders = SchedulerLink(self._context, config, self._name)
         self._queue = RequestQueue.connect(config.redis_url, config.namespace)
-        self._tokens = TokenSender(
-            config.frontend_endpoint, self._frontend_died, config.cluster_key
-        )
 
     def _wire_serving(self) -> None:
         """The request's way."""
+        config = self._config
         peers = PeerLedgers(self._local.namespace, self._state.pool)
         self._reclaimer = Reclaimer(self._state, self._device, peers)
         self._lease = Lease(
             queue=self._queue,
             device=self._name,
-            owner=f"{os.getpid()}-{uuid4().hex}",
             timing=self._timing,
+            retakes=not config.node,
             held=self._state.requests.running_ids,
             on_retaken=self._restore,
         )
+        key, owner = config.cluster_key, self._lease.owner
+        self._tokens = TokenSender(config.frontend_endpoint, self._frontend_died, key, owner)
         self._admission = AdmissionLoop(self._lease, self._state)
         self._serving = Serving(
             state=self._state,
@@ -357,7 +356,7 @@ class Agent:
             self._device,
             name=self._name,
             epoch=self._lease.epoch,
-            time_unix_s=time.time(),
+            time_unix_s=clock.unix_s(),
             gpu=self._watch.memory,
         )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from uuid import uuid4
 
 from prism.agent.serving import Serving
 from prism.agent.state import AgentTiming, DeviceState, ModelState
@@ -26,9 +28,11 @@ IDLE_S = 1.0  # while no request waits
 
 class Lease:
     """`epoch` is the token for the queue's calls; it changes when the lease had to be retaken.
+    `owner` names this process.
 
-    held: ids of the requests that this agent runs. on_retaken: the queue may have changed
-    meanwhile, or Redis may have lost its data: what it knows no more is told again.
+    held: ids of the requests that this agent runs. retakes: also after another one had the queue,
+    and sent on what ran here. on_retaken: the queue may have changed meanwhile, or Redis may have
+    lost its data: what it knows no more is told again.
     """
 
     def __init__(
@@ -36,15 +40,19 @@ class Lease:
         *,
         queue: RequestQueue,
         device: str,
-        owner: str,
         timing: AgentTiming,
         held: Callable[[], Collection[str]],
+        retakes: bool,
         on_retaken: Callable[[], None],
     ) -> None:
         self.epoch = 0
+        # Whoever admits requests holds it: what came to run while the queue is taken again would be
+        # taken for what an earlier holder left.
+        self.steady = asyncio.Lock()
+        self.owner = f"{os.getpid()}-{uuid4().hex}"
+        self._retakes = retakes
         self._queue = queue
         self._device = device
-        self._owner = owner
         self._timing = timing
         self._held = held
         self._on_retaken = on_retaken
@@ -72,36 +80,39 @@ class Lease:
             await asyncio.sleep(self._timing.lease_ttl_s / 3)
             epoch = self.epoch
             try:
-                await self._queue.renew(self._device, self._owner, epoch, self._timing.lease_ttl_s)
+                await self._queue.renew(self._device, self.owner, epoch, self._timing.lease_ttl_s)
             except LeaseLostError:
                 await self.retake(epoch)
             except QueueUnavailableError as error:
                 log.warning("the lease is not renewed: %s", error)
 
     async def retake(self, lost_epoch: int) -> None:
-        """After `lost_epoch` was refused: Redis lost its data, or another agent has the queue.
+        """After `lost_epoch` was refused: Redis lost its data, or another one has the queue, or had
+        it meanwhile.
 
-        Raises LeaseLostError in the second case. Does nothing if it was retaken meanwhile.
+        Raises LeaseLostError in the second case, and in the third one unless it `retakes`. Does
+        nothing if it was retaken meanwhile.
         """
-        if self.epoch != lost_epoch:
-            return
-        log.warning("the queue of %s has to be taken again", self._device)
-        try:
-            await self._take()
-        except QueueUnavailableError as error:
-            log.warning("%s", error)
-            return
-        self._on_retaken()
+        async with self.steady:
+            if self.epoch != lost_epoch:
+                return
+            log.warning("the queue of %s has to be taken again", self._device)
+            try:
+                await self._take(0 if self._retakes else lost_epoch)
+            except QueueUnavailableError as error:
+                log.warning("%s", error)
+                return
+            self._on_retaken()
 
     async def release(self) -> None:
         try:
-            await self._queue.release(self._device, self._owner, self.epoch)
+            await self._queue.release(self._device, self.owner, self.epoch)
         except QueueUnavailableError as error:
             log.warning("the lease is left to run out: %s", error)
 
-    async def _take(self) -> None:
+    async def _take(self, since_epoch: int = 0) -> None:
         self.epoch = await self._queue.acquire(
-            self._device, self._owner, self._timing.lease_ttl_s, keep=self._held()
+            self._device, self.owner, self._timing.lease_ttl_s, self._held(), since_epoch
         )
 
 
@@ -202,7 +213,9 @@ class AdmissionLoop:
     async def turn(self, serving: Serving) -> None:
         epoch = self._lease.epoch
         try:
-            await serving.turn(epoch)
+            async with self._lease.steady:
+                epoch = self._lease.epoch
+                await serving.turn(epoch)
             self._down = False
         except QueueUnavailableError as error:
             log.log(logging.DEBUG if self._down else logging.WARNING, "%s", error)

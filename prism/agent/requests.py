@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from prism import clock
 from prism.messages.requests import Request
 from prism.queueing import RequestQueue
 from prism.scheduler.local import AdmissionPlan, LocalScheduler, Waiting
@@ -134,8 +134,8 @@ class RequestTable:
     """By request id: at most one attempt of a request runs at a time. Those that wait are also in
     the local scheduler, which decides when they start. For one event loop.
 
-    `wall_ahead_s`: wall clock minus monotonic clock; deadlines are wall-clock on the wire and
-    monotonic in the scheduler. `none_runs` is set while no request is on an engine.
+    `wall_ahead_s`: the cluster's clock less the monotonic one. Deadlines are of the first on the
+    wire and of the second in the scheduler. `none_runs` is set while no request is on an engine.
 
     The poison rule: a request whose attempts killed two engines ends, by name. When an engine
     dies, all its requests are suspects and may be sent again. A suspect is tried alone: it starts
@@ -148,7 +148,7 @@ class RequestTable:
     def __init__(
         self,
         scheduler: LocalScheduler,
-        wall_ahead_s: Callable[[], float] = lambda: time.time() - time.monotonic(),
+        wall_ahead_s: Callable[[], float] = clock.ahead_s,
     ) -> None:
         self.outbox = PendingQueueUpdates()
         self.none_runs = asyncio.Event()

@@ -7,12 +7,12 @@ acknowledgements and admissions cannot overtake each other.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
+from prism import clock
 from prism.agent.admission import EngineViews
 from prism.agent.memory import Reclaimer
 from prism.agent.requests import RequestState, TrackedRequest, Update
@@ -38,7 +38,8 @@ GONE_MAX = 256  # ids of frontends that are remembered
 
 class Serving:
     """`wake`: something happened after which requests may start, or queue updates are pending.
-    headroom_tokens: as the scheduler's limits have it. now_unix_s: wall clock."""
+    headroom_tokens: as the scheduler's limits have it. now_unix_s: the cluster's
+    clock."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Serving:
         tokens: TokenSender,
         wake: Callable[[], None],
         headroom_tokens: int,
-        now_unix_s: Callable[[], float] = time.time,
+        now_unix_s: Callable[[], float] = clock.unix_s,
     ) -> None:
         self._state = state
         self._requests = state.requests

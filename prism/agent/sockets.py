@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from prism.config.schema import ClusterConfig
 from prism.messages.agent import ActionResult, AgentCommand, AgentReport, FromScheduler
@@ -124,7 +125,8 @@ class TokenSender:
     not take its output (OUTPUT_HIGH_WATER messages behind) counts as dead: `on_dead(its id)`.
 
     `endpoint_of(id)` is its address: one that came with a request could name a stranger's. It
-    raises ValueError for what is no id; nobody takes that output either.
+    raises ValueError for what is no id; nobody takes that output either. `agent`: what names this
+    process in its output.
     """
 
     def __init__(
@@ -132,8 +134,9 @@ class TokenSender:
         endpoint_of: Callable[[str], str],
         on_dead: Callable[[str], None],
         secret: str = "",
+        agent: str = "",
     ) -> None:
-        self._secret = secret
+        self._secret, self._agent = secret, agent
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._endpoint_of = endpoint_of
         self._on_dead = on_dead
@@ -143,7 +146,7 @@ class TokenSender:
         for frontend_id, output in batch.outputs.items():
             try:
                 channel = self._channels.get(frontend_id) or self._open(frontend_id)
-                channel.send(output, block=False)
+                channel.send(structs.replace(output, agent=self._agent), block=False)
             except (zmq.ZMQError, ValueError) as error:
                 log.warning("frontend %.100r takes nothing: %s", frontend_id, error)
                 self.drop(frontend_id)

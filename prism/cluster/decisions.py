@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import msgspec
 
+from prism import clock
 from prism.messages.cluster import Decision
 
 LATEST_MAX = 32
@@ -21,14 +21,14 @@ class Decisions:
 
     def began(self, kind: str, model: str, device: str, target: str, reason: str) -> int:
         number = next(self._numbers)
-        self._latest[number] = Decision(time.time(), kind, model, device, target, reason)
+        self._latest[number] = Decision(clock.unix_s(), kind, model, device, target, reason)
         if len(self._latest) > LATEST_MAX:
             del self._latest[next(iter(self._latest))]
         return number
 
     def ended(self, number: int, problem: str) -> None:
         if (began := self._latest.get(number)) is not None:
-            seconds = max(0.0, time.time() - began.time_unix_s)
+            seconds = max(0.0, clock.unix_s() - began.time_unix_s)
             ended = msgspec.structs.replace(began, problem=problem, seconds=seconds)
             self._latest[number] = ended
 

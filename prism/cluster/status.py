@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
+from prism import clock
 from prism.cluster.agents import ABSENT_STATES
 from prism.cluster.state import SchedulerState
 from prism.messages.cluster import ClusterStatus
@@ -19,7 +19,7 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
     """What frontends and operators see. Placement is what requests are routed by."""
     bins = current_bins(view.models, view.gpus)
     return ClusterStatus(
-        time_unix_s=time.time(),
+        time_unix_s=clock.unix_s(),
         policy=state.policy.name,
         placement={name: devices[0] for name, devices in state.placement.items()},
         copies={name: d for name, d in state.placement.items() if len(d) > 1},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from prism import clock
 from prism.frontend.metrics import malformed_messages
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
@@ -127,7 +127,7 @@ class ClusterCollector(Collector):
         yield GaugeMetricFamily("prism_cluster_ready", "1 when requests are served", ready)
         if status is None:
             return
-        age_s = max(0.0, time.time() - status.time_unix_s)
+        age_s = max(0.0, clock.unix_s() - status.time_unix_s)
         yield GaugeMetricFamily("prism_status_age_seconds", "Age of the cluster's status", age_s)
         yield from _cluster(status)
         devices = [([a.device], a) for a in status.agents]

@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from prism import clock
 from prism.config.schema import ClusterConfig
 from prism.errors import QueueUnavailableError, UnknownModelError
 from prism.frontend.errors import SheddingError
@@ -115,7 +116,7 @@ class Dispatcher:
         if not self._knows(model):
             raise UnknownModelError(f"the model {model!r} was removed")
         if self._config.frontend.shed and (
-            late := self.log.late(model, time.time(), self._slo_ttft_s[model])
+            late := self.log.late(model, clock.unix_s(), self._slo_ttft_s[model])
         ):
             raise SheddingError(
                 f"{late} requests for {model} wait beyond their TTFT SLO; try again later"
@@ -188,10 +189,10 @@ class Dispatcher:
     def _take(self, output: EngineOutput) -> None:
         unknown = []
         for started in output.started:
-            if (entry := self.log.take_start(started)) is not None:
+            if (entry := self.log.take_start(started, output.agent)) is not None:
                 self._metrics.waited(entry.request, started.unix_s)
         for chunk in output.chunks:
-            outcome = self.log.take_chunk(chunk)
+            outcome = self.log.take_chunk(chunk, output.agent)
             if outcome is ChunkOutcome.NOTHING:
                 continue
             if outcome is ChunkOutcome.UNKNOWN and self._is_unknown_and_new(chunk.request_id):
@@ -199,7 +200,7 @@ class Dispatcher:
             elif outcome is not ChunkOutcome.UNKNOWN:
                 self._recover(_lost(chunk.request_id, chunk.attempt), outcome)
         for failure in output.failures:
-            self._recover(failure, self.log.take_failure(failure))
+            self._recover(failure, self.log.take_failure(failure, output.agent))
         if unknown:
             self._send_cancel(unknown)
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from prism import clock
 from prism.errors import BadRequestError
 from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
@@ -33,7 +34,7 @@ class NoEmbeddingsError(BadRequestError):
 
 async def embedding_spec(services: Services, body: EmbeddingsBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
-    began_s, arrival_unix_s = time.monotonic(), time.time()
+    began_s, arrival_unix_s = time.monotonic(), clock.unix_s()
     model, _ = services.resolve(body.model)
     _check_able(model, body.dimensions)
     prompts = await encoded(model, body, body.input, services.tokenizer(model.name))

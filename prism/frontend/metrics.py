@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from prism import clock
 from prism.frontend.calls import Call
 from prism.frontend.request_log import OpenRequest
 from prism.frontend.siblings import labelled
@@ -68,7 +69,7 @@ class Metrics:
             self.key_tokens.labels(call.model, call.key, "output").inc(call.output_tokens)
 
     def waited(self, request: Request, started_unix_s: float) -> None:
-        """Two processes' clocks, of one machine."""
+        """`started_unix_s`: as the agent says."""
         queue_s = max(0.0, started_unix_s - request.arrival_unix_s)
         self.queue_s.labels(request.model).observe(queue_s)
 
@@ -186,9 +187,9 @@ class RequestTimer:
             self._attain("ttft", False)
 
     def _times(self) -> RequestTimes:
-        wall_ahead_s = time.time() - time.monotonic()
-        first_unix_s = self._first_s + wall_ahead_s if self._first_s else None
-        return RequestTimes(self._began_s + wall_ahead_s, first_unix_s, time.time())
+        ahead_s = clock.ahead_s()
+        first_unix_s = self._first_s + ahead_s if self._first_s else None
+        return RequestTimes(self._began_s + ahead_s, first_unix_s, clock.unix_s())
 
     def _observe(self, latencies: Latencies) -> None:
         ttft_s, tpot_s = latencies.ttft_s, latencies.tpot_s

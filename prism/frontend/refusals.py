@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
+from prism import clock
 from prism.errors import QueueUnavailableError
 from prism.frontend.request_log import RequestLog
 from prism.messages.cluster import ClusterStatus
@@ -39,7 +39,7 @@ class RefusalWatch:
                 log.debug("%s", error)
                 continue
             if status is not None:
-                self.take(status, time.time())
+                self.take(status, clock.unix_s())
 
     def take(self, status: ClusterStatus, now_unix_s: float) -> None:
         active = {m.model for a in status.agents for m in a.models if m.state == "active"}

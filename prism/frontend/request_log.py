@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from prism import clock
 from prism.frontend.errors import OverloadedError
 from prism.messages.requests import Chunk, Failure, Request, Resume, Started
 
@@ -70,6 +71,9 @@ class OpenRequest:
     resends: int = 0  # of attempts that the queue had lost
     suspected: int = 0  # attempts whose engine died, perhaps by them
     started: Started | None = None  # when and where it came to an engine first
+    # Those that have begun this attempt. The last one computes it: the others have lost the queue
+    # that they took it from, and may not know it yet.
+    agents: list[str] = field(default_factory=list)
     progress_s: float = field(default_factory=time.monotonic)  # when it was sent or output came
     ended: bool = False  # its last chunk is in the mailbox; its client may be slow to take it
 
@@ -82,10 +86,19 @@ class OpenRequest:
         """Another attempt, behind the output that has arrived."""
         request, resume = self.request, self.request.resume
         if self.received:
-            request, resume = request.going_on(time.time()), Resume(list(self.received))
+            request, resume = request.going_on(clock.unix_s()), Resume(list(self.received))
         attempt = request.attempt + 1
         self.request = msgspec.structs.replace(request, attempt=attempt, resume=resume)
         self.enqueued, self.progress_s = False, time.monotonic()
+        self.agents.clear()
+
+    def note_agent(self, agent: str) -> None:
+        """It has begun this attempt."""
+        self.agents = [*(each for each in self.agents if each != agent), agent]
+
+    def has_left(self, agent: str) -> bool:
+        """Whether another agent has begun this attempt since."""
+        return agent in self.agents[:-1]
 
     def note_blame(self, failure: Failure) -> None:
         """A suspect of its engine's death is tried alone."""
@@ -181,32 +194,39 @@ class RequestLog:
             self._by_model[entry.request.model] -= 1
         return entry
 
-    def take_start(self, started: Started) -> OpenRequest | None:
+    def take_start(self, started: Started, agent: str = "") -> OpenRequest | None:
         """The request, where this is the first time that it came to an engine."""
         entry = self._open.get(started.request_id)
-        if entry is None or entry.started is not None:
+        if entry is None:
+            return None
+        if started.attempt == entry.request.attempt:
+            entry.note_agent(agent)
+        if entry.started is not None:
             return None
         entry.started = started
         return entry
 
-    def take_chunk(self, chunk: Chunk) -> ChunkOutcome:
+    def take_chunk(self, chunk: Chunk, agent: str = "") -> ChunkOutcome:
         entry = self._open.get(chunk.request_id)
         if entry is None:
             return ChunkOutcome.UNKNOWN if chunk.finish_reason is None else ChunkOutcome.NOTHING
-        if entry.ended or chunk.attempt != entry.request.attempt:
+        if entry.ended or chunk.attempt != entry.request.attempt or entry.has_left(agent):
             return ChunkOutcome.NOTHING
         first, received = chunk.first_index, len(entry.received)
         # Output was lost; or an agent took this frontend for dead; or a replaced agent runs the
         # attempt from its start, and only greedy output repeats itself.
         lost = first > received or chunk.finish_reason == "cancelled"
+        lost |= bool(entry.agents) and agent != entry.agents[-1]  # and so was word of its start
         if lost or (first < received and entry.request.sampling.temperature > 0):
             return self._again_or_break(entry)
         self._deliver(entry, chunk)
         return ChunkOutcome.NOTHING
 
-    def take_failure(self, failure: Failure) -> ChunkOutcome:
+    def take_failure(self, failure: Failure, agent: str = "") -> ChunkOutcome:
         entry = self._open.get(failure.request_id)
         if entry is None or entry.ended or failure.attempt != entry.request.attempt:
+            return ChunkOutcome.NOTHING
+        if entry.has_left(agent):
             return ChunkOutcome.NOTHING
         entry.note_blame(failure)
         return self._again_or_break(entry) if failure.retryable else ChunkOutcome.BREAK

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from msgspec import structs
 
+from prism import clock
 from prism.config.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
 from prism.frontend.chat_template import ChatTemplate
@@ -41,7 +42,7 @@ class _Ends(NamedTuple):
 
 async def completion_spec(services: Services, body: CompletionBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
-    clocks = (time.monotonic(), time.time())
+    clocks = (time.monotonic(), clock.unix_s())
     model = _generating(services, body)
     tokenizer = services.tokenizer(model.name)
     prompts = await encoded(model, body, body.prompt, tokenizer)
@@ -58,7 +59,7 @@ def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
 
 async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
-    clocks = (time.monotonic(), time.time())
+    clocks = (time.monotonic(), clock.unix_s())
     model = _generating(services, body)
     tokenizer = services.tokenizer(model.name)
     text = await conversation_text(model, body, tokenizer)
@@ -221,7 +222,7 @@ def _spec(
     prompts: list[list[int]],
     ends: _Ends,
 ) -> GenerationSpec:
-    """`clocks`: the time of arrival, by the monotonic and by the wall clock."""
+    """`clocks`: the time of arrival, by the monotonic and by the cluster's clock."""
     model, adapter = services.resolve(body.model)
     room = min(room_behind(model, prompt, body) for prompt in prompts)
     ttft_s = slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)

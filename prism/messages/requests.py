@@ -167,11 +167,12 @@ class Started(Wire, frozen=True):
 
 
 class EngineOutput(Wire, frozen=True):
-    """What one or more engine steps produced. `started`: added by the agent."""
+    """What one or more engine steps produced. `started`, `agent`: added by the agent."""
 
     chunks: list[Chunk] = []
     failures: list[Failure] = []
     started: list[Started] = []
+    agent: str = ""  # the process
 
 
 class KeptAnswer(Wire, frozen=True):

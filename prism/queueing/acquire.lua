@@ -1,6 +1,6 @@
--- ARGV: device, owner, ttl in ms, ids that stay running. Returns the epoch as text, or '' and the
--- holder when somebody else's lease is alive.
-local device, owner, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
+-- ARGV: device, owner, ttl in ms, an epoch, ids that stay running. Returns the epoch as text, or ''
+-- and the holder when somebody else's lease is alive, or was after that epoch (0: does not matter).
+local device, owner, ttl_ms, since = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local held = redis.call('GET', lease_key(device))
 if held and string.match(held, '^(.*)|') ~= owner then
   return {'', string.match(held, '^(.*)|')}
@@ -9,12 +9,13 @@ end
 local time = redis.call('TIME')
 local wall_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local last = tonumber(redis.call('GET', epoch_key(device)) or '0')
+if since > 0 and last > since then return {'', 'another one meanwhile'} end
 local epoch = string.format('%.0f', math.max(wall_ms, last + 1))
 redis.call('SET', epoch_key(device), epoch)
 redis.call('SET', acquired_key(device), server_id())
 redis.call('SET', lease_key(device), owner .. '|' .. epoch, 'PX', ttl_ms)
 local keep = {}
-for i = 4, #ARGV do keep[ARGV[i]] = true end
+for i = 5, #ARGV do keep[ARGV[i]] = true end
 for _, id in ipairs(redis.call('HKEYS', running_key(device))) do
   if not keep[id] then requeue_running(device, id) end
 end

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import Counter
-from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +23,12 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.commands.core import AsyncScript
 
-from prism.errors import LeaseLostError, MalformedRequestError, QueueUnavailableError
+from prism import clock
+from prism.errors import LeaseLostError, MalformedRequestError
 from prism.messages import MALFORMED_ERRORS
 from prism.messages.cluster import ClusterStatus, FrontendState
 from prism.messages.requests import KeptAnswer, Request
+from prism.queueing.redis_errors import named_errors
 
 UNPLACED = "unplaced"
 _SOCKET_TIMEOUT_S = 10.0
@@ -39,8 +41,6 @@ _SCRIPTS = (
     "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside", "bury",
     "claim", "settle", "take",
 )  # fmt: skip
-# A full disk; replicas are missing; it became a replica.
-_OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN")
 _HERE = Path(__file__).parent
 
 Row = tuple[str, str, dict[bytes, bytes]]
@@ -119,6 +119,7 @@ class RequestQueue:
         """This frontend lives for another `ttl_s`. Returns the incarnation of the data: another
         one than before means that the server was started again, or is another server, and may
         have lost data."""
+        await self._hear_time()
         said = msgspec.msgpack.encode(state or FrontendState())
         return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8), said))
 
@@ -162,21 +163,29 @@ class RequestQueue:
     # --- the device's agent -----------------------------------------------------------------
 
     async def acquire(
-        self, device: str, owner: str, ttl_s: float, keep: Collection[str] = ()
+        self,
+        device: str,
+        owner: str,
+        ttl_s: float,
+        keep: Collection[str] = (),
+        since_epoch: int = 0,
     ) -> int:
         """Take the device's queue and return a new epoch, larger than all before.
 
         What an earlier holder left running waits again, except the ids in `keep` (those that this
-        very owner still runs after an outage). Raises LeaseLostError while another owner's lease
-        lives. `owner` must be unique to the process.
+        very owner still runs after an outage). `owner` must be unique to the process. Raises
+        LeaseLostError while another owner's lease lives, and where one lived after `since_epoch`.
         """
-        epoch, holder = await self._run("acquire", device, owner, _ms(ttl_s), *keep)
+        await self._hear_time()
+        ttl_ms = _ms(ttl_s)
+        epoch, holder = await self._run("acquire", device, owner, ttl_ms, since_epoch, *keep)
         if not epoch:
             raise LeaseLostError(f"the queue of {device} is held by {_text(holder)}")
         return int(epoch)
 
     async def renew(self, device: str, owner: str, epoch: int, ttl_s: float) -> None:
         """Raises LeaseLostError on another server than at `acquire`, too: its data may be old."""
+        await self._hear_time()
         await self._run("renew", device, owner, epoch, _ms(ttl_s))
 
     async def release(self, device: str, owner: str, epoch: int) -> None:
@@ -325,6 +334,7 @@ class RequestQueue:
             return FrontendState()
 
     async def publish_status(self, status: ClusterStatus) -> None:
+        await self._hear_time()
         body = msgspec.msgpack.encode(status)
         await self._call(self._redis.set(self._prefix + "status", body))
 
@@ -334,6 +344,12 @@ class RequestQueue:
         return None if body is None else self._statuses.decode(body)
 
     # --- below ------------------------------------------------------------------------------
+
+    async def _hear_time(self) -> None:
+        """Those that come here every few seconds keep the cluster's clock by it."""
+        asked_s = time.monotonic()
+        seconds, micros = await self._call(self._redis.time())
+        clock.heard(seconds + micros / 1e6, asked_s, time.monotonic())
 
     def _key(self, kind: str, name: str) -> str:
         return f"{self._prefix}{kind}:{name}"
@@ -346,7 +362,7 @@ class RequestQueue:
         # that comes in the moment it is done: the caller would go on for ever.
         task = asyncio.current_task()
         before = task.cancelling() if task else 0
-        with _named_errors():
+        with named_errors():
             value = await cast("Awaitable[Any]", answer)
         if task and task.cancelling() > before:
             raise asyncio.CancelledError
@@ -361,22 +377,6 @@ class RequestQueue:
             for key, entries in answer or ()
             for entry, fields in entries
         ]
-
-
-@contextmanager
-def _named_errors() -> Iterator[None]:
-    try:
-        yield
-    except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
-        raise QueueUnavailableError(f"Redis does not answer: {error}") from error
-    except (exceptions.OutOfMemoryError, exceptions.ReadOnlyError) as error:
-        raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
-    except exceptions.ResponseError as error:
-        if str(error).startswith("LEASELOST"):
-            raise LeaseLostError(str(error).removeprefix("LEASELOST ")) from error
-        if str(error).startswith(_OUTAGES):
-            raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
-        raise
 
 
 def _headline(fields: dict[bytes, bytes]) -> tuple[str, int]:

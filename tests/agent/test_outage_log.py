@@ -27,6 +27,7 @@ class Tried:
     """Serving that has something to tell Redis, and cannot."""
 
     epoch = 0
+    steady = asyncio.Lock()
     turns = 0
 
     async def turn(self, epoch: int) -> None:
@@ -38,6 +39,7 @@ class Idle:
     """Serving that has nothing to do."""
 
     epoch = 0
+    steady = asyncio.Lock()
     turns = 0
 
     async def turn(self, epoch: int) -> None:

@@ -8,12 +8,20 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from prism.frontend import lost_requests
 from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.request_log import ChunkOutcome, Mailbox, OpenRequest, RequestLog
-from prism.messages.requests import FRONTEND_SILENT, Chunk, Failure, Request, Sampling
+from prism.messages.requests import (
+    FRONTEND_SILENT,
+    Chunk,
+    Failure,
+    Request,
+    Sampling,
+    Started,
+)
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of
@@ -166,6 +174,51 @@ async def test_what_has_ended_is_not_lost(stack: Stack) -> None:
     stack.agent.script = script
     answer = await stack.client.post("/v1/completions", json={**BODY, "n": 2})
     assert [c["text"] for c in answer.json()["choices"]] == ["the lazy dog"] * 2
+
+
+def begun(log: RequestLog, agent: str) -> None:
+    log.take_start(Started("r0", 1, "host:0", 0.0), agent)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_of_two_agents_the_last_one_answers(temperature: float) -> None:
+    """The first was cut off, its queue was taken away, and it does not know that yet."""
+    log, entry = RequestLog(9), opened(0)
+    sampling = msgspec.structs.replace(entry.request.sampling, temperature=temperature)
+    entry.request = msgspec.structs.replace(entry.request, sampling=sampling)
+    log.add([entry])
+    begun(log, "old")
+    begun(log, "new")
+    assert log.take_chunk(Chunk("r0", 1, 0, [7]), "new") is ChunkOutcome.NOTHING
+    for late in (Chunk("r0", 1, 0, [1, 2]), Chunk("r0", 1, 1, [2], "stop")):
+        assert log.take_chunk(late, "old") is ChunkOutcome.NOTHING
+    assert log.take_failure(Failure("r0", 1, "x", "x"), "old") is ChunkOutcome.NOTHING
+    assert entry.received == [7]
+    assert not entry.ended
+    log.take_chunk(Chunk("r0", 1, 1, [8], "stop"), "new")
+    assert entry.received == [7, 8]
+    assert entry.ended
+
+
+def test_output_of_an_agent_whose_start_was_lost_goes_on_elsewhere() -> None:
+    log, entry = RequestLog(9), opened(0)
+    log.add([entry])
+    begun(log, "old")
+    assert log.take_chunk(Chunk("r0", 1, 0, [7]), "old") is ChunkOutcome.NOTHING
+    assert log.take_chunk(Chunk("r0", 1, 1, [8]), "new") is ChunkOutcome.RETRY
+    entry.go_on()
+    assert log.take_chunk(Chunk("r0", 2, 1, [8]), "new") is ChunkOutcome.NOTHING
+    assert entry.received == [7, 8]
+
+
+def test_a_request_may_come_back_to_an_agent() -> None:
+    """It was moved away, and back, within one attempt."""
+    log, entry = RequestLog(9), opened(0)
+    log.add([entry])
+    for index, agent in enumerate(("one", "two", "one")):
+        begun(log, agent)
+        assert log.take_chunk(Chunk("r0", 1, index, [index]), agent) is ChunkOutcome.NOTHING
+    assert entry.received == [0, 1, 2]
 
 
 def test_nothing_moves_what_has_ended() -> None:

@@ -179,6 +179,19 @@ async def test_the_older_holder_can_change_nothing(queue: RequestQueue) -> None:
         await queue.acquire(DEVICE, "old", TTL_S)
 
 
+async def test_who_was_away_while_another_one_held_the_queue_is_told(queue: RequestQueue) -> None:
+    """Its lease ran out: it may take the queue again only where nobody has had it since."""
+    old = await queue.acquire(DEVICE, "old", 0.02)
+    await asyncio.sleep(0.05)
+    again = await queue.acquire(DEVICE, "old", TTL_S, since_epoch=old)
+    await queue.release(DEVICE, "old", again)
+    other = await queue.acquire(DEVICE, "other", TTL_S)
+    await queue.release(DEVICE, "other", other)
+    with pytest.raises(LeaseLostError, match="another one meanwhile"):
+        await queue.acquire(DEVICE, "old", TTL_S, since_epoch=again)
+    assert await queue.acquire(DEVICE, "new", TTL_S) > other
+
+
 async def test_a_lease_that_ran_out_unseen_is_still_ours(queue: RequestQueue) -> None:
     epoch = await queue.acquire(DEVICE, "agent", 0.02)
     await asyncio.sleep(0.05)

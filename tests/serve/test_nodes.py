@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,7 @@ from prism.errors import ConfigError
 from prism.queueing.server import BundledRedis
 from prism.serve.node import joined, namespace_of, state_of
 from tests.ports import free_port
+from tests.serve.clocks import AHEAD_S, shifted_clock
 from tests.serve.conftest import SERVE, STOP_S, Cluster, alive, descendants, until, write_yaml
 
 DEVICE = {"name": "host:0", "capacity": "16MiB", "page": "64KiB", "engines": 2}
@@ -56,11 +58,12 @@ class Node(Cluster):
 
 
 @contextmanager
-def node(path: Path, name: str, *options: str) -> Iterator[Node]:
+def node(path: Path, name: str, *options: str, **variables: str) -> Iterator[Node]:
     """Not awaited: a cluster is ready when all nodes are there."""
     log = path.parent / f"{name}.log"
     with TemporaryDirectory(prefix="prism-") as temporary, log.open("wb") as out:
-        environment = {**os.environ, "TMPDIR": temporary, "PRISM_FAKE": '{"decode_step_ms": 10}'}
+        environment = {**os.environ, "TMPDIR": temporary, **variables}
+        environment["PRISM_FAKE"] = '{"decode_step_ms": 10}'
         command = [*SERVE, "--config", str(path), "--node", name, "--port", "0", *options]
         command += ["--log-dir", str(path.parent / f"{name}-logs")]
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
@@ -129,12 +132,22 @@ def check_the_key_is_nowhere(folder: Path, nodes: Iterable[Node]) -> None:
     assert not [path for path in logs if key in path.read_bytes()]
 
 
+def check_no_clock_was_compared(cluster: Node) -> None:
+    """As far as a cluster shows it: ages of what another machine said, and waits."""
+    assert httpx.get(f"{cluster.url}/health").json() == {"status": "ready"}
+    ages = ("prism_status_age_seconds", "prism_queue_seconds_sum")
+    for line in httpx.get(f"{cluster.url}/metrics").text.splitlines():
+        name, _, value = line.rpartition(" ")
+        assert not name.startswith(ages) or 0 < float(value) < AHEAD_S / 2, line
+
+
 def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
     """Both serve what both have; the one that plans is killed under load and comes back; nothing
-    is left."""
+    is left. Their clocks are minutes apart."""
     path = write_nodes(tmp_path, database.url)
     with ExitStack() as stack:
-        both = {name: stack.enter_context(node(path, name)) for name in "ab"}
+        clocks = {"a": {}, "b": shifted_clock(tmp_path)}
+        both = {name: stack.enter_context(node(path, name, **clocks[name])) for name in "ab"}
         for each in both.values():
             each.await_ready()
         check_the_key_is_nowhere(tmp_path, both.values())
@@ -144,7 +157,9 @@ def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
         assert {agent["device"] for agent in status(first)["agents"]} == everywhere
         until(lambda: copies(first, "a") == copies(first, "b") == everywhere, "copies")
         with ThreadPoolExecutor(16) as pool:
-            assert set(pool.map(lambda i: answered(lost, i), range(20))) == {200}
+            for each in (lost, first):
+                assert set(pool.map(partial(answered, each), range(20))) == {200}
+                check_no_clock_was_compared(each)
             asked = [pool.submit(answered, first, i) for i in range(200)]
             until(lambda: sum(each.done() for each in asked) > 20, "requests under way")
             below = descendants(lost.process.pid)

