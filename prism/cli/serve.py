@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,19 +227,25 @@ def flush(
 
 @app.command(epilog="Example: prism-serve drain host:1")
 def drain(
-    device: Annotated[str, typer.Argument(metavar="DEVICE")], *, run_dir: RunDirOption = None
+    device: Annotated[str, typer.Argument(metavar="DEVICE|@NODE")], *, run_dir: RunDirOption = None
 ) -> None:
-    """Place nothing more on DEVICE, have its models move or leave, and wait until it is empty."""
-    config = find(run_dir)
+    """Place nothing more on DEVICE, or on all devices of NODE, have their models move or leave, and
+    wait until they are empty."""
+    config, began_s = find(run_dir), time.monotonic()
     drains.drain(config, drains.named(config, device), partial(print, flush=True))
-    print(f"{device} is empty, and stays so; prism-serve undrain {device} gives it models again")
+    if device.startswith("@"):
+        print(f"prism-serve may be stopped on {device[1:]} now: no request needs its devices")
+    print(
+        f"{device} is empty, and stays so, after {time.monotonic() - began_s:.1f} s;"
+        f" prism-serve undrain {device} gives it models again"
+    )
 
 
 @app.command(epilog="Example: prism-serve undrain host:1")
 def undrain(
-    device: Annotated[str, typer.Argument(metavar="DEVICE")], *, run_dir: RunDirOption = None
+    device: Annotated[str, typer.Argument(metavar="DEVICE|@NODE")], *, run_dir: RunDirOption = None
 ) -> None:
-    """Let DEVICE have models again."""
+    """Let DEVICE, or all of NODE, have models again."""
     config = find(run_dir)
     for name in drains.named(config, device):
         drains.ask(config, "undrain", name)

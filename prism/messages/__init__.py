@@ -21,6 +21,9 @@ from __future__ import annotations
 
 import msgspec
 
+# Machines of one cluster have the same. It is raised with each change that the version before does
+# not understand, of a message between machines or of what is kept in Redis.
+PROTOCOL = 1
 # What decoding raises: msgspec lets the others through for some malformed messages.
 MALFORMED_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError)
 

@@ -1,4 +1,4 @@
-"""`prism-serve drain`: wait until a device that gets no more models is empty."""
+"""`prism-serve drain`: wait until devices that get no more models are empty."""
 
 from __future__ import annotations
 
@@ -38,31 +38,30 @@ def drain(config: ClusterConfig, devices: Sequence[str], say: Callable[[str], No
     beginning, and DrainEndedError."""
     for device in devices:
         ask(config, "drain", device)
-    for device in devices:
-        _await_empty(config, device, say)
-
-
-def _await_empty(config: ClusterConfig, device: str, say: Callable[[str], None]) -> None:
-    said = None
-    while (left := _left(config, device)) != "":
-        if left is not None and left != said:
-            said = left
-            say(f"{device}: {left}")
+    said = dict.fromkeys(devices, "")
+    while (left := _left(config, devices)) is None or any(left.values()):
+        for device, what in (left or {}).items():
+            if what and what != said[device]:
+                say(f"{device}: {what}")
+                said[device] = what
         time.sleep(_LOOK_S)
 
 
-def _left(config: ClusterConfig, device: str) -> str | None:
-    """What is still there; "": nothing. None: the scheduler does not know yet. Raises
+def _left(config: ClusterConfig, devices: Sequence[str]) -> dict[str, str] | None:
+    """What is still on each; "": nothing. None: the scheduler does not know yet. Raises
     DrainEndedError."""
     try:
         status = _status(config)
     except operator.OperatorError:
         _check_runs(config)
         return None
-    left = status.drained.get(device)
-    if left is None and status.revision >= 0:
-        raise DrainEndedError(f"{device} is not drained any more: somebody has undrained it")
-    return left
+    left = {device: status.drained[device] for device in devices if device in status.drained}
+    if len(left) == len(devices):
+        return left
+    if status.revision < 0:
+        return None
+    (gone, *_) = [device for device in devices if device not in left]
+    raise DrainEndedError(f"{gone} is not drained any more: somebody has undrained it")
 
 
 def _check_runs(config: ClusterConfig) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.metadata import version
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -18,6 +19,7 @@ from prism.config.schema import ClusterConfig
 from prism.config.units import encoded
 from prism.curve import public_of
 from prism.errors import ConfigError
+from prism.messages import PROTOCOL
 
 _TTL_S = 10.0
 _SAY_S = 2.0
@@ -31,6 +33,7 @@ class NodeState(msgspec.Struct, frozen=True):
     owner: str
     version: str
     shared: str  # a digest of what all nodes must have in common
+    protocol: int = 0
 
 
 def namespace_of(config: ClusterConfig) -> str:
@@ -41,10 +44,26 @@ def namespace_of(config: ClusterConfig) -> str:
 def state_of(config: ClusterConfig) -> NodeState:
     # What engine processes take without a model is measured by each node for its own devices.
     devices = [msgspec.structs.replace(device, idle_bytes=0) for device in config.devices]
-    shared = {name: getattr(config, name) for name in _SHARED} | {"devices": devices}
+    shared = {name: _set(getattr(config, name)) for name in _SHARED} | {"devices": _set(devices)}
     digest = sha256(msgspec.json.encode(shared, enc_hook=encoded)).hexdigest()
     owner = f"{socket.gethostname()}-{uuid4().hex}"
-    return NodeState(owner, version("prism-serving"), digest)
+    return NodeState(owner, version("prism-serving"), digest, PROTOCOL)
+
+
+def _set(value: Any) -> Any:
+    """Without what has its default: a version may know more keys than another one."""
+    if isinstance(value, msgspec.Struct):
+        found = [(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
+        return {field.name: _set(each) for field, each in found if not _is_default(field, each)}
+    if isinstance(value, list | tuple):
+        return [_set(each) for each in value]
+    return {key: _set(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _is_default(field: msgspec.structs.FieldInfo, value: object) -> bool:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return bool(value == field.default_factory())
+    return bool(value == field.default)
 
 
 @contextmanager
@@ -87,10 +106,11 @@ def _check_alike(config: ClusterConfig, state: NodeState, client: redis.Redis) -
     for name, other in present(config, client).items():
         if name == config.node:
             continue
-        if other.version != state.version:
+        if other.protocol != state.protocol:
             raise ConfigError(
-                f"nodes: {name} runs version {other.version} and this machine {state.version};"
-                " install the same one"
+                f"nodes: {name} runs version {other.version}, whose protocol is {other.protocol},"
+                f" and this machine {state.version} with {state.protocol}: they do not understand"
+                " each other; install one version on all, with all of them stopped"
             )
         if other.shared != state.shared:
             raise ConfigError(
@@ -113,17 +133,19 @@ def _take(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
 def _keep(
     config: ClusterConfig, state: NodeState, say: Callable[[str], None], over: threading.Event
 ) -> None:
-    mine, known = msgspec.msgpack.encode(state), set[str]()
+    mine, known = msgspec.msgpack.encode(state), dict[str, NodeState]()
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
         while not over.wait(_SAY_S):
             try:
                 client.set(_key(config, config.node), mine, px=round(_TTL_S * 1000))
-                now = set(present(config, client)) - {config.node}
+                now = present(config, client)
             except (redis.RedisError, OSError):
                 continue  # the agents say so
-            for name in sorted(now - known):
-                say(f"node {name} is there")
-            for name in sorted(known - now):
+            now.pop(config.node, None)
+            for name in sorted(now.keys() - known.keys()):
+                other = now[name].version
+                say(f"node {name} is there{f', version {other}' * (other != state.version)}")
+            for name in sorted(known.keys() - now.keys()):
                 say(f"node {name} is gone")
             known = now
 

@@ -23,6 +23,7 @@ import yaml
 from msgspec import structs
 
 from prism.config.resolve import load
+from prism.config.schema import EngineConfig
 from prism.curve import public_of
 from prism.engines.fake import expected_tokens
 from prism.errors import ConfigError
@@ -30,7 +31,16 @@ from prism.queueing.server import BundledRedis
 from prism.serve.node import joined, namespace_of, state_of
 from tests.ports import free_port
 from tests.serve.clocks import AHEAD_S, shifted_clock
-from tests.serve.conftest import SERVE, STOP_S, Cluster, alive, descendants, until, write_yaml
+from tests.serve.conftest import (
+    SERVE,
+    STOP_S,
+    Cluster,
+    alive,
+    descendants,
+    serve_command,
+    until,
+    write_yaml,
+)
 
 DEVICE = {"name": "host:0", "capacity": "16MiB", "page": "64KiB", "engines": 2}
 MODELS = [{"name": n, "path": n, "replicas": {"min": 2, "max": 2}} for n in ("a", "b")]
@@ -58,14 +68,14 @@ class Node(Cluster):
 
 
 @contextmanager
-def node(path: Path, name: str, *options: str, **variables: str) -> Iterator[Node]:
-    """Not awaited: a cluster is ready when all nodes are there."""
+def node(path: Path, name: str, *options: str, setup: str = "", **variables: str) -> Iterator[Node]:
+    """Not awaited: a cluster is ready when all nodes are there. `setup`: as of `serving`."""
     log = path.parent / f"{name}.log"
     with TemporaryDirectory(prefix="prism-") as temporary, log.open("wb") as out:
         environment = {**os.environ, "TMPDIR": temporary, **variables}
         environment["PRISM_FAKE"] = '{"decode_step_ms": 10}'
-        command = [*SERVE, "--config", str(path), "--node", name, "--port", "0", *options]
-        command += ["--log-dir", str(path.parent / f"{name}-logs")]
+        command = [*serve_command(setup), "--config", str(path), "--node", name, "--port", "0"]
+        command += [*options, "--log-dir", str(path.parent / f"{name}-logs")]
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         made = Node(process, Path(temporary), log)
         try:
@@ -212,7 +222,10 @@ def test_a_node_that_does_not_fit_is_refused(
         key = f"{config.namespace}:node:b"
         for change, why in (
             ({"shared": "x"}, "nodes: b was started with other devices, models or settings"),
-            ({"version": "0.0.0"}, "nodes: b runs version 0.0.0 and this machine"),
+            (
+                {"version": "0.0.0", "protocol": 0},
+                "nodes: b runs version 0.0.0, whose protocol is 0, and this machine",
+            ),
         ):
             client.set(key, msgspec.msgpack.encode(structs.replace(state_of(config), **change)))
             assert why in refusal(path, "a")
@@ -222,3 +235,19 @@ def test_a_node_that_does_not_fit_is_refused(
     away = write_nodes(tmp_path, f"redis://:x@127.0.0.1:{free_port()}")
     assert "redis: " in refusal(away, "a")
     assert keys_left(database) == []
+
+
+def test_a_version_that_knows_more_keys_is_no_other_file(
+    tmp_path: Path, database: BundledRedis
+) -> None:
+    """As long as nobody uses them."""
+    config = load(write_nodes(tmp_path, database.url), node="a")
+    newer = msgspec.defstruct("Newer", [("more", int, 1)], bases=(EngineConfig,), frozen=True)
+
+    def digest(**changes: Any) -> str:
+        engine = newer(**structs.asdict(config.engine), **changes)
+        return state_of(structs.replace(config, engine=engine)).shared
+
+    assert digest() == state_of(config).shared
+    assert digest(more=2) != digest()
+    assert state_of(structs.replace(config, policy="static")).shared != digest()
