@@ -87,10 +87,10 @@ def metric(cluster: Cluster, name: str) -> float:
     return float(found[1]) if found else float("nan")
 
 
-def answer(cluster: Cluster, number: int) -> bool:
+def answer(cluster: Cluster, number: int, model: str = "a") -> bool:
     """One request that runs for longer than an overdraft is borne; whether it is right."""
     prompt = [20 + number] * 8
-    body = {"model": "a", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True}
     more = {"return_token_ids": True, "temperature": 0}
     response = httpx.post(f"{cluster.url}/v1/completions", json={**body, **more}, timeout=120)
     assert response.status_code == 200, response.text
@@ -103,12 +103,13 @@ def test_an_engine_that_takes_too_much_is_replaced_and_its_requests_go_on(
 ) -> None:
     faults = {"leak_bytes": LEAK, "once_file": str(tmp_path / "once"), "decode_step_ms": 100}
     with gpu_cluster(tmp_path, short_dir, **faults) as cluster, ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(answer, cluster, number) for number in range(4)]
+        # The engine takes too much that is the first to be activated, of a or of b.
+        answers = [pool.submit(answer, cluster, number, "abab"[number]) for number in range(4)]
         until(lambda: metric(cluster, "prism_engine_overdrafts_total") == 1, "replacement", 60)
         assert all(future.result() for future in answers)
         [agent] = json.loads(cluster.operate("status", "--json").stdout)["agents"]
-        [a] = [m for m in agent["models"] if m["model"] == "a"]
-        assert (a["state"], a.get("failed_total", 0)) == ("active", 0)
+        for model in agent["models"]:
+            assert (model["state"], model.get("failed_total", 0)) == ("active", 0)
         assert agent["engine_restarts_total"] == agent["gpu"]["replaced_total"] == 1
         until(lambda: metric(cluster, "prism_device_memory_drift_bytes") <= 0, "no drift")
         assert "engines replaced for it" in cluster.operate("status").stdout
@@ -118,7 +119,8 @@ def test_an_engine_that_takes_too_much_is_replaced_and_its_requests_go_on(
         assert "is replaced: it holds " in logs
         [trace] = run_dir_logs.rglob("activations-cuda0.trace.json")
         noted = [e for e in json.loads(trace.read_text().rstrip(",\n") + "]") if e["ph"] == "i"]
-        assert [(e["name"], e["args"]["model"]) for e in noted] == [("replaced", "a")]
+        assert [e["name"] for e in noted] == ["replaced"]
+        assert noted[0]["args"]["model"] in {"a", "b"}
         assert re.match(
             r"it holds 2\d(\.\d+)?MiB of cuda:0 beyond its lease", noted[0]["args"]["why"]
         )
