@@ -91,6 +91,7 @@ choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None}
 event = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "m"}
 EVENT = b"data: " + json.dumps({**event, "choices": [choice]}).encode() + b"\\n\\n"
 running = {}
+asked = asyncio.Event()
 
 async def answer(reader, writer):
     head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
@@ -98,11 +99,15 @@ async def answer(reader, writer):
     body = json.loads(await reader.readexactly(length))
     writer.write(HEAD)
     running[writer] = body["max_tokens"]
+    asked.set()
 
 async def steps(step_s, loop):
     due_s = 0.0
     while True:
-        if not running or loop.time() - due_s > step_s:
+        if not running:  # a step begins with the first request, as an engine's does
+            asked.clear()
+            await asked.wait()
+        if loop.time() - due_s > step_s:
             due_s = loop.time()
         due_s += step_s
         await asyncio.sleep(max(0.0, due_s - loop.time()))

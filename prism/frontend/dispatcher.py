@@ -15,6 +15,7 @@ import zmq.asyncio
 from prism import clock
 from prism.config.schema import ClusterConfig
 from prism.errors import QueueUnavailableError, UnknownModelError
+from prism.frontend.enqueuer import Enqueuer
 from prism.frontend.errors import SheddingError
 from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics import Metrics
@@ -55,6 +56,7 @@ class Dispatcher:
     ) -> None:
         self.frontend_id = frontend_id
         self.log = RequestLog(*_bounds(config))
+        self._enqueuer = Enqueuer(queue, self.log)
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
@@ -123,8 +125,7 @@ class Dispatcher:
             )
         self.log.add(list(opened))
         try:
-            for entry in opened:
-                await self._enqueue(entry)
+            await self._enqueue(opened)
         except BaseException:
             self.cancel([entry.request.id for entry in opened])
             raise
@@ -237,21 +238,16 @@ class Dispatcher:
 
     async def _requeue(self, entry: OpenRequest) -> None:
         try:
-            await self._enqueue(entry)
+            await self._enqueue([entry])
         except QueueUnavailableError as error:
             log.warning("%s: %s", entry.request.id, error)
             entry.break_off("queue_unavailable", "the request queue (Redis) cannot be reached")
 
-    async def _enqueue(self, entry: OpenRequest) -> None:
-        """Try until Redis takes it, or the request is closed. Raises QueueUnavailableError after
+    async def _enqueue(self, entries: Sequence[OpenRequest]) -> None:
+        """Try until Redis takes them, or they are closed. Raises QueueUnavailableError after
         `frontend.queue_timeout`."""
-
-        async def enqueue() -> None:
-            if self.log.get(entry.request.id) is entry:
-                await self._queue.enqueue(entry.request)
-                entry.enqueued = True
-
-        await patiently(enqueue, self._config.frontend.queue_timeout_s)
+        timeout_s = self._config.frontend.queue_timeout_s
+        await patiently(lambda: self._enqueuer.put(entries), timeout_s)
 
     async def _watch_progress(self) -> None:
         """One look at all requests now and then: a timer of each token would cost more than it."""
@@ -303,9 +299,7 @@ class Dispatcher:
         entries = self.log.unended()
         # Some at a time: the next heartbeat waits for all of them.
         for start in range(0, len(entries), _RESTORED_AT_ONCE):
-            some = entries[start : start + _RESTORED_AT_ONCE]
-            still_open = [each for each in some if self.log.get(each.request.id) is each]
-            await asyncio.gather(*(self._queue.enqueue(each.request) for each in still_open))
+            await self._enqueuer.put(entries[start : start + _RESTORED_AT_ONCE])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -88,13 +88,17 @@ class RequestQueue:
     # --- frontends --------------------------------------------------------------------------
 
     async def enqueue(self, request: Request) -> str:
-        """Put `request` where its model is placed; returns the queue (a device or UNPLACED).
+        return (await self.enqueue_all([request]))[0]
+
+    async def enqueue_all(self, requests: Sequence[Request]) -> list[str]:
+        """All of them, or none, to where their models are placed. Returns devices, or UNPLACED.
 
         The same (id, attempt) again changes nothing; a newer attempt replaces an older one.
         """
-        body = msgspec.msgpack.encode(request)
-        queue = await self._run("enqueue", request.id, request.model, request.attempt, body)
-        return _text(queue)
+        args: list[str | int | bytes] = []
+        for each in requests:
+            args += each.id, each.model, each.attempt, msgspec.msgpack.encode(each)
+        return [_text(queue) for queue in await self._run("enqueue", *args)] if args else []
 
     async def forget(self, request_ids: Collection[str]) -> set[str]:
         """Drop these if they wait; returns those dropped. Running ones: cancel at the agent."""
@@ -195,8 +199,7 @@ class RequestQueue:
         """(entry id, request) pairs after `cursor`, oldest first; "0" replays all that wait.
 
         Raises MalformedRequestError where one of them is no request; `set_aside` makes way for the
-        rest.
-        """
+        rest."""
         found = await self._read_streams({self._key("queue", device): cursor}, 0, count)
         return self._decoded(found)
 
@@ -292,8 +295,7 @@ class RequestQueue:
 
     async def route(self, model: str, *devices: str) -> int:
         """Place the copies of `model` (none: nowhere) and move its waiting requests; returns how
-        many moved. Only the cluster scheduler calls this.
-        """
+        many moved. Only the cluster scheduler calls this."""
         return int(await self._run("route", model, *devices))
 
     async def placement(self) -> dict[str, tuple[str, ...]]:

@@ -61,6 +61,22 @@ async def test_a_server_without_its_data_gives_new_epochs(
     assert await queue.acquire(DEVICE, "agent", 30) > old
 
 
+async def test_a_full_server_takes_all_of_them_or_none(
+    server: BundledRedis, queue: RequestQueue
+) -> None:
+    async def enqueue_until_full() -> None:
+        for batch in range(1000):
+            await queue.enqueue_all([request(f"{batch}-{n}") for n in range(100)])
+
+    with Redis.from_url(server.url) as admin:
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"] + 1_000_000)
+        with pytest.raises(QueueUnavailableError, match="takes no writes"):
+            await enqueue_until_full()
+    taken = (await queue.unplaced_counts())["a"]
+    assert taken > 0
+    assert taken % 100 == 0
+
+
 async def test_no_server_at_all(short_dir: Path) -> None:
     queue = RequestQueue.connect(f"unix://{short_dir}/none.sock", "n")
     with pytest.raises(QueueUnavailableError, match="does not answer"):

@@ -54,6 +54,22 @@ async def test_enqueue_is_idempotent_and_newer_attempts_replace(queue: RequestQu
     assert [r.attempt for _, r in await queue.read(UNPLACED, "0")] == [2]
 
 
+async def test_several_are_enqueued_in_order(queue: RequestQueue) -> None:
+    """Each as if it came alone: to its model's place, known ones once, newer attempts anew."""
+    await queue.route("b", DEVICE)
+    await queue.enqueue(request("1", attempt=2))
+    await queue.enqueue(request("2"))
+    several = [request("3"), request("1"), request("4", "b"), request("2", attempt=2)]
+    queues = [UNPLACED, UNPLACED, DEVICE, UNPLACED]
+    for _ in range(2):
+        assert await queue.enqueue_all(several) == queues
+    assert [(r.id, r.attempt) for _, r in await queue.read(UNPLACED, "0")] == [
+        ("1", 2), ("3", 1), ("2", 2)
+    ]  # fmt: skip
+    assert await waiting(queue, DEVICE) == ["4"]
+    assert await queue.enqueue_all([]) == []
+
+
 async def test_a_newer_attempt_replaces_a_running_one(queue: RequestQueue) -> None:
     await queue.route("a", DEVICE)
     await queue.enqueue(request("1"))
