@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from kvcached import Device, KvcachedError, WeightKey
 from prism import clock
+from prism.agent import reload
 from prism.agent.activations import TraceFile, trace_path
 from prism.agent.admission import EngineViews
 from prism.agent.effects import AgentEffects
@@ -224,13 +225,9 @@ class Agent:
             await self._close(tasks)
 
     def _loops(self, turns: Turns) -> list[Coroutine[Any, Any, None]]:
+        serving, look_soon = self._serving, self._watch.look_soon
         engines = EngineInbox(
-            self._state,
-            self._link,
-            self._lifecycle,
-            self._serving,
-            self._watch.look_soon,
-            trace=self._trace,
+            self._state, self._link, self._lifecycle, serving, look_soon, trace=self._trace
         )
         orders = OrderInbox(
             link=self._orders,
@@ -251,9 +248,10 @@ class Agent:
             self._tick(),
         )
         # These wait for others, for as long as nothing comes.
-        waiting = [engines.run(), orders.run(), self._cancels.run()]
-        waiting += [fork_server.run() for fork_server in self._fork_servers]
-        return [*map(turns.of, turning), *waiting, self._sweep()]
+        waiting = [engines.run(), orders.run(), self._cancels.run(), self._sweep()]
+        waiting += [reload.watch(self._file, self._orders, self._tokens)]
+        waiting += [each.run() for each in self._fork_servers]
+        return [*map(turns.of, turning), *waiting]
 
     async def _tick(self) -> None:
         while True:

@@ -74,8 +74,15 @@ class SchedulerLink:
             immediate=1,
             sndhwm=REPORTS_HIGH_WATER,
         )
-        for endpoint in config.scheduler_endpoints:
+        self._endpoints: set[str] = set()
+        self.connect(config)
+
+    def connect(self, config: ClusterConfig) -> None:
+        """Look for the scheduler at new places, too. An old one where nobody answers any more costs
+        nothing."""
+        for endpoint in set(config.scheduler_endpoints) - self._endpoints:
             self._channel.connect(endpoint)
+            self._endpoints.add(endpoint)
 
     def send(self, message: AgentReport | ActionResult) -> bool:
         """Never blocks. False: no scheduler is there."""
@@ -138,7 +145,7 @@ class TokenSender:
     ) -> None:
         self._secret, self._agent = secret, agent
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._endpoint_of = endpoint_of
+        self.endpoint_of = endpoint_of
         self._on_dead = on_dead
         self._channels: dict[str, BlockingChannel[None]] = {}
 
@@ -168,7 +175,7 @@ class TokenSender:
         self._context.term()
 
     def _open(self, frontend_id: str) -> BlockingChannel[None]:
-        endpoint = self._endpoint_of(frontend_id)
+        endpoint = self.endpoint_of(frontend_id)
         channel = BlockingChannel[None](
             self._context, zmq.PUSH, secret=self._secret, sndhwm=OUTPUT_HIGH_WATER
         )

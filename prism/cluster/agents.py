@@ -32,7 +32,7 @@ class AgentBook:
         start_grace_s: float,
         start_max_s: float = float("inf"),
     ) -> None:
-        self._order = {device: index for index, device in enumerate(devices)}
+        self._order: dict[str, int] = {}
         self._agents: dict[str, LiveAgent] = {}
         # Model -> device -> its report there: there are many of each.
         self._models: dict[str, dict[str, ModelReport]] = {}
@@ -40,6 +40,15 @@ class AgentBook:
         self._grace_s = start_grace_s
         self._start_max_s = start_max_s
         self._heard_s: dict[str, float] = {}
+        self.serve(devices)
+
+    def serve(self, devices: Iterable[str]) -> None:
+        """These from now on, in this order. Agents of others are not known any more."""
+        self._order = {device: index for index, device in enumerate(devices)}
+        for gone in self._agents.keys() - self._order.keys():
+            self.drop(gone)
+        for gone in self._heard_s.keys() - self._order.keys():
+            del self._heard_s[gone]
 
     def resume(self, grace_s: float) -> None:
         """The agents have served before this scheduler came: they are expected within `grace_s`."""

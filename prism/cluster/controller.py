@@ -45,6 +45,7 @@ class ClusterController:
         self._actuator = actuator
         self._owner = f"scheduler-{uuid4().hex}"
         self._recovered: set[str] = set()
+        self._devices: set[str] = set()  # also those that a reload has removed
         self._resumed = False
         self._seen: tuple[int, ClusterView] | None = None  # the plan's, and `changes.version` then
         self.scheduler = ClusterScheduler(
@@ -302,7 +303,8 @@ class ClusterController:
 
     async def _recover_queues(self) -> None:
         """Requests that a lost agent left running wait again, where their model is routed now."""
-        for device in [d.name for d in self._state.config.devices]:
+        self._devices.update(device.name for device in self._state.config.devices)
+        for device in sorted(self._devices):
             if not self._state.book.is_gone(device, self._state.now_s()):
                 self._recovered.discard(device)
             elif device not in self._recovered:

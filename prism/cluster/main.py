@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from prism.cluster.operator import Operator
 from prism.cluster.state import new_state
 from prism.cluster.timing import SchedulerTiming, timing_of
 from prism.config.knobs import live_policy
-from prism.config.resolved import ConfigFile
+from prism.config.resolved import LOOK_S, ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
 from prism.process import Turns, beat, configure_logging, die_with_parent
@@ -95,10 +96,19 @@ async def _serve(file: ConfigFile) -> None:
     turns = Turns()
     beating = asyncio.create_task(beat(turns))
     if file.config.nodes:
+        await until_it_may_lead(file, stop)
         await leading(file.config, stop, lambda over: _run(file, over, turns))
     else:
         await _run(file, stop, turns)
     beating.cancel()
+
+
+async def until_it_may_lead(file: ConfigFile, stop: asyncio.Event) -> None:
+    """The first nodes do. Others become some of these when a reload removes one."""
+    while not file.config.schedules and not stop.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LOOK_S)
+        file.newer()
 
 
 async def _run(file: ConfigFile, stop: asyncio.Event, turns: Turns) -> None:

@@ -102,6 +102,8 @@ class SchedulerState:
         self.config = structs.replace(config, models=[*config.models, *config.leaving])
         self.leaving = {model.name for model in config.leaving}
         self.sizes.add(self.config)
+        self.book.serve(device.name for device in config.devices)
+        self.drained &= {device.name for device in config.devices}
         self.rates.window_s = config.scheduler.rate_window_s
 
 

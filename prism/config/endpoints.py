@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-SCHEDULERS_MAX = 3  # nodes that have one ready
+SCHEDULERS_MAX = 3  # nodes whose scheduler may lead
 FRONTEND_PORTS = 64  # of a node, behind those of its scheduler and its agents
 
 
@@ -73,7 +73,7 @@ class Endpoints(_Nodes, frozen=True):
 
     @property
     def schedules(self) -> bool:
-        """Whether this machine has a scheduler, which may wait for another one's end."""
+        """Whether the scheduler of this machine may lead; another one may do so at present."""
         return not self.node or self.node in (n.name for n in self.nodes[:SCHEDULERS_MAX])
 
     @property

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from prism.config.endpoints import node_of
 from prism.config.knobs import live_policy
 from prism.config.memory import check_memory
-from prism.config.schema import ClusterConfig
+from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 
@@ -79,6 +80,8 @@ def reloaded(
     kept = {model.name for model in models}
     changed = structs.replace(
         running,
+        nodes=loaded.nodes,
+        devices=_devices(running, loaded),
         models=models,
         leaving=[_released(model) for name, model in known.items() if name not in kept],
         scheduler=loaded.scheduler,
@@ -86,14 +89,40 @@ def reloaded(
         keys=loaded.keys,
         source=loaded.source,
     )
+    came_or_went = _nodes(running, changed)
+    more = [each for each in changes(running, changed) if each not in came_or_went]
+    if running.nodes and more:
+        raise ConfigError(
+            f"{'; '.join(more)}: with several machines, nodes come and go while the cluster runs,"
+            " and nothing else changes; take it back, or start prism-serve again on all"
+        )
     check_memory(changed)
     return changed
 
 
+def _with_nodes_of(config: ClusterConfig, other: ClusterConfig) -> ClusterConfig:
+    """How many copies a model may have follows from the devices, too."""
+    most = {model.name: model.replicas_max for model in other.models}
+    models = [
+        structs.replace(each, replicas_max=most.get(each.name, each.replicas_max))
+        for each in config.models
+    ]
+    return structs.replace(config, nodes=other.nodes, devices=other.devices, models=models)
+
+
+def _devices(running: ClusterConfig, loaded: ClusterConfig) -> list[DeviceConfig]:
+    """What engines hold without a model was measured at the start, where the device is."""
+    known = {device.name: device for device in running.devices}
+    return [known.get(device.name, device) for device in loaded.devices]
+
+
 def changes(before: ClusterConfig, after: ClusterConfig) -> list[str]:
     """For people, each a few words; without keys' hashes. Empty: nothing changed."""
+    found = _nodes(before, after)
+    if found:
+        before = _with_nodes_of(before, after)
     old, new = ({model.name: model for model in each.models} for each in (before, after))
-    found = [f"added {name}" for name in new if name not in old]
+    found += [f"added {name}" for name in new if name not in old]
     found += [f"removed {name}" for name in old if name not in new]
     for name in new.keys() & old.keys():
         for field, key in CHANGEABLE.items():
@@ -104,6 +133,12 @@ def changes(before: ClusterConfig, after: ClusterConfig) -> list[str]:
         names = ", ".join(key.name for key in after.keys)
         found.append(f"access.keys are {names}")
     return found
+
+
+def _nodes(before: ClusterConfig, after: ClusterConfig) -> list[str]:
+    old, new = ({node.name for node in each.nodes} for each in (before, after))
+    came, went = sorted(new - old), sorted(old - new)
+    return [*(f"added node {name}" for name in came), *(f"removed node {name}" for name in went)]
 
 
 def _fixed(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
@@ -133,13 +168,31 @@ def _fixed(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
 
 
 def _fixed_devices(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
-    if [d.name for d in running.devices] != [d.name for d in loaded.devices]:
+    yield from _fixed_nodes(running, loaded)
+    both = {n.name for n in running.nodes} & {n.name for n in loaded.nodes} or {""}
+    old, new = ([d for d in each.devices if node_of(d.name) in both] for each in (running, loaded))
+    if [d.name for d in old] != [d.name for d in new]:
         yield "devices"
         return
-    for index, (old, new) in enumerate(zip(running.devices, loaded.devices, strict=True)):
+    for before, after in zip(old, new, strict=True):
+        key = loaded.device_key(loaded.devices.index(after))
         # What engines hold without a model was measured at the start.
-        for name in _differing(old, structs.replace(new, idle_bytes=old.idle_bytes)):
-            yield f"devices[{index}].{_DEVICE.get(name, name)}"
+        for name in _differing(before, structs.replace(after, idle_bytes=before.idle_bytes)):
+            yield f"{key}.{_DEVICE.get(name, name)}"
+
+
+def _fixed_nodes(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
+    """Whole machines come, behind the others, and go: the first ones have schedulers."""
+    old, new = ({node.name: node for node in each.nodes} for each in (running, loaded))
+    if bool(old) != bool(new):
+        yield "nodes"
+    if running.node not in (new or [""]):
+        yield f"nodes: {running.node}, which this machine is"
+    if list(new)[: len(old.keys() & new.keys())] != [name for name in old if name in new]:
+        yield "nodes: their order; new ones come last"
+    for name in old.keys() & new.keys():
+        for field in _differing(old[name], new[name]):
+            yield f"nodes: {field} of {name}"
 
 
 def _fixed_models(

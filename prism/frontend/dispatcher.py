@@ -63,16 +63,13 @@ class Dispatcher:
         self._config = config
         self._slo_ttft_s = {model.name: model.slo_ttft_s for model in config.models}
         self._metrics = metrics
-        self._cancel_endpoints = [config.agent_cancel_endpoint(d.name) for d in config.devices]
         self._context = zmq.asyncio.Context()
         key = config.cluster_key
         self._inbox: Channel[ToFrontend] = Channel(self._context, zmq.PULL, ToFrontend, key, hwm=0)
         self.siblings = Siblings(
             self._context, config, frontend_id, lambda names: metrics.text(frontend_id, names)
         )
-        self._cancels = [
-            Channel[None](self._context, zmq.PUSH, secret=key) for _ in self._cancel_endpoints
-        ]
+        self._cancels: dict[str, Channel[None]] = {}  # by the agent's endpoint
         self._loops: list[asyncio.Task[None]] = []
         # Set when a bug has ended one of the loops: nothing is served from then on.
         self.broken = asyncio.Event()
@@ -82,8 +79,7 @@ class Dispatcher:
     async def start(self) -> None:
         for endpoint in self._config.own_frontend_endpoints(self.frontend_id):
             self._inbox.bind(endpoint)
-        for channel, endpoint in zip(self._cancels, self._cancel_endpoints, strict=True):
-            channel.connect(endpoint)
+        self._connect()
         watches = (self._refusals.run(), self._lost.run(), self._watch_progress())
         self._loops = [self._spawn(loop) for loop in (self._receive(), self._beat(), *watches)]
 
@@ -106,7 +102,19 @@ class Dispatcher:
         self.log.resize(*_bounds(config))
         self._refusals.after_s = config.frontend.refused_timeout_s
         self._slo_ttft_s |= {model.name: model.slo_ttft_s for model in config.models}
+        self._connect()
         self._spawn(self._tell())
+
+    def _connect(self) -> None:
+        """To the agents of the configuration, and to no others."""
+        config = self._config
+        wanted = {config.agent_cancel_endpoint(device.name) for device in config.devices}
+        for endpoint in self._cancels.keys() - wanted:
+            self._cancels.pop(endpoint).close()
+        for endpoint in wanted - self._cancels.keys():
+            channel = Channel[None](self._context, zmq.PUSH, secret=config.cluster_key)
+            self._cancels[endpoint] = channel
+            channel.connect(endpoint)
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -166,7 +174,7 @@ class Dispatcher:
     def _send_cancel(self, request_ids: list[str]) -> None:
         for start in range(0, len(request_ids), _CANCEL_BATCH_MAX):
             batch = request_ids[start : start + _CANCEL_BATCH_MAX]
-            for channel in self._cancels:
+            for channel in self._cancels.values():
                 try:
                     channel.send(Cancel(batch))
                 except zmq.ZMQError as error:

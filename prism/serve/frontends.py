@@ -16,10 +16,12 @@ from pathlib import Path
 
 import zmq
 
+from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.messages.requests import FrontendGone
 from prism.process import Heartbeat
 from prism.serve.children import Child, ChildSpec
+from prism.serve.run_dir import CONFIG_FILE
 from prism.transport import BlockingChannel
 
 LEAVE = signal.SIGUSR1  # to a frontend: a successor has come
@@ -30,20 +32,27 @@ class AgentLine:
     rule: the launcher's main thread."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        self._config = config
+        self._config, self._file = config, ConfigFile(Path(config.run_dir) / CONFIG_FILE, config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channels = [
-            BlockingChannel[None](self._context, zmq.PUSH, secret=config.cluster_key)
-            for _ in config.devices
-        ]
-        for channel, device in zip(self._channels, config.devices, strict=True):
-            channel.connect(config.agent_cancel_endpoint(device.name))
+        self._channels: dict[str, BlockingChannel[None]] = {}  # by the agent's endpoint
+        self._connect()
+
+    def _connect(self) -> None:
+        """To the agents of the configuration, and to no others."""
+        config = self._config = self._file.newer() or self._config
+        wanted = {config.agent_cancel_endpoint(device.name) for device in config.devices}
+        for endpoint in self._channels.keys() - wanted:
+            self._channels.pop(endpoint).close()
+        for endpoint in wanted - self._channels.keys():
+            channel = BlockingChannel[None](self._context, zmq.PUSH, secret=config.cluster_key)
+            self._channels[endpoint] = channel
+            channel.connect(endpoint)
 
     def __enter__(self) -> AgentLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for channel in self._channels:
+        for channel in self._channels.values():
             channel.close()
         self._context.term()
 
@@ -65,7 +74,8 @@ class AgentLine:
 
     def frontend_gone(self, frontend_id: str) -> None:
         """Never blocks. One that does not hear it notices the missing heartbeat, seconds later."""
-        for channel in self._channels:
+        self._connect()
+        for channel in self._channels.values():
             with suppress(zmq.ZMQError):
                 channel.send(FrontendGone(frontend_id), block=False)
         self._socket(frontend_id).unlink(missing_ok=True)

@@ -313,7 +313,7 @@ def _others(
         for device in local.devices
         for adapter in config.adapters_on(on_node(device.name, config.node))
     ]
-    groups = ([*([scheduler] if config.schedules else []), *preloaded], agents)
+    groups = ([scheduler, *preloaded], agents)
     return [[Child(spec, run_dir.logs, variables) for spec in group] for group in groups]
 
 

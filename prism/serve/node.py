@@ -5,21 +5,24 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 import redis
 
+from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.config.units import encoded
 from prism.curve import public_of
 from prism.errors import ConfigError
 from prism.messages import PROTOCOL
+from prism.serve.run_dir import CONFIG_FILE
 
 _TTL_S = 10.0
 _SAY_S = 2.0
@@ -71,7 +74,7 @@ def joined(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
     """Within the block this machine is a node of the cluster; the last one that leaves removes
     what the cluster has in Redis. Raises ConfigError where the nodes are not alike, or another
     process is this node already."""
-    state = state_of(config)
+    state, file = state_of(config), ConfigFile(Path(config.run_dir) / CONFIG_FILE, config)
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
         try:
             _check_alike(config, state, client)
@@ -79,7 +82,7 @@ def joined(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
         except redis.RedisError as error:
             raise ConfigError(f"redis: {error}; start that server, or correct the URL") from error
         over = threading.Event()
-        thread = threading.Thread(target=_keep, args=(config, state, say, over), daemon=True)
+        thread = threading.Thread(target=_keep, args=(file, state, say, over), daemon=True)
         thread.start()
         try:
             yield
@@ -87,7 +90,7 @@ def joined(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
             over.set()
             thread.join(2 * _TIMEOUT_S)
             with suppress(redis.RedisError, OSError):
-                _leave(config, state, client)
+                _leave(file.config, state, client)
 
 
 def present(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
@@ -102,6 +105,30 @@ def present(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
     }
 
 
+def living(config: ClusterConfig, names: Collection[str]) -> set[str]:
+    """Those of these nodes that live. Raises ConfigError."""
+    if not names:
+        return set()
+    with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
+        try:
+            return present(config, client).keys() & names
+        except redis.RedisError as error:
+            raise ConfigError(f"redis: {error}; try again") from error
+
+
+def has_told(config: ClusterConfig, timeout_s: float) -> bool:
+    """Waits until this machine's `prism-serve` has told the others that it follows `config`."""
+    wanted, until_s = state_of(config).shared, time.monotonic() + timeout_s
+    with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
+        while time.monotonic() < until_s:
+            with suppress(redis.RedisError):
+                said = present(config, client).get(config.node)
+                if said is not None and said.shared == wanted:
+                    return True
+            time.sleep(0.2)
+    return False
+
+
 def _check_alike(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
     for name, other in present(config, client).items():
         if name == config.node:
@@ -114,8 +141,8 @@ def _check_alike(config: ClusterConfig, state: NodeState, client: redis.Redis) -
             )
         if other.shared != state.shared:
             raise ConfigError(
-                f"nodes: {name} was started with other devices, models or settings; give all nodes"
-                " the same file, and the models the same paths"
+                f"nodes: {name} has other devices, models or settings; give all nodes the same"
+                " file, and the models the same paths, and prism-serve reload where it is new"
             )
 
 
@@ -131,11 +158,16 @@ def _take(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
 
 
 def _keep(
-    config: ClusterConfig, state: NodeState, say: Callable[[str], None], over: threading.Event
+    file: ConfigFile, state: NodeState, say: Callable[[str], None], over: threading.Event
 ) -> None:
-    mine, known = msgspec.msgpack.encode(state), dict[str, NodeState]()
+    known: dict[str, NodeState] = {}
+    config = file.config
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
         while not over.wait(_SAY_S):
+            if (newer := file.newer()) is not None:
+                config = newer
+                state = msgspec.structs.replace(state, shared=state_of(config).shared)
+            mine = msgspec.msgpack.encode(state)
             try:
                 client.set(_key(config, config.node), mine, px=round(_TTL_S * 1000))
                 now = present(config, client)
@@ -152,7 +184,8 @@ def _keep(
 
 def _leave(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
     """REQUIRES: this node's processes have ended."""
-    if present(config, client).get(config.node) == state:
+    here = present(config, client).get(config.node)
+    if here is not None and here.owner == state.owner:
         client.delete(_key(config, config.node))
     if not present(config, client):
         forget_keys(config)

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+from prism.config.endpoints import node_of
 from prism.config.reload import changes, reloaded
 from prism.config.resolve import load
 from prism.config.resolved import write_resolved
@@ -27,6 +28,7 @@ from prism.frontend.tokenizers import load_tokenizers
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.process import child_environment, die_with_parent
 from prism.serve import operator
+from prism.serve.node import has_told, living
 from prism.serve.run_dir import CONFIG_FILE, find
 
 _LOCK_FILE = "reload.lock"
@@ -47,12 +49,10 @@ def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
     """
     with _alone(Path(find(run_dir).run_dir)) as path:
         running = find(path)
-        if running.nodes:
-            raise ConfigError(
-                "reload: not with several machines; start prism-serve again on each, one by one"
-            )
-        loaded = load(source or Path(running.source), running.variable_keys)
-        wanted = reloaded(running, loaded, _status(running).leaving)
+        loaded = load(source or Path(running.source), running.variable_keys, running.node)
+        status = _status(running)
+        wanted = reloaded(running, loaded, status.leaving)
+        _check_left(running, wanted, status)
         changed = changes(running, wanted)
         if wanted == running:
             return []
@@ -65,6 +65,18 @@ def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
             raise ConfigError(f"--run-dir: {path} cannot be written to: {error}") from error
         _await_followed(wanted)
         return changed
+
+
+def _check_left(running: ClusterConfig, wanted: ClusterConfig, status: ClusterStatus) -> None:
+    """Nothing runs on machines that are not in the file any more. Raises ConfigError."""
+    gone = {node.name for node in running.nodes} - {node.name for node in wanted.nodes}
+    placed = {device for each in status.copies.values() for device in each}
+    used = placed.union(status.placement.values(), (agent.device for agent in status.agents))
+    if still := sorted(gone & ({*map(node_of, used)} | living(running, gone))):
+        raise ConfigError(
+            f"nodes: {still[0]} is in use; prism-serve drain @{still[0]}, and stop it there, before"
+            " you take it out"
+        )
 
 
 @contextmanager
@@ -86,8 +98,11 @@ def _status(config: ClusterConfig) -> ClusterStatus:
 
 
 def _await_followed(config: ClusterConfig) -> None:
+    """On several machines: by this one, which does not wait for a reload of the others."""
     until_s = time.monotonic() + _FOLLOWED_S
-    while time.monotonic() < until_s:
+    if config.nodes and has_told(config, _FOLLOWED_S):
+        return
+    while not config.nodes and time.monotonic() < until_s:
         with suppress(operator.OperatorError):  # it is being started again
             if _status(config).revision >= config.revision:
                 return

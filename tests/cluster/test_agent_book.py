@@ -146,3 +146,17 @@ def full_of(devices: int) -> SchedulerState:
         state.moves[coming] = Move("activate", coming, f"host:{i}")
         state.backoff.failed(coming, f"host:{i}", "no room", 100.0)
     return state
+
+
+def test_devices_come_and_go_while_the_scheduler_runs() -> None:
+    agents = book()
+    for device in ("host:0", "host:1"):
+        agents.take(report(device), 1.0)
+    agents.serve(["host:2", "host:1"])
+    assert [each.device for each in agents.reports()] == ["host:1"]
+    assert not agents.knows("host:0")
+    assert agents.is_gone("host:0", 2.0)
+    assert not agents.is_gone("host:2", 2.0), "it may be starting"
+    assert agents.is_gone("host:2", GRACE_S + 1)
+    agents.take(report("host:2"), GRACE_S + 2)
+    assert [each.device for each in agents.reports()] == ["host:2", "host:1"]

@@ -6,9 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from prism.cluster import leading as module
 from prism.cluster.leading import SCHEDULER, leading
+from prism.cluster.main import until_it_may_lead
+from prism.config.endpoints import NodeConfig
+from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema import ClusterConfig
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
@@ -89,3 +93,16 @@ async def test_one_that_cannot_renew_gives_up_before_another_begins(
         await soon(only.leads)
         only.stop.set()
         await only.task
+
+
+async def test_another_node_may_lead_when_one_of_the_first_is_removed(tmp_path: Path) -> None:
+    nodes = [NodeConfig(name, "127.0.0.1", 7300, 1, 1) for name in "abcd"]
+    config = ClusterConfig("x", "", "", "prism", devices=[], models=[], node="d", nodes=nodes)
+    file, stop = ConfigFile(tmp_path / "cluster.json", config), asyncio.Event()
+    waiting = asyncio.create_task(until_it_may_lead(file, stop))
+    await asyncio.sleep(1.0)
+    assert not waiting.done()
+    newer = structs.replace(config, nodes=[nodes[0], *nodes[2:]], revision=1)
+    write_resolved(newer, tmp_path / "cluster.json")
+    await asyncio.wait_for(waiting, SOON_S)
+    assert file.config.scheduler_endpoints[0] == file.config.scheduler_endpoint

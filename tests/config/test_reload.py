@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from prism.config.access import ApiKey
+from prism.config.endpoints import NodeConfig
 from prism.config.priority import PriorityConfig
 from prism.config.reload import CHANGEABLE, DERIVED, FIXED, changes, reloaded
 from prism.config.resolved import ConfigFile, write_resolved
@@ -165,3 +166,41 @@ def test_processes_take_a_newer_file_and_no_other(
     assert file.newer() is None
     assert "is not this version's" in caplog.text
     assert file.config == newer
+
+
+def several(*names: str, **more: Any) -> ClusterConfig:
+    nodes = [NodeConfig(name, f"10.0.0.{name}", 7300, 1, 1) for name in names]
+    devices = [DeviceConfig(f"host:0@{name}", 1 << 26, 1 << 16, 2) for name in names]
+    return replace(LOADED, nodes=nodes, devices=devices, **more)
+
+
+def test_machines_come_and_go() -> None:
+    """What was measured here stays."""
+    running = several("1", "2", node="1", run_dir="/run/1")
+    running.devices[0] = replace(running.devices[0], idle_bytes=7)
+    after = reloaded(running, several("1", "2", "3", node="1"), [])
+    assert [device.name for device in after.devices] == ["host:0@1", "host:0@2", "host:0@3"]
+    assert after.devices[0].idle_bytes == 7
+    assert changes(running, after) == ["added node 3"]
+    left = reloaded(after, several("1", "3", node="1"), [])
+    assert [node.name for node in left.nodes] == ["1", "3"]
+    assert changes(after, left) == ["removed node 2"]
+
+
+@pytest.mark.parametrize(
+    ("names", "edit", "named"),
+    [
+        ("21", {}, "nodes: their order; new ones come last"),
+        ("312", {}, "nodes: their order; new ones come last"),
+        ("23", {}, "nodes: 1, which this machine is"),
+        ("12", {"nodes": [NodeConfig(n, f"10.0.0.{n}", 9, 1, 1) for n in "12"]}, "nodes: port of "),
+        ("12", {"policy": "serverlessllm"}, "policy: "),
+        ("123", {"models": [spec("c")]}, "added c; removed a; removed b: with several machines"),
+        ("", {}, "nodes, nodes: 1, which this machine is"),
+    ],
+)
+def test_what_machines_may_not_do(names: str, edit: dict[str, Any], named: str) -> None:
+    running = several("1", "2", node="1", run_dir="/run/1")
+    with pytest.raises(ConfigError) as caught:
+        reloaded(running, replace(several(*names, node="1"), **edit), [])
+    assert str(caught.value).startswith(named)

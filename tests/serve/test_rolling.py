@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from prism.engines.fake import expected_tokens
 from prism.queueing.server import BundledRedis
+from tests.ports import free_port
 from tests.serve.conftest import Cluster, until
-from tests.serve.test_nodes import Node, database, keys_left, node, status, write_nodes
+from tests.serve.test_nodes import (
+    Node,
+    database,
+    keys_left,
+    leader,
+    node,
+    refusal,
+    status,
+    write_nodes,
+)
 
 __all__ = ["database"]
 MODELS = [{"name": n, "path": n} for n in ("a", "b")]
+PAIR = {"host:0@a", "host:0@b"}
 NEWER = "import prism.serve.node; prism.serve.node.version = lambda _: '9.9.9'"
 TOKENS = 60
 
@@ -64,20 +79,28 @@ def load(nodes: dict[str, Cluster], clients: int = 6) -> Iterator[list[str]]:
 
 
 def models_of(cluster: Node, name: str) -> set[str]:
-    agents = status(cluster)["agents"]
+    agents = httpx.get(f"{cluster.url}/status").json()["agents"]
     return {m["model"] for a in agents if a["device"].endswith(f"@{name}") for m in a["models"]}
 
 
-def drained(running: dict[str, Node], name: str) -> None:
-    """Asked for on the other machine."""
-    (other,) = (each for each in running if each != name)
-    done = running[other].operate("drain", f"@{name}")
+def said(cluster: Node, *arguments: str) -> str:
+    done = cluster.operate(*arguments)
     assert done.returncode == 0, done.stderr
-    safe, empty = done.stdout.splitlines()[-2:]
+    return done.stdout
+
+
+def said_by_all(running: dict[str, Node], *arguments: str) -> list[str]:
+    with ThreadPoolExecutor(len(running)) as pool:
+        return list(pool.map(lambda each: said(each, *arguments), running.values()))
+
+
+def drained(running: dict[str, Node], name: str, by: str) -> None:
+    """`by`: on which machine the command runs."""
+    safe, empty = said(running[by], "drain", f"@{name}").splitlines()[-2:]
     assert safe == f"prism-serve may be stopped on {name} now: no request needs its devices"
     assert empty.startswith(f"@{name} is empty, and stays so, after ")
     print(empty)
-    assert models_of(running[other], name) == set()
+    assert models_of(running[by], name) == set()
 
 
 @pytest.mark.long
@@ -90,9 +113,9 @@ def test_a_newer_version_comes_machine_by_machine(tmp_path: Path, database: Bund
             each.await_ready()
         nodes: dict[str, Cluster] = dict(running)
         with load(nodes) as answered:
-            for name in "ab":
+            for name, other in ("ab", "ba"):
                 until(lambda: {"a", "b"} <= set(answered[-50:]), "both answer")
-                drained(running, name)
+                drained(running, name, by=other)
                 assert running[name].stop() == 0
                 back = stack.enter_context(node(path, name, setup=NEWER))
                 back.await_ready()
@@ -106,3 +129,56 @@ def test_a_newer_version_comes_machine_by_machine(tmp_path: Path, database: Bund
                     assert "node a is there, version 9.9.9" in running["b"].output()
         print(f"{len(answered)} requests")
     assert keys_left(database) == []
+
+
+def rewritten(path: Path, nodes: list[dict[str, Any]]) -> None:
+    data = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**data, "nodes": nodes}))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_machine_comes_and_goes(tmp_path: Path, database: BundledRedis) -> None:
+    """It takes over what another one had, scheduler and all, and gives it back; under load."""
+    path = write_nodes(tmp_path, database.url, models=MODELS)
+    two = yaml.safe_load(path.read_text())["nodes"]
+    third = {**two[0], "name": "c", "address": "127.0.0.3", "port": free_port()}
+    with ExitStack() as stack:
+        running = {name: stack.enter_context(node(path, name)) for name in "ab"}
+        for each in running.values():
+            each.await_ready()
+        nodes: dict[str, Cluster] = dict(running)
+        with load(nodes, clients=3) as answered:
+            rewritten(path, [*two, third])
+            assert "nodes: a has other devices" in refusal(path, "c")
+            for each in running.values():
+                assert said(each, "reload") == "reloaded: added node c\n"
+            running["c"] = nodes["c"] = stack.enter_context(node(path, "c"))
+            running["c"].await_ready()
+            for name in "ab":
+                drained(running, name, by="c")
+            assert models_of(running["a"], "c") == {"a", "b"}
+            for name in "ab":  # it alone plans now, and everybody finds it
+                os.kill(running[name].child("prism.cluster"), signal.SIGSTOP)
+            until(lambda: leader(database) == "c", "c plans")
+            for name in "ab":
+                os.kill(running[name].child("prism.cluster"), signal.SIGCONT)
+                said(running["c"], "undrain", f"@{name}")
+            rewritten(path, two)
+            assert "nodes: c is in use" in running["a"].operate("reload").stderr
+            drained(running, "c", by="a")
+            assert running["c"].stop() == 0
+            del nodes["c"]
+            for name in "ab":
+                until(lambda name=name: removed(running[name]), "c is taken out")
+            assert {agent["device"] for agent in status(running["a"])["agents"]} == PAIR
+            assert not status(running["a"]).get("degraded")
+            before = len(answered)
+            until(lambda: len(answered) > before + 20, "requests")
+        print(f"{len(answered)} requests")
+    assert keys_left(database) == []
+
+
+def removed(cluster: Node) -> bool:
+    """An agent that has just ended may be known for a moment."""
+    return cluster.operate("reload").stdout == "reloaded: removed node c\n"
