@@ -8,6 +8,7 @@
 --                    waiting and "=" .. the entry's id while running
 -- load               hash device|model -> requests that wait or run there
 -- placement          hash model -> devices of its copies, with '|' between them
+-- begun:<model>|<beginning>  the copy that got the last prompt with this beginning, for a while
 -- lease:<device>     "owner|epoch" with a time to live;   epoch:<device>  the last one given out
 -- frontend:<id>      a heartbeat with a time to live
 -- frontends          set of those whose heartbeat has ever come, less those found dead
@@ -45,16 +46,33 @@ local function devices_of(model)
   return found
 end
 
--- Of several copies the one with the least expected wait: fewest of its requests wait or run.
-local function target_of(model)
-  local devices = devices_of(model)
-  if #devices < 2 then return devices[1] or UNPLACED end
-  local best, least
+-- Of several copies the one with the least expected wait: fewest of its requests wait or run. The
+-- second one where that has `slack` more at most, and is a copy.
+local function choose(model, devices, second, slack)
+  local best, least, there
   for _, device in ipairs(devices) do
     local open = tonumber(redis.call('HGET', prefix .. 'load', device .. '|' .. model) or '0')
     if not least or open < least then best, least = device, open end
+    if device == second then there = open end
   end
+  if there and there <= least + slack then return second end
   return best
+end
+
+local function target_of(model)
+  local devices = devices_of(model)
+  if #devices < 2 then return devices[1] or UNPLACED end
+  return choose(model, devices)
+end
+
+-- The copy that had a prompt with this beginning before may have it in its cache.
+local function target_of_prompt(model, beginning, slack, remembered_ms)
+  local devices = devices_of(model)
+  if beginning == '' or #devices < 2 then return target_of(model) end
+  local key = prefix .. 'begun:' .. model .. '|' .. beginning
+  local target = choose(model, devices, redis.call('GET', key), slack)
+  redis.call('SET', key, target, 'PX', remembered_ms)
+  return target
 end
 
 local function open_read(id)

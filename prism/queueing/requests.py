@@ -26,6 +26,7 @@ from redis.commands.core import AsyncScript
 from prism import clock
 from prism.errors import LeaseLostError, MalformedRequestError
 from prism.messages import MALFORMED_ERRORS
+from prism.messages.beginnings import REMEMBERED_S, SLACK_REQUESTS, beginning
 from prism.messages.cluster import ClusterStatus, FrontendState
 from prism.messages.requests import KeptAnswer, Request
 from prism.queueing.redis_errors import named_errors
@@ -95,10 +96,10 @@ class RequestQueue:
 
         The same (id, attempt) again changes nothing; a newer attempt replaces an older one.
         """
-        args: list[str | int | bytes] = []
+        args: list[str | int | bytes] = [SLACK_REQUESTS, _ms(REMEMBERED_S)]
         for each in requests:
-            args += each.id, each.model, each.attempt, msgspec.msgpack.encode(each)
-        return [_text(queue) for queue in await self._run("enqueue", *args)] if args else []
+            args += each.id, each.model, each.attempt, msgspec.msgpack.encode(each), beginning(each)
+        return [_text(queue) for queue in await self._run("enqueue", *args)] if requests else []
 
     async def forget(self, request_ids: Collection[str]) -> set[str]:
         """Drop these if they wait; returns those dropped. Running ones: cancel at the agent."""
@@ -337,8 +338,7 @@ class RequestQueue:
 
     async def publish_status(self, status: ClusterStatus) -> None:
         await self._hear_time()
-        body = msgspec.msgpack.encode(status)
-        await self._call(self._redis.set(self._prefix + "status", body))
+        await self._call(self._redis.set(self._prefix + "status", msgspec.msgpack.encode(status)))
 
     async def status(self) -> ClusterStatus | None:
         """What the scheduler published last."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from prism.policies.placement import Placement, Unit
 from prism.policies.queues import Assign, QueueDevice, QueuedRequest, QueueView, VirtualQueue
 from prism.sim.activation import activation_s, home_node
+from prism.sim.copies import SimModel
 from prism.sim.device import SimDevice
-from prism.sim.moves import SimModel
 from prism.sim.profile import ModelLoad
 from prism.sim.request import SimRequest
 from prism.sim.resident import Resident, Stage

@@ -9,12 +9,13 @@ requests are to move: then they go on at the target, or at another copy, with th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from prism.policies.policy import Policy
 from prism.sim.activation import activation_s, handover_s, home_node, migration_s
 from prism.sim.compute import Compute
+from prism.sim.copies import SimModel
 from prism.sim.device import SimDevice
 from prism.sim.engine import SimEngine
 from prism.sim.kernel import Kernel
@@ -23,55 +24,8 @@ from prism.sim.memory import Account
 from prism.sim.records import Decision, Records
 from prism.sim.request import SimRequest
 from prism.sim.resident import Resident, Stage
-from prism.sim.setup import ClusterSetup, ModelSetup
+from prism.sim.setup import ClusterSetup
 from prism.sim.workload import NO_SLO
-
-
-@dataclass(slots=True, eq=False)
-class SimModel:
-    """A model's copies and the requests that wait for one."""
-
-    setup: ModelSetup
-    residents: list[Resident] = field(default_factory=list)
-    unplaced: dict[int, SimRequest] = field(default_factory=dict)
-    # Device -> until when it is not tried again.
-    barred: dict[str, float] = field(default_factory=dict)
-    last_use_s: float = float("-inf")
-    wanted: bool = True
-    refusal: str = ""
-    # Of copies that are gone.
-    tokens_total: int = 0
-    # Of all copies, when rates were last looked at.
-    tokens_seen: int = 0
-
-    @property
-    def asked(self) -> bool:
-        """It is to come up somewhere."""
-        if self.unplaced:
-            return True
-        return not self.residents and (self.wanted or self.setup.never_evict)
-
-    @property
-    def busy(self) -> bool:
-        """It has requests that have not ended."""
-        return bool(self.unplaced) or any(r.open_requests for r in self.residents)
-
-    def give_up(self) -> list[SimRequest]:
-        """Its requests, in the order of arrival; none of its queues has them any more."""
-        left = list(self.unplaced.values())
-        for resident in list(self.residents):
-            left += resident.home.withdraw(resident)
-            if resident.engine is not None:
-                left += resident.engine.requests()
-        return sorted(left, key=lambda request: request.index)
-
-    def least_loaded(self) -> Resident | None:
-        """The copy with the fewest requests; None where no copy takes any."""
-        if len(self.residents) == 1:
-            (only,) = self.residents
-            return only if only.takes_requests else None
-        taking = [r for r in self.residents if r.takes_requests]
-        return min(taking, key=lambda r: r.open_requests, default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from msgspec import structs
 from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, beside
 from prism.policies.replicas import to_adjust
 from prism.sim.activation import startup_s
+from prism.sim.copies import SimModel
 from prism.sim.device import SimDevice
-from prism.sim.moves import SimModel
 from prism.sim.records import ClusterSample
 from prism.sim.resident import Resident, Stage
 from prism.sim.setup import ClusterSetup, ModelSetup

@@ -18,11 +18,12 @@ from prism.scheduler.journal import MemoryJournal
 from prism.scheduler.rates import TokenRates
 from prism.sim.bindings import Bindings
 from prism.sim.compute import Compute, Gpu
+from prism.sim.copies import SimModel
 from prism.sim.device import SimDevice
 from prism.sim.engine import SimEngine
 from prism.sim.engines import EngineTerms, make_engine
 from prism.sim.kernel import Alarm, Kernel
-from prism.sim.moves import Hooks, SimActuator, SimModel
+from prism.sim.moves import Hooks, SimActuator
 from prism.sim.profile import ModelLoad, loads
 from prism.sim.records import Decision, Records
 from prism.sim.replacement import Replacement
@@ -97,6 +98,7 @@ class World:
         self._rates = TokenRates(setup.rate_window_s)
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
         self._left_out: set[int] = set()
+        self._hashes = work.hashes if setup.engine.prefix_reuse else ()
         # by index, models that had requests since tokens were counted last, since the last sample
         self._growing, self._held = dict[int, SimModel](), dict[int, SimModel]()
         self._next, self._requests, self._wake_due = 0, len(work), False
@@ -168,7 +170,7 @@ class World:
             output_tokens=work.output_tokens[index],
             deadline_s=deadline_s,
             priority=work.priority[index],
-            hashes=work.hashes[index] if work.hashes else (),
+            hashes=self._hashes[index] if self._hashes else (),
         )
         if model.setup.request_s:
             self.kernel.after(model.setup.request_s, self._reach, model, request)
@@ -185,7 +187,7 @@ class World:
             return
         model.last_use_s = self.kernel.time_s
         self._growing[request.model] = self._held[request.model] = model
-        target = None if self._bindings is not None else model.least_loaded()
+        target = None if self._bindings else model.copy_for(request.hashes, self.kernel.time_s)
         if target is None:
             model.unplaced[request.index] = request
             # Later ones change no plan: those that wait in vain are looked at every retry_s.
@@ -374,9 +376,7 @@ class World:
     def _calm(self) -> bool:
         """The policy would do nothing: views of the whole cluster are not made for that."""
         calm, settings = self.policy.calm, self.setup.settings
-        if calm is None or self._asked():
-            return False
-        return calm(self._device_loads(), settings)
+        return calm is not None and not self._asked() and calm(self._device_loads(), settings)
 
     def _asked(self) -> bool:
         """Some model is to come up."""

@@ -295,7 +295,7 @@ async def test_kv_that_nobody_came_for_goes(
 async def test_a_malformed_entry_is_moved_away_and_ends_by_name(agent_world: World) -> None:
     """The reader goes on, and the frontend, which has the whole request, is told."""
     await agent_world.serve("a")
-    await agent_world.queue._run("enqueue", "broken", "a", 1, b"\xc1 no request")
+    await agent_world.queue._run("enqueue", 2, 1000, "broken", "a", 1, b"\xc1 no request", "")
     await agent_world.frontend.finish(await agent_world.frontend.send(3))
     await until(lambda: agent_world.frontend.stream("broken").failures)
     (failure,) = agent_world.frontend.stream("broken").failures

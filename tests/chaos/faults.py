@@ -243,7 +243,7 @@ class Striker:
 
 
 # Keys that are there from their first use on, bounded each.
-_COME_WITH_USE = ("malformed", "queue:", "left:")
+_COME_WITH_USE = ("malformed", "queue:", "left:", "begun:")
 
 
 def census(cluster: Cluster, striker: Striker) -> dict[str, object]:

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from types import SimpleNamespace
+from typing import Any
 
-from prism.queueing import RequestQueue
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from prism.messages.beginnings import BEGINNING_TOKENS, REMEMBERED_S, SLACK_REQUESTS
+from prism.messages.requests import Request
+from prism.queueing import BundledRedis, RequestQueue
+from prism.sim.copies import SimModel
 from tests.queueing.requests import request
 from tests.queueing.test_requests import DEVICE, OTHER, TTL_S, entries, waiting
 
@@ -70,3 +81,92 @@ async def test_whoever_joins_third_shares_by_age_not_by_device(queue: RequestQue
     await queue.route("a", DEVICE, OTHER, "host:2")
     shares = [await waiting(queue, device) for device in (DEVICE, OTHER, "host:2")]
     assert shares == [["0", "3"], ["1", "4"], ["2", "5"]]
+
+
+def prompt(id: str, begins: int, *, tokens: int = BEGINNING_TOKENS + 9, lora: str = "") -> Request:
+    """Prompts with one `begins` differ in their last token alone."""
+    ids = [begins] * (tokens - 1) + [uuid.uuid4().int % 9999]
+    return structs.replace(request(id), prompt_ids=ids, lora=lora)
+
+
+async def test_prompts_that_begin_alike_go_to_one_copy_up_to_the_slack(
+    queue: RequestQueue,
+) -> None:
+    await queue.route("a", DEVICE, OTHER)
+    alike = [await queue.enqueue(prompt(str(n), 1)) for n in range(SLACK_REQUESTS + 3)]
+    assert alike == [DEVICE] * (SLACK_REQUESTS + 1) + [OTHER] * 2
+    assert await queue.enqueue(prompt("other", 2)) == OTHER, "no beginning yet: least to do"
+    assert await queue.forget([str(n) for n in range(9)]) == {str(n) for n in range(len(alike))}
+    assert await queue.enqueue(prompt("again", 1)) == OTHER, "where it was last"
+    assert await queue.enqueue(prompt("adapter", 1, lora="x")) == DEVICE, "has a cache of its own"
+    assert await queue.enqueue(prompt("1", 1)) == OTHER
+    await queue.route("a", DEVICE, "host:3")
+    assert len(await queue.forget(["other", "again", "adapter", "1"])) == 4
+    assert await queue.enqueue(prompt("new", 1)) == DEVICE, "the copy that had it is gone"
+
+
+async def test_short_prompts_and_those_of_one_copy_are_not_remembered(
+    queue: RequestQueue, redis_server: BundledRedis, namespace: str
+) -> None:
+    with redis.Redis.from_url(redis_server.url) as server:
+        await queue.route("a", DEVICE)
+        await queue.enqueue(prompt("0", 1))
+        await queue.route("a", DEVICE, OTHER)
+        short = [prompt(str(n), 1, tokens=BEGINNING_TOKENS - 1) for n in range(1, 4)]
+        assert [await queue.enqueue(each) for each in short] == [OTHER, DEVICE, OTHER]
+        assert not server.keys(f"{namespace}:begun:*")
+        await queue.enqueue(prompt("9", 1))
+        (key,) = server.keys(f"{namespace}:begun:*")
+        assert 0 < server.pttl(key) <= REMEMBERED_S * 1000
+
+
+class Copies:
+    """The simulator's model, with copies that only count."""
+
+    def __init__(self, devices: list[str]) -> None:
+        self.of: dict[str, Any] = {
+            name: SimpleNamespace(
+                home=SimpleNamespace(name=name), open_requests=0, takes_requests=True
+            )
+            for name in devices
+        }
+        setup: Any = None
+        self.model = SimModel(setup, list(self.of.values()))
+
+    def enqueue(self, begins: int) -> str:
+        copy = self.model.copy_for([begins, begins, 7] if begins else [], 0.0)
+        assert copy is not None
+        self.of[copy.home.name].open_requests += 1
+        return copy.home.name
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(
+        st.tuples(st.sampled_from(["come", "come", "end"]), st.sampled_from([0, 1, 1, 1, 2, 3])),
+        min_size=10,
+        max_size=60,
+    ),
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+async def test_the_simulator_chooses_the_same_copies(
+    redis_server: BundledRedis, copies: int, steps: list[tuple[str, int]]
+) -> None:
+    """begins 0: a short prompt."""
+    queue = RequestQueue.connect(redis_server.url, uuid.uuid4().hex)
+    devices = [f"host:{n}" for n in range(copies)]
+    simulated, open_at = Copies(devices), dict[str, str]()
+    await queue.route("a", *devices)
+    for number, (what, begins) in enumerate(steps):
+        if what == "come":
+            tokens = BEGINNING_TOKENS + 1 if begins else 9
+            found = await queue.enqueue(prompt(str(number), begins, tokens=tokens))
+            assert found == simulated.enqueue(begins)
+            open_at[str(number)] = found
+        elif open_at:
+            ended = sorted(open_at)[begins % len(open_at)]
+            assert await queue.forget([ended]) == {ended}
+            simulated.of[open_at.pop(ended)].open_requests -= 1
+    await queue.close()

@@ -359,7 +359,7 @@ async def test_entries_that_are_no_requests_are_set_aside(queue: RequestQueue) -
     epoch = await queue.acquire(DEVICE, "agent", TTL_S)
     await queue.beat("f7", 30)
     await queue.enqueue(request("1"))
-    await queue._run("enqueue", "broken", "a", 2, b"\xc1 no request")
+    await queue._run("enqueue", 2, 1000, "broken", "a", 2, b"\xc1 no request", "")
     await queue._redis.xadd(queue._key("queue", DEVICE), {"of": "a stranger"})
     with pytest.raises(MalformedRequestError) as caught:
         await queue.read(DEVICE, "0")

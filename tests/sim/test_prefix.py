@@ -246,6 +246,22 @@ def test_a_real_conversation_reuses_what_its_ids_allow() -> None:
         seen.update(heads)
 
 
+def test_conversations_stay_with_the_copy_that_has_their_beginning() -> None:
+    """Two that come at the same moments, now one first and now the other; the first to come finds
+    both copies idle."""
+    setup = cluster([model(0, "a", replicas_min=2, replicas_max=2)], 2)
+    which = [0, 1, 1, 0] * 5
+    trace = [prompt(100.0 + n // 2, [begins, 5], output=40) for n, begins in enumerate(which)]
+    _, records = simulate(reusing(setup), trace)
+    homes = {begins: set[int]() for begins in which}
+    for begins, home in zip(which, records.device, strict=True):
+        homes[begins].add(home)
+    assert [len(found) for found in homes.values()] == [1, 1]
+    assert sum(records.cached_tokens) == 18 * 2 * HASH_TOKENS
+    _, plain = simulate(setup, trace)
+    assert plain.device.tolist() == [0, 1] * 10, "without caches by load alone"
+
+
 def scenario_file(folder: Path, **engine: object) -> Path:
     trace = [prompt(float(n), [1, 2, 3]) for n in range(3)]
     write_trace(folder / "trace.jsonl", trace)
