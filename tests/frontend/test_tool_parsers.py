@@ -60,17 +60,18 @@ def pieces_of(name: str, text: str, step: int) -> list[str]:
     return found
 
 
-def sglangs(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def sglangs(name: str, pieces: list[str], tool: Any = WEATHER) -> tuple[str, list[tuple[str, str]]]:
     """What its own parser says of these."""
     from prism.engines.sglang import parsers
 
-    parser = parsers.library().calls.FunctionCallParser(parsers._tools([WEATHER]), name)
+    parser = parsers.library().calls.FunctionCallParser(parsers._tools([tool]), name)
     found = [*map(parser.parse_stream_chunk, pieces), parser.parse_stream_end()]
     calls = list[tuple[str, str]]()
     for item in (item for _, items in found for item in items):
         if item.name:
             calls.append((item.name, ""))
-        calls[-1] = calls[-1][0], calls[-1][1] + (item.parameters or "")
+        if calls:  # some tell arguments before any call
+            calls[-1] = calls[-1][0], calls[-1][1] + (item.parameters or "")
     return "".join(said or "" for said, _ in found), calls
 
 
@@ -124,6 +125,103 @@ def test_other_values_more_calls_and_text_behind_are_as_in_sglang(name: str) -> 
             shown = found[0].replace("]", "") if name == "mistral" else found[0]
             whole = said.replace("]", "") if name == "mistral" else said
             assert shown.split() == whole.split(), (text, step)
+
+
+NESTED = {"place": {"name": 'Åre }] "x"', "at": [63.4, [None, {}]]}, "now": True, "<b>": "\n"}
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if '{"city"' in form])
+@pytest.mark.parametrize("escaped", [True, False])
+def test_nested_arguments_are_as_in_sglang(name: str, escaped: bool) -> None:
+    begin = "" if name == "gpt-oss" else "So: "
+    arguments = json.dumps(NESTED, ensure_ascii=escaped)
+    text = begin + FORMS[name].replace('{"city": "Oslo"}', arguments)
+    theirs = sglangs(name, pieces_of(name, text, 1))
+    for step in (1, 4, len(text)):
+        _, [(called, mine)] = streamed(parser_of(name), pieces_of(name, text, step))
+        assert [(called, mine)] == theirs[1], step
+        assert (called, json.loads(mine)) == ("weather", NESTED)
+
+
+def damaged(name: str) -> list[str]:
+    """Its form with another tool's name, cut off, and with a token lost, doubled or put between."""
+    begin = "" if name in ("gpt-oss", "muse") else "So: "
+    tokens = pieces_of(name, begin + FORMS[name], 1)
+    texts = [begin + FORMS[name].replace("weather", "wether")]
+    texts += ["".join(tokens[:end]) for end in range(1, len(tokens), 9)]
+    for at in range(2, len(tokens), 11):
+        for between in ([], [tokens[at]] * 2, [tokens[at], *" Ha🗼"]):
+            texts.append("".join([*tokens[:at], *between, *tokens[at + 1 :]]))
+    return texts
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_of_a_damaged_call_no_more_is_lost_than_in_sglang(name: str) -> None:
+    """The same calls, and at least the same text: what SGLang drops without a call may be said."""
+    for text in damaged(name):
+        said, calls = sglangs(name, pieces_of(name, text, 1))
+        for step in (1, 6):
+            found, mine = streamed(parser_of(name), pieces_of(name, text, step))
+            assert [called for called, _ in mine] == [called for called, _ in calls], text
+            if step == 1:
+                pairs = zip(mine, calls, strict=True)
+                assert all(got.startswith(theirs) for (_, got), (_, theirs) in pairs), text
+                shown = found.replace("]", "") if name == "mistral" else found
+                whole = said.replace("]", "") if name == "mistral" else said
+                assert shown.split() == whole.split() or (not mine and shown.startswith(whole))
+
+
+def fails_at(parser: Any, turn: int) -> None:
+    """Its detector raises from this turn on."""
+    detector, turns = parser._detector, iter(range(10**6))
+    before = detector.parse_streaming_increment
+
+    def failing(text: str, tools: Any) -> Any:
+        if next(turns) >= turn:
+            raise AttributeError("as of a schema that it does not expect")
+        return before(text, tools)
+
+    detector.parse_streaming_increment = failing
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_from_where_a_parser_fails_on_all_is_text(choice: str) -> None:
+    forced = json.dumps([{"name": "weather", "parameters": {"city": "Oslo"}}])
+    text = f"So: {FORMS['qwen25']} Done." if choice == "auto" else forced
+    pieces = pieces_of("qwen25", text, 3)
+    name = "qwen25" if choice == "auto" else "pythonic"
+    parser = parser_of(name, choice)
+    turns = parses_of(parser)
+    streamed(parser, pieces)
+    named = 0
+    for turn in range(len(turns)):
+        parser = parser_of(name, choice)
+        fails_at(parser, turn)
+        said, calls = streamed(parser, pieces)
+        assert calls or said == text, turn
+        assert said.endswith("Done.") or choice == "required", turn
+        named += len(calls)
+    assert 0 < named < len(turns)
+
+
+def test_a_schema_that_a_parser_cannot_read_ends_no_stream() -> None:
+    """SGLang 0.5.23's for MiMo expects one type, not a list of them."""
+    from prism.engines.sglang import parsers
+
+    nullable = {"type": "object", "properties": {"city": {"type": ["string", "null"]}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": nullable}}
+    for name, form in FORMS.items():
+        pieces = pieces_of(name, form, 4)
+        try:
+            theirs = sglangs(name, pieces, tool)[1]
+        except AttributeError:
+            theirs = []
+        parser = parsers.AnswerParser(
+            tool_parser=name, reasoning_parser="", tools=[tool], tool_choice="auto", prompt=""
+        )
+        said, calls = streamed(parser, pieces)
+        assert calls == theirs, name
+        assert calls or said == form, name
 
 
 @pytest.mark.parametrize("name", FORMS)

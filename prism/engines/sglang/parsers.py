@@ -99,7 +99,7 @@ class AnswerParser:
             said, items = self._parse("", False)
             piece.text += said
             self._said += said
-            piece.calls += [self._numbered(item) for item in items]
+            piece.calls += self._numbered(items)
             told = any(item.name or item.parameters for item in items)
 
     def whole(self, text: str, *, cut: bool = False) -> Piece:
@@ -139,12 +139,12 @@ class AnswerParser:
         if self._calls is not None:
             self._heard += text
             text, items = self._parse(text, last)
-            piece.calls += [self._numbered(item) for item in items]
+            piece.calls += self._numbered(items)
             if self._names or self._array:
                 self._heard = self._said = ""
             else:
                 self._said += text
-                text += self._unsaid() if last else ""
+                text += self._unsaid() if last and self._calls is not None else ""
         piece.text += text
 
     def _unsaid(self) -> str:
@@ -159,6 +159,15 @@ class AnswerParser:
         return self._calls if self._array else self._calls.detector
 
     def _parse(self, text: str, last: bool) -> tuple[str, list[Any]]:
+        """What it says, and the calls. From where the parser fails on, all is text."""
+        held = str(getattr(self._detector, "_buffer", ""))
+        try:
+            return self._parsed(text, last)
+        except Exception:  # noqa: BLE001 - a model may have written anything, for any tool
+            self._calls = None
+            return held + text, []
+
+    def _parsed(self, text: str, last: bool) -> tuple[str, list[Any]]:
         if self._array:
             results = [self._calls.parse_streaming_increment(text, self._tools)]
             results += [self._calls.finish(self._tools)] if last else []
@@ -174,10 +183,15 @@ class AnswerParser:
             said, items = (said or "") + rest, [*items, *more]
         return said or "", items
 
-    def _numbered(self, item: Any) -> tuple[int, str, str]:
-        if item.name:
-            self._names.append(item.name)
-        return max(0, len(self._names) - 1), item.name or "", item.parameters or ""
+    def _numbered(self, items: Sequence[Any]) -> list[tuple[int, str, str]]:
+        """Arguments that come before any call are none: some parsers tell them."""
+        calls = []
+        for item in items:
+            if item.name:
+                self._names.append(item.name)
+            if self._names or item.name is not None:
+                calls.append((max(0, len(self._names) - 1), item.name or "", item.parameters or ""))
+        return calls
 
 
 def _joined(piece: Piece) -> Piece:
