@@ -23,10 +23,11 @@ def patience_s(view: ClusterView, settings: Settings) -> float:
 
 
 def _evictable_in_s(model: ModelView, settings: Settings) -> list[float]:
-    """Until it has been up, and idle, for long enough to be evicted; what is over is negative."""
+    """Until it has been up, and idle, for long enough to be evicted. What is over at that moment is
+    over by far more than rounding: a look that comes too early by that is followed by another."""
     if model.state != "active":
         return []
-    if model.never_evict or model.running or model.waiting:
-        return [model.owes_s]  # as a copy beyond the first
-    bounds_s = (settings.min_idle_s, settings.idle_threshold_s)
-    return [model.owes_s, *(s - model.idle_s + A_MOMENT_S for s in bounds_s)]
+    left = [model.owes_s] if model.owes_s > 0 else []
+    if not (model.never_evict or model.running or model.waiting):
+        left += [settings.min_idle_s - model.idle_s, settings.idle_threshold_s - model.idle_s]
+    return [seconds + A_MOMENT_S for seconds in left if seconds > -A_MOMENT_S / 2]

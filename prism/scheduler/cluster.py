@@ -14,6 +14,8 @@ from prism.policies.policy import Policy
 from prism.policies.replicas import saturated
 from prism.scheduler.ports import ClusterPort
 
+_ROUNDING_S = 1e-6
+
 
 class ClusterScheduler:
     """Step-driven: owns no thread, socket or clock. Not thread-safe.
@@ -43,8 +45,8 @@ class ClusterScheduler:
         self._settings, self._interval_s = settings, interval_s
 
     def due(self, now_s: float) -> bool:
-        """Whether a step now would plan moves."""
-        return now_s >= self._rebalance_at_s
+        """Whether a step now would plan moves: also at that moment, however it was rounded."""
+        return now_s >= self._rebalance_at_s - _ROUNDING_S
 
     def step(self, now_s: float) -> tuple[Action, ...]:
         """Plan once and start what was planned; returns it for logs and tests."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prism.policies.data import ClusterView
-from prism.policies.patience import patience_s
+from prism.policies.patience import A_MOMENT_S, patience_s
 from prism.policies.prism import plan
 from tests.policies.clusters import SETTINGS, active, clusters, gpu, model, summary, view
 
@@ -65,7 +65,7 @@ def test_a_plan_holds_for_as_long_as_it_says(now: ClusterView, part: float) -> N
 
 @pytest.mark.parametrize(
     ("idle_s", "owes_s", "seconds"),
-    [(0.25, 0.0, 0.751), (0.25, 0.5, 0.5), (20.0, 0.0, 25.001), (50.0, 0.0, math.inf)],
+    [(0.25, 0.0, 0.751), (0.25, 0.5, 0.501), (20.0, 0.0, 25.001), (50.0, 0.0, math.inf)],
 )
 def test_who_waits_for_a_place_is_seated_when_one_may_leave(
     idle_s: float, owes_s: float, seconds: float
@@ -73,6 +73,15 @@ def test_who_waits_for_a_place_is_seated_when_one_may_leave(
     busy = active("busy", "g0", weight=60, idle_s=idle_s, owes_s=owes_s)
     now = view([busy, model("a", 60, waiting=1)], [gpu("g0", free_bytes=40)], rebalance=False)
     assert patience_s(now, SETTINGS) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("early_s", [1e-12, -1e-12])
+def test_a_look_that_comes_early_by_rounding_is_not_repeated_at_once(early_s: float) -> None:
+    """Or times that differ in their last digit alone would have looks at other times."""
+    idle_s = SETTINGS.min_idle_s + A_MOMENT_S - early_s
+    models = [active("a", "g0", weight=60, idle_s=idle_s), model("b", 60, waiting=1)]
+    now = view(models, [gpu("g0", free_bytes=40)], rebalance=False)
+    assert patience_s(now, SETTINGS) == pytest.approx(SETTINGS.idle_threshold_s - idle_s, abs=0.01)
 
 
 def test_without_anybody_who_waits_there_is_no_hurry() -> None:

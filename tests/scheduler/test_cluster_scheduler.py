@@ -72,6 +72,13 @@ def test_moves_are_planned_once_an_interval() -> None:
     assert [type(a) for a in loop.step(5.0)] == [Migrate]
 
 
+def test_a_step_whose_time_was_rounded_down_plans_moves_too() -> None:
+    loop = scheduler(FakeCluster([], gpus(100)), interval_s=5.0)
+    loop.step(0.678593564173913)
+    assert loop.due(5.678593564173912)
+    assert not loop.due(5.67)
+
+
 def test_a_failed_activation_is_tried_elsewhere() -> None:
     cluster = FakeCluster([model("a")], gpus(100, 90))
     cluster.faults.add("a")
