@@ -29,10 +29,11 @@ from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.policies import registry
 from prism.serve import drain as drains
-from prism.serve import gpu_probe, on_ray, operator, report
+from prism.serve import gpu_probe, operator, report
 from prism.serve import reload as reloads
 from prism.serve.gpu_probe import GpuFound
 from prism.serve.launcher import Options, serve
+from prism.serve.on_ray import command as on_ray
 from prism.serve.preflight import check_addresses, check_machine
 from prism.serve.run_dir import find
 
@@ -100,15 +101,15 @@ def up(
     core_dumps: CoreDumps = False,
 ) -> None:
     """Without a command: start everything and serve until Ctrl-C (the same as `up`)."""
-    if context.invoked_subcommand is None and ray is not None:
-        named: dict[str, object] = {"--host": host, "--port": port, "--log-dir": log_dir}
-        named |= {"--log-level": log_level}
-        words = [w for n, v in named.items() if v is not None for w in (n, str(v))]
-        on_ray.serve(config or DEFAULT_CONFIG, ray, words, partial(print, flush=True))
-    elif context.invoked_subcommand is None:
-        loaded = _load(config, host, port, node)
+    if context.invoked_subcommand is not None:
+        return
+    ray = ray or on_ray.ray_of(config or DEFAULT_CONFIG)
+    if ray is not None and node is None:
+        named = {"--host": host, "--port": port, "--log-dir": log_dir, "--log-level": log_level}
+        on_ray.serve(config or DEFAULT_CONFIG, ray, named, partial(print, flush=True))
+    else:
         options = Options(run_dir, log_dir, _level(log_level), core_dumps)
-        found, _ = _probed(loaded)
+        found, _ = _probed(_load(config, host, port, node))
         _warn(found)
         serve(found, options, _console())
 
@@ -276,6 +277,19 @@ def replace_frontends(*, run_dir: RunDirOption = None) -> None:
     """Start new frontend processes on the same port; the present ones finish and leave."""
     operator.replace_frontends(find(run_dir), _STATUS_TIMEOUT_S)
     print("new frontends start; the present ones finish what is open, then they leave")
+
+
+@app.command(epilog="Examples: prism-serve down   |   prism-serve down --here")
+def down(
+    *,
+    here: Annotated[
+        bool, typer.Option("--here", help="With Ray: only on this machine; Ray starts it again.")
+    ] = False,
+    run_dir: RunDirOption = None,
+) -> None:
+    """End the running cluster as Ctrl-C does: what is open is finished, nothing is left."""
+    operator.down(find(run_dir), here=here)
+    print("prism-serve has ended")
 
 
 def main() -> None:

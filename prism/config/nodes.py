@@ -24,6 +24,10 @@ _ENGINES_MAX = 64
 
 def devices_of(data: ServeYaml) -> list[DeviceConfig]:
     """Of all machines, in the file's order. Raises ConfigError."""
+    if data.ray is not None:
+        raise ConfigError(
+            "ray: Ray starts this file's machines; use prism-serve up, which checks it there"
+        )
     if data.nodes and data.devices:
         raise ConfigError("devices: each of the nodes has its own; leave this key out")
     if not data.nodes:

@@ -41,7 +41,7 @@ from prism.serve.node import forget_keys, joined, namespace_of
 from prism.serve.preflight import check_exposure, check_ports, check_redis
 from prism.serve.progress import Probe, admin_url_of, display, url_of
 from prism.serve.reload import Reloads
-from prism.serve.run_dir import REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
+from prism.serve.run_dir import DOWN_FILE, REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
 from prism.serve.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def serve(config: ClusterConfig, options: Options, console: Console) -> None:
             _until_ready(resolved, watch, signals, console)
             supervisor.settled = True
             stack.enter_context(told(resolved, say))
-            while not signals.count:
+            while not signals.count and not (run_dir.path / DOWN_FILE).exists():
                 watch()
                 replace_if_asked(run_dir.path / REPLACE_FILE, frontends, say)
                 reloads.turn(signals.wants_reload())

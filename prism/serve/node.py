@@ -41,7 +41,11 @@ class NodeState(msgspec.Struct, frozen=True):
 
 def namespace_of(config: ClusterConfig) -> str:
     """The same on all nodes, and another one for every key."""
-    return f"prism-{sha256(public_of(config.cluster_key).encode()).hexdigest()[:8]}"
+    return namespace_of_key(config.cluster_key)
+
+
+def namespace_of_key(cluster_key: str) -> str:
+    return f"prism-{sha256(public_of(cluster_key).encode()).hexdigest()[:8]}"
 
 
 def state_of(config: ClusterConfig) -> NodeState:
@@ -199,4 +203,9 @@ def forget_keys(config: ClusterConfig) -> None:
 
 
 def _key(config: ClusterConfig, node: str) -> str:
-    return f"{config.namespace}:node:{node}"
+    return node_key(config.namespace, node)
+
+
+def node_key(namespace: str, node: str) -> str:
+    """There for as long as the node lives."""
+    return f"{namespace}:node:{node}"

@@ -13,10 +13,12 @@ from prism.errors import PrismError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import OperatorCommand
 from prism.messages.troubles import read_troubles
-from prism.serve.run_dir import REPLACE_FILE
+from prism.serve.on_ray import cluster_lease
+from prism.serve.run_dir import DOWN_FILE, REPLACE_FILE
 from prism.transport import BlockingChannel
 
 _LOOK_S = 0.1
+_DOWN_S = 60.0  # beyond what open requests may take
 
 
 class OperatorError(PrismError):
@@ -31,6 +33,19 @@ def replace_frontends(config: ClusterConfig, timeout_s: float) -> None:
         if time.monotonic() > until_s:
             asked.unlink(missing_ok=True)
             raise OperatorError(f"prism-serve did not begin in {timeout_s:g} s; try again")
+        time.sleep(_LOOK_S)
+
+
+def down(config: ClusterConfig, *, here: bool) -> None:
+    """End the `prism-serve` of `config` in order, and wait for it: with Ray those of all machines,
+    but `here` only this one, which Ray starts again. Raises OperatorError."""
+    run_dir, timeout_s = Path(config.run_dir), config.engine.drain_timeout_s + _DOWN_S
+    until_s = time.monotonic() + timeout_s
+    if here or not config.node or not cluster_lease.stop(config.redis_url, config.cluster_key):
+        (run_dir / DOWN_FILE).touch()
+    while run_dir.exists():
+        if time.monotonic() > until_s:
+            raise OperatorError(f"prism-serve did not end in {timeout_s:g} s; see {run_dir}/logs")
         time.sleep(_LOOK_S)
 
 

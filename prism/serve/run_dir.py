@@ -34,6 +34,7 @@ PREFIX = "prism-"
 CONFIG_FILE = "cluster.json"
 REDIS_FOLDER = "redis"
 REPLACE_FILE = "replace-frontends"  # an operator makes it; the launcher removes it and begins
+DOWN_FILE = "down"  # an operator makes it; the launcher ends
 LOCK_FILE = "lock"
 # sun_path holds 107 bytes (unix(7)); the longest socket name is a frontend's.
 _PATH_BYTES_MAX = 107 - len("/frontend-f15.999999")

@@ -1,8 +1,11 @@
-"""A client in a machine of its own: `python -m tests.serve.asker RATE SEED` asks the frontend of
-that machine until its standard input is closed, and prints a line of JSON for each answer."""
+"""A client in a machine of its own: `python -m tests.serve.asker RATE SEED` asks until its standard
+input is closed, and prints a line of JSON for each answer. As a load balancer does, it passes a
+frontend over that refuses or does not answer.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -14,28 +17,48 @@ import httpx
 
 from prism.engines.fake import expected_tokens
 
-URL = "http://127.0.0.1:8000/v1/completions"
-TOKENS = 40
+PROMPTS = 50
+_ROUNDS = 30
 
 
-async def ask(client: httpx.AsyncClient, number: int, seed: int) -> None:
-    prompt = [9 + seed, 8, 7 + number % 50]
-    body = {"model": "a", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True}
-    body |= {"stream": True, "return_token_ids": True}
-    found: dict[str, Any] = {"number": number, "began_s": time.monotonic(), "status": 0}
+async def ask(client: httpx.AsyncClient, number: int, options: argparse.Namespace) -> None:
+    prompt = [9 + options.seed, 8, 7 + number % PROMPTS]
+    model = options.models[number % len(options.models)]
+    body = {"model": model, "prompt": prompt, "max_tokens": options.tokens, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True, "temperature": 0}
+    found: dict[str, Any] = {"number": number, "model": model, "prompt": prompt}
+    found |= {"began_s": time.monotonic(), "passed_over": 0, "status": 0}
+    tokens: list[int] = []
+    for turn in range(_ROUNDS if len(options.urls) > 1 else 1):
+        url = options.urls[(number + turn) % len(options.urls)]
+        if await answered(client, f"{url}/v1/completions", body, tokens, found):
+            break
+        found["passed_over"] += 1
+        await asyncio.sleep(0.2)
+    found["right"] = tokens == expected_tokens(prompt, options.tokens)
+    found |= {"tokens": len(tokens), "ids": tokens, "ended_s": time.monotonic()}
+    print(json.dumps(found), flush=True)
+
+
+async def answered(
+    client: httpx.AsyncClient, url: str, body: Any, tokens: list[int], found: dict[str, Any]
+) -> bool:
+    """Whether the frontend took the request."""
+    found.pop("error", None)
     try:
-        tokens: list[int] = []
-        async with client.stream("POST", URL, json=body) as answer:
+        async with client.stream("POST", url, json=body) as answer:
             found["status"] = answer.status_code
+            if answer.status_code == 503:
+                return False
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     tokens += tokens_of(json.loads(line[6:]), found)
-        found["right"] = tokens == expected_tokens(prompt, TOKENS)
-        found["tokens"] = len(tokens)
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        found["error"] = repr(error)
+        return False
     except httpx.HTTPError as error:
         found["error"] = repr(error)
-    found["ended_s"] = time.monotonic()
-    print(json.dumps(found), flush=True)
+    return True
 
 
 def tokens_of(event: dict[str, Any], found: dict[str, Any]) -> list[int]:
@@ -44,15 +67,23 @@ def tokens_of(event: dict[str, Any], found: dict[str, Any]) -> list[int]:
     return [t for choice in event.get("choices", ()) for t in choice.get("token_ids") or ()]
 
 
-async def main(rate: float, seed: int) -> None:
-    draw, asked = random.Random(seed), []
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rate", type=float)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--urls", nargs="+", default=["http://127.0.0.1:8000"])
+    parser.add_argument("--models", nargs="+", default=["a"])
+    parser.add_argument("--tokens", type=int, default=40)
+    options = parser.parse_args()
+    patience = httpx.Timeout(170, connect=2)
+    draw, asked = random.Random(options.seed), list[asyncio.Task[None]]()
     over = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-    async with httpx.AsyncClient(timeout=170, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=patience, trust_env=False) as client:
         while not over.done():
-            asked.append(asyncio.create_task(ask(client, len(asked), seed)))
-            await asyncio.sleep(draw.expovariate(rate))
+            asked.append(asyncio.create_task(ask(client, len(asked), options)))
+            await asyncio.sleep(draw.expovariate(options.rate))
         await asyncio.gather(*asked)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(float(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main())

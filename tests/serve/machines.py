@@ -1,4 +1,5 @@
-"""Machines, as network namespaces with addresses of their own on a bridge in another one, `hub`.
+"""Machines, as network namespaces with addresses of their own on a bridge in another one, `hub`,
+each with a /dev/shm of its own.
 
 Cuts are made of what every kernel has: a link that is down, and neighbours with a wrong address.
 """
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,21 @@ def run(*command: str | Path) -> str:
 class Machines:
     """Everything in them is killed at the end."""
 
-    def __init__(self, *names: str) -> None:
-        self._prefix = f"p{secrets.token_hex(3)}"
-        self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
+    def __init__(self, *names: str, network: str = "10.77.0") -> None:
+        self._prefix, self._network = f"p{secrets.token_hex(3)}", network
+        self.addresses = {name: f"{network}.{number}" for number, name in enumerate(names, 1)}
+        self._keepers: dict[str, subprocess.Popen[bytes]] = {}
 
     def inside(self, name: str) -> list[str]:
-        return ["ip", "netns", "exec", self._prefix + name]
+        if name == "hub":
+            return ["ip", "netns", "exec", self._prefix + name]
+        keeper = str(self._keepers[name].pid)
+        return ["nsenter", "-t", keeper, "-n", "-m", "env", f"--chdir={ROOT}"]
 
     def make(self) -> None:
         hub = self._prefix + "hub"
         run("ip", "netns", "add", hub)
-        for command in ("link add br0 type bridge", f"addr add {HUB}/24 dev br0"):
+        for command in ("link add br0 type bridge", f"addr add {self._network}.254/24 dev br0"):
             run("ip", "-n", hub, *command.split())
         run("ip", "-n", hub, "link", "set", "br0", "up")
         run("ip", "-n", hub, "link", "set", "lo", "up")
@@ -57,6 +62,17 @@ class Machines:
             run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 run("ip", "-n", node, "link", "set", link, "up")
+            self._keepers[name] = self._kept(node)
+
+    @staticmethod
+    def _kept(node: str) -> subprocess.Popen[bytes]:
+        """A process that keeps the machine's mounts, until its standard input is closed."""
+        script = "mount -t tmpfs tmpfs /dev/shm && echo && exec cat"
+        command = ["ip", "netns", "exec", node, "unshare", "--mount", "sh", "-c", script]
+        keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == b"\n", "no /dev/shm of its own"
+        return keeper
 
     def cut(self, name: str) -> None:
         """In both directions."""
@@ -75,21 +91,39 @@ class Machines:
         run("ip", "-n", self._prefix + sender, *command.split())
 
     def _address(self, name: str) -> str:
-        return HUB if name == "hub" else self.addresses[name]
+        return f"{self._network}.254" if name == "hub" else self.addresses[name]
 
     @staticmethod
     def _device(name: str) -> str:
         return "br0" if name == "hub" else "eth0"
 
-    def pids(self, name: str) -> list[int]:
+    def pids(self, name: str, *words: str) -> list[int]:
+        """Of processes there; with `words`: that have one of them in their command lines."""
         command = ["ip", "netns", "pids", self._prefix + name]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
-        return [int(pid) for pid in found.stdout.split()]
+        keepers = {keeper.pid for keeper in self._keepers.values()}
+        pids = [pid for pid in map(int, found.stdout.split()) if pid not in keepers]
+        return [pid for pid in pids if not words or any(w in command_line(pid) for w in words)]
+
+    def kill(self, name: str) -> None:
+        """All that runs there."""
+        for pid in self.pids(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def segments(self, name: str) -> list[str]:
+        """Of Prism, in shared memory."""
+        return [
+            each for each in run(*self.inside(name), "ls", "/dev/shm").split() if "prism" in each
+        ]
 
     def remove(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.kill()
+            keeper.communicate()
+        self._keepers.clear()
         for name in (*self.addresses, "hub"):
-            for pid in self.pids(name):
-                os.kill(pid, signal.SIGKILL)
+            self.kill(name)
             subprocess.run(["ip", "netns", "del", self._prefix + name], check=False)
 
     # --- what runs in them --------------------------------------------------------------------
@@ -112,6 +146,14 @@ class Machines:
         return run(*self.inside(name), sys.executable, "-c", get)
 
 
+def command_line(pid: int) -> str:
+    """Empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 def await_text(log: Path, text: str, count: int, timeout_s: float) -> None:
     until(lambda: log.read_text().count(text) >= count, f"{count} x {text!r}", timeout_s)
 
@@ -132,8 +174,11 @@ def started(command: Sequence[str], log: Path, **more: str) -> Iterator[subproce
 class Load:
     """Requests from a machine to its own frontend, `rate` a second, until `results`."""
 
-    def __init__(self, machines: Machines, name: str, rate: float, seed: int) -> None:
-        asker = [sys.executable, "-m", "tests.serve.asker", str(rate), str(seed)]
+    def __init__(
+        self, machines: Machines, name: str, rate: float, seed: int, *options: str
+    ) -> None:
+        """`options`: of tests/serve/asker.py."""
+        asker = [sys.executable, "-m", "tests.serve.asker", str(rate), str(seed), *options]
         self._process = subprocess.Popen(
             machines.inside(name) + asker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
         )

@@ -18,7 +18,7 @@ import yaml
 from prism.config.admin import admin_address, host_and_port
 from prism.errors import ConfigError
 from prism.frontend.listener import admin_listener, bound_address
-from tests.serve.conftest import SERVE, Cluster, serving, until, write_yaml
+from tests.serve.conftest import SERVE, STOP_S, Cluster, serving, until, write_yaml
 from tests.serve.test_access import new_key
 
 PAGES = ("/status", "/metrics", "/dashboard/")
@@ -107,7 +107,8 @@ def test_a_unix_socket_is_this_users_alone(tmp_path: Path, short_dir: Path) -> N
         taken = check(tmp_path, short_dir)
         assert taken.returncode == 2
         assert f"frontend.admin: cannot listen on {path}: Address already in use" in taken.stderr
-        assert cluster.stop() == 0
+        assert cluster.operate("down").returncode == 0
+        assert cluster.process.wait(STOP_S) == 0
         assert not path.exists()
 
 

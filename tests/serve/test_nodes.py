@@ -14,9 +14,11 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+import psutil
 import pytest
 import redis
 import yaml
@@ -142,6 +144,31 @@ def check_the_key_is_nowhere(folder: Path, nodes: Iterable[Node]) -> None:
     assert not [path for path in logs if key in path.read_bytes()]
 
 
+def check_what_listens(cluster: Node) -> None:
+    """On TCP: the API, and sockets that speak to nobody without a key of CURVE."""
+    found = set[tuple[str, int]]()
+    for pid in (cluster.process.pid, *cluster.pids):
+        with suppress(psutil.NoSuchProcess):
+            opened = psutil.Process(pid).net_connections("tcp")
+            found |= {
+                (each.laddr[0], each.laddr[1])
+                for each in opened
+                if each.status == psutil.CONN_LISTEN
+            }
+    api = urlsplit(cluster.url)
+    keyed = found - {(api.hostname, api.port)}
+    assert len(keyed) > 2, "the scheduler, an agent, a frontend"
+    assert {mechanism(address) for address in keyed} == {b"CURVE"}
+
+
+def mechanism(address: tuple[str, int]) -> bytes:
+    """What a socket of ZeroMQ wants its peers to do first, as its greeting says (ZMTP 3.0)."""
+    mine = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0")
+    with socket.create_connection(address, 10) as peer, peer.makefile("rb") as answer:
+        peer.sendall(mine.ljust(64, b"\0"))
+        return answer.read(64)[12:32].rstrip(b"\0")
+
+
 def check_no_clock_was_compared(cluster: Node) -> None:
     """As far as a cluster shows it: ages of what another machine said, and waits."""
     assert httpx.get(f"{cluster.url}/health").json() == {"status": "ready"}
@@ -161,6 +188,8 @@ def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
         for each in both.values():
             each.await_ready()
         check_the_key_is_nowhere(tmp_path, both.values())
+        for each in both.values():
+            check_what_listens(each)
         gone = leader(database)
         lost, first = both.pop(gone), *both.values()
         everywhere = {"host:0@a", "host:0@b"}

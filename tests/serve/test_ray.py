@@ -1,142 +1,131 @@
-"""`prism-serve up --ray` on two machines: network namespaces with addresses of their own, and a
-raylet each. Ray is in an environment of its own (requirements/ray.txt)."""
+"""`prism-serve up` by Ray on two machines: network namespaces with addresses of their own, and a
+raylet each."""
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 import signal
-import site
-import sys
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-import yaml
 
-from prism.serve.on_ray import portable
-from tests.frontend.tiny_model import make_model
-from tests.serve.conftest import SERVE, until
-from tests.serve.machines import REDIS_URL, ROOT, Machines, await_text, run, started
+from prism.serve.on_ray.machines import HOST_DEVICES
+from tests.serve.machines import Load, await_text, run
+from tests.serve.ray_cluster import ADDRESS, DEVICE, RayCluster
 from tests.strangers import needs_root
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
-RAY_PORT = 6399
-DEVICE = {"name": "host:0", "capacity": "16MiB", "page": "64KiB", "engines": 2}
-ASK = """
-import httpx, sys
-for _ in range(int(sys.argv[1])):
-    body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": 12, "ignore_eos": True}
-    url = "http://127.0.0.1:8000/v1/completions"
-    answer = httpx.post(url, json=body, timeout=120, trust_env=False)
-    assert answer.status_code == 200, answer.text
-"""
+MODELS = [{"name": "a", "path": "a", "replicas": {"min": 2, "max": 2}}]
 
 
 @pytest.fixture(scope="module")
-def ray_bin() -> Path:
-    """The commands of Ray's environment, which finds the packages of this one as well."""
-    requirements, venv = ROOT / "requirements" / "ray.txt", ROOT / ".cache" / "ray"
-    made = venv / "requirements.txt"
-    if not made.exists() or made.read_text() != requirements.read_text():
-        run(sys.executable, "-m", "venv", "--clear", venv)
-        run(venv / "bin" / "python", "-m", "pip", "install", "-q", "-r", requirements)
-        beside = next(venv.glob("lib/python3*/site-packages")) / "beside.pth"
-        beside.write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")
-        made.write_text(requirements.read_text())
-    return venv / "bin"
-
-
-def write_yaml(folder: Path) -> Path:
-    make_model(folder / "a")
-    nodes = [{"name": n, "address": where, "devices": [DEVICE]} for n, where in ADDRESSES.items()]
-    data = {
-        "nodes": nodes,
-        "models": [{"name": "a", "path": "a", "replicas": {"min": 2, "max": 2}}],
-        "engine": {"adapter": "fake", "static": "1MiB", "drain_timeout": "10s"},
-        "redis": REDIS_URL,
-    }
-    path = folder / "cluster.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return path
-
-
-def prism_processes(machines: Machines) -> list[int]:
-    found = []
-    for pid in [pid for name in ADDRESSES for pid in machines.pids(name)]:
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError:
-            continue
-        if "prism.agent" in words or "prism-node-" in words:
-            found.append(pid)
-    return found
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with ExitStack() as stack:
+        short_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prism-")))
+        yield RayCluster("ab", 1, tmp_path_factory.mktemp("ray"), short_dir, stack)
 
 
 @pytest.mark.long
 @needs_root
-def test_ray_starts_both_machines_and_nothing_is_left(
-    tmp_path: Path, short_dir: Path, ray_bin: Path
+def test_the_head_starts_again(cluster: RayCluster, tmp_path: Path) -> None:
+    """Frontends and agents work on; Ctrl-C leaves nothing. Ray has no memory of its own: its new
+    head knows nothing, and the other machine's raylet ends and is started again, as by systemd."""
+    log = tmp_path / "drive"
+    with cluster.drive(log, models=MODELS) as driver:
+        agents = cluster.agents()
+        load = [Load(cluster.machines, name, 2, seed) for seed, name in enumerate(ADDRESSES)]
+        began_s = time.monotonic()
+        cluster.kill_ray("a")
+        await_text(log, "Ray is lost", 1, 180)
+        lost_s = time.monotonic()
+        cluster.restart_ray()
+        await_text(log, "Ray is there again", 1, 180)
+        again_s = time.monotonic()
+        results = [result for each in load for result in each.results()]
+        print(
+            f"\nRay's loss was seen after {lost_s - began_s:.0f} s, its return after"
+            f" {again_s - lost_s:.0f} s; {len(results)} requests, the longest"
+            f" {max(r['ended_s'] - r['began_s'] for r in results):.1f} s"
+        )
+        assert all(result.get("right") for result in results)
+        assert cluster.agents() == agents
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(120) == 0
+    assert "shutting down" in log.read_text()
+    cluster.await_nothing_left()
+
+
+@pytest.mark.long
+@needs_root
+def test_ctrl_c_without_a_head(cluster: RayCluster, tmp_path: Path) -> None:
+    with cluster.drive(tmp_path / "drive", models=MODELS) as driver:
+        cluster.kill_ray("a")
+        cluster.ask("b")
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(180) == 0
+    cluster.await_nothing_left()
+    cluster.restart_ray()
+
+
+@pytest.mark.long
+@needs_root
+def test_a_machine_is_lost_and_comes_back_and_the_driver_dies(
+    cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """Ended by Ctrl-C, and by the driver's death. A machine that is lost comes back."""
-    path, machines = write_yaml(tmp_path), Machines(*ADDRESSES)
-    ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    ray |= {"RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(short_dir)}
-    common = ["--num-cpus=2", "--object-store-memory=80000000", "--block"]
-    with ExitStack() as stack:
-        stack.callback(machines.remove)
-        machines.make()
-        stack.enter_context(started(machines.redis(tmp_path), tmp_path / "redis.log"))
-
-        def start_ray(name: str) -> None:
-            where = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
-            where += [f"--temp-dir={short_dir}/ray"]
-            if name != "a":
-                where = [f"--address={ADDRESSES['a']}:{RAY_PORT}"]
-            where += [f"--node-ip-address={ADDRESSES[name]}"]
-            command = [str(ray_bin / "ray"), "start", *where]
-            log = tmp_path / f"ray-{name}.log"
-            stack.enter_context(started([*machines.inside(name), *command, *common], log, **ray))
-            await_text(log, "block forever", 1, 120)
-
+    log, device = tmp_path / "drive", {**DEVICE, "name": "host:0"}
+    nodes = [{"name": n, "address": where, "devices": [device]} for n, where in ADDRESSES.items()]
+    with cluster.drive(log, models=MODELS, nodes=nodes, devices=[]) as driver:
         for name in ADDRESSES:
-            start_ray(name)
-        drive = [str(ray_bin / "python"), *SERVE[1:], "--config", str(path)]
-        drive += ["--ray", f"{ADDRESSES['a']}:{RAY_PORT}"]
-        for number, end in enumerate((signal.SIGINT, signal.SIGKILL)):
-            log = tmp_path / f"drive-{number}.log"
-            with started(machines.inside("a") + drive, log, **ray) as driver:
-                await_text(log, ": ready in ", 2, 240)
-                for name in ADDRESSES:
-                    run(*machines.inside(name), sys.executable, "-c", ASK, "5")
-                if end == signal.SIGKILL:
-                    for pid in machines.pids("b"):
-                        with suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                    await_text(log, "b: the machine is lost", 1, 120)
-                    run(*machines.inside("a"), sys.executable, "-c", ASK, "5")
-                    start_ray("b")
-                    await_text(log, "b: ready in ", 2, 240)
-                    run(*machines.inside("b"), sys.executable, "-c", ASK, "5")
-                driver.send_signal(end)
-                driver.wait(120)
-            until(lambda: not prism_processes(machines), "no process is left", 60)
-            # Those of the machine that was killed were swept when it came back.
-            assert list(short_dir.glob("prism-*")) == []
-            assert machines.redis_keys() == "[]\n"
+            cluster.ask(name)
+        cluster.machines.kill("b")
+        await_text(log, "b: Ray has lost it", 1, 120)
+        cluster.ask("a")
+        cluster.start_ray("b")
+        await_text(log, "b: ready in ", 2, 240)
+        cluster.ask("b")
+        cluster.operate("b", "down", "--here")
+        await_text(log, "b: ended with 0; it is started again", 1, 30)
+        await_text(log, "b: ready in ", 3, 120)
+        cluster.ask("b")
+        driver.kill()
+        driver.wait(120)
+        cluster.await_nothing_left()
 
 
-def test_paths_are_those_of_the_files_folder(tmp_path: Path) -> None:
-    data = {
-        "models": [{"name": "m", "path": "m"}, {"name": "n", "path": "/x/n"}],
-        "access": {"keys": "k.yaml"},
-        "frontend": {"port": 1, "tls_key": "../key.pem"},
-        "engine": {"weight_store": "auto"},
-    }
-    found = yaml.safe_load(portable(data, tmp_path / "f"))
-    assert [m["path"] for m in found["models"]] == [str(tmp_path / "f" / "m"), "/x/n"]
-    assert found["access"] == {"keys": str(tmp_path / "f" / "k.yaml")}
-    assert found["frontend"] == {"port": 1, "tls_key": str(tmp_path / "key.pem")}
-    assert found["engine"] == {"weight_store": "auto"}
-    assert json.loads(json.dumps(data))["models"][0]["path"] == "m"
+NOWHERE = "10.77.0.1:1"
+RESERVE = f"""
+import ray
+ray.init(address="{ADDRESS}", log_to_driver=False, configure_logging=False)
+group = ray.util.placement_group([{{"{HOST_DEVICES}": 1}}])
+print(group.wait(60), flush=True)
+input()
+"""
+
+
+@pytest.mark.long
+@needs_root
+def test_what_does_not_fit_is_refused_and_nothing_is_left(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    """A mistake that a machine finds; devices that Ray has promised to others."""
+    own = Path("/dev/shm/model")  # of the first machine
+    run(*cluster.machines.inside("a"), "cp", "-r", str(cluster.folder / "a"), str(own))
+    here_alone = cluster.write_yaml(models=[{"name": "a", "path": str(own)}])
+    found = cluster.refusal(here_alone)
+    assert found.startswith("error: node 10-77-0-2: ")
+    assert str(own) in found
+    with cluster.run_ray(RESERVE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        assert "Ray has promised devices of 10.77.0." in cluster.refusal(
+            cluster.write_yaml(models=MODELS)
+        )
+        other.communicate("\n")
+    nowhere = cluster.write_yaml(models=MODELS, ray=NOWHERE)
+    assert f"no Ray cluster answers at {NOWHERE}" in cluster.refusal(nowhere)
+    stranger = cluster.refusal(cluster.write_yaml(models=MODELS), RAY_AUTH_TOKEN="0" * 64)
+    assert f"no Ray cluster answers at {ADDRESS}: " in stranger
+    assert "token" in stranger

@@ -1,0 +1,164 @@
+"""Machines of a Ray cluster: network namespaces, with a raylet each."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from prism.serve.on_ray.machines import HOST_DEVICES
+from tests.frontend.tiny_model import make_model
+from tests.serve.conftest import SERVE, until
+from tests.serve.machines import REDIS_URL, Machines, await_text, run, started
+from tests.serve.ray_environment import ray_bin
+
+RAY_PORT = 6399
+ADDRESS = f"10.77.0.1:{RAY_PORT}"
+DEVICE = {"name": "host:*", "capacity": "16MiB", "page": "64KiB", "engines": 2}
+ASK = """
+import httpx, sys
+for _ in range(int(sys.argv[1])):
+    body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": 12, "ignore_eos": True}
+    url = "http://127.0.0.1:8000/v1/completions"
+    answer = httpx.post(url, json=body, timeout=120, trust_env=False)
+    assert answer.status_code == 200, answer.text
+"""
+
+
+class RayCluster:
+    """Machines `names` with a raylet and `devices` host devices each, and Redis. `drive` runs the
+    command on the first one, `a`."""
+
+    def __init__(
+        self, names: str, devices: int, folder: Path, short_dir: Path, stack: ExitStack
+    ) -> None:
+        self.machines, self.names, self._devices = Machines(*names), names, devices
+        make_model(folder / "a")
+        self.folder, self.temporary, self._bin, self._stack = folder, short_dir, ray_bin(), stack
+        self._ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._ray |= {"RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(short_dir)}
+        self._starts = 0
+        stack.callback(self.machines.remove)
+        self.machines.make()
+        redis = started(self.machines.redis(folder), folder / "redis.log")
+        stack.enter_context(redis)
+        for name in self.names:
+            self.start_ray(name)
+
+    def start_ray(self, name: str) -> subprocess.Popen[bytes]:
+        where = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+        where += [f"--temp-dir={self.temporary}/ray"]
+        if name != "a":
+            where = [f"--address={ADDRESS}"]
+        where += [f"--node-ip-address={self.machines.addresses[name]}", "--num-cpus=2", "--block"]
+        where += ["--object-store-memory=80000000"]
+        where += ["--resources", json.dumps({HOST_DEVICES: self._devices})]
+        command = [*self.machines.inside(name), str(self._bin / "ray"), "start", *where]
+        self._starts += 1
+        log = self.folder / f"ray-{name}-{self._starts}.log"
+        process = self._stack.enter_context(started(command, log, **self._ray))
+        await_text(log, "block forever", 1, 120)
+        return process
+
+    def write_yaml(self, **changes: Any) -> Path:
+        """Ray says which machines there are."""
+        data = {
+            "ray": ADDRESS,
+            "devices": [DEVICE],
+            "engine": {"adapter": "fake", "static": "1MiB", "drain_timeout": "10s"},
+            "redis": REDIS_URL,
+            **changes,
+        }
+        path = self.folder / "cluster.yaml"
+        path.write_text(yaml.safe_dump(data))
+        return path
+
+    def up(self, path: Path) -> list[str]:
+        up = [str(self._bin / "python"), *SERVE[1:], "up", "--config", str(path)]
+        return self.machines.inside("a") + up
+
+    @contextmanager
+    def drive(
+        self, log: Path, frontends: int = 0, **changes: Any
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Ready in the block. `frontends`: on how many machines; 0: on all."""
+        with started(self.up(self.write_yaml(**changes)), log, **self._ray) as driver:
+            await_text(log, ": ready in ", frontends or len(self.names), 240)
+            yield driver
+
+    def refusal(self, path: Path, **variables: str) -> str:
+        """The one line with which nothing starts."""
+        done = subprocess.run(
+            self.up(path),
+            capture_output=True,
+            text=True,
+            env={**os.environ, **self._ray, **variables},
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("\n") == 1
+        self.await_nothing_left()
+        return done.stderr
+
+    def run_ray(self, code: str) -> subprocess.Popen[str]:
+        """Another program of Ray's on the first machine, until its standard input is closed."""
+        return subprocess.Popen(
+            [*self.machines.inside("a"), str(self._bin / "python"), "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self._ray},
+        )
+
+    def kill_ray(self, name: str) -> None:
+        """All that is Ray's there, its workers included."""
+        # Of the processes that a driver has, the one that talks to Ray stays.
+        words = ("ray start", "/ray/core/", "/ray/_private/", "/ray/dashboard/", "ray::")
+        for pid in self.machines.pids(name, *words):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def restart_ray(self) -> None:
+        """On all machines: with a new head, which knows nothing, their raylets end. They see each
+        other's processes here, so that all are killed before one is started."""
+        for name in self.names:
+            self.kill_ray(name)
+        for name in self.names:
+            self.start_ray(name)
+
+    def operate(self, name: str, *arguments: str) -> str:
+        """On a machine, of its own part."""
+        states = (json.loads(p.read_text()) | {"at": p} for p in self._run_dirs())
+        (run_dir,) = (str(s["at"].parent) for s in states if s.get("node") == name)
+        return run(*self.machines.inside(name), *SERVE, *arguments, "--run-dir", run_dir)
+
+    def _run_dirs(self) -> list[Path]:
+        return list(self.temporary.glob("prism-*/cluster.json"))
+
+    def ask(self, name: str, count: int = 5) -> None:
+        run(*self.machines.inside(name), sys.executable, "-c", ASK, str(count))
+
+    def agents(self) -> list[int]:
+        return [pid for name in self.names for pid in self.machines.pids(name, "prism.agent")]
+
+    def await_nothing_left(self) -> None:
+        """No process of the cluster, folder, or key."""
+        words = ("prism.agent", "prism-node-", "on_ray")
+
+        def left() -> list[int]:
+            return [pid for name in self.names for pid in self.machines.pids(name, *words)]
+
+        until(lambda: not left(), "no process is left", 90)
+        assert list(self.temporary.glob("prism-*")) == []
+        assert self.machines.redis_keys() == "[]\n"
+        assert [self.machines.segments(name) for name in self.names] == [[] for _ in self.names]

@@ -1,0 +1,93 @@
+"""What Ray runs on a machine, without Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from prism.curve import new_secret
+from prism.serve.on_ray.node_actor import NodeActor, NodeReport
+from prism.serve.run_dir import LOCK_FILE, lock
+from tests.serve.conftest import until
+
+KEY = new_secret()
+
+
+def end_of(actor: NodeActor) -> NodeReport:
+    lines: list[str] = []
+    code: list[int | None] = [None]
+
+    def ended() -> bool:
+        said = actor.poll()
+        lines.extend(said.lines)
+        code[0] = said.code
+        return said.code is not None
+
+    until(ended, "its end", 60)
+    actor._console.close()
+    return NodeReport(tuple(lines), code[0])
+
+
+def test_folders_of_killed_launchers_are_swept_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own goes with it; a file that is refused is one line and exit code 2."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left, living, strange = (tmp_path / f"prism-node-{name}" for name in ("a", "b", "c"))
+    for folder in (left, living, strange):
+        folder.mkdir(mode=0o700)
+    (left / LOCK_FILE).touch()
+    held = lock(living)
+    assert held is not None
+    actor = NodeActor("nodes: []", KEY, "a", [])
+    assert not left.exists()
+    own = set(tmp_path.iterdir()) - {living, strange}
+    assert len(own) == 1
+    said = end_of(actor)
+    assert said.code == 2, said
+    assert len(said.lines) == 1
+    assert "error: " in said.lines[0]
+    assert set(tmp_path.iterdir()) == {living, strange}
+    os.close(held)
+
+
+SLEEPER = """
+import os, sys, time
+from pathlib import Path
+(Path(sys.argv[1]) / "pid").write_text(str(os.getpid()))
+print("one", flush=True)
+while not (Path(sys.argv[1]) / "more").exists():
+    time.sleep(0.05)
+print("two", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_next_actor_of_a_node_finds_its_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray killed the first one. Its lines go on where they were shown; nobody sweeps it."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("prism.serve.on_ray.node_actor._LAUNCHER", "sleeper")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = NodeActor("nodes: []", KEY, "a", [])
+    until(lambda: first.poll().lines == ("one",), "its first line")
+    assert first._process is not None
+    first._process.terminate()  # as Ray does; its signals are no signals to the launcher
+    first._process.kill()
+    first._process.wait()
+    (folder,) = tmp_path.glob("prism-node-*")
+    other = NodeActor("nodes: []", KEY, "b", [])
+    second = NodeActor("nodes: []", KEY, "a", [])
+    assert len(list(tmp_path.glob("prism-node-*"))) == 2
+    (folder / "more").touch()
+    until(lambda: second.poll().lines == ("two",), "the next line, and no other")
+    for actor in (second, other):
+        actor.signal(signal.SIGTERM)
+        end_of(actor)
+    first._console.close()
+    assert list(tmp_path.glob("prism-node-*")) == []

@@ -1,0 +1,141 @@
+"""What `prism-serve up --ray` wants of Ray's machines, without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prism.config.reader import convert
+from prism.config.schema import ServeYaml
+from prism.errors import ConfigError
+from prism.serve.on_ray import machines
+from prism.serve.on_ray.command import ray_of, serve
+from prism.serve.on_ray.machines import (
+    HOST_DEVICES,
+    Placement,
+    RayMachine,
+    check_ray,
+    placements,
+    portable,
+    with_nodes,
+)
+from tests.ports import free_port
+
+MODELS = [{"name": "m", "path": "m"}]
+GPU = {"name": "cuda:*", "capacity": "70GiB"}
+HOST = {"name": "host:*", "capacity": "1GiB"}
+URL = "redis://:secret@10.0.0.9:6379"
+FOUND = [
+    RayMachine("10.0.0.1", {"CPU": 4.0}),
+    RayMachine("10.0.0.2", {"GPU": 2.0, HOST_DEVICES: 1.0}),
+    RayMachine("10.0.0.3", {HOST_DEVICES: 2.0}),
+]
+
+
+def placed(file: dict[str, Any]) -> list[Placement]:
+    return placements(convert(with_nodes(file, FOUND), ServeYaml), FOUND)
+
+
+def test_nodes_are_the_machines_that_have_such_devices() -> None:
+    file = {"ray": "auto", "devices": [GPU, HOST], "models": MODELS, "redis": URL}
+    assert placed(file) == [
+        Placement("10-0-0-2", "10.0.0.2", [{"GPU": 1}, {"GPU": 1}, {HOST_DEVICES: 1}]),
+        Placement("10-0-0-3", "10.0.0.3", [{HOST_DEVICES: 1}, {HOST_DEVICES: 1}]),
+    ]
+    whole = with_nodes(file, FOUND)
+    assert "ray" not in whole
+    assert "devices" not in whole
+    assert [d["name"] for d in whole["nodes"][0]["devices"]] == ["cuda:0", "cuda:1", "host:0"]
+    assert whole["nodes"][0]["devices"][1] == {"name": "cuda:1", "capacity": "70GiB"}
+    assert [each.name for each in placed({**file, "devices": [GPU]})] == ["10-0-0-2"]
+
+
+def test_named_nodes_stay_as_they_are() -> None:
+    """Host devices are reserved as far as Ray knows of them."""
+    devices = [{"name": f"host:{i}", "capacity": "1GiB"} for i in range(2)]
+    node = {"name": "x", "address": "10.0.0.2", "devices": devices}
+    file = {"nodes": [node], "models": MODELS, "redis": URL}
+    assert with_nodes(file, FOUND) == file
+    assert placed(file) == [Placement("x", "10.0.0.2", [{HOST_DEVICES: 1}])]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"devices": [{**GPU, "name": "cuda:0"}]}, "devices[0].name: 'cuda:0' cannot be used"),
+        ({"devices": [GPU, GPU]}, "devices[1].name: 'cuda:*' cannot be used"),
+        ({"devices": []}, "devices: no machine of Ray has what they describe"),
+        ({"cluster_key": "key"}, "cluster_key: Ray hands a new one out"),
+        (
+            {"nodes": [{"name": "x", "address": "10.0.0.7"}]},
+            "nodes[0].address: no machine of the Ray cluster has 10.0.0.7: it has 10.0.0.1,",
+        ),
+        (
+            {"nodes": [{"name": "x", "address": "10.0.0.2", "devices": [GPU] * 3}]},
+            "nodes[0].devices: 3 GPUs, and Ray's 10.0.0.2 has 2",
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(changes: dict[str, Any], why: str) -> None:
+    file = {"devices": [GPU, HOST], "models": MODELS, "redis": URL, **changes}
+    with pytest.raises(ConfigError) as found:
+        placed(file)
+    assert str(found.value).startswith(why)
+
+
+def test_ray_is_asked_of_only_as_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="Ray is not installed"):
+        check_ray()
+    monkeypatch.setattr(machines, "find_spec", lambda _: object())
+    monkeypatch.setattr(machines, "version", lambda _: "2.51.1")
+    with pytest.raises(ConfigError, match=r"Ray 2\.51\.1 has no tokens; install 2\.52 or later"):
+        check_ray()
+    monkeypatch.setattr(machines, "version", lambda _: "2.60.0")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError, match="set RAY_AUTH_MODE=token"):
+        check_ray()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    check_ray()
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"ray": "auto", "models": MODELS}))
+    assert ray_of(path) == "auto"
+    with pytest.raises(ConfigError, match="redis: several machines need one that all reach"):
+        serve(path, "auto", {}, print)
+    monkeypatch.setattr("prism.serve.on_ray.command._machines", lambda _: FOUND)
+    file = {"devices": [HOST], "models": MODELS, "redis": f"redis://127.0.0.1:{free_port()}"}
+    path.write_text(yaml.safe_dump(file))
+    with pytest.raises(ConfigError, match="redis: Error 111"):
+        serve(path, "auto", {}, print)
+
+
+def test_paths_are_those_of_the_files_folder() -> None:
+    file: dict[str, Any] = {
+        "models": [
+            {"name": "m", "path": "m", "lora": [{"name": "l", "path": "l"}]},
+            {"name": "n", "path": "/x/n"},
+        ],
+        "access": {"keys": "k.yaml"},
+        "frontend": {"port": 1, "tls_key": "../key.pem", "admin": "./admin.sock"},
+        "engine": {"weight_store": "auto", "python": {"vllm": "v/bin/python"}},
+    }
+    found = yaml.safe_load(portable(file, Path("/f")))
+    assert [m["path"] for m in found["models"]] == ["/f/m", "/x/n"]
+    assert found["models"][0]["lora"][0]["path"] == "/f/l"
+    assert found["access"] == {"keys": "/f/k.yaml"}
+    assert found["frontend"] == {"port": 1, "tls_key": "/f/../key.pem", "admin": "/f/admin.sock"}
+    assert found["engine"] == {"weight_store": "auto", "python": {"vllm": "/f/v/bin/python"}}
+    assert file["models"][0]["path"] == "m"
+    other: dict[str, Any] = {
+        "models": [],
+        "frontend": {"admin": "127.0.0.1:1"},
+        "engine": {"weight_store": "w"},
+    }
+    found = yaml.safe_load(portable(other, Path("/f")))
+    assert found["frontend"] == {"admin": "127.0.0.1:1"}
+    assert found["engine"] == {"weight_store": "/f/w"}
