@@ -222,7 +222,8 @@ def test_aiperf_measures_each_request(python: Path, tmp_path: Path) -> None:
         asked = ("--request-count", "20", "--concurrency", "4", "--random-seed", "1")
         out = ("--ui", "none", "--artifact-dir", tmp_path / "out")
         command = (python.parent / "aiperf", "profile", *server, *sizes, *asked, *out)
-        finished(*command, HOME=str(tmp_path))
+        # Offline, as other tests may have set here, aiperf seeks a folder's tokenizer in a cache.
+        finished(*command, HOME=str(tmp_path), HF_HUB_OFFLINE="", TRANSFORMERS_OFFLINE="")
     measured = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
     assert measured["request_count"]["avg"] == 20
     assert measured["output_sequence_length"]["avg"] >= 8

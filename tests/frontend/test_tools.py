@@ -75,6 +75,8 @@ async def test_calls_beside_text_and_reasoning(tools_stack: Stack, step: int) ->
     content = "".join(c.delta.content or "" for c in chunks)
     reasoning = "".join(getattr(c.delta, "reasoning_content", None) or "" for c in chunks)
     assert (content.strip(), reasoning) == ("Let me see.", "Hm.")
+    told = [[d.index for d in c.delta.tool_calls or []] for c in chunks]
+    assert all(sorted({*indices}) == indices for indices in told), "a call once in an event"
     streamed: dict[int, str] = {}
     for delta in (d for c in chunks for d in c.delta.tool_calls or []):
         streamed[delta.index] = streamed.get(delta.index, "") + (delta.function.arguments or "")

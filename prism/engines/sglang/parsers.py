@@ -64,7 +64,7 @@ class AnswerParser:
         self._heard = self._said = ""
 
     def push(self, text: str, *, last: bool = False) -> Piece:
-        """`last`: no more text comes."""
+        """`last`: no more text comes. A piece has each call once: clients may read no more of it."""
         piece = Piece()
         text, start = self._held + text, 0
         while start < len(text):
@@ -81,7 +81,7 @@ class AnswerParser:
         self._held = text[start:]
         if last:
             self._push("", True, piece)
-        return piece
+        return _joined(piece) if len(piece.calls) > 1 else piece
 
     def _piece_chars(self) -> int:
         """The parsers are made for a token's text at a time. They lose what is before a
@@ -106,7 +106,7 @@ class AnswerParser:
         """A whole answer at once: unlike `push`, in time that grows with its length. cut: it has no
         end, and its last call none either; it says what it would say in a stream."""
         if cut and self._calls is not None:
-            return _joined(self.push(text, last=True))
+            return self.push(text, last=True)
         piece = Piece()
         if self._reasoning is not None:
             reasoning, rest = self._reasoning.parse_non_stream(text)
