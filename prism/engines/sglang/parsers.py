@@ -64,7 +64,7 @@ class AnswerParser:
         self._heard = self._said = ""
 
     def push(self, text: str, *, last: bool = False) -> Piece:
-        """`last`: no more text comes. A piece has each call once: clients may read no more of it."""
+        """`last`: no more text comes. A piece has each call once: some clients read no more."""
         piece = Piece()
         text, start = self._held + text, 0
         while start < len(text):
