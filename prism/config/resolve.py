@@ -165,8 +165,6 @@ def _check_spread(model: ModelSpec, key: str) -> None:
         return
     if model.embedding:
         raise ConfigError(f"{key}.tp: an embedding model is served by one device; use tp 1")
-    if model.lora.adapters:
-        raise ConfigError(f"{key}.lora: adapters of a model with tp are not served; use tp 1")
     if model.pinned_device is not None:
         raise ConfigError(f"{key}.device: with tp {model.tp} there are several; leave the key out")
     if model.num_kv_heads % model.tp:

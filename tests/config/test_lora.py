@@ -83,6 +83,14 @@ def test_a_model_is_planned_with_its_adapters(folder: Path) -> None:
     ]
 
 
+def test_a_model_of_several_devices_has_adapters(folder: Path) -> None:
+    data = copy.deepcopy(GOOD)
+    data["devices"].append({**data["devices"][0], "name": "host:1"})
+    data["models"][0]["tp"] = 2
+    model, _ = load(written(folder, data)).models
+    assert (model.tp, [adapter.name for adapter in model.lora.adapters]) == (2, ["x"])
+
+
 def test_keys_may_name_adapters(folder: Path) -> None:
     data = {**GOOD, "access": {"keys": "keys.yaml"}}
     for models, why in ((["a:x", "b"], ""), (["a:y"], "no model 'a:y'")):
@@ -155,10 +163,6 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a fake engine": (
         lambda d, _f: d["engine"].update(adapter="fake"),
         r"models\[0\].lora: fake engines have no LoRA adapters; remove them",
-    ),
-    "tensor parallel": (
-        lambda d, _f: d["models"][0].update(tp=2),
-        r"models\[0\].lora: adapters of a model with tp are not served; use tp 1",
     ),
     "an embedding model": (
         lambda d, _f: d["models"][0].update(embeddings=True),

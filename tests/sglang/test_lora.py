@@ -134,6 +134,27 @@ def test_what_cannot_be_loaded_fails_its_own_request(idle: Any, tmp_path: Path) 
     assert tokens(chunks["good"]) == tokens(expected)
 
 
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_what_another_rank_cannot_load_none_holds(
+    idle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    """All would run other requests than that rank, and wait for it for ever."""
+    idle.activate(ActivateEngine(with_adapters(LLAMA, {"a": make_adapter(tmp_path / "a", LLAMA)})))
+    [prompt], votes = prompts(LLAMA, 1, (20, 20)), list[bool]()
+
+    def all_true(ok: bool) -> bool:
+        votes.append(ok)
+        return ok and len(votes) != fails_at
+
+    monkeypatch.setattr(idle._context.ranks, "all_true", all_true)
+    chunks, [failure] = run(idle, [asked("r", LLAMA, prompt, "a")])
+    assert (chunks, failure.code, votes) == ({}, "adapter_unavailable", [True] * fails_at)
+    assert "another of its devices" in failure.message
+    assert not idle._active.adapters.loaded
+    chunks, failures = run(idle, [asked("s", LLAMA, prompt, "a")])
+    assert (len(tokens(chunks["s"])), failures) == (TOKENS, [])
+
+
 def test_a_request_goes_on_with_its_adapter(idle: Any, tmp_path: Path) -> None:
     """As it does behind a move, or an engine's death."""
     adapters = {"a": make_adapter(tmp_path / "a", LLAMA)}

@@ -92,7 +92,7 @@ class SglangCore:
         scheduler, fingerprint = self._build(order, memory)
         direct = DirectMoves(memory.kv, self._context.ranks, self._context.config)
         graphs = DecodeGraphs(scheduler, self._context.ranks.size)
-        adapters = Adapters(scheduler, order.model)
+        adapters = Adapters(scheduler, order.model, self._context.ranks)
         self._active = ActiveModel(order, memory, scheduler, direct, graphs, adapters)
         return Activated(
             model=order.model.name,

@@ -7,9 +7,9 @@ manager, which Prism does without, would load them and count who uses them: `Ada
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -19,10 +19,13 @@ from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
 from sglang.srt.lora.lora_registry import LoRARef
 from torch.overrides import TorchFunctionMode
 
+from prism.engines.ranks.group import RankGroup
 from prism.engines.sglang import gpu
 from prism.errors import RequestError
 from prism.messages.models import LoraAdapter, LoraSpec, ModelSpec
 from prism.models.lora import CONFIG, FUSED, WEIGHTS, module_of
+
+Done = TypeVar("Done")
 
 _ON_HOST, _ON_GPU = "prism_host", "csgmv"
 
@@ -96,8 +99,8 @@ class Adapters:
     """Which adapters of a model SGLang holds on the host: those of open requests, and so many of
     the others as there are slots. Thread rule: the engine's thread."""
 
-    def __init__(self, scheduler: Any, model: ModelSpec) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Any, model: ModelSpec, ranks: RankGroup) -> None:
+        self._scheduler, self._ranks = scheduler, ranks
         self._model, self._lora = model, model.lora
         self.loaded: dict[str, LoRARef] = {}  # the one that was asked for last is last
 
@@ -109,16 +112,40 @@ class Adapters:
         if name in self.loaded:
             self.loaded[name] = self.loaded.pop(name)
             return
-        adapter = self._lora.adapter(name)
-        if adapter is None:
-            raise AdapterError(f"this engine's model has no adapter {name!r:.80}")
-        tensors, config = self._read(adapter)
+        adapter = self._known(name)
+        tensors, config = self._on_all_ranks(name, lambda: self._read(adapter))
         self._make_room()
         ref = LoRARef(lora_id=name, lora_name=name, lora_path=adapter.path, pinned=False)
+        try:
+            self._on_all_ranks(name, lambda: self._load(ref, tensors, config))
+        except AdapterError:
+            self._manager.unload_lora_adapter(ref)
+            raise
+        self.loaded[name] = ref
+
+    def _on_all_ranks(self, name: str, work: Callable[[], Done]) -> Done:
+        """What it returns, if every rank can do it: all must have the same adapters, and so run the
+        same requests. Raises AdapterError."""
+        failed = AdapterError(f"the adapter {name} cannot be loaded on another of its devices")
+        done: list[Done] = []
+        try:
+            done.append(work())
+        except AdapterError as error:
+            failed = error
+        if not self._ranks.all_true(bool(done)):
+            raise failed
+        return done[0]
+
+    def _load(self, ref: LoRARef, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
         result = self._manager.load_lora_adapter_from_tensors(ref, tensors, config)
         if not result.success:
-            raise AdapterError(f"the adapter {name} cannot be loaded: {result.error_message}")
-        self.loaded[name] = ref
+            text = f"the adapter {ref.lora_name} cannot be loaded: {result.error_message}"
+            raise AdapterError(text)
+
+    def _known(self, name: str) -> LoraAdapter:
+        if (adapter := self._lora.adapter(name)) is None:
+            raise AdapterError(f"this engine's model has no adapter {name!r:.80}")
+        return adapter
 
     def _read(self, adapter: LoraAdapter) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Checked as when Prism started: wrong files would end the engine at the next step."""
