@@ -7,8 +7,8 @@ A cluster of one device and one fake engine with steps of 10 ms answers streams,
 CPU seconds of the frontend, the agent and the engine per 1,000 tokens, and, with answers of one
 token, per request. What the fake engine's model takes without a worker around it is measured apart,
 in this process. Beside them the same streams through `PASS_THROUGH`, which forwards what
-`UPSTREAM`, a server without a model or a tokenizer, sends in the same steps. Tokens per second and
-the median time to the first token of both.
+`UPSTREAM`, a server without a model or a tokenizer, sends in the same steps, and asked directly,
+as an engine's own server. Tokens per second and the median time to the first token of each.
 
 Model: `prism-models prepare tiny-llama`, of which only the tokenizer is used. `--streams 256
 --tokens 300` is what both cannot keep up with on two cores.
@@ -256,14 +256,15 @@ def await_port(port: int) -> None:
 
 
 @contextmanager
-def pass_through() -> Iterator[tuple[str, dict[str, int]]]:
+def pass_through() -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Its URL, its upstream's, and the pids of both."""
     port = 20_000 + os.getpid() % 10_000
     upstream = [sys.executable, "-c", UPSTREAM, str(port), str(STEP_MS)]
     forward = [sys.executable, "-c", PASS_THROUGH, f"http://127.0.0.1:{port}", str(port + 1)]
     with process(upstream) as engine, process(forward) as running:
         await_port(port + 1)  # the upstream imports less
         pids = {"pass-through": running.pid, "upstream": engine.pid}
-        yield f"http://127.0.0.1:{port + 1}", pids
+        yield f"http://127.0.0.1:{port + 1}", f"http://127.0.0.1:{port}", pids
 
 
 @contextmanager
@@ -314,13 +315,14 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as stack:
         model = stack.enter_context(with_little_kv(options.model))
-        pair = (
-            stack.enter_context(cluster(model, options.streams)),
-            stack.enter_context(pass_through()),
-        )
+        ours = stack.enter_context(cluster(model, options.streams))
+        theirs, upstream, pids = stack.enter_context(pass_through())
+        pair = (ours, (theirs, pids))
+        alone: tuple[str, dict[str, int]] = (upstream, {})
         for url, pids in pair:
             run(url, pids, 4, bodies(8, 8))
-        rounds = [[measured(*each, options) for each in pair] for _ in range(options.rounds)]
+        asked = (*pair, alone)
+        rounds = [[measured(*each, options) for each in asked] for _ in range(options.rounds)]
         for url, pids in pair:
             short = run(url, pids, 16, bodies(options.requests, 1))
             per = {role: f"{1000 * s / options.requests:.2f} ms" for role, s in short.cpu_s.items()}
@@ -339,11 +341,17 @@ def report(rounds: list[list[Run]], model_s: float) -> None:
         ratios = [
             (sum(ours.cpu_s[r] for r in which) - less_s * ours.tokens)
             / max(theirs.cpu_s["pass-through"], TICK_S)
-            for ours, theirs in rounds
+            for ours, theirs, _ in rounds
         ]
         print(f"CPU of {name} over the pass-through's, same tokens: ratio {median(ratios):.2f}")
-    rates = [(a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in rounds]
+    rates = [(a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b, _ in rounds]
     print(f"tokens per second over the pass-through's: ratio {median(rates):.2f}")
+    names = ("prism-serve", "the pass-through", "its upstream alone")
+    first_ms = {
+        name: 1000 * median(runs[number].first_token_s for runs in rounds)
+        for number, name in enumerate(names)
+    }
+    print("first token:", ", ".join(f"{name} {ms:.0f} ms" for name, ms in first_ms.items()))
 
 
 def measured(url: str, pids: dict[str, int], options: argparse.Namespace) -> Run:
