@@ -78,7 +78,7 @@ class Actuator:
         model, the change begins with those where it is active and not on its way. Raises
         QueueUnavailableError."""
         async with self._routing[model]:
-            placed = (await self._queue.placement()).get(model) or self._serving(model)
+            placed = (await self._queue.placement(model)).get(model) or self._serving(model)
             devices = tuple(change(placed))
             await self._queue.route(model, *devices)
         return devices

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection
 from uuid import uuid4
 
@@ -27,6 +28,7 @@ from prism.scheduler.cluster import ClusterScheduler
 from prism.scheduler.journal import Planned, Refused, fields_of
 
 TURN_GAP_S = 0.01
+TURN_GAP_MAX_S = 0.2
 LEASE_S = 1.0
 BLOCK_S = 5.0
 
@@ -109,7 +111,7 @@ class ClusterController:
         """Turn until cancelled. While Redis does not answer, nothing is planned."""
         available = True
         while True:
-            version = self._state.changes.version
+            version, began_s = self._state.changes.version, time.thread_time()
             try:
                 await self.turn()
                 available = True
@@ -118,7 +120,10 @@ class ClusterController:
                     log.warning("nothing is planned until Redis answers again: %s", error)
                 available = False
                 await asyncio.sleep(self._state.timing.queue_retry_s)
-            await asyncio.sleep(TURN_GAP_S)
+            # With many models a turn takes a while: as much is left for reports and commands, and
+            # the next turn has more of these.
+            taken_s = time.thread_time() - began_s
+            await asyncio.sleep(min(max(TURN_GAP_S, taken_s), TURN_GAP_MAX_S))
             pause_s = min(self._state.config.report_interval_s, self.scheduler.patience_s)
             await self._state.changes.since(version, pause_s)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prism.config.memory import MemoryNeed, memory_need
-from prism.config.schema import ClusterConfig
+from prism.config.memory import MemoryNeed, memory_need, one_of_each_kind
+from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.messages.agent import AgentReport
 from prism.messages.models import ModelSpec
 
@@ -35,10 +36,11 @@ class Sizes:
     def add(self, config: ClusterConfig) -> None:
         """Models that are new here, or have other files. Those that are gone stay known: they may
         still have to be evicted."""
+        kinds = one_of_each_kind(config)
         for model in config.models:
             known = self._specs.get(model.name)
             if known is None or _fixed(known) != _fixed(model):
-                self._sizes[model.name] = _computed(model, config)
+                self._sizes[model.name] = _computed(model, config, kinds)
             self._specs[model.name] = model
 
     def of(self, model: str) -> Size:
@@ -65,9 +67,10 @@ def _fixed(model: ModelSpec) -> tuple[object, ...]:
     return (model.path, model.dtype, model.context_length, model.tp)
 
 
-def _computed(model: ModelSpec, config: ClusterConfig) -> Size:
+def _computed(model: ModelSpec, config: ClusterConfig, kinds: Sequence[DeviceConfig]) -> Size:
     """The largest need over the devices where the model can be at all (page sizes may differ)."""
-    devices = [d for d in config.devices if model.pinned_device in (None, d.name)]
+    pinned = model.pinned_device
+    devices = kinds if pinned is None else [config.device(pinned)]
     needs = [(memory_need(model, device, config.engine), device) for device in devices]
     fitting = [need for need, device in needs if need.total_bytes <= device.capacity_bytes]
     need = max(fitting or [need for need, _ in needs], key=_total)

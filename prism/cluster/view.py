@@ -35,7 +35,9 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
 def homes_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], str]]:
     """(devices, rank 0 first, state) of each copy of a model in ModelView's terms. Copies that
     nothing is routed to show only where there is no other, or where they come back."""
-    move = state.moves.get(name)
+    move, reports = state.moves.get(name), state.book.of(name)
+    if move is None and not reports:
+        return []
     ends = (*move.devices, move.source) if move is not None else ()
     placed, reviving = state.placement.get(name, ()), state.reviving.get(name, frozenset())
     shown = (*placed, *sorted(reviving.difference(placed)))
@@ -52,8 +54,8 @@ def homes_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], st
     for stage in ("active", "activating", "draining"):
         if any(known == stage for _, known in found):
             break
-        if devices := state.book.where(name, stage):
-            return [(_ranks(state, devices[0], name), stage)]
+        if device := next((d for d, model in reports if model.state == stage), None):
+            return [(_ranks(state, device, name), stage)]
     return found
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import cast
 
@@ -161,14 +162,30 @@ def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) ->
     held_bytes = device.idle_bytes if model.tp == 1 else 0
     share_bytes = max(0, engine.static_on(device.name) - held_bytes)
     model = shard_of(model, model.tp) if model.tp > 1 else model
-    layout = layout_of(model)
     page_bytes = device.page_bytes
-    slabs = ceil((model.context_length + model.block_tokens) / layout.slab_tokens(page_bytes))
+    slab_tokens, slab_bytes = _slab(layout_of(model), page_bytes)
+    slabs = ceil((model.context_length + model.block_tokens) / slab_tokens)
     return MemoryNeed(
         weight_bytes=whole_pages(model.weight_bytes, page_bytes),
         static_bytes=whole_pages(share_bytes + model.lora.size_bytes, page_bytes),
-        kv_bytes=slabs * layout.quantum_bytes(page_bytes),
+        kv_bytes=slabs * slab_bytes,
     )
+
+
+@lru_cache(maxsize=1 << 12)
+def _slab(layout: Layout, page_bytes: int) -> tuple[int, int]:
+    """Tokens and bytes. A cluster asks for each model on each device."""
+    return layout.slab_tokens(page_bytes), layout.quantum_bytes(page_bytes)
+
+
+def kind_of(device: DeviceConfig, engine: EngineConfig) -> Hashable:
+    """Devices of one kind have the same room, and a model needs the same on each."""
+    static_bytes = engine.static_on(device.name)
+    return device.page_bytes, device.idle_bytes, static_bytes, device.capacity_bytes, device.engines
+
+
+def one_of_each_kind(config: ClusterConfig) -> list[DeviceConfig]:
+    return list({kind_of(device, config.engine): device for device in config.devices}.values())
 
 
 def whole_pages(size_bytes: int, page_bytes: int) -> int:
@@ -195,20 +212,24 @@ def check_static(config: ClusterConfig, device: str, needs: GpuNeeds) -> None:
 
 def check_memory(config: ClusterConfig) -> None:
     """Raises ConfigError, which says how much would be enough."""
-    for index, device in enumerate(config.devices):
-        needs = [
-            (memory_need(m, device, config.engine), i)
-            for i, m in enumerate(config.models)
-            if m.pinned_device in (None, device.name)
-        ]
-        if needs and all(need.total_bytes > device.models_bytes for need, _ in needs):
-            _refuse_device(config, index, *min(needs, key=lambda pair: pair[0].total_bytes))
+    for index in range(len(config.devices)):
+        _check_device_serves(config, index)
     for index in range(len(config.models)):
         _check_model_fits(config, index)
 
 
-def _refuse_device(config: ClusterConfig, index: int, need: MemoryNeed, model: int) -> None:
-    device, spec = config.devices[index], config.models[model]
+def _check_device_serves(config: ClusterConfig, index: int) -> None:
+    """Some model has room there, if any may be there."""
+    device, engine = config.devices[index], config.engine
+    here = [i for i, m in enumerate(config.models) if m.pinned_device in (None, device.name)]
+    needs = (memory_need(config.models[i], device, engine) for i in here)
+    if not here or any(need.total_bytes <= device.models_bytes for need in needs):
+        return
+    need, model = min(
+        ((memory_need(config.models[i], device, engine), i) for i in here),
+        key=lambda pair: pair[0].total_bytes,
+    )
+    spec = config.models[model]
     raise ConfigError(
         f"{config.device_key(index)}.capacity: {format_size(device.capacity_bytes)} is too small"
         f" for any model; {spec.name} needs {_explain(need, spec, device)}; raise capacity to"
@@ -235,11 +256,11 @@ def _check_parts_fit(
     config: ClusterConfig, index: int, need: MemoryNeed, best: DeviceConfig
 ) -> None:
     spec, engine = config.models[index], config.engine
-    fitting = Counter(
-        device.node
-        for device in config.devices
-        if memory_need(spec, device, engine).total_bytes <= device.models_bytes
-    )
+    fits = {
+        kind_of(each, engine): memory_need(spec, each, engine).total_bytes <= each.models_bytes
+        for each in one_of_each_kind(config)
+    }
+    fitting = Counter(each.node for each in config.devices if fits[kind_of(each, engine)])
     most = max(fitting.values(), default=0)
     if most < spec.tp:
         raise ConfigError(

@@ -153,8 +153,7 @@ class RequestQueue:
         Returns the seconds until it may be tried again; 0: it may begin. `spent`: these tokens were
         computed already. Counted twice where the connection breaks before Redis's answer."""
         costs = (0 if spent else 1, cost_tokens)
-        wait_ms = await self._run("take", key, requests, tokens, *costs, int(spent))
-        return int(wait_ms) / 1000
+        return int(await self._run("take", key, requests, tokens, *costs, int(spent))) / 1000
 
     async def give_rate_back(self, key: str, requests: int, tokens: int, cost_tokens: int) -> None:
         """What `take_rate` took for a request that did not begin."""
@@ -299,10 +298,12 @@ class RequestQueue:
         many moved. Only the cluster scheduler calls this."""
         return int(await self._run("route", model, *devices))
 
-    async def placement(self) -> dict[str, tuple[str, ...]]:
-        """Model -> the devices of its copies."""
-        placed = await self._call(self._redis.hgetall(self._prefix + "placement"))
-        return {_text(model): tuple(_text(d).split("|")) for model, d in placed.items()}
+    async def placement(self, *models: str) -> dict[str, tuple[str, ...]]:
+        """Model -> the devices of its copies, of these models or of all."""
+        key, client = self._prefix + "placement", self._redis
+        found = await self._call(client.hmget(key, models) if models else client.hgetall(key))
+        pairs = zip(models, found, strict=True) if models else found.items()
+        return {_text(name): tuple(_text(d).split("|")) for name, d in pairs if d is not None}
 
     async def depth(self, device: str) -> int:
         """Requests waiting in this queue."""
@@ -310,23 +311,22 @@ class RequestQueue:
 
     async def unplaced_counts(self) -> dict[str, int]:
         """Model -> requests waiting in UNPLACED."""
-        flat = await self._run("unplaced_counts")
-        return {_text(flat[i]): int(flat[i + 1]) for i in range(0, len(flat), 2)}
+        flat = iter(await self._run("unplaced_counts"))
+        return {_text(model): int(count) for model, count in zip(flat, flat, strict=True)}
 
     async def wait_unplaced(self, cursor: str, block_s: float) -> tuple[str, dict[str, int]]:
         """Wait up to `block_s` (at most 5 s) for arrivals in UNPLACED after `cursor` ("0": all).
 
         Returns the new cursor and model -> new arrivals.
         """
-        streams = {self._key("queue", UNPLACED): cursor}
-        entries = await self._read_streams(streams, block_s, 1024)
+        entries = await self._read_streams({self._key("queue", UNPLACED): cursor}, block_s, 1024)
         counts = Counter(_text(fields[b"model"]) for _, _, fields in entries)
         return (entries[-1][1] if entries else cursor), dict(counts)
 
     async def frontends(self) -> list[FrontendState]:
         """What those that live said last."""
-        names = _texts(await self._call(self._redis.smembers(self._prefix + "frontends")))
-        keys = [self._key("frontend", name) for name in sorted(names)]
+        names = await self._call(self._redis.smembers(self._prefix + "frontends"))
+        keys = [self._key("frontend", name) for name in sorted(_texts(names))]
         beats = await self._call(self._redis.mget(keys)) if keys else []
         return [self._state_of(beat) for beat in beats if beat is not None]
 
@@ -388,8 +388,8 @@ def _headline(fields: dict[bytes, bytes]) -> tuple[str, int]:
     return request_id, int(attempt) if attempt.isdigit() else 0
 
 
-def _text(value: bytes) -> str:
-    return value.decode()
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _texts(values: Sequence[bytes]) -> set[str]:

@@ -68,6 +68,8 @@ def test_all_benchmarks_are_run_here() -> None:
         "served_sglang",
         "serving",
         "stock_servers",
+        "cluster_load",
+        "stub_agents",
     }
     assert {path.stem for path in BENCH.glob("*.py")} - not_run_alone == set(SMALL)
 
@@ -75,6 +77,16 @@ def test_all_benchmarks_are_run_here() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmark_runs(name: str) -> None:
     assert "ratio" in run(name, *SMALL[name])
+
+
+def test_the_scheduler_is_loaded() -> None:
+    """Agents of two machines report, models come up, requests are served."""
+    small = ["--agents", "9", "--models", "18", "--rate", "20", "--processes", "1"]
+    said = run("cluster_load", *small, "--start-s", "15", "--seconds", "2").splitlines()
+    figures = {line[:66].rstrip(): [float(each) for each in line[66:].split()] for line in said[1:]}
+    assert all(figures["requests sent, served a second"])
+    assert all(figures["reports a second"])
+    assert figures["an action beyond what the agent takes, p50 p99 ms"][0] > 0
 
 
 def test_serving_is_compared_with_a_pass_through(tmp_path: Path) -> None:

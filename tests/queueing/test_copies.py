@@ -28,6 +28,7 @@ async def test_of_several_copies_the_one_with_least_to_do_gets_a_request(
     await queue.enqueue(request("other", "b"))
     await queue.route("a", DEVICE, OTHER)
     assert await queue.placement() == {"a": (DEVICE, OTHER), "b": (OTHER,)}
+    assert await queue.placement("c", "a") == {"a": (DEVICE, OTHER)}
     assert [await queue.enqueue(request(str(n))) for n in range(4)] == [DEVICE, OTHER] * 2
     epoch = await queue.acquire(DEVICE, "agent", TTL_S)
     await queue.admit(DEVICE, epoch, await entries(queue, DEVICE))
