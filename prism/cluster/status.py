@@ -20,6 +20,7 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
     bins = current_bins(view.models, view.gpus)
     return ClusterStatus(
         time_unix_s=clock.unix_s(),
+        node=state.config.node,
         policy=state.policy.name,
         placement={name: devices[0] for name, devices in state.placement.items()},
         copies={name: d for name, d in state.placement.items() if len(d) > 1},

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from prism import clock
+from prism.config.endpoints import node_of
 from prism.frontend.metrics import malformed_messages
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
@@ -122,6 +123,9 @@ class ClusterCollector(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
+        return map(_with_nodes, self._collect())
+
+    def _collect(self) -> Iterator[Metric]:
         status = self.status
         ready = float(status is not None and status.ready)
         yield GaugeMetricFamily("prism_cluster_ready", "1 when requests are served", ready)
@@ -140,6 +144,14 @@ class ClusterCollector(Collector):
         yield from _families(GaugeMetricFamily, _MODEL_GAUGES, ["device", "model"], models)
         yield from _families(CounterMetricFamily, _MODEL_COUNTERS, ["device", "model"], models)
         yield from (_per_model(status, metric) for metric in _PER_MODEL)
+
+
+def _with_nodes(family: Metric) -> Metric:
+    """With several machines, what is of a device says of whose, too."""
+    for index, sample in enumerate(family.samples):
+        if node := node_of(sample.labels.get("device", "")):
+            family.samples[index] = sample._replace(labels={**sample.labels, "node": node})
+    return family
 
 
 def _cluster(status: ClusterStatus) -> Iterator[Metric]:

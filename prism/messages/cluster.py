@@ -64,3 +64,4 @@ class ClusterStatus(Wire, frozen=True):
     leaving: list[str] = []  # models that are not in it any more, and are still here
     # Device -> what is still there, of those on which nothing is placed; empty: nothing is.
     drained: dict[str, str] = {}
+    node: str = ""  # of several machines the one whose scheduler plans

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import psutil
@@ -10,11 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from prism.config.endpoints import node_of
 from prism.config.machines import is_gpu
 from prism.config.memory import MemoryNeed, memory_need
 from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.config.units import format_size
-from prism.messages.agent import ActionResult
+from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.models import ModelSpec
 from prism.serve.gpu_probe import GpuFound
@@ -152,7 +153,8 @@ def _need(config: ClusterConfig, model: ModelSpec) -> MemoryNeed:
 
 def cluster(status: ClusterStatus) -> RenderableType:
     """Devices, their models, and what waits without a device."""
-    parts: list[RenderableType] = [_agents_table(status), _active_table(status)]
+    parts: list[RenderableType] = [_nodes_table(status)] if status.node else []
+    parts += [_agents_table(status), _active_table(status)]
     if any(agent.gpu for agent in status.agents):
         parts.append(_drivers_table(status))
     parts += [Text(f"{model}: {n} requests wait unplaced") for model, n in status.unplaced.items()]
@@ -220,6 +222,42 @@ def _agents_table(status: ClusterStatus) -> Table:
             f"{status.kvpr.get(agent.device, 0):.3g}",
         )
     return table
+
+
+def _nodes_table(status: ClusterStatus) -> Table:
+    """Of several machines: what each has, also one of which no device answers."""
+    table = Table(
+        "node", "devices", "models", "waiting", "running", "reserved", "capacity", "engines free",
+        title=f"nodes, {status.node} plans", title_justify="left",
+    )  # fmt: skip
+    silent = {node_of(device) for device in status.degraded | status.drained} - {""}
+    by_node: dict[str, list[AgentReport]] = {node: [] for node in silent}
+    for agent in status.agents:
+        by_node.setdefault(node_of(agent.device), []).append(agent)
+    for node, agents in sorted(by_node.items()):
+        table.add_row(_node_name(status, node, agents), *_sums(agents))
+    return table
+
+
+def _node_name(status: ClusterStatus, node: str, agents: Sequence[AgentReport]) -> str:
+    """With what an operator has asked of all its devices."""
+    left = [status.drained.get(agent.device) for agent in agents]
+    if not agents or None in left:
+        return node
+    return f"{node} ({'drains' if any(left) else 'drained'})"
+
+
+def _sums(agents: Sequence[AgentReport]) -> list[str]:
+    models = [model for agent in agents for model in agent.models]
+    return [
+        str(len(agents)),
+        str(len({model.model for model in models})),
+        str(sum(model.waiting for model in models)),
+        str(sum(model.running for model in models)),
+        format_size(sum(agent.reserved_bytes for agent in agents)),
+        format_size(sum(agent.capacity_bytes for agent in agents)),
+        f"{sum(a.engines_free for a in agents)}/{sum(a.engines_total for a in agents)}",
+    ]
 
 
 def _active_table(status: ClusterStatus) -> Table:

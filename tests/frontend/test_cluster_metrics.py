@@ -73,3 +73,16 @@ def test_each_metric_in_the_documentation_moves() -> None:
     moved = {name for name in before if before[name] != after[name]}
     assert len(named) > 50
     assert named - OWN - moved == set()
+
+
+def test_what_is_of_a_device_says_of_which_machine_too() -> None:
+    models = [ModelReport("m", "active", waiting=1)]
+    reports = [AgentReport(d, 1, 0.0, 8, 4, 0, 0, 0, 1, 0, 1, models) for d in ("h:0@a", "h:0@b")]
+    collector = ClusterCollector()
+    collector.status = ClusterStatus(0.0, "prism", {"m": "h:0@a"}, reports, kvpr={"h:0@b": 1.0})
+    text = generate_latest(collector.registry).decode()
+    families = list(text_string_to_metric_families(text))
+    labels = [s.labels for family in families for s in family.samples if "device" in s.labels]
+    assert all(each["node"] == each["device"][-1] for each in labels)
+    named = {f.name for f in families if any("node" in s.labels for s in f.samples)}
+    assert {"prism_placement", "prism_kvpr", "prism_queue_depth", "prism_model_state"} <= named

@@ -212,7 +212,10 @@ def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
         assert answered(back, 1) == 200
         metrics = httpx.get(f"{first.url}/metrics").text
         for device in everywhere:
-            assert f'prism_device_capacity_bytes{{device="{device}"}}' in metrics
+            labels = f'{{device="{device}",node="{device[-1]}"}}'
+            assert f"prism_device_capacity_bytes{labels}" in metrics
+        shown = first.operate("status").stdout
+        assert f"nodes, {leader(database)} plans" in shown
         assert f"node {gone} is there" in first.output()
     assert keys_left(database) == []
     segments = f"prism-kvcached.{sole_namespace(first)}"

@@ -1,0 +1,46 @@
+"""What an operator of several machines sees of each."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.cluster import ClusterStatus
+from prism.serve import report
+
+
+def seen(status: ClusterStatus) -> list[list[str]]:
+    """The cells of each line."""
+    out = io.StringIO()
+    Console(file=out, width=200).print(report.cluster(status))
+    return [
+        [c.strip() for c in line.strip("│┃ ").split("│")] for line in out.getvalue().splitlines()
+    ]
+
+
+def agent(device: str, *models: ModelReport) -> AgentReport:
+    return AgentReport(device, 1, 0.0, 1 << 30, 4096, 1 << 20, 0, 0, 2, 0, 3, list(models))
+
+
+def test_nodes_are_summed_up_and_one_without_an_agent_is_there() -> None:
+    models = [ModelReport("m", "active", waiting=2, running=1), ModelReport("n", "active")]
+    agents = [agent("host:0@a", *models), agent("host:1@a", models[0]), agent("host:0@b")]
+    silent = {"host:0@c": "its agent does not report", "redis": "ended"}
+    lines = seen(
+        ClusterStatus(0.0, "prism", {}, agents, node="b", degraded=silent, drained={"host:0@b": ""})
+    )
+    assert ["nodes, b plans"] in lines
+    assert ["a", "2", "2", "4", "2", "2MiB", "2GiB", "4/6"] in lines
+    assert ["b (drained)", "1", "0", "0", "0", "1MiB", "1GiB", "2/3"] in lines
+    assert ["c", "0", "0", "0", "0", "0B", "0B", "0/0"] in lines
+    assert not [line for line in lines if line[0].startswith("redis") and len(line) > 1]
+
+
+def test_one_machine_has_no_table_of_nodes() -> None:
+    assert not [
+        line
+        for line in seen(ClusterStatus(0.0, "prism", {}, [agent("host:0")]))
+        if line[0].startswith("node")
+    ]
