@@ -12,6 +12,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -179,12 +180,15 @@ class Load:
     ) -> None:
         """`options`: of tests/serve/asker.py."""
         asker = [sys.executable, "-m", "tests.serve.asker", str(rate), str(seed), *options]
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until `results`)
         self._process = subprocess.Popen(
-            machines.inside(name) + asker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+            machines.inside(name) + asker, stdin=subprocess.PIPE, stdout=self._out, cwd=ROOT
         )
 
     def results(self, timeout_s: float = 180) -> list[dict[str, Any]]:
         """Of all requests: number, status, right, began_s and ended_s by the monotonic clock."""
-        out, _ = self._process.communicate(timeout=timeout_s)
+        self._process.communicate(timeout=timeout_s)
         assert self._process.returncode == 0
-        return [json.loads(line) for line in out.splitlines()]
+        with self._out as out:
+            out.seek(0)
+            return [json.loads(line) for line in out]

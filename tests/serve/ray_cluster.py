@@ -46,6 +46,7 @@ class RayCluster:
         self.folder, self.temporary, self._bin, self._stack = folder, short_dir, ray_bin(), stack
         self._ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._ray |= {"RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": str(short_dir)}
+        self._ray["PRISM_FAKE"] = json.dumps({"decode_step_ms": 25})
         self._starts = 0
         stack.callback(self.machines.remove)
         self.machines.make()
@@ -92,7 +93,7 @@ class RayCluster:
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Ready in the block. `frontends`: on how many machines; 0: on all."""
         with started(self.up(self.write_yaml(**changes)), log, **self._ray) as driver:
-            await_text(log, ": ready in ", frontends or len(self.names), 240)
+            await_text(log, ": ready in ", frontends or len(self.names), 400)
             yield driver
 
     def refusal(self, path: Path, **variables: str) -> str:

@@ -174,7 +174,7 @@ class DriverSupervisor:
             _DRIVER,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if self._settled else None,
+            stderr=subprocess.DEVNULL,
             env=child_environment(),
             start_new_session=True,
         )

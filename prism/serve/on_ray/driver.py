@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,7 +136,7 @@ class RayCluster:
             if code == EXIT_CONFIG:
                 raise ConfigError(f"node {node.name}: {why}")
             raise NodeFailedError(f"node {node.name} ended with {code}: {why}")
-        self._say(f"{node.name}: ended with {code}; it is started again")
+        self._say(f"{node.name}: ended; it is started again")
         self._again(node)
 
     def _again(self, node: Node) -> None:
@@ -212,6 +213,8 @@ def _end_with(problem: Exception, code: int) -> int:
 def main() -> int:
     """Exit codes: 0 after a signal, 2 for a wrong setting, 3 for a node's or Ray's failure."""
     die_with_parent()
+    # What is on stderr is Ray's, which has much to say when its head goes.
+    sys.excepthook = partial(traceback.print_exception, file=sys.stdout)
     try:
         if sys.argv[1:]:
             with _connected(sys.argv[1]) as ray:
