@@ -184,6 +184,7 @@ class Load:
         self._process = subprocess.Popen(
             machines.inside(name) + asker, stdin=subprocess.PIPE, stdout=self._out, cwd=ROOT
         )
+        until(lambda: os.fstat(self._out.fileno()).st_size, "the first answer", 120)
 
     def results(self, timeout_s: float = 180) -> list[dict[str, Any]]:
         """Of all requests: number, status, right, began_s and ended_s by the monotonic clock."""
