@@ -106,7 +106,8 @@ class Lifecycle:
         else:
             hosted.actions.append(order.action_id)
             if order.move_running and hosted.state is ModelState.ACTIVE:
-                self._effects.send(hosted.engine_id, Export(order.targets))
+                targets = order.targets if order.with_kv else None
+                self._effects.send(hosted.engine_id, Export(targets))
             self._drain(hosted)
 
     def _set_limit(self, hosted: HostedModel, order: ActivateModel) -> None:

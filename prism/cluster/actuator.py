@@ -196,10 +196,9 @@ class Actuator:
         await self.reroute(
             action.model, lambda placed: [action.target, *(d for d in placed if d not in ends)]
         )
-        # KV stays on its machine: where the target is another one, what runs finishes here.
-        move = action.move_running and beside(ends)
-        targets = (action.target, *action.peers)
-        command = EvictModel(0, action.model, action.reason, move, targets)
+        targets, move = (action.target, *action.peers), action.move_running
+        # KV stays on its machine.
+        command = EvictModel(0, action.model, action.reason, move, targets, with_kv=beside(ends))
         await self._take_down(command, action.source)
 
     async def _bring_up(

@@ -99,10 +99,10 @@ class EngineCore(Protocol):
         """Stop these requests; each yields a last Chunk with finish_reason "cancelled".
         Unknown ids are ignored."""
 
-    def export(self, targets: Sequence[str] = ()) -> list[Request]:
+    def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         """Stop all requests that are not cancelled, and return them with their progress
         (`Request.resume`). Their KV is offered to an engine whose ranks lie on `targets`, or lies
-        in files of `moves_dir`. This engine forgets them."""
+        in files of `moves_dir`; None: it is lost. This engine forgets them."""
 
     def handing_over(self) -> bool:
         """Whether exported KV still waits to be fetched, which does not last long. A `deactivate`

@@ -220,7 +220,7 @@ class Worker:
         if mine:
             self._core.submit(mine)
 
-    def _export(self, targets: Sequence[str]) -> None:
+    def _export(self, targets: Sequence[str] | None) -> None:
         requests = self._core.export(targets)
         for request in requests:
             self._open.pop(request.id, None)

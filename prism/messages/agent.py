@@ -101,6 +101,7 @@ class EvictModel(Wire, frozen=True):
     reason: str = ""
     move_running: bool = False  # running requests go to `targets` with their KV
     targets: tuple[str, ...] = ()  # devices by rank
+    with_kv: bool = True  # False: they go to another machine, and are computed again there
 
 
 class PrefetchModel(Wire, frozen=True):

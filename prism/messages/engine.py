@@ -28,9 +28,10 @@ class Submit(Wire, frozen=True):
 
 
 class Export(Wire, frozen=True):
-    """Stop all requests and hand them back as far as they are, KV offered to ranks on `targets`."""
+    """Stop all requests and hand them back as far as they are, KV offered to ranks on `targets`, or
+    in files; None: without KV."""
 
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] | None = ()
 
 
 class SetLimit(Wire, frozen=True):

@@ -202,22 +202,29 @@ class SimActuator:
 
     def _copy_kv(self, model: SimModel, source: Resident, target: Resident | None) -> None:
         """Requests stand still while their KV is on its way: over the source's link, for as long
-        as if all went to one copy."""
+        as if all went to one copy. A model that moves to another node leaves it behind."""
         assert source.engine is not None
         receiver = target or _least_asked(model)
         if receiver is None:
             self._hand_over(model, source, None)
             return
         here, there = ([d.setup for d in r.devices] for r in (source, receiver))
+        if target is not None and here[0].node != there[0].node:
+            self._hand_over(model, source, target, with_kv=False)
+            return
         copy_s = handover_s(source.engine.kv.used_bytes, here, there, self._setup.activation)
         self._kernel.after(copy_s, self._hand_over, model, source, target)
 
-    def _hand_over(self, model: SimModel, source: Resident, target: Resident | None) -> None:
+    def _hand_over(
+        self, model: SimModel, source: Resident, target: Resident | None, with_kv: bool = True
+    ) -> None:
         """To the target, or to the other copies if that is gone again; without any they wait for
         one, and are computed again."""
         assert source.engine is not None
         requests = source.engine.release()
         self._records.count("moved", len(requests))
+        for request in () if with_kv else requests:
+            request.forget_kv()
         active = _active(model)
         receivers = [r for r in active if r is target] or active
         if not receivers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from prism.agent.pool import EngineKind, EngineState
 from prism.messages.agent import ActivateModel, EvictModel
@@ -151,3 +152,13 @@ def test_a_fresh_process_has_the_time_that_imports_take() -> None:
     assert starting.id not in bench.effects.killed
     bench.tick_until(began_s + TIMING.hello_s + 102)
     assert starting.id in bench.effects.killed
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+def test_what_runs_leaves_for_the_targets_of_its_model(with_kv: bool) -> None:
+    bench = Bench()
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 2
+    order = EvictModel(5, "a", move_running=True, targets=("host:1",), with_kv=with_kv)
+    bench.lifecycle.evict(order)
+    assert (engine.id, Export(("host:1",) if with_kv else None)) in bench.effects.sent

@@ -29,7 +29,9 @@ def start(
     return items
 
 
-def export(device: DeviceUnderTest, engine: str, targets: tuple[str, ...] = ()) -> list[Request]:
+def export(
+    device: DeviceUnderTest, engine: str, targets: tuple[str, ...] | None = ()
+) -> list[Request]:
     device.send(Export(targets), engine)
     return device.wait_for(Exported, engine).requests
 
@@ -95,6 +97,20 @@ def test_requests_go_on_after_their_first_engine_is_killed(
     check(subject, device, second_engine, items)
     assert device.fresh_status(second_engine).imported_tokens_total == 0
     assert (usage := device.client_usage(engine)) is None or usage.committed_bytes == 0
+
+
+def test_requests_go_on_at_another_machine(
+    subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
+) -> None:
+    """Their KV is left behind, in no file: it is computed again, and the output is the same."""
+    for name in (engine, second_engine):
+        device.activate(subject.models[0], name)
+    items = start(subject, device, engine, 2, 60)
+    moved = export(device, engine, None)
+    assert [(i.resume.kv_path, i.resume.kv_offers) for i in moved if i.resume] == [("", ())] * 2
+    assert not files(device)
+    device.send(Submit(moved), second_engine)
+    check(subject, device, second_engine, items)
 
 
 def test_requests_go_on_without_their_kv(

@@ -14,9 +14,11 @@ import pytest
 from prism.engines.fake import expected_tokens
 from prism.messages.agent import ActionResult, ModelReport
 from prism.messages.cluster import ClusterStatus, OperatorCommand
+from prism.queueing.server import BundledRedis
 from prism.serve import operator
 from prism.serve.run_dir import find
 from tests.serve.conftest import Cluster, serving, until
+from tests.serve.test_nodes import node, write_nodes
 
 DEVICES = [
     {"name": f"host:{i}", "capacity": "16MiB", "page": "64KiB", "engines": 1} for i in range(4)
@@ -95,7 +97,25 @@ def check(cluster: Cluster, answers: list[Future[httpx.Response]], model: str, a
         assert tokens_of(answer.result()) == expected_tokens([5, 6, i], TOKENS)
     until(lambda: places(cluster, model)[at].finished_total == ANSWERS, "the target reports")
     assert output_tokens(cluster, model) < ANSWERS * TOKENS
-    assert not Path(f"/dev/shm/{find(cluster.run_dir).namespace}-moves").exists()
+    assert not [*Path("/dev/shm").glob(f"{find(cluster.run_dir).namespace}*-moves")]
+
+
+@pytest.mark.long
+def test_answers_go_on_at_another_machine(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """Their KV stays, and is computed again there."""
+    models, moving = [{"name": "c", "path": "a"}], {"migrate_running": "move", "interval": "60s"}
+    with TemporaryDirectory(prefix="prism-") as folder, BundledRedis(Path(folder), 0) as database:
+        path = write_nodes(tmp_path, database.url, models=models, scheduler=moving)
+        with node(path, "a", PRISM_FAKE=FAKE) as here, node(path, "b", PRISM_FAKE=FAKE) as there:
+            for each in (here, there):
+                each.await_ready()
+            answers = post(here, pool, "c")
+            [source] = places(here, "c")
+            target = "host:0@b" if source == "host:0@a" else "host:0@a"
+            ask(there, OperatorCommand("activate", "c", target))
+            assert not any(answer.done() for answer in answers)
+            assert set(places(here, "c")) == {target}
+            check(here, answers, "c", target)
 
 
 def test_answers_go_on_at_the_target(cluster: Cluster, pool: ThreadPoolExecutor) -> None:

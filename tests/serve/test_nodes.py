@@ -74,8 +74,8 @@ def node(path: Path, name: str, *options: str, setup: str = "", **variables: str
     """Not awaited: a cluster is ready when all nodes are there. `setup`: as of `serving`."""
     log = path.parent / f"{name}.log"
     with TemporaryDirectory(prefix="prism-") as temporary, log.open("wb") as out:
-        environment = {**os.environ, "TMPDIR": temporary, **variables}
-        environment["PRISM_FAKE"] = '{"decode_step_ms": 10}'
+        settings = {"TMPDIR": temporary, "PRISM_FAKE": '{"decode_step_ms": 10}'}
+        environment = {**os.environ, **settings, **variables}
         command = [*serve_command(setup), "--config", str(path), "--node", name, "--port", "0"]
         command += [*options, "--log-dir", str(path.parent / f"{name}-logs")]
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

@@ -200,14 +200,14 @@ class FakeCore:
             self._drop(sequence)
         self._cancelled += gone
 
-    def export(self, targets: Sequence[str] = ()) -> list[Request]:
+    def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         sequences = (*self._running, *self._waiting)
         return [self._take_out(sequence, targets) for sequence in sequences]
 
-    def _take_out(self, sequence: FakeSequence, targets: Sequence[str]) -> Request:
+    def _take_out(self, sequence: FakeSequence, targets: Sequence[str] | None) -> Request:
         request = sequence.request
         resume = Resume(sequence.tokens[len(request.prompt_ids) :])
-        if self._memory is not None and sequence.computed:
+        if self._memory is not None and sequence.computed and targets is not None:
             resume = self._memory.leave(sequence.blocks, sequence.computed, resume, targets)
         self._drop(sequence)
         return msgspec.structs.replace(request, resume=resume)

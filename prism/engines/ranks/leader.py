@@ -76,9 +76,9 @@ class LeaderCore:
         self._group.tell(Cancel(list(request_ids)))
         self._core.cancel(request_ids)
 
-    def export(self, targets: Sequence[str] = ()) -> list[Request]:
+    def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         """With KV if each rank offers its part; the ranks have the same requests in one order."""
-        self._group.tell(Export(tuple(targets)))
+        self._group.tell(Export(None if targets is None else tuple(targets)))
         own = self._core.export(targets)
         others = [exported.requests for exported in self._group.gather(Exported)]
         return [of_all_ranks(parts) for parts in zip(own, *others, strict=True)]

@@ -53,14 +53,14 @@ class ActiveModel:
         return moving.join(self.scheduler, self.direct, req, request.resume)
 
     def take_out(
-        self, rid: str, request: Request, targets: Sequence[str], moves_dir: str
+        self, rid: str, request: Request, targets: Sequence[str] | None, moves_dir: str
     ) -> Request:
         """Stop `rid`, and return its request with where it stands. With several ranks no file can
         hold its KV: it goes from rank to rank, or is computed again."""
         req = self.scheduler.find(rid)
         if req is not None:
-            folder = moves_dir if self.memory.ranks.size == 1 else ""
-            resume = moving.leave(self.scheduler, self.direct, req, targets, folder)
+            folder = moves_dir if self.memory.ranks.size == 1 and targets is not None else ""
+            resume = moving.leave(self.scheduler, self.direct, req, targets or (), folder)
             request = msgspec.structs.replace(request, resume=resume)
         self.scheduler.cancel(rid)
         return request

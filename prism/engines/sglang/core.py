@@ -216,7 +216,7 @@ class SglangCore:
                 running.cancelled = True
                 self._required().scheduler.cancel(rid)
 
-    def export(self, targets: Sequence[str] = ()) -> list[Request]:
+    def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         active, moves_dir = self._active, self._context.config.moves_dir
         if active is None:
             return []

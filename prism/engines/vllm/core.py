@@ -224,7 +224,7 @@ class VllmCore:
         self._required().vllm.abort_requests([rid])
         return self._by_rid.pop(rid)
 
-    def export(self, targets: Sequence[str] = ()) -> list[Request]:
+    def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         leaving = [self._drop(rid) for rid in list(self._by_rid)]
         return [msgspec.structs.replace(r.request, resume=Resume(r.output_ids)) for r in leaving]
 
