@@ -8,6 +8,7 @@ for one.
 from __future__ import annotations
 
 import os
+import sys
 
 
 def sglang_platform() -> str | None:
@@ -17,31 +18,39 @@ def sglang_platform() -> str | None:
     A mistake in the environment ends the process: SGLang logs exceptions of plugins and serves
     without them.
     """
-    if not _wanted("SGLang"):
+    if not _wanted():
         return None
-    return "kvcached.engines.sglang.server_platform.HostServer"
+    kind = "CudaServer" if _is_gpu() else "HostServer"
+    return f"kvcached.engines.sglang.server_platform.{kind}"
+
+
+def sglang_general() -> None:
+    """For `sglang.srt.plugins`: on a GPU, memory is leased before SGLang loads its model."""
+    if _is_gpu() and "sglang.srt.managers.scheduler" in sys.modules:
+        from kvcached.engines.sglang import server_gpu
+
+        server_gpu.install()
 
 
 def vllm_general() -> None:
     """For `vllm.general_plugins`: puts vLLM's KV on the device of KVCACHED_DEVICE; nothing where
     the variable is not set. A mistake in the environment ends the process.
     """
-    if _wanted("vLLM"):
+    if _wanted():
+        if _is_gpu():
+            raise SystemExit(
+                "kvcached: stock vLLM is not served on GPUs by this version: set KVCACHED_DEVICE "
+                "to host:0, or serve with SGLang"
+            )
         from kvcached.engines.vllm.plugin import install
 
         install()
 
 
-def _wanted(engine: str) -> bool:
+def _wanted() -> bool:
     """Whether the environment asks for kvcached. Raises SystemExit if it cannot have it."""
-    device = os.environ.get("KVCACHED_DEVICE")
-    if not device:
+    if not os.environ.get("KVCACHED_DEVICE"):
         return False
-    if device.startswith("cuda:"):
-        raise SystemExit(
-            f"kvcached: stock {engine} has not run on {device} yet: set KVCACHED_DEVICE to host:0, "
-            "or serve with prism-serve"
-        )
     try:
         from kvcached.engines.settings import Settings
 
@@ -54,3 +63,7 @@ def _wanted(engine: str) -> bool:
     except (ImportError, ValueError) as error:  # another distribution `kvcached`; a mistake
         raise SystemExit(f"kvcached: {error}") from error
     return True
+
+
+def _is_gpu() -> bool:
+    return os.environ.get("KVCACHED_DEVICE", "").startswith("cuda:")

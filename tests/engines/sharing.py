@@ -9,45 +9,114 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from pathlib import Path
+from uuid import uuid4
 
 from kvcached import ClientUsage, Device
 from tests.acceptance.harness import memfd_resident_bytes
 from tests.engines.stock import Server, until
-from tests.sglang.models import TIE, largest_gap, prompts
+from tests.sglang.models import TIE, greedy, largest_gap, prompts, spec_of
 
 SAMPLE_S = 0.02
+PAGE = 64 << 10
 
 
-class ServerPair(Protocol):
-    """Two servers by the names of their models."""
+class Pair:
+    """Two servers on one device by the names of their models, and the device as others see it."""
 
-    servers: dict[str, Server]
-    device: Device
+    def __init__(
+        self,
+        classes: dict[str, type[Server]],
+        folder: Path,
+        capacity_bytes: int,
+        name: str = "host:0",
+    ) -> None:
+        self.namespace = f"t{uuid4().hex[:10]}"
+        self.capacity_bytes, self.name = capacity_bytes, name
+        self.servers: dict[str, Server] = {}
+        self.names: dict[str, str] = {}
+        try:
+            for model, engine in classes.items():
+                self.servers[model] = engine(model, folder, **self.said())
+            for model, server in self.servers.items():
+                server.await_ready()
+                self.names[model] = server.name
+            self.device = Device.open(name, namespace=self.namespace)
+            # What an empty cache keeps: the slab of the padding block.
+            self.floors_bytes = {
+                model: max(self.of(model).committed_bytes, 128 * token_bytes(model))
+                for model in classes
+            }
+        except BaseException:
+            self.close()
+            raise
 
-    def of(self, model: str) -> ClientUsage: ...
+    def said(self, **others: str) -> dict[str, str]:
+        """The variables of every server, without their prefix."""
+        said = {"DEVICE": self.name, "CAPACITY": str(self.capacity_bytes), "PAGE": str(PAGE)}
+        return said | {"NAMESPACE": self.namespace} | others
+
+    def of(self, model: str) -> ClientUsage:
+        (found,) = [c for c in self.device.usage().clients if c.name == self.names[model]]
+        return found
+
+    def clients(self) -> list[str]:
+        return [client.name for client in self.device.usage().clients]
+
+    def flush(self) -> None:
+        for server in self.servers.values():
+            server.flush()
+        floors = self.floors_bytes.items()
+        until(lambda: all(self.of(m).committed_bytes <= size for m, size in floors))
+
+    def fill_with_prefixes(self, model: str) -> None:
+        """Until the model's prefix cache has nearly all that the two can share."""
+        seed = 100
+        while self.device.usage().free_bytes > 2 * self.floors_bytes[model]:
+            self.servers[model].answers(prompts(model, 4, (400, 450), seed), 2)
+            seed += 1
+
+    def half_bytes(self) -> int:
+        """The KV of one of them, were the device split."""
+        return (self.capacity_bytes - sum(self.of(m).static_bytes for m in self.servers)) // 2
+
+    def resident_bytes(self) -> int:
+        """What both have of the device, as the OS or the GPU's driver counts it."""
+        if self.name != "host:0":
+            memory = self.device.driver_memory()
+            assert memory is not None
+            return memory.used_bytes
+        pids = [server.engine().pid for server in self.servers.values()]
+        static_bytes = sum(self.of(model).static_bytes for model in self.servers)
+        return memfd_resident_bytes(pids) + static_bytes
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.end()
+        Device.unlink(self.namespace, self.name, force=True)
+
+
+def token_bytes(model: str) -> int:
+    return spec_of(model).token_bytes
 
 
 class Peaks:
     """The largest that was seen, in bytes."""
 
     resident_bytes = 0
-    """Of pages, as the OS counts them, and of the weights that are leased."""
+    """Of pages, as the OS or the driver counts them, and beside KV."""
     promised_bytes = 0
     samples = 0
 
 
 @contextmanager
-def sampled(pair: ServerPair) -> Iterator[Peaks]:
+def sampled(pair: Pair) -> Iterator[Peaks]:
     """Looks at both engines every 20 ms."""
-    pids = [server.engine().pid for server in pair.servers.values()]
-    static_bytes = sum(pair.of(model).static_bytes for model in pair.servers)
     peaks, over = Peaks(), threading.Event()
 
     def look() -> None:
         while not over.wait(SAMPLE_S):
-            resident_bytes = memfd_resident_bytes(pids) + static_bytes
-            peaks.resident_bytes = max(peaks.resident_bytes, resident_bytes)
+            peaks.resident_bytes = max(peaks.resident_bytes, pair.resident_bytes())
             promised_bytes = pair.device.usage().reserved_bytes
             peaks.promised_bytes = max(peaks.promised_bytes, promised_bytes)
             peaks.samples += 1
@@ -61,17 +130,11 @@ def sampled(pair: ServerPair) -> Iterator[Peaks]:
         thread.join()
 
 
-def check_peaks(pair: ServerPair, peaks: Peaks, capacity_bytes: int) -> None:
+def check_peaks(pair: Pair, peaks: Peaks) -> None:
     """More was used than either's half, and never more than there is."""
     assert peaks.samples > 10
-    assert half_bytes(pair, capacity_bytes) < peaks.resident_bytes <= capacity_bytes
-    assert peaks.promised_bytes <= capacity_bytes
-
-
-def half_bytes(pair: ServerPair, capacity_bytes: int) -> int:
-    """The KV of one of them, were the device split."""
-    static_bytes = sum(pair.of(model).static_bytes for model in pair.servers)
-    return (capacity_bytes - static_bytes) // 2
+    assert pair.half_bytes() < peaks.resident_bytes <= pair.capacity_bytes
+    assert peaks.promised_bytes <= pair.capacity_bytes
 
 
 def right(model: str, asked: list[list[int]], answers: list[list[int]]) -> None:
@@ -81,7 +144,18 @@ def right(model: str, asked: list[list[int]], answers: list[list[int]]) -> None:
         assert largest_gap(model, prompt, answer) <= TIE
 
 
-def burst(pair: ServerPair, idle: str, busy: str, capacity_bytes: int) -> None:
+def both_answer(pair: Pair, count: int, tokens: int) -> None:
+    """So many requests at each server, all at the same time."""
+    asked = {model: prompts(model, count, (20, 120), seed=2) for model in pair.servers}
+    with ThreadPoolExecutor(len(asked)) as pool:
+        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], tokens) for m in asked}
+    for model, job in jobs.items():
+        right(model, asked[model], job.result())
+    model = next(iter(asked))
+    assert jobs[model].result()[0] == greedy(model, asked[model][0], tokens)
+
+
+def burst(pair: Pair, idle: str, busy: str) -> None:
     """`busy` takes more than its half, out of `idle`'s cached prefixes, which come again later.
     REQUIRES: `idle` has filled the device with prefixes."""
     held, asked = pair.of(idle), prompts(busy, 12, (200, 230), seed=5)
@@ -92,27 +166,28 @@ def burst(pair: ServerPair, idle: str, busy: str, capacity_bytes: int) -> None:
     assert after.given_bytes > held.given_bytes
     assert after.evicted_tokens > held.evicted_tokens
     assert after.committed_bytes < held.committed_bytes
-    assert pair.of(busy).committed_bytes > half_bytes(pair, capacity_bytes)
-    check_peaks(pair, peaks, capacity_bytes)
+    assert pair.of(busy).committed_bytes > pair.half_bytes()
+    check_peaks(pair, peaks)
     again = prompts(idle, 8, (400, 450), seed=100)  # some of it has to be computed anew
     right(idle, again, pair.servers[idle].answers(again, 8))
     assert pair.of(idle).committed_bytes > after.committed_bytes
 
 
-def overload(pair: ServerPair, lengths: tuple[int, int], tokens: int, capacity_bytes: int) -> None:
+def overload(pair: Pair, lengths: tuple[int, int], tokens: int) -> None:
     """Both are asked for more than there is room for, at the same time."""
     asked = {model: prompts(model, 16, lengths, seed=7) for model in pair.servers}
     with sampled(pair) as peaks, ThreadPoolExecutor(2) as pool:
         jobs = {m: pool.submit(pair.servers[m].answers, asked[m], tokens) for m in pair.servers}
     for model, job in jobs.items():
         right(model, asked[model], job.result())
-    check_peaks(pair, peaks, capacity_bytes)
+    check_peaks(pair, peaks)
 
 
-def kill_in_mid_load(pair: ServerPair, victim: str, other: str, capacity_bytes: int) -> float:
+def kill_in_mid_load(pair: Pair, victim: str, other: str) -> str:
     """`victim`'s engine is killed while it has more than its half and the other one wants more.
-    Returns after how many seconds that one has more than was left to it."""
-    half = half_bytes(pair, capacity_bytes)
+    Says after how many seconds there is room, and after how many that one has more than was left to
+    it: its model's steps take it."""
+    half = pair.half_bytes()
     with ThreadPoolExecutor(24) as pool:
         doomed = [
             pool.submit(pair.servers[victim].generate, prompt, 200)
@@ -126,11 +201,13 @@ def kill_in_mid_load(pair: ServerPair, victim: str, other: str, capacity_bytes: 
         left_bytes = max(usage.committed_bytes, usage.min_bytes) + free_bytes
         begin_s = time.monotonic()
         pair.servers[victim].engine().kill()
+        until(lambda: pair.names[victim] not in pair.clients())
+        freed_s = time.monotonic() - begin_s
         until(lambda: pair.of(other).committed_bytes > left_bytes)
         taken_s = time.monotonic() - begin_s
         right(other, asked, [job.result() for job in jobs])
     assert any(job.exception() for job in doomed)
-    return taken_s
+    return f"room after {freed_s:.3f} s, which the other had taken after {taken_s:.3f} s"
 
 
 def cancel(server: Server, path: str, body: dict[str, object], count: int) -> None:

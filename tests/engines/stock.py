@@ -72,7 +72,7 @@ class Server(ABC):
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=300) as answer:
+        with urllib.request.urlopen(request, timeout=900) as answer:
             return answer.read()
 
     def answers(self, asked: list[list[int]], tokens: int) -> list[list[int]]:

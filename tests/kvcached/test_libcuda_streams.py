@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from .driver import UNIT, Driver, open_driver, u64
+from .driver import UNIT, Driver, open_driver, run_with, u64
 from .libcuda import CudaStream, LibCuda
 
 INVALID_VALUE, INVALID_HANDLE, NOT_READY = 1, 400, 600
@@ -116,3 +116,27 @@ def test_streams_and_events_of_another_device_are_refused(driver: Driver, libcud
         assert driver.cu.cuEventRecord(event, ctypes.c_void_p(handle)) == INVALID_HANDLE
     assert driver.cu.cuEventDestroy_v2(event) == 0
     other.close()
+
+
+ASK = """
+from tests.kvcached.libcuda import CudaStream
+stream, event = CudaStream(libcuda), ctypes.c_void_p()
+driver = Driver(libcuda, 0)
+_, address = driver.reserve(PAGE)
+_, handle = driver.create(PAGE)
+assert driver.map(address, PAGE, handle) == driver.set_access(address, PAGE) == 0
+for _ in range(3):
+    stream.submit(address)
+assert cu.cuEventCreate(ctypes.byref(event), 2) == 0
+assert cu.cuEventRecord(event, ctypes.c_void_p(stream.handle)) == 0
+print(*(cu.cuEventQuery(event) for _ in range(5)))
+"""
+
+
+@pytest.mark.parametrize(("progress", "answers"), [("0", [NOT_READY] * 5), ("1", [NOT_READY] * 3)])
+def test_work_goes_on_while_one_asks_where_a_test_wants_it(
+    libcuda: LibCuda, progress: str, answers: list[int]
+) -> None:
+    done = run_with(libcuda, ASK, KVCACHED_TEST_CUDA_PROGRESS=progress)
+    assert done.returncode == 0, done.stderr
+    assert [int(word) for word in done.stdout.split()] == answers + [0] * (5 - len(answers))

@@ -75,9 +75,10 @@ EXPORT int cuStreamQuery(void* stream) {
   return test_libcuda::counted("cuStreamQuery", [=](Simulator& cuda) {
     const Error error = check_waitable(cuda, "cuStreamQuery", stream);
     if (error != 0) return error;
-    return cuda.streams().has_work(number(stream), test_libcuda::current_device())
-               ? test_libcuda::kNotReady
-               : test_libcuda::kSuccess;
+    const int device = test_libcuda::current_device();
+    if (!cuda.streams().has_work(number(stream), device)) return test_libcuda::kSuccess;
+    if (cuda.settings().progress) cuda.streams().complete(number(stream), device, 1);
+    return test_libcuda::kNotReady;
   });
 }
 
@@ -179,8 +180,9 @@ EXPORT int cuEventQuery(void* event) {
   return test_libcuda::counted("cuEventQuery", [=](Simulator& cuda) {
     const Error error = check_event(cuda, "cuEventQuery", event);
     if (error != 0) return error;
-    return cuda.streams().has_passed(number(event)) ? test_libcuda::kSuccess
-                                                    : test_libcuda::kNotReady;
+    if (cuda.streams().has_passed(number(event))) return test_libcuda::kSuccess;
+    if (cuda.settings().progress) cuda.streams().complete_until(number(event), 1);
+    return test_libcuda::kNotReady;
   });
 }
 

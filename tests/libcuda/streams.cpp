@@ -84,11 +84,11 @@ void Streams::complete(Queue& queue, uint64_t count) {
   }
 }
 
-void Streams::complete_until(uint64_t event) {
+void Streams::complete_until(uint64_t event, uint64_t count) {
   const Event& found = events_.at(event);
   Queue* queue = find(found.stream);
   if (queue != nullptr && queue->completed < found.work) {
-    complete(*queue, found.work - queue->completed);
+    complete(*queue, std::min(count, found.work - queue->completed));
   }
 }
 

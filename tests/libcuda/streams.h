@@ -50,8 +50,8 @@ class Streams {
   bool was_recorded(uint64_t event) const { return events_.at(event).stream != 0; }
   // An event that was never recorded has passed. REQUIRES: has_event
   bool has_passed(uint64_t event) const;
-  // Does all work before the event. REQUIRES: has_event
-  void complete_until(uint64_t event);
+  // Does work before the event, all or the oldest `count`. REQUIRES: has_event
+  void complete_until(uint64_t event, uint64_t count = UINT64_MAX);
   // The stream's further work waits for the event as it was recorded. REQUIRES: both exist
   void wait_for(uint64_t stream, int device, uint64_t event);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from functools import lru_cache
@@ -12,7 +13,8 @@ from prism.messages.models import ModelSpec
 from prism.models import tiny
 from prism.models.files import inspect_model
 from prism.models.hugging_face import import_transformers
-from prism.models.store import default_directory, prepare
+from prism.models.smollm2 import SmolLM2
+from prism.models.store import Recipe, default_directory, prepare
 
 # Mixture of experts, which SGLang's loaders fuse.
 MOE = tiny.TinyModel(
@@ -91,7 +93,11 @@ MLA = tiny.TinyModel(
         "tie_word_embeddings": False,
     },
 )
-RECIPES = {m.name: m for m in (*tiny.TINY_MODELS, MOE, GEMMA3, MLA)}
+# One that answers in sentences, and the same again under another name.
+SMOLLM2, AGAIN = SmolLM2(), SmolLM2(name="smollm2-135m-again")
+RECIPES: dict[str, Recipe] = {
+    model.name: model for model in (*tiny.TINY_MODELS, MOE, GEMMA3, MLA, SMOLLM2, AGAIN)
+}
 TIE = 1e-3  # of `largest_gap`: less is rounding
 LLAMA, QWEN3, GPT2 = tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name
 
@@ -123,7 +129,7 @@ def spec_of(name: str, context_length: int | None = None) -> ModelSpec:
 def prompts(name: str, count: int, lengths: tuple[int, int], seed: int = 1) -> list[list[int]]:
     """Random token ids of the model's vocabulary, without its special tokens."""
     rng = random.Random(f"{name}/{seed}")
-    top = RECIPES[name].settings["vocab_size"]
+    top = json.loads((path_of(name) / "config.json").read_bytes())["vocab_size"]
     return [[rng.randrange(16, top) for _ in range(rng.randint(*lengths))] for _ in range(count)]
 
 

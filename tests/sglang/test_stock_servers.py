@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
+import time
 import urllib.error
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from uuid import uuid4
 
+import psutil
 import pytest
 
-from kvcached import ClientUsage, Device
 from tests.engines import sharing
-from tests.engines.sharing import right
-from tests.engines.stock import Server, SGLangServer, until
-from tests.sglang.models import LLAMA, MLA, QWEN3, greedy, prompts, spec_of
+from tests.engines.sharing import PAGE, Pair, right, token_bytes
+from tests.engines.stock import SGLangServer, until
+from tests.sglang.models import LLAMA, MLA, QWEN3, prompts, spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
-PAGE = 64 << 10
 MODELS = (LLAMA, QWEN3)
 # KV of one request of the whole context and the padding block, in slabs of 128 tokens.
 REQUEST_BYTES = {name: 5 * 128 * spec_of(name).token_bytes for name in MODELS}
@@ -36,54 +34,10 @@ CAPACITY = -(-(sum(map(weights_bytes, MODELS)) + (1 << 20)) // PAGE) * PAGE
 CAPACITY += sum(REQUEST_BYTES.values()) + ELASTIC_BYTES
 
 
-class Pair:
-    """Both servers, and the device as anybody else sees it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.namespace = f"t{uuid4().hex[:10]}"
-        self.servers: dict[str, Server] = {
-            name: SGLangServer(name, folder, **self.said()) for name in MODELS
-        }
-        for server in self.servers.values():
-            server.await_ready()
-        self.device = Device.open("host:0", namespace=self.namespace)
-
-    def said(self, **others: str) -> dict[str, str]:
-        """The variables of every server, without their prefix."""
-        size, page = str(CAPACITY), str(PAGE)
-        return {
-            "DEVICE": "host:0",
-            "CAPACITY": size,
-            "PAGE": page,
-            "NAMESPACE": self.namespace,
-            **others,
-        }
-
-    def of(self, model: str) -> ClientUsage:
-        name = self.servers[model].name
-        (found,) = [c for c in self.device.usage().clients if c.name == name]
-        return found
-
-    def flush(self) -> None:
-        for server in self.servers.values():
-            server.flush()
-        until(lambda: all(self.of(name).committed_bytes <= floor_bytes(name) for name in MODELS))
-
-    def close(self) -> None:
-        for server in self.servers.values():
-            server.end()
-        Device.unlink(self.namespace, "host:0", force=True)
-
-
-def floor_bytes(model: str) -> int:
-    """The slab of the padding block."""
-    return 128 * spec_of(model).token_bytes
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = Pair(Path(folder))
+        made = Pair(dict.fromkeys(MODELS, SGLangServer), Path(folder), CAPACITY)
         try:
             yield made
         finally:
@@ -93,38 +47,39 @@ def pair() -> Iterator[Pair]:
 def test_kv_is_virtual_at_the_start(pair: Pair) -> None:
     for model in MODELS:
         usage = pair.of(model)
-        assert usage.committed_bytes == floor_bytes(model)
+        assert usage.committed_bytes == 128 * token_bytes(model)
         assert usage.min_bytes == REQUEST_BYTES[model]
         assert usage.static_bytes >= weights_bytes(model)
     assert sum(pair.of(model).static_bytes for model in MODELS) < CAPACITY - ELASTIC_BYTES
 
 
 def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:
-    asked = {model: prompts(model, 8, (20, 120), seed=2) for model in MODELS}
-    with ThreadPoolExecutor(len(MODELS)) as pool:
-        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 24) for m in MODELS}
-    for model, job in jobs.items():
-        right(model, asked[model], job.result())
-    (first, *_), (told, *_) = asked[LLAMA], jobs[LLAMA].result()
-    assert told == greedy(LLAMA, first, 24)
+    sharing.both_answer(pair, 8, 24)
 
 
 def test_memory_comes_with_requests_and_goes_with_the_cache(pair: Pair) -> None:
     pair.flush()
     pair.servers[LLAMA].answers(prompts(LLAMA, 4, (200, 300), seed=3), 8)
     used = pair.of(LLAMA)
-    assert used.committed_bytes > 4 * floor_bytes(LLAMA)
+    assert used.committed_bytes > 4 * 128 * token_bytes(LLAMA)
     until(lambda: pair.of(LLAMA).evictable_bytes > 0)
-    assert pair.of(QWEN3).committed_bytes == floor_bytes(QWEN3)
+    assert pair.of(QWEN3).committed_bytes == 128 * token_bytes(QWEN3)
     pair.flush()
 
 
-def fill_with_prefixes(pair: Pair, model: str) -> None:
-    """Until the model's prefix cache has nearly all that the two can share."""
-    seed = 100
-    while pair.device.usage().free_bytes > 2 * floor_bytes(model):
-        pair.servers[model].answers(prompts(model, 4, (400, 450), seed), 2)
-        seed += 1
+def test_an_idle_server_sleeps(pair: Pair) -> None:
+    """Its loop waits for what comes, from clients or from other engines."""
+    pair.flush()
+    engine = pair.servers[LLAMA].engine()
+    until(lambda: cpu_s(engine, 2.0) < 0.2)
+
+
+def cpu_s(process: psutil.Process, over_s: float) -> float:
+    """CPU seconds that it takes in so many."""
+    before = process.cpu_times()
+    time.sleep(over_s)
+    after = process.cpu_times()
+    return float(after.user + after.system - before.user - before.system)
 
 
 @pytest.mark.parametrize(
@@ -135,14 +90,14 @@ def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(
     pair: Pair, idle: str, busy: str
 ) -> None:
     pair.flush()
-    fill_with_prefixes(pair, idle)
-    sharing.burst(pair, idle, busy, CAPACITY)
+    pair.fill_with_prefixes(idle)
+    sharing.burst(pair, idle, busy)
 
 
 def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair) -> None:
     pair.flush()
-    fill_with_prefixes(pair, LLAMA)
-    limit_bytes = REQUEST_BYTES[LLAMA] + 2 * floor_bytes(LLAMA)
+    pair.fill_with_prefixes(LLAMA)
+    limit_bytes = REQUEST_BYTES[LLAMA] + 2 * 128 * token_bytes(LLAMA)
     pair.device.set_limit(pair.servers[LLAMA].name, limit_bytes)
     until(lambda: pair.of(LLAMA).committed_bytes <= limit_bytes)
     asked = prompts(LLAMA, 5, (100, 300), seed=6)
@@ -155,7 +110,7 @@ def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair
 
 def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> None:
     pair.flush()
-    sharing.overload(pair, (150, 250), 80, CAPACITY)
+    sharing.overload(pair, (150, 250), 80)
 
 
 def test_requests_that_are_cancelled_free_their_blocks_once(pair: Pair) -> None:
@@ -171,7 +126,7 @@ def test_requests_that_are_cancelled_free_their_blocks_once(pair: Pair) -> None:
 def flushed(pair: Pair) -> bool:
     with contextlib.suppress(urllib.error.HTTPError):
         pair.servers[LLAMA].flush()
-    return pair.of(LLAMA).committed_bytes == floor_bytes(LLAMA)
+    return pair.of(LLAMA).committed_bytes == 128 * token_bytes(LLAMA)
 
 
 @pytest.mark.long  # each server imports SGLang for itself
@@ -207,7 +162,7 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
     message: str,
 ) -> None:
     pair.flush()
-    before = [client.name for client in pair.device.usage().clients]
+    before = pair.clients()
     server = SGLangServer(model, tmp_path, *arguments, **pair.said(**said))
     try:
         until(server.ended, 600)
@@ -215,7 +170,7 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
         server.end()
     assert re.search(message, server.log()), server.log()
     # A server may end before the engine that it has killed.
-    until(lambda: [client.name for client in pair.device.usage().clients] == before)
+    until(lambda: pair.clients() == before)
     asked = prompts(QWEN3, 2, (50, 100), seed=9)
     right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 8))
 
@@ -223,9 +178,8 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
 def test_a_server_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
     """The last of the module: it ends a server."""
     pair.flush()
-    taken_s = sharing.kill_in_mid_load(pair, LLAMA, QWEN3, CAPACITY)
-    print(f"the other had the room after {taken_s:.3f} s")
-    until(lambda: [c.name for c in pair.device.usage().clients] == [pair.servers[QWEN3].name])
+    print(sharing.kill_in_mid_load(pair, LLAMA, QWEN3))
+    until(lambda: pair.clients() == [pair.servers[QWEN3].name])
     usage = pair.device.usage()
     assert usage.reserved_bytes == usage.clients[0].static_bytes + max(
         usage.clients[0].reserved_bytes, usage.clients[0].min_bytes

@@ -9,22 +9,18 @@ import re
 import signal
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
-from kvcached import ClientUsage, Device
 from tests.engines import sharing
-from tests.engines.sharing import right
-from tests.engines.stock import CONTEXT, Server, SGLangServer, until
-from tests.sglang.models import GEMMA3, LLAMA, MLA, QWEN3, greedy, prompts, spec_of
+from tests.engines.sharing import PAGE, Pair, right, token_bytes
+from tests.engines.stock import CONTEXT, SGLangServer, until
+from tests.sglang.models import GEMMA3, LLAMA, MLA, QWEN3, prompts, spec_of
 from tests.vllm.servers import BLOCK_TOKENS, VllmServer
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1800)]
 
-PAGE = 64 << 10
 MODELS = (LLAMA, QWEN3)
 # For the KV of both 30 MiB, of which either alone takes more than its half.
 CAPACITY = (-(-sum(spec_of(name).weight_bytes for name in MODELS) // PAGE) + 1) * PAGE + (30 << 20)
@@ -32,62 +28,10 @@ ASKED = 8
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'
 
 
-class Pair:
-    """A vLLM server of LLAMA, another server of QWEN3, and the device as anybody else sees it."""
-
-    def __init__(self, folder: Path, other: type[Server]) -> None:
-        self.namespace = f"t{uuid4().hex[:10]}"
-        self.servers: dict[str, Server] = {}
-        self.names: dict[str, str] = {}
-        try:
-            self.servers[LLAMA] = VllmServer(LLAMA, folder, **self.said())
-            self.servers[QWEN3] = other(QWEN3, folder, **self.said())
-            for model, server in self.servers.items():
-                server.await_ready()
-                self.names[model] = server.name
-            self.device = Device.open("host:0", namespace=self.namespace)
-        except BaseException:
-            self.close()
-            raise
-
-    def said(self, **others: str) -> dict[str, str]:
-        """The variables of every server, without their prefix."""
-        said = {"DEVICE": "host:0", "CAPACITY": str(CAPACITY), "PAGE": str(PAGE)}
-        return said | {"NAMESPACE": self.namespace} | others
-
-    def of(self, model: str) -> ClientUsage:
-        (found,) = [c for c in self.device.usage().clients if c.name == self.names[model]]
-        return found
-
-    def clients(self) -> list[str]:
-        return [client.name for client in self.device.usage().clients]
-
-    def flush(self) -> None:
-        for server in self.servers.values():
-            server.flush()
-        until(lambda: all(self.of(m).committed_bytes <= 128 * token_bytes(m) for m in self.servers))
-
-    def fill_with_prefixes(self, model: str) -> None:
-        """Until the model's prefix cache has nearly all that the two can share."""
-        seed = 100
-        while self.device.usage().free_bytes > 256 * token_bytes(model):
-            self.servers[model].answers(prompts(model, 4, (400, 450), seed), 2)
-            seed += 1
-
-    def close(self) -> None:
-        for server in self.servers.values():
-            server.end()
-        Device.unlink(self.namespace, "host:0", force=True)
-
-
-def token_bytes(model: str) -> int:
-    return spec_of(model).token_bytes
-
-
 @pytest.fixture(scope="module", params=[VllmServer, SGLangServer])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = Pair(Path(folder), request.param)
+        made = Pair({LLAMA: VllmServer, QWEN3: request.param}, Path(folder), CAPACITY)
         try:
             yield made
         finally:
@@ -102,13 +46,7 @@ def test_kv_is_virtual_at_the_start(pair: Pair) -> None:
 
 
 def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:
-    asked = {model: prompts(model, ASKED, (20, 120), seed=2) for model in pair.servers}
-    with ThreadPoolExecutor(2) as pool:
-        jobs = {m: pool.submit(pair.servers[m].answers, asked[m], 24) for m in pair.servers}
-    for model, job in jobs.items():
-        right(model, asked[model], job.result())
-    (first, *_), (told, *_) = asked[LLAMA], jobs[LLAMA].result()
-    assert told == greedy(LLAMA, first, 24)
+    sharing.both_answer(pair, ASKED, 24)
 
 
 def test_memory_comes_with_requests_and_goes_with_the_cache(pair: Pair) -> None:
@@ -125,7 +63,7 @@ def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(
 ) -> None:
     pair.flush()
     pair.fill_with_prefixes(idle)
-    sharing.burst(pair, idle, busy, CAPACITY)
+    sharing.burst(pair, idle, busy)
 
 
 def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair) -> None:
@@ -144,7 +82,7 @@ def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair
 
 def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> None:
     pair.flush()
-    sharing.overload(pair, (250, 350), 120, CAPACITY)
+    sharing.overload(pair, (250, 350), 120)
 
 
 def test_requests_that_are_cancelled_free_their_blocks_once(pair: Pair) -> None:
@@ -217,8 +155,7 @@ def leaves_nothing(pair: Pair) -> None:
 def test_an_engine_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
     """From here on tests end servers."""
     pair.flush()
-    taken_s = sharing.kill_in_mid_load(pair, LLAMA, QWEN3, CAPACITY)
-    print(f"the other had the room after {taken_s:.3f} s")
+    print(sharing.kill_in_mid_load(pair, LLAMA, QWEN3))
     leaves_nothing(pair)
 
 

@@ -17,6 +17,13 @@ CONTRACT = Contract(
         "sglang.srt.platforms.interface:SRTPlatform.apply_server_args_defaults": ("server_args",),
         "sglang.srt.platforms.interface:SRTPlatform.post_load_model": ("model",),
         "sglang.srt.runtime_context:get_server_args": (),
+        "sglang.srt.runtime_context:get_device": (),
+        "sglang.srt.model_loader.weight_utils:download_weights_from_hf": (
+            "model_name_or_path",
+            "cache_dir",
+            "allow_patterns",
+            "revision",
+        ),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal": ("self",),
         "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes": (
             "pre_model_load_memory",
@@ -31,7 +38,7 @@ CONTRACT = Contract(
         f"{_BUDGET}.available_chunk_tokens": ("chunk_limit",),
         f"{_BUDGET}.fit_chunk": ("extend_input_len", "max_new_tokens", "chunk_limit"),
         f"{_BUDGET}.reserve": ("extend_input_len", "max_new_tokens"),
-        f"{_SCHEDULER}.run_event_loop": ("self",),
+        f"{_SCHEDULER}.init_tp_model_worker": ("self",),
         f"{_SCHEDULER}.get_next_batch_to_run": ("self",),
         f"{_SCHEDULER}.update_running_batch": ("batch",),
         f"{_SCHEDULER}.is_fully_idle": ("self",),
@@ -40,6 +47,7 @@ CONTRACT = Contract(
     },
     attributes=(
         "sglang.srt.platforms.cpu:CpuSRTPlatform",
+        "sglang.srt.platforms.cuda:CudaSRTPlatform",
         "sglang.srt.platforms.device_mixin:PlatformEnum.OOT",
         "sglang.srt.mem_cache.base_prefix_cache:EvictParams",
         "sglang.srt.plugins.hook_registry:HookRegistry.register",

@@ -1,7 +1,6 @@
 """A stock SGLang server whose KV is kvcached's: what happens at its start and in each turn.
 
-`start` opens the client, and puts four hooks into SGLang, of which the turns of its event loop
-are one.
+`start` puts three hooks into SGLang, of which the turns of its event loop are one.
 """
 
 from __future__ import annotations
@@ -9,15 +8,18 @@ from __future__ import annotations
 import os
 import pkgutil
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import zmq
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_server_args
 
 from kvcached import KVCache, Layout, RankKV
 from kvcached.engines.settings import Settings
+from kvcached.engines.sglang import gpu
 from kvcached.engines.sglang.allocator import KvcachedAllocator
 from kvcached.engines.sglang.kv_pool import pool_bytes
 from kvcached.engines.sglang.memory import Ids, active_memory
@@ -27,24 +29,38 @@ from kvcached.engines.stake import Stake, weights_bytes
 
 _NAP_S = 0.002
 
+Hook = tuple[Callable[..., Any], HookType]
 
-def start(model: torch.nn.Module) -> ServerMemory:
-    """In the scheduler's process, once its model is loaded. Raises what `Stake` raises."""
-    memory = ServerMemory(Settings.from_environment(os.environ))
-    memory.stake.lease_static(weights_bytes(model))
-    _install_hooks()
+
+def start(memory: ServerMemory | None, model: torch.nn.Module) -> ServerMemory:
+    """In the scheduler's process, once its model is loaded. `memory`: the one that has leased what
+    the model takes. Raises what `Stake` raises."""
+    if memory is None:
+        memory = ServerMemory()
+        memory.stake.lease_static(weights_bytes(model))
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    hooks: dict[str, Hook] = {
+        f"{configurator}._profile_available_bytes": (pool_bytes, HookType.REPLACE),
+        f"{scheduler}.get_next_batch_to_run": (take_turn, HookType.AROUND),
+        f"{scheduler}.update_running_batch": (make_way, HookType.BEFORE),
+    }
+    install_hooks(hooks)
     return memory
 
 
 class ServerMemory:
     """The server's KV memory (`PoolMemory`), and what it does between two steps."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self) -> None:
+        """Raises what `Settings.from_environment` and `Stake` raise."""
         arguments = get_server_args()
         model = Path(arguments.served_model_name or arguments.model_path).name
+        settings = Settings.from_environment(os.environ)
         self.stake = Stake(settings, f"{model}:{arguments.port}")
         self._kv: KVCache | None = None
         self._context_tokens = 0
+        self._joined = False
 
     # --- as SGLang's pool and allocator see it ---------------------------------------------
 
@@ -80,6 +96,21 @@ class ServerMemory:
 
     # --- between two steps -----------------------------------------------------------------
 
+    def join(self, scheduler: Any) -> None:
+        """Before the first step: everything is built, and what others ask for wakes the loop."""
+        if self._joined:
+            return
+        allocator = scheduler.token_to_kv_pool_allocator
+        if not isinstance(allocator, KvcachedAllocator):
+            raise NotImplementedError(
+                f"SGLang chose {type(allocator).__name__} for this model, which is not on kvcached"
+            )
+        if scheduler.device == "cuda":
+            gpu.name_streams(self.stake.client, scheduler.tp_worker.gpu_id, scheduler)
+        if scheduler.idle_sleeper is not None:
+            scheduler.idle_sleeper.poller.register(self.stake.client.fileno(), zmq.POLLIN)
+        self._joined = True
+
     def answer_requests(self, scheduler: Any) -> None:
         """Gives others what they ask for, and says what else it could do without."""
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
@@ -99,16 +130,8 @@ class ServerMemory:
 # --- the hooks -------------------------------------------------------------------------------
 
 
-def _install_hooks() -> None:
-    """Raises RuntimeError where SGLang has not taken one, which it only logs."""
-    scheduler = "sglang.srt.managers.scheduler.Scheduler"
-    configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-    hooks = {
-        f"{configurator}._profile_available_bytes": (pool_bytes, HookType.REPLACE),
-        f"{scheduler}.run_event_loop": (begin, HookType.BEFORE),
-        f"{scheduler}.get_next_batch_to_run": (take_turn, HookType.AROUND),
-        f"{scheduler}.update_running_batch": (make_way, HookType.BEFORE),
-    }
+def install_hooks(hooks: Mapping[str, Hook]) -> None:
+    """By dotted path. Raises RuntimeError where SGLang has not taken one, which it only logs."""
     for target, (hook, kind) in hooks.items():
         HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
@@ -117,21 +140,11 @@ def _install_hooks() -> None:
             raise RuntimeError(f"SGLang did not take the hook of {target}; its log says why")
 
 
-def begin(scheduler: Any) -> None:
-    """Everything is built, and the event loop is about to start."""
-    memory, allocator = _server_memory(), scheduler.token_to_kv_pool_allocator
-    if not isinstance(allocator, KvcachedAllocator):
-        raise NotImplementedError(
-            f"SGLang chose {type(allocator).__name__} for this model, which is not on kvcached"
-        )
-    if scheduler.idle_sleeper is not None:
-        scheduler.idle_sleeper.poller.register(memory.stake.client.fileno())
-
-
 def take_turn(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the planning of a step: others' requests first; blocks that the step does not use
     go back after it."""
     memory, allocator = _server_memory(), scheduler.token_to_kv_pool_allocator
+    memory.join(scheduler)
     memory.answer_requests(scheduler)
     # Memory may have come free on the device without one of this engine's requests ending, which
     # is all that SGLang itself waits for.

@@ -6,11 +6,14 @@ SGLang imports this while it imports itself: what needs more of it is imported i
 from __future__ import annotations
 
 import logging
+import os
 from importlib.metadata import version
 from typing import Any
 
+from sglang.srt.platforms.cuda import CudaSRTPlatform
+
 from kvcached.engines.sglang.contract import CONTRACT
-from kvcached.engines.sglang.platform import NativeCpuPlatform
+from kvcached.engines.sglang.platform import KvcachedPlatform, NativeCpuPlatform
 
 BLOCK_TOKENS = 16
 
@@ -45,6 +48,7 @@ class ServerPlatform:
                     f"{name} {getattr(server_args, name)!r} is not served on kvcached: leave it "
                     "out, or unset KVCACHED_DEVICE"
                 )
+        server_args.sleep_on_idle = True  # an idle scheduler would take a core of the others
         if server_args.page_size is None:
             server_args.page_size = BLOCK_TOKENS
         if server_args.page_size == 1:
@@ -54,7 +58,7 @@ class ServerPlatform:
         """Called once, in the scheduler's process."""
         from kvcached.engines.sglang import server
 
-        self.memory = server.start(model)
+        self.memory = server.start(self.memory, model)
 
 
 class HostServer(ServerPlatform, NativeCpuPlatform):
@@ -68,4 +72,24 @@ class HostServer(ServerPlatform, NativeCpuPlatform):
         super().apply_server_args_defaults(server_args)
         server_args.sampling_backend = "pytorch"
         server_args.disable_overlap_schedule = True  # there is nothing beside the CPU to overlap
-        server_args.sleep_on_idle = True  # an idle scheduler would take a core of the others
+
+
+class CudaServer(ServerPlatform, KvcachedPlatform, CudaSRTPlatform):  # type: ignore[misc]
+    """KVCACHED_DEVICE=cuda:N: SGLang's own kernels and backends."""
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        super().apply_server_args_defaults(server_args)
+        device = os.environ["KVCACHED_DEVICE"]
+        index = int(device.partition(":")[2])
+        if server_args.base_gpu_id not in (0, index):
+            raise ValueError(
+                f"base_gpu_id {server_args.base_gpu_id} is another GPU than KVCACHED_DEVICE's "
+                f"{device}: leave it out"
+            )
+        server_args.base_gpu_id = index
+
+    def post_load_model(self, model: Any) -> None:
+        """Raises RuntimeError where nothing was leased before."""
+        if self.memory is None:
+            raise RuntimeError("SGLang has not run kvcached's plugin: its log says why")
+        super().post_load_model(model)

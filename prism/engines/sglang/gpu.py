@@ -122,32 +122,19 @@ def _has_module(package: str, module: str) -> bool:
 
 
 def adopt(client: Any, device: str, torch_cap_bytes: int) -> None:
-    """Before a model is built: torch works on the device, its allocator (activations, workspaces,
-    graphs) reserves no more than `torch_cap_bytes`, and freed pages wait for the default stream,
-    on which SGLang builds. Idempotent; nothing on a host device."""
-    if not is_gpu(device):
-        return
-    import torch
+    """Before a model is built: see `kvcached.engines.sglang.gpu`. Nothing on a host device."""
+    if is_gpu(device):
+        from kvcached.engines.sglang import gpu
 
-    index = index_of(device)
-    torch.cuda.set_device(index)
-    total_bytes = torch.cuda.get_device_properties(index).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, torch_cap_bytes / total_bytes), index)
-    client.set_streams([torch.cuda.default_stream(index).cuda_stream])
+        gpu.adopt(client, index_of(device), torch_cap_bytes)
 
 
 def name_streams(client: Any, device: str, scheduler: Any) -> None:
-    """Freed pages wait for every stream that SGLang has: the one that steps run on, the default
-    one, and those of its own."""
-    if not is_gpu(device):
-        return
-    import torch
+    """Once everything is built. Nothing on a host device."""
+    if is_gpu(device):
+        from kvcached.engines.sglang import gpu
 
-    index = index_of(device)
-    runner = scheduler.tp_worker.model_runner
-    streams = [torch.cuda.default_stream(index), torch.cuda.current_stream(index)]
-    streams += [scheduler.schedule_stream, scheduler.copy_stream, runner.forward_stream]
-    client.set_streams(list(dict.fromkeys(stream.cuda_stream for stream in streams)))
+        gpu.name_streams(client, index_of(device), scheduler)
 
 
 def synchronize(device: str) -> None:

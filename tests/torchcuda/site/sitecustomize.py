@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.abc
+import importlib.machinery
+import importlib.util
 import os
 import sys
+import types
 
 
 class _WithinTorch(importlib.abc.MetaPathFinder):
@@ -30,7 +33,25 @@ class _WithinTorch(importlib.abc.MetaPathFinder):
             torchcuda_front.install()
 
 
+class _WithoutCutlass(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """SGLang imports its fused kernels for Blackwell GPUs, which need CUTLASS, whenever it builds a
+    model with a gated MLP, and then uses none for float32."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "sglang.kernels.ops.gemm.cutedsl_dual_gemm":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        for name in ("MAX_DUAL_GEMM_DECODE_TOKENS", "DualGemmQuantMode", "can_use_dual_gemm"):
+            setattr(module, name, None)
+
+
 if os.environ.get("TORCHCUDA_FRONT"):
     # Imports make a million objects and no garbage; looking for it takes a third of their time.
     gc.set_threshold(100_000, 50, 100)
     sys.meta_path.insert(0, _WithinTorch())
+    if importlib.util.find_spec("cutlass") is None:
+        sys.meta_path.insert(0, _WithoutCutlass())

@@ -1,0 +1,133 @@
+"""Two stock SGLang servers share a GPU: the double of CUDA, which torch believes in."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from kvcached import Device
+from tests.engines import sharing
+from tests.engines.sharing import PAGE, Pair
+from tests.engines.stock import SGLangServer, until
+from tests.kvcached.compiling import restart_libnvml
+from tests.sglang.models import LLAMA, QWEN3, path_of
+from tests.torchcuda import cuda_environment
+
+# Two minutes, half of them imports.
+pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(900)]
+
+MODELS = (LLAMA, QWEN3)
+GPU_BYTES = 4 << 30
+FRACTION = 0.65  # of the GPU's memory for weights and KV, says SGLang; it keeps the rest
+BESIDE_BYTES = int((1 - FRACTION) * GPU_BYTES)
+ELASTIC_BYTES = 20 << 20
+OWN = f"t{uuid4().hex[:10]}"
+
+
+def files_bytes(model: str) -> int:
+    return sum(path.stat().st_size for path in path_of(model).glob("*.safetensors"))
+
+
+STATIC_BYTES = {model: files_bytes(model) + BESIDE_BYTES for model in MODELS}
+CAPACITY = -(-(sum(STATIC_BYTES.values()) + ELASTIC_BYTES) // PAGE) * PAGE
+
+
+# The double has no events that a graph records for those outside of it, as graphs beside overlapped
+# steps need: one server has the one, one the other.
+STEPS = {
+    LLAMA: ("--attention-backend", "torch_native", "--disable-cuda-graph"),
+    QWEN3: (
+        *("--attention-backend", "triton", "--disable-overlap-schedule"),
+        *("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "4"),
+    ),
+}
+
+
+class OnGpu(SGLangServer):
+    """With kernels of torch's: SGLang's own cannot be had without a GPU."""
+
+    def command(self, environment: dict[str, str]) -> list[str]:
+        double = cuda_environment(
+            devices=1,
+            bytes=GPU_BYTES,
+            KVCACHED_TEST_CUDA_GRANULARITY=str(PAGE),
+            KVCACHED_TEST_CUDA_PROGRESS="1",
+        )
+        said = {k: v for k, v in environment.items() if k.startswith("KVCACHED_")}
+        environment |= double | said | {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+        command = [*super().command(environment), "--mem-fraction-static", str(FRACTION)]
+        return [*command, "--sampling-backend", "pytorch", *STEPS[self.model]]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    made = cuda_environment(devices=1, bytes=GPU_BYTES)
+    with pytest.MonkeyPatch.context() as here, tempfile.TemporaryDirectory(prefix="prism-") as name:
+        for variable in ("KVCACHED_LIBCUDA", "KVCACHED_LIBNVML", "KVCACHED_TEST_CUDA_BYTES"):
+            here.setenv(variable, made[variable])
+        restart_libnvml()
+        pair = Pair(dict.fromkeys(MODELS, OnGpu), Path(name), CAPACITY, "cuda:0")
+        try:
+            yield pair
+        finally:
+            pair.close()
+
+
+def test_what_a_server_takes_beside_its_kv_is_leased(pair: Pair) -> None:
+    for model in MODELS:
+        assert pair.of(model).static_bytes == STATIC_BYTES[model]
+    assert pair.resident_bytes() <= pair.device.usage().reserved_bytes
+
+
+def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:
+    sharing.both_answer(pair, 4, 12)
+
+
+def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(pair: Pair) -> None:
+    pair.flush()
+    pair.fill_with_prefixes(QWEN3)
+    sharing.burst(pair, QWEN3, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "message"),
+    [
+        ((), {"STATIC": "512MiB"}, "KVCACHED_STATIC is 512 MiB, and CUDA alone takes up to 1 GiB"),
+        # Of a ledger with room enough.
+        (
+            (),
+            {"STATIC": "1025MiB", "NAMESPACE": OWN},
+            "does not fit into the 1.0 GiB leased beside its KV: set",
+        ),
+        ((), {}, "takes 1.4 GiB beside its KV, and cuda:0 has .* for it: stop or shrink"),
+        (("--base-gpu-id", "1"), {}, "base_gpu_id 1 is another GPU than KVCACHED_DEVICE's cuda:0"),
+    ],
+    ids=["driver", "weights", "room", "index"],
+)
+def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
+    pair: Pair, tmp_path: Path, arguments: tuple[str, ...], said: dict[str, str], message: str
+) -> None:
+    pair.flush()
+    before = pair.clients()
+    server = OnGpu(QWEN3, tmp_path, *arguments, **pair.said(**said))
+    try:
+        until(server.ended, 600)
+    finally:
+        server.end()
+        if "NAMESPACE" in said:
+            Device.unlink(OWN, "cuda:0", force=True)
+    assert re.search(message, server.log()), server.log()
+    until(lambda: pair.clients() == before)
+    sharing.both_answer(pair, 1, 4)
+
+
+def test_a_killed_engine_leaves_its_memory_to_the_other(pair: Pair) -> None:
+    """The last of the module: it ends a server."""
+    pair.flush()
+    print(sharing.kill_in_mid_load(pair, QWEN3, LLAMA))
+    until(lambda: pair.resident_bytes() < STATIC_BYTES[LLAMA] + ELASTIC_BYTES)
