@@ -109,8 +109,8 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("xyz", value=1),
-        "xyz: unknown key; known keys: devices, models, nodes, cluster_key, policy, knobs, redis,"
-        " hang_timeout, frontend, access, scheduler, engine, journal",
+        "xyz: unknown key; known keys: devices, models, nodes, ray, cluster_key, policy, knobs,"
+        " redis, hang_timeout, frontend, access, scheduler, engine, journal",
     ),
     (
         put("models", 0, "slo", "tfft", value="1s"),

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import subprocess
+import sys
 
 import pytest
+
+ASK = """
+import ctypes
+try:
+    result = ctypes.CDLL("libcuda.so.1").cuInit(0)
+    print(f"cuInit answers {result}: no usable GPU" if result else "")
+except OSError as error:
+    print(f"no NVIDIA driver: {error}")
+"""
 
 
 def why_no_gpu() -> str:
     """Empty if the real driver shows a GPU to a fresh process like this one."""
     if os.environ.get("KVCACHED_LIBCUDA"):
         return "KVCACHED_LIBCUDA names another library than the driver's own"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return f"no NVIDIA driver: {error}"
-    result = driver.cuInit(0)
-    return f"cuInit answers {result}: no usable GPU" if result else ""
+    # In a process of its own: this one may have loaded the test libcuda, which has the same name.
+    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 @pytest.fixture(scope="session")

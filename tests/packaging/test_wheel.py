@@ -86,7 +86,7 @@ def contents(wheel: Path, *packages: str) -> set[str]:
 
 
 def test_entry_points_and_requirements(wheel: Path, serving: Path) -> None:
-    assert entry_points(wheel) == ["kvcached", "kvcached", "kvctl"]  # SGLang's, vLLM's
+    assert entry_points(wheel) == ["kvcached"] * 3 + ["kvctl"]  # SGLang's two, vLLM's
     commands = ["prism-models", "prism-replay", "prism-serve", "prism-sim"]
     assert entry_points(serving) == [*commands, "prism_cpu", "prism_cuda"]
     assert required(wheel) == ["numpy>=1.26"]

@@ -53,7 +53,8 @@ def test_a_device_is_emptied_while_its_model_serves(cluster: Cluster) -> None:
         said, problem = drain.communicate(timeout=120)
         assert drain.returncode == 0, problem
         assert said.splitlines()[-1].startswith(f"{home} is empty, and stays so")
-        assert places(cluster) == {home: set(), other: {"a", "b"}}
+        # The other one's agent may not have reported to the new scheduler yet.
+        until(lambda: places(cluster) == {home: set(), other: {"a", "b"}}, "both models moved")
         shown = cluster.operate("status").stdout
         assert f"{home} (drained)" in shown
         assert f"{home} (drained)" in cluster.operate("top", "--times", "1").stdout

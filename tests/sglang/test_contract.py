@@ -49,6 +49,9 @@ SEAMS: dict[str, str | None] = {
     "model_loader.loader:_get_quantization_config": None,
     "model_loader.loader:set_default_torch_dtype": "dtype",
     "configs.load_config:LoadFormat.SAFETENSORS": None,
+    "model_loader.weight_utils:download_weights_from_hf": (
+        "model_name_or_path, cache_dir, allow_patterns, revision, ignore_patterns, max_retries"
+    ),
     # KV pool and allocator
     "mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal": "self",
     "mem_cache.memory_pool:MLATokenToKVPool._create_buffers": "self",
@@ -107,6 +110,7 @@ SEAMS: dict[str, str | None] = {
     "managers.scheduler:Scheduler": "server_args, port_args",
     "managers.scheduler:Scheduler.init_ipc_channels": "self, port_args",
     "managers.scheduler:Scheduler.init_idle_sleeper": "self",
+    "managers.scheduler:Scheduler.init_tp_model_worker": "self",
     "managers.scheduler:Scheduler.init_watch_dog_memory_saver_input_blocker": "self",
     "managers.scheduler:Scheduler.init_request_receiver": "self",
     "managers.scheduler:Scheduler.get_output_streamer_class": "self",
@@ -152,6 +156,7 @@ SEAMS: dict[str, str | None] = {
     "runtime_context:publish": "server_args, role, hf_config, ranks",
     "runtime_context:reset_context": "",
     "runtime_context:get_server_args": "",
+    "runtime_context:get_device": "",
     "runtime_context:get_context": "",
     "runtime_context:get_exec": "",
     "runtime_context:SpawnRanks": "world_rank, dp_rank, gpu_id",
