@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -173,6 +174,20 @@ def burst(pair: Pair, idle: str, busy: str) -> None:
     assert pair.of(idle).committed_bytes > after.committed_bytes
 
 
+def limit(pair: Pair, model: str, limit_bytes: int) -> None:
+    """A limit from outside shrinks an idle server, which serves on within it, and without it."""
+    pair.flush()
+    pair.fill_with_prefixes(model)
+    pair.device.set_limit(pair.names[model], limit_bytes)
+    until(lambda: pair.of(model).committed_bytes <= limit_bytes)
+    asked = prompts(model, 5, (100, 300), seed=6)
+    right(model, asked, pair.servers[model].answers(asked, 40))
+    assert pair.of(model).committed_bytes <= limit_bytes
+    pair.device.set_limit(pair.names[model], None)
+    right(model, asked, pair.servers[model].answers(asked, 40))
+    assert pair.of(model).committed_bytes > limit_bytes
+
+
 def overload(pair: Pair, lengths: tuple[int, int], tokens: int) -> None:
     """Both are asked for more than there is room for, at the same time."""
     asked = {model: prompts(model, 16, lengths, seed=7) for model in pair.servers}
@@ -208,6 +223,26 @@ def kill_in_mid_load(pair: Pair, victim: str, other: str) -> str:
         right(other, asked, [job.result() for job in jobs])
     assert any(job.exception() for job in doomed)
     return f"room after {freed_s:.3f} s, which the other had taken after {taken_s:.3f} s"
+
+
+def leaves_nothing(pair: Pair, other: str) -> None:
+    """Of the pair `other` alone is left, and what it has is all that is taken."""
+    until(lambda: pair.clients() == [pair.names[other]])
+    usage = pair.of(other)
+    reserved_bytes = usage.static_bytes + max(usage.reserved_bytes, usage.min_bytes)
+    assert pair.device.usage().reserved_bytes == reserved_bytes
+
+
+def cannot_come_up(pair: Pair, server: Server, message: str) -> None:
+    """A third server says why, and the two serve on."""
+    try:
+        until(server.ended, 600)
+    finally:
+        server.end()
+    assert re.search(message, server.log()), server.log()
+    # A server may end before the engine that it has killed.
+    until(lambda: sorted(pair.clients()) == sorted(pair.names.values()))
+    both_answer(pair, 2, 8)
 
 
 def cancel(server: Server, path: str, body: dict[str, object], count: int) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,17 +123,22 @@ def serving(
     path = write_yaml(folder, **changes)
     environment = {**os.environ, "TMPDIR": str(temporary), "PRISM_FAKE": fake}
     log = folder / "serve.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*serve_command(setup), "--config", str(path), "--log-dir", str(folder / "logs")],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-    cluster = Cluster(process, temporary, log)
-    try:
+    command = [*serve_command(setup), "--config", str(path), "--log-dir", str(folder / "logs")]
+    with running(command, log, environment) as process:
+        cluster = Cluster(process, temporary, log)
         cluster.await_ready()
         yield cluster
+
+
+@contextmanager
+def running(
+    command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Asked to end when the block ends, and killed if it does not."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    try:
+        yield process
     finally:
         if process.poll() is None:
             process.terminate()

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,10 +36,10 @@ from tests.ports import free_port
 from tests.serve.clocks import AHEAD_S, shifted_clock
 from tests.serve.conftest import (
     SERVE,
-    STOP_S,
     Cluster,
     alive,
     descendants,
+    running,
     serve_command,
     until,
     write_yaml,
@@ -73,23 +74,12 @@ class Node(Cluster):
 def node(path: Path, name: str, *options: str, setup: str = "", **variables: str) -> Iterator[Node]:
     """Not awaited: a cluster is ready when all nodes are there. `setup`: as of `serving`."""
     log = path.parent / f"{name}.log"
-    with TemporaryDirectory(prefix="prism-") as temporary, log.open("wb") as out:
+    with TemporaryDirectory(prefix="prism-") as temporary:
         settings = {"TMPDIR": temporary, "PRISM_FAKE": '{"decode_step_ms": 10}'}
-        environment = {**os.environ, **settings, **variables}
         command = [*serve_command(setup), "--config", str(path), "--node", name, "--port", "0"]
         command += [*options, "--log-dir", str(path.parent / f"{name}-logs")]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-        made = Node(process, Path(temporary), log)
-        try:
-            yield made
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(STOP_S)
-                finally:
-                    process.kill()
-                    process.wait()
+        with running(command, log, {**os.environ, **settings, **variables}) as process:
+            yield Node(process, Path(temporary), log)
 
 
 @pytest.fixture(scope="module")
@@ -170,10 +160,11 @@ def mechanism(address: tuple[str, int]) -> bytes:
         return answer.read(64)[12:32].rstrip(b"\0")
 
 
-def check_no_clock_was_compared(cluster: Node) -> None:
+def check_no_clock_was_compared(
+    cluster: Node, ages: tuple[str, ...] = ("prism_status_age_seconds", "prism_queue_seconds_sum")
+) -> None:
     """As far as a cluster shows it: ages of what another machine said, and waits."""
     assert httpx.get(f"{cluster.url}/health").json() == {"status": "ready"}
-    ages = ("prism_status_age_seconds", "prism_queue_seconds_sum")
     for line in httpx.get(f"{cluster.url}/metrics").text.splitlines():
         name, _, value = line.rpartition(" ")
         assert not name.startswith(ages) or 0 < float(value) < AHEAD_S / 2, line
@@ -284,3 +275,42 @@ def test_a_version_that_knows_more_keys_is_no_other_file(
     assert digest() == state_of(config).shared
     assert digest(more=2) != digest()
     assert state_of(structs.replace(config, policy="static")).shared != digest()
+
+
+@pytest.mark.long
+def test_redis_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one address, under load: to an empty server whose clock is minutes ahead."""
+    folders = [tmp_path / name for name in ("old", "new")]
+    for folder in folders:
+        folder.mkdir()
+    old = BundledRedis(folders[0], port=0)
+    new = BundledRedis(folders[1], port=old.port)
+    new.password = old.password
+    path = write_nodes(tmp_path, old.url)
+    with old, ExitStack() as stack, ThreadPoolExecutor(16) as pool:
+        both = {name: stack.enter_context(node(path, name)) for name in "ab"}
+        for each in both.values():
+            each.await_ready()
+        first, everywhere = both["a"], {"host:0@a", "host:0@b"}
+        until(lambda: copies(first, "a") == copies(first, "b") == everywhere, "copies")
+        asked = [pool.submit(answered, both["ab"[i % 2]], i) for i in range(200)]
+        until(lambda: sum(each.done() for each in asked) > 20, "requests under way")
+        old.kill()
+        for name, value in shifted_clock(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        new.start()
+        monkeypatch.undo()
+        moved_s = time.monotonic()
+        assert {each.result() for each in asked} == {200}
+        print(f"all were answered {time.monotonic() - moved_s:.1f} s after Redis had moved")
+        until(lambda: copies(first, "a") == copies(first, "b") == everywhere, "copies")
+        for each in both.values():
+            assert answered(each, 1) == 200
+            # Those that waited meanwhile seem to have waited for the difference.
+            check_no_clock_was_compared(each, ("prism_status_age_seconds",))
+        for each in both.values():
+            each.process.terminate()
+        for each in both.values():
+            assert each.process.wait(60) == 0
+        assert keys_left(new) == []
+    new.stop()

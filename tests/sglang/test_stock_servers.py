@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 import time
 import urllib.error
@@ -95,17 +94,7 @@ def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(
 
 
 def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair) -> None:
-    pair.flush()
-    pair.fill_with_prefixes(LLAMA)
-    limit_bytes = REQUEST_BYTES[LLAMA] + 2 * 128 * token_bytes(LLAMA)
-    pair.device.set_limit(pair.servers[LLAMA].name, limit_bytes)
-    until(lambda: pair.of(LLAMA).committed_bytes <= limit_bytes)
-    asked = prompts(LLAMA, 5, (100, 300), seed=6)
-    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
-    assert pair.of(LLAMA).committed_bytes <= limit_bytes
-    pair.device.set_limit(pair.servers[LLAMA].name, None)
-    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
-    assert pair.of(LLAMA).committed_bytes > limit_bytes
+    sharing.limit(pair, LLAMA, REQUEST_BYTES[LLAMA] + 2 * 128 * token_bytes(LLAMA))
 
 
 def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> None:
@@ -162,25 +151,12 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
     message: str,
 ) -> None:
     pair.flush()
-    before = pair.clients()
     server = SGLangServer(model, tmp_path, *arguments, **pair.said(**said))
-    try:
-        until(server.ended, 600)
-    finally:
-        server.end()
-    assert re.search(message, server.log()), server.log()
-    # A server may end before the engine that it has killed.
-    until(lambda: pair.clients() == before)
-    asked = prompts(QWEN3, 2, (50, 100), seed=9)
-    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 8))
+    sharing.cannot_come_up(pair, server, message)
 
 
 def test_a_server_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
     """The last of the module: it ends a server."""
     pair.flush()
     print(sharing.kill_in_mid_load(pair, LLAMA, QWEN3))
-    until(lambda: pair.clients() == [pair.servers[QWEN3].name])
-    usage = pair.device.usage()
-    assert usage.reserved_bytes == usage.clients[0].static_bytes + max(
-        usage.clients[0].reserved_bytes, usage.clients[0].min_bytes
-    )
+    sharing.leaves_nothing(pair, QWEN3)

@@ -5,7 +5,6 @@ Run by scripts/test --long: their environment takes minutes to install.
 
 from __future__ import annotations
 
-import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -67,17 +66,7 @@ def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(
 
 
 def test_a_limit_from_outside_shrinks_an_idle_server_and_it_serves_on(pair: Pair) -> None:
-    pair.flush()
-    pair.fill_with_prefixes(LLAMA)
-    limit_bytes = pair.of(LLAMA).min_bytes + 256 * token_bytes(LLAMA)
-    pair.device.set_limit(pair.names[LLAMA], limit_bytes)
-    until(lambda: pair.of(LLAMA).committed_bytes <= limit_bytes)
-    asked = prompts(LLAMA, 5, (100, 300), seed=6)
-    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
-    assert pair.of(LLAMA).committed_bytes <= limit_bytes
-    pair.device.set_limit(pair.names[LLAMA], None)
-    right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 40))
-    assert pair.of(LLAMA).committed_bytes > limit_bytes
+    sharing.limit(pair, LLAMA, pair.of(LLAMA).min_bytes + 256 * token_bytes(LLAMA))
 
 
 def test_more_than_both_have_room_for_waits_and_comes_out_right(pair: Pair) -> None:
@@ -124,16 +113,8 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
     if isinstance(pair.servers[QWEN3], SGLangServer):
         pytest.skip("done with two vLLM servers")
     pair.flush()
-    before = pair.clients()
     server = VllmServer(model, tmp_path, *arguments, **pair.said(**said))
-    try:
-        until(server.ended, 600)
-    finally:
-        server.end()
-    assert re.search(message, server.log()), server.log()
-    assert pair.clients() == before
-    asked = prompts(QWEN3, 2, (50, 100), seed=9)
-    right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 8))
+    sharing.cannot_come_up(pair, server, message)
 
 
 def revive(pair: Pair) -> None:
@@ -145,18 +126,11 @@ def revive(pair: Pair) -> None:
     pair.names[LLAMA] = server.name
 
 
-def leaves_nothing(pair: Pair) -> None:
-    until(lambda: pair.clients() == [pair.names[QWEN3]])
-    (usage,) = pair.device.usage().clients
-    reserved_bytes = usage.static_bytes + max(usage.reserved_bytes, usage.min_bytes)
-    assert pair.device.usage().reserved_bytes == reserved_bytes
-
-
 def test_an_engine_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
     """From here on tests end servers."""
     pair.flush()
     print(sharing.kill_in_mid_load(pair, LLAMA, QWEN3))
-    leaves_nothing(pair)
+    sharing.leaves_nothing(pair, QWEN3)
 
 
 def test_an_engine_whose_server_is_killed_leaves_nothing(pair: Pair) -> None:
@@ -165,7 +139,7 @@ def test_an_engine_whose_server_is_killed_leaves_nothing(pair: Pair) -> None:
     server = pair.servers[LLAMA].engine().parent()
     assert server is not None
     server.send_signal(signal.SIGKILL)
-    leaves_nothing(pair)
+    sharing.leaves_nothing(pair, QWEN3)
     asked = prompts(QWEN3, 12, (440, 470), seed=8)
     right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 20))
 
