@@ -13,9 +13,12 @@ A_MOMENT_S = 0.001
 
 def patience_s(view: ClusterView, settings: Settings) -> float:
     """Until a model has been idle or up for long enough to make way for one that asks for a place,
-    or a queue has lasted for long enough to be worth a copy. Seconds, or infinity."""
+    or a queue has lasted for long enough to be worth a copy; where one is worth it and finds no
+    room, until rates may have changed. Seconds, or infinity."""
     moments = [replicas.saturated_in_s(m, settings) for m in view.models if m.replicas_max > 1]
     crowded = any(moment <= 0 for moment in moments)
+    if crowded:
+        moments.append(replicas.RATE_LOOK_S)
     if crowded or any(m.state == "absent" and (m.waiting or m.never_evict) for m in view.models):
         for model in view.models:
             moments += _evictable_in_s(model, settings)

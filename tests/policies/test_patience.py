@@ -14,6 +14,7 @@ from msgspec import structs
 from prism.policies.data import ClusterView
 from prism.policies.patience import A_MOMENT_S, patience_s
 from prism.policies.prism import plan
+from prism.policies.replicas import RATE_LOOK_S
 from tests.policies.clusters import SETTINGS, active, clusters, gpu, model, summary, view
 
 
@@ -105,3 +106,14 @@ def test_a_queue_gets_its_copy_when_it_has_lasted() -> None:
     assert patience_s(now, SETTINGS) == 1.75
     assert not plans(later(now, 1.7))
     assert plans(later(now, 1.75)) == [("activate", "a", "g1")]
+
+
+def test_a_copy_without_room_is_tried_again_as_rates_come() -> None:
+    """Whether idle models make way for it hangs on rates: as often as these are reported, and not
+    at the next interval, which came 1.4 s later in a simulation than live."""
+    hot = active("a", "g0", token_rate=9.0, waiting=5, oldest_wait_s=3.0, replicas_max=2)
+    now = view([hot], [gpu("g0")], rebalance=False)
+    assert not plans(now)
+    assert patience_s(now, SETTINGS) == RATE_LOOK_S
+    alone = view([structs.replace(hot, replicas_max=1)], now.gpus, rebalance=False)
+    assert patience_s(alone, SETTINGS) == math.inf
