@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvcached.checks import checked, has, instance_of, text
+from kvcached.checks import checked, has, instance_of, optional, text
 from kvcached.errors import ClosedError, InvalidArgumentError, StoreFullError, WeightFileError
 from kvcached.weights.entry import StoredWeights, WeightKey, manifest_of
 from kvcached.weights.locks import FileLock
@@ -60,12 +60,20 @@ class WeightBuilder:
         with self._reader.open(array, f"tensor {name}") as content:
             self.put_bytes(name, _spec_of(name, content, dtype), content.pieces)
 
-    @checked(name=text, spec=instance_of(TensorSpec), chunks=has("__iter__"))
-    def put_bytes(self, name: str, spec: TensorSpec, chunks: Iterable[memoryview | bytes]) -> None:
-        """Stores a tensor from pieces of its bytes, in order."""
+    @checked(name=text, spec=instance_of(TensorSpec), chunks=has("__iter__"), sha256=optional(text))
+    def put_bytes(
+        self,
+        name: str,
+        spec: TensorSpec,
+        chunks: Iterable[memoryview | bytes],
+        *,
+        sha256: str | None = None,
+    ) -> None:
+        """Stores a tensor from pieces of its bytes, in order. Raises WeightFileError if their hash
+        is not `sha256`."""
         path = self._add(name, spec)
         try:
-            self._store(name, spec, path, chunks)
+            self._store(name, spec, path, chunks, sha256)
         except BaseException:
             with self._mutex:
                 del self._specs[name], self._files[name]
@@ -73,7 +81,12 @@ class WeightBuilder:
             raise
 
     def _store(
-        self, name: str, spec: TensorSpec, path: Path, chunks: Iterable[memoryview | bytes]
+        self,
+        name: str,
+        spec: TensorSpec,
+        path: Path,
+        chunks: Iterable[memoryview | bytes],
+        sha256: str | None,
     ) -> None:
         try:
             content = _write(name, path, chunks)
@@ -84,6 +97,8 @@ class WeightBuilder:
                 f"tensor {name} is {spec} and takes {spec.size_bytes} bytes, not "
                 f"{path.stat().st_size}"
             )
+        if sha256 is not None and content != sha256:
+            raise WeightFileError(f"tensor {name} is damaged: its hash is {content}, not {sha256}")
         with FileLock.take(self._paths.mutex):
             self._link(path, spec.size_bytes, content)
 

@@ -47,6 +47,11 @@ class WeightKey:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:32]
 
 
+def checkpoint_key(content: str) -> WeightKey:
+    """Of a checkpoint's own tensors, as its files have them."""
+    return WeightKey(content, "checkpoint", "as-stored")
+
+
 def manifest_of(key: WeightKey, specs: Mapping[str, TensorSpec]) -> bytes:
     """The tensors in the order of their files' numbers."""
     tensors = [[name, spec.dtype, list(spec.shape)] for name, spec in specs.items()]

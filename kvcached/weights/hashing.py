@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvcached.errors import WeightFileError
+from kvcached.weights.checkpoint import Checkpoint
 from kvcached.weights.paths import StorePaths, write_whole
 
 _READ_BYTES = 16 << 20
+Identity = list[str | int]
 
 
-def identity(path: Path) -> list[str | int]:
+def identity(path: Path) -> Identity:
     """What changes when a file does."""
     try:
         info = path.stat()
@@ -23,27 +25,42 @@ def identity(path: Path) -> list[str | int]:
     return [str(path.resolve()), info.st_size, info.st_mtime_ns, info.st_dev, info.st_ino]
 
 
+def content_from(checkpoint: Checkpoint, hashes: Sequence[str]) -> str:
+    """The checkpoint's hash, from those of its files."""
+    named = zip(checkpoint.files, hashes, strict=True)
+    lines = "".join(f"{path.name} {sha256}\n" for path, sha256 in named)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
 def hash_of(paths: StorePaths, path: Path, count: Callable[[int], None]) -> str:
     """As `sha256sum` prints it. `count` is told the bytes that are read from disk."""
     before = identity(path)
-    name = hashlib.sha256(str(before[0]).encode()).hexdigest()[:32]
-    cached = paths.hashes / f"{name}.json"
-    known = _read(cached, before)
+    known = known_hash(paths, before)
     if known is not None:
         return known
     computed = _compute(path, count)
     if identity(path) != before:
         raise WeightFileError(f"{path} changed while it was read; try again when it is whole")
-    write_whole(cached, json.dumps({"identity": before, "sha256": computed}).encode())
+    keep_hash(paths, before, computed)
     return computed
 
 
-def _read(cached: Path, wanted: list[str | int]) -> str | None:
+def keep_hash(paths: StorePaths, of: Identity, sha256: str) -> None:
+    """From now on this is the hash of the file, for as long as it is the same."""
+    write_whole(_kept(paths, of), json.dumps({"identity": of, "sha256": sha256}).encode())
+
+
+def known_hash(paths: StorePaths, wanted: Identity) -> str | None:
+    """None: the file would have to be read."""
     try:
-        content = json.loads(cached.read_bytes())
+        content = json.loads(_kept(paths, wanted).read_bytes())
         return str(content["sha256"]) if content["identity"] == wanted else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # computed anew
+
+
+def _kept(paths: StorePaths, of: Identity) -> Path:
+    return paths.hashes / f"{hashlib.sha256(str(of[0]).encode()).hexdigest()[:32]}.json"
 
 
 def _compute(path: Path, count: Callable[[int], None]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvcached import checks
-from kvcached.checks import by_name, checked, function, instance_of, namespace_name, positive, text
+from kvcached.checks import (
+    by_name,
+    checked,
+    function,
+    instance_of,
+    namespace_name,
+    optional,
+    positive,
+    text,
+)
 from kvcached.errors import LoadCancelledError, WeightFileError
 from kvcached.weights.builder import Produce, WeightBuilder
 from kvcached.weights.checkpoint import Checkpoint, CheckpointTensor
-from kvcached.weights.entry import StoredWeights, WeightKey
-from kvcached.weights.hashing import hash_of, identity
+from kvcached.weights.entry import StoredWeights, WeightKey, checkpoint_key
+from kvcached.weights.hashing import content_from, hash_of, identity
 from kvcached.weights.locks import FileLock
 from kvcached.weights.paths import StorePaths
 from kvcached.weights.prefetch import Prefetch
@@ -24,7 +32,6 @@ from kvcached.weights.space import StoreSpace
 from kvcached.weights.spec import TensorSpec
 
 _READ_BYTES = 8 << 20
-_AS_STORED = ("checkpoint", "as-stored")
 
 
 def default_store(namespace: str) -> Path:
@@ -181,10 +188,7 @@ class WeightStore:
         """
         with ThreadPoolExecutor(self._threads) as pool:
             hashes = list(pool.map(self._hash_of, checkpoint.files))
-        lines = [
-            f"{path.name} {hash_}\n" for path, hash_ in zip(checkpoint.files, hashes, strict=True)
-        ]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return content_from(checkpoint, hashes)
 
     @checked(model=_model, expected=_specs, cancel=instance_of(threading.Event))
     def get_checkpoint(
@@ -201,7 +205,7 @@ class WeightStore:
         set; StoreFullError.
         """
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-        key = WeightKey(self.content_of(checkpoint), *_AS_STORED)
+        key = checkpoint_key(self.content_of(checkpoint))
 
         def produce(builder: WeightBuilder) -> None:
             before = [identity(path) for path in checkpoint.files]
@@ -223,21 +227,28 @@ class WeightStore:
         """A checkpoint's own tensors, if some process has read them or is reading them now: then
         this waits for it. None otherwise. Raises as `find` does.
         """
-        key = WeightKey(content, *_AS_STORED)
+        key = checkpoint_key(content)
         with FileLock.take(self._paths.keys / key.digest):
             return self.find(key)
 
-    @checked(model=_model, unless=function)
+    @checked(model=_model, unless=optional(function), first=optional(function))
     def prefetch(
-        self, model: str | Path | Checkpoint, *, unless: Callable[[str], WeightKey] | None = None
+        self,
+        model: str | Path | Checkpoint,
+        *,
+        unless: Callable[[str], WeightKey] | None = None,
+        first: Callable[[threading.Event], object] | None = None,
     ) -> Prefetch:
         """`get_checkpoint` in the background, for a hint that the model will be needed.
 
         `unless` names the engine's own form of a model by its content. If the store has that, it
         counts as used now, its files are fetched from the store's disk, and nothing else is read.
+        `first` is called before anything is read, with what `cancel` sets: it may fill the store.
         """
 
         def read(cancel: threading.Event) -> None:
+            if first is not None:
+                first(cancel)
             checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
             key = unless(self.content_of(checkpoint)) if unless else None
             found = self._find_whole(key) if key else None

@@ -39,7 +39,7 @@ from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.engines.kv_file import remove_abandoned
 from prism.engines.process import load_adapter
-from prism.engines.weight_store import open_store
+from prism.engines.weight_store import open_peers, open_store
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.models import ModelSpec
@@ -161,7 +161,8 @@ class Agent:
         config = self._config
         self._reporter = Reporter(self._orders, self._report, config.report_interval_s)
         store = open_store(self._local)
-        self._prefetcher = Prefetcher(store, self._weight_key, self._reporter.answer)
+        answer, peers = self._reporter.answer, open_peers(config, store)
+        self._prefetcher = Prefetcher(store, self._weight_key, answer, peers)
         self._trace = TraceFile(trace_path(config, self._local_name), self._local_name)
         effects = AgentEffects(
             device=self._device,
@@ -364,9 +365,9 @@ class Agent:
         python = config.engine.python.get(adapter, sys.executable)
         return ForkServerClient.start(adapter, self._config_path, name, preloaded, python)
 
-    def _weight_key(self, content: str, spec: ModelSpec, ranks: int) -> WeightKey:
+    def _weight_key(self, content: str, spec: ModelSpec, rank: int, ranks: int) -> WeightKey:
         adapter = load_adapter(self._config.adapter_of(spec))
-        key: WeightKey = adapter.weight_key(content, spec, ranks=ranks, device=self._local_name)
+        key: WeightKey = adapter.weight_key(content, spec, rank, ranks, self._local_name)
         return key
 
     def _restore(self) -> None:

@@ -14,6 +14,7 @@ import uvloop
 from kvcached import KvcachedError
 from prism.agent.agent import Agent
 from prism.agent.state import AgentTiming
+from prism.agent.weight_server import serving_weights
 from prism.config.resolved import read_resolved
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError, PrismError
@@ -27,7 +28,8 @@ async def _serve(config: ClusterConfig, config_path: Path, device: str) -> None:
     agent = Agent(config, config_path, device, timing)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.stop)
-    await agent.run(turns)
+    with serving_weights(config, device):
+        await agent.run(turns)
     beating.cancel()
 
 

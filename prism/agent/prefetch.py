@@ -1,5 +1,5 @@
-"""Models that the scheduler expects to need: read from disk into the machine's weight store before
-an activation asks for them."""
+"""Models that the scheduler expects to need: brought into the machine's weight store, from disk or
+from another machine's, before an activation asks for them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Event
 
 from kvcached import KvcachedError, Prefetch, WeightKey, WeightStore
+from prism.engines.peer_weights import PeerWeights
 from prism.messages.agent import ActionResult, PrefetchModel
 from prism.messages.models import ModelSpec
 
@@ -37,10 +39,12 @@ class Prefetcher:
         store: WeightStore | None,
         weight_key: Callable[..., WeightKey],
         answer: Callable[[ActionResult], None],
+        peers: PeerWeights | None = None,
     ) -> None:
         self._store = store
         self._weight_key = weight_key
         self._answer = answer
+        self._peers = peers
         self._waiting: deque[_Hint] = deque()
         self._now: tuple[_Hint, Prefetch] | None = None
 
@@ -81,12 +85,21 @@ class Prefetcher:
 
     def _begin(self, hint: _Hint) -> None:
         assert self._store is not None
-        spec = hint.spec
-        prefetch = self._store.prefetch(spec.path, unless=lambda c: self._key(c, spec))
+        spec, peers = hint.spec, self._peers
+
+        def first(cancel: Event) -> None:
+            if peers is not None:
+                peers.fetch(spec, lambda content: self._keys(content, spec), cancel)
+
+        prefetch = self._store.prefetch(
+            spec.path, unless=lambda content: self._keys(content, spec)[0], first=first
+        )
         self._now = (hint, prefetch)
 
-    def _key(self, content: str, spec: ModelSpec) -> WeightKey:
-        return self._weight_key(content, spec, ranks=spec.tp)
+    def _keys(self, content: str, spec: ModelSpec) -> list[WeightKey]:
+        """Of all ranks."""
+        ranks = range(spec.tp)
+        return [self._weight_key(content, spec, rank=rank, ranks=spec.tp) for rank in ranks]
 
     def _settle(self, hint: _Hint, prefetch: Prefetch) -> None:
         name, problem = hint.spec.name, ""

@@ -16,6 +16,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     port: int  # the scheduler's; those of the agents and of the frontends follow
     frontends: int
     devices: int  # how many
+    network_bytes_s: float = 1.25e9
+    disk_bytes_s: float = 2e9
 
 
 def on_node(device: str, node: str) -> str:
@@ -117,6 +119,21 @@ class Endpoints(_Nodes, frozen=True):
     def _index(self, device: str) -> int:
         """Of the device among those of its node."""
         raise NotImplementedError
+
+    # --- weights ----------------------------------------------------------------------------
+
+    def weights_endpoint(self, node: str) -> str:
+        """Where other machines read a machine's weight store: behind the ports of frontends."""
+        place = self.place(node)
+        return _tcp(place, 1 + place.devices + FRONTEND_PORTS)
+
+    def links_bytes_s(self) -> dict[str, float]:
+        """To each other machine: the slower of the two ends."""
+        here = self.here
+        if here is None:
+            return {}
+        others = (node for node in self.nodes if node.name != here.name)
+        return {node.name: min(node.network_bytes_s, here.network_bytes_s) for node in others}
 
     # --- frontends --------------------------------------------------------------------------
 

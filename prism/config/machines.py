@@ -40,9 +40,15 @@ class NodeYaml(Strict, frozen=True):
     # The IP address by which the other machines reach this one.
     address: str
     # The first port there for the cluster's own connections. One for the scheduler, one for each
-    # device and 64 for frontends are used, from this one on.
+    # device, 64 for frontends and one for weights are used, from this one on.
     port: int = 7300
     # How many processes serve the API there: 0 to 16.
     frontends: int = 1
+    # The bytes per second that go between this machine and another one: of its network, or of the
+    # encryption where that is slower. What it sends of its weight store is kept below that.
+    network_rate: Bytes = Bytes("1.25GB")
+    # The bytes per second at which it reads models' files from its disk. Weights that another
+    # machine's store has come from there if `network_rate` of both is above this.
+    disk_rate: Bytes = Bytes("2GB")
     # Its devices.
     devices: list[DeviceYaml] = []

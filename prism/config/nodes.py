@@ -49,7 +49,18 @@ def nodes_of(data: ServeYaml) -> list[NodeConfig]:
         raise ConfigError("nodes[].frontends: no node serves the API; give one at least 1")
     if data.redis is None:
         raise ConfigError("redis: the nodes need one that all of them reach; give its URL")
-    return [NodeConfig(n.name, n.address, n.port, n.frontends, len(n.devices)) for n in data.nodes]
+    return [
+        NodeConfig(
+            n.name,
+            n.address,
+            n.port,
+            n.frontends,
+            len(n.devices),
+            network_bytes_s=float(n.network_rate),
+            disk_bytes_s=float(n.disk_rate),
+        )
+        for n in data.nodes
+    ]
 
 
 def cluster_key_of(data: ServeYaml, base_dir: Path) -> str:
@@ -111,7 +122,7 @@ def _check_node(node: NodeYaml, key: str, before: Sequence[NodeYaml]) -> None:
         raise ConfigError(
             f"{key}.frontends: {node.frontends} is out of range; choose 0 to {FRONTENDS_MAX}"
         )
-    last = node.port + len(node.devices) + FRONTEND_PORTS
+    last = _last_port(node)
     if not node.port >= 1 or last > 65535:
         raise ConfigError(f"{key}.port: {node.port} to {last} are not all ports; choose another")
     for other in before:
@@ -125,7 +136,12 @@ def _check_node(node: NodeYaml, key: str, before: Sequence[NodeYaml]) -> None:
 
 def _overlap(one: NodeYaml, other: NodeYaml) -> bool:
     low, high = sorted((one, other), key=lambda node: node.port)
-    return high.port <= low.port + len(low.devices) + FRONTEND_PORTS
+    return high.port <= _last_port(low)
+
+
+def _last_port(node: NodeYaml) -> int:
+    """That of weights."""
+    return node.port + 1 + len(node.devices) + FRONTEND_PORTS
 
 
 def _device(data: DeviceYaml, key: str, node: str = "") -> DeviceConfig:

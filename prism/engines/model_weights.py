@@ -27,7 +27,8 @@ from kvcached import (
 from kvcached.errors import StoreFullError, SystemCallError, WeightFileError
 from prism.engines.core import EngineContext
 from prism.engines.links import LoadLinks
-from prism.engines.weight_store import open_store
+from prism.engines.peer_weights import PeerWeights
+from prism.engines.weight_store import open_peers, open_store
 from prism.messages.models import ModelSpec
 
 FINGERPRINT_TOKENS = 2
@@ -56,6 +57,7 @@ class StoreAccess:
     ranks: int = 1
     device: str = "host:0"
     weight_key: Callable[..., WeightKey] | None = None  # the adapter's
+    peers: PeerWeights | None = None
 
     @classmethod
     def open(
@@ -67,14 +69,22 @@ class StoreAccess:
         """As `engine.weight_store` says, into the client's memory."""
         store, ranks = open_store(context.config), context.ranks
         links = LoadLinks(context, client) if store is not None else None
-        return cls(store, links, ranks.rank, ranks.size, context.device, weight_key)
+        peers = open_peers(context.config, store)
+        return cls(store, links, ranks.rank, ranks.size, context.device, weight_key, peers)
 
     def key_of(self, spec: ModelSpec) -> WeightKey | None:
-        """Reads the whole checkpoint once, to hash it. Raises WeightFileError."""
-        if self.store is None or self.weight_key is None:
+        """Reads the whole checkpoint once, to hash it, unless another machine's store gave it.
+        Raises WeightFileError."""
+        weight_key = self.weight_key
+        if self.store is None or weight_key is None:
             return None
-        content = self.store.content_of(Checkpoint.open(spec.path))
-        return self.weight_key(content, spec, self.rank, self.ranks, self.device)
+
+        def key(content: str) -> WeightKey:
+            return weight_key(content, spec, self.rank, self.ranks, self.device)
+
+        if self.peers is not None:
+            self.peers.fetch(spec, lambda content: [key(content)])
+        return key(self.store.content_of(Checkpoint.open(spec.path)))
 
 
 class ModelWeights:

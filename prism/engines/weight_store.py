@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcached import WeightStore
 from prism.config.schema import AUTO_STORE, ClusterConfig
+from prism.engines.peer_weights import PeerWeights
 
 
 def open_store(config: ClusterConfig) -> WeightStore | None:
@@ -16,3 +17,8 @@ def open_store(config: ClusterConfig) -> WeightStore | None:
         max_bytes=engine.weight_store_bytes,
         namespace=config.namespace,
     )
+
+
+def open_peers(config: ClusterConfig, store: WeightStore | None) -> PeerWeights | None:
+    """The way to other machines' stores, where there are several and this one has a store."""
+    return PeerWeights(store, config) if store is not None and config.node else None

@@ -14,6 +14,8 @@ Sockets are ZeroMQ, `ipc://` below the run directory or loopback TCP:
                              `FromAgent`, `FromScheduler`                     agent.py
                           <- operators DEALER (any other identity):
                              `OperatorCommand`, `ActionResult`                cluster.py
+  an agent of each machine binds ROUTER  <- agents and engines of other machines DEALER:
+                             `FromTaker`, `FromHolder`                        weights.py
 An agent and its fork server write JSON lines to each other                   forkserver.py
 """
 

@@ -49,7 +49,7 @@ def check_ports(config: ClusterConfig) -> None:
     """Those of the cluster's own connections on this node. Raises ConfigError."""
     here = config.place(config.node)
     family = socket.AF_INET6 if ":" in here.address else socket.AF_INET
-    for port in range(here.port, here.port + 1 + here.devices):
+    for port in (*range(here.port, here.port + 1 + here.devices), config.frontend_ports.stop):
         try:
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

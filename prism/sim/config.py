@@ -162,6 +162,12 @@ class ActivationYaml(Strict, frozen=True):
     plain_load_rate: Bytes = Bytes("4GB")
     # From another GPU of the node.
     peer_rate: Bytes = Bytes("400GB")
+    # How much of the models each node keeps in host memory, most recently used. All are on its disk
+    # as well, and come from there, or from another node's host memory if `gpus.network_rate` is
+    # above `disk_rate`. Default: host memory holds all, as `weights_everywhere` says.
+    host_store: Bytes | None = None
+    # From a node's disk into its host memory.
+    disk_rate: Bytes = Bytes("2GB")
     # Whether every node holds all weights in host memory. If not, each model's lie on one node.
     weights_everywhere: bool = True
     # Whether the first plan's activations take no time.

@@ -24,7 +24,8 @@ from prism.sim.memory import Account
 from prism.sim.records import Decision, Records
 from prism.sim.request import SimRequest
 from prism.sim.resident import Resident, Stage
-from prism.sim.setup import ClusterSetup
+from prism.sim.setup import ClusterSetup, ModelSetup
+from prism.sim.stores import HostStores
 from prism.sim.workload import NO_SLO
 
 
@@ -62,6 +63,8 @@ class SimActuator:
         self._serial = 0
         self.instant = setup.warm
         self._pooled = policy.steps is not None
+        bounded = setup.activation.host_store_bytes is not None
+        self._stores = HostStores(setup, records) if bounded else None
 
     # --- orders -----------------------------------------------------------------------------
 
@@ -94,10 +97,12 @@ class SimActuator:
         """Make before break: the source serves until the target is ready. move_running: then what
         runs there goes on at the target after its present step, instead of finishing."""
         ranks = [d.setup for d in devices]
-        host_s = self._load_s(model, devices)
+        load_s = self._load_s(model, devices)
         held = [d.setup for d in source.devices]
-        load_s = migration_s(model.setup, held, ranks, self._setup.activation, host_s)
-        target = self._begin(model, devices, source.kv_limit_bytes, load_s)
+        from_host = self._stores is not None and held[0].node != ranks[0].node
+        if not from_host:
+            load_s = migration_s(model.setup, held, ranks, self._setup.activation, load_s)
+        target = self._begin(model, devices, source.kv_limit_bytes, load_s, from_host=from_host)
         target.replaces, source.replaced_by = source, target
         target.takes_running = move_running
 
@@ -118,7 +123,12 @@ class SimActuator:
     # --- coming up --------------------------------------------------------------------------
 
     def _begin(
-        self, model: SimModel, devices: list[SimDevice], limit_bytes: int | None, load_s: float
+        self,
+        model: SimModel,
+        devices: list[SimDevice],
+        limit_bytes: int | None,
+        load_s: float,
+        from_host: bool = True,
     ) -> Resident:
         now_s = self._kernel.time_s
         load_s = 0.0 if self.instant else load_s
@@ -127,6 +137,8 @@ class SimActuator:
         ]
         resident = Resident(model.setup, devices, now_s, now_s + load_s, limit_bytes, self._pooled)
         resident.after = leaving
+        if self._stores is not None and from_host:
+            resident.weights_s = self._weights_s(self._stores, model.setup, devices[0].setup.node)
         model.residents.append(resident)
         devices[0].residents[model.setup.name] = resident
         for device in devices:
@@ -151,7 +163,8 @@ class SimActuator:
         now_s = self._kernel.time_s
         for device in devices:
             clear(device.site, resident.need_bytes(device))
-        load_s = resident.load_s = resident.ready_s - resident.since_s
+        load_s = resident.ready_s - resident.since_s + max(0.0, resident.weights_s - now_s)
+        resident.load_s = load_s
         resident.stage, resident.ready_s = Stage.LOADING, now_s + load_s
         resident.repaid_s = resident.ready_s + load_s
         for device in devices:
@@ -324,6 +337,16 @@ class SimActuator:
             restarts=self._policy.restarts_engine,
             weights_node=home_node(model.setup, self._setup),
         )
+
+    def _weights_s(self, stores: HostStores, model: ModelSetup, node: str) -> float:
+        """They begin to come with the order, as a live hint has it, while others still leave. Times
+        of activations that were measured have it in them."""
+        now_s = self._kernel.time_s
+        first = model.first_activation_s is not None and now_s == 0.0
+        if self.instant or first or model.activation_s is not None:
+            stores.keep(model, node, now_s, now_s)
+            return now_s
+        return stores.fetch(model, node, now_s)
 
     def _log(self, kind: str, resident: Resident) -> None:
         name, home = resident.model.name, resident.home.name

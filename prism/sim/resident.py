@@ -53,6 +53,8 @@ class Resident:
     repaid_s: float = field(default=float("-inf"))
     # How long it took to load.
     load_s: float = 0.0
+    # When its weights are in the node's host memory.
+    weights_s: float = 0.0
     # Another copy serves the model until this one is up.
     joins: bool = False
     # When its memory will be free, once it is empty.

@@ -207,6 +207,8 @@ def _activation(config: SimYaml) -> ActivationSettings:
         plain_load_bytes_s=int(given.plain_load_rate),
         peer_bytes_s=int(given.peer_rate),
         network_bytes_s=int(config.gpus.network_rate),
+        host_store_bytes=int(given.host_store) if given.host_store else None,
+        disk_bytes_s=int(given.disk_rate),
         weights_everywhere=given.weights_everywhere,
     )
 
@@ -249,6 +251,8 @@ def _check(config: SimYaml) -> None:
         )
     if engine.prefix_reuse:
         _check_prefix_reuse(config)
+    if config.activation.host_store is not None:
+        _check_host_store(config)
     if config.search_requests < 1:
         raise ConfigError("search_requests: must be at least 1")
     _check_baselines(config.baselines)
@@ -282,6 +286,20 @@ def _check_prefix_reuse(config: SimYaml) -> None:
         raise ConfigError(
             f"engine.prefix_reuse: {config.policy} controls steps and reckons each prompt in whole;"
             " take another policy or leave it off"
+        )
+
+
+def _check_host_store(config: SimYaml) -> None:
+    if not config.activation.weights_everywhere:
+        raise ConfigError(
+            "activation.weights_everywhere: with host_store every node's disk has all weights;"
+            " leave it out"
+        )
+    policy = registry.get(config.policy)
+    if policy.asks_startup or policy.assign is not None or policy.turns is not None:
+        raise ConfigError(
+            f"activation.host_store: {config.policy} reckons with weights in host memory; take"
+            " another policy or leave it out"
         )
 
 

@@ -127,6 +127,10 @@ class ActivationSettings:
     peer_bytes_s: float = 400e9
     # Between nodes.
     network_bytes_s: float = 12.5e9
+    # Weights that each node keeps in host memory, and reads from its disk. None: the disk has no
+    # part in it.
+    host_store_bytes: int | None = None
+    disk_bytes_s: float = 2e9
     # Every node holds all weights in host memory. False: each model's lie on one node.
     weights_everywhere: bool = True
     # Until the memory of an evicted model is free.

@@ -37,6 +37,7 @@ SMALL = {
     "kv_pool": ["--layers", "2", "--slabs", "2", "--rounds", "10", "--pairs", "2"],
     "policies": ["--pairs", "2", "--models", "20", "--gpus", "20", "--requests", "50"],
     "sim_speed": ["--seconds", "20"],
+    "weight_peer": ["--megabytes", "4", "--tensors", "3", "--pairs", "2"],
     "weight_load": ["--megabytes", "4", "--tensors", "3", "--pairs", "2"],
 }
 

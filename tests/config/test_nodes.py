@@ -76,10 +76,18 @@ def test_where_everything_is_found(tmp_path: Path) -> None:
     assert b.agent_cancel_endpoint("host:1@a") == "tcp://10.0.0.1:7302"
     assert a.agent_cancel_endpoint("host:0@b") == "tcp://[fd00::2]:8301"
     assert b.frontend_ports == range(8302, 8366)
+    assert a.weights_endpoint("b") == "tcp://[fd00::2]:8366"
     name = "f1.3@b:8310:abc"
     assert a.frontend_endpoint(name) == "tcp://[fd00::2]:8310"
     assert b.frontend_endpoint(name) == "ipc:///frontend-f1.3"
     assert b.own_frontend_endpoints(name) == ["ipc:///frontend-f1.3", "tcp://[fd00::2]:8310"]
+
+
+def test_a_link_is_as_fast_as_its_slower_end(tmp_path: Path) -> None:
+    ends = nodes({"network_rate": "2GB"}, {"network_rate": "500MB"}, {"network_rate": "3GB"})
+    first = loaded(tmp_path, "n0", nodes=ends)
+    assert first.links_bytes_s() == {"n1": 5e8, "n2": 2e9}
+    assert first.place("n0").disk_bytes_s == 2e9
 
 
 @pytest.mark.parametrize("name", ["f0@c:1:x", "f0@10.0.0.66:1:x", "f0@b:x:x", "f0@b", "../f0"])
@@ -105,7 +113,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a name": ({"nodes": nodes({"name": "A@b"})}, r"nodes\[0\].name: 'A@b' cannot be used"),
     "an address": ({"nodes": nodes({"address": "x"})}, r"nodes\[0\].address: 'x' is no IP"),
     "ports": ({"nodes": nodes({}, {"port": 7301})}, r"nodes\[1\].port: n0 has the same address"),
-    "no port": ({"nodes": nodes({"port": 65500})}, r"nodes\[0\].port: 65500 to 65565 are not"),
+    "no port": ({"nodes": nodes({"port": 65500})}, r"nodes\[0\].port: 65500 to 65566 are not"),
     "no frontend": ({"nodes": nodes({"frontends": 0})}, "no node serves the API"),
     "a device twice": (
         {"nodes": nodes({}, {"devices": [DEVICE, DEVICE]})},

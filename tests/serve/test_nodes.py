@@ -49,10 +49,12 @@ DEVICE = {"name": "host:0", "capacity": "16MiB", "page": "64KiB", "engines": 2}
 MODELS = [{"name": n, "path": n, "replicas": {"min": 2, "max": 2}} for n in ("a", "b")]
 
 
-def write_nodes(folder: Path, redis_url: str, **changes: Any) -> Path:
-    """The file of nodes `a` and `b`, whose ports are free now, and its key."""
+def write_nodes(
+    folder: Path, redis_url: str, each: dict[str, Any] | None = None, **changes: Any
+) -> Path:
+    """The file of nodes `a` and `b`, whose ports are free now, and its key. each: of both."""
     nodes = [
-        {"name": name, "address": address, "port": free_port(), "devices": [DEVICE]}
+        {"name": name, "address": address, "port": free_port(), "devices": [DEVICE], **(each or {})}
         for name, address in (("a", "127.0.0.1"), ("b", "127.0.0.2"))
     ]
     wanted = {"nodes": nodes, "models": MODELS, "cluster_key": "key", "redis": redis_url, **changes}

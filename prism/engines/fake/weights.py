@@ -11,7 +11,7 @@ from kvcached.errors import KvcachedError, NoRoomError
 from prism.engines.core import EngineContext
 from prism.engines.fake.cpu_view import cpu_address
 from prism.engines.links import LoadLinks
-from prism.engines.weight_store import open_store
+from prism.engines.weight_store import open_peers, open_store
 from prism.errors import ActivationError, ConfigError, EngineError
 from prism.messages.models import ModelSpec
 
@@ -28,6 +28,7 @@ class FakeWeights:
         if store is None:
             raise ConfigError("PRISM_FAKE: load_weights needs engine.weight_store")
         self._store = store
+        self._peers = open_peers(context.config, store)
         self._client = client
         self._arena: WeightArena | None = None
         self.links = LoadLinks(context, client)
@@ -35,6 +36,8 @@ class FakeWeights:
     def load(self, model: ModelSpec) -> dict[str, int]:
         """Bytes that each link brought. Raises ActivationError, and holds nothing then."""
         try:
+            if self._peers is not None:
+                self._peers.fetch(model, lambda _: [])
             with self._store.get_checkpoint(model.path) as stored:
                 self.links.prepare(stored.size_bytes)
                 self._arena = self._client.alloc_weights(stored.layout(), model.name)
