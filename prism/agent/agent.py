@@ -21,6 +21,7 @@ from prism.agent.admission import EngineViews
 from prism.agent.effects import AgentEffects
 from prism.agent.forkserver import ForkServerClient, ForkServerSupervisor
 from prism.agent.inbox import CancelInbox, EngineInbox, OrderInbox
+from prism.agent.kv_network import KvNetwork
 from prism.agent.lifecycle import Lifecycle
 from prism.agent.memory import PeerLedgers, Reclaimer
 from prism.agent.overdraft import MemoryWatch
@@ -30,7 +31,7 @@ from prism.agent.queue import AdmissionLoop, FrontendWatch, Lease, OrphanedReque
 from prism.agent.reports import Reporter, build_report
 from prism.agent.requests import RequestTable
 from prism.agent.serving import Serving
-from prism.agent.sockets import EngineLink, SchedulerLink, TokenSender
+from prism.agent.sockets import EngineLink, SchedulerLink, TokenSender, remove_files
 from prism.agent.state import AgentTiming, DeviceState
 from prism.config.endpoints import local_name
 from prism.config.knobs import live_policy
@@ -102,6 +103,7 @@ class Agent:
         self._link = EngineLink(self._context, config.agent_engines_endpoint(self._name))
         self._orders = SchedulerLink(self._context, config, self._name)
         self._queue = RequestQueue.connect(config.redis_url, config.namespace)
+        self._kv = KvNetwork(config, self._name, self._state)
 
     def _wire_serving(self) -> None:
         """The request's way."""
@@ -129,6 +131,7 @@ class Agent:
             tokens=self._tokens,
             wake=self._admission.wake,
             headroom_tokens=self._limits.headroom_tokens,
+            send_kv=self._kv.sender.begin,
         )
         self._reader = QueueReader(
             self._queue,
@@ -168,6 +171,7 @@ class Agent:
             device=self._device,
             link=self._link,
             requests=self._state.requests,
+            kv=self._kv,
             reclaimer=self._reclaimer,
             serving=self._serving,
             reporter=self._reporter,
@@ -194,8 +198,9 @@ class Agent:
             self._context,
             config.own_cancel_endpoints(self._name),
             self._serving,
-            self._frontend_gone,
-            config.cluster_key,
+            on_gone=self._frontend_gone,
+            on_kv=self._kv.take,
+            secret=config.cluster_key,
         )
 
     # --- running ----------------------------------------------------------------------------
@@ -250,7 +255,7 @@ class Agent:
         )
         # These wait for others, for as long as nothing comes.
         waiting = [engines.run(), orders.run(), self._cancels.run(), self._sweep()]
-        waiting += [reload.watch(self._file, self._orders, self._tokens)]
+        waiting += [reload.watch(self._file, self._orders, self._tokens, self._kv.peers)]
         waiting += [each.run() for each in self._fork_servers]
         return [*map(turns.of, turning), *waiting]
 
@@ -261,6 +266,7 @@ class Agent:
                 fork_server.tick()
             self._reclaimer.tick()
             self._prefetcher.tick()
+            self._kv.tick()
             given_up = self._orphans.given_up(self._state.requests.waiting_counts())
             if given_up:
                 self._serving.hand_back(given_up)
@@ -299,6 +305,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._serving.end_all("the agent of this device stops")
+        await self._kv.close()
         self._prefetcher.stop()
         await asyncio.gather(*(fork_server.stop() for fork_server in self._fork_servers))
         self._leave_device()
@@ -312,8 +319,9 @@ class Agent:
         self._orders.close()
         self._cancels.close()
         self._context.term()
-        if self._bound and not self._replaced:
-            self._remove_sockets()
+        if self._bound and not self._replaced:  # else they are the next agent's
+            remove_files([self._config.agent_engines_endpoint(self._name)])
+            remove_files(self._config.own_cancel_endpoints(self._name))
         if errors:
             raise errors[0]
 
@@ -336,16 +344,6 @@ class Agent:
             self._device.destroy()
         except KvcachedError as error:
             log.error("the ledger of %s stays: %s", self._name, error)
-
-    def _remove_sockets(self) -> None:
-        """libzmq leaves the files of its ipc sockets behind. REQUIRES: the lease was not lost, or
-        they would be those of the next agent."""
-        config = self._config
-        for endpoint in (
-            config.agent_engines_endpoint(self._name),
-            *config.own_cancel_endpoints(self._name),
-        ):
-            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     # --- small connections ------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ import time
 
 from kvcached import Device
 from prism.agent.activations import ActivationRecord, TraceFile
+from prism.agent.kv_network import KvNetwork
 from prism.agent.memory import Reclaimer
 from prism.agent.pool import EngineProcess
 from prism.agent.reports import Reporter
 from prism.agent.requests import RequestTable
 from prism.agent.serving import Serving
 from prism.agent.sockets import EngineLink
+from prism.agent.state import HostedModel
 from prism.messages.agent import ActionResult
 from prism.messages.engine import ToEngine
 from prism.scheduler.journal import Served, Sink
@@ -31,6 +33,7 @@ class AgentEffects:
         device: Device,
         link: EngineLink,
         requests: RequestTable,
+        kv: KvNetwork,
         reclaimer: Reclaimer,
         serving: Serving,
         reporter: Reporter,
@@ -40,6 +43,7 @@ class AgentEffects:
         self._device = device
         self._link = link
         self._requests = requests
+        self._kv = kv
         self._reclaimer = reclaimer
         self._serving = serving
         self._reporter = reporter
@@ -48,6 +52,9 @@ class AgentEffects:
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
         return self._link.send(engine_id, message)
+
+    def move_running(self, hosted: HostedModel, targets: tuple[str, ...]) -> None:
+        self.send(hosted.engine_id, self._kv.export(hosted, targets))
 
     def kill(self, engine: EngineProcess) -> None:
         if engine.pid and not engine.ended:

@@ -39,8 +39,9 @@ from prism.messages.engine import (
     Exported,
     FromEngine,
 )
+from prism.messages.kv import KvPart, KvTaken
 from prism.messages.models import ModelSpec
-from prism.messages.requests import Cancel, EngineOutput, Failure, ToAgent
+from prism.messages.requests import Cancel, EngineOutput, Failure, FrontendGone, ToAgent
 from prism.transport import Channel, count_malformed
 
 log = logging.getLogger(__name__)
@@ -174,20 +175,23 @@ class OrderInbox:
 
 
 class CancelInbox:
-    """What frontends cancel, and which of them the launcher saw end: `on_gone(frontend id)`."""
+    """What frontends cancel, which of them the launcher saw end (`on_gone(frontend id)`), and KV
+    from other machines (`on_kv`)."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         endpoints: Sequence[str],
         serving: Serving,
+        *,
         on_gone: Callable[[str], Coroutine[Any, Any, None]],
+        on_kv: Callable[[KvPart | KvTaken], None],
         secret: str = "",
     ) -> None:
         self._channel = Channel[ToAgent](context, zmq.PULL, ToAgent, secret)
         self._endpoints = endpoints
         self._serving = serving
-        self._on_gone = on_gone
+        self._on_gone, self._on_kv = on_gone, on_kv
         self._tasks: set[asyncio.Task[None]] = set()
 
     def bind(self) -> None:
@@ -200,22 +204,22 @@ class CancelInbox:
             _, message = await self._channel.receive()
             if isinstance(message, Cancel):
                 self._serving.cancel(message.request_ids)
-                continue
-            task = asyncio.create_task(self._on_gone(message.frontend_id))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            elif isinstance(message, FrontendGone):
+                task = asyncio.create_task(self._on_gone(message.frontend_id))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._on_kv(message)
+                await asyncio.sleep(0)  # a part keeps the loop for a while
 
     def close(self) -> None:
         self._channel.close()
 
 
 def _local(order: AgentCommand) -> AgentCommand:
-    """With the machine's own names of devices, all of which are on it."""
-    match order:
-        case ActivateModel(peers=peers):
-            return msgspec.structs.replace(order, peers=tuple(map(local_name, peers)))
-        case EvictModel(targets=targets):
-            return msgspec.structs.replace(order, targets=tuple(map(local_name, targets)))
+    """Ranks of a model are on this machine, and have its own names."""
+    if isinstance(order, ActivateModel):
+        return msgspec.structs.replace(order, peers=tuple(map(local_name, order.peers)))
     return order
 
 

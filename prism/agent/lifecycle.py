@@ -31,6 +31,8 @@ class Effects(Protocol):
 
     def send(self, engine_id: str, message: ToEngine) -> bool: ...
 
+    def move_running(self, hosted: HostedModel, targets: tuple[str, ...]) -> None: ...
+
     def kill(self, engine: EngineProcess) -> None:
         """SIGKILL its process, and free what the ledger holds for dead ones."""
 
@@ -106,8 +108,7 @@ class Lifecycle:
         else:
             hosted.actions.append(order.action_id)
             if order.move_running and hosted.state is ModelState.ACTIVE:
-                targets = order.targets if order.with_kv else None
-                self._effects.send(hosted.engine_id, Export(targets))
+                self._effects.move_running(hosted, order.targets)
             self._drain(hosted)
 
     def _set_limit(self, hosted: HostedModel, order: ActivateModel) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 
-from prism.agent.sockets import SchedulerLink, TokenSender
+from prism.agent.sockets import PeerLinks, SchedulerLink, TokenSender
 from prism.config.resolved import LOOK_S, ConfigFile
 
 
-async def watch(file: ConfigFile, scheduler: SchedulerLink, tokens: TokenSender) -> None:
+async def watch(
+    file: ConfigFile, scheduler: SchedulerLink, tokens: TokenSender, peers: PeerLinks
+) -> None:
     """Until cancelled."""
     while True:
         if (config := file.newer()) is not None:
             scheduler.connect(config)
-            tokens.endpoint_of = config.frontend_endpoint
+            tokens.endpoint_of, peers.config = config.frontend_endpoint, config
         await asyncio.sleep(LOOK_S)

@@ -22,6 +22,7 @@ class RequestState(Enum):
     ADMITTING = "admitting"  # Redis is being asked to admit it
     RUNNING = "running"  # on an engine
     ENDING = "ending"  # on an engine that was told to stop it; its output is dropped
+    LEAVING = "leaving"  # between two engines: its KV is on its way to another machine
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +136,8 @@ class RequestTable:
     the local scheduler, which decides when they start. For one event loop.
 
     `wall_ahead_s`: the cluster's clock less the monotonic one. Deadlines are of the first on the
-    wire and of the second in the scheduler. `none_runs` is set while no request is on an engine.
+    wire and of the second in the scheduler. `none_runs` is set while no request is on an engine or
+    leaves one for another machine.
 
     The poison rule: a request whose attempts killed two engines ends, by name. When an engine
     dies, all its requests are suspects and may be sent again. A suspect is tried alone: it starts
@@ -215,6 +217,26 @@ class RequestTable:
         if tracked.newer is not None:
             self.wait(tracked.newer)
 
+    def leave(self, tracked: TrackedRequest) -> None:
+        """Its engine has stopped it. For Redis it runs here until it goes on elsewhere."""
+        tracked.state, tracked.engine_id = RequestState.LEAVING, ""
+
+    def is_leaving(self, request: Request) -> bool:
+        """Whether this attempt is: it may have ended meanwhile."""
+        run = self._on_engines.get(request.id)
+        return (
+            run is not None
+            and run.state is RequestState.LEAVING
+            and run.request.attempt == request.attempt
+        )
+
+    def go_on(self, request: Request, now_unix_s: float) -> None:
+        """Elsewhere, as this says, unless it has ended meanwhile."""
+        run = self._on_engines.get(request.id)
+        if run is not None and run.request.attempt == request.attempt:
+            self.drop(run)
+            self.outbox.add(Update.MOVE, run.id, request.going_on(now_unix_s))
+
     def finish(self, tracked: TrackedRequest) -> None:
         """It ended. Where a newer entry has come, Redis knows of the end already."""
         if tracked.newer is None:
@@ -258,7 +280,7 @@ class RequestTable:
     # --- what runs --------------------------------------------------------------------------
 
     def running(self, request_id: str) -> TrackedRequest | None:
-        """The request, if it is on an engine."""
+        """The request, if it is on an engine or has left one for another machine."""
         return self._on_engines.get(request_id)
 
     def on_engines(self) -> list[TrackedRequest]:
@@ -283,6 +305,8 @@ class RequestTable:
         """Engine id -> its load; an engine without requests is not in it."""
         loads: dict[str, EngineLoad] = {}
         for each in self._on_engines.values():
+            if not each.engine_id:
+                continue
             load = loads.get(each.engine_id, EngineLoad())
             need_tokens = 0 if each.shown else each.need_tokens
             prompt_tokens = 0 if each.prefilled else each.request.prefill_tokens
@@ -313,7 +337,10 @@ class RequestTable:
         waiting, scheduled = len(self.waiting()), len(self._scheduler)
         if waiting != scheduled:
             found.append(f"{waiting} requests wait, and the scheduler has {scheduled}")
-        running = sum(each.is_on_engine for each in self._requests.values())
+        running = sum(
+            each.is_on_engine or each.state is RequestState.LEAVING
+            for each in self._requests.values()
+        )
         if running != len(self._on_engines):
             found.append(f"{running} requests run, and engines have {len(self._on_engines)}")
         if self.none_runs.is_set() != (running == 0):
@@ -332,6 +359,9 @@ class RequestTable:
         elif tracked.state is RequestState.WAITING:
             if request_id not in self._scheduler:
                 yield "the scheduler does not know it"
+        elif tracked.state is RequestState.LEAVING and request_id in self._on_engines:
+            if tracked.engine_id or self.outbox.holds(request_id):
+                yield "it has not left, or Redis is to be told that it does not run"
         elif tracked.engine_id not in engine_ids or request_id not in self._on_engines:
             yield f"its engine {tracked.engine_id!r} is gone"
         elif self.outbox.holds(request_id):

@@ -16,12 +16,11 @@ from prism import clock
 from prism.agent.admission import EngineViews
 from prism.agent.memory import Reclaimer
 from prism.agent.requests import RequestState, TrackedRequest, Update
-from prism.agent.sockets import EngineLink, OutputBatch, TokenSender
+from prism.agent.sockets import EngineLink, OutputBatch, TokenSender, retryable, silent_frontend
 from prism.agent.state import DeviceState
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.engine import Export, Submit
 from prism.messages.requests import (
-    FRONTEND_SILENT,
     Cancel,
     Chunk,
     EngineOutput,
@@ -38,8 +37,8 @@ GONE_MAX = 256  # ids of frontends that are remembered
 
 class Serving:
     """`wake`: something happened after which requests may start, or queue updates are pending.
-    headroom_tokens: as the scheduler's limits have it. now_unix_s: the cluster's
-    clock."""
+    headroom_tokens: as the scheduler's limits have it. send_kv: see `KvSender.begin`. now_unix_s:
+    the cluster's clock."""
 
     def __init__(
         self,
@@ -53,6 +52,7 @@ class Serving:
         tokens: TokenSender,
         wake: Callable[[], None],
         headroom_tokens: int,
+        send_kv: Callable[[Sequence[Request], str, Callable[[Request], None]], None],
         now_unix_s: Callable[[], float] = clock.unix_s,
     ) -> None:
         self._state = state
@@ -64,7 +64,7 @@ class Serving:
         self._engines = engines
         self._tokens = tokens
         self.wake = wake
-        self._headroom_tokens = headroom_tokens
+        self._headroom_tokens, self._send_kv = headroom_tokens, send_kv
         self._now_unix_s = now_unix_s
         self.paused = False
         self._gone: deque[str] = deque(maxlen=GONE_MAX)
@@ -97,7 +97,7 @@ class Serving:
         self._requests.outbox.add(Update.DISCARD, entry.entry_id)
         text = "the request ended, and its output did not arrive"
         batch = OutputBatch()
-        batch.failure(entry.request, _failure(entry.request, "output_lost", text))
+        batch.failure(entry.request, retryable(entry.request, "output_lost", text))
         self._tokens.send(batch)
 
     def malformed(self, entries: Mapping[str, tuple[str, int]], frontends: Collection[str]) -> None:
@@ -236,17 +236,26 @@ class Serving:
         self._tokens.send(batch)
 
     def moved(self, engine_id: str, requests: Sequence[Request]) -> None:
-        """The engine has stopped these; they go where their model is placed now."""
-        now_unix_s = self._now_unix_s()
+        """The engine has stopped these; they go where their model is placed now, and KV for another
+        machine goes ahead."""
+        hosted = self._state.models.on_engine(engine_id)
+        leaving = []
         for request in requests:
             run = self._running(engine_id, request.id, request.attempt)
             if run is None:
                 continue
             if run.state is RequestState.ENDING:
                 self._ended(run)
-                continue
-            self._requests.drop(run)
-            self._requests.outbox.add(Update.MOVE, run.id, request.going_on(now_unix_s))
+            elif hosted and hosted.kv_target and request.resume and request.resume.kv_path:
+                self._requests.leave(run)
+                leaving.append(request)
+            else:
+                self._go_on(request)
+        if hosted and leaving:
+            self._send_kv(leaving, hosted.kv_target, self._go_on)
+
+    def _go_on(self, request: Request) -> None:
+        self._requests.go_on(request, self._now_unix_s())
         self.wake()
 
     def engine_lost(self, engine_id: str, why: str, by_request: bool = True) -> bool:
@@ -259,7 +268,7 @@ class Serving:
                 self._convict(run, why, batch)
                 continue
             text = f"the engine process that served {run.request.model} died: {why}"
-            failure = _failure(run.request, "engine_died", text)
+            failure = retryable(run.request, "engine_died", text)
             if by_request:
                 changes = {"blame": "suspect", "output_tokens": run.produced}
                 failure = msgspec.structs.replace(failure, **changes)
@@ -283,7 +292,7 @@ class Serving:
         """This agent ends: what still runs fails, and may be sent again."""
         batch = OutputBatch()
         for run in self._requests.on_engines():
-            self._take_failure(run, _failure(run.request, "agent_stopped", why), batch)
+            self._take_failure(run, retryable(run.request, "agent_stopped", why), batch)
         self._tokens.send(batch)
 
     def _running(self, engine_id: str, request_id: str, attempt: int) -> TrackedRequest | None:
@@ -314,7 +323,7 @@ class Serving:
 
     def _take_failure(self, run: TrackedRequest, failure: Failure, batch: OutputBatch) -> None:
         self._state.models.totals(run.request.model).failed += 1
-        if run.state is RequestState.RUNNING:
+        if run.state is not RequestState.ENDING:
             batch.failure(run.request, failure)
         self._ended(run)
 
@@ -345,6 +354,8 @@ class Serving:
             tracked.newer = None
         if tracked.is_on_engine:
             self._engines.send(tracked.engine_id, Cancel([tracked.id]))
+        elif tracked.state is RequestState.LEAVING:
+            self._ended(tracked)
         elif tracked.state is RequestState.ADMITTING:
             tracked.cancelled = True
         else:
@@ -365,13 +376,13 @@ class Serving:
         was suspended for a while, it would wait for their output."""
         batch = OutputBatch()
         for run in self._requests.on_engines():
-            if run.request.frontend_id == frontend_id and run.state is RequestState.RUNNING:
+            if run.request.frontend_id == frontend_id and run.state is not RequestState.ENDING:
                 self._stop(run)
-                batch.failure(run.request, _silent_frontend(run.request))
+                batch.failure(run.request, silent_frontend(run.request))
         for tracked in self._requests.waiting():
             if tracked.request.frontend_id == frontend_id:
                 self._forget(tracked)
-                batch.failure(tracked.request, _silent_frontend(tracked.request))
+                batch.failure(tracked.request, silent_frontend(tracked.request))
         self._tokens.send(batch)
         self.wake()
 
@@ -381,14 +392,8 @@ class Serving:
 
     def _stop(self, run: TrackedRequest) -> None:
         """Its output is dropped from now on."""
+        if run.state is RequestState.LEAVING:
+            self._ended(run)
+            return
         run.state = RequestState.ENDING
         self._engines.send(run.engine_id, Cancel([run.id]))
-
-
-def _failure(request: Request, code: str, message: str) -> Failure:
-    return Failure(request.id, request.attempt, code, message, retryable=True)
-
-
-def _silent_frontend(request: Request) -> Failure:
-    why = "the frontend was suspended or cut off for seconds, and the request was stopped meanwhile"
-    return _failure(request, FRONTEND_SILENT, why)

@@ -1,19 +1,31 @@
-"""The agent's ends of its sockets: to engines, to the cluster scheduler and to frontends."""
+"""The agent's ends of its sockets: to engines, the cluster scheduler, frontends and agents of other
+machines."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.asyncio
 from msgspec import structs
 
+from prism.config.endpoints import node_of
 from prism.config.schema import ClusterConfig
 from prism.messages.agent import ActionResult, AgentCommand, AgentReport, FromScheduler
 from prism.messages.engine import FromEngine, ToEngine
-from prism.messages.requests import Chunk, EngineOutput, Failure, Request, Started
+from prism.messages.kv import KvPart, KvTaken
+from prism.messages.requests import (
+    FRONTEND_SILENT,
+    Chunk,
+    EngineOutput,
+    Failure,
+    Request,
+    Started,
+)
 from prism.transport import ENGINE_MESSAGE_BYTES_MAX, BlockingChannel, Channel
 
 log = logging.getLogger(__name__)
@@ -21,6 +33,14 @@ log = logging.getLogger(__name__)
 REPORTS_HIGH_WATER = 100
 OUTPUT_HIGH_WATER = 10_000
 LINGER_MS = 1000
+MEASURED_BYTES_MIN = 16 << 20
+MEASURED_S = 600.0  # for so long what was measured holds
+
+
+def remove_files(endpoints: Sequence[str]) -> None:
+    """libzmq leaves the files of its ipc sockets behind."""
+    for endpoint in endpoints:
+        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class EngineLink:
@@ -127,6 +147,15 @@ class OutputBatch:
         return output
 
 
+def retryable(request: Request, code: str, message: str) -> Failure:
+    return Failure(request.id, request.attempt, code, message, retryable=True)
+
+
+def silent_frontend(request: Request) -> Failure:
+    why = "the frontend was suspended or cut off for seconds, and the request was stopped meanwhile"
+    return retryable(request, FRONTEND_SILENT, why)
+
+
 class TokenSender:
     """A PUSH socket per frontend, opened at its first output. Never blocks. A frontend that does
     not take its output (OUTPUT_HIGH_WATER messages behind) counts as dead: `on_dead(its id)`.
@@ -180,5 +209,67 @@ class TokenSender:
             self._context, zmq.PUSH, secret=self._secret, sndhwm=OUTPUT_HIGH_WATER
         )
         self._channels[frontend_id] = channel
+        channel.connect(endpoint)
+        return channel
+
+
+class PeerLinks:
+    """A PUSH socket per agent of another machine, opened at the first message to it. Their context
+    is their own: large parts are encrypted in its thread, not in that of engines' messages.
+
+    `config`: where they are; a reload sets another one.
+    """
+
+    def __init__(self, config: ClusterConfig, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self._now_s = now_s
+        self._measured: dict[str, tuple[float, float]] = {}  # node -> bytes per second, and when
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channels: dict[str, BlockingChannel[None]] = {}
+
+    def send(self, device: str, message: KvPart | KvTaken) -> None:
+        """Never blocks. Raises ConnectionError for what is no device of another machine, and where
+        its agent takes nothing."""
+        try:
+            channel = self._channels.get(device) or self._open(device)
+            channel.send(message, block=False)
+        except (zmq.ZMQError, ValueError) as error:
+            raise ConnectionError(f"the agent of {device!r:.100} takes nothing: {error}") from error
+
+    def knows(self, device: str) -> bool:
+        """Whether it is a device of another machine of the cluster."""
+        names = {each.name for each in self.config.devices}
+        return device in names and node_of(device) != self.config.node
+
+    def network_bytes_s(self, device: str) -> float:
+        """What goes to its machine: as the configuration says, or less if that was measured a while
+        ago at most. Raises ConnectionError for what is no device of another machine."""
+        if not self.knows(device):
+            raise ConnectionError(f"{device!r:.100} is on no other machine of the cluster")
+        configured = self.config.links_bytes_s()[node_of(device)]
+        bytes_s, measured_s = self._measured.get(node_of(device), (configured, 0.0))
+        return min(configured, bytes_s) if self._now_s() - measured_s < MEASURED_S else configured
+
+    def measured(self, device: str, size_bytes: int, seconds: float) -> None:
+        """So much went to its machine. Less than MEASURED_BYTES_MIN says little."""
+        if size_bytes >= MEASURED_BYTES_MIN:
+            self._measured[node_of(device)] = (size_bytes / seconds, self._now_s())
+
+    def drop(self, device: str) -> None:
+        """What its agent has not taken yet is not sent any more."""
+        if (channel := self._channels.pop(device, None)) is not None:
+            channel.close(0)
+
+    def close(self) -> None:
+        for device in list(self._channels):
+            self.drop(device)
+        self._context.term()
+
+    def _open(self, device: str) -> BlockingChannel[None]:
+        if not self.knows(device):
+            raise ValueError("it is on no other machine of the cluster")
+        endpoint = self.config.agent_cancel_endpoint(device)
+        channel = BlockingChannel[None](self._context, zmq.PUSH, secret=self.config.cluster_key)
+        self._channels[device] = channel
         channel.connect(endpoint)
         return channel

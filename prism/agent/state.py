@@ -89,6 +89,7 @@ class HostedModel:
     peers: tuple[str, ...] = ()  # only an engine whose other ranks run on these devices may
     stages_s: dict[str, float] = field(default_factory=dict)
     deactivating: bool = False
+    kv_target: str = ""  # a device of another machine, where its requests go on with their KV
     error: str = ""
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from prism.cluster.link import AgentLinks, settle
 from prism.cluster.state import Move, SchedulerState
-from prism.config.endpoints import beside
+from prism.config.endpoints import nearest
 from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.policies.data import Action, Activate, Evict, Migrate
@@ -175,8 +175,10 @@ class Actuator:
         # First the route: no request may arrive at a model that is being taken down.
         name = action.model
         kept = await self.reroute(name, lambda placed: (d for d in placed if d != action.device))
-        move = action.move_running and bool(kept) and beside([action.device, *kept[:1]])
-        targets = (kept[0], *self._state.book.peers(kept[0], name)) if move else ()
+        # To a copy on this machine, if there is one: KV goes there without the network.
+        target = nearest(action.device, kept)
+        targets = (target, *self._state.book.peers(target, name)) if target else ()
+        move = action.move_running and bool(targets)
         command = EvictModel(0, name, action.reason, move, targets)
         await self._take_down(command, action.device)
 
@@ -197,8 +199,7 @@ class Actuator:
             action.model, lambda placed: [action.target, *(d for d in placed if d not in ends)]
         )
         targets, move = (action.target, *action.peers), action.move_running
-        # KV stays on its machine.
-        command = EvictModel(0, action.model, action.reason, move, targets, with_kv=beside(ends))
+        command = EvictModel(0, action.model, action.reason, move, targets)
         await self._take_down(command, action.source)
 
     async def _bring_up(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 SCHEDULERS_MAX = 3  # nodes whose scheduler may lead
@@ -38,6 +40,11 @@ def node_of(device: str) -> str:
 def beside(devices: tuple[str, ...] | list[str]) -> bool:
     """Whether all of these are on one machine."""
     return len({node_of(device) for device in devices}) < 2
+
+
+def nearest(device: str, others: Sequence[str]) -> str | None:
+    """Of the others the first one on the machine of `device`, or else the first one."""
+    return min(others, key=lambda other: node_of(other) != node_of(device), default=None)
 
 
 class _Nodes(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,9 @@ class NodeYaml(Strict, frozen=True):
     # How many processes serve the API there: 0 to 16.
     frontends: int = 1
     # The bytes per second that go between this machine and another one: of its network, or of the
-    # encryption where that is slower. What it sends of its weight store is kept below that.
+    # encryption where that is slower. What it sends of its weight store is kept below that. With
+    # scheduler.migrate_running "move", what runs goes to another machine with its KV if prefill
+    # makes KV more slowly than that.
     network_rate: Bytes = Bytes("1.25GB")
     # The bytes per second at which it reads models' files from its disk. Weights that another
     # machine's store has come from there if `network_rate` of both is above this.

@@ -151,8 +151,9 @@ class SchedulerConfig(
     # Token rates are means over this time.
     rate_window_s: Seconds = Seconds("60s")
     # What happens to running requests when their model moves: "finish" leaves them where they are
-    # (for at most engine.drain_timeout), "move" takes them to the target with their KV; to another
-    # machine without it, and it is computed again there.
+    # (for at most engine.drain_timeout), "move" takes them to the target with their KV. To another
+    # machine that is sent, or computed again there if that takes less time: see
+    # nodes[].network_rate.
     migrate_running: str = "finish"
 
     @property

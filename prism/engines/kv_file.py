@@ -1,8 +1,9 @@
-"""KV of a request on its way to another engine of the machine.
+"""KV of a request on its way to another engine.
 
 Each request has one file in shared memory. Its bytes are copied out of the source's pages and into
-the target's, layer by layer. The reader removes the file. A file that is never read, because the
-request was cancelled on its way or a process was killed, is removed after `ABANDONED_AFTER_S`.
+the target's, layer by layer; where the target is on another machine, agents copy the file there.
+The reader removes the file. A file that is never read, because the request was cancelled on its way
+or a process was killed, is removed after `ABANDONED_AFTER_S`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import numpy as np
@@ -35,13 +36,9 @@ def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
     """Write each layer's K and V, `count` in all, in an order that the reader shares, as arrays of
     one shape whose first axis is tokens. Returns the file's path; "" where there is no room for
     it, or where another user has made the folder first."""
-    place = Path(folder)
-    path = place / f"{uuid4().hex}.npy"
+    path = Path(folder) / f"{uuid4().hex}.npy"
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if why := distrust(place):
-            raise PermissionError(f"{place} {why}")
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with create(path.parent, path.name) as file:
             for index, buffer in enumerate(buffers):
                 rows = _bytes_of(buffer)
                 if index == 0:
@@ -54,6 +51,18 @@ def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
             path.unlink(missing_ok=True)
         return ""
     return str(path)
+
+
+def create(folder: Path, name: str) -> BinaryIO:
+    """A new file of KV, for this user alone. Raises OSError, also for a name that none has, for one
+    that is there, and where another user has made the folder first."""
+    if not _NAME.fullmatch(name):
+        raise PermissionError(f"{name!r:.100} is no file of KV")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if why := distrust(folder):
+        raise PermissionError(f"{folder} {why}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    return os.fdopen(os.open(folder / name, flags, 0o600), "wb")
 
 
 def take(path: str, buffers: int, tokens: int, token_bytes: int) -> Rows | None:

@@ -7,7 +7,8 @@ model's own vocabulary ids.
 
 Sockets are ZeroMQ, `ipc://` below the run directory or loopback TCP:
   frontend  binds PULL    <- agents and frontends PUSH `ToFrontend`           requests.py
-  agent     binds PULL    <- frontends and launcher PUSH `ToAgent`            requests.py
+  agent     binds PULL    <- frontends, launcher and agents of other machines
+                             PUSH `ToAgent`                         requests.py, kv.py
   agent     binds ROUTER  <- its engines DEALER (identity = engine id):
                              `ToEngine`, `FromEngine`                         engine.py
   scheduler binds ROUTER  <- agents DEALER (identity = device):

@@ -99,9 +99,8 @@ class EvictModel(Wire, frozen=True):
     action_id: int
     model: str
     reason: str = ""
-    move_running: bool = False  # running requests go to `targets` with their KV
+    move_running: bool = False  # running requests go on at `targets`
     targets: tuple[str, ...] = ()  # devices by rank
-    with_kv: bool = True  # False: they go to another machine, and are computed again there
 
 
 class PrefetchModel(Wire, frozen=True):

@@ -29,7 +29,7 @@ class Submit(Wire, frozen=True):
 
 class Export(Wire, frozen=True):
     """Stop all requests and hand them back as far as they are, KV offered to ranks on `targets`, or
-    in files; None: without KV."""
+    in files, as without targets; None: without KV."""
 
     targets: tuple[str, ...] | None = ()
 

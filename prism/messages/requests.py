@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import structs
 
 from prism.messages import Wire
+from prism.messages.kv import KvPart, KvTaken
 
 FinishReason = str  # "stop" | "length" | "cancelled"
 # A failure's code: an agent stopped the request because its frontend showed no life.
@@ -54,6 +55,7 @@ class Resume(Wire, frozen=True):
     kv_path: str = ""
     kv_tokens: int = 0
     kv_offers: tuple[str, ...] = ()
+    kv_device: str = ""  # where it is to go on, since its file is on that machine; empty: anywhere
 
 
 class Request(Wire, frozen=True):
@@ -86,6 +88,11 @@ class Request(Wire, frozen=True):
     def known_tokens(self) -> int:
         """Tokens of the prompt and of the output that came with the request."""
         return len(self.prompt_ids) + self.resumed_tokens
+
+    @property
+    def kv_device(self) -> str:
+        """See `Resume`."""
+        return self.resume.kv_device if self.resume else ""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -211,4 +218,4 @@ class FrontendMetrics(Wire, frozen=True):
 
 
 ToFrontend = EngineOutput | MetricsWanted | FrontendMetrics  # from an agent | from a frontend
-ToAgent = Cancel | FrontendGone  # from a frontend | from the launcher
+ToAgent = Cancel | FrontendGone | KvPart | KvTaken  # a frontend's | the launcher's | agents'

@@ -212,7 +212,7 @@ class Migrate:
     reason: str
     # Where the other ranks go.
     peers: tuple[str, ...] = ()
-    # Running requests go on at the target with their KV, instead of finishing at the source.
+    # Running requests go on at the target, instead of finishing at the source.
     move_running: bool = False
 
 

@@ -151,11 +151,16 @@ local function lease_lost(device, epoch)
     .. epoch)
 end
 
-local function requeue_running(device, id)
+-- To `wanted`, if a copy is there.
+local function requeue_running(device, id, wanted)
   local body = redis.call('HGET', running_key(device), id)
   local record = open_read(id)
   if not body or not record then return 0 end
   take_out(id, record)
-  add_waiting(target_of(record.model), id, record.model, record.attempt, body)
+  local target = target_of(record.model)
+  for _, copy in ipairs(devices_of(record.model)) do
+    if copy == wanted then target = copy end
+  end
+  add_waiting(target, id, record.model, record.attempt, body)
   return 1
 end

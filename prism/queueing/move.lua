@@ -1,13 +1,14 @@
--- ARGV: device, epoch, then pairs of request id and body. Running -> waiting with that body, at the
--- placement of now. Returns how many moved; one that runs here no more is left alone.
+-- ARGV: device, epoch, then triples of request id, body and the device wanted ('': any). Running ->
+-- waiting with that body, at the placement of now. Returns how many moved; one that runs here no
+-- more is left alone.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end
 local moved = 0
-for i = 3, #ARGV, 2 do
+for i = 3, #ARGV, 3 do
   if redis.call('HEXISTS', running_key(device), ARGV[i]) == 1 then
     redis.call('HSET', running_key(device), ARGV[i], ARGV[i + 1])
-    moved = moved + requeue_running(device, ARGV[i])
+    moved = moved + requeue_running(device, ARGV[i], ARGV[i + 2])
   end
 end
 return moved

@@ -264,11 +264,11 @@ class RequestQueue:
         return int(await self._run("requeue", device, epoch, *request_ids))
 
     async def move(self, device: str, epoch: int, requests: Collection[Request]) -> int:
-        """Running -> waiting where the model is placed now, as these say; returns how many."""
+        """Running -> waiting as these say, at the copy with their KV, if any; returns how many."""
         if not requests:
             return 0
-        pairs = [part for r in requests for part in (r.id, msgspec.msgpack.encode(r))]
-        return int(await self._run("move", device, epoch, *pairs))
+        parts = [p for r in requests for p in (r.id, msgspec.msgpack.encode(r), r.kv_device)]
+        return int(await self._run("move", device, epoch, *parts))
 
     async def unplace(self, device: str, epoch: int, entry_ids: Collection[str]) -> int:
         """Waiting here -> UNPLACED, for models that this device does not serve; returns how many.

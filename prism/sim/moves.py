@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from prism.policies.kv_network import sends_kv
 from prism.policies.policy import Policy
 from prism.sim.activation import activation_s, handover_s, home_node, migration_s
 from prism.sim.compute import Compute
@@ -215,29 +216,36 @@ class SimActuator:
 
     def _copy_kv(self, model: SimModel, source: Resident, target: Resident | None) -> None:
         """Requests stand still while their KV is on its way: over the source's link, for as long
-        as if all went to one copy. A model that moves to another node leaves it behind."""
+        as if all went to one copy. To another node it goes to one copy, or is left behind."""
         assert source.engine is not None
-        receiver = target or _least_asked(model)
+        receiver = target or _nearest(model, source)
         if receiver is None:
-            self._hand_over(model, source, None)
+            self._hand_over(model, source, None, "")
+            return
+        node, near = _node(receiver), _node(receiver) == _node(source)
+        if not near and not self._is_sent(source):
+            self._hand_over(model, source, target, "")
             return
         here, there = ([d.setup for d in r.devices] for r in (source, receiver))
-        if target is not None and here[0].node != there[0].node:
-            self._hand_over(model, source, target, with_kv=False)
-            return
         copy_s = handover_s(source.engine.kv.used_bytes, here, there, self._setup.activation)
-        self._kernel.after(copy_s, self._hand_over, model, source, target)
+        goes_to = target if near else receiver
+        self._kernel.after(copy_s, self._hand_over, model, source, goes_to, node)
+
+    def _is_sent(self, source: Resident) -> bool:
+        """To another node, as the live agent of the source decides. Several ranks have no file that
+        could be sent."""
+        speed, network = source.home.speed_tokens_per_s(source.model), self._setup.activation
+        sent = sends_kv(source.model.token_bytes, speed, network.network_bytes_s)
+        return source.tp == 1 and sent
 
     def _hand_over(
-        self, model: SimModel, source: Resident, target: Resident | None, with_kv: bool = True
+        self, model: SimModel, source: Resident, target: Resident | None, kv_node: str
     ) -> None:
-        """To the target, or to the other copies if that is gone again; without any they wait for
-        one, and are computed again."""
+        """To the target, or to the other copies if that is gone again, with the KV that is on their
+        node; without any they wait for one, and are computed again."""
         assert source.engine is not None
         requests = source.engine.release()
         self._records.count("moved", len(requests))
-        for request in () if with_kv else requests:
-            request.forget_kv()
         active = _active(model)
         receivers = [r for r in active if r is target] or active
         if not receivers:
@@ -250,6 +258,8 @@ class SimActuator:
             self._hooks.route(model)
         else:
             for receiver, share in _divided(requests, receivers):
+                for request in () if _node(receiver) == kv_node else share:
+                    request.forget_kv()
                 receiver.home.receive(receiver, share)
         self.memory_freed()
         for device in source.devices:
@@ -357,8 +367,13 @@ def _active(model: SimModel) -> list[Resident]:
     return [r for r in model.residents if r.engine and r.stage is Stage.ACTIVE]
 
 
-def _least_asked(model: SimModel) -> Resident | None:
-    return min(_active(model), key=lambda r: r.open_requests, default=None)
+def _node(resident: Resident) -> str:
+    return resident.home.setup.node
+
+
+def _nearest(model: SimModel, source: Resident) -> Resident | None:
+    """Of its other copies the first one on the source's node, or else the first one."""
+    return min(_active(model), key=lambda r: _node(r) != _node(source), default=None)
 
 
 def _divided(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 
-from prism.agent.activations import ActivationRecord
 from prism.agent.lifecycle import Lifecycle
 from prism.agent.pool import EnginePool, EngineProcess, EngineState
 from prism.agent.state import AgentTiming, DeviceState
-from prism.messages.agent import ActionResult, ActivateModel, EvictModel
+from prism.messages.agent import ActivateModel, EvictModel
 from prism.messages.engine import (
     Activated,
     ActivateEngine,
@@ -19,55 +17,11 @@ from prism.messages.engine import (
     Deactivate,
     Deactivated,
     SetLimit,
-    ToEngine,
 )
+from tests.agent.effects import Recorder
 from tests.agent.harness import model_spec
 
 TIMING, DRAIN_S = AgentTiming(revives_max=2, memory_tries=1), 10.0
-
-
-@dataclass
-class Recorder:
-    """Effects that are only written down."""
-
-    sent: list[tuple[str, ToEngine]] = field(default_factory=list)
-    killed: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    load: dict[str, int] = field(default_factory=dict)
-    reclaimed: list[tuple[int, str]] = field(default_factory=list)
-    answers: list[ActionResult] = field(default_factory=list)
-    records: list[ActivationRecord] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    blames: bool = False  # a request, for an engine's death
-
-    def send(self, engine_id: str, message: ToEngine) -> bool:
-        self.sent.append((engine_id, message))
-        return True
-
-    def kill(self, engine: EngineProcess) -> None:
-        self.killed.append(engine.id)
-
-    def engine_lost(self, engine_id: str, why: str, by_request: bool) -> bool:
-        self.lost.append(engine_id)
-        return by_request and self.blames
-
-    def engine_load(self, engine_id: str) -> int:
-        return self.load.get(engine_id, 0)
-
-    def reclaim(self, need_bytes: int, for_engine: str) -> None:
-        self.reclaimed.append((need_bytes, for_engine))
-
-    def answer(self, result: ActionResult) -> None:
-        self.answers.append(result)
-
-    def record(self, activation: ActivationRecord) -> None:
-        self.records.append(activation)
-
-    def replaced(self, engine: EngineProcess, model: str, why: str) -> None:
-        self.reasons.append(f"{engine.id} {model} {why}")
-
-    def changed(self) -> None:
-        pass
 
 
 class Bench:

@@ -49,6 +49,7 @@ class Desk:
             tokens=self.tokens,
             wake=lambda: None,
             headroom_tokens=64,
+            send_kv=lambda requests, target, go_on: None,
         )
 
     async def replay(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from prism.agent.pool import EngineKind, EngineState
 from prism.messages.agent import ActivateModel, EvictModel
@@ -154,11 +153,10 @@ def test_a_fresh_process_has_the_time_that_imports_take() -> None:
     assert starting.id in bench.effects.killed
 
 
-@pytest.mark.parametrize("with_kv", [True, False])
-def test_what_runs_leaves_for_the_targets_of_its_model(with_kv: bool) -> None:
+def test_what_runs_leaves_for_the_targets_of_its_model() -> None:
     bench = Bench()
     engine = bench.serve("a")
     bench.effects.load[engine.id] = 2
-    order = EvictModel(5, "a", move_running=True, targets=("host:1",), with_kv=with_kv)
+    order = EvictModel(5, "a", move_running=True, targets=("host:1",))
     bench.lifecycle.evict(order)
-    assert (engine.id, Export(("host:1",) if with_kv else None)) in bench.effects.sent
+    assert bench.effects.moved == [("a", ("host:1",))]

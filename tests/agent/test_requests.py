@@ -3,17 +3,18 @@ runs twice, nothing is lost, and the table never contradicts itself."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prism.agent.pool import EnginePool, EngineState
-from prism.agent.requests import RequestTable, TrackedRequest
+from prism.agent.requests import RequestState, RequestTable, TrackedRequest
 from prism.agent.serving import Serving
 from prism.agent.state import DeviceState, HostedModel, ModelState
 from prism.errors import QueueUnavailableError
@@ -35,6 +36,8 @@ EVENTS = (
     "token",
     "output",
     "export",
+    "leave",
+    "sent",
     "engine lost",
     "stop",
     "gone",
@@ -57,6 +60,7 @@ class RequestsMachine(RuleBasedStateMachine):
         self.cursor = ""
         self.frontends = 0  # that have ended
         self.attempts = dict.fromkeys(IDS, 0)
+        self.leaving: list[Request] = []  # whose KV is on its way
         self.begin_engine()
         self.serving = Serving(
             state=self.state,
@@ -68,6 +72,7 @@ class RequestsMachine(RuleBasedStateMachine):
             tokens=cast("Any", self.frontend),
             wake=lambda: None,
             headroom_tokens=64,
+            send_kv=self.send_kv,
         )
 
     def begin_engine(self) -> None:
@@ -104,6 +109,11 @@ class RequestsMachine(RuleBasedStateMachine):
             case "export" if run is not None:
                 del self.engine.runs[run.id]
                 self.serving.moved(self.engine_id, [run])
+            case "leave" if run is not None:
+                del self.engine.runs[run.id]
+                self.leave(run)
+            case "sent" if self.leaving:
+                self.go_on(self.leaving.pop(number % len(self.leaving)))
             case "engine lost":
                 self.lose_engine()
             case "hand back":
@@ -119,6 +129,23 @@ class RequestsMachine(RuleBasedStateMachine):
                 self.lose_data()
             case "restore":
                 self.restore()
+
+    def leave(self, run: Request) -> None:
+        """Its model moves to another machine, where it goes on when its KV is there."""
+        hosted = self.state.models.hosted["a"]
+        hosted.kv_target = "host:0@b"
+        tracked = self.table.get(run.id)
+        assert tracked is not None
+        resume = Resume([1] * tracked.produced, "/a/file", 1)
+        self.serving.moved(self.engine_id, [msgspec.structs.replace(run, resume=resume)])
+        hosted.kv_target = ""
+
+    def send_kv(
+        self, requests: Sequence[Request], target: str, go_on: Callable[[Request], None]
+    ) -> None:
+        assert target == "host:0@b"
+        self.leaving += requests
+        self.go_on = go_on
 
     def send(self, request_id: str, suspected_at: int | None = None) -> None:
         self.attempts[request_id] += 1
@@ -198,13 +225,17 @@ class RequestsMachine(RuleBasedStateMachine):
     @invariant()
     def the_table_agrees_with_itself_and_with_the_engine(self) -> None:
         assert self.table.check_integrity({self.engine_id}) == []
-        assert {each.id for each in self.table.on_engines()} == set(self.engine.runs)
-        running = self.table.on_engines()
+        running = [each for each in self.table.on_engines() if each.is_on_engine]
+        assert {each.id for each in running} == set(self.engine.runs)
+        between = {e.id for e in self.table.on_engines() if e.state is RequestState.LEAVING}
+        assert between <= {each.id for each in self.leaving}
         assert len(running) == 1 or not any(each.is_on_trial for each in running)
 
     def teardown(self) -> None:
         """Everything that is open ends, and Redis knows of nothing any more."""
         self.restore()
+        while self.leaving:
+            self.go_on(self.leaving.pop())
         for _ in range(4 * len(IDS)):
             self.serving.replayed(self.read(""))
             finished(self.serving.turn(1))
@@ -271,6 +302,35 @@ def test_a_cancelled_retry_leaves_redis_too() -> None:
         machine.turn()
     assert machine.queue.records == {}
     assert machine.engine.runs == {}
+    machine.teardown()
+
+
+def test_what_leaves_runs_for_redis_until_its_kv_is_there() -> None:
+    """Its engine may die meanwhile, or serve another model: nobody is told of a failure."""
+    machine = started(("leave", 0), ("engine lost", 0), ("read", 0))
+    machine.turn()
+    assert machine.queue.records["1"].runs
+    assert not machine.frontend.deaths.total()
+    assert not machine.table.none_runs.is_set()
+    machine.do(("sent", 0))
+    machine.turn()
+    assert machine.table.none_runs.is_set()
+    assert [record.request.id for record in machine.queue.waiting()] == ["1"]
+    machine.do(("read", 0))
+    machine.turn()
+    assert machine.engine.runs["1"].resume.kv_path == "/a/file"  # type: ignore[union-attr]
+    machine.teardown()
+
+
+@pytest.mark.parametrize("event", ["cancel", "stop", "gone", "retry"])
+def test_what_ends_while_it_leaves_does_not_go_on(event: str) -> None:
+    machine = started(("leave", 0), (event, 0), ("read", 0))
+    assert machine.table.running("1") is None
+    machine.do(("sent", 0))
+    machine.turn()
+    machine.turn()
+    assert {each.attempt for each in machine.engine.runs.values()} <= {2}
+    assert bool(machine.engine.runs) is (event == "retry")
     machine.teardown()
 
 

@@ -32,7 +32,7 @@ SMALL = {
     "kv_layout": ["--layers", "2", "--batch", "2", "--context", "64", "--pairs", "2"],
     "kv_ledger": ["--leases", "200", "--pairs", "2", "--processes", "2", "--hammer", "500"],
     "kv_map": ["--layers", "2", "--pages", "4", "--pairs", "2", "--aging", "50"],
-    "kv_move": ["--tokens", "64", "--layers", "2", "--pairs", "2"],
+    "kv_move": ["--tokens", "64", "--layers", "2", "--pairs", "2", "--network-pairs", "2"],
     "kv_refill": ["--layers", "2", "--pairs", "3", "--live", "2"],
     "kv_pool": ["--layers", "2", "--slabs", "2", "--rounds", "10", "--pairs", "2"],
     "policies": ["--pairs", "2", "--models", "20", "--gpus", "20", "--requests", "50"],

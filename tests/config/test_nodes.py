@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from prism.config.endpoints import nearest
 from prism.config.nodes import check_node
 from prism.config.resolve import load
 from prism.config.schema import ClusterConfig
@@ -90,6 +91,13 @@ def test_a_link_is_as_fast_as_its_slower_end(tmp_path: Path) -> None:
     assert first.place("n0").disk_bytes_s == 2e9
 
 
+def test_the_nearest_is_on_the_same_machine() -> None:
+    assert nearest("host:0@a", ["host:0@b", "host:1@a", "host:2@a"]) == "host:1@a"
+    assert nearest("host:0@a", ["host:0@b", "host:0@c"]) == "host:0@b"
+    assert nearest("host:0", ["host:1", "host:2"]) == "host:1"
+    assert nearest("host:0@a", []) is None
+
+
 @pytest.mark.parametrize("name", ["f0@c:1:x", "f0@10.0.0.66:1:x", "f0@b:x:x", "f0@b", "../f0"])
 def test_no_id_leads_beyond_the_cluster(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
@@ -114,6 +122,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "an address": ({"nodes": nodes({"address": "x"})}, r"nodes\[0\].address: 'x' is no IP"),
     "ports": ({"nodes": nodes({}, {"port": 7301})}, r"nodes\[1\].port: n0 has the same address"),
     "no port": ({"nodes": nodes({"port": 65500})}, r"nodes\[0\].port: 65500 to 65566 are not"),
+    "no network": (
+        {"nodes": nodes({"network_rate": "0.5B"})},
+        r"nodes\[0\].network_rate: 0.5B is no rate",
+    ),
     "no frontend": ({"nodes": nodes({"frontends": 0})}, "no node serves the API"),
     "a device twice": (
         {"nodes": nodes({}, {"devices": [DEVICE, DEVICE]})},

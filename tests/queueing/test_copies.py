@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prism.messages.beginnings import BEGINNING_TOKENS, REMEMBERED_S, SLACK_REQUESTS
-from prism.messages.requests import Request
+from prism.messages.requests import Request, Resume
 from prism.queueing import BundledRedis, RequestQueue
 from prism.sim.copies import SimModel
 from tests.queueing.requests import request
@@ -37,6 +37,23 @@ async def test_of_several_copies_the_one_with_least_to_do_gets_a_request(
     assert [await queue.enqueue(request(n)) for n in "567"] == [DEVICE, DEVICE, OTHER]
     assert await queue.forget(["1", "3"]) == {"1", "3"}
     assert await queue.enqueue(request("7", attempt=2)) == OTHER
+
+
+async def test_moved_ones_go_where_their_kv_is_if_a_copy_is_there(queue: RequestQueue) -> None:
+    """However many others that copy has."""
+    await queue.route("a", DEVICE)
+    names = [str(number) for number in range(6)]
+    for name in names:
+        await queue.enqueue(request(name))
+    epoch = await queue.acquire(DEVICE, "agent", TTL_S)
+    await queue.admit(DEVICE, epoch, await entries(queue, DEVICE))
+    await queue.route("a", OTHER, "third")
+    for device, some in (("third", names[:4]), ("gone", names[4:])):
+        resume = Resume([7, 8], "/dev/shm/x", 4, kv_device=device)
+        moved = [structs.replace(request(name), resume=resume) for name in some]
+        assert await queue.move(DEVICE, epoch, moved) == len(some)
+    assert await waiting(queue, "third") == names[:4]
+    assert await waiting(queue, OTHER) == names[4:]
 
 
 async def test_a_copy_that_joins_shares_what_waits_and_one_that_leaves_gives_it_up(

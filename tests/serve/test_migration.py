@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import msgspec
@@ -17,8 +19,11 @@ from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.queueing.server import BundledRedis
 from prism.serve import operator
 from prism.serve.run_dir import find
+from tests.acceptance.conftest import prepare
+from tests.acceptance.harness import model_yaml
+from tests.acceptance.reference import is_greedy
 from tests.serve.conftest import Cluster, serving, until
-from tests.serve.test_nodes import node, write_nodes
+from tests.serve.test_nodes import Node, node, write_nodes
 
 DEVICES = [
     {"name": f"host:{i}", "capacity": "16MiB", "page": "64KiB", "engines": 1} for i in range(4)
@@ -92,34 +97,99 @@ def post(cluster: Cluster, pool: ThreadPoolExecutor, model: str) -> list[Future[
 
 
 def check(cluster: Cluster, answers: list[Future[httpx.Response]], model: str, at: str) -> None:
-    """All are right, none was computed at one place alone, and no file was written."""
+    """All are right, and none was computed at one place alone."""
     for i, answer in enumerate(answers):
         assert tokens_of(answer.result()) == expected_tokens([5, 6, i], TOKENS)
     until(lambda: places(cluster, model)[at].finished_total == ANSWERS, "the target reports")
     assert output_tokens(cluster, model) < ANSWERS * TOKENS
-    assert not [*Path("/dev/shm").glob(f"{find(cluster.run_dir).namespace}*-moves")]
+
+
+def folders(cluster: Cluster) -> list[Path]:
+    """Where KV has been in files."""
+    return [*Path("/dev/shm").glob(f"{find(cluster.run_dir).namespace}*-moves")]
+
+
+@contextmanager
+def two_machines(
+    folder: Path, rate: str, each: dict[str, Any] | None = None, **changes: Any
+) -> Iterator[tuple[Node, Node]]:
+    """With a model `c`. rate: what their network carries. each: what else both have."""
+    scheduler = {"migrate_running": "move", "interval": "60s"}
+    both = {"network_rate": rate, **(each or {})}
+    with TemporaryDirectory(prefix="prism-") as place, BundledRedis(Path(place), 0) as database:
+        wanted = {"models": [{"name": "c", "path": "a"}], "scheduler": scheduler, **changes}
+        path = write_nodes(folder, database.url, both, **wanted)
+        with node(path, "a", PRISM_FAKE=FAKE) as here, node(path, "b", PRISM_FAKE=FAKE) as there:
+            for machine in (here, there):
+                until(machine._ready, "ready", 240)
+                machine.await_ready()
+            yield here, there
+
+
+def move_to_the_other(here: Node, there: Node) -> str:
+    """Where it is then."""
+    [source] = places(here, "c")
+    target = "host:0@b" if source == "host:0@a" else "host:0@a"
+    ask(there, OperatorCommand("activate", "c", target))
+    assert set(places(here, "c")) == {target}
+    return target
+
+
+def said(folder: Path) -> str:
+    """By the agents and engines of both."""
+    return "".join(path.read_text() for path in folder.glob("*-logs/**/*") if path.is_file())
+
+
+# What the fake engine's prefill makes of KV is far below the one, and far above the other.
+@pytest.mark.long
+@pytest.mark.parametrize(("rate", "is_sent"), [("100GB", True), ("1KB", False)])
+def test_answers_go_on_at_another_machine(
+    tmp_path: Path, pool: ThreadPoolExecutor, rate: str, is_sent: bool
+) -> None:
+    with two_machines(tmp_path, rate) as (here, there):
+        answers = post(here, pool, "c")
+        target = move_to_the_other(here, there)
+        assert not any(answer.done() for answer in answers)
+        check(here, answers, "c", target)
+        found = folders(here)
+        assert len(found) == (2 if is_sent else 0)
+        assert not [file for folder in found for file in folder.iterdir()]
+    text = said(tmp_path)
+    assert ("its requests' KV is sent" in text) is is_sent
+    assert ("its requests' KV is computed again there" in text) is not is_sent
+    assert "KV of a request is computed again" not in text
 
 
 @pytest.mark.long
-def test_answers_go_on_at_another_machine(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """Their KV stays, and is computed again there."""
-    models, moving = [{"name": "c", "path": "a"}], {"migrate_running": "move", "interval": "60s"}
-    with TemporaryDirectory(prefix="prism-") as folder, BundledRedis(Path(folder), 0) as database:
-        path = write_nodes(tmp_path, database.url, models=models, scheduler=moving)
-        with node(path, "a", PRISM_FAKE=FAKE) as here, node(path, "b", PRISM_FAKE=FAKE) as there:
-            for each in (here, there):
-                each.await_ready()
-            answers = post(here, pool, "c")
-            [source] = places(here, "c")
-            target = "host:0@b" if source == "host:0@a" else "host:0@a"
-            ask(there, OperatorCommand("activate", "c", target))
-            assert not any(answer.done() for answer in answers)
-            assert set(places(here, "c")) == {target}
-            check(here, answers, "c", target)
+@pytest.mark.sglang
+def test_answers_of_sglang_go_on_at_another_machine(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    prepare("tiny-llama")
+    device = {"name": "host:0", "capacity": "256MiB", "page": "64KiB", "engines": 1}
+    prompts = [[5, 6, 7 + number] * 8 for number in range(ANSWERS)]
+    options = {"max_tokens": 400, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    changes = {
+        "engine": {"adapter": "sglang"},
+        "models": [{**model_yaml("tiny-llama"), "name": "c"}],
+    }
+    with two_machines(tmp_path, "100GB", {"devices": [device]}, **changes) as (here, there):
+        answers = [pool.submit(here.post, "c", prompt=p, **options) for p in prompts]
+        until(lambda: output_tokens(here, "c") > ANSWERS, "answers begin", 120)
+        target = move_to_the_other(here, there)
+        assert not any(answer.done() for answer in answers)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert is_greedy("tiny-llama", tuple(prompt), tuple(tokens_of(answer.result())))
+        until(lambda: places(here, "c")[target].finished_total == ANSWERS, "the target reports")
+        assert output_tokens(here, "c") < ANSWERS * 400
+        assert [list(folder.iterdir()) for folder in folders(here)] == [[], []]
+    assert "its requests' KV is sent" in said(tmp_path)
+    assert "KV of a request is computed again" not in said(tmp_path)
 
 
 def test_answers_go_on_at_the_target(cluster: Cluster, pool: ThreadPoolExecutor) -> None:
-    """The source is left long before they would have ended there, and no token is lost."""
+    """The source is left long before they would have ended there, and no token is lost. No file is
+    written."""
     empty(cluster)
     answers = post(cluster, pool, "c")
     [source] = places(cluster, "c")
@@ -128,6 +198,7 @@ def test_answers_go_on_at_the_target(cluster: Cluster, pool: ThreadPoolExecutor)
     assert not any(answer.done() for answer in answers)
     assert set(places(cluster, "c")) == {target}
     check(cluster, answers, "c", target)
+    assert not folders(cluster)
 
 
 def test_all_ranks_of_a_model_go_elsewhere(cluster: Cluster, pool: ThreadPoolExecutor) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,15 +23,23 @@ from prism.sim.world import World
 from tests.sim.clusters import MIB, cluster, model, parts, request, work
 from tests.sim.test_engine import Recorder
 
-HERE = Placement((Unit(("gpu:0",), (Hosted("a"),)), Unit(("gpu:1",), ()), Unit(("gpu:2",), ())))
+HERE = Placement(
+    (Unit(("gpu:0",), (Hosted("a"),)), *(Unit((f"gpu:{number}",), ()) for number in (1, 2, 3)))
+)
 AT_S = 1.0
 
 
-def setup(**changes: object) -> ClusterSetup:
-    """Devices 0 and 1 are of one node, 2 is not. Weights are there at once."""
+KV_BYTES_S = 1024 * 10_000.0  # that prefill makes
+SLOW, FAST = 0.99 * KV_BYTES_S, 1.01 * KV_BYTES_S
+
+
+def setup(network_bytes_s: float = SLOW, **changes: Any) -> ClusterSetup:
+    """Devices 0 and 1 are of one node, 2 and 3 of another. Weights are there at once."""
     one = model(0, "a", pinned_device="gpu:0", activation_s=0.0, **changes)
-    speeds = ActivationSettings(layout_s=0.0, peer_bytes_s=10.0 * MIB, network_bytes_s=1.0 * MIB)
-    return cluster([one], 3, activation=speeds, warm=True)
+    speeds = ActivationSettings(
+        layout_s=0.0, peer_bytes_s=10.0 * MIB, network_bytes_s=network_bytes_s
+    )
+    return cluster([one], 4, activation=speeds, warm=True)
 
 
 def moved(
@@ -38,7 +47,8 @@ def moved(
     *requests: tuple[float, int, int],
     move_running: bool = True,
     controlled: bool = False,
-    **changes: object,
+    peers: tuple[str, ...] = (),
+    **changes: Any,
 ) -> Records:
     """The model goes from gpu:0 at AT_S."""
     built = setup(**changes)
@@ -49,7 +59,7 @@ def moved(
         )
     trace = [request(at_s, "a", prompt, output) for at_s, prompt, output in requests]
     world = World(built, work(built, trace), policy)
-    order = Migrate("a", "gpu:0", target, "test", move_running=move_running)
+    order = Migrate("a", "gpu:0", target, "test", peers, move_running)
     world.kernel.at(AT_S, world.apply, order)
     return world.run()
 
@@ -77,7 +87,7 @@ def test_they_go_on_at_the_target_without_computing_anything_again(controlled: b
     assert next(d.time_s for d in still.decisions if d.kind == "evicted") > evicted
 
 
-def test_between_nodes_what_runs_is_computed_again() -> None:
+def test_between_nodes_what_runs_is_computed_again_where_that_takes_less_time() -> None:
     """As if it had come to the target with a longer prompt; its prompt is the trace's all the
     same."""
     far = moved("gpu:2", (0.5, 500, 100))
@@ -86,6 +96,33 @@ def test_between_nodes_what_runs_is_computed_again() -> None:
     assert far.end_s[0] == pytest.approx(fresh.end_s[1], abs=0.05)
     assert list(far.output_tokens) == [100]
     assert (far.device[0], far.counts["moved"]) == (2, 1)
+
+
+def test_between_nodes_kv_is_sent_where_that_takes_less_time() -> None:
+    """Two requests stand still while all of it is on its way, and nothing is computed again."""
+    requests = [(0.5, 500, 100), (0.5, 500, 100)]
+    still = moved("gpu:2", *requests, move_running=False)
+    records = moved("gpu:2", *requests, network_bytes_s=FAST)
+    kv_s = 64 * 1024 * -(-2 * (500 + 39) // 64) / FAST
+    assert records.end_s[0] - still.end_s[0] == pytest.approx(kv_s, abs=0.002)
+    assert records.counts["moved"] == 2
+    assert set(records.device) == {2}
+
+
+def test_kv_of_several_ranks_does_not_go_to_another_node() -> None:
+    """As in prism-serve, where only ranks fetch from ranks."""
+    cost = Recorder()
+    both = {degree: dataclasses.replace(part, cost=cost) for degree, part in parts().items()}
+    requests = [(0.5, 500, 100)]
+    for target, peer, again in (("gpu:1", "", 0), ("gpu:2", "", 0), ("gpu:2", "gpu:3", 540)):
+        cost.steps.clear()
+        ranks = 2 if peer else 1
+        changes = {"tp": ranks, "parts": both, "network_bytes_s": 100 * FAST}
+        records = moved(target, *requests, peers=(peer,) * (ranks - 1), **changes)
+        assert list(records.output_tokens) == [100]
+        assert records.counts["moved"] == 1
+        computed = sum(sum(chunks) for chunks, _ in cost.steps)
+        assert computed == pytest.approx(500 + again, abs=10)
 
 
 @pytest.mark.parametrize("controlled", [False, True])
@@ -99,14 +136,16 @@ def test_all_that_it_holds_goes_whatever_state_it_is_in(controlled: bool) -> Non
     assert records.counts["moved"] >= 2
 
 
-def evicted(homes: Sequence[str], move_running: bool, requests: int = 1) -> Records:
+def evicted(
+    homes: Sequence[str], move_running: bool, requests: int = 1, network_bytes_s: float = SLOW
+) -> Records:
     """The copy on gpu:0 goes at AT_S, with its part of the requests; `homes`: of all copies."""
 
     def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
         held = {m.device for m in view.models}
         return tuple(Activate("a", home, "test") for home in homes if home not in held)
 
-    built = setup()
+    built = setup(network_bytes_s)
     policy = dataclasses.replace(
         registry.get("alpaserve"), search=lambda problem: HERE, plan=plan, calm=None
     )
@@ -133,6 +172,20 @@ def test_what_runs_in_an_evicted_copy_is_divided_among_the_others() -> None:
     assert not records.errors
     assert records.counts["moved"] == 3
     assert sorted(Counter(records.device).items()) == [(1, 5), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("network_bytes_s", "at"), [(SLOW, [(2, 5), (3, 4)]), (FAST, [(2, 6), (3, 3)])]
+)
+def test_with_its_other_copies_on_another_node(
+    network_bytes_s: float, at: list[tuple[int, int]]
+) -> None:
+    """All KV that is sent goes to one of them; what is computed again is divided."""
+    homes = ("gpu:0", "gpu:2", "gpu:3")
+    records = evicted(homes, move_running=True, requests=9, network_bytes_s=network_bytes_s)
+    assert not records.errors
+    assert records.counts["moved"] == 3
+    assert sorted(Counter(records.device).items()) == at
 
 
 def test_the_wait_of_a_copy_is_that_of_its_oldest_request() -> None:

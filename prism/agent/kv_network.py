@@ -1,0 +1,68 @@
+"""KV of running requests between this device's agent and those of other machines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from prism.agent.kv_receiver import KvReceiver
+from prism.agent.kv_sender import KvSender
+from prism.agent.sockets import PeerLinks
+from prism.agent.state import DeviceState, HostedModel
+from prism.config.endpoints import beside, local_name
+from prism.config.schema import ClusterConfig
+from prism.costs.prefill_speed import PRIOR_TOKENS_PER_S
+from prism.messages.engine import Export
+from prism.messages.kv import KvPart, KvTaken
+from prism.policies.kv_network import sends_kv
+
+log = logging.getLogger(__name__)
+
+
+class KvNetwork:
+    """For one event loop. device: this agent's."""
+
+    def __init__(self, config: ClusterConfig, device: str, state: DeviceState) -> None:
+        self._device = device
+        self._state = state
+        self.peers = PeerLinks(config)
+        self.sender = KvSender(self.peers, device, state.requests.is_leaving)
+        folder = Path(config.local().moves_dir)
+        self._receiver = KvReceiver(self.peers, folder, config.device(device).capacity_bytes)
+        self.tick = self._receiver.tick
+
+    def export(self, hosted: HostedModel, targets: Sequence[str]) -> Export:
+        """How what runs of the model leaves for devices of this machine or, by cost, of another
+        one: with KV, which `hosted.kv_target` says, or without. Several ranks have no file that
+        could be sent."""
+        if beside([self._device, *targets]):
+            return Export(tuple(map(local_name, targets)))
+        if len(targets) > 1 or not self._is_sent(hosted, targets[0]):
+            return Export(None)
+        hosted.kv_target = targets[0]
+        return Export()
+
+    def _is_sent(self, hosted: HostedModel, target: str) -> bool:
+        engine = self._state.pool.get(hosted.engine_id)
+        speed = self._state.models.totals(hosted.name).prefill_tokens_per_s or PRIOR_TOKENS_PER_S
+        try:
+            network_bytes_s = self.peers.network_bytes_s(target)
+        except ConnectionError as error:
+            log.warning("%s", error)
+            return False
+        sent = engine is not None and sends_kv(engine.token_bytes, speed, network_bytes_s)
+        how = "is sent" if sent else "is computed again there, which takes less"
+        log.info("%s goes to %s: its requests' KV %s", hosted.name, target, how)
+        return sent
+
+    def take(self, message: KvPart | KvTaken) -> None:
+        if isinstance(message, KvPart):
+            self._receiver.take(message)
+        else:
+            self.sender.answered(message)
+
+    async def close(self) -> None:
+        await self.sender.close()
+        self._receiver.close()
+        self.peers.close()
