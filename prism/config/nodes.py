@@ -125,6 +125,10 @@ def _check_node(node: NodeYaml, key: str, before: Sequence[NodeYaml]) -> None:
     last = _last_port(node)
     if not node.port >= 1 or last > 65535:
         raise ConfigError(f"{key}.port: {node.port} to {last} are not all ports; choose another")
+    if node.disk_rate < 1:
+        raise ConfigError(
+            f"{key}.disk_rate: {node.disk_rate.text} is no rate; give bytes per second"
+        )
     if node.network_rate < 1:
         raise ConfigError(
             f"{key}.network_rate: {node.network_rate.text} is no rate; give bytes per second"

@@ -295,6 +295,8 @@ def _check_host_store(config: SimYaml) -> None:
             "activation.weights_everywhere: with host_store every node's disk has all weights;"
             " leave it out"
         )
+    if min(config.activation.disk_rate, config.gpus.network_rate) < 1:
+        raise ConfigError("activation.disk_rate, gpus.network_rate: must be at least 1 byte/s")
     policy = registry.get(config.policy)
     if policy.asks_startup or policy.assign is not None or policy.turns is not None:
         raise ConfigError(

@@ -126,6 +126,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"nodes": nodes({"network_rate": "0.5B"})},
         r"nodes\[0\].network_rate: 0.5B is no rate",
     ),
+    "no disk rate": (
+        {"nodes": nodes({"disk_rate": "0.4B"})},
+        r"nodes\[0\].disk_rate: 0.4B is no rate",
+    ),
     "no frontend": ({"nodes": nodes({"frontends": 0})}, "no node serves the API"),
     "a device twice": (
         {"nodes": nodes({}, {"devices": [DEVICE, DEVICE]})},

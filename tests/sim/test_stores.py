@@ -161,6 +161,7 @@ def test_the_keys(tmp_path: Path) -> None:
             {"activation.weights_everywhere": False},
             "activation.weights_everywhere: with host_store",
         ),
+        ({"activation.disk_rate": "0.4B"}, "activation.disk_rate, gpus.network_rate: must be"),
         ({"policy": "serverlessllm"}, "activation.host_store: serverlessllm reckons"),
         ({"policy": "aegaeon"}, "activation.host_store: aegaeon reckons"),
         ({"policy": "qlm"}, "activation.host_store: qlm reckons"),
