@@ -72,7 +72,7 @@ class ClusterScheduler:
         unsettled = {m.name for m in view.models if m.replicas_max > 1 and m.state != "active"}
         for model in view.models:
             may_copy = model.replicas_max > 1 and model.name not in unsettled
-            if may_copy and saturated(model, self._settings):
+            if model.waiting and may_copy and saturated(model, self._settings):
                 rates[model.name] = model.token_rate
         if not rates:
             return view
