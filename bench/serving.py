@@ -110,8 +110,9 @@ async def steps(step_s, loop):
         if loop.time() - due_s > step_s:
             due_s = loop.time()
         due_s += step_s
+        batch = list(running.items())  # nobody joins a step that runs, as in an engine
         await asyncio.sleep(max(0.0, due_s - loop.time()))
-        for writer, left in list(running.items()):
+        for writer, left in batch:
             writer.write(EVENT)
             running[writer] = left - 1
             if left == 1:
