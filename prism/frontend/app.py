@@ -33,6 +33,7 @@ from prism.frontend.routes import (
     responses,
     tokenize,
 )
+from prism.frontend.routing import add_plain
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import load_tokenizers
 from prism.frontend.tracing import Traces
@@ -68,7 +69,9 @@ def create_app(
     describe(app, has_keys=bool(config.keys))
     install_handlers(app)
     _add_middleware(app, config, config.frontend.cors_origins, has_keys=bool(config.keys))
-    for routes in (models, completions, chat, responses, messages, embeddings, tokenize, health):
+    for plain in (completions, chat, responses, messages, embeddings, tokenize):
+        add_plain(app, plain.router)
+    for routes in (models, health):
         app.include_router(routes.router)
     if not config.admin:
         _add_operators(app)

@@ -86,18 +86,28 @@ async def _run(generation: Answering) -> None:
 
 
 async def _finished_before_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    task = asyncio.create_task(work)
+    """Do `work` in this task: one of its own would cost as much again. False: the client went away,
+    and it was cancelled."""
+    this, watching, interrupted = asyncio.current_task(), True, False
+    assert this is not None
+
+    def interrupt(_: asyncio.Task[None]) -> None:
+        nonlocal interrupted
+        interrupted = watching and this.cancel()
+
     gone = asyncio.create_task(_disconnected(receive))
+    gone.add_done_callback(interrupt)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            await task
-            return True
+        await work
+    except asyncio.CancelledError:
+        # Others may have cancelled this task, too.
+        if not interrupted or this.uncancel() > 0:
+            raise
         return False
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        watching = False
+        gone.cancel()
+    return True
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -15,12 +15,13 @@ from prism.frontend.generation import TextUpdate
 from prism.frontend.logprobs import chat_logprobs
 from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
+from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 
-router = APIRouter()
+router = APIRouter(route_class=PlainRoute)
 
 
 @router.post("/v1/chat/completions")

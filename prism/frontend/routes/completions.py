@@ -14,12 +14,13 @@ from prism.frontend.logprobs import CompletionLogprobs, joined, mean
 from prism.frontend.openai_types import CompletionBody
 from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
+from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 from prism.frontend.specs import completion_spec
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 
-router = APIRouter()
+router = APIRouter(route_class=PlainRoute)
 KIND = "text_completion"
 
 

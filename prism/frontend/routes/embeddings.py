@@ -12,9 +12,10 @@ from prism.frontend.embeddings import embedding_spec, vector
 from prism.frontend.openai_types import EmbeddingsBody
 from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import reply_whole
+from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 
-router = APIRouter()
+router = APIRouter(route_class=PlainRoute)
 
 
 @router.post("/v1/embeddings")

@@ -16,10 +16,11 @@ from prism.frontend.message_types import CountBody, MessagesBody, renamed
 from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Event, Events, reply_stream, reply_whole
 from prism.frontend.routes.chat import Told
+from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec, conversation_text
 
-router = APIRouter()
+router = APIRouter(route_class=PlainRoute)
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -15,11 +15,12 @@ from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Events, beside, reply_stream, reply_whole
 from prism.frontend.response_types import ResponsesBody, renamed
 from prism.frontend.routes.chat import Told
+from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec
 from prism.frontend.tokenizers import ModelTokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=PlainRoute)
 Event = dict[str, Any]
 
 # type of an item with text -> its id begins so, what it has beside, its part, what its part has

@@ -14,12 +14,13 @@ from prism.frontend import calls
 from prism.frontend.bodies import read_body
 from prism.frontend.chat_types import TokenizeBody
 from prism.frontend.openai_types import DetokenizeBody
+from prism.frontend.routing import PlainRoute
 from prism.frontend.services import Services, services
 from prism.frontend.specs import check_ids, conversation_text, refuse_hopeless
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 
-router = APIRouter()
+router = APIRouter(route_class=PlainRoute)
 # Tokens that are written down in less time than handing them to a thread takes.
 _INLINE_TOKENS_MAX = 4096
 
