@@ -179,6 +179,8 @@ class QueueReader:
         entries, left = await self._queue.follow(self._device, self._cursor, self._left, BLOCK_S)
         self._take(entries)
         self._replay, self._left = self._replay or left != self._left, left
+        if entries:
+            await asyncio.sleep(0)  # their admission goes first: the next read takes a while to ask
 
     def _take(self, entries: Sequence[tuple[str, Request]]) -> None:
         for entry_id, request in entries:

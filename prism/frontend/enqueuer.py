@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
-from functools import partial
 
+from prism.errors import QueueUnavailableError
 from prism.frontend.request_log import OpenRequest, RequestLog
 from prism.queueing.requests import RequestQueue
 
@@ -13,6 +14,10 @@ from prism.queueing.requests import RequestQueue
 _SLOW_S = 0.05
 # Redis does nothing else while it takes a batch.
 _BATCH_MAX = 256
+# A batch waits for what follows at once, so that an idle engine's first step has all of it.
+_TOGETHER_S = 0.005
+# Turns of the loop that a request takes from its socket to here, and one more.
+_TURNS = 3
 
 _Put = tuple[Sequence[OpenRequest], "asyncio.Future[None]"]
 
@@ -24,7 +29,7 @@ class Enqueuer:
     def __init__(self, queue: RequestQueue, log: RequestLog) -> None:
         self._queue, self._log = queue, log
         self._next: list[_Put] = []
-        self._sending: asyncio.Task[None] | None = None
+        self._awaited: asyncio.Task[None] | None = None  # the batch that the next one waits for
         self._batches: set[asyncio.Task[None]] = set()
 
     async def put(self, entries: Sequence[OpenRequest]) -> None:
@@ -32,17 +37,22 @@ class Enqueuer:
         may have taken them all the same, and they may be put again."""
         done = asyncio.get_running_loop().create_future()
         self._next.append((entries, done))
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send_all())
+        self._begin()
         await done
 
-    async def _send_all(self) -> None:
-        while self._next:
-            puts = self._taken()
-            batch = asyncio.create_task(self._send(puts))
-            self._batches.add(batch)
-            batch.add_done_callback(partial(self._settle, puts))
-            await asyncio.wait([batch], timeout=_SLOW_S)
+    def _begin(self) -> None:
+        if not self._next or self._awaited is not None:
+            return
+        self._awaited = batch = asyncio.create_task(self._send())
+        self._batches.add(batch)
+        batch.add_done_callback(self._batches.discard)
+        asyncio.get_running_loop().call_later(_SLOW_S, self._pass, batch)
+
+    def _pass(self, batch: asyncio.Task[None] | None) -> None:
+        """The next one waits for it no longer."""
+        if self._awaited is batch:
+            self._awaited = None
+            self._begin()
 
     def _taken(self) -> list[_Put]:
         """The first of them, together at most _BATCH_MAX requests, where the first has no more."""
@@ -54,18 +64,37 @@ class Enqueuer:
         del self._next[: len(taken)]
         return taken
 
-    async def _send(self, puts: list[_Put]) -> None:
-        wanted = [each for entries, done in puts if not done.done() for each in entries]
-        still_open = [each for each in wanted if self._log.get(each.request.id) is each]
-        await self._queue.enqueue_all([each.request for each in still_open])
-        for each in still_open:
-            each.enqueued = True
+    async def _none_follow(self) -> None:
+        """Until some turns of the loop have brought nothing more: alone a request waits for none of
+        its kind. At most _TOGETHER_S."""
+        until_s, known, still = time.monotonic() + _TOGETHER_S, len(self._next), 0
+        while still < _TURNS and time.monotonic() < until_s:
+            await asyncio.sleep(0)
+            still = still + 1 if len(self._next) == known else 0
+            known = len(self._next)
 
-    def _settle(self, puts: list[_Put], batch: asyncio.Task[None]) -> None:
-        self._batches.discard(batch)
-        error = asyncio.CancelledError() if batch.cancelled() else batch.exception()
-        for done in (done for _, done in puts if not done.done()):
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
+    async def _send(self) -> None:
+        await self._none_follow()
+        puts = self._taken()
+        try:
+            wanted = [each for entries, done in puts if not done.done() for each in entries]
+            still_open = [each for each in wanted if self._log.get(each.request.id) is each]
+            await self._queue.enqueue_all([each.request for each in still_open])
+        except BaseException as error:
+            _settle(puts, error)
+            if not isinstance(error, QueueUnavailableError):
+                raise
+        else:
+            for each in still_open:
+                each.enqueued = True
+            _settle(puts)
+        finally:
+            self._pass(asyncio.current_task())
+
+
+def _settle(puts: Sequence[_Put], error: BaseException | None = None) -> None:
+    for done in (done for _, done in puts if not done.done()):
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)

@@ -58,17 +58,41 @@ async def queue(redis_server: BundledRedis, namespace: str) -> AsyncIterator[Wat
 
 @pytest.fixture
 def log() -> RequestLog:
-    return RequestLog(1000, 1)
+    return RequestLog(10_000, 1)
 
 
-async def test_what_comes_at_once_goes_together(queue: WatchedQueue, log: RequestLog) -> None:
+async def test_what_comes_at_once_goes_together(
+    queue: WatchedQueue, log: RequestLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In order, each HTTP request's choices side by side, and no batch without a bound."""
+    monkeypatch.setattr(enqueuer, "_SLOW_S", 60.0)
     entries = opened(log, *(str(number) for number in range(600)))
     into = Enqueuer(queue, log)
     await asyncio.gather(*(into.put(entries[i : i + 2]) for i in range(0, 600, 2)))
     assert queue.sizes == [256, 256, 88]
     assert await queue.waiting() == [each.request.id for each in entries]
     assert all(each.enqueued for each in entries)
+
+
+async def test_what_follows_at_once_goes_with_it(queue: WatchedQueue, log: RequestLog) -> None:
+    """Sockets are read one after another: an engine's first step should have all of a burst."""
+    into, puts = Enqueuer(queue, log), []
+    for entry in opened(log, *"abcd"):
+        puts.append(asyncio.create_task(into.put([entry])))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await asyncio.gather(*puts)
+    assert queue.sizes == [4]
+
+
+async def test_those_that_follow_hold_up_nobody(queue: WatchedQueue, log: RequestLog) -> None:
+    into, puts = Enqueuer(queue, log), []
+    while not queue.sizes:
+        [entry] = opened(log, str(len(log)))
+        puts.append(asyncio.create_task(into.put([entry])))
+        await asyncio.sleep(0)
+    await asyncio.gather(*puts)
+    assert sum(queue.sizes) == len(log)
 
 
 async def test_a_put_beyond_the_bound_goes_whole(queue: WatchedQueue, log: RequestLog) -> None:
@@ -94,11 +118,11 @@ async def test_who_goes_before_the_batch_is_not_in_it(queue: WatchedQueue, log: 
     """Neither a request that was closed meanwhile, nor one whose client has gone."""
     entries, into = opened(log, *"abcd"), Enqueuer(queue, log)
     queue.may_go.clear()
-    puts = []
-    for entry in entries:
-        puts.append(asyncio.create_task(into.put([entry])))
+    puts = [asyncio.create_task(into.put(entries[:1]))]
+    while not queue.sizes:
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
+    puts += [asyncio.create_task(into.put([entry])) for entry in entries[1:]]
+    await asyncio.sleep(0)
     assert queue.sizes == [1]
     puts[1].cancel()
     log.close("c")
