@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,8 @@ from prism.serve.on_ray.node_actor import CONFIG_FILE, KEY_FILE, PID_FILE
 
 def main() -> None:
     folder = Path(sys.argv.pop(1))
+    # Who knows this process may ask for a reload before it can take one.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         (folder / PID_FILE).write_text(str(os.getpid()))
         url = yaml.safe_load((folder / CONFIG_FILE).read_text()).get("redis")

@@ -75,6 +75,12 @@ class Machines:
         assert keeper.stdout.readline() == b"\n", "no /dev/shm of its own"
         return keeper
 
+    def move(self, name: str, address: str) -> None:
+        """To another address."""
+        node, self.addresses[name] = self._prefix + name, address
+        run("ip", "-n", node, "addr", "flush", "dev", "eth0")
+        run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", "eth0")
+
     def cut(self, name: str) -> None:
         """In both directions."""
         run("ip", "-n", self._prefix + "hub", "link", "set", f"to-{name}", "down")

@@ -91,3 +91,53 @@ def test_the_next_actor_of_a_node_finds_its_launcher(
         end_of(actor)
     first._console.close()
     assert list(tmp_path.glob("prism-node-*")) == []
+
+
+FOLLOWER = """
+import os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+def reload(*_):
+    text = (folder / "cluster.yaml").read_text()
+    print(f"reload: {text!r}" if "bad" in text else "reloaded: x", flush=True)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+(folder / "pid").write_text(str(os.getpid()))
+print("starts", flush=True)
+while not (folder / "hears").exists():
+    time.sleep(0.05)
+signal.signal(signal.SIGHUP, reload)
+print("hears", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_launcher_takes_other_nodes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was just starting is asked again; one that the next actor finds, too, if it has not
+    answered, or has another file."""
+    (tmp_path / "follower.py").write_text(FOLLOWER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("prism.serve.on_ray.node_actor._LAUNCHER", "follower")
+    monkeypatch.setattr("prism.serve.on_ray.node_actor._ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    actor = NodeActor("nodes: [a]", KEY, "a", [])
+    assert actor.poll().follows
+    until(lambda: actor.poll().lines == ("starts",), "its start")
+    (folder,) = tmp_path.glob("prism-node-*")
+    actor.follow("nodes: [a, b]")
+    assert actor.poll().follows is None
+    next_one = NodeActor("nodes: [a, b]", KEY, "a", [])
+    assert next_one.poll().follows is None, "it has not answered"
+    (folder / "hears").touch()
+    until(lambda: next_one.poll().follows, "its answer")
+    assert (folder / "cluster.yaml").read_text().startswith("nodes: [a, b]\n")
+    third = NodeActor("nodes: [a, b]", KEY, "a", [])
+    assert third.poll().follows, "nothing is asked"
+    other = NodeActor("nodes: [bad]", KEY, "a", [])
+    until(lambda: other.poll().follows is False, "it refuses")
+    other.follow("nodes: [a]")
+    until(lambda: other.poll().follows, "it follows")
+    other.signal(signal.SIGTERM)
+    end_of(actor)
+    for each in (next_one, third, other):
+        each._console.close()

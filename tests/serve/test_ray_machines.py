@@ -18,8 +18,10 @@ from prism.serve.on_ray.machines import (
     Placement,
     RayMachine,
     check_ray,
+    layout,
     placements,
     portable,
+    usable,
     with_nodes,
 )
 from tests.ports import free_port
@@ -51,6 +53,16 @@ def test_nodes_are_the_machines_that_have_such_devices() -> None:
     assert [d["name"] for d in whole["nodes"][0]["devices"]] == ["cuda:0", "cuda:1", "host:0"]
     assert whole["nodes"][0]["devices"][1] == {"name": "cuda:1", "capacity": "70GiB"}
     assert [each.name for each in placed({**file, "devices": [GPU]})] == ["10-0-0-2"]
+
+
+def test_a_layout_follows_from_the_machines_that_are_nodes() -> None:
+    file = yaml.safe_dump({"ray": "auto", "devices": [GPU, HOST], "models": MODELS, "redis": URL})
+    assert usable(file, FOUND) == FOUND[1:]
+    found = layout(file, FOUND[:0:-1])
+    assert [each.name for each in found.placements] == ["10-0-0-3", "10-0-0-2"]
+    assert [n["name"] for n in yaml.safe_load(found.text)["nodes"]] == ["10-0-0-3", "10-0-0-2"]
+    named = {"nodes": [{"name": "x", "address": "10.0.0.2"}], "models": MODELS, "redis": URL}
+    assert usable(yaml.safe_dump(named), FOUND) is None
 
 
 def test_named_nodes_stay_as_they_are() -> None:
@@ -106,6 +118,11 @@ def test_ray_is_asked_of_only_as_it_should_be(
     path.write_text(yaml.safe_dump({"ray": "auto", "models": MODELS}))
     assert ray_of(path) == "auto"
     with pytest.raises(ConfigError, match="redis: several machines need one that all reach"):
+        serve(path, "auto", {}, print)
+    named = {"nodes": [{"name": "x", "address": "10.0.0.2"}], "models": MODELS, "redis": URL}
+    path.write_text(yaml.safe_dump(named))
+    monkeypatch.setattr("prism.serve.on_ray.command._machines", lambda _: [])
+    with pytest.raises(ConfigError, match="ray: no Ray cluster was found, and the nodes are"):
         serve(path, "auto", {}, print)
     monkeypatch.setattr("prism.serve.on_ray.command._machines", lambda _: FOUND)
     file = {"devices": [HOST], "models": MODELS, "redis": f"redis://127.0.0.1:{free_port()}"}

@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -27,17 +27,20 @@ from prism.errors import ConfigError, PrismError
 from prism.process import child_environment
 from prism.serve.children import EXIT_CONFIG
 from prism.serve.on_ray.cluster_lease import KILL, STOP, ClusterLease
+from prism.serve.on_ray.local_ray import local_ray
 from prism.serve.on_ray.machines import (
+    HOST,
     LaunchSpec,
     RayMachine,
     check_ray,
-    placements,
+    layout,
     portable,
-    with_nodes,
+    usable,
 )
 
 EXIT_FAILED = 3
 ERROR = "error: "
+MACHINES = "@machines "  # no node's name: the nodes that all follow from now on
 _DRIVER = (sys.executable, "-P", "-m", "prism.serve.on_ray.driver")
 _POLL_S = 0.2
 _ANSWER_S = 5.0
@@ -67,18 +70,19 @@ def serve(
     path: Path, address: str, options: Mapping[str, object], say: Callable[[str], None]
 ) -> None:
     """Until a signal; then nothing is left on any machine. `address`: "auto" for the Ray cluster of
-    this machine, or its HOST:PORT. `options`: of each node's `prism-serve`, with their values;
-    None: not given.
+    this machine, or one that is started here where there is none; or its HOST:PORT. `options`: of
+    each node's `prism-serve`, with their values; None: not given.
 
     Raises ConfigError (nothing was left running) or NodeFailedError. Main thread only.
     """
     check_ray()
-    with caught_signals() as asked:
+    with caught_signals() as asked, ExitStack() as stack:
         try:
             file = read_mapping(path)
             redis_url = _redis_of(convert(file, ServeYaml))
             words = [w for n, v in options.items() if v is not None for w in (n, str(v))]
-            spec = _launch_spec(file, path.resolve().parent, address, words)
+            address, machines = _found(address, file, stack, say)
+            spec = _launch_spec(portable(file, path.resolve().parent), address, machines, words)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         lease = ClusterLease(redis_url, spec.key)
@@ -94,18 +98,37 @@ def _redis_of(data: ServeYaml) -> str:
     return data.redis
 
 
+def _found(
+    address: str, file: Mapping[str, Any], stack: ExitStack, say: Callable[[str], None]
+) -> tuple[str, list[RayMachine]]:
+    """Ray's address, and its machines that live. Where there is none, one runs here until `stack`
+    is closed. Raises ConfigError."""
+    if machines := _machines(address):
+        return address, machines
+    if file.get("nodes"):
+        raise ConfigError(
+            "ray: no Ray cluster was found, and the nodes are machines of one: start it with"
+            " ray start --head here and ray start --address=... on the others, or name HOST:PORT"
+        )
+    wants_host = any(each["name"] == HOST for each in file.get("devices", []))
+    address = stack.enter_context(local_ray(int(wants_host)))
+    say(f"no Ray cluster was found: one was started at {address}, for this command alone")
+    return address, _machines(address)
+
+
 def _launch_spec(
-    file: dict[str, object], folder: Path, address: str, options: Sequence[str]
+    file: str, address: str, machines: Sequence[RayMachine], options: Sequence[str]
 ) -> LaunchSpec:
     """Raises ConfigError."""
-    machines = _machines(address)
-    whole = with_nodes(file, machines)
-    places = placements(convert(whole, ServeYaml), machines)
-    return LaunchSpec(address, portable(whole, folder), new_secret(), places, tuple(options))
+    layout(file, machines)
+    nodes = usable(file, machines)
+    kept = list(machines) if nodes is None else nodes
+    return LaunchSpec(address, file, new_secret(), kept, tuple(options))
 
 
 def _machines(address: str) -> list[RayMachine]:
-    """Those of Ray that live. Raises ConfigError."""
+    """Those of Ray that live; none: there is no Ray, which may only be with auto. Raises
+    ConfigError."""
     _check_listens(address)
     try:
         done = subprocess.run(
@@ -196,10 +219,18 @@ class DriverSupervisor:
                         self._say("Ray is there again")
                     self._away = False
                     continue
+                if text.startswith(MACHINES):
+                    self._keep_machines(text.removeprefix(MACHINES))
+                    continue
                 self._last = text
                 if not text.startswith(ERROR):
                     self._settled |= ": ready in " in text
                     self._say(text)
+
+    def _keep_machines(self, text: str) -> None:
+        """For the next process."""
+        machines = msgspec.json.decode(text, type=list[RayMachine])
+        self._spec = msgspec.structs.replace(self._spec, machines=machines)
 
     def _ended(self, code: int) -> None:
         assert self._reader is not None
@@ -216,14 +247,13 @@ class DriverSupervisor:
     def _stop(self, asked: Sequence[int]) -> None:
         """By Ray, and by Redis where Ray is away. Another signal ends all at once."""
         until_s, sent, quiet_s = time.monotonic() + _STOP_S, 0, time.monotonic()
-        names = [each.name for each in self._spec.placements]
         while time.monotonic() < until_s:
             if sent < max(1, len(asked)):
                 sent += 1
                 self._tell(KILL if sent > 1 else STOP)
             if self._process is not None and self._process.poll() is not None:
                 self._process = None
-            left = self._lease.nodes_left(names)
+            left = self._lease.nodes_left()
             if left or (left is None and self._process is not None):
                 quiet_s = time.monotonic()
             elif time.monotonic() - quiet_s > self._patience_s():

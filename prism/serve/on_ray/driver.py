@@ -23,8 +23,23 @@ import msgspec
 from prism.errors import ConfigError
 from prism.process import die_with_parent
 from prism.serve.children import EXIT_CONFIG, RestartBackoff
-from prism.serve.on_ray.command import ERROR, EXIT_FAILED, NodeFailedError, caught_signals
-from prism.serve.on_ray.machines import LaunchSpec, Placement, RayMachine, plain
+from prism.serve.on_ray.command import (
+    ERROR,
+    EXIT_FAILED,
+    MACHINES,
+    NodeFailedError,
+    caught_signals,
+)
+from prism.serve.on_ray.machines import (
+    LaunchSpec,
+    Layout,
+    Placement,
+    RayMachine,
+    layout,
+    plain,
+    usable,
+)
+from prism.serve.on_ray.membership import LEAVE_S, Membership
 from prism.serve.on_ray.node_actor import NodeActor, NodeReport
 
 _POLL_S = 0.5
@@ -33,6 +48,8 @@ _RESERVE_S = 15.0
 _LOOK_FOR_S = 3.0
 _STOP_S = 120.0
 _LOST_S = 60.0
+_CHANGE_S = 180.0  # more than a reload may take
+_NOT_FOUND = "Could not find any running Ray"  # Ray's own words
 
 
 @dataclass(slots=True)
@@ -45,23 +62,43 @@ class Node:
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
     start_at_s: float = 0.0
     last_line: str = ""
+    follows: bool | None = True  # the present layout, as its last report says
+    is_new: bool = False  # a launcher that is found there is from before it left
 
     @property
     def name(self) -> str:
         return self.placement.name
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of the machines, under way. before: what is asked for again if one refuses it."""
+
+    machines: list[RayMachine]
+    before: Layout
+
+
+class NoRayError(ConfigError):
+    """This machine is part of no Ray cluster."""
+
+
 class RayCluster:
     """The actors of all nodes. `ray`: the module, connected."""
 
     def __init__(self, ray: Any, spec: LaunchSpec, say: Callable[[str], None]) -> None:
+        """Raises ConfigError."""
         self._ray, self._spec, self._say = ray, spec, say
-        self._nodes = [Node(placement) for placement in spec.placements]
+        self._layout = layout(spec.file, spec.machines)  # what all are to follow
+        self._nodes = [Node(placement) for placement in self._layout.placements]
+        named = usable(spec.file, []) is None
+        self._membership = None if named else Membership(spec.machines)
+        self._change: Change | None = None
         self._settled = spec.settled
         self._answered_s = time.monotonic()
+        self._looked_s = self._asked_s = 0.0
 
     def run(self, asked: Sequence[int]) -> None:
-        """Until a signal is in `asked`. Raises ConfigError or NodeFailedError."""
+        """Until a signal is in `asked`. Raises ConfigError, NodeFailedError, or a RayError."""
         try:
             while not asked:
                 began_s = time.monotonic()
@@ -72,7 +109,8 @@ class RayCluster:
                     raise NodeFailedError(f"no machine has answered for {_LOST_S:g} s")
                 time.sleep(_POLL_S)
         finally:
-            self._stop(asked)
+            if asked or not self._settled:  # else the machines work on
+                self._stop(asked)
 
     def _turn(self) -> None:
         now_s, there = time.monotonic(), None
@@ -84,6 +122,8 @@ class RayCluster:
                 node.start_at_s = now_s + _LOOK_FOR_S
                 if node.placement.address in there and self._reserve(node):
                     node.actor = self._start(node)
+        if self._settled and self._membership is not None:
+            self._look_for_change(self._membership, now_s)
 
     def _reserve(self, node: Node) -> bool:
         """A bundle for each device, all on its machine. Raises ConfigError at the first start."""
@@ -109,7 +149,7 @@ class RayCluster:
         remote = self._ray.remote(num_cpus=0, resources=here, max_restarts=0)(NodeActor)
         where = PlacementGroupSchedulingStrategy(node.group, placement_group_bundle_index=0)
         return remote.options(scheduling_strategy=where).remote(
-            self._spec.text, self._spec.key, node.name, self._spec.options
+            self._layout.text, self._spec.key, node.name, self._spec.options
         )
 
     def _poll(self, node: Node) -> None:
@@ -121,7 +161,10 @@ class RayCluster:
             self._say(f"{node.name}: Ray has lost it ({type(error).__name__})")
             self._again(node)
             return
-        self._answered_s = time.monotonic()
+        self._answered_s, node.follows = time.monotonic(), report.follows
+        if node.is_new and not report.follows:
+            node.actor.signal.remote(int(signal.SIGTERM))  # it may not take the new order over
+        node.is_new = False
         for line in report.lines:
             node.last_line = line
             self._say(f"{node.name}: {line}")
@@ -145,6 +188,63 @@ class RayCluster:
         now_s = time.monotonic()
         remove_placement_group(node.group)
         node.actor, node.start_at_s = None, now_s + node.backoff.died(now_s)
+
+    # --- machines that come and go --------------------------------------------------------------
+
+    def _look_for_change(self, membership: Membership, now_s: float) -> None:
+        """One change after the other: the next one when all that run follow the present layout."""
+        if now_s - self._looked_s < _LOOK_FOR_S:
+            return
+        self._looked_s = now_s
+        membership.seen(usable(self._spec.file, machines(self._ray)) or [], now_s)
+        said = [node.follows for node in self._nodes if node.actor is not None]
+        late = now_s - self._asked_s > _CHANGE_S
+        if self._change is not None:
+            if all(said):
+                self._took(membership, self._change)
+            elif False in said or late:
+                self._take_back(membership, self._change, now_s)
+        elif not all(said):
+            if late:
+                self._ask(self._layout)
+        elif (wanted := membership.wanted(now_s)) is not None:
+            self._begin(membership, wanted, now_s)
+
+    def _begin(self, membership: Membership, wanted: list[RayMachine], now_s: float) -> None:
+        try:
+            found = layout(self._spec.file, wanted)
+        except ConfigError as error:
+            again_s = membership.refused(wanted, now_s)
+            self._say(f"{error}; the new nodes are tried again in {again_s:g} s")
+            return
+        self._change = Change(wanted, self._layout)
+        self._ask(found)
+
+    def _ask(self, wanted: Layout) -> None:
+        self._layout, self._asked_s = wanted, time.monotonic()
+        for node in self._nodes:
+            if node.actor is not None:
+                node.follows = None
+                node.actor.follow.remote(wanted.text)
+
+    def _took(self, membership: Membership, change: Change) -> None:
+        """Machines start when the others know them. One that goes has no actor: it is away."""
+        known = {node.name: node for node in self._nodes}
+        places = {place.name: place for place in self._layout.placements}
+        for name in places.keys() - known.keys():
+            self._say(f"{name}: Ray has it; it joins")
+        for name in known.keys() - places.keys():
+            self._say(f"{name}: Ray has not had it for {LEAVE_S:g} s; it is no node any more")
+        self._nodes = [known.get(n) or Node(place, is_new=True) for n, place in places.items()]
+        self._change = None
+        membership.took(change.machines)
+        self._say(f"{MACHINES}{msgspec.json.encode(change.machines).decode()}")
+
+    def _take_back(self, membership: Membership, change: Change, now_s: float) -> None:
+        again_s = membership.refused(change.machines, now_s)
+        self._say(f"not all machines take the new nodes over; tried again in {again_s:g} s")
+        self._change = None
+        self._ask(change.before)
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -195,14 +295,27 @@ def _connected(address: str) -> Iterator[Any]:
         ray.init(address=address, namespace="prism", log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if why.startswith(_NOT_FOUND):
+            raise NoRayError(why) from error
         raise ConfigError(
             f"ray: no Ray cluster answers at {address}: {why}; start one with ray start --head, and"
             " have the same token here (~/.ray/auth_token, or RAY_AUTH_TOKEN)"
         ) from error
     try:
         yield ray
+    except ray.exceptions.RayError as error:
+        raise NodeFailedError(str(error).splitlines()[0]) from error
     finally:
         ray.shutdown()
+
+
+def _machines_at(address: str) -> list[RayMachine]:
+    """None where `address` is auto and there is no Ray."""
+    try:
+        with _connected(address) as ray:
+            return machines(ray)
+    except NoRayError:
+        return []
 
 
 def _end_with(problem: Exception, code: int) -> int:
@@ -217,8 +330,7 @@ def main() -> int:
     sys.excepthook = partial(traceback.print_exception, file=sys.stdout)
     try:
         if sys.argv[1:]:
-            with _connected(sys.argv[1]) as ray:
-                print(msgspec.json.encode(machines(ray)).decode(), flush=True)
+            print(msgspec.json.encode(_machines_at(sys.argv[1])).decode(), flush=True)
             return 0
         spec = msgspec.json.decode(sys.stdin.buffer.read(), type=LaunchSpec)
         # Ray has handlers of its own.

@@ -17,11 +17,13 @@ import yaml
 from prism.config.admin import host_and_port
 from prism.config.machines import is_gpu
 from prism.config.nodes import nodes_of
+from prism.config.reader import convert
 from prism.config.schema import ServeYaml
 from prism.errors import ConfigError
 
 # A custom resource of Ray: how many host devices a machine has, where the file names no nodes.
 HOST_DEVICES = "prism_host_device"
+GPU, HOST = "cuda:*", "host:*"  # what the file calls them then
 _OLDEST = (2, 52)  # the first with tokens
 _PATHS = (("access", "keys"), ("frontend", "tls_certificate"), ("frontend", "tls_key"))
 
@@ -42,15 +44,23 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """What is to run on the machines. address: Ray's. text: the YAML, with absolute paths.
-    options: of each node's `prism-serve`. settled: the cluster was ready before."""
+    """What is to run on the machines. address: Ray's. file: the YAML, with absolute paths.
+    machines: those that are nodes, in their order, where the file names none. options: of each
+    node's `prism-serve`. settled: the cluster was ready before."""
 
     address: str
-    text: str
+    file: str
     key: str
-    placements: list[Placement]
+    machines: list[RayMachine]
     options: tuple[str, ...]
     settled: bool = False
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """text: the YAML with the nodes, as each of them reads it."""
+
+    text: str
+    placements: list[Placement]
 
 
 def check_ray() -> None:
@@ -86,9 +96,24 @@ def with_nodes(file: Mapping[str, Any], machines: Sequence[RayMachine]) -> dict[
     return whole
 
 
+def layout(file: str, machines: Sequence[RayMachine]) -> Layout:
+    """`file`: the YAML. Raises ConfigError."""
+    whole = with_nodes(yaml.safe_load(file), machines)
+    return Layout(yaml.safe_dump(whole), placements(convert(whole, ServeYaml), machines))
+
+
+def usable(file: str, machines: Sequence[RayMachine]) -> list[RayMachine] | None:
+    """Those that have devices of the file. None: it names its nodes."""
+    whole = yaml.safe_load(file)
+    if whole.get("nodes"):
+        return None
+    kinds = _kinds(whole.get("devices", []))
+    return [each for each in machines if _node(each, kinds)["devices"]]
+
+
 def _kinds(devices: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """By Ray's resource."""
-    known = {"cuda:*": "GPU", "host:*": HOST_DEVICES}
+    known = {GPU: "GPU", HOST: HOST_DEVICES}
     kinds: dict[str, Mapping[str, Any]] = {}
     for index, device in enumerate(devices):
         resource = known.get(device["name"])

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +23,10 @@ from prism.process import child_environment, keep_private, private_log
 from prism.serve.run_dir import LOCK_FILE, lock
 
 _PREFIX = "prism-node-"
+LOCAL_RAY_PREFIX = "prism-ray-"
 KEY_FILE, CONFIG_FILE, PID_FILE = "cluster.key", "cluster.yaml", "pid"
 _NODE_FILE, _CONSOLE_FILE, _SHOWN_FILE = "node", "console", "shown"
+_ASKED_FILE = "asked"  # while it is not known whether the launcher follows the present file
 _LAUNCHER = "prism.cli.node_launcher"
 # Ray ends the children of a worker that ends. So its child only waits for the launcher, which is in
 # a session of its own, and which sees by the closed pipe that it is alone.
@@ -40,14 +44,17 @@ sys.exit(launcher.returncode)
 # Ray numbers the GPUs of a worker anew; the YAML has nvidia-smi's numbers. Engines need no token.
 _NOT_INHERITED = re.compile("CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|RAY_.*")
 EXIT_UNKNOWN = 1
+_ASK_AGAIN_S = 30.0  # a launcher that is just starting may not have heard it
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """Lines of its console since the last report, and its exit code (None: it runs)."""
+    """Lines of its console since the last report, its exit code (None: it runs), and whether it
+    follows the file that it was given last (None: that is not known yet)."""
 
     lines: tuple[str, ...]
     code: int | None
+    follows: bool | None = True
 
 
 class NodeActor:
@@ -61,12 +68,16 @@ class NodeActor:
         self._begun = b""  # a line whose end has not been written yet
         self._process: subprocess.Popen[bytes] | None = None  # None: another actor started it
         self._unsent: list[int] = []
+        self._follows: bool | None = True
+        self._asked_s = 0.0
         found = _folder_of(key, node)
         self._folder = found or _made(yaml, key, node)
         self._console = open(self._folder / _CONSOLE_FILE, "rb")  # noqa: SIM115 (kept open)
         self._shown = self._console.seek(_number(self._folder / _SHOWN_FILE))
         if found is None:
             self._start(node, options)
+        elif (found / _ASKED_FILE).exists() or _config_text(yaml, found) != _read(found):
+            self.follow(yaml)
 
     def _start(self, node: str, options: Sequence[str]) -> None:
         folder, lock_fd = self._folder, lock(self._folder)
@@ -104,7 +115,39 @@ class NodeActor:
             shutil.rmtree(self._folder, ignore_errors=True)  # killed, it could not
         elif news:
             self._note_shown(len(news))
-        return NodeReport(tuple(whole.decode(errors="replace").splitlines()), code)
+        lines = tuple(whole.decode(errors="replace").splitlines())
+        self._note_answer(lines)
+        return NodeReport(lines, code, self._follows)
+
+    def follow(self, yaml: str) -> None:
+        """Have the launcher read another file, with other nodes; `poll` tells whether it does."""
+        self._follows, text = None, _config_text(yaml, self._folder)
+        partial = self._folder / f"{CONFIG_FILE}.partial"
+        try:
+            (self._folder / _ASKED_FILE).touch()
+            with private_log(partial) as out:
+                out.truncate(0)
+                out.write(text.encode())
+            partial.replace(self._folder / CONFIG_FILE)
+        except OSError:
+            self._follows = False
+            return
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asked_s = time.monotonic()
+        self.signal(signal.SIGHUP)
+
+    def _note_answer(self, lines: Sequence[str]) -> None:
+        """A reload says one of these (`prism.serve.reload`)."""
+        if self._follows is not None:
+            return
+        for line in lines:
+            if line.startswith(("reloaded: ", "reload: ")):
+                self._follows = line.startswith("reloaded: ")
+                (self._folder / _ASKED_FILE).unlink(missing_ok=True)
+        if self._follows is None and time.monotonic() - self._asked_s > _ASK_AGAIN_S:
+            self._ask()
 
     def _note_shown(self, count: int) -> None:
         """For the next actor."""
@@ -119,7 +162,7 @@ class NodeActor:
         return None if _is_held(self._folder) else EXIT_UNKNOWN
 
     def signal(self, number: int) -> None:
-        """SIGTERM ends it in order, a second one at once."""
+        """SIGTERM ends it in order, a second one at once; SIGHUP has it read its file again."""
         self._unsent.append(number)
         self._send()
 
@@ -142,7 +185,8 @@ def sweep() -> None:
 
 
 def _folders() -> list[Path]:
-    found = Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")
+    at = Path(tempfile.gettempdir())
+    found = [each for prefix in (_PREFIX, LOCAL_RAY_PREFIX) for each in at.glob(f"{prefix}*")]
     return [each for each in found if not distrust(each) and (each / LOCK_FILE).is_file()]
 
 
@@ -161,12 +205,24 @@ def _made(yaml: str, key: str, node: str) -> Path:
     for name, text in (
         (KEY_FILE, key),
         (_NODE_FILE, node),
-        (CONFIG_FILE, f"{yaml}\ncluster_key: {folder / KEY_FILE}\n"),
+        (CONFIG_FILE, _config_text(yaml, folder)),
         (_CONSOLE_FILE, ""),
     ):
         with private_log(folder / name) as out:
             out.write(text.encode())
     return folder
+
+
+def _config_text(yaml: str, folder: Path) -> str:
+    return f"{yaml}\ncluster_key: {folder / KEY_FILE}\n"
+
+
+def _read(folder: Path) -> str:
+    """The file that its launcher reads; empty where that has gone."""
+    try:
+        return (folder / CONFIG_FILE).read_text()
+    except OSError:
+        return ""
 
 
 def _is_held(folder: Path) -> bool:
