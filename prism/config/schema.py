@@ -253,8 +253,8 @@ class ServeYaml(Strict, frozen=True, kw_only=True):
     # The machines, where there are several: see docs/several-machines.md.
     nodes: list[NodeYaml] = []
     # The Ray cluster that starts the machines: "auto" for the one of this machine, or for one that
-    # is started where there is none; or HOST:PORT. Without `nodes` they are all of Ray's that have
-    # a GPU or a prism_host_device, also those that join later; `devices` then describes each GPU
+    # is started where there is none; or HOST:PORT. Without `nodes` they are all of Ray's, also
+    # those that join later, with a GPU or a prism_host_device; `devices` then describes each GPU
     # as "cuda:*" and each host device as "host:*". `cluster_key` is made then.
     ray: str | None = None
     # With `nodes`: a file, for this user alone, with the key by which their processes know each
