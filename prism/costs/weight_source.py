@@ -13,7 +13,7 @@ class WeightSource:
     kind: Literal["store", "peer", "disk"]
     # The machine of a peer.
     node: str = ""
-    # At which they come; of the own store it is none's business here.
+    # At which they come; 0 from the own store, which has them.
     bytes_s: float = 0.0
 
 

@@ -15,8 +15,7 @@ def patience_s(view: ClusterView, settings: Settings) -> float:
     """Until a model has been idle or up for long enough to make way for one that asks for a place,
     or a queue has lasted for long enough to be worth a copy; where one is worth it and finds no
     room, until rates may have changed. Seconds, or infinity."""
-    queued = [m for m in view.models if m.waiting and m.replicas_max > 1]
-    moments = [replicas.saturated_in_s(m, settings) for m in queued]
+    moments = [replicas.saturated_in_s(m, settings) for m in replicas.queued(view)]
     crowded = any(moment <= 0 for moment in moments)
     if crowded:
         moments.append(replicas.RATE_LOOK_S)

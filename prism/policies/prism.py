@@ -47,8 +47,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
     relieve = view.rebalance and not calm(_loads(view, settings), settings)
-    queued = [m for m in view.models if m.waiting and m.replicas_max > 1]
-    crowded = any(replicas.saturated(m, settings) for m in queued)
+    crowded = any(replicas.saturated(m, settings) for m in replicas.queued(view))
     leaving = drain.must_leave(view)
     if not (asked or wanted or relieve or crowded or leaving):
         return ()

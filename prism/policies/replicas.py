@@ -14,7 +14,7 @@ from msgspec import structs
 from prism.policies import kvpr
 from prism.policies.bins import Bin, devices_of, need_bytes, part
 from prism.policies.builder import PlanBuilder
-from prism.policies.data import Activate, Evict, ModelView, Refuse, Settings
+from prism.policies.data import Activate, ClusterView, Evict, ModelView, Refuse, Settings
 
 SPARE_PART = 0.5
 """A copy leaves where the others then serve less than this part of what a copy can."""
@@ -25,6 +25,11 @@ RATE_LOOK_S = 0.5
 MakeRoom = Callable[[PlanBuilder, ModelView, Collection[Bin], float], Sequence[Bin] | None]
 """Evicts what the part may displace on some of these, where their KVPR then stays below a bound; a
 bin for each part, or None."""
+
+
+def queued(view: ClusterView) -> list[ModelView]:
+    """Those that may be saturated, and may have copies."""
+    return [m for m in view.models if m.waiting and m.replicas_max > 1]
 
 
 def saturated(model: ModelView, settings: Settings) -> bool:
