@@ -48,6 +48,7 @@ from prism.process import Turns
 from prism.queueing import RequestQueue
 from prism.scheduler.journal import QueueJournal, open_journal
 from prism.scheduler.local import Limits, LocalScheduler
+from prism.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -301,9 +302,7 @@ class Agent:
         failed = [task for task in tasks if task.done() and not task.cancelled()]
         errors = [error for task in failed if (error := task.exception()) is not None]
         self._replaced |= any(isinstance(error, LeaseLostError) for error in errors)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         self._serving.end_all("the agent of this device stops")
         await self._kv.close()
         self._prefetcher.stop()

@@ -20,6 +20,7 @@ from msgspec import structs
 from prism.agent.sockets import PeerLinks
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume
+from prism.tasks import cancel_all
 
 PART_BYTES = 256 << 10  # copied in a turn of the loop, and encrypted in about half a millisecond
 UNACKNOWLEDGED_BYTES_MAX = 16 * PART_BYTES
@@ -64,9 +65,7 @@ class KvSender:
 
     async def close(self) -> None:
         """What has not come goes on without KV."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def _send_all(self, left: list[Request], target: str, go_on: GoOn) -> None:
         try:

@@ -19,6 +19,7 @@ from prism.messages.agent import ActionResult, ActivateModel, EvictModel, Prefet
 from prism.policies.data import Action, Activate, Evict, Migrate
 from prism.queueing.requests import RequestQueue
 from prism.scheduler.journal import Ended, Started
+from prism.tasks import cancel_all
 
 log = logging.getLogger("prism.cluster")
 
@@ -89,10 +90,7 @@ class Actuator:
 
     async def stop(self) -> None:
         """Cancel what is under way; the agents finish it, the next scheduler sees the result."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks.values())
 
     # --- bookkeeping ------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from uuid import uuid4
 from prism.config.schema import ClusterConfig
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.queueing.requests import RequestQueue
+from prism.tasks import cancel_all
 
 SCHEDULER = "scheduler"  # no device has this name
 LEASE_S = 6.0
@@ -61,8 +62,7 @@ async def _lead(
     try:
         await run(over)
     finally:
-        holding.cancel()
-        await asyncio.gather(holding, return_exceptions=True)
+        await cancel_all([holding])
     try:
         await queue.release(SCHEDULER, owner, epoch)
     except (QueueUnavailableError, LeaseLostError) as error:

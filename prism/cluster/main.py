@@ -30,6 +30,7 @@ from prism.errors import ConfigError
 from prism.process import Turns, beat, configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue
 from prism.scheduler.journal import CLUSTER, open_journal
+from prism.tasks import cancel_all
 
 log = logging.getLogger("prism.cluster")
 
@@ -84,9 +85,7 @@ async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None])
         for task in done:
             task.result()
     finally:
-        for task in (stopped, *tasks):
-            task.cancel()
-        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+        await cancel_all([stopped, *tasks])
 
 
 async def _serve(file: ConfigFile) -> None:

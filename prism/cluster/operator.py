@@ -18,6 +18,7 @@ from prism.errors import ActionError
 from prism.messages.agent import ActionResult, AgentCommand, PrefetchModel, TrimModel
 from prism.messages.cluster import OperatorCommand
 from prism.policies.data import Migrate
+from prism.tasks import cancel_all
 
 COMMANDS = ("activate", "evict", "prefetch", "flush", "drain", "undrain", "status")
 log = logging.getLogger("prism.cluster")
@@ -39,10 +40,7 @@ class Operator:
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def _answer(self, identity: bytes, command: OperatorCommand) -> None:
         begun_s = self._state.now_s()

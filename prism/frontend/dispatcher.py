@@ -26,6 +26,7 @@ from prism.frontend.siblings import Siblings
 from prism.messages.cluster import FrontendState
 from prism.messages.requests import Cancel, EngineOutput, Failure, ToFrontend
 from prism.queueing.requests import RequestQueue
+from prism.tasks import cancel_all
 from prism.transport import Channel
 
 log = logging.getLogger(__name__)
@@ -90,9 +91,7 @@ class Dispatcher:
             _, late = await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT_S)
             for task in late:
                 task.cancel()
-        for task in self._loops:
-            task.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await cancel_all(self._loops)
         self._inbox.close()
         self._context.destroy(linger=_LINGER_MS)
 

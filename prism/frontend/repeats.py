@@ -25,6 +25,7 @@ from prism.frontend.generation import GeneratedChoice, Generation, GenerationSpe
 from prism.frontend.openai_types import RequestBody
 from prism.messages.requests import Chunk, KeptAnswer
 from prism.queueing.requests import RequestQueue
+from prism.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -217,10 +218,7 @@ class Repeats:
 
     async def close(self) -> None:
         self._closing = True
-        tasks = [run.task for run in self._runs.values() if run.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(run.task for run in self._runs.values() if run.task is not None)
 
     async def _answer(self, run: SharedAnswer, failed: asyncio.Task[None] | None) -> None:
         """`failed`: an earlier run, whose claim has to end first."""
