@@ -144,7 +144,7 @@ class World:
             **{"rope_dim": 8, "block_tokens": 16, "arrangement": "per_layer", "engine": "engine"},
             **{"padded_token_bytes": None, "rank": 0, "ranks": 1, "bytes_per_s": None},
             **{"groups": HYBRID.groups, "config": {"num_hidden_layers": 1}, "prefix": "x"},
-            **{"returned_bytes": 0, "evicted_tokens": 0, "evicted_bytes": 0},
+            **{"returned_bytes": 0, "evicted_tokens": 0, "evicted_bytes": 0, "first": None},
             "KVCacheGroup.num_blocks": {"full": 1},
             "KVCacheGroup.ids": self.group_ids,
             "KVCacheGroup.name": "full",
