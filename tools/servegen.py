@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tools.servegen", description=__doc__.splitlines()[0])
     parser.add_argument("rates", type=Path)
     parser.add_argument("--gpus", default="8,16,24,32")
-    parser.add_argument("--seeds", default="11,23")
+    parser.add_argument("--seeds", default="11,23,31")
     parser.add_argument("--policies", default="prism,one-place,muxserve++")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--out", type=Path)

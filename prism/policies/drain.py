@@ -68,34 +68,33 @@ def evictions(view: ClusterView, planned: Sequence[Action]) -> list[Action]:
 def vacate(
     builder: PlanBuilder,
     leaving: Sequence[ModelView],
-    make_room: Callable[[PlanBuilder, ModelView], None],
+    make_room: Callable[[PlanBuilder, ModelView], bool],
     evict: Callable[[PlanBuilder, ModelView, str], None],
 ) -> None:
     """Moves and evictions of these. Nothing moves to where models come or go: the next plan sees
     what came of it.
 
-    make_room: plans evictions of idle models, if the part then fits elsewhere.
+    make_room: plans evictions of idle models, if the part then fits elsewhere; whether it does.
     """
     drained = _drained(builder.view)
     for model in leaving:
         if builder.is_changing(model.name):
             continue
         reason = _reason(model, drained)
-        if _others_serve(builder, model, leaving):
+        staying = _staying_copies(builder, model, leaving)
+        needs_room = _is_busy(model) or model.never_evict
+        if staying >= max(1, model.replicas_min):
             evict(builder, model, f"{reason}; other copies serve it")
         elif home := elsewhere(builder, part(model), builder.changing()):
             migrate(builder, part(model), home, reason)
-        elif elsewhere(builder, part(model)) is not None:
-            continue
-        elif _is_busy(model) or model.never_evict:
-            make_room(builder, part(model))
-        else:
+        elif elsewhere(builder, part(model)) or (needs_room and make_room(builder, part(model))):
+            continue  # until what comes or goes there has done so
+        elif staying or not needs_room:  # a copy less than `replicas.min`, but one
             evict(builder, model, f"{reason}; no other device can take it now")
 
 
-def _others_serve(builder: PlanBuilder, model: ModelView, leaving: Sequence[ModelView]) -> bool:
-    copies = builder.copies.get(model.name, ())
-    return sum(copy not in leaving for copy in copies) >= max(1, model.replicas_min)
+def _staying_copies(builder: PlanBuilder, model: ModelView, leaving: Sequence[ModelView]) -> int:
+    return sum(copy not in leaving for copy in builder.copies.get(model.name, ()))
 
 
 def _reason(model: ModelView, drained: frozenset[str]) -> str:

@@ -233,11 +233,13 @@ def _evict_for(builder: PlanBuilder, model: ModelView, idle: Sequence[ModelView]
     return True
 
 
-def _clear_for(builder: PlanBuilder, model: ModelView) -> None:
-    """Room for a model that has to move: it does so when they have gone."""
+def _clear_for(builder: PlanBuilder, model: ModelView) -> bool:
+    """Room for a model that has to move: it does so when they have gone. False: there is none."""
     for idle in (_over_threshold(builder), _longest_idle(builder)):
         if (option := _cheapest(builder.bins.values(), model, idle)) is not None:
-            return _clear(builder, model, option[2], "its device is needed")
+            _clear(builder, model, option[2], "its device is needed")
+            return True
+    return False
 
 
 def _clear_idle(

@@ -86,6 +86,13 @@ def test_a_copy_leaves_its_requests_to_the_others() -> None:
     assert planned(copies, gpus) == [("evict", "a", "g0")]
     least = [structs.replace(copy, replicas_min=2, never_evict=True) for copy in copies]
     assert planned(least, gpus) == [("migrate", "a", "g0", "g2")]
+    # A device is drained all the same where `replicas.min` cannot be kept without it.
+    assert planned(least, gpus[:2]) == [("evict", "a", "g0")]
+    young = active("young", "g2", weight=95, idle_s=5.0)
+    full = [gpus[0], gpus[1], gpu("g2", 100)]
+    assert planned([*least, young], full) == [("evict", "young", "g2")]
+    # The last copies stay up.
+    assert planned(least, [drained("g0"), drained("g1")]) == []
 
 
 def test_a_model_over_several_devices_moves_as_a_whole() -> None:

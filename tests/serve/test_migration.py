@@ -161,6 +161,25 @@ def test_answers_go_on_at_another_machine(
 
 
 @pytest.mark.long
+def test_answers_of_a_copy_go_on_at_another_machines(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    """A copy on each machine; one machine drains."""
+    model = {"name": "c", "path": "a", "replicas": {"min": 2, "max": 2}}
+    changes = {"models": [model], "scheduler": {"migrate_running": "move", "interval": "1s"}}
+    with two_machines(tmp_path, "100GB", **changes) as (here, _there):
+        until(lambda: len(places(here, "c")) == 2, "a copy on each")
+        answers = post(here, pool, "c")
+        until(lambda: all(m.running for m in places(here, "c").values()), "both answer")
+        ask(here, OperatorCommand("drain", device="host:0@b"))
+        until(lambda: set(places(here, "c")) == {"host:0@a"}, "one copy")
+        assert not any(answer.done() for answer in answers)
+        check(here, answers, "c", "host:0@a")
+    assert "its requests' KV is sent" in said(tmp_path)
+    assert "KV of a request is computed again" not in said(tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.sglang
 def test_answers_of_sglang_go_on_at_another_machine(
     tmp_path: Path, pool: ThreadPoolExecutor

@@ -88,9 +88,9 @@ def sglang(_folder: Path) -> Setup:
         device={"capacity": "192MiB", "page": "64KiB", "engines": 2},
         models=[model_yaml("tiny-llama"), model_yaml("tiny-qwen3")],
         engine={"adapter": "sglang", "drain_timeout": "10s"},
-        rate=1.5,
+        rate=2,
         tokens=24,
-        requests=400,
+        requests=2000,
     )
 
 
@@ -218,7 +218,7 @@ class Campaign:
 
 @pytest.mark.long
 @needs_root
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("make", [fake, pytest.param(sglang, marks=pytest.mark.sglang)])
 def test_three_machines(make: Any, tmp_path: Path) -> None:
     setup, log = make(tmp_path), tmp_path / "up"
