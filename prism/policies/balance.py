@@ -12,7 +12,7 @@ from msgspec import structs
 from prism.policies import kvpr
 from prism.policies.bins import Bin, current_bins, devices_of, need_bytes, part
 from prism.policies.builder import PlanBuilder, settled
-from prism.policies.data import Migrate, ModelView, Settings, beside
+from prism.policies.data import Migrate, ModelView, beside
 
 PRESSED_FREE = 0.25
 """A device with a smaller part of its memory free may lack it before the next burst is over."""
@@ -55,6 +55,10 @@ def rebalance(builder: PlanBuilder) -> None:
     KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
     the least pressed devices. One in a plan, and none to or from a device where a model comes or
     goes: the next interval sees its effect."""
+    least = builder.settings.contended_requests
+    contended = {name for name, b in builder.bins.items() if _contended(b, least)}
+    if not contended:
+        return
     models, gpus = settled(builder.view)
     residents = [m for m in models if m.device in builder.bins]
     # An idle model exerts no pressure: moving it would cost an activation and relieve nothing. A
@@ -72,23 +76,23 @@ def rebalance(builder: PlanBuilder) -> None:
             continue
         (device,) = placement.homes[model.name]
         target = builder.bins[device]
-        if device == model.device or not target.fits(model):
+        if model.device not in contended or device == model.device or not target.fits(model):
             continue
         if _relieved(builder, model, [target]):
             return
-    for model in sorted((m for m in busy if m.tp > 1), key=kvpr.by_pressure):
+    wide = (m for m in busy if m.tp > 1 and not contended.isdisjoint(devices_of(m)))
+    for model in sorted(wide, key=kvpr.by_pressure):
         home = elsewhere(builder, part(model))
         if home is not None and _relieved(builder, part(model), home):
             return
 
 
 def _relieved(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bool:
-    """Plans the move if `model` is contended where it is, relief is above tau, no model comes or
-    goes on these devices, and the room that it needs is free now: it must not press on requests
-    that run there."""
+    """Plans the move if relief is above tau, no model comes or goes on these devices, and the room
+    that it needs is free now: it must not press on requests that run there."""
     sources, tau = _held_by(builder, model), builder.settings.migration_threshold
     free = all(b.gpu.free_bytes >= need_bytes(model) for b in home)
-    if model.state != "active" or not _contended(sources, builder.settings) or not free:
+    if model.state != "active" or not free:
         return False
     relief = _relief_of(model, sources, home)
     if relief <= tau or not builder.changing().isdisjoint(b.name for b in (*sources, *home)):
@@ -99,22 +103,14 @@ def _relieved(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bo
     return True
 
 
-def _contended(sources: Sequence[Bin], settings: Settings) -> bool:
-    """On one of the devices enough requests run beside the busiest model's, and it is pressed."""
-    least = settings.contended_requests
-    return any(_pressed(b, least) and _contention(b) >= least for b in sources)
-
-
-def _pressed(b: Bin, waiting: float) -> bool:
-    """So many requests wait, or memory may soon be short: rates are of the past window, and where
-    all that is asked for is served with room to spare, a move can only do harm."""
-    wait = sum(m.waiting for m in b.models.values())
-    return wait >= waiting or b.gpu.free_bytes < PRESSED_FREE * b.gpu.capacity_bytes
-
-
-def _contention(b: Bin) -> float:
-    """Requests that run there at a time beside the busiest model's."""
-    return beside([m.token_rate * m.slo_tpot_s for m in b.models.values()])
+def _contended(b: Bin, least: float) -> bool:
+    """Enough requests run beside the busiest model's, and the device is pressed: so many wait, or
+    memory may soon be short. Rates are of the past window, and where all that is asked for is
+    served with room to spare, a move can only do harm."""
+    short = b.gpu.free_bytes < PRESSED_FREE * b.gpu.capacity_bytes
+    if not short and sum(m.waiting for m in b.models.values()) < least:
+        return False
+    return beside([m.token_rate * m.slo_tpot_s for m in b.models.values()]) >= least
 
 
 def _relief_of(model: ModelView, sources: Sequence[Bin], home: Sequence[Bin]) -> float:

@@ -67,7 +67,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
 
 def calm(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
     """No device is short of memory or contended: all are left as they are."""
-    # A hair below, since parts are summed in another order than `_contention` does.
+    # A hair below, since parts are summed in another order than `rebalance` does.
     most, least = settings.contended_requests * 0.999, settings.short_fraction
     return not any(load.copies or load.beside >= most or load.free_part < least for load in loads)
 

@@ -79,7 +79,10 @@ def adjust(builder: PlanBuilder, make_room: MakeRoom) -> None:
             _drop(builder, copies)
     if scarce:
         return  # memory is for models without any copy
-    for model in sorted(builder.view.models, key=lambda m: (-m.waiting, m.name)):
+    # Most models ask for nothing.
+    asking = {m.name for m in builder.view.models if m.waiting or m.replicas_min > 1}
+    models = (m for m in builder.view.models if m.name in asking)
+    for model in sorted(models, key=lambda m: (-m.waiting, m.name)):
         copies = several.get(model.name, [model])
         if model is copies[0] and _wants_more(builder, copies):
             _add(builder, copies, make_room)
