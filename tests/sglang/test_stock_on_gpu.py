@@ -101,7 +101,7 @@ def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(pair: Pair) 
         (
             (),
             {"STATIC": "1025MiB", "NAMESPACE": OWN},
-            "does not fit into the 1.0 GiB leased beside its KV: set",
+            "does not fit into the 1 GiB leased beside its KV: set",
         ),
         ((), {}, "takes 1.4 GiB beside its KV, and cuda:0 has .* for it: stop or shrink"),
         (("--base-gpu-id", "1"), {}, "base_gpu_id 1 is another GPU than KVCACHED_DEVICE's cuda:0"),
