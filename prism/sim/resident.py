@@ -94,8 +94,10 @@ class Resident:
 
     def grew_to(self, waiting: float) -> bool:
         """The last one to come made the queue so long, of a model that may have more copies."""
-        least = max(1.0, waiting)
-        return self.waiting - 1 < least <= self.waiting and self.model.replicas_max > 1
+        if not self.queue or self.model.replicas_max == 1:
+            return False
+        queued = len(self.queue)
+        return queued - 1 < max(1.0, waiting) <= queued
 
     @property
     def saturated_s(self) -> float:
