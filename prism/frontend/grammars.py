@@ -19,6 +19,7 @@ from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar
 from prism.process import child_environment
+from prism.tasks import cancel_all
 
 CHARS_MAX = 64 << 10
 COMPILE_S_MAX = 10.0
@@ -190,10 +191,7 @@ class GrammarTrials:
             raise _refused(field, f"cannot be compiled: {error:.500}")
 
     async def close(self) -> None:
-        trials = list(self._trials.values())
-        for trial in trials:
-            trial.cancel()
-        await asyncio.gather(*trials, return_exceptions=True)
+        await cancel_all(self._trials.values())
         await self._end()
 
     def _trial(

@@ -55,33 +55,33 @@ def rebalance(builder: PlanBuilder) -> None:
     KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
     the least pressed devices. One in a plan, and none to or from a device where a model comes or
     goes: the next interval sees its effect."""
-    least = builder.settings.contended_requests
-    contended = {name for name, b in builder.bins.items() if _contended(b, least)}
-    if not contended:
-        return
     models, gpus = settled(builder.view)
     residents = [m for m in models if m.device in builder.bins]
     # An idle model exerts no pressure: moving it would cost an activation and relieve nothing. A
     # model with several copies is spread already.
     several = builder.copies
     busy = [m for m in residents if m.token_rate > 0 and m.name not in several]
+    least = builder.settings.contended_requests
+    contended = {name for name, b in builder.bins.items() if _contended(b, least)}
+    pressed = [m for m in busy if not contended.isdisjoint(devices_of(m))]
+    if not pressed:
+        return
     free = [m for m in busy if m.tp == 1]
     leaving = {m.name for m in free}
     staying = [m for m in residents if m.name not in leaving]
     tau = builder.settings.migration_threshold
     start = partial(current_bins, residents, gpus, staying)
     placement = kvpr.place(free, gpus, tau, start)
-    for model in sorted(free, key=kvpr.by_pressure):
+    for model in sorted((m for m in pressed if m.tp == 1), key=kvpr.by_pressure):
         if model.name not in placement.homes:
             continue
         (device,) = placement.homes[model.name]
         target = builder.bins[device]
-        if model.device not in contended or device == model.device or not target.fits(model):
+        if device == model.device or not target.fits(model):
             continue
         if _relieved(builder, model, [target]):
             return
-    wide = (m for m in busy if m.tp > 1 and not contended.isdisjoint(devices_of(m)))
-    for model in sorted(wide, key=kvpr.by_pressure):
+    for model in sorted((m for m in pressed if m.tp > 1), key=kvpr.by_pressure):
         home = elsewhere(builder, part(model))
         if home is not None and _relieved(builder, part(model), home):
             return

@@ -80,8 +80,8 @@ def adjust(builder: PlanBuilder, make_room: MakeRoom) -> None:
     if scarce:
         return  # memory is for models without any copy
     # Most models ask for nothing.
-    asking = {m.name for m in builder.view.models if m.waiting or m.replicas_min > 1}
-    models = (m for m in builder.view.models if m.name in asking)
+    asking = {m.name for m in queued(builder.view)}
+    models = (m for m in builder.view.models if m.name in asking or m.replicas_min > 1)
     for model in sorted(models, key=lambda m: (-m.waiting, m.name)):
         copies = several.get(model.name, [model])
         if model is copies[0] and _wants_more(builder, copies):

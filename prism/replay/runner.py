@@ -19,6 +19,7 @@ from prism.replay.prompts import PromptSource
 from prism.replay.results import Counters, ReplayResults, RequestRecord, RunConfig, StatusSample
 from prism.replay.sampling import StatusTracker, sample_status
 from prism.replay.trace import Trace, TraceRequest, models_of
+from prism.tasks import cancel_all
 
 
 class Observer(Protocol):
@@ -81,8 +82,7 @@ class Replay:
         with interruptible(self.stop):
             await self._send_all(trace, sender)
         duration_s = time.monotonic() - sender.start_s
-        sampler.cancel()
-        await asyncio.gather(sampler, return_exceptions=True)
+        await cancel_all([sampler])
         counters = await self._last_status(duration_s)
         return self._results(duration_s, started_unix_s, counters)
 
