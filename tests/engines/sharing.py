@@ -208,7 +208,7 @@ def kill_in_mid_load(pair: Pair, victim: str, other: str) -> str:
             pool.submit(pair.servers[victim].generate, prompt, 200)
             for prompt in prompts(victim, 12, (280, 300), seed=21)
         ]
-        until(lambda: pair.of(victim).committed_bytes > half, 300)  # by steps of decode
+        until(lambda: pair.of(victim).committed_bytes > half, 300)  # slow steps on a test GPU
         asked = prompts(other, 12, (280, 300), seed=22)
         jobs = [pool.submit(pair.servers[other].generate, prompt, 200) for prompt in asked]
         until(lambda: pair.device.usage().free_bytes < half // 4)

@@ -70,7 +70,7 @@ def started_late(stack: Stack) -> None:
         began_unix_s = request.arrival_unix_s + 0.3 + int(request.id.rpartition("-")[2])
         stack.services.dispatcher.log.take_start(Started(request.id, 1, "host:0", began_unix_s))
         yield tokens(request, 0, [7])
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.025)
         yield tokens(request, 1, [7, 7], "stop")
 
     stack.agent.script = script
@@ -91,7 +91,7 @@ async def test_the_usage_says_whether_the_slo_was_met(stack: Stack) -> None:
     assert (slo["ttft"]["target_s"], slo["tpot"]["target_s"]) == (2.0, 0.2)  # the model's
     for each in (slo["ttft"], slo["tpot"]):
         assert each["met"] is (each["actual_s"] <= each["target_s"])
-    assert slo["tpot"]["actual_s"] > 0.008  # two more tokens after 20 ms, by another clock
+    assert slo["tpot"]["actual_s"] >= 0.01  # two more tokens after 25 ms, by another clock
     # Whoever asks for one is told, and each of its targets is judged by itself.
     long_ms, short_ms = 3.6e6, 1e-3
     slo = (await usage_of(stack, slo_ttft_ms=long_ms, slo_tpot_ms=short_ms))["slo"]
