@@ -1,14 +1,16 @@
 """CPU of the serving path, against a pass-through of FastAPI and httpx in the same run.
 
     python bench/serving.py [--model DIR] [--streams 64] [--tokens 128] [--requests 400]
-        [--rounds 3]
+        [--rounds 3] [--turns 1]
 
 A cluster of one device and one fake engine with steps of 10 ms answers streams, all begun at once.
 CPU seconds of the frontend, the agent and the engine per 1,000 tokens, and, with answers of one
 token, per request. What the fake engine's model takes without a worker around it is measured apart,
 in this process. Beside them the same streams through `PASS_THROUGH`, which forwards what
 `UPSTREAM`, a server without a model or a tokenizer, sends in the same steps, and asked directly,
-as an engine's own server. Tokens per second and the median time to the first token of each.
+as an engine's own server. Tokens per second and the median time to the first token of each. With
+`--turns 12` a stream asks so often, for a quarter to seven quarters of the tokens: requests come
+one by one, and not at once.
 
 Model: `prism-models prepare tiny-llama`, of which only the tokenizer is used. `--streams 256
 --tokens 300` is what both cannot keep up with on two cores.
@@ -20,6 +22,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -107,6 +110,7 @@ async def steps(step_s, loop):
         if not running:  # a step begins with the first request, as an engine's does
             asked.clear()
             await asked.wait()
+            due_s = loop.time()
         if loop.time() - due_s > step_s:
             due_s = loop.time()
         due_s += step_s
@@ -303,15 +307,21 @@ def fake_model_s(model: Path, streams: int, tokens: int) -> float:
     return used_s / (streams * tokens)
 
 
-def bodies(count: int, tokens: int) -> list[bytes]:
-    common = {"model": "m", "max_tokens": tokens, "stream": True, "ignore_eos": True}
-    return [json.dumps({**common, "prompt": [5, 6, 7, n % 200]}).encode() for n in range(count)]
+def bodies(count: int, tokens: int, spread: int = 0) -> list[bytes]:
+    """spread: answers have so many tokens more or less."""
+    common = {"model": "m", "stream": True, "ignore_eos": True}
+    lengths = random.Random(count).choices(range(tokens - spread, tokens + spread + 1), k=count)
+    return [
+        json.dumps({**common, "max_tokens": length, "prompt": [5, 6, 7, n % 200]}).encode()
+        for n, length in enumerate(lengths)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=default_directory() / "tiny-llama")
-    for name, value in {"streams": 64, "tokens": 128, "requests": 400, "rounds": 3}.items():
+    sizes = {"streams": 64, "tokens": 128, "requests": 400, "rounds": 3, "turns": 1}
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -352,11 +362,13 @@ def report(rounds: list[list[Run]], model_s: float) -> None:
         name: 1000 * median(runs[number].first_token_s for runs in rounds)
         for number, name in enumerate(names)
     }
-    print("first token:", ", ".join(f"{name} {ms:.0f} ms" for name, ms in first_ms.items()))
+    print("first token:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in first_ms.items()))
 
 
 def measured(url: str, pids: dict[str, int], options: argparse.Namespace) -> Run:
-    result = run(url, pids, options.streams, bodies(options.streams, options.tokens))
+    spread = options.tokens * 3 // 4 if options.turns > 1 else 0
+    asked = bodies(options.streams * options.turns, options.tokens, spread)
+    result = run(url, pids, options.streams, asked)
     per = {role: f"{1000 * s / result.tokens:.3f} s" for role, s in result.cpu_s.items()}
     rate, first_ms = result.tokens / result.seconds, 1000 * result.first_token_s
     print(f"per 1,000 tokens: {per}; {rate:.0f} tokens/s; first token {first_ms:.0f} ms")
