@@ -28,6 +28,7 @@ from xgrammar import (
 )
 
 from prism.engines.sglang import vocabulary
+from prism.engines.sglang.json_schemas import unkept
 from prism.engines.sglang.known import package_folder
 from prism.engines.sglang.parsers import WHITESPACE_MAX
 from prism.process import die_with_parent
@@ -63,7 +64,8 @@ def tried(asked: dict[str, Any]) -> str:
         made, info = _compiler(asked["directory"], asked["vocab_size"])
         compiled = _compile(made, asked["kind"], asked["text"])
         mask = allocate_token_bitmask(1, info.vocab_size)
-        GrammarMatcher(compiled).fill_next_token_bitmask(mask)
+        if GrammarMatcher(compiled).fill_next_token_bitmask(mask) and not mask.any():
+            return "no text matches it"
     except (RuntimeError, ValueError, RecursionError) as error:
         first = _PLACE.sub("", str(error).strip()).partition("\n")[0]
         return first or type(error).__name__
@@ -80,13 +82,28 @@ def _compiler(directory: str, vocab_size: int) -> tuple[GrammarCompiler, Tokeniz
 
 def _compile(made: GrammarCompiler, kind: str, text: str) -> CompiledGrammar:
     if kind == "json":
-        _validation().validate_xgrammar_json_schema(json.loads(text))
-        return made.compile_json_schema(text, max_whitespace_cnt=WHITESPACE_MAX)
+        schema = json.loads(text)
+        _validation().validate_xgrammar_json_schema(schema)
+        compiled = made.compile_json_schema(text, max_whitespace_cnt=WHITESPACE_MAX)
+        _refuse_unkept(schema)
+        return compiled
     if kind == "regex":
         return made.compile_regex(text)
     if kind == "structural_tag":
         return made.compile_structural_tag(text)
     return made.compile_grammar(text)
+
+
+def _refuse_unkept(schema: Any) -> None:
+    """Of a schema that compiles: parts that nothing leads to may have any form. Raises
+    ValueError."""
+    for part, place in _validation()._iter_subschemas(schema):
+        try:
+            error = unkept(part, schema)
+        except (AttributeError, TypeError):
+            error = "this is no schema"
+        if error:
+            raise ValueError(f"{error} (at {place:.200})")
 
 
 @lru_cache(maxsize=1)
