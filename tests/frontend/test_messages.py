@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from prism.config.access import ApiKey, hashed
 from prism.errors import BadRequestError
 from prism.frontend.message_types import CountBody
+from prism.frontend.parsers import AnswerParsers
 from prism.frontend.routes.messages import _arguments
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
@@ -156,6 +157,20 @@ async def test_thinking_text_and_calls(tools_stack: Stack, step: int) -> None:  
         for call in message.content[2:]:
             call.id = ""
     same(again, made)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("compiled", ["tools_stack"], indirect=True)
+async def test_a_text_that_is_cut_behind_calls_stays_there(
+    tools_stack: Stack,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AnswerParsers, "_look", lambda *_: ("hermes", ""))
+    ids = ids_of(f"{CALLS.rstrip()} That is all")
+    tools_stack.agent.script = answering([*ids, 0])
+    asked: dict[str, Any] = {"tools": [WEATHER], "max_tokens": len(ids)}
+    for made in (await told(tools_stack, **asked), await whole(tools_stack, **asked)):
+        assert [block.type for block in made.content] == ["tool_use", "tool_use", "text"]
 
 
 @pytest.mark.usefixtures("compiled")

@@ -12,6 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from prism.frontend.parsers import AnswerParsers
 from prism.frontend.response_types import Item, messages_of
 from prism.messages.requests import Chunk, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
@@ -209,6 +210,26 @@ async def test_space_beside_calls_is_no_message(tools_stack: Stack) -> None:  # 
     tools_stack.agent.script = answering([*ids_of("  x \n"), 0])
     for response in (await whole(tools_stack), (await streamed(tools_stack))[-1].response):
         assert response.output_text == "  x \n"
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("compiled", ["tools_stack"], indirect=True)
+async def test_a_text_that_is_cut_behind_calls_stays_there(
+    tools_stack: Stack,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AnswerParsers, "_look", lambda *_: ("hermes", ""))
+    ids = ids_of(f"{CALLS.rstrip()} That is all")
+    tools_stack.agent.script = answering([*ids, 0])
+    asked: dict[str, Any] = {"tools": [WEATHER], "max_output_tokens": len(ids)}
+    for output in (
+        (await whole(tools_stack, **asked)).output,
+        (await streamed(tools_stack, **asked))[-1].response.output,
+    ):
+        assert [item.type for item in output] == ["function_call", "function_call", "message"]
+        assert [item.status for item in output] == ["completed", "completed", "incomplete"]
+        assert [json.loads(call.arguments)["city"] for call in output[:2]] == ["Oslo", "Rome"]
+        assert output[2].content[0].text.strip() == "That is all"
 
 
 @pytest.mark.usefixtures("compiled")

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from msgspec.structs import replace
 
 from prism.frontend.bodies import read_body
 from prism.frontend.chat_types import ChatBody
@@ -22,6 +23,8 @@ from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 
 router = APIRouter(route_class=PlainRoute)
+
+_DELTA_CHARS = 4  # about a token's
 
 
 @router.post("/v1/chat/completions")
@@ -61,9 +64,12 @@ class Told:
     """One choice, told apart into reasoning, content and tool calls where the model has parsers."""
 
     def __init__(self, generation: Answering, choice: int) -> None:
-        parsing = generation.spec.parsing
+        self._parsing = generation.spec.parsing
         self._name = f"{generation.spec.id}-{choice}"
-        self._parser = parsing.parser() if parsing else None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = self._parsing.parser() if self._parsing else None
         self._calls = 0
 
     def delta(self, update: TextUpdate) -> dict[str, Any]:
@@ -90,6 +96,18 @@ class Told:
             calls = [self._call(*call) for call in piece.calls]
             message["tool_calls"] = [{k: c[k] for k in ("id", "type", "function")} for c in calls]
         return message
+
+    def in_order(self, update: TextUpdate) -> list[dict[str, Any]]:
+        """The whole of it as a message, or, where that would not say whether text comes before a
+        call or behind it, as a stream's deltas."""
+        message = self.message(update)
+        text = update.text
+        if "tool_calls" not in message or not (message["content"] or "").strip():
+            return [message]
+        self._begin()
+        *before, last = [text[i : i + _DELTA_CHARS] for i in range(0, len(text), _DELTA_CHARS)]
+        deltas = [self.delta(replace(update, text=t, finish_reason=None)) for t in before]
+        return [*deltas, self.delta(replace(update, text=last))]
 
     def finish_reason(self, update: TextUpdate) -> str | None:
         calls = self._calls and update.finish_reason == "stop"

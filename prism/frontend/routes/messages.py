@@ -66,8 +66,9 @@ class _Answer:
         [choice] = self.generation.choices
         ended, told = choice.so_far(), Told(self.generation, 0)
         blocks = _Blocks()
-        for _ in blocks.take(told.message(ended)):
-            pass
+        for said in told.in_order(ended):
+            for _ in blocks.take(said):
+                pass
         for _ in blocks.end():
             pass
         usage = self._usage()

@@ -57,8 +57,9 @@ class _Answer:
     def whole(self) -> dict[str, Any]:
         items = _Items(self._generation.spec.id)
         [choice] = self._generation.choices
-        for _ in items.take(Told(self._generation, 0).message(choice.so_far())):
-            pass
+        for said in Told(self._generation, 0).in_order(choice.so_far()):
+            for _ in items.take(said):
+                pass
         for _ in items.end(self._cut):
             pass
         return self._ended(items)
