@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from typing import Any
 
 from prism.frontend.tokenizers import ModelTokenizer
@@ -24,20 +25,25 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """`choice.logprobs` of a completion, from one part of its text to the next."""
+    """`choice.logprobs` of a completion, from one part of its text to the next. shows_special:
+    whether special tokens of the output are in its text."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, shows_special: bool) -> None:
         self._tokenizer = tokenizer
+        self._shows_special = shows_special
         self._offset = 0  # of the next token, in characters
+        self._characters = getincrementaldecoder("utf-8")("replace")
 
-    def prompt(self, token_ids: list[int], logprobs: Logprobs) -> dict[str, Any]:
-        """Nothing comes before the first token of a prompt."""
-        shown = self._named([self._name(i) for i in token_ids[:1]])
-        rest = self.part(token_ids[1:], logprobs)
-        return joined(shown, rest)
+    def prompt(self, token_ids: list[int], logprobs: Logprobs, text: str) -> dict[str, Any]:
+        """Nothing comes before the first token of a prompt. text: the prompt as it is echoed."""
+        first = self._named(token_ids[:1], text)
+        return joined(first, self.part(token_ids[1:], logprobs, text))
 
-    def part(self, token_ids: list[int], logprobs: Logprobs) -> dict[str, Any]:
-        shown = self._named([self._name(token_id) for token_id in token_ids])
+    def part(
+        self, token_ids: list[int], logprobs: Logprobs, text: str | None = None
+    ) -> dict[str, Any]:
+        """text: None for the output."""
+        shown = self._named(token_ids, text)
         shown["token_logprobs"] = [max(value, _LEAST) for value in logprobs.values]
         shown["top_logprobs"] = [
             {self._name(i): max(v, _LEAST) for i, v in (*_top(logprobs, place), (token_id, value))}
@@ -45,18 +51,26 @@ class CompletionLogprobs:
         ]
         return shown
 
-    def _named(self, names: list[str]) -> dict[str, Any]:
-        offsets = []
-        for name in names:
-            offsets.append(self._offset)
-            self._offset += len(name)
-        nothing: list[None] = [None] * len(names)
+    def _named(self, token_ids: list[int], text: str | None) -> dict[str, Any]:
+        nothing: list[None] = [None] * len(token_ids)
         return {
-            "tokens": names,
+            "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": nothing,
             "top_logprobs": nothing,
-            "text_offset": offsets,
+            "text_offset": [self._place(token_id, text) for token_id in token_ids],
         }
+
+    def _place(self, token_id: int, text: str | None) -> int:
+        """Where the next token begins; of several that make one character, where that is."""
+        place, said = self._offset, self._tokenizer.token_bytes(token_id)
+        special = token_id in self._tokenizer.special_ids
+        if text is None:
+            shown = self._shows_special or not special
+        else:  # a prompt may have been written with them
+            shown = not special or text.startswith(said.decode(errors="replace"), place)
+        if shown:
+            self._offset += len(self._characters.decode(said))
+        return place
 
     def _name(self, token_id: int) -> str:
         text = self._tokenizer.token_bytes(token_id)

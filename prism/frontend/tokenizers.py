@@ -45,6 +45,7 @@ class ModelTokenizer:
     token_chars_max: int  # longest text of one token
     # temperature, top_p, ... of generation_config.json: for requests that say nothing
     sampling_defaults: dict[str, float]
+    special_ids: frozenset[int] = frozenset()  # a text leaves them out, unless it is told not to
     _token_bytes: dict[int, bytes] = field(default_factory=dict)  # of tokens that were shown
 
     async def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
@@ -121,6 +122,7 @@ def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
     vocab_size = text_model(read_json(directory / "config.json")).get("vocab_size") or 0
     settings = read_json(directory / "tokenizer_config.json")
     generation = read_json(directory / "generation_config.json")
+    added = tokenizer.get_added_tokens_decoder()
     return ModelTokenizer(
         tokenizer=tokenizer,
         vocab_size=max(tokenizer.get_vocab_size(), int(vocab_size)),
@@ -129,6 +131,7 @@ def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
         chat_template=load_chat_template(directory, settings),
         token_chars_max=max(_TOKEN_CHARS_MIN, *map(len, tokenizer.get_vocab())),
         sampling_defaults=_sampling_defaults(generation),
+        special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
     )
 
 

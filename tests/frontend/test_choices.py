@@ -105,9 +105,9 @@ async def test_the_first_choice_computes_what_all_show_of_the_prompt(
     monkeypatch.setattr(replies, "_INLINE_TOKENS_MAX", 1 << 20 if inline else 8)
     part, threads = CompletionLogprobs.part, set[threading.Thread]()
 
-    def noted(self: CompletionLogprobs, ids: list[int], logprobs: Logprobs) -> dict[str, Any]:
+    def noted(self: CompletionLogprobs, *told: Any) -> dict[str, Any]:
         threads.add(threading.current_thread())
-        return part(self, ids, logprobs)
+        return part(self, *told)
 
     monkeypatch.setattr(CompletionLogprobs, "part", noted)
     prompt, others = ids_of("the fox"), asyncio.Event()
@@ -160,10 +160,26 @@ async def test_an_echo_with_log_probabilities(stack: Stack) -> None:
     assert shown["top_logprobs"][0] is None
     assert shown["top_logprobs"][1][shown["tokens"][1]] == -2.0
     assert any(name.startswith("bytes:\\x") for name in shown["tokens"])
+    for name, place in zip(shown["tokens"], shown["text_offset"], strict=True):
+        assert name.startswith("bytes:") or whole["text"].startswith(name, place)
+    assert shown["text_offset"][len(prompt)] == len("the fox €")
     parts = [e["choices"][0] for e in await stream(stack, "/v1/completions", **body)]
     assert "".join(p["text"] for p in parts) == whole["text"]
     for name, values in shown.items():
         assert [v for p in parts for v in p["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("<|end|>hi", "<|end|>hi"), (None, "hi")])
+async def test_offsets_beside_special_tokens(stack: Stack, prompt: str | None, text: str) -> None:
+    """They are in an echo where the client wrote them, and not where it sent ids."""
+    stack.agent.script = probable(ids_of("yes"))
+    ids = ids_of("<|end|>hi")
+    body = {"model": "base", "echo": True, "logprobs": 0, "prompt": prompt or ids}
+    [choice] = (await stack.client.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["text"] == text + "yes"
+    shown = choice["logprobs"]
+    assert shown["text_offset"][len(ids)] == len(text)
+    assert shown["text_offset"][1] == text.index("hi")
 
 
 async def test_a_chats_log_probabilities(stack: Stack) -> None:

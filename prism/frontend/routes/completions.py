@@ -71,7 +71,7 @@ class _Shown:
         self._choice = generation.choices[choice]
         # Of a prompt's choices the first one has the prompt's log probabilities.
         self._first = generation.choices[choice - choice % self._spec.shown[1]]
-        self._logprobs = CompletionLogprobs(tokenizer)
+        self._logprobs = CompletionLogprobs(tokenizer, not self._spec.skip_special_tokens)
         self._echo = self._spec.echoes[choice] if self._spec.echoes else ""
 
     def can_begin(self) -> bool:
@@ -96,7 +96,7 @@ class _Shown:
     def _with_prompt(self, update: TextUpdate) -> dict[str, Any]:
         before = self._first.prompt_logprobs if self._echo else None
         prompt_ids = self._choice.opened.request.prompt_ids
-        prompt = self._logprobs.prompt(prompt_ids, before) if before else None
+        prompt = self._logprobs.prompt(prompt_ids, before, self._echo) if before else None
         part = self._logprobs.part(update.token_ids, update.logprobs or Logprobs())
         return joined(prompt, part) if prompt else part
 
