@@ -40,6 +40,8 @@ _FIELDS = {
     "guided_grammar": "ebnf",
     "guided_choice": "choice",
 }
+# What a response_format of these types has.
+_FORMAT_FIELDS = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}}
 _STRUCTURED = {"json": "json", "regex": "regex", "grammar": "ebnf", "choice": "choice"}
 
 
@@ -68,6 +70,9 @@ def _of_response_format(value: dict[str, Any] | None) -> list[tuple[str, Any, st
     kind = (value or {"type": "text"}).get("type")
     if value is None or kind == "text":
         return []
+    given = {name for name, part in value.items() if part is not None}
+    if kind in _FORMAT_FIELDS and (more := given - _FORMAT_FIELDS[kind]):
+        raise _refused(field, f"{kind} has no {min(more)!r:.80}; a schema goes with json_schema")
     if kind == "json_object":
         return [("json", {"type": "object"}, field)]
     if kind == "json_schema":

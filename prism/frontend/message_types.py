@@ -25,8 +25,8 @@ from prism.frontend.openai_types import IGNORED, RequestBody, TokenCount
 # other fields are extensions here, too.
 _OTHERWISE = {
     "add_generation_prompt", "best_of", "continue_final_message", "echo", "logprobs",
-    "max_completion_tokens", "messages", "n", "parallel_tool_calls", "return_slo",
-    "return_token_ids", "stop", "stream_options", "top_logprobs",
+    "max_completion_tokens", "messages", "n", "parallel_tool_calls", "response_format",
+    "return_slo", "return_token_ids", "stop", "stream_options", "top_logprobs",
 }  # fmt: skip
 # type of a block -> the field that it must have
 _BLOCKS = {
@@ -37,7 +37,7 @@ _BLOCKS = {
     "tool_result": "tool_use_id",
 }
 # A chat completion's field -> what it is called here.
-_NAMES = {"stop": "stop_sequences"}
+_NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
 
 
 class Block(BaseModel):
@@ -134,10 +134,27 @@ class Thinking(BaseModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class CountBody(RequestBody):
-    """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
+class OutputFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
 
-    IGNORED = IGNORED | {"betas", "cache_control", "context_management", "output_config"}
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    """What the output must match. `effort` changes nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class CountBody(RequestBody):
+    """POST /v1/messages/count_tokens, and what it shares with /v1/messages. A prompt is not edited:
+    `context_management` changes nothing."""
+
+    IGNORED = IGNORED | {"betas", "cache_control", "context_management"}
     EXTENSIONS: ClassVar[frozenset[str]] = frozenset()
 
     messages: Annotated[list[Said], Field(min_length=1)]
@@ -145,6 +162,7 @@ class CountBody(RequestBody):
     tools: Annotated[list[ClientTool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     _chat: ChatBody = PrivateAttr()
 
     @field_validator("messages", mode="before")
@@ -189,7 +207,10 @@ class MessagesBody(CountBody):
 
     def generation_fields(self) -> dict[str, Any]:
         extra = self.model_extra or {}
+        form = self.output_config.format if self.output_config else None
+        schema = {"schema": form.json_schema} if form else None
         return {
+            "response_format": {"type": "json_schema", "json_schema": schema} if schema else None,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "temperature": self.temperature,

@@ -60,9 +60,14 @@ Milliseconds = Annotated[float, Field(gt=0, le=3.6e6)]
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    """`continuous_usage_stats`, vLLM's: the counts so far in every event, where usage is included.
+    `include_obfuscation` changes nothing: there is no padding."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
 
 
 class RequestBody(BaseModel):
@@ -208,10 +213,6 @@ class GenerationBody(RequestBody):
         if self.return_slo is not None:
             return self.return_slo
         return self.slo_ttft_ms is not None or self.slo_tpot_ms is not None
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def refuse_unsupported(self) -> None:
         both = self.max_tokens is not None and self.max_completion_tokens is not None

@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from prism.errors import RequestError
 from prism.frontend.errors import STATUS_CLIENT_GONE, error_body
 from prism.frontend.generation import GenerationSpec, TextUpdate
+from prism.frontend.openai_types import StreamOptions
 from prism.frontend.repeats import Answering
 from prism.frontend.services import Services
 
@@ -189,18 +190,25 @@ class ShownChoices(Protocol):
 
 
 async def openai_events(
-    generation: Answering, kind: str, choices: Callable[[], ShownChoices], include_usage: bool
+    generation: Answering,
+    kind: str,
+    choices: Callable[[], ShownChoices],
+    options: StreamOptions | None,
 ) -> Events:
-    """OpenAI's events. include_usage: a null in every event, and the counts in one more at the
-    end."""
+    """OpenAI's events. Where usage is included, a null is in every event, or the counts so far, and
+    the counts are in one more at the end."""
     shown, head, spec = choices(), generation.head(kind), generation.spec
-    usage = {"usage": None} if include_usage else {}
+    include_usage = options is not None and options.include_usage
+    counted = options is not None and options.continuous_usage_stats
+    usage: dict[str, Any] = {"usage": None} if include_usage else {}
     for choice in shown.begin:
         yield {**head, "choices": [choice], **usage}
     echoed = max(len(request.prompt_ids) for request in spec.requests) if spec.echoes else 0
     async for update in generation.updates():
         quick = _is_quick(spec, echoed + len(update.token_ids))
         new = shown.show(update) if quick else await asyncio.to_thread(shown.show, update)
+        if usage and counted:
+            usage = {"usage": generation.usage()}
         for choice in new:
             yield {**head, "choices": [choice], **usage}
     if include_usage:

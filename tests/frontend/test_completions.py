@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -124,12 +125,20 @@ async def test_what_came_while_nobody_took_it_comes_as_one_event_per_choice(stac
 async def test_stream_with_usage_and_token_ids(stack: Stack) -> None:
     ids = ids_of("€uro")
     stack.agent.script = answering(ids)
-    options = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    options: dict[str, Any] = {
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
     got = await stream(stack, "/v1/completions", model="base", prompt="p", **options)
     assert [i for e in got[:-1] for i in e["choices"][0]["token_ids"]] == ids
     assert all(e["usage"] is None for e in got[:-1])
     assert got[-1]["choices"] == []
     assert got[-1]["usage"]["completion_tokens"] == len(ids)
+    options["stream_options"] |= {"continuous_usage_stats": True, "include_obfuscation": False}
+    got = await stream(stack, "/v1/completions", model="base", prompt="p", **options)
+    counts = [e["usage"]["completion_tokens"] for e in got]
+    shown = list(accumulate(len(e["choices"][0]["token_ids"]) for e in got[:-1]))
+    assert counts == [*shown, len(ids)]
 
 
 async def test_several_prompts_are_several_choices(stack: Stack) -> None:

@@ -80,6 +80,7 @@ CHAT_ERRORS = [
     ({"tools": [{"type": "function"}]}, "tools[0].function: Field required"),
     ({"top_logprobs": 2}, "top_logprobs: needs logprobs: true"),
     ({"tool_choice": "required"}, "tool_choice: needs tools"),
+    ({"stream_options": {"usage": True}}, "stream_options.usage: Extra inputs"),
     ({"continue_final_message": True}, "continue_final_message: the last message must be"),
 ]
 

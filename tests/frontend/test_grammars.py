@@ -160,6 +160,13 @@ def test_what_is_too_long_is_not_read(
         grammar_of(body)
 
 
+def test_a_format_has_nothing_that_is_left_out() -> None:
+    for kind in ("json_object", "json_schema"):
+        with pytest.raises(RequestError, match="has no 'schema'; a schema goes with json_schema"):
+            asked_for(response_format={"type": kind, "json_schema": None, "schema": {}})
+    asked_for(response_format={"type": "json_object", "json_schema": None})
+
+
 def test_a_schema_that_is_no_text_is_refused() -> None:
     for text in ("{", "[" * 60000, "[]"):
         with pytest.raises(RequestError, match="guided_json: "):

@@ -19,7 +19,7 @@ from prism.frontend.routes.messages import _arguments
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering
-from tests.frontend.test_responses import compiled, failing  # noqa: F401 - a fixture
+from tests.frontend.test_responses import City, compiled, failing  # noqa: F401 - a fixture
 from tests.frontend.test_tools import CALLS, tools_stack  # noqa: F401 - a fixture
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -265,6 +265,20 @@ def test_what_a_body_asks_for(body: Any, expected: Any) -> None:
     assert {name: made.get(name) for name in expected} == expected
 
 
+@pytest.mark.parametrize("compiled", ["stack"], indirect=True)
+async def test_structured_output(stack: Stack, compiled: list[Any]) -> None:  # noqa: F811
+    """As Anthropic's client asks for it."""
+    stack.agent.script = answering([*ids_of('{"name": "Oslo"}'), 0])
+    async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="none") as client:
+        made = await client.messages.parse(**ASKED, output_format=City)
+    assert made.parsed_output == City(name="Oslo")
+    [[grammar, field]] = compiled
+    assert (json.loads(grammar.text)["required"], field) == (["name"], "response_format")
+    config = {"effort": "low", "format": {"type": "xml"}}
+    answer = await post(stack, output_config=config)
+    assert "output_config.format.type" in answer.json()["error"]["message"]
+
+
 async def test_an_answer_that_has_begun_goes_on(stack: Stack) -> None:
     stack.agent.script = answering([*ids_of(" am"), 0])
     made = await whole(stack, messages=[USER, {"role": "assistant", "content": "I"}])
@@ -291,6 +305,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences: "),
     ({"max_tokens": None}, "max_tokens"),
     ({"mcp_servers": []}, "mcp_servers: unknown field"),
+    ({"response_format": {"type": "json_object"}}, "response_format: unknown field"),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        "output_config.format: the fake engine has no grammars",
+    ),
     ({"model": "nobody"}, "model_not_found"),
 ]
 

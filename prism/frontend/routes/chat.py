@@ -36,7 +36,7 @@ async def create_chat_completion(request: Request) -> Response:
     tokenizer = found.tokenizer(body.model)
     if body.stream:
         kind, choices = "chat.completion.chunk", partial(_Choices, generation, tokenizer)
-        events = openai_events(generation, kind, choices, body.include_usage)
+        events = openai_events(generation, kind, choices, body.stream_options)
         return await reply_stream(request, found, generation, events)
     return await reply_whole(request, found, generation, lambda: _whole(generation, tokenizer))
 

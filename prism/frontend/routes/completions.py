@@ -33,7 +33,7 @@ async def create_completion(request: Request) -> Response:
     tokenizer = found.tokenizer(body.model)
     if body.stream:
         choices = partial(_Choices, generation, tokenizer)
-        events = openai_events(generation, KIND, choices, body.include_usage)
+        events = openai_events(generation, KIND, choices, body.stream_options)
         return await reply_stream(request, found, generation, events)
     return await reply_whole(request, found, generation, lambda: _whole(generation, tokenizer))
 
