@@ -15,7 +15,7 @@ from prism.config.access import ApiKey, hashed
 from prism.errors import BadRequestError
 from prism.frontend.message_types import CountBody
 from prism.frontend.parsers import AnswerParsers
-from prism.frontend.routes.messages import _arguments
+from prism.frontend.routes.messages import _arguments, _Blocks
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering
@@ -168,9 +168,21 @@ async def test_a_text_that_is_cut_behind_calls_stays_there(
     monkeypatch.setattr(AnswerParsers, "_look", lambda *_: ("hermes", ""))
     ids = ids_of(f"{CALLS.rstrip()} That is all")
     tools_stack.agent.script = answering([*ids, 0])
-    asked: dict[str, Any] = {"tools": [WEATHER], "max_tokens": len(ids)}
-    for made in (await told(tools_stack, **asked), await whole(tools_stack, **asked)):
-        assert [block.type for block in made.content] == ["tool_use", "tool_use", "text"]
+    made = await whole(tools_stack, tools=[WEATHER], max_tokens=len(ids))
+    assert [block.type for block in made.content] == ["tool_use", "tool_use", "text"]
+
+
+def test_a_calls_end_comes_before_the_text_of_the_same_delta() -> None:
+    blocks = _Blocks()
+    call = {"id": "c1", "function": {"name": "weather", "arguments": '{"city": '}}
+    rest = {"function": {"arguments": '"Oslo"}'}}
+    for said in ({"tool_calls": [call]}, {"content": " Yes", "tool_calls": [rest]}):
+        list(blocks.take(said))
+    list(blocks.end())
+    assert [(b.get("input"), b.get("text")) for b in blocks.content] == [
+        ({"city": "Oslo"}, None),
+        (None, " Yes"),
+    ]
 
 
 @pytest.mark.usefixtures("compiled")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from prism.frontend.parsers import AnswerParsers
 from prism.frontend.response_types import Item, messages_of
+from prism.frontend.routes.responses import _Items
 from prism.messages.requests import Chunk, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import Script, answering, died, tokens
@@ -221,15 +222,23 @@ async def test_a_text_that_is_cut_behind_calls_stays_there(
     monkeypatch.setattr(AnswerParsers, "_look", lambda *_: ("hermes", ""))
     ids = ids_of(f"{CALLS.rstrip()} That is all")
     tools_stack.agent.script = answering([*ids, 0])
-    asked: dict[str, Any] = {"tools": [WEATHER], "max_output_tokens": len(ids)}
-    for output in (
-        (await whole(tools_stack, **asked)).output,
-        (await streamed(tools_stack, **asked))[-1].response.output,
-    ):
-        assert [item.type for item in output] == ["function_call", "function_call", "message"]
-        assert [item.status for item in output] == ["completed", "completed", "incomplete"]
-        assert [json.loads(call.arguments)["city"] for call in output[:2]] == ["Oslo", "Rome"]
-        assert output[2].content[0].text.strip() == "That is all"
+    output = (await whole(tools_stack, tools=[WEATHER], max_output_tokens=len(ids))).output
+    assert [item.type for item in output] == ["function_call", "function_call", "message"]
+    assert [item.status for item in output] == ["completed", "completed", "incomplete"]
+    assert [json.loads(call.arguments)["city"] for call in output[:2]] == ["Oslo", "Rome"]
+    assert output[2].content[0].text.strip() == "That is all"
+
+
+def test_a_calls_end_comes_before_the_text_of_the_same_delta() -> None:
+    items = _Items("resp_x")
+    call = {"id": "c1", "function": {"name": "weather", "arguments": '{"city": '}}
+    rest = {"function": {"arguments": '"Oslo"}'}}
+    for said in ({"tool_calls": [call]}, {"content": " Yes", "tool_calls": [rest]}):
+        list(items.take(said))
+    list(items.end(cut=False))
+    called, message = items.output
+    assert json.loads(called["arguments"]) == {"city": "Oslo"}
+    assert message["content"][0]["text"] == " Yes"
 
 
 @pytest.mark.usefixtures("compiled")

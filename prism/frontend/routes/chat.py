@@ -128,6 +128,14 @@ class Told:
         }
 
 
+def calls_of(said: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Parts of calls in a delta: of one that has begun, which come before the delta's text, and of
+    those that begin."""
+    calls = said.get("tool_calls", [])
+    first = next((place for place, call in enumerate(calls) if "id" in call), len(calls))
+    return calls[:first], calls[first:]
+
+
 def _choice(
     update: TextUpdate,
     said: dict[str, Any],

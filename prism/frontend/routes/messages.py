@@ -15,7 +15,7 @@ from prism.frontend.errors import anthropic_error
 from prism.frontend.message_types import CountBody, MessagesBody, renamed
 from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Event, Events, reply_stream, reply_whole
-from prism.frontend.routes.chat import Told
+from prism.frontend.routes.chat import Told, calls_of
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec, conversation_text
@@ -135,9 +135,12 @@ class _Blocks:
     def take(self, said: dict[str, Any]) -> Iterator[Event]:
         if reasoning := said.get("reasoning_content"):
             yield from self._write("thinking", reasoning)
+        going_on, begun = calls_of(said)
+        for call in going_on:
+            yield from self._call(call)
         if text := said.get("content"):
             yield from self._text(text)
-        for call in said.get("tool_calls", ()):
+        for call in begun:
             yield from self._call(call)
 
     def end(self) -> Iterator[Event]:

@@ -14,7 +14,7 @@ from prism.frontend.bodies import read_body
 from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Events, beside, reply_stream, reply_whole
 from prism.frontend.response_types import ResponsesBody, renamed
-from prism.frontend.routes.chat import Told
+from prism.frontend.routes.chat import Told, calls_of
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec
@@ -157,9 +157,12 @@ class _Items:
     def take(self, said: dict[str, Any]) -> Iterator[Event]:
         if reasoning := said.get("reasoning_content"):
             yield from self._write("reasoning", reasoning)
+        going_on, begun = calls_of(said)
+        for call in going_on:
+            yield from self._call(call)
         if text := said.get("content"):
             yield from self._message(text)
-        for call in said.get("tool_calls", ()):
+        for call in begun:
             yield from self._call(call)
 
     def end(self, cut: bool) -> Iterator[Event]:
