@@ -66,14 +66,25 @@ def get(name: str) -> Policy:
 
 
 def sources(name: str) -> tuple[Path, ...]:
-    """The Python files that a policy comes from: its module, or all of that module's package.
-    REQUIRES: `get` has given it."""
+    """The files of the distribution that a policy comes from. Where they are not known, as those of
+    one that is installed to be edited: the Python files of its module's package, or beside its
+    module. REQUIRES: `get` has given it."""
     (point,) = (point for point in entry_points() if point.name == name)
     parts = point.module.split(".")
     modules = [".".join(parts[: i + 1]) for i in range(len(parts))]
     # A namespace package has no file; what lies in it has.
-    path = next(Path(file) for name in modules if (file := sys.modules[name].__file__))
-    return tuple(sorted(path.parent.rglob("*.py"))) if path.name == "__init__.py" else (path,)
+    path = next(Path(file) for name in modules if (file := sys.modules[name].__file__)).resolve()
+    listed = _files(point.dist) if point.dist is not None else set()
+    if path in listed:
+        return tuple(sorted(listed))
+    package = path.name == "__init__.py"
+    return tuple(sorted(path.parent.rglob("*.py") if package else path.parent.glob("*.py")))
+
+
+def _files(package: metadata.Distribution) -> set[Path]:
+    """What it has listed and is there, without what Python compiles of it."""
+    found = (Path(str(file.locate())) for file in package.files or () if file.suffix != ".pyc")
+    return {path.resolve() for path in found if path.is_file()}
 
 
 def _made(make: object, where: str) -> Policy:

@@ -107,13 +107,18 @@ def _window(row: Row) -> ClientWindow:
     return window
 
 
+def lengths_beside(path: Path) -> Path | None:
+    """The file with the lengths of the clients in `path`, if there is one."""
+    return min(path.parent.glob("*lengths*"), default=None)
+
+
 def _client_lengths(path: Path) -> dict[str, ClientLengths]:
-    beside = sorted(path.parent.glob("*lengths*"))
-    if not beside:
+    beside = lengths_beside(path)
+    if beside is None:
         return {}
     levels: Floats = np.zeros(0)
     found: dict[str, dict[str, dict[float, Floats]]] = {}
-    for number, (where, line) in enumerate(numbered_lines(beside[0])):
+    for number, (where, line) in enumerate(numbered_lines(beside)):
         *head, last = next(csv.reader([line.decode()]))
         if not number:
             levels = _floats(last.partition("(")[2].rstrip(")"))

@@ -28,6 +28,7 @@ from prism.sim.intervals import Interval, interval
 from prism.sim.models import shape_source
 from prism.sim.results import results_of
 from prism.sim.scenario import check, load, read_config, resolve
+from prism.sim.traces import trace_paths
 from prism.sim.world import World
 
 SCHEMA = "prism-sim-point/1"
@@ -198,7 +199,8 @@ def _numbered(do: Callable[[Task], Done], item: tuple[int, Task]) -> tuple[int, 
 
 
 def _key(point: Point, kind: type[PointOutcome]) -> str:
-    """What the outcome depends on: the resolved YAML, the trace's bytes, the point, the code."""
+    """What the outcome depends on: the resolved YAML, the files that are read, the point, the
+    code."""
     digest = hashlib.sha256(code_digest(kind))
     path = Path(point.config)
     try:
@@ -209,6 +211,8 @@ def _key(point: Point, kind: type[PointOutcome]) -> str:
     else:
         digest.update(msgspec.json.encode(config, enc_hook=encoded))
         for file in files:
+            # a file's name can be a model's, and it tells where the bytes of one end
+            digest.update(msgspec.json.encode((file.name, file.stat().st_size)))
             digest.update(file.read_bytes())
     changes = dict(sorted(point.changes.items()))
     elsewhere = msgspec.structs.replace(point, config="", changes=changes)
@@ -217,9 +221,9 @@ def _key(point: Point, kind: type[PointOutcome]) -> str:
 
 
 def _files_of(config: SimYaml, folder: Path) -> list[Path]:
-    """Those that the YAML names, of a trace's folder all."""
-    names = (config.trace, *config.cost_files, *config.gpu_files)
-    named = [folder / name for name in names if name]
+    """Those that are read for the YAML, of a trace's folder all."""
+    named = [folder / name for name in (*config.cost_files, *config.gpu_files)]
+    named += trace_paths(config, folder)
     named += [config_file(Path(shape_source(model, folder))) for model in config.models]
     found = [sorted(path.glob("*")) if path.is_dir() else [path] for path in named]
     return [path for paths in found for path in paths if path.is_file()]

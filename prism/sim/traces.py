@@ -15,6 +15,7 @@ from prism.replay.kinds import KINDS, config_of, config_of_preset
 from prism.replay.lengths import Lengths, LengthSource
 from prism.replay.options import parse_lengths
 from prism.replay.rows import ReadOptions
+from prism.replay.servegen import lengths_beside
 from prism.replay.trace import Trace, TraceRequest
 from prism.sim.config import GenerateYaml, SimModelYaml, SimYaml, SourceYaml
 
@@ -62,12 +63,28 @@ def read_source(path: Path, source: SourceYaml, models: Models, seed: int) -> li
     return trace
 
 
+def trace_paths(config: SimYaml, folder: Path) -> list[Path]:
+    """The files and folders that `load_trace` reads, whether or not they are there."""
+    if config.trace is None:
+        return []
+    path = folder / config.trace
+    beside = lengths_beside(path) if config.source.format == "servegen" else None
+    lengths = _lengths(config.source, path)[1]
+    return [found for found in (path, beside, lengths) if found is not None]
+
+
+def _lengths(source: SourceYaml, path: Path) -> tuple[str, Path | None]:
+    """The format and the file that lengths are drawn from; `path`: of the trace."""
+    name, _, file = (source.lengths or "").partition("=")
+    return name, path.parent / file if file else None
+
+
 def _options(source: SourceYaml, path: Path, window_s: float | None, seed: int) -> ReadOptions:
     start_s = parse_time(source.start, "source.start") if source.start != "0s" else 0.0
     lengths: LengthSource = Lengths()
     if source.lengths is not None:
-        name, equals, file = source.lengths.partition("=")
-        lengths = parse_lengths(f"{name}{equals}{path.parent / file if file else file}")
+        name, file = _lengths(source, path)
+        lengths = parse_lengths(source.lengths if file is None else f"{name}={file}")
     return ReadOptions(seed, source.rate, lengths, start_s, window_s or 3600.0, source.thin)
 
 

@@ -138,15 +138,39 @@ def test_the_command_lists_it_and_takes_its_name(
     assert (out / NAME / "decisions.csv").read_text().count("requests are there") >= 6
 
 
-def test_an_edited_policy_is_simulated_again(tmp_path: Path, config: Path) -> None:
-    write_package(tmp_path, "pkg", GOOD, "good = pkg:POLICY")
+RECORDS = (
+    "",  # of a package whose files are not known
+    "pkg.py,,\npkg_helper.py,,\npkg_table.json,,\npkg-1.dist-info/RECORD,,\n",
+)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("file", ["pkg.py", "pkg_helper.py", "pkg_table.json"])
+def test_an_edited_policy_is_simulated_again(
+    tmp_path: Path, config: Path, *, file: str, record: str
+) -> None:
+    site = tmp_path / "site"
+    write_package(site, "pkg", GOOD, "good = pkg:POLICY")
+    (site / "pkg_helper.py").write_text("DEPTH = 1\n")
+    (site / "pkg_table.json").write_text("{}\n")
+    if record:
+        (site / "pkg-1.dist-info" / "RECORD").write_text(record)
     point = Point(str(config), {"policy": "good"})
     keys = []
-    for comment in ("", "# edited\n"):
-        (tmp_path / "pkg.py").write_text(GOOD + comment)
-        with importable(tmp_path):
+    for text in ("", "\n"):
+        (site / file).write_text((site / file).read_text() + text)
+        with importable(site):
             keys.append(points._key(point, PointOutcome))
-    assert keys[0] != keys[1]
+    assert (keys[0] != keys[1]) == (bool(record) or file.endswith(".py"))
+
+
+def test_other_packages_files_are_not_the_policys(tmp_path: Path) -> None:
+    write_package(tmp_path, "pkg", GOOD, "good = pkg:POLICY")
+    write_package(tmp_path, "other", "")
+    listed = "pkg.py,,\n__pycache__/pkg.cpython-311.pyc,,\ngone.py,,\n"
+    (tmp_path / "pkg-1.dist-info" / "RECORD").write_text(listed)
+    with importable(tmp_path):
+        assert registry.sources("good") == (tmp_path / "pkg.py",)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 
 from prism.cli.sim import main
 from prism.replay.formats import FORMATS
+from prism.sim import points
+from prism.sim.points import Point, PointOutcome
 from prism.sim.scenario import Scenario, load
 
 BASE = """
@@ -73,6 +75,36 @@ def test_a_folder_holds_a_file_per_model(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(BASE + "trace: models\nsource: {format: csv}\n")
     assert list(load(path).work.model) == [1, 0]
+
+
+READ = (
+    ("maf", "lengths: csv=drawn.csv", "drawn.csv", FILES["csv"]),
+    ("servegen", "rate: 1", "client_lengths.csv", "model,client,t_s,field,mean,q (0.5)\n"),
+)
+
+
+@pytest.mark.parametrize(("name", "source", "file", "text"), READ)
+def test_a_point_is_simulated_again_when_lengths_change(
+    tmp_path: Path, *, name: str, source: str, file: str, text: str
+) -> None:
+    (tmp_path / file).write_text(text)
+    scenario(tmp_path, name, f"map: popularity, window: 2m, {source}")
+    point = Point(str(tmp_path / "cluster.yaml"), {})
+    before = points._key(point, PointOutcome)
+    assert points._key(point, PointOutcome) == before
+    (tmp_path / file).write_text(text + "\n")
+    assert points._key(point, PointOutcome) != before
+
+
+def test_a_point_is_simulated_again_when_a_models_file_is_renamed(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "a.csv").write_text("timestamp_s,input_tokens,output_tokens\n0,5,6\n")
+    (tmp_path / "cluster.yaml").write_text(f"{BASE}trace: models\nsource: {{format: csv}}\n")
+    point = Point(str(tmp_path / "cluster.yaml"), {})
+    before = points._key(point, PointOutcome)
+    (folder / "a.csv").rename(folder / "b.csv")
+    assert points._key(point, PointOutcome) != before
 
 
 MISTAKES = (
