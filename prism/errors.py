@@ -34,7 +34,8 @@ class TraceError(ConfigError):
 
 
 class TooLargeError(ConfigError):
-    """A model does not fit on a cluster's GPUs; in a sweep that is the outcome of a point."""
+    """A cluster's GPUs are too few or too small for a model or the policy; in a sweep that is the
+    outcome of a point."""
 
 
 class RequestError(PrismError):

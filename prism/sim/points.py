@@ -86,9 +86,9 @@ def simulate(point: Point) -> PointOutcome:
     """Raises nothing for a ConfigError: it is the outcome."""
     try:
         scenario = load(Path(point.config), point.changes)
+        world = World(scenario.setup, scenario.work)
     except ConfigError as error:
         return PointOutcome(point.changes, problem=str(error))
-    world = World(scenario.setup, scenario.work)
     world.run()
     found = results_of(scenario.config, world, point.judge)
     busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
@@ -97,9 +97,9 @@ def simulate(point: Point) -> PointOutcome:
 
 def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
     """Check all points before any is simulated. Raises ConfigError, TraceError for the first point
-    whose file with its changes holds a mistake. A model too large for its GPUs is a mistake only if
-    `large`; else it is the point's outcome. Points that differ only by policy, scales and base SLOs
-    are read once."""
+    whose file with its changes holds a mistake. Too few or too small GPUs for a model or a policy
+    are a mistake only if `large`; else that is the point's outcome. Points that differ only by
+    policy, scales and base SLOs are read once."""
     seen: set[bytes] = set()
     for point in points:
         path = Path(point.config)

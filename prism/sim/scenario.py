@@ -40,6 +40,7 @@ from prism.sim.setup import (
     EngineSettings,
 )
 from prism.sim.traces import load_trace
+from prism.sim.turns import check_turns
 from prism.sim.workload import NO_SLO, Workload, workload
 
 Overrides = Mapping[str, Any]
@@ -229,8 +230,8 @@ def _knobs(config: SimYaml) -> Knobs:
 
 def _check(config: SimYaml) -> None:
     """Values that no cluster can have. Raises ConfigError."""
-    registry.get(config.policy)
-    own_knobs(config.policy, config.knobs)
+    policy = registry.get(config.policy)
+    registry.with_knobs(policy, own_knobs(config.policy, config.knobs))
     gpus, engine = config.gpus, config.engine
     if not config.models:
         raise ConfigError("models: name at least one")
@@ -265,6 +266,14 @@ def _check(config: SimYaml) -> None:
     ):
         if given not in known:
             raise ConfigError(f"{key}: {given!r} is not one of {', '.join(known)}")
+    _check_turns(config)
+
+
+def _check_turns(config: SimYaml) -> None:
+    if registry.get(config.policy).turns is not None:
+        degrees = {model.name: model.tp for model in config.models}
+        reuse = config.engine.prefix_reuse
+        check_turns(config.policy, config.gpus.count, degrees, prefix_reuse=reuse)
 
 
 def _check_baselines(given: BaselinesYaml) -> None:

@@ -6,9 +6,9 @@ decodes on another device in its model's turns. There is neither admission nor e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from prism.errors import ConfigError
+from prism.errors import ConfigError, TooLargeError
 from prism.policies.policy import Policy
 from prism.sim.compute import Compute
 from prism.sim.device import SimDevice
@@ -33,7 +33,9 @@ class TurnPool:
         records: Records,
     ) -> None:
         assert policy.turns is not None
-        _check(policy.name, setup)
+        degrees = {model.name: model.tp for model in setup.models}
+        reuse = setup.engine.prefix_reuse
+        check_turns(policy.name, len(devices), degrees, prefix_reuse=reuse)
         self._kernel = kernel
         self._policy = policy.turns
         self._records = records
@@ -113,19 +115,21 @@ class TurnPool:
             self._records.decide(Decision(now_s, "refuse", model.name, "", reason=why))
 
 
-def _check(policy: str, setup: ClusterSetup) -> None:
-    if len(setup.devices) < 2:
-        raise ConfigError(
-            f"gpus.count: policy {policy!r} prefills and decodes on different GPUs; give it at "
-            "least 2"
-        )
-    wide = next((model for model in setup.models if model.tp > 1), None)
+def check_turns(policy: str, gpus: int, degrees: Mapping[str, int], *, prefix_reuse: bool) -> None:
+    """What token-level switching cannot serve. degrees: of tensor parallelism, by model. Raises
+    ConfigError; TooLargeError: there are too few GPUs."""
+    wide = next((name for name, tp in degrees.items() if tp > 1), None)
     if wide is not None:
         raise ConfigError(
-            f"policy: {policy!r} has one GPU for each turn, and {wide.name} has tp {wide.tp}; "
+            f"policy: {policy!r} has one GPU for each turn, and {wide} has tp {degrees[wide]}; "
             "leave that model out or take another policy"
         )
-    if setup.engine.prefix_reuse:
+    if prefix_reuse:
         raise ConfigError(
             f"engine.prefix_reuse: {policy!r} keeps no prefixes on its devices; leave it off"
+        )
+    if gpus < 2:
+        raise TooLargeError(
+            f"gpus.count: policy {policy!r} prefills and decodes on different GPUs; give it at "
+            "least 2"
         )

@@ -41,6 +41,11 @@ class Knobs(PolicyKnobs, frozen=True):
 def other(knobs: Knobs) -> Policy:
     return Policy("other", prism.plan, frozenset({"wings"}))
 
+def picky(knobs: Knobs) -> Policy:
+    if knobs.depth > 1:
+        raise ValueError("depth: at most 1")
+    return Policy("picky", prism.plan, frozenset())
+
 def no_policy(knobs: Knobs):
     return 5
 
@@ -136,6 +141,17 @@ def test_the_command_lists_it_and_takes_its_name(
     assert "least-loaded, prism on 2 x h100" in said
     assert {path.name for path in out.iterdir()} == {NAME, "prism"}
     assert (out / NAME / "decisions.csv").read_text().count("requests are there") >= 6
+
+
+def test_knobs_that_the_policy_itself_refuses_are_found_before_the_start(
+    tmp_path: Path, config: Path
+) -> None:
+    write_package(tmp_path, "pkg", GOOD, "picky = pkg:picky")
+    deep = {"policy": "picky", "knobs": {"picky": {"depth": 2}}}
+    with importable(tmp_path):
+        points.refuse_mistakes([Point(str(config), {"policy": "picky"})])
+        with pytest.raises(ConfigError, match=r"knobs\.picky: depth: at most 1"):
+            points.refuse_mistakes([Point(str(config), deep)])
 
 
 RECORDS = (

@@ -17,6 +17,7 @@ from prism.replay.results import Attainment, GroupSummary, Latency, Summary
 from prism.sim import planning, points
 from prism.sim.planning import fewest_gpus
 from prism.sim.points import Point, PointOutcome, Store, grid, run_points
+from prism.sim.world import World
 from tests.sim.command import call
 
 CONFIG = """
@@ -207,6 +208,52 @@ def test_a_model_too_large_for_its_gpu_stays_the_outcome_of_a_point(
     large = ("--set", "gpus.memory=8GiB", "--policies", "static")
     assert call(monkeypatch, "plan", str(config), *large) == 2
     assert "raise its tp" in capsys.readouterr().err
+
+
+def test_too_few_gpus_for_a_policy_stay_the_outcome_of_a_point(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    vary = ("--vary", "policy=prism,aegaeon", "--vary", "gpus=1,2")
+    given = (*vary, "--out", str(tmp_path), "--jobs", "1")
+    assert call(monkeypatch, "sweep", str(config), *given) == 0
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
+    assert [bool(row["problem"]) for row in rows] == [False, False, True, False]
+    assert "aegaeon' prefills and decodes on different GPUs" in rows[2]["problem"]
+
+
+def test_a_plan_goes_on_where_a_policy_has_too_few_gpus(config: Path) -> None:
+    found = planning.plan_one(planning.Search(str(config), {}, "aegaeon", 0.01, "ttft", 4))
+    assert found.gpus == 2
+    assert found.tried[1] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("run", "--policies", "static,aegaeon"), "at least 2"),
+        (("run", "--policies", "static,aegaeon", "--set", "engine.prefix_reuse=true"), "reuse"),
+        (("plan", "--policies", "prism,aegaeon", "--max-gpus", "1"), "at least 2"),
+        (("sweep", "--vary", "policy=prism,aegaeon", "--set", "gpus.count=2"), "b has tp 2"),
+        (("plan", "--policies", "prism,aegaeon", "--max-gpus", "2"), "b has tp 2"),
+    ],
+)
+def test_what_a_later_policy_cannot_do_is_said_before_anything_is_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    tmp_path: Path,
+    *,
+    given: tuple[str, ...],
+    says: str,
+) -> None:
+    monkeypatch.setattr(World, "run", lambda self: pytest.fail("simulated"))
+    if "tp 2" in says:
+        config.write_text(CONFIG.replace("Llama-3.2-1B", "Llama-3.2-1B, tp: 2"))
+    command, *options = given
+    out = tmp_path / "out"
+    assert call(monkeypatch, command, str(config), *options, "--out", str(out)) == 2
+    assert says in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == []
 
 
 def test_values_are_yaml() -> None:
