@@ -191,10 +191,10 @@ def _devices(config: SimYaml, gpu: GpuSpec) -> tuple[DeviceSetup, ...]:
     memory_bytes = int(gpus.memory) if gpus.memory else gpu.memory_bytes
     page_bytes = int(gpus.page)
     capacity_bytes = int(memory_bytes * gpus.memory_fraction) // page_bytes * page_bytes
-    per_node = -(-gpus.count // gpus.nodes)
+    nodes = [f"node{i * gpus.nodes // gpus.count}" for i in range(gpus.count)]
     return tuple(
-        DeviceSetup(f"gpu:{i}", f"node{i // per_node}", capacity_bytes, page_bytes, gpus.engines)
-        for i in range(gpus.count)
+        DeviceSetup(f"gpu:{i}", node, capacity_bytes, page_bytes, gpus.engines)
+        for i, node in enumerate(nodes)
     )
 
 

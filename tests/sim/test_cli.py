@@ -105,6 +105,28 @@ def test_summary_agrees_with_that_of_prism_replay(config: Path) -> None:
         assert (ours.requests, ours.completed) == (theirs.requests, theirs.completed)
 
 
+@pytest.mark.parametrize(
+    ("count", "nodes", "sizes"),
+    [
+        (8, 1, [8]),
+        (8, 2, [4, 4]),
+        (4, 4, [1, 1, 1, 1]),
+        (9, 2, [5, 4]),
+        (4, 3, [2, 1, 1]),
+        (5, 4, [2, 1, 1, 1]),
+        (7, 5, [2, 1, 2, 1, 1]),
+        (9, 8, [2, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_gpus_are_spread_evenly_over_machines(
+    config: Path, *, count: int, nodes: int, sizes: list[int]
+) -> None:
+    devices = load(config, {"gpus.count": count, "gpus.nodes": nodes}).setup.devices
+    assert [device.name for device in devices] == [f"gpu:{i}" for i in range(count)]
+    homes = [f"node{n}" for n, size in enumerate(sizes) for _ in range(size)]
+    assert [device.node for device in devices] == homes
+
+
 MISTAKES = (
     ("scheduler: {migrate_running: stop}", "migrate_running: 'stop' is not one of finish, move"),
     ("policy: magic", "policy: there is no 'magic'"),
