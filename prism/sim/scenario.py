@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from prism.config.knobs import own_knobs
 from prism.config.reader import convert, read_mapping
 from prism.config.schema import MIGRATE_RUNNING
 from prism.costs.gpus import GpuSpec
-from prism.errors import ConfigError
+from prism.errors import ConfigError, TooLargeError
 from prism.policies import registry
 from prism.policies.baselines.adbs import AdbsSettings
 from prism.policies.baselines.aegaeon import AegaeonSettings
@@ -267,6 +268,22 @@ def _check(config: SimYaml) -> None:
         if given not in known:
             raise ConfigError(f"{key}: {given!r} is not one of {', '.join(known)}")
     _check_turns(config)
+    _check_pins(config)
+
+
+def _check_pins(config: SimYaml) -> None:
+    """That each `device` is there. Raises ConfigError; TooLargeError: it takes more GPUs."""
+    gpus = [f"gpu:{i}" for i in range(config.gpus.count)]
+    for index, model in enumerate(config.models):
+        if model.device is None:
+            continue
+        key = f"models[{index}].device"
+        if model.tp > 1:
+            raise ConfigError(f"{key}: with tp {model.tp} there are several; leave the key out")
+        if model.device not in gpus:
+            kind = TooLargeError if re.fullmatch(r"gpu:\d+", model.device) else ConfigError
+            there = gpus[0] if len(gpus) == 1 else f"{gpus[0]} to {gpus[-1]}"
+            raise kind(f"{key}: there is no {model.device!r}; the GPUs are {there}")
 
 
 def _check_turns(config: SimYaml) -> None:

@@ -146,6 +146,15 @@ MISTAKES = (
     ("baselines: {muxserve_adapt: 0s}", "baselines.muxserve_adapt"),
     ("baselines: {seallm_starvation: 0}", "seallm_starvation above 0"),
     ("models: []", "models: name at least one"),
+    (
+        "models: [{name: a, shape: Llama-3.1-8B}, {name: b, shape: Llama-3.2-1B, device: 'gpu:2'}]",
+        "models[1].device: there is no 'gpu:2'; the GPUs are gpu:0 to gpu:1",
+    ),
+    ("models: [{name: a, device: ''}]", "models[0].device: there is no ''"),
+    (
+        "models: [{name: a, tp: 2, device: 'gpu:0'}]",
+        "models[0].device: with tp 2 there are several; leave the key out",
+    ),
     ("models: [{name: a}]", "a.shape: model 'a': known models are"),
     ("models: [{name: a, shape: Llama-3.1-70B}]", "a: weights, engine and one request"),
     ("models: [{name: a, shape: Llama-3.1-8B, tp: 3}]", "a.tp: 3 GPUs are needed"),

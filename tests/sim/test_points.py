@@ -227,6 +227,22 @@ def test_a_plan_goes_on_where_a_policy_has_too_few_gpus(config: Path) -> None:
     assert found.tried[1] == 0.0
 
 
+def test_a_pin_on_a_gpu_that_a_point_lacks_is_its_outcome(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    config.write_text(CONFIG.replace("name: b", "name: b, device: 'gpu:1'"))
+    given = ("--vary", "gpus=1,2", "--out", str(tmp_path), "--jobs", "1")
+    assert call(monkeypatch, "sweep", str(config), *given) == 0
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
+    assert "models[1].device: there is no 'gpu:1'; the GPUs are gpu:0" in rows[0]["problem"]
+    assert not rows[1]["problem"]
+    found = planning.plan_one(planning.Search(str(config), {}, "prism", 0.5, "ttft", 2))
+    assert (found.gpus, found.tried[1]) == (2, 0.0)
+    assert call(monkeypatch, "plan", str(config), "--max-gpus", "1") == 2
+    pin = ("--set", "models=[{name: a, shape: Llama-3.1-8B, device: ''}]")
+    assert call(monkeypatch, "sweep", str(config), *given, *pin) == 2
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
