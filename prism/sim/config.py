@@ -60,7 +60,8 @@ class SimModelYaml(Strict, frozen=True):
     kv_reserve_tokens: int | None = None
     # Whether the model keeps its place while it is idle.
     never_evict: bool = False
-    # The only GPU that may serve the model. Default: the scheduler chooses.
+    # The only GPU that may serve the model, gpu:0 or a later one. Policies that search for a
+    # placement or take turns are refused with it. Default: the scheduler chooses.
     device: str | None = None
     # This model's fraction of its GPU's KV memory under the static policy.
     static_share: float | None = None

@@ -272,12 +272,21 @@ def _check(config: SimYaml) -> None:
 
 
 def _check_pins(config: SimYaml) -> None:
-    """That each `device` is there. Raises ConfigError; TooLargeError: it takes more GPUs."""
+    """That each `device` is there, and that the policy keeps to it. Raises ConfigError;
+    TooLargeError: it takes more GPUs."""
+    policy = registry.get(config.policy)
+    # A search is not told of pins, and with turns no model has a place.
+    places = policy.search is None and policy.turns is None
     gpus = [f"gpu:{i}" for i in range(config.gpus.count)]
     for index, model in enumerate(config.models):
         if model.device is None:
             continue
         key = f"models[{index}].device"
+        if not places:
+            raise ConfigError(
+                f"{key}: {config.policy} keeps no model to a GPU; leave the key out or take another"
+                " policy"
+            )
         if model.tp > 1:
             raise ConfigError(f"{key}: with tp {model.tp} there are several; leave the key out")
         if model.device not in gpus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prism.cli import sim as cli
 from prism.costs.grid import Grid, write_grid
 from prism.costs.table import TableCost
 from prism.errors import ConfigError
+from prism.policies import registry
 from prism.replay.generate import generate
 from prism.replay.kinds import config_of, config_of_preset
 from prism.replay.metrics import summarize as summarize_records
@@ -103,6 +105,26 @@ def test_summary_agrees_with_that_of_prism_replay(config: Path) -> None:
                 assert getattr(part, metric) == pytest.approx(value)
         assert ours.ttft_ms.p99 == pytest.approx(theirs.ttft_ms.p99)
         assert (ours.requests, ours.completed) == (theirs.requests, theirs.completed)
+
+
+KEEP_PINS = {"prism", "serverlessllm", "static"}
+
+
+@pytest.mark.parametrize("policy", registry.own_names())
+def test_a_policy_keeps_to_a_pin_or_refuses_it(config: Path, policy: str) -> None:
+    models = [{"name": "a", "shape": "Llama-3.2-1B", "device": "gpu:2"}]
+    models += [{"name": "b", "shape": "Llama-3.2-1B"}]
+    changes = {"policy": policy, "gpus.count": 3, "models": models}
+    if policy not in KEEP_PINS:
+        says = rf"models\[0\]\.device: {re.escape(policy)} keeps no model to a GPU"
+        with pytest.raises(ConfigError, match=says):
+            load(config, changes)
+        return
+    scenario = load(config, changes)
+    records = World(scenario.setup, scenario.work).run()
+    homes = {(d.model, d.device) for d in records.decisions if d.kind == "activate"}
+    assert {device for model, device in homes if model == "a"} == {"gpu:2"}
+    assert not records.errors
 
 
 @pytest.mark.parametrize(
