@@ -84,6 +84,20 @@ def check_loadable(config: ClusterConfig) -> None:
             raise ConfigError(f"models[{index}].path: {why}")
 
 
+def check_parsers(config: ClusterConfig) -> None:
+    """Raises ConfigError for a parser of answers that its model's adapter does not have."""
+    for index, model in enumerate(config.models):
+        wanted = {"tool_parser": model.tool_parser, "reasoning_parser": model.reasoning_parser}
+        named = {key: name for key, name in wanted.items() if name not in ("auto", "none")}
+        known = adapter_named(config.adapter_of(model)).parser_names() if named else {}
+        for key, name in named.items():
+            if key in known and name not in known[key]:
+                raise ConfigError(
+                    f"models[{index}].{key}: {name!r} is unknown; give auto, none or one of"
+                    f" {', '.join(known[key])}"
+                )
+
+
 def with_layout(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> ModelSpec:
     """Ranks keep their part of the heads per layer, whatever is asked for."""
     of_engines = adapter_named(config.adapter_of(model)).traits().arrangements

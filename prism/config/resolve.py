@@ -12,7 +12,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prism.config.access import ApiKey
-from prism.config.adapters import adapter_named, check_loadable, planned, with_layout
+from prism.config.adapters import (
+    adapter_named,
+    check_loadable,
+    check_parsers,
+    planned,
+    with_layout,
+)
 from prism.config.admin import admin_address
 from prism.config.embeddings import embedding_of
 from prism.config.journal import JournalYaml
@@ -112,6 +118,7 @@ def _resolve(
         _check_spread(model, f"models[{index}]")
     config = planned(config)
     check_loadable(config)
+    check_parsers(config)
     rows = zip(models, data.models, strict=True)
     models = [_replicated(m, row, f"models[{i}]", config) for i, (m, row) in enumerate(rows)]
     models = [with_layout(model, config, data.engine.kv_layout) for model in models]

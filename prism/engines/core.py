@@ -1,6 +1,6 @@
 """What the worker loop asks of an engine adapter.
 
-An adapter is a package `prism.engines.<name>` with seven functions:
+An adapter is a package `prism.engines.<name>` with eight functions:
   lacks(device: str) -> str                  what keeps it from serving there, "" if nothing does;
                                              imports nothing heavy
   traits() -> EngineTraits                   what its engines are like; imports nothing heavy
@@ -9,6 +9,9 @@ An adapter is a package `prism.engines.<name>` with seven functions:
   refuses(model: Path, embeds: bool) -> str  why it cannot serve the checkpoint in that folder, for
                                              text or for embeddings, "" if nothing is known against
                                              it; imports nothing heavy
+  parser_names() -> dict[str, list[str]]     what a model's tool_parser and reasoning_parser may
+                                             name; a key is missing where that is not known;
+                                             imports nothing heavy
   preload(device: str) -> None               heavy imports, once, in the fork server before any fork
   create(context: EngineContext) -> EngineCore   in the forked engine process
   weight_key(content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0")

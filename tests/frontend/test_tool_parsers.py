@@ -357,11 +357,16 @@ def test_a_structure_begins_behind_the_reasoning(name: str, prompt: str, opens: 
 LIGHT = """
 import logging, sys
 from concurrent.futures import ThreadPoolExecutor
-from prism.engines.sglang import parsers
+from prism.engines.sglang import parser_names, parsers
+named = parser_names()
+assert not any(name.startswith("sglang") for name in sys.modules)
 first = list(ThreadPoolExecutor(8).map(parsers.unknown, ["qwen25"] * 8, [""] * 8))
 assert first == [""] * 8, first
 for name in ("function_call.base_format_detector", "parser.reasoning_parser"):
     assert not logging.getLogger(f"sglang.srt.{name}").isEnabledFor(logging.ERROR), name
+calls, reasoning = parsers.library().calls, parsers.library().reasoning
+assert named["tool_parser"] == sorted(calls.FunctionCallParser.ToolCallParserEnum)
+assert named["reasoning_parser"] == sorted(reasoning.ReasoningParser.DetectorMap)
 assert not parsers.unknown("llama3", "deepseek-r1")
 assert "nonsense" in parsers.unknown("nonsense", "")
 tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -127,6 +127,22 @@ def test_a_model_that_sglang_does_not_know(folder: Path, short_dir: Path, comman
         assert message in done.stderr
 
 
+@pytest.mark.parametrize("command", ["check", "up"])
+@pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
+def test_a_parser_that_sglang_does_not_have(
+    folder: Path, short_dir: Path, command: str, key: str
+) -> None:
+    """Otherwise each request for it would fail."""
+    change(folder, "adapter: fake", "adapter: sglang")
+    change(folder, "name: a\n", f"name: a\n  {key}: qwen33\n")
+    done = prism_serve(command, cwd=folder, tmp=short_dir)
+    known = "qwen, qwen25, qwen3_coder" if key == "tool_parser" else "qwen3, qwen3-thinking"
+    check_refused(
+        done, f"models[0].{key}: 'qwen33' is unknown; give auto, none or one of", short_dir
+    )
+    assert f", {known}, " in done.stderr
+
+
 def test_ctrl_c_leaves_no_traceback_at_any_time(folder: Path, short_dir: Path) -> None:
     # What comes before the command begins is this script's.
     code = (

@@ -9,7 +9,15 @@ with the fields of `FakeOptions`, for example
     PRISM_FAKE='{"decode_step_ms": 5, "prefill_tokens_per_s": 20000, "die_at_token": 40}'
 """
 
-from prism.engines.fake.adapter import create, lacks, preload, refuses, traits, weight_key
+from prism.engines.fake.adapter import (
+    create,
+    lacks,
+    parser_names,
+    preload,
+    refuses,
+    traits,
+    weight_key,
+)
 from prism.engines.fake.options import FakeOptions, needs
 from prism.engines.fake.tokens import expected_embedding, expected_tokens
 
@@ -20,6 +28,7 @@ __all__ = [
     "expected_tokens",
     "lacks",
     "needs",
+    "parser_names",
     "preload",
     "refuses",
     "traits",

@@ -23,6 +23,11 @@ def refuses(model: Path, embeds: bool = False) -> str:
     return ""
 
 
+def parser_names() -> dict[str, list[str]]:
+    """Its tokens are parsed by nothing."""
+    return {}
+
+
 def preload(device: str = "host:0") -> None:
     """The same on every device."""
     for name in ("numpy", "kvcached", "prism.engines.fake.core"):

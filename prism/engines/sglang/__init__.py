@@ -9,6 +9,15 @@ EngineCore).
 
 from prism.engines.sglang.adapter import create, preload, traits
 from prism.engines.sglang.gpu import lacks, needs, weight_key
-from prism.engines.sglang.known import refuses
+from prism.engines.sglang.known import parser_names, refuses
 
-__all__ = ["create", "lacks", "needs", "preload", "refuses", "traits", "weight_key"]
+__all__ = [
+    "create",
+    "lacks",
+    "needs",
+    "parser_names",
+    "preload",
+    "refuses",
+    "traits",
+    "weight_key",
+]

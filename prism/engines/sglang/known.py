@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -34,6 +35,24 @@ def refuses(model: Path, embeds: bool = False) -> str:
             " another model or set embeddings: false"
         )
     return ""
+
+
+def parser_names() -> dict[str, list[str]]:
+    """What the YAML's keys of a model's parsers may name; empty where that is not known."""
+    if find_spec("sglang") is None:
+        return {}
+    folder = package_folder("sglang") / "srt"
+    files = {
+        "tool_parser": folder / "function_call" / "parser_names.py",
+        "reasoning_parser": folder / "parser" / "reasoning_parser_names.py",
+    }
+    return {key: _list_in(file) for key, file in files.items() if file.exists()}
+
+
+def _list_in(file: Path) -> list[str]:
+    """The names in a module that has nothing else."""
+    assigned = (each for each in ast.parse(file.read_text()).body if isinstance(each, ast.Assign))
+    return sorted(name for each in assigned for name in ast.literal_eval(each.value))
 
 
 def _pools(architecture: str) -> bool:

@@ -9,10 +9,20 @@ from prism.engines.vllm.adapter import (
     create,
     lacks,
     needs,
+    parser_names,
     preload,
     refuses,
     traits,
     weight_key,
 )
 
-__all__ = ["create", "lacks", "needs", "preload", "refuses", "traits", "weight_key"]
+__all__ = [
+    "create",
+    "lacks",
+    "needs",
+    "parser_names",
+    "preload",
+    "refuses",
+    "traits",
+    "weight_key",
+]

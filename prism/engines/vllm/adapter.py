@@ -75,6 +75,11 @@ def refuses(model: Path, embeds: bool = False) -> str:
     return f"vllm engines make no embeddings of {model}; use the adapter sglang" if embeds else ""
 
 
+def parser_names() -> dict[str, list[str]]:
+    """Its answers are parsed by nothing."""
+    return {}
+
+
 def weight_key(
     content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
 ) -> WeightKey:
