@@ -168,14 +168,14 @@ def _doors(config: ClusterConfig, stack: ExitStack) -> dict[str, socket.socket]:
     """By the option that hands each to the frontends: they are opened here, so that ports are
     checked before anything starts, and stay open while a frontend is replaced. Raises
     ConfigError."""
+    doors = {}
+    if config.frontends_here:
+        doors["--listen-fd"] = stack.enter_context(open_listener(config.host, config.port))
+        check_exposure(config)
+        if config.admin:
+            doors["--admin-fd"] = stack.enter_context(admin_listener(config.admin))
     if config.node:
         check_ports(config)
-    if not config.frontends_here:
-        return {}
-    doors = {"--listen-fd": stack.enter_context(open_listener(config.host, config.port))}
-    check_exposure(config)
-    if config.admin:
-        doors["--admin-fd"] = stack.enter_context(admin_listener(config.admin))
     return doors
 
 

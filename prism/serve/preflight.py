@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,14 +34,14 @@ def check_addresses(config: ClusterConfig) -> None:
     """What the cluster listens on and connects to. A place where another cluster of this user
     listens is no mistake: its YAML is checked before a reload. Raises ConfigError."""
     running = run_dir.running()
-    if not config.port or config.port not in {each.port for each in running}:
-        open_listener(config.host, config.port).close()
-    if config.admin and config.admin not in {each.admin for each in running}:
-        with admin_listener(config.admin):
-            pass
-    check_exposure(config)
-    if config.here is not None:
-        check_ports(config)
+    with ExitStack() as held:  # all at once: two of them may be the same
+        if not config.port or config.port not in {each.port for each in running}:
+            held.enter_context(open_listener(config.host, config.port))
+        if config.admin and config.admin not in {each.admin for each in running}:
+            held.enter_context(admin_listener(config.admin))
+        check_exposure(config)
+        if config.here is not None:
+            check_ports(config)
     if config.redis_url:
         asyncio.run(check_redis(config.redis_url))
 

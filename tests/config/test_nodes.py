@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from prism.config.schema import ClusterConfig
 from prism.curve import new_secret
 from prism.errors import ConfigError
 from prism.policies.data import GpuView
+from prism.serve import run_dir
 from prism.serve.drain import named
 from prism.serve.node import namespace_of, state_of
-from prism.serve.preflight import check_ports, check_redis
+from prism.serve.preflight import check_addresses, check_ports, check_redis
 from tests.frontend.tiny_model import make_model
 
 REDIS = "redis://:secret@10.0.0.9:6379"
@@ -177,6 +179,18 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     config = loaded(tmp_path, "n0", nodes=nodes({"address": "192.0.2.1"}))
     with pytest.raises(ConfigError, match=r"n0 cannot listen on 192.0.2.1 port 7300"):
         check_ports(config)
+
+
+def test_the_port_of_the_api_is_none_of_the_clusters_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir, "running", list)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    local = nodes({"address": "127.0.0.1", "port": port})
+    config = loaded(tmp_path, "n0", nodes=local, frontend={"port": port})
+    with pytest.raises(ConfigError, match=rf"n0 cannot listen on 127.0.0.1 port {port}: Address"):
+        check_addresses(config)
 
 
 @pytest.mark.parametrize("url", ["redis://10.0.0.9:6379", "redis://user@redis.example:6379/0"])

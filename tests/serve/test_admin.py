@@ -147,6 +147,19 @@ def test_nobody_else_is_reached_without_keys(tmp_path: Path, short_dir: Path) ->
     assert done.stderr.startswith("error: frontend.admin: other machines reach 0.0.0.0, and")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_the_port_of_the_api_is_found_before_the_start(
+    tmp_path: Path, short_dir: Path, host: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    settings = {"port": port, "admin": f"{host}:{port}"}
+    write_yaml(tmp_path, frontend=settings, access={"open_to_all": True})
+    done = check(tmp_path, short_dir)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: frontend.admin: cannot listen on {host}:{port}: Address")
+
+
 def test_addresses(tmp_path: Path) -> None:
     assert host_and_port("[::1]:8001") == ("::1", 8001)
     assert admin_address("", tmp_path) == ""
