@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from prism.config.access import ApiKey
+from prism.config.access import ApiKey, check_origins
 from prism.config.adapters import (
     adapter_named,
     check_loadable,
@@ -228,6 +228,7 @@ def _check_frontend(data: FrontendConfig) -> None:
         raise ConfigError(
             f"frontend.processes: {data.processes} is out of range; choose 1 to {FRONTENDS_MAX}"
         )
+    check_origins(data.cors_origins)
     _check_traces(data.traces)
 
 

@@ -232,6 +232,11 @@ MISTAKES: list[tuple[Edit, str]] = [
         "hang_timeout: 14.0 is too small; give at least 15",
     ),
     (
+        put("frontend", "cors_origins", value=["*", "https://x.example/"]),
+        "frontend.cors_origins[1]: 'https://x.example/' is no origin of web pages; write"
+        " https://x.example",
+    ),
+    (
         put("frontend", "priority", value={"max": -1}),
         "frontend.priority: min -100 and max -1 must have 0 between them, and lie between"
         " -1000 and 1000",

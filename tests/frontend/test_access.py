@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from prism.config.access import ApiKey, hashed
+from prism.config.access import ApiKey, check_origins, hashed
+from prism.errors import ConfigError
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
@@ -173,3 +175,23 @@ async def test_rates_hold_for_all_frontends(redis_server: BundledRedis, namespac
     finally:
         await one.close()
         await two.close()
+
+
+@pytest.mark.parametrize(
+    ("origin", "remedy"),
+    [
+        ("x", "https://x"),
+        ("https://x.example/page?a=1", "https://x.example"),
+        ("HTTP://me@X.example:80", "http://x.example"),
+        ("https://x.example:0443", "https://x.example"),
+        ("http://x.example:443/", "http://x.example:443"),
+        ("https://*.x.example", "https://chat.example:8080, say, or * for all"),
+        ("https://x.example:port", "https://chat.example:8080, say, or * for all"),
+        ("", "https://chat.example:8080, say, or * for all"),
+    ],
+)
+def test_an_origin_that_no_browser_sends(origin: str, remedy: str) -> None:
+    check_origins(["*", "null", "http://localhost:3000", "http://[::1]:8", "app://a-b_c"])
+    says = r"^frontend\.cors_origins\[1\]: .* is no origin of web pages; write "
+    with pytest.raises(ConfigError, match=f"{says}{re.escape(remedy)}$"):
+        check_origins(["*", origin])
