@@ -40,7 +40,7 @@ class ModelYaml(Strict, frozen=True):
     path: str
     # Requests without an SLO of their own get this one.
     slo: ModelSloYaml = ModelSloYaml()
-    # The most tokens of a prompt and its answer. Default: what the model was trained for.
+    # The most tokens of a prompt and its answer. Default, and the most: what config.json has.
     context_length: int | None = None
     # "auto" is float32 on host devices and the files' own type on GPUs.
     dtype: str = "auto"

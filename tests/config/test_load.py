@@ -202,6 +202,11 @@ MISTAKES: list[tuple[Edit, str]] = [
         "models[0].context_length: 0 is too small; give at least 1",
     ),
     (
+        put("models", 0, "context_length", value=257),
+        "models[0].context_length: 257 is more than the 256 tokens that {folder}/a/config.json has;"
+        " lower it, or leave the key out",
+    ),
+    (
         put("models", 0, "static_share", value=1.5),
         "models[0].static_share: 1.5 is not in (0, 1]; write 0.5",
     ),
