@@ -77,7 +77,7 @@ class RequestBody(BaseModel):
     # Fields that change nothing, and values of other fields that ask for nothing.
     IGNORED: ClassVar[frozenset[str]] = IGNORED
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
-    # What the client calls the bound of an output.
+    # What the client calls the bound of an output; empty where there is none.
     MAX_TOKENS: ClassVar[str] = "max_tokens"
 
     model: str
@@ -259,6 +259,8 @@ class CompletionBody(GenerationBody):
 
 class EmbeddingsBody(RequestBody):
     """POST /v1/embeddings. `input` is normalised as a completion's `prompt` is."""
+
+    MAX_TOKENS = ""
 
     input: list[str] | list[list[int]]
     encoding_format: Literal["float", "base64"] = "float"

@@ -202,14 +202,16 @@ def _too_long(
 ) -> ContextLengthError:
     asked = body.output_tokens_min
     excess = prompt_tokens + asked - model.context_length
-    beside, remedy = "", ""
-    if asked:
+    what, beside, remedy = "prompt", "", ""
+    if not body.MAX_TOKENS:
+        what, beside = body.prompt_field, f" and the {asked} kept free behind it"
+    elif asked:
         beside, remedy = f" and {body.MAX_TOKENS} {asked}", f" or lower {body.MAX_TOKENS}"
     # In words that LiteLLM knows, and then tries a model with a longer context.
     error = ContextLengthError(
         f"{model.name}: this model's maximum context length is {model.context_length} tokens;"
-        f" the prompt's {how}{prompt_tokens}{beside} exceed it by {how}{excess}:"
-        f" shorten the prompt{remedy}"
+        f" the {what}'s {how}{prompt_tokens}{beside} exceed it by {how}{excess}:"
+        f" shorten the {what}{remedy}"
     )
     error.param = body.prompt_field
     return error

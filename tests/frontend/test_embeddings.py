@@ -84,7 +84,11 @@ async def test_cut_vectors_have_length_one(stack: Stack) -> None:
         ({"input": [[]]}, "input", "input: is empty"),
         ({"input": ["x", 3]}, "input", "must be a string"),
         ({"input": [10**6]}, "input", "outside the vocabulary"),
-        ({"input": [5] * 256}, "input", "exceed it by 1: shorten the prompt"),
+        (
+            {"input": [5] * 256},
+            "input",
+            "the input's 256 and the 1 kept free behind it exceed it by 1: shorten the input",
+        ),
         ({"slo_tpot_ms": 5}, "slo_tpot_ms", "unknown field"),
         ({"encoding_format": "int8"}, "encoding_format", "encoding_format"),
         ({"priority": 10**6}, "priority", "is not between"),
