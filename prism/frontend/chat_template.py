@@ -20,6 +20,7 @@ _REFUSALS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
     ValueError,
 )  # fmt: skip
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:
@@ -41,7 +42,7 @@ class ChatTemplate:
         values = {"add_generation_prompt": True, **self._special_tokens, **options}
         template = self._with_tools if options.get("tools") else self._template
         try:
-            return template.render(messages=messages, **values)
+            return template.render({**values, "messages": messages})
         except _REFUSALS as error:
             raise bad_request(
                 f"messages: the model's chat template refuses them: {error}", "messages"
@@ -53,8 +54,7 @@ def load_chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> Cha
     source, tool_source = _sources(directory, tokenizer_config)
     if source is None:
         return None
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    tokens = {name: token_text(tokenizer_config.get(name)) for name in names}
+    tokens = {name: token_text(tokenizer_config.get(name)) for name in _SPECIAL_TOKENS}
     try:
         known = {name: text for name, text in tokens.items() if text}
         return ChatTemplate(source, known, tool_source)
@@ -110,3 +110,9 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+# What each template is given, whatever the client's options are.
+GIVEN = frozenset(
+    {"messages", "tools", "add_generation_prompt", *_SPECIAL_TOKENS, *_environment().globals}
+)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from prism.frontend.chat_template import GIVEN
 from prism.frontend.errors import bad_request
 from prism.frontend.openai_types import LOGPROBS_MAX, GenerationBody, RequestBody
 
@@ -189,7 +190,9 @@ class Conversation(RequestBody):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _short_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _own_and_short(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if given := sorted(GIVEN & value.keys()):
+            raise ValueError(f"{given[0]} is what every template is given; remove it")
         if (length := len(json.dumps(value))) > TEMPLATE_OPTIONS_CHARS_MAX:
             most = TEMPLATE_OPTIONS_CHARS_MAX
             raise ValueError(f"has {length} characters; at most {most} are allowed")

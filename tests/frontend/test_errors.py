@@ -93,6 +93,23 @@ async def test_bad_chat(stack: Stack, change: dict[str, Any], message: str) -> N
     check_shape(response.json()["error"])
 
 
+GIVEN = ("messages", "tools", "add_generation_prompt", "eos_token", "raise_exception", "namespace")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_options_are_none_of_what_a_template_is_given(stack: Stack, path: str) -> None:
+    for name in GIVEN:
+        body = {**CHAT, "chat_template_kwargs": {"enable_thinking": True, name: []}}
+        response = await stack.client.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
+        assert f"kwargs: {name} is what every template is given; remove it" in error["message"]
+    response = await stack.client.post(
+        "/tokenize", json={**CHAT, "chat_template_kwargs": {"self": 1}}
+    )
+    assert response.status_code == 200, "a parameter of Jinja's own function"
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"model": "base", "prompt": "x"']
 )
