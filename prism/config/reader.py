@@ -43,7 +43,7 @@ def read_yaml(path: Path) -> ServeYaml:
 
 
 def read_mapping(
-    path: Path, keys: str = "devices: and models:", remedy: str = "correct --config"
+    path: Path, keys: str = "devices: and models:", remedy: str = "correct the path"
 ) -> dict[str, Any]:
     """The file as it is; `keys` are named where it has none, `remedy` where it cannot be read.
     Raises ConfigError (one line)."""

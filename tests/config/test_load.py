@@ -366,7 +366,7 @@ def test_text_that_is_not_the_yaml_wanted(tmp_path: Path, text: str, message: st
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory; correct --config"):
+    with pytest.raises(ConfigError, match="No such file or directory; correct the path"):
         load(tmp_path / "none.yaml")
 
 
