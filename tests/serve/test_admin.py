@@ -125,7 +125,9 @@ def reloads(cluster: Cluster, path: Path, admin: httpx.Client) -> None:
     path.write_text(good.replace("name: a", "nam: a"))
     wrong = admin.post("/reload", timeout=60)
     assert wrong.status_code == 400
-    assert "models[0]" in wrong.json()["error"]["message"]
+    error = wrong.json()["error"]
+    assert "models[0]" in error.pop("message")
+    assert error == {"type": "invalid_request_error", "param": None, "code": "reload"}
     path.write_text(yaml.safe_dump(data))
     for method in ("get", "put"):
         assert getattr(admin, method)("/reload").status_code == 405

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from prism.frontend.errors import bad_request
 from prism.frontend.services import services
 from prism.process import child_environment
 
@@ -29,6 +29,7 @@ async def reload(request: Request) -> JSONResponse:
     said, _ = await process.communicate()
     text = said.decode(errors="replace").strip()
     if process.returncode:
-        error: dict[str, Any] = {"message": text, "type": "invalid_request_error", "code": "reload"}
-        return JSONResponse({"error": error}, 400)
+        error = bad_request(text)
+        error.code = "reload"
+        raise error
     return JSONResponse({"status": "reloaded", "changes": text.removeprefix("reloaded: ")})
