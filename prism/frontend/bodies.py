@@ -104,7 +104,7 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, kind) from error
     body.refuse_unsupported()
     body.prepare()
     return body

@@ -4,11 +4,12 @@ Anthropic's."""
 from __future__ import annotations
 
 import logging
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -107,13 +108,25 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": f"{error.code}: {error}"}}
 
 
-def from_validation(error: ValidationError) -> BadRequestError:
-    """The first thing that is wrong with a body, with the path of the field."""
-    first = error.errors(include_url=False)[0]
-    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
+def from_validation(error: ValidationError, kind: type[BaseModel]) -> BadRequestError:
+    """The first thing that is wrong with a body of this kind, with the path of the field."""
+    errors = error.errors(include_url=False)
+    first, at = errors[0], errors[0]["loc"]
+    if at and _has_types(kind, at[0]):
+        # Of each type, which comes behind the field; the one that the value is most like.
+        first = max((e for e in errors if e["loc"][:1] == at[:1]), key=lambda e: len(e["loc"]))
+        at = (at[0], *first["loc"][2:])
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in at).lstrip(".")
     message = first["msg"].removeprefix("Value error, ")
-    param = str(first["loc"][0]) if first["loc"] else None
-    return bad_request(f"{path}: {message}" if path else message, param)
+    return bad_request(f"{path}: {message}" if path else message, str(at[0]) if at else None)
+
+
+def _has_types(kind: type[BaseModel], name: int | str) -> bool:
+    """Whether the values of a field may be of several types, null aside."""
+    field = kind.model_fields.get(str(name))
+    if field is None or get_origin(field.annotation) not in (Union, UnionType):
+        return False
+    return len([each for each in get_args(field.annotation) if each is not NoneType]) > 1
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -245,7 +245,7 @@ def _chat_of(body: CountBody) -> ChatBody:
     try:
         chat = _Chat.model_validate(said)
     except ValidationError as error:
-        raise renamed(from_validation(error)) from error
+        raise renamed(from_validation(error, _Chat)) from error
     chat.refuse_unsupported()
     return chat
 

@@ -249,7 +249,7 @@ def _chat_of(body: ResponsesBody) -> ChatBody:
     try:
         chat = _Chat.model_validate(said)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, _Chat) from error
     chat.refuse_unsupported()
     return chat
 

@@ -85,6 +85,7 @@ ERRORS = [
     ({"truncation": "auto"}, "truncation", "truncation: 'auto' is not supported"),
     ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type: Input should be 'function'"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice: needs tools"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.name: Field required"),
     ({"tools": [WEATHER]}, "tools", "tools: chat has no tool_parser"),
     ({"include": ["message.output_text.logprobs"]}, "include", "is not supported; remove it"),
     ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
