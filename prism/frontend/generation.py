@@ -44,6 +44,7 @@ class GenerationSpec:
     # Of each prompt: choices that the client sees, and choices that are made.
     shown: tuple[int, int] = (1, 1)
     echoes: tuple[str, ...] = ()  # text before each choice's own
+    hides_output: bool = False  # only what is before it is shown
     parsing: Parsing | None = None
     show_slo: bool = False  # the usage says whether its SLO was met
     embeds: bool = False  # its choices are vectors
@@ -242,7 +243,8 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """Token counts so far, in OpenAI's words, and how its SLO was met where that is wanted."""
         prompt_tokens = self._prompt_tokens()
-        completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        made = sum(len(choice.token_ids) for choice in self.choices)
+        completion_tokens = 0 if self.spec.hides_output else made
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,

@@ -223,8 +223,11 @@ class GenerationBody(RequestBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. `prompt` is normalised to a list of texts or token id lists."""
+    """POST /v1/completions. `prompt` is normalised to a list of texts or token id lists.
+    `max_tokens` 0 asks for the prompt alone, with its log probabilities: a token is made behind it
+    and not shown."""
 
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     prompt: list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | Literal[False] | None = None
     echo: bool | None = None
@@ -241,10 +244,20 @@ class CompletionBody(GenerationBody):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        if self.hides_output and not self.echo:
+            raise bad_request("max_tokens: 0 needs echo: true", "max_tokens")
         if self.choices_made < self.choices_asked:
             raise bad_request(f"best_of: must be at least n, {self.choices_asked}", "best_of")
         if self.stream and self.choices_made > self.choices_asked:
             raise bad_request("best_of: cannot be streamed; remove best_of or stream", "best_of")
+
+    @property
+    def hides_output(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def tokens_asked(self) -> int | None:
+        return 1 if self.hides_output else super().tokens_asked
 
     @property
     def choices_made(self) -> int:

@@ -48,7 +48,9 @@ async def completion_spec(services: Services, body: CompletionBody) -> Generatio
     prompts = await encoded(model, body, body.prompt, tokenizer)
     grammar = await _grammar(services, body, model)
     spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.eos_ids, grammar))
-    return replace(spec, echoes=_echoes(body, tokenizer)) if body.echo else spec
+    if not body.echo:
+        return spec
+    return replace(spec, echoes=_echoes(body, tokenizer), hides_output=body.hides_output)
 
 
 def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:

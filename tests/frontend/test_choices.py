@@ -169,6 +169,24 @@ async def test_an_echo_with_log_probabilities(stack: Stack) -> None:
         assert [v for p in parts for v in p["logprobs"][name]] == values
 
 
+async def test_a_prompt_is_scored_without_an_output(stack: Stack) -> None:
+    stack.agent.script = probable([*ids_of("y"), 0])
+    ids = ids_of("the fox")
+    body = {"model": "base", "prompt": ids, "logprobs": 1, "max_tokens": 0}
+    refused = await stack.client.post("/v1/completions", json=body)
+    assert refused.json()["error"]["message"] == "max_tokens: 0 needs echo: true"
+    body["echo"] = True
+    made = (await stack.client.post("/v1/completions", json=body)).json()
+    [choice] = made["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("the fox", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-2.0] * (len(ids) - 1)
+    assert made["usage"]["completion_tokens"] == 0
+    assert made["usage"]["total_tokens"] == len(ids)
+    parts = [e["choices"][0] for e in await stream(stack, "/v1/completions", **body)]
+    assert "".join(part["text"] for part in parts) == "the fox"
+    assert parts[-1]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize(("prompt", "text"), [("<|end|>hi", "<|end|>hi"), (None, "hi")])
 async def test_offsets_beside_special_tokens(stack: Stack, prompt: str | None, text: str) -> None:
     """They are in an echo where the client wrote them, and not where it sent ids."""

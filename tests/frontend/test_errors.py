@@ -21,7 +21,7 @@ COMPLETION_ERRORS = [
     ({"prompt": ""}, "prompt", "prompt: is empty"),
     ({"prompt": [5, 300]}, "prompt", "token id 300 is outside the vocabulary of 300 tokens"),
     ({"prompt": [-1]}, "prompt", "prompt: must be a string, a list of strings"),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens: Input should be greater than or equal to 1"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens: 0 needs echo: true"),
     ({"max_tokens": "9"}, "max_tokens", "max_tokens: Input should be a valid integer"),
     ({"max_tokens": True}, "max_tokens", "max_tokens: Input should be a valid integer"),
     ({"temperature": 2.5}, "temperature", "temperature: Input should be less than or equal to 2"),

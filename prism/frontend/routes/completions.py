@@ -79,6 +79,9 @@ class _Shown:
         return not self._echo or bool(self._first.texts)
 
     def delta(self, update: TextUpdate) -> Event:
+        if self._spec.hides_output:
+            reason = update.finish_reason and "length"
+            update = TextUpdate(update.choice, "", [], reason)
         logprobs = None
         if self._spec.logprobs is not None:
             logprobs = self._with_prompt(update)
