@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 import prism.sim
+from prism.config.reader import parse
 from prism.errors import ConfigError
 from prism.policies import registry
 
@@ -56,8 +56,16 @@ def parse_sets(texts: list[str]) -> dict[str, Any]:
         key, separator, value = text.partition("=")
         if not separator or not key:
             raise ConfigError(f"--set {text!r}: write KEY=VALUE, such as engine.max_running=64")
-        found[key] = yaml.safe_load(value)
+        found[key] = parse_value(value, f"--set {text!r}")
     return found
+
+
+def parse_value(text: str, where: str) -> Any:
+    """What YAML says. Raises ConfigError that begins with `where`."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def policy_names(text: str) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +20,7 @@ from prism.cli.sim_options import (
     SetOption,
     make_folder,
     parse_sets,
+    parse_value,
     policy_names,
     warn_of_policies,
 )
@@ -149,7 +149,9 @@ def parse_vary(text: str) -> tuple[str, list[Any]]:
     key, _, values = text.partition("=")
     if not key or not values:
         raise ConfigError(f"--vary {text!r}: write KEY=A,B,C, such as rate_scale=1,2,4")
-    return SHORT.get(key, key), [yaml.safe_load(value) for value in values.split(",")]
+    return SHORT.get(key, key), [
+        parse_value(value, f"--vary {text!r}") for value in values.split(",")
+    ]
 
 
 def seeds_of(config: Path, fixed: dict[str, Any], count: int) -> tuple[int, ...]:

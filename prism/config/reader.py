@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,23 +49,61 @@ def read_mapping(
     """The file as it is; `keys` are named where it has none, `remedy` where it cannot be read.
     Raises ConfigError (one line)."""
     try:
-        data = yaml.load(path.read_text(), Loader=_Loader)
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read it: {_reason(error)}; {remedy}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(_yaml_message(error)) from error
+    data = parse(text)
     if not isinstance(data, dict):
         raise ConfigError(f"the file must hold keys such as {keys}; see the README")
     return data
 
 
-def convert(data: Any, kind: type[T], under: str = "") -> T:
-    """Type-check `data`, the value of the key `under`, if it has one. Raises ConfigError (one line)
-    that names the key."""
+def parse(text: str) -> Any:
+    """What YAML says. Raises ConfigError (one line)."""
     try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_message(error)) from error
+    except RecursionError as error:
+        raise ConfigError("values are nested too deeply; correct the YAML") from error
+    except ValueError as error:  # of what looks like a date and is none
+        raise ConfigError(f"a value cannot be read: {error}; correct or quote it") from error
+
+
+def convert(data: Any, kind: type[T], under: str = "", *, finite: bool = True) -> T:
+    """Type-check `data`, the value of the key `under`, if it has one. finite: whether nan and inf
+    are refused. Raises ConfigError (one line) that names the key."""
+    try:
+        if finite:
+            _check_finite(data, under)
         return msgspec.convert(data, kind, dec_hook=decoded)
     except msgspec.ValidationError as error:
-        raise ConfigError(_conversion_message(str(error), kind, under)) from error
+        text = str(error)
+        if " - at `key` in `$" in text:
+            odd = next(key for key, name, _ in _inside(data, under) if not isinstance(name, str))
+            raise ConfigError(f"{odd}: a key must be text; correct or quote it") from error
+        raise ConfigError(_conversion_message(text, kind, under)) from error
+    except RecursionError as error:
+        raise ConfigError("values are nested too deeply; correct the YAML") from error
+
+
+def _check_finite(data: Any, under: str) -> None:
+    """Bounds alone would not do: no comparison finds nan."""
+    for key, _, value in _inside(data, under):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}: {value} is not a finite number; correct the value")
+
+
+def _inside(data: Any, under: str) -> Iterator[tuple[str, Any, Any]]:
+    """(whole key, its last part, value) of everything in `data`."""
+    parts: list[tuple[str, Any, Any]] = []
+    if isinstance(data, dict):
+        parts = [(_join(under, str(name)), name, part) for name, part in data.items()]
+    elif isinstance(data, list | tuple):
+        parts = [(f"{under}[{number}]", "", part) for number, part in enumerate(data)]
+    for part in parts:
+        yield part
+        yield from _inside(part[2], part[0])
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:

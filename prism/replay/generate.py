@@ -13,11 +13,14 @@ import numpy as np
 from prism.errors import ConfigError
 from prism.replay.lengths import ARENA, Floats, LengthSource, requests_at
 from prism.replay.slo import Slo, with_slos
-from prism.replay.trace import TraceRequest
+from prism.replay.trace import REQUESTS_MAX, TraceRequest
 
 Arrivals = tuple[Floats, np.random.Generator]
 """A model's sorted arrival times (s), and the generator that its lengths are drawn from."""
 
+SECONDS_MAX = 1e9
+"""Thirty years. Sessions are drawn one by one."""
+GAP_CV_MIN, GAP_CV_MAX = 1e-6, 1e3
 TAIL_MODELS = 0.6
 TAIL_REQUESTS = 0.25
 
@@ -46,6 +49,15 @@ class GeneratorConfig:
             if not 0 < value < math.inf:
                 name = key.removesuffix("_rps")
                 raise ConfigError(f"{name}: {value:g} must be above 0 and finite")
+        if self.seconds > SECONDS_MAX:
+            raise ConfigError(f"seconds: {self.seconds:g} must be at most {SECONDS_MAX:g}")
+        if self.rate_rps * self.seconds > REQUESTS_MAX:
+            raise ConfigError(
+                f"rate: {self.rate_rps:g} requests/s over {self.seconds:g} s are more than the"
+                f" {REQUESTS_MAX:,} requests that a trace may have; lower the rate or the time"
+            )
+        if self.seed < 0:
+            raise ConfigError(f"seed: {self.seed} must be at least 0")
 
     def arrivals(self) -> Iterator[Arrivals]:
         """Of each model, in the order of `models`."""
@@ -102,6 +114,12 @@ def check_one_each(config: GeneratorConfig) -> None:
             f"rate: {config.rate_rps:g} requests/s over {config.seconds:g} s are fewer requests "
             f"than the {len(config.models)} models; raise the rate or the time"
         )
+
+
+def check_gap_cv(gap_cv: float) -> None:
+    """Raise ConfigError where gaps would be too small or large for floating point."""
+    if not GAP_CV_MIN <= gap_cv <= GAP_CV_MAX:
+        raise ConfigError(f"gap_cv: {gap_cv:g} must be from {GAP_CV_MIN:g} to {GAP_CV_MAX:g}")
 
 
 def apportion(total: int, shares: Sequence[float]) -> list[int]:

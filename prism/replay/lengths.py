@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prism.replay.trace import Trace, TraceRequest
+from prism.errors import ConfigError
+from prism.replay.trace import TOKENS_MAX, Trace, TraceRequest
 
 Floats = NDArray[np.float64]
 
@@ -31,6 +32,13 @@ class Lengths:
     output_median: float = 211.0
     output_sigma: float = 0.62
     output_max: int = 1024
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        for key in ("input_median", "input_max", "output_median", "output_max"):
+            tokens = getattr(self, key)
+            if not 1 <= tokens <= TOKENS_MAX:
+                raise ConfigError(f"{key}: {tokens:g} must be from 1 to {TOKENS_MAX}")
 
     def sample(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
         inputs = _log_normal(self.input_median, self.input_sigma, self.input_max, count, rng)

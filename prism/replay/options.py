@@ -11,12 +11,13 @@ import typer
 from prism.errors import ConfigError
 from prism.replay.formats import FORMATS, read_format
 from prism.replay.lengths import EmpiricalLengths, Lengths, lengths_of
+from prism.replay.trace import TOKENS_MAX
 
 TraceFile = Annotated[
     Path, typer.Argument(metavar="TRACE", help="JSON lines, or --format's; .gz and .xz allowed.")
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same result.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same result.", min=0)]
 TimeScale = Annotated[float, typer.Option(help="Multiplies timestamps; 0.5 is twice as fast.")]
 RateScale = Annotated[float, typer.Option(help="Multiplies the number of requests.")]
 Limit = Annotated[int | None, typer.Option(help="Take only the first N requests.", min=1)]
@@ -78,8 +79,8 @@ def parse_token_counts(inputs: str, outputs: str) -> Lengths:
         )
     except ValueError as error:
         raise ConfigError(f"token counts {inputs!r}, {outputs!r}: write MEDIAN:MAX") from error
-    if min(input_median, input_max, output_median, output_max) < 1:
-        raise ConfigError(f"token counts {inputs!r}, {outputs!r}: must be at least 1")
+    if not all(1 <= n <= TOKENS_MAX for n in (input_median, input_max, output_median, output_max)):
+        raise ConfigError(f"token counts {inputs!r}, {outputs!r}: must be from 1 to {TOKENS_MAX}")
     return Lengths(
         input_median=input_median,
         input_max=int(input_max),

@@ -19,6 +19,7 @@ from prism.replay.generate import (
     Arrivals,
     GeneratorConfig,
     apportion,
+    check_gap_cv,
     check_one_each,
     laid_along,
     power_law_shares,
@@ -51,6 +52,7 @@ class ProductionConfig(GeneratorConfig):
         check_one_each(self)
         if not 0 < self.active_fraction <= 1:
             raise ConfigError("active_fraction: must be above 0 and at most 1")
+        check_gap_cv(self.gap_cv)
 
     def arrivals(self) -> Iterator[Arrivals]:
         total = round(self.rate_rps * self.seconds)
@@ -80,7 +82,7 @@ def resolve_shares(models: tuple[str, ...], fixed: Mapping[str, float]) -> list[
     """Each model's share. Those not fixed split the rest by the power law. Raises ConfigError."""
     rest = 1.0 - sum(fixed.values())
     left = [name for name in models if name not in fixed]
-    if any(share <= 0 for share in fixed.values()) or rest < -1e-9:
+    if not all(share > 0 for share in fixed.values()) or rest < -1e-9:
         raise ConfigError("models: shares must be above 0 and sum up to at most 1")
     if not left:
         return [fixed[name] / sum(fixed.values()) for name in models]

@@ -17,12 +17,11 @@ import numpy as np
 
 from prism.errors import TraceError
 from prism.replay.lengths import ARENA, LengthSource
-from prism.replay.trace import TraceRequest, numbered_lines
+from prism.replay.trace import REQUESTS_MAX, TraceRequest, numbered_lines
 
 Row = Mapping[str, str]
 Numbered = tuple[str, TraceRequest]
 T = TypeVar("T")
-REQUESTS_MAX = 5_000_000
 _log = logging.getLogger(__name__)
 
 

@@ -13,8 +13,11 @@ from typing import ClassVar
 import numpy as np
 
 from prism.errors import ConfigError
-from prism.replay.generate import Arrivals, GeneratorConfig, power_law
+from prism.replay.generate import Arrivals, GeneratorConfig, check_gap_cv, power_law
 from prism.replay.lengths import SHAREGPT, Floats, LengthSource
+
+ALPHA_MAX = 50.0
+"""Beyond it, the last models' rates are too small for floating point."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,9 @@ class SteadyConfig(GeneratorConfig):
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.alpha < math.inf:
-            raise ConfigError(f"alpha: {self.alpha:g} must be at least 0 and finite")
+        if not 0 <= self.alpha <= ALPHA_MAX:
+            raise ConfigError(f"alpha: {self.alpha:g} must be from 0 to {ALPHA_MAX:g}")
+        check_gap_cv(self.gap_cv)
 
     def arrivals(self) -> Iterator[Arrivals]:
         rates_rps = self.rate_rps * power_law(len(self.models), self.alpha)

@@ -50,6 +50,10 @@ class TraceRequest(
 
 Trace = Sequence[TraceRequest]
 DAY_MS = 86_400_000.0
+REQUESTS_MAX = 20_000_000
+"""Of a trace that is generated, drawn from rates or scaled: more would fill the memory."""
+TOKENS_MAX = 2**31 - 1
+"""Of a prompt or an answer: tables of requests count in 32 bits."""
 LONGEST_GAP_MS = 30 * DAY_MS
 DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
 _DECODER = msgspec.json.Decoder(TraceRequest)

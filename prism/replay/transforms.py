@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from prism.errors import ConfigError, TraceError
-from prism.replay.trace import Trace, TraceRequest, models_of
+from prism.replay.trace import REQUESTS_MAX, Trace, TraceRequest, models_of
 
 
 def scale_rate(
@@ -26,6 +26,11 @@ def scale_rate(
     """
     if not 0 < factor < math.inf:
         raise TraceError(f"rate scale {factor:g}: must be above 0 and finite")
+    if len(trace) * factor > REQUESTS_MAX:
+        raise TraceError(
+            f"rate scale {factor:g}: {len(trace)} requests become more than the {REQUESTS_MAX:,}"
+            " that a trace may have; lower it"
+        )
     rng = np.random.default_rng(seed)
     stride = 1 + max((max(r.hash_ids) for r in trace if r.hash_ids), default=0)
     end_ms = max(request.timestamp for request in trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -153,10 +154,18 @@ class _Rows(msgspec.Struct):
 def _rows(given: Rows) -> list[TraceRequest]:
     """Raises TraceError that names row and key."""
     rows = list(given)
-    if all(isinstance(row, TraceRequest) for row in rows):
-        return rows  # type: ignore[return-value]
+    if not all(isinstance(row, TraceRequest) for row in rows):
+        rows = _converted(rows)  # type: ignore[assignment]
+    found: list[TraceRequest] = rows  # type: ignore[assignment]
+    for number, row in enumerate(found):
+        if not math.isfinite(row.timestamp):
+            raise TraceError(f"trace[{number}].timestamp: {row.timestamp} is not a finite number")
+    return found
+
+
+def _converted(rows: list[TraceRequest | Mapping[str, Any]]) -> list[TraceRequest]:
     plain = [msgspec.to_builtins(row) if isinstance(row, TraceRequest) else row for row in rows]
     try:
-        return convert({"trace": plain}, _Rows).trace
+        return convert({"trace": plain}, _Rows, finite=False).trace
     except ConfigError as error:
         raise TraceError(str(error)) from error

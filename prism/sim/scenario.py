@@ -247,16 +247,19 @@ def _check(config: SimYaml) -> None:
     for key, value in (("rate_scale", config.rate_scale), ("slo_scale", config.slo_scale)):
         if not 0 < value < math.inf:
             raise ConfigError(f"{key}: {value:g} must be above 0 and finite")
-    if min(engine.max_running, engine.prefill_chunk_tokens, engine.block_tokens) < 1:
-        raise ConfigError(
-            "engine.max_running, prefill_chunk_tokens and block_tokens: must be at least 1"
-        )
+    for key, number, least in (
+        ("seed", config.seed, 0),
+        ("engine.max_running", engine.max_running, 1),
+        ("engine.prefill_chunk_tokens", engine.prefill_chunk_tokens, 1),
+        ("engine.block_tokens", engine.block_tokens, 1),
+        ("search_requests", config.search_requests, 1),
+    ):
+        if number < least:
+            raise ConfigError(f"{key}: {number} must be at least {least}")
     if engine.prefix_reuse:
         _check_prefix_reuse(config)
     if config.activation.host_store is not None:
         _check_host_store(config)
-    if config.search_requests < 1:
-        raise ConfigError("search_requests: must be at least 1")
     _check_baselines(config.baselines)
     for key, given, known in (
         ("baselines.search_rates", config.baselines.search_rates, SEARCH_RATES),

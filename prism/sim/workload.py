@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prism.errors import TraceError
-from prism.replay.trace import Trace, TraceRequest
+from prism.replay.trace import TOKENS_MAX, Trace, TraceRequest
 from prism.sim.prefix import HASH_TOKENS
 
 NO_SLO = float("inf")
@@ -77,6 +77,7 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
     )
     last_s = 0.0
     for number, request in enumerate(trace, 1):
+        _check_range(request, f"{where}: request {number}")
         if request.arrival_s < last_s:
             raise TraceError(
                 f"{where}: request {number}: timestamp: {request.timestamp:g} is before the "
@@ -97,6 +98,14 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
         found.slo_e2e_s.append(_seconds(request.slo_e2e_ms, slo_scale))
         found.priority.append(request.priority)
     return found
+
+
+def _check_range(request: TraceRequest, where: str) -> None:
+    """Raises TraceError."""
+    for key in ("input_length", "output_length"):
+        tokens = getattr(request, key)
+        if tokens > TOKENS_MAX:
+            raise TraceError(f"{where}: {key}: {tokens} must be at most {TOKENS_MAX}")
 
 
 def _whole_blocks(request: TraceRequest) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -102,7 +104,13 @@ def test_shares_given_are_kept_and_the_rest_is_a_power_law() -> None:
 
 @pytest.mark.parametrize(
     ("models", "shares"),
-    [("", {}), ("a", {"a": 0.0}), ("ab", {"a": 0.7, "b": 0.7}), ("ab", {"a": 1.0})],
+    [
+        ("", {}),
+        ("a", {"a": 0.0}),
+        ("a", {"a": math.nan}),
+        ("ab", {"a": 0.7, "b": 0.7}),
+        ("ab", {"a": 1.0}),
+    ],
 )
 def test_impossible_shares_are_errors(models: str, shares: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="models"):
@@ -117,6 +125,10 @@ def test_impossible_shares_are_errors(models: str, shares: dict[str, float]) -> 
         {"rate_rps": float("inf")},
         {"active_fraction": 0},
         {"gap_cv": 0},
+        {"gap_cv": 1e200},
+        {"rate_rps": 1e30},
+        {"seconds": 1e30, "rate_rps": 1e-27},
+        {"seed": -1},
     ],
 )
 def test_impossible_values_are_errors(fields: dict[str, object]) -> None:

@@ -191,7 +191,7 @@ def test_our_own_format_can_be_packed(tmp_path: Path) -> None:
         ("servegen", RATES + "m,7,0,2.0,1.0,X,1,1\n", ":2: dist: 'X'"),
         ("servegen", RATES + "m,7,0,2.0,1.0,G,0,1\n", ":2: p1: 0"),
         ("servegen", RATES + "m,7,0,-2.0,1.0,G,1,1\n", ":2: rate_rps"),
-        ("servegen", RATES + "m,7,0,99999.0,1.0,G,1,1\n", "5,000,000"),
+        ("servegen", RATES + "m,7,0,99999.0,1.0,G,1,1\n", "20,000,000"),
         ("maf", MAF21 + "a,f,-5,1\n", "empty"),
         ("maf", MAF21 + "a,f,nan,1\n", ":2: the time is nan"),
         ("maf", MAF + "o,a,f,http," + ",".join(["-1"] * 1440) + "\n", ":2: minute 1: -1"),

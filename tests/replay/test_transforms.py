@@ -130,6 +130,7 @@ def test_fitted_lengths_fit_the_context(
         lambda: transforms.scale_rate(even(3), 1e-9),
         lambda: transforms.scale_rate(even(3), float("inf")),
         lambda: transforms.scale_rate(even(3), float("nan")),
+        lambda: transforms.scale_rate(even(3), 1e30),
         lambda: transforms.scale_time(even(3), -1),
         lambda: transforms.scale_time(even(3), float("inf")),
         lambda: transforms.scale_time(even(3), float("nan")),

@@ -19,6 +19,7 @@ import prism.sim
 from prism.errors import ConfigError, TraceError
 from prism.policies import static
 from prism.policies.policy import KV_LIMIT, Policy
+from prism.replay.trace import TraceRequest
 from prism.sim import Results, simulate, tables
 from prism.sim.tables import TABLES
 
@@ -152,6 +153,9 @@ def test_a_policy_needs_no_package() -> None:
     [
         ({**SETUP, "gpu": {}}, None, "setup: gpu: unknown key; did you mean 'gpus'"),
         (SETUP, [{**ROWS[0], "input_length": 0}], r"trace\[0\]\.input_length: expected `int` >= 1"),
+        (SETUP, [{**ROWS[0], "timestamp": float("inf")}], r"trace\[0\]\.timestamp: inf is not"),
+        (SETUP, [TraceRequest(**{**ROWS[0], "timestamp": float("nan")})], "timestamp: nan is not"),
+        (SETUP, [{**ROWS[0], "output_length": 2**40}], "request 1: output_length: 1099511627776"),
         (SETUP, [{**ROWS[0], "model": "x"}], "request 1: model: 'x' is not under models:"),
         (SETUP, [*ROWS, ROWS[0]], "request 41: timestamp: 0 is before the request above"),
         (SETUP, [], "the trace is empty"),

@@ -189,6 +189,22 @@ MISTAKES = (
     ("generate: {kind: steady, rate: 0}", "generate: rate: 0 must be above 0"),
     ("slo: {ttft: soon}", "slo.ttft: 'soon' is not a time"),
     ("slo: {e2e: soon}", "slo.e2e: 'soon' is not a time"),
+    ("seed: -1", "seed: -1 must be at least 0"),
+    ("generate: {input_median: 0}", "generate: input_median: 0 must be from 1"),
+    ("generate: {output_median: -1}", "generate: output_median: -1 must be from 1"),
+    ("generate: {input_median: .nan}", "generate.input_median: nan is not a finite number"),
+    ("generate: {input_max: 0}", "generate: input_max: 0 must be from 1"),
+    ("generate: {rate: 1.0e+30}", "more than the 20,000,000 requests that a trace may have"),
+    ("generate: {seconds: 1.0e+30}", "generate: seconds: 1e+30 must be at most 1e+09"),
+    ("generate: {gap_cv: 1.0e+200}", "generate: gap_cv: 1e+200 must be from"),
+    ("generate: {kind: steady, gap_cv: 1.0e-200}", "generate: gap_cv: 1e-200 must be from"),
+    ("generate: {kind: steady, alpha: 1000}", "generate: alpha: 1000 must be from 0"),
+    ("rate_scale: 1.0e+30", "240 requests become more than the 20,000,000 that a trace may have"),
+    ("models: [{name: a, share: .nan}]", "models[0].share: nan is not a finite number"),
+    ("gpus: {1: 2}", "gpus.1: a key must be text"),
+    (f"gpus: {'[' * 3000}", "values are nested too deeply"),
+    ("models: &all [*all]", "values are nested too deeply"),
+    ("policy: 2026-13-45", "a value cannot be read: month must be in 1..12"),
     ("slo: {e2e: 5}", 'slo.e2e: expected `str`, got `int`; write it as "500ms"'),
 )
 
@@ -212,6 +228,44 @@ def test_a_mistake_is_one_line(
     assert said.count("\n") == 1
     assert message in said
     assert str(config) in said
+
+
+OPTIONS = (
+    (("run", "--seed", "-1"), "seed: -1 must be at least 0"),
+    (("run", "--set", "generate.seconds=["), "--set 'generate.seconds=[': line 1, column 2"),
+    (("sweep", "--out", "o", "--vary", "rate_scale=[1"), "--vary 'rate_scale=[1': line 1"),
+    (("trace", "generate", "--models", "a", "--out", "t", "--rate", "1e30"), "20,000,000 requests"),
+    (
+        ("trace", "generate", "--models", "a", "--out", "t", "--input-tokens", "nan:5"),
+        "token counts 'nan:5', '211:1024': must be from 1",
+    ),
+    (("trace", "generate", "--models", "a:nan", "--out", "t"), "models: shares must be above 0"),
+)
+
+
+@pytest.mark.parametrize(("asked", "message"), OPTIONS)
+def test_a_wrong_option_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    *,
+    asked: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, *asked) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+
+
+@pytest.mark.parametrize("command", ["generate", "convert"])
+def test_a_seed_below_0_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    given = ("--models", "a") if command == "generate" else ("t.jsonl",)
+    assert call(monkeypatch, "trace", command, *given, "--seed", "-1", "--out", "u.jsonl") == 2
+    assert "--seed" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_named_without_options_of_others(
@@ -297,6 +351,7 @@ TRACES = (
     ("", "the trace is empty"),
     (line(5, model="x"), "request 1: model: 'x'"),
     (line(5, prompt=0), ":1: input_length"),
+    (line(5, prompt=2**31), "request 1: input_length: 2147483648 must be at most 2147483647"),
     (line(5).replace('"output_length": 1', '"output_length": 0'), ":1: output_length"),
     (line(-5), ":1: timestamp"),
     (f"{line(5)}\n{line(4)}", ":2: timestamp: 4 is before"),
