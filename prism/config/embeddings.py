@@ -8,7 +8,7 @@ from typing import Any
 
 from prism.errors import ConfigError
 from prism.messages.models import EmbeddingSpec
-from prism.models.files import Lookup, read_config, with_defaults
+from prism.models.files import Lookup, read_config, text_part, with_defaults
 
 _MODULES = "modules.json"
 # What an engine computes: the network, the last token's state, its length set to 1.
@@ -25,7 +25,7 @@ def embedding_of(path: Path, wanted: bool | None, key: str) -> EmbeddingSpec | N
     if described:
         _check_modules(path, key)
     config = read_config(path, key)
-    text = with_defaults(config.get("text_config") or config)
+    text = with_defaults(text_part(config, path, key))
     known = config.get("matryoshka_dimensions") or ()
     return EmbeddingSpec(
         size=Lookup(text, path, key).integer("hidden_size", "n_embd"),

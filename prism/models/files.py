@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from prism.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of config.json, which say nothing of the bytes that an engine takes.
+_OPEN_DTYPES = ("auto", "float64", "float8_e4m3fn", "float8_e5m2")
 
 # Buffers that some checkpoints carry and no engine loads: GPT-2's masks, rotary tables.
 _BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
@@ -79,42 +81,82 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
     architecture = _architecture(config, path, key)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{key}: {path} has no tokenizer.json; save the fast tokenizer there")
-    text = config.get("text_config") or config
+    text = text_part(config, path, key)
     lookup = Lookup(with_defaults(text), path, key)
     heads = lookup.integer("num_attention_heads", "n_head")
     return ModelFiles(
         architecture=architecture,
-        stored_dtype=_stored_dtype(config, text),
+        stored_dtype=named_dtype(config, path, key) or "float32",
         context_length=lookup.integer("max_position_embeddings", "n_positions", "n_ctx"),
         num_layers=lookup.integer("num_hidden_layers", "n_layer"),
         num_kv_heads=lookup.integer("num_key_value_heads", default=heads),
-        head_dim=lookup.integer("head_dim", default=0)
-        or lookup.integer("hidden_size", "n_embd") // heads,
-        parameters=_count_parameters(path, text.get("tie_word_embeddings"), key),
+        head_dim=lookup.head_dim(),
+        parameters=_count_parameters(path, lookup.flag("tie_word_embeddings"), key),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
+    """Values of a config.json. What is absent or null has a default; all else must be of its kind.
+    Methods raise ConfigError that names the file and the key."""
+
     values: dict[str, Any]
     path: Path
     key: str
 
     def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of these keys that there is."""
         for name in names:
             value = self.values.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise self.mistake(name, "a whole number of at least 1")
+            return value
         if default is not None:
             return default
         raise ConfigError(
             f"{self.key}: {config_file(self.path)} lacks a positive {names[0]}; complete the file"
         )
 
+    def flag(self, name: str, default: bool | None = None) -> bool | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.mistake(name, "true or false")
+        return default if value is None else value
+
+    def head_dim(self) -> int:
+        """By default the hidden size over all heads."""
+        if self.values.get("head_dim") is not None:
+            return self.integer("head_dim")
+        hidden = self.integer("hidden_size", "n_embd")
+        heads = self.integer("num_attention_heads", "n_head")
+        if hidden < heads:
+            raise ConfigError(
+                f"{self.key}: {config_file(self.path)} has hidden_size {hidden} for {heads} heads;"
+                " correct one of them"
+            )
+        return hidden // heads
+
+    def mistake(self, name: str, expected: str) -> ConfigError:
+        shown = json.dumps(self.values[name])
+        return ConfigError(
+            f"{self.key}: {config_file(self.path)} has {name} {shown:.60}, which is not"
+            f" {expected}; correct the file"
+        )
+
 
 def config_file(path: Path) -> Path:
     """Of a folder; or the file itself, under any name that ends in .json."""
     return path if path.suffix == ".json" else path / "config.json"
+
+
+def text_part(config: dict[str, Any], path: Path, key: str) -> dict[str, Any]:
+    """The part of a config.json that is of the text model. Raises ConfigError."""
+    text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise Lookup(config, path, key).mistake("text_config", "an object")
+    return text
 
 
 def with_defaults(text: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +182,8 @@ def read_config(path: Path, key: str) -> dict[str, Any]:
 
 def _architecture(config: dict[str, Any], path: Path, key: str) -> str:
     names = config.get("architectures") or [""]
+    if not isinstance(names, list):
+        raise Lookup(config, path, key).mistake("architectures", "a list")
     architecture = str(names[0])
     if not _TEXT_MODEL.search(architecture):
         raise ConfigError(
@@ -159,10 +203,18 @@ def _architecture(config: dict[str, Any], path: Path, key: str) -> str:
     return architecture
 
 
-def _stored_dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
-    names = (part.get(key) for part in (text, config) for key in ("dtype", "torch_dtype"))
-    named = next(filter(None, names), None)
-    return named if named in DTYPE_BYTES else "float32"
+def named_dtype(config: dict[str, Any], path: Path, key: str) -> str | None:
+    """The one of DTYPE_BYTES that a config.json names, of the text model first; None where it
+    leaves it open. Raises ConfigError for a name that is none."""
+    for part in (text_part(config, path, key), config):
+        for name in ("dtype", "torch_dtype"):
+            value = part.get(name)
+            if not value:
+                continue
+            if value in (*DTYPE_BYTES, *_OPEN_DTYPES):
+                return value if value in DTYPE_BYTES else None
+            raise Lookup(part, path, key).mistake(name, f"one of {', '.join(DTYPE_BYTES)}")
+    return None
 
 
 def _count_parameters(path: Path, tied: bool | None, key: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from prism.errors import ConfigError
-from prism.models.files import Lookup, ModelFiles, read_config, with_defaults
+from prism.models.files import Lookup, ModelFiles, read_config, text_part, with_defaults
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _TENSOR = re.compile(r"\.layers\.(\d+)\.[\w.]*?(\w+)\.lora_(A|B)\.weight$")
@@ -96,16 +96,18 @@ def module_of(
 
 def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
     config = read_config(model, key)
-    text = with_defaults(config.get("text_config") or config)
+    text = with_defaults(text_part(config, model, key))
     lookup = Lookup(text, model, key)
     experts = any(text.get(name) for name in _EXPERTS)
+    # Gemma 3n lists one for each layer
+    unknown = experts or isinstance(text.get("intermediate_size"), list)
     heads = lookup.integer("num_attention_heads", "n_head")
     return LoraBase(
         layers=files.num_layers,
         hidden=lookup.integer("hidden_size", "n_embd"),
         heads=heads * files.head_dim,
         kv_heads=files.num_kv_heads * files.head_dim,
-        inner=0 if experts else lookup.integer("intermediate_size", "n_inner", default=0),
+        inner=0 if unknown else lookup.integer("intermediate_size", "n_inner", default=0),
     )
 
 

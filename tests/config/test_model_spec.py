@@ -98,6 +98,27 @@ def test_sharded_weights_are_read_through_their_index(tmp_path: Path) -> None:
     assert inspect_model(directory, "key").parameters == BASE_PARAMETERS
 
 
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, "float32"),
+        ({"torch_dtype": None}, "float32"),
+        ({"torch_dtype": "auto"}, "float32"),
+        ({"torch_dtype": "float64"}, "float32"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16", "torch_dtype": None}, "float16"),
+    ],
+)
+def test_a_config_may_leave_its_dtype_open(
+    tmp_path: Path, config: dict[str, Any], dtype: str
+) -> None:
+    null = dict.fromkeys(("head_dim", "num_key_value_heads", "tie_word_embeddings", "text_config"))
+    found = inspect_model(model(tmp_path / "m", **LLAMA, **null, **config), "key")
+    assert (found.stored_dtype, geometry(found)) == (dtype, (3, 4, 16, 2048))
+    nested = {**GEMMA, "text_config": {**GEMMA["text_config"], **config}}
+    assert inspect_model(model(tmp_path / "n", **nested), "key").stored_dtype == dtype
+
+
 def remove(name: str) -> Any:
     return lambda directory: (directory / name).unlink()
 
@@ -120,7 +141,14 @@ BROKEN = [
     (configure(architectures=["BertModel"]), "'BertModel', which does not generate text"),
     (configure(architectures=None), "names architecture 'none', which does not generate text"),
     (configure(num_hidden_layers=None), "config.json lacks a positive num_hidden_layers"),
-    (configure(num_attention_heads=0), "config.json lacks a positive num_attention_heads"),
+    (configure(num_attention_heads=0), "config.json has num_attention_heads 0, which is not"),
+    (configure(num_key_value_heads=-1), "config.json has num_key_value_heads -1, which is not"),
+    (configure(head_dim="x"), 'config.json has head_dim "x", which is not a whole number'),
+    (configure(dtype="float31"), 'config.json has dtype "float31", which is not one of float32'),
+    (configure(tie_word_embeddings="x"), 'has tie_word_embeddings "x", which is not true or'),
+    (configure(hidden_size=1), "config.json has hidden_size 1 for "),
+    (configure(architectures=5), "config.json has architectures 5, which is not a list"),
+    (configure(text_config=[1]), "config.json has text_config [1], which is not an object"),
     (configure(quantization_config={}), "holds quantized weights, which this version cannot"),
     (configure(kv_lora_rank=512), "uses latent attention (MLA), which this version cannot serve"),
 ]

@@ -103,11 +103,28 @@ def test_older_architectures_and_32_bit_weights(tmp_path: Path) -> None:
     assert found.kv_token_bytes() == 2 * 12 * 768 * 4
 
 
+def test_what_is_null_or_left_open_has_its_default(tmp_path: Path) -> None:
+    whole = read_shape(config(tmp_path))
+    null = {"head_dim": None, "tie_word_embeddings": None, "quantization_config": None}
+    for dtype in ({"torch_dtype": "auto"}, {"torch_dtype": None}, {"dtype": "bfloat16"}):
+        assert read_shape(config(tmp_path, **null, **dtype)) == whole
+    assert read_shape(config(tmp_path, num_key_value_heads=None)).kv_heads == 32
+    assert read_shape(config(tmp_path, intermediate_size=None)).ffn == 4 * 4096
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"hidden_size": "large"}, "hidden_size"),
+        ({"hidden_size": 3}, "config.json has hidden_size 3 for 32 heads"),
+        ({"intermediate_size": "16384"}, r'config.json has intermediate_size "16384", which is'),
+        ({"num_key_value_heads": -1}, "has num_key_value_heads -1, which is not a whole number"),
+        ({"head_dim": "x"}, 'has head_dim "x"'),
+        ({"torch_dtype": "float31"}, 'has torch_dtype "float31", which is not one of float32'),
+        ({"tie_word_embeddings": "x"}, 'has tie_word_embeddings "x", which is not true or false'),
+        ({"quantization_config": "fp8"}, 'has quantization_config "fp8", which is not an object'),
+        ({"text_config": 1}, "has text_config 1, which is not an object"),
     ],
 )
 def test_configs_without_a_shape_are_named(
