@@ -56,14 +56,14 @@ class SimModelYaml(Strict, frozen=True):
     slo: SimSloYaml | None = None
     # Size of the weights. Default: from the shape.
     weights: Bytes | None = None
-    # KV that is always the model's own. Default: its longest request.
+    # KV that is always the model's own. Default, and with 0: its longest request.
     kv_reserve_tokens: int | None = None
     # Whether the model keeps its place while it is idle.
     never_evict: bool = False
     # The only GPU that may serve the model, gpu:0 or a later one. Policies that search for a
     # placement or take turns are refused with it. Default: the scheduler chooses.
     device: str | None = None
-    # This model's fraction of its GPU's KV memory under the static policy.
+    # This model's fraction of its GPU's KV memory under the static policy, above 0 and at most 1.
     static_share: float | None = None
     replicas: ReplicasYaml = ReplicasYaml()
     # Its part of the requests of a generated trace. Default: by the trace's kind.
@@ -99,7 +99,7 @@ class GenerateYaml(Strict, frozen=True):
 
 
 class SourceYaml(Strict, frozen=True):
-    """How the file of `trace` is read."""
+    """How the file of `trace` is read; not beside `generate`."""
 
     # prism, arena, azure, burstgpt, csv (a folder has a file per model), maf, mooncake, servegen,
     # sharegpt or vidur.
@@ -117,7 +117,7 @@ class SourceYaml(Strict, frozen=True):
     rate: float = 1.0
     # The part to keep of sources of rates.
     thin: float = 1.0
-    # FORMAT=FILE that lengths are drawn from, for sources without any.
+    # FORMAT=FILE, relative to this file, that lengths are drawn from, for sources without any.
     lengths: str | None = None
 
 

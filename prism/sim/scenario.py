@@ -28,7 +28,7 @@ from prism.policies.static import StaticSettings
 from prism.replay.trace import Trace
 from prism.scheduler.local import Limits
 from prism.sim.base_slos import with_base_slos
-from prism.sim.config import BaselinesYaml, SimModelYaml, SimYaml
+from prism.sim.config import BaselinesYaml, SimModelYaml, SimYaml, SourceYaml
 from prism.sim.gpu_files import gpu_type
 from prism.sim.models import Around, model_setup
 from prism.sim.prefix import HASH_TOKENS
@@ -236,8 +236,8 @@ def _check(config: SimYaml) -> None:
     gpus, engine = config.gpus, config.engine
     if not config.models:
         raise ConfigError("models: name at least one")
-    if (config.trace is None) == (config.generate is None):
-        raise ConfigError("trace: give either trace: FILE or generate:, not both")
+    _check_models(config.models)
+    _check_trace(config)
     if not 1 <= gpus.nodes <= gpus.count:
         raise ConfigError(
             f"gpus.count: {gpus.count} GPUs on {gpus.nodes} nodes; at least one GPU a node"
@@ -252,7 +252,10 @@ def _check(config: SimYaml) -> None:
         ("engine.max_running", engine.max_running, 1),
         ("engine.prefill_chunk_tokens", engine.prefill_chunk_tokens, 1),
         ("engine.block_tokens", engine.block_tokens, 1),
+        ("engine.headroom_tokens", engine.headroom_tokens, 0),
         ("search_requests", config.search_requests, 1),
+        ("scheduler.migration_threshold", config.scheduler.migration_threshold, 0),
+        ("scheduler.contended_requests", config.scheduler.contended_requests, 0),
     ):
         if number < least:
             raise ConfigError(f"{key}: {number} must be at least {least}")
@@ -303,6 +306,24 @@ def _check_turns(config: SimYaml) -> None:
         degrees = {model.name: model.tp for model in config.models}
         reuse = config.engine.prefix_reuse
         check_turns(config.policy, config.gpus.count, degrees, prefix_reuse=reuse)
+
+
+def _check_models(models: list[SimModelYaml]) -> None:
+    for number, model in enumerate(models):
+        key, share, reserve = f"models[{number}]", model.static_share, model.kv_reserve_tokens
+        if not model.name:
+            raise ConfigError(f"{key}.name: must not be empty")
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"{key}.static_share: {share} is not in (0, 1]; write 0.5")
+        if reserve is not None and reserve < 0:
+            raise ConfigError(f"{key}.kv_reserve_tokens: {reserve} must be at least 0")
+
+
+def _check_trace(config: SimYaml) -> None:
+    if (config.trace is None) == (config.generate is None):
+        raise ConfigError("trace: give either trace: FILE or generate:, not both")
+    if config.generate is not None and config.source != SourceYaml():
+        raise ConfigError("source: is of trace: FILE, and this trace is generated; leave it out")
 
 
 def _check_baselines(given: BaselinesYaml) -> None:
