@@ -59,7 +59,7 @@ def run(
         requests=len(requests),
         rate_scale=rate_scale,
         time_scale=time_scale,
-        slo_scales=parse_scales(slo_scale),
+        slo_scales=parse_scales(slo_scale, "--slo-scale"),
         seed=seed,
         timeout_s=timeout,
         block_tokens=block_tokens,
@@ -91,14 +91,14 @@ def report(
 app.add_typer(trace_cli.commands("prism-replay"))
 
 
-def parse_scales(text: str) -> tuple[float, ...]:
-    """`"0.5,1,2"` to numbers. Raises ConfigError."""
+def parse_scales(text: str, option: str) -> tuple[float, ...]:
+    """`"0.5,1,2"` to numbers. Raises ConfigError that names the option."""
     try:
         scales = tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--slo-scale {text!r}: write numbers such as 0.5,1,2") from error
+        raise ConfigError(f"{option} {text!r}: write numbers such as 0.5,1,2") from error
     if not all(0 < scale < float("inf") for scale in scales):
-        raise ConfigError(f"--slo-scale {text!r}: every scale must be above 0")
+        raise ConfigError(f"{option} {text!r}: every scale must be above 0 and finite")
     return scales
 
 

@@ -57,7 +57,7 @@ def run(
     """
     given = opts.named(gpus=gpus, rate_scale=rate_scale, slo_scale=slo_scale, seed=seed)
     given |= opts.parse_sets(set_ or [])
-    scales = parse_scales(judge)
+    scales = parse_scales(judge, "--judge")
     if timeline and out is None:
         raise ConfigError("--timeline needs --out FOLDER")
     if policy is not None and policies is not None:

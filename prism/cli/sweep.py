@@ -72,10 +72,10 @@ def sweep(
     simulated again: the same command continues a sweep that was stopped.
     """
     warn_of_policies()
-    varied = dict(parse_vary(text) for text in vary)
+    varied = parse_varies(vary)
     fixed = parse_sets(set_ or [])
     make_folder(out)
-    scales = parse_scales(judge)
+    scales = parse_scales(judge, "--judge")
     if seeds != 1 and "seed" in varied:
         raise ConfigError("--seeds: --vary seed names them already")
     each = seeded(seeds_of(config, fixed, seeds))
@@ -152,6 +152,17 @@ def parse_vary(text: str) -> tuple[str, list[Any]]:
     return SHORT.get(key, key), [
         parse_value(value, f"--vary {text!r}") for value in values.split(",")
     ]
+
+
+def parse_varies(texts: list[str]) -> dict[str, list[Any]]:
+    """By key. Raises ConfigError for one that is given twice."""
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        key, values = parse_vary(text)
+        if key in found:
+            raise ConfigError(f"--vary {text!r}: {key} is varied already; give all values at once")
+        found[key] = values
+    return found
 
 
 def seeds_of(config: Path, fixed: dict[str, Any], count: int) -> tuple[int, ...]:

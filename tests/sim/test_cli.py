@@ -242,6 +242,12 @@ def test_a_mistake_is_one_line(
 OPTIONS = (
     (("run", "--seed", "-1"), "seed: -1 must be at least 0"),
     (("run", "--set", "generate.seconds=["), "--set 'generate.seconds=[': line 1, column 2"),
+    (("run", "--judge", "0"), "--judge '0': every scale must be above 0"),
+    (("sweep", "--out", "o", "--vary", "seed=1", "--judge", "x"), "--judge 'x': write numbers"),
+    (
+        ("sweep", "--out", "o", "--vary", "gpus=1,2", "--vary", "gpus.count=3"),
+        "--vary 'gpus.count=3': gpus.count is varied already",
+    ),
     (("sweep", "--out", "o", "--vary", "rate_scale=[1"), "--vary 'rate_scale=[1': line 1"),
     (("trace", "generate", "--models", "a", "--out", "t", "--rate", "1e30"), "20,000,000 requests"),
     (

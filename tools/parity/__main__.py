@@ -71,7 +71,7 @@ def parity(
     --journal and --costs it compares what was recorded before. --out gets parity.json and
     parity.html.
     """
-    scales = parse_scales(slo_scale)
+    scales = parse_scales(slo_scale, "--slo-scale")
     given_files = [path for path in (results, journal, costs) if path]
     if len(given_files) != (0 if trace else len(FILES)):
         raise ConfigError(f"parity: give either --trace, or all of {', '.join(FILES)}")
