@@ -130,7 +130,12 @@ def devices(run: TableSource) -> Data:
 
 def decisions(run: TableSource) -> Data:
     made = run.found.decisions
-    return {name: [getattr(decision, name) for decision in made] for name in Decision._fields}
+    found: dict[str, list[Any]] = {
+        name: [getattr(decision, name) for decision in made] for name in Decision._fields
+    }
+    for name in ("device", "target"):
+        found[name] = [place or None for place in found[name]]
+    return found
 
 
 REQUESTS = (
@@ -194,8 +199,8 @@ DECISIONS = (
     Column("time_s", NUMBER, "Simulated time."),
     Column("kind", TEXT, "activate, evict, migrate, refuse; active, evicted, migrated, failed."),
     Column("model", TEXT, "The model that it is about."),
-    Column("device", TEXT, "Where (rank 0); the source of a migration."),
-    Column("target", TEXT, "Where a migration goes."),
+    Column("device", TEXT, "Where (rank 0); the source of a migration. Empty: nowhere."),
+    Column("target", TEXT, "Where a migration goes; empty for all else."),
     Column("reason", TEXT, "The policy's."),
 )
 TABLES: dict[str, Table] = {

@@ -75,7 +75,12 @@ def test_tables_agree_with_the_summary(results: Results) -> None:
         assert row["output_tokens"].to_list() == [own["output_tokens"].sum()]
     assert results.devices["requests"].sum() == summary.total.requests
     assert results.devices["output_tokens"].sum() == summary.total.output_tokens
-    assert results.decisions["reason"].to_list() == [d.reason for d in results.found.decisions]
+    made = results.found.decisions
+    assert results.decisions["reason"].to_list() == [d.reason for d in made]
+    for name in ("device", "target"):
+        places = [getattr(decision, name) or None for decision in made]
+        assert None in places or name == "device"
+        assert results.decisions[name].to_list() == places
     known = {*results.models["costs"].drop_nulls()}
     assert all("aiconfigurator" in source for source in known)
 
