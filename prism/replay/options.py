@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prism.errors import ConfigError
+from prism.errors import ConfigError, TraceError
 from prism.replay.formats import FORMATS, read_format
 from prism.replay.lengths import EmpiricalLengths, Lengths, lengths_of
 from prism.replay.trace import TOKENS_MAX
@@ -89,9 +89,13 @@ def parse_token_counts(inputs: str, outputs: str) -> Lengths:
     )
 
 
-def parse_lengths(text: str) -> EmpiricalLengths:
-    """`"sharegpt=sg.json"` to the pairs of that trace. Raises ConfigError."""
+def parse_lengths(text: str, option: str = "--lengths", folder: Path = Path()) -> EmpiricalLengths:
+    """`"sharegpt=sg.json"` to the pairs of that trace, relative to `folder`. Raises ConfigError,
+    TraceError that name the option."""
     name, separator, path = text.partition("=")
-    if not separator:
-        raise ConfigError(f"--lengths {text!r}: write FORMAT=FILE, such as sharegpt=sg.json")
-    return lengths_of(read_format(Path(path), name))
+    if not separator or not path:
+        raise ConfigError(f"{option} {text!r}: write FORMAT=FILE, such as sharegpt=sg.json")
+    try:
+        return lengths_of(read_format(folder / path, name))
+    except TraceError as error:
+        raise TraceError(f"{option} {text!r}: {error}") from error

@@ -115,7 +115,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
         raw = path.read_bytes()
         content = DECOMPRESS.get(path.suffix, bytes)(raw)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"{path}: cannot be read: {reason}") from error
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             yield f"{path}:{number}", line

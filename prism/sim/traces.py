@@ -37,7 +37,7 @@ def load_trace(
     if rows is not None:
         trace = list(rows)
     elif config.trace is not None:
-        trace = read_source(folder / config.trace, config.source, models, config.seed)
+        trace = read_source(config.trace, config.source, models, config.seed, folder)
     else:
         assert config.generate is not None
         trace = generated(config.generate, models, config.seed)
@@ -46,15 +46,19 @@ def load_trace(
     return transforms.scale_rate(trace, config.rate_scale, config.seed)
 
 
-def read_source(path: Path, source: SourceYaml, models: Models, seed: int) -> list[TraceRequest]:
-    """Raises ConfigError, TraceError: one line with the key or the row."""
+def read_source(
+    file: str, source: SourceYaml, models: Models, seed: int, folder: Path
+) -> list[TraceRequest]:
+    """`folder`: where relative paths start. Raises ConfigError, TraceError: one line with the key
+    or the row."""
     if source.format not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"source.format: {source.format!r} is not one of {known}")
     if source.limit is not None and source.limit < 1:
         raise ConfigError(f"source.limit: {source.limit} must be at least 1")
     window_s = None if source.window is None else float(source.window)
-    trace = read_window(path, source.format, _options(source, path, window_s, seed), window_s)
+    options = _options(source, folder, window_s, seed)
+    trace = read_window(folder / file, source.format, options, window_s)
     if source.limit is not None:
         trace = transforms.limit(trace, source.limit)
     if source.map is not None:
@@ -69,22 +73,16 @@ def trace_paths(config: SimYaml, folder: Path) -> list[Path]:
         return []
     path = folder / config.trace
     beside = lengths_beside(path) if config.source.format == "servegen" else None
-    lengths = _lengths(config.source, path)[1]
-    return [found for found in (path, beside, lengths) if found is not None]
+    lengths = (config.source.lengths or "").partition("=")[2]
+    drawn = folder / lengths if lengths else None
+    return [found for found in (path, beside, drawn) if found is not None]
 
 
-def _lengths(source: SourceYaml, path: Path) -> tuple[str, Path | None]:
-    """The format and the file that lengths are drawn from; `path`: of the trace."""
-    name, _, file = (source.lengths or "").partition("=")
-    return name, path.parent / file if file else None
-
-
-def _options(source: SourceYaml, path: Path, window_s: float | None, seed: int) -> ReadOptions:
+def _options(source: SourceYaml, folder: Path, window_s: float | None, seed: int) -> ReadOptions:
     start_s = parse_time(source.start, "source.start") if source.start != "0s" else 0.0
     lengths: LengthSource = Lengths()
     if source.lengths is not None:
-        name, file = _lengths(source, path)
-        lengths = parse_lengths(source.lengths if file is None else f"{name}={file}")
+        lengths = parse_lengths(source.lengths, "source.lengths:", folder)
     return ReadOptions(seed, source.rate, lengths, start_s, window_s or 3600.0, source.thin)
 
 

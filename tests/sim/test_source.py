@@ -107,13 +107,26 @@ def test_a_point_is_simulated_again_when_a_models_file_is_renamed(tmp_path: Path
     assert points._key(point, PointOutcome) != before
 
 
+def test_lengths_are_beside_the_yaml_and_not_beside_the_trace(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "rates.csv").write_text(FILES["maf"])
+    (tmp_path / "lengths.csv").write_text(FILES["csv"].replace("5,6", "70,80"))
+    path = tmp_path / "cluster.yaml"
+    source = "format: maf, map: popularity, lengths: csv=lengths.csv"
+    path.write_text(f"{BASE}trace: traces/rates.csv\nsource: {{{source}}}\n")
+    work = load(path).work
+    assert {*zip(work.prompt_tokens, work.output_tokens, strict=True)} == {(70, 80)}
+
+
 MISTAKES = (
     ("format: odd", "source.format: 'odd' is not one of prism"),
     ("format: csv, map: odd", "source.map: 'odd': known are popularity"),
     ("format: csv, window: 0s", "source.window: '0s'"),
     ("format: csv, limit: 0", "source.limit: 0 must be at least 1"),
     ("format: maf, rate: 0", "rate and seconds: must be above 0"),
-    ("format: csv, lengths: odd", "odd"),
+    ("format: csv, lengths: odd", "source.lengths: 'odd': write FORMAT=FILE"),
+    ("format: csv, lengths: odd=x", "source.lengths: 'odd=x': format 'odd': known formats"),
+    ("format: csv, lengths: csv=x", "x: cannot be read: No such file or directory"),
     ("format: csv", "request 1: model: 'x' is not under models:"),
     ("format: burstgpt", "source.data:2"),
 )
