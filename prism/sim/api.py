@@ -13,6 +13,7 @@ import msgspec
 
 from prism.config.reader import convert
 from prism.errors import ConfigError, TraceError
+from prism.policies import added, registry
 from prism.policies.policy import Policy
 from prism.replay.results import ReplayResults, Summary
 from prism.replay.trace import TraceRequest
@@ -140,11 +141,22 @@ def run_scenario(
     """Simulate what `scenario.load` has read."""
     world = World(scenario.setup, scenario.work, policy)
     world.progress = progress
-    world.run()
+    try:
+        world.run()
+    except Exception as error:
+        # whatever a policy of others raises: its traceback gets its name
+        if world.policy.name not in registry.own_names():
+            error.add_note(f"the policy was {_whose(world.policy.name)}")
+        raise
     config = scenario.config
     if policy is not None:
         config = msgspec.structs.replace(config, policy=policy.name)
     return Results(results_of(config, world, judge), world, judge)
+
+
+def _whose(policy: str) -> str:
+    package = f" of the package {added.package(policy)}" if policy in added.names() else ""
+    return f"{policy!r}{package}"
 
 
 class _Rows(msgspec.Struct):

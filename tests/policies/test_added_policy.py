@@ -15,6 +15,7 @@ from prism.policies import prism, registry
 from prism.policies.data import Action, Activate, Evict, Refuse
 from prism.policies.policy import Policy
 from prism.sim import points
+from prism.sim.api import run_scenario
 from prism.sim.points import Point, PointOutcome
 from prism.sim.scenario import load
 from prism.sim.world import World
@@ -187,6 +188,16 @@ def test_other_packages_files_are_not_the_policys(tmp_path: Path) -> None:
     (tmp_path / "pkg-1.dist-info" / "RECORD").write_text(listed)
     with importable(tmp_path):
         assert registry.sources("good") == (tmp_path / "pkg.py",)
+
+
+def test_what_a_policy_raises_while_it_runs_has_its_packages_name(
+    tmp_path: Path, config: Path
+) -> None:
+    code = GOOD.replace("prism.plan, ", "lambda view, settings: {}['gpu:99'], ", 1)
+    write_package(tmp_path, "pkg", code, "good = pkg:POLICY")
+    with importable(tmp_path), pytest.raises(KeyError, match="gpu:99") as caught:
+        run_scenario(load(config, {"policy": "good"}))
+    assert caught.value.__notes__ == ["the policy was 'good' of the package pkg"]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,13 @@ def test_what_never_happened_is_null(tmp_path: Path) -> None:
     assert (first["device"], first["ttft_s"], first["error"]) == ("", "", "unserved")
 
 
+def test_what_a_policy_of_others_raises_has_its_name() -> None:
+    faulty = Policy("faulty", lambda view, settings: {}["gpu:99"], frozenset())
+    with pytest.raises(KeyError, match="gpu:99") as caught:
+        simulate(SETUP, ROWS, policy=faulty)
+    assert caught.value.__notes__ == ["the policy was 'faulty'"]
+
+
 def test_csv_and_parquet_hold_the_same(results: Results, tmp_path: Path) -> None:
     results.write(tmp_path / "one", timeline=True)
     results.write(tmp_path / "two", timeline=True)
