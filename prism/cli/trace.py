@@ -24,7 +24,7 @@ from prism.replay.kinds import KINDS, config_of, config_of_preset
 from prism.replay.lengths import LengthSource
 from prism.replay.rows import ReadOptions
 from prism.replay.slo import parse_slos, with_slos
-from prism.replay.trace import TraceRequest, models_of, write_trace
+from prism.replay.trace import SECONDS_MAX, TraceRequest, models_of, write_trace
 
 INPUT_TOKENS, OUTPUT_TOKENS = "40:1024", "211:1024"
 
@@ -130,6 +130,8 @@ def stats(
 
     for path in (json, html):
         opts.check_writable(path)
+    if seconds is not None and not 0 < seconds <= SECONDS_MAX:
+        raise ConfigError(f"--seconds {seconds:g}: must be above 0 and at most {SECONDS_MAX:g}")
     options = ReadOptions(seed=seed, start_s=start, seconds=window or 3600.0, thin=thin)
     requests = read_window(trace, format_, options, window)
     requests = transforms.scale_time(requests, time_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Self
 
@@ -111,6 +112,7 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, e_g: 
             f"{text!r} is not {what}; write a number and one of {known}, such as {e_g}"
         )
     value = float(match[1]) * units[unit]
-    if value <= 0:
-        raise ValueError(f"{text!r} must be more than 0, such as {e_g}")
+    if not 0 < value < math.inf:
+        least = "must be more than 0" if value <= 0 else "is out of range"
+        raise ValueError(f"{text!r} {least}, such as {e_g}")
     return value

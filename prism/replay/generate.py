@@ -13,13 +13,11 @@ import numpy as np
 from prism.errors import ConfigError
 from prism.replay.lengths import ARENA, Floats, LengthSource, requests_at
 from prism.replay.slo import Slo, with_slos
-from prism.replay.trace import REQUESTS_MAX, TraceRequest
+from prism.replay.trace import REQUESTS_MAX, SECONDS_MAX, TraceRequest
 
 Arrivals = tuple[Floats, np.random.Generator]
 """A model's sorted arrival times (s), and the generator that its lengths are drawn from."""
 
-SECONDS_MAX = 1e9
-"""Thirty years. Sessions are drawn one by one."""
 GAP_CV_MIN, GAP_CV_MAX = 1e-6, 1e3
 TAIL_MODELS = 0.6
 TAIL_REQUESTS = 0.25

@@ -52,6 +52,8 @@ Trace = Sequence[TraceRequest]
 DAY_MS = 86_400_000.0
 REQUESTS_MAX = 20_000_000
 """Of a trace that is generated, drawn from rates or scaled: more would fill the memory."""
+SECONDS_MAX = 1e9
+"""Of such a trace: thirty years. Sessions are drawn one by one, and statistics are of minutes."""
 TOKENS_MAX = 2**31 - 1
 """Of a prompt or an answer: tables of requests count in 32 bits."""
 LONGEST_GAP_MS = 30 * DAY_MS

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from prism.errors import ConfigError, TraceError
-from prism.replay.trace import REQUESTS_MAX, Trace, TraceRequest, models_of
+from prism.replay.trace import REQUESTS_MAX, SECONDS_MAX, Trace, TraceRequest, models_of
 
 
 def scale_rate(
@@ -51,6 +51,8 @@ def scale_time(trace: Trace, factor: float) -> list[TraceRequest]:
     """Multiply every timestamp by `factor`: 0.5 replays twice as fast. SLOs stay as they are."""
     if not 0 < factor < math.inf:
         raise TraceError(f"time scale {factor:g}: must be above 0 and finite")
+    if max((request.arrival_s for request in trace), default=0.0) * factor > SECONDS_MAX:
+        raise TraceError(f"time scale {factor:g}: the trace becomes longer than {SECONDS_MAX:g} s")
     return [
         msgspec.structs.replace(request, timestamp=round(request.timestamp * factor, 3))
         for request in trace

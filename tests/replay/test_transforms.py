@@ -134,6 +134,7 @@ def test_fitted_lengths_fit_the_context(
         lambda: transforms.scale_time(even(3), -1),
         lambda: transforms.scale_time(even(3), float("inf")),
         lambda: transforms.scale_time(even(3), float("nan")),
+        lambda: transforms.scale_time(even(3), 1e300),
         lambda: transforms.window(even(3), 100),
         lambda: transforms.sample_models(even(3), 0),
         lambda: transforms.sample_models(even(3), 2),

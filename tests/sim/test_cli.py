@@ -214,6 +214,8 @@ MISTAKES = (
     (f"gpus: {'[' * 3000}", "values are nested too deeply"),
     ("models: &all [*all]", "values are nested too deeply"),
     ("policy: 2026-13-45", "a value cannot be read: month must be in 1..12"),
+    (f"slo: {{ttft: {'9' * 400}s}}", "s' is out of range, such as 500ms"),
+    (f"gpus: {{memory: {'9' * 400}GiB}}", "GiB' is out of range, such as 512MiB"),
     ("slo: {e2e: 5}", 'slo.e2e: expected `str`, got `int`; write it as "500ms"'),
 )
 
@@ -242,6 +244,7 @@ def test_a_mistake_is_one_line(
 OPTIONS = (
     (("run", "--seed", "-1"), "seed: -1 must be at least 0"),
     (("run", "--set", "generate.seconds=["), "--set 'generate.seconds=[': line 1, column 2"),
+    (("trace", "stats", "t.jsonl", "--seconds", "nan"), "--seconds nan: must be above 0"),
     (("run", "--judge", "0"), "--judge '0': every scale must be above 0"),
     (("sweep", "--out", "o", "--vary", "seed=1", "--judge", "x"), "--judge 'x': write numbers"),
     (
