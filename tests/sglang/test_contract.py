@@ -205,6 +205,8 @@ SEAMS: dict[str, str | None] = {
     "constrained.base_grammar_backend:BaseGrammarObject.accept_token": "self, token",
     "constrained.base_grammar_backend:InvalidGrammarObject": "error_message",
     "constrained.grammar_manager:GrammarManager.get_ready_grammar_requests": "self",
+    "constrained.json_schema_validation:_iter_subschemas": "schema, pointer",
+    "constrained.json_schema_validation:validate_xgrammar_json_schema": "schema",
     "constrained.xgrammar_backend:XGrammarGrammar": (
         "matcher, vocab_size, ctx, override_stop_tokens, key_string, grammar_stats"
     ),
