@@ -52,6 +52,7 @@ from prism.messages.requests import Request, Sampling
 from prism.models.store import default_directory
 
 STEP_MS = 10
+CONTEXT_TOKENS = 512
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 ROLES = ("frontend", "agent")
 
@@ -221,7 +222,7 @@ def cluster(model: Path, streams: int) -> Iterator[tuple[str, dict[str, int]]]:
     """Of the fake engine. Its URL, and the pids of the processes on a request's way."""
     settings = {
         "devices": [{"name": "host:0", "capacity": "256MiB", "page": "64KiB", "engines": 1}],
-        "models": [{"name": "m", "path": str(model), "context_length": 512}],
+        "models": [{"name": "m", "path": str(model), "context_length": CONTEXT_TOKENS}],
         "engine": {"adapter": "fake", "static": "1MiB", "max_running": streams},
         "frontend": {"port": 0},
     }
@@ -279,13 +280,14 @@ def with_little_kv(model: Path) -> Iterator[Path]:
         copy = Path(shutil.copytree(model, Path(folder, "model")))
         config = json.loads((copy / "config.json").read_text())
         config |= {"num_hidden_layers": 1, "num_key_value_heads": 1}
+        config["max_position_embeddings"] = CONTEXT_TOKENS
         (copy / "config.json").write_text(json.dumps(config))
         yield copy
 
 
 def fake_model_s(model: Path, streams: int, tokens: int) -> float:
     """CPU seconds of the fake engine's steps alone, without a worker, for each token."""
-    spec = spec_of(model, 512)
+    spec = spec_of(model, CONTEXT_TOKENS)
     sampling = Sampling(tokens, temperature=0.0, ignore_eos=True)
     asked = [
         Request(f"r{n}", spec.name, [5, 6, 7, n % 200], sampling, time.time(), 1.0, 1.0, "")
