@@ -124,9 +124,27 @@ def _json_text(value: Any, field: str) -> str:
             parts.append(part)
             length += len(part)
             _refuse_long(length, field)
+        _refuse_bounded_patterns(value, field)
         return "".join(parts)
     except (ValueError, RecursionError) as error:
         raise _refused(field, f"is not JSON: {error}") from error
+
+
+def _refuse_bounded_patterns(schema: Any, field: str) -> None:
+    """XGrammar keeps to the pattern alone, and the answer might not be valid."""
+    if isinstance(schema, list):
+        for part in schema:
+            _refuse_bounded_patterns(part, field)
+    elif isinstance(schema, dict):
+        bounds = [b for b in ("minLength", "maxLength") if isinstance(schema.get(b), int)]
+        if bounds and isinstance(schema.get("pattern"), str):
+            text = (
+                f"{bounds[0]} beside a pattern is not kept; write it into the pattern, as {{3,5}}"
+            )
+            raise _refused(field, text)
+        for name, part in schema.items():
+            if name not in ("const", "enum", "default", "examples"):
+                _refuse_bounded_patterns(part, field)
 
 
 def _refuse_long(length: int, field: str) -> None:

@@ -173,3 +173,16 @@ def test_a_schema_that_is_no_text_is_refused() -> None:
             asked_for(guided_json=text)
     made = asked_for(guided_json='{"const": "é"}')
     assert made == Grammar("json", '{"const": "é"}')
+
+
+def test_bounds_beside_a_pattern_are_refused() -> None:
+    """The engine's grammar would leave them out."""
+    both = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}
+    for schema in (both, {"properties": {"s": {"items": both}}}, {"anyOf": [both]}):
+        with pytest.raises(RequestError, match="guided_json: maxLength beside a pattern is not"):
+            asked_for(guided_json=schema)
+        with pytest.raises(RequestError, match="response_format: maxLength beside a pattern"):
+            asked_for(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    named = {"pattern": {"type": "string", "maxLength": 3}, "maxLength": {"type": "integer"}}
+    for schema in ({"properties": named}, {"const": both}, {"type": "string", "pattern": "a"}):
+        asked_for(guided_json=schema)

@@ -98,11 +98,11 @@ class Told:
         return message
 
     def in_order(self, update: TextUpdate) -> list[dict[str, Any]]:
-        """The whole of it as a message, or, where that would not say whether text comes before a
-        call or behind it, as a stream's deltas."""
+        """The whole of it as a message, or, where text comes behind a call, as a stream's deltas: a
+        message does not say so, and they take a hundred times as long."""
         message = self.message(update)
-        text = update.text
-        if "tool_calls" not in message or not (message["content"] or "").strip():
+        text, words = update.text, (message["content"] or "").split()
+        if "tool_calls" not in message or not words or not text.rstrip().endswith(words[-1]):
             return [message]
         self._begin()
         *before, last = [text[i : i + _DELTA_CHARS] for i in range(0, len(text), _DELTA_CHARS)]
