@@ -198,18 +198,17 @@ async def openai_events(
     """OpenAI's events. Where usage is included, a null is in every event, or the counts so far, and
     the counts are in one more at the end."""
     shown, head, spec = choices(), generation.head(kind), generation.spec
-    include_usage = options is not None and options.include_usage
-    counted = options is not None and options.continuous_usage_stats
-    usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    asked = options or StreamOptions()
+    usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
     for choice in shown.begin:
         yield {**head, "choices": [choice], **usage}
     echoed = max(len(request.prompt_ids) for request in spec.requests) if spec.echoes else 0
     async for update in generation.updates():
         quick = _is_quick(spec, echoed + len(update.token_ids))
         new = shown.show(update) if quick else await asyncio.to_thread(shown.show, update)
-        if usage and counted:
+        if usage and asked.continuous_usage_stats:
             usage = {"usage": generation.usage()}
         for choice in new:
             yield {**head, "choices": [choice], **usage}
-    if include_usage:
+    if usage:
         yield {**head, "choices": [], "usage": generation.usage()}

@@ -24,6 +24,7 @@ from prism.policies.baselines.doubling_budget import DbSettings
 from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
 from prism.policies.knobs import Knobs
+from prism.policies.policy import Policy
 from prism.policies.static import StaticSettings
 from prism.replay.trace import Trace
 from prism.scheduler.local import Limits
@@ -273,14 +274,13 @@ def _check(config: SimYaml) -> None:
     ):
         if given not in known:
             raise ConfigError(f"{key}: {given!r} is not one of {', '.join(known)}")
-    _check_turns(config)
-    _check_pins(config)
+    _check_turns(config, policy)
+    _check_pins(config, policy)
 
 
-def _check_pins(config: SimYaml) -> None:
+def _check_pins(config: SimYaml, policy: Policy) -> None:
     """That each `device` is there, and that the policy keeps to it. Raises ConfigError;
     TooLargeError: it takes more GPUs."""
-    policy = registry.get(config.policy)
     # A search is not told of pins, and with turns no model has a place.
     places = policy.search is None and policy.turns is None
     gpus = [f"gpu:{i}" for i in range(config.gpus.count)]
@@ -301,8 +301,8 @@ def _check_pins(config: SimYaml) -> None:
             raise kind(f"{key}: there is no {model.device!r}; the GPUs are {there}")
 
 
-def _check_turns(config: SimYaml) -> None:
-    if registry.get(config.policy).turns is not None:
+def _check_turns(config: SimYaml, policy: Policy) -> None:
+    if policy.turns is not None:
         degrees = {model.name: model.tp for model in config.models}
         reuse = config.engine.prefix_reuse
         check_turns(config.policy, config.gpus.count, degrees, prefix_reuse=reuse)

@@ -77,7 +77,8 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
     )
     last_s = 0.0
     for number, request in enumerate(trace, 1):
-        _check_range(request, f"{where}: request {number}")
+        if request.input_length > TOKENS_MAX or request.output_length > TOKENS_MAX:
+            raise _too_long(request, f"{where}: request {number}")
         if request.arrival_s < last_s:
             raise TraceError(
                 f"{where}: request {number}: timestamp: {request.timestamp:g} is before the "
@@ -100,12 +101,9 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
     return found
 
 
-def _check_range(request: TraceRequest, where: str) -> None:
-    """Raises TraceError."""
-    for key in ("input_length", "output_length"):
-        tokens = getattr(request, key)
-        if tokens > TOKENS_MAX:
-            raise TraceError(f"{where}: {key}: {tokens} must be at most {TOKENS_MAX}")
+def _too_long(request: TraceRequest, where: str) -> TraceError:
+    key = "input_length" if request.input_length > TOKENS_MAX else "output_length"
+    return TraceError(f"{where}: {key}: {getattr(request, key)} must be at most {TOKENS_MAX}")
 
 
 def _whole_blocks(request: TraceRequest) -> tuple[int, ...]:

@@ -66,8 +66,10 @@ def _unkept_names(part: dict[str, Any]) -> str:
 def _types(part: Any, schema: Any, seen: set[int]) -> set[str]:
     """Of the values that XGrammar allows; "any" where nothing says it. seen: parts that are
     counted, which may name each other."""
-    if not isinstance(part, dict) or id(part) in seen:
-        return set() if isinstance(part, dict) else {"any"}
+    if not isinstance(part, dict):
+        return {"any"}
+    if id(part) in seen:
+        return set()
     seen.add(id(part))
     if "$ref" in part:
         return _types(_named(str(part["$ref"]), schema), schema, seen)
