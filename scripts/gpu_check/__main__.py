@@ -1,16 +1,21 @@
 """Checks a machine with a GPU in one command of less than ten minutes, without network.
 
-    scripts/gpu-check [--out DIR] [--work DIR] [--wheels FOLDER] [--steps LIST] [--time-factor N]
+    scripts/gpu-check                                  all steps
+    scripts/gpu-check --wheels build/gpu-wheels        with SGLang from carried wheels
+    scripts/gpu-check --quick --budget 230             short forms of the steps, to find faults
+    scripts/gpu-check --steps facts,build,probe        some of them
+    scripts/gpu-check --doubles                        without a GPU: a rehearsal on the doubles
 
 Needs Python 3.11 or later with torch (CUDA), numpy, pytest, hypothesis, cmake, ninja, nanobind,
-scikit-build-core and a C++20 compiler; transformers and Triton for the steps that use them. Each
-step runs in a process of its own under a time limit; one that hangs or crashes never stops the
-next. A line of JSON for each on stdout: name, status (passed, failed, skipped), reason, seconds,
-checks, facts. DIR (default build/gpu-check) gets gpu-check.json, gpu-check.log and
-gpu-check-line.md, the line for docs/gpu-results.md; what is built lies elsewhere. The output ends
-with a short line for each step. Exit code 1 if any step failed.
+scikit-build-core, hatchling (or wheels that hold it) and a C++20 compiler; transformers and Triton
+for the steps that use them. Each step runs in a process of its own under a time limit; one that
+hangs or crashes never stops the next. A step that does not fit into what is left of the budget is
+left out and named. DIR (default build/gpu-check) gets gpu-check.json, which holds at every moment
+what was found so far, gpu-check.log and gpu-check-line.md, the row for docs/gpu-results.md; what is
+built is kept elsewhere. The output ends with the figures and a short line for each step. Exit code
+1 if a step failed, 2 for wrong options and for a budget that no step fits.
 
-Steps, in order:
+Steps, in order, with their limits in seconds:
 {steps}
 """
 
@@ -18,102 +23,164 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from scripts.gpu_check import runner
-from scripts.gpu_check.report import DEFAULT_OUT, DEFAULT_WORK, FAILED, PASSED
-from scripts.gpu_check.runner import Places, Step
+from scripts.gpu_check import figures, plan, row, runner, wheels
+from scripts.gpu_check.plan import Step
+from scripts.gpu_check.report import (
+    DEFAULT_OUT,
+    DEFAULT_WORK,
+    FACTOR_VARIABLE,
+    FAILED,
+    PASSED,
+    QUICK_VARIABLE,
+    SKIPPED,
+)
+from scripts.gpu_check.runner import Places, Result, Started
+from scripts.gpu_check.sizes import SHM, store_name
 
 BUDGET_S = 550.0  # machines are lent for commands of ten minutes
-LAST_S = 10.0  # kept for the last step, which only reads what the others found
+SHORTEST_BUDGET_S, LONGEST_BUDGET_S = 1.0, 86400.0
+DOUBLES_FACTOR = 8.0  # doubles interpret kernels
 LOG_BYTES = 1 << 20
 REASON_LENGTH = 300  # of a short line
-
-STEPS = (
-    Step("facts", 100, "driver, GPU, compilers, packages, limits, commit"),
-    Step("build", 150, "kvcached and prism, installed into a folder of their own"),
-    Step("probe", 60, "what the driver grants and refuses, and what each call costs"),
-    Step("conformance", 120, "tests/gpu"),
-    Step("graphs", 60, "CUDA graphs and fences over pages that come and go"),
-    Step("benches", 120, "map and unmap, weights, decode attention over two layouts"),
-    Step("models", 90, "two models in turn through store, links and arena; a killed process"),
-    Step("fork", 40, "preload, fork, CUDA in the child"),
-    Step("engine", 260, "SGLang serves a model (with --wheels)"),
-    Step("line", LAST_S, "the line for docs/gpu-results.md"),
-)
-"""Their limits add up to more than the budget: no step is expected to need its own."""
+EVERY_STEP = plan.steps(carried=False, quick=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     options = _parse(arguments)
-    chosen = _chosen(options.steps)
-    out = options.out.resolve()
-    work, wheels = options.work.resolve(), options.wheels and options.wheels.resolve()
-    places = Places(out, work, wheels)
-    out.mkdir(parents=True, exist_ok=True)
-    places.work.mkdir(parents=True, exist_ok=True)
+    places = Places(options.out.resolve(), options.work.resolve(), options.wheels)
+    for folder in (places.out, places.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    if options.doubles:
+        from scripts.gpu_check import rehearsal
+
+        os.environ.update(rehearsal.environment())
+    os.environ[FACTOR_VARIABLE] = str(options.time_factor)
+    os.environ[QUICK_VARIABLE] = "1" if options.quick else ""
     runner.adopt_orphans()
-    factor = options.time_factor
-    stretched = [replace(step, limit_s=factor * step.limit_s) for step in chosen]
-    results = run_steps(stretched, places, factor * BUDGET_S)
-    print("\n".join(map(short, results)), flush=True)
-    return 1 if any(result["status"] == FAILED for result in results) else 0
+    holder = runner.hold_driver()
+    try:
+        run = Run(places, options.time_factor * options.budget, {holder.pid})
+        run.all([step.stretched(options.time_factor) for step in _chosen(options)])
+    finally:
+        holder.kill()
+        holder.wait()
+        shutil.rmtree(SHM / store_name(places.work), ignore_errors=True)
+    return run.conclude()
 
 
-def run_steps(steps: list[Step], places: Places, budget_s: float) -> list[dict[str, Any]]:
-    """The results of all, written to `out` after each step."""
-    deadline_s = time.monotonic() + budget_s
-    results: list[dict[str, Any]] = []
-    for step in steps:
-        left_s = deadline_s - time.monotonic() - (0 if step.name == "line" else LAST_S)
-        result = runner.run(step, places, left_s, runner.environment(places, saw_gpu(results)))
-        results.append(result)
-        print(json.dumps(result), flush=True)
-        (places.out / "gpu-check.json").write_text(json.dumps({"steps": results}, indent=1) + "\n")
-        _append_log(step, places, is_first=len(results) == 1)
-    line = places.out / "gpu-check-line.md"
-    if any(step.name == "line" for step in steps) and line.exists():
-        print(line.read_text().strip(), flush=True)
-    return results
+class Run:
+    """The steps of one command and their results, which `out` holds at every moment."""
+
+    def __init__(self, places: Places, budget_s: float, keep: set[int]) -> None:
+        self.results: list[Result] = []
+        self._places = places
+        self._budget_s = budget_s
+        self._deadline_s = time.monotonic() + budget_s
+        self._keep = keep
+        self._background: dict[str, Started] = {}
+        self._log_mode = "wb"
+
+    def all(self, steps: list[Step]) -> None:
+        try:
+            for step in steps:
+                if step.in_background and step.needs_s <= self.left_s():
+                    self._background[step.name] = self._start(step)
+                    self._keep.add(self._background[step.name].process.pid)
+            for step in steps:
+                self._one(step)
+        finally:
+            for started in self._background.values():
+                runner.end_all(started.process, self._keep - {started.process.pid})
+
+    def left_s(self) -> float:
+        return self._deadline_s - time.monotonic()
+
+    def conclude(self) -> int:
+        """Prints figures and short lines. Returns the exit code."""
+        (self._places.out / row.FILE).write_text(row.of(self.results) + "\n")
+        print(f"\n{row.of(self.results)}\n")
+        for result in self.results:
+            for name, found in result["facts"].get("figures", {}).items():
+                print(f"{result['name']:12} {figures.line(name, found)}")
+        print("\n" + "\n".join(map(short, self.results)), flush=True)
+        if all(result["seconds"] == 0 for result in self.results):
+            shortest_s = min(step.needs_s for step in EVERY_STEP)
+            print(
+                f"gpu-check: no step fits --budget {self._budget_s:g}; give {shortest_s:g} or more"
+            )
+            return 2
+        return 1 if any(result["status"] == FAILED for result in self.results) else 0
+
+    def _one(self, step: Step) -> None:
+        started = self._background.pop(step.name, None)
+        left_s = self.left_s()
+        if started is None and left_s < step.needs_s:
+            reason = f"left out: it needs {step.needs_s:.0f} s, and {left_s:.0f} s of"
+            reason += f" --budget {self._budget_s:.0f} are left"
+            self._record(step, runner.ended(step, SKIPPED, reason, 0.0, {}))
+            return
+        print(f"-- {step.name}: {step.about} ({left_s:.0f} s left)", flush=True)
+        started = started or self._start(step)
+        try:
+            result = runner.finish(started, self._keep, self._write)
+        except SystemExit:
+            self._record(step, runner.cut(started, "cut off by SIGTERM"))
+            raise
+        self._keep.discard(started.process.pid)
+        self._record(step, result)
+
+    def _start(self, step: Step) -> Started:
+        env = runner.environment(self._places, saw_gpu(self.results))
+        return runner.start(step, self._places, min(step.limit_s, self.left_s()), env)
+
+    def _record(self, step: Step, result: Result) -> None:
+        self.results.append(result)
+        self._write()
+        print(short(result), flush=True)
+        log = self._places.log(step)
+        content = log.read_bytes()[-LOG_BYTES:] if log.exists() else b""
+        with (self._places.out / "gpu-check.log").open(self._log_mode) as file:
+            file.write(f"==== {step.name}\n".encode() + content + b"\n")
+        self._log_mode = "ab"
+
+    def _write(self, *unfinished: Result) -> None:
+        path = self._places.out / "gpu-check.json"
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps({"steps": [*self.results, *unfinished]}, indent=1) + "\n")
+        os.replace(partial, path)
 
 
-def saw_gpu(results: list[dict[str, Any]]) -> bool:
-    """Whether the first step found a GPU, whatever else it lacked."""
+def saw_gpu(results: list[Result]) -> bool:
+    """Returns whether the first step found a GPU, whatever else it lacked."""
     return any(r["name"] == "facts" and r["checks"].get("driver") == PASSED for r in results)
 
 
-def short(result: dict[str, Any]) -> str:
-    """One line: of a long output only the end may come back from a machine."""
+def short(result: Result) -> str:
+    """Returns one line: of a long output only the end may come back from a machine."""
     reason = " ".join(result["reason"].split())[:REASON_LENGTH]
     return f"{result['name']:12} {result['status']:8} {result['seconds']:7.2f} s  {reason}".rstrip()
 
 
-def _append_log(step: Step, places: Places, *, is_first: bool) -> None:
-    """The end of the step's log. All in one file: few files may come back from a machine."""
-    log = places.log(step)
-    content = log.read_bytes()[-LOG_BYTES:] if log.exists() else b""
-    with (places.out / "gpu-check.log").open("wb" if is_first else "ab") as file:
-        file.write(f"==== {step.name}\n".encode() + content + b"\n")
-
-
-def _chosen(text: str) -> list[Step]:
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = set(wanted) - {step.name for step in STEPS}
+def _chosen(options: argparse.Namespace) -> list[Step]:
+    wanted = [name.strip() for name in options.steps.split(",") if name.strip()]
+    unknown = set(wanted) - {step.name for step in EVERY_STEP}
     if unknown:
-        names = ", ".join(step.name for step in STEPS)
-        missing = ", ".join(sorted(unknown))
-        print(f"gpu-check: no step {missing}; there are: {names}", file=sys.stderr)
+        names = ", ".join(step.name for step in EVERY_STEP)
+        print(f"gpu-check: no step {', '.join(sorted(unknown))}; steps: {names}", file=sys.stderr)
         raise SystemExit(2)
-    return [step for step in STEPS if not wanted or step.name in wanted]
+    steps = plan.steps(carried=wheels.hold_this_checkout(options.wheels), quick=options.quick)
+    return [step for step in steps if not wanted or step.name in wanted]
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    lines = [f"  {step.name:12} {step.about} ({step.limit_s:.0f} s at most)" for step in STEPS]
+    lines = [f"  {step.name:12} {step.limit_s:4.0f}  {step.about}" for step in EVERY_STEP]
     about = (__doc__ or "").format(steps="\n".join(lines))
     parser = argparse.ArgumentParser(prog="gpu-check", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -121,14 +188,25 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="for what is built")
     parser.add_argument("--wheels", type=Path, help="a folder that scripts/gpu-wheels made")
     parser.add_argument("--steps", default="", help="names, with commas between them")
+    parser.add_argument("--quick", action="store_true", help="short forms of the steps")
     parser.add_argument(
-        "--time-factor", type=float, default=1.0, help="stretches all time limits: few cores, say"
+        "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for all steps"
     )
+    parser.add_argument(
+        "--time-factor", type=float, help="multiplies all time limits: few cores, say"
+    )
+    parser.add_argument("--doubles", action="store_true", help="on the doubles, without a GPU")
     options = parser.parse_args(arguments)
-    if options.wheels and not options.wheels.is_dir():
-        parser.error(f"--wheels: there is no folder {options.wheels}")
+    if options.wheels:
+        if not options.wheels.is_dir():
+            parser.error(f"--wheels: there is no folder {options.wheels}")
+        options.wheels = options.wheels.resolve()
+    if options.time_factor is None:
+        options.time_factor = DOUBLES_FACTOR if options.doubles else 1.0
     if not 0 < options.time_factor <= 100:
         parser.error("--time-factor must be above 0, and 100 at most")
+    if not SHORTEST_BUDGET_S <= options.budget <= LONGEST_BUDGET_S:
+        parser.error(f"--budget must be {SHORTEST_BUDGET_S:g} to {LONGEST_BUDGET_S:g} seconds")
     return options
 
 

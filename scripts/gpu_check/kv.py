@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,12 +20,29 @@ if TYPE_CHECKING:
     from kvcached import Device
 
 CUDA = "cuda:0"
+OFD_SETLK = 37
 
 
 def require_kvcached() -> None:
-    """Raises Skip where the step "build" left nothing to run on."""
+    """Raises Skip where kvcached cannot run, whatever the GPU."""
     if find_spec("kvcached") is None or find_spec("kvcached._core") is None:
         raise Skip("kvcached is not built: see the step build")
+    if why := why_no_locks():
+        raise Skip(why)
+
+
+def why_no_locks() -> str:
+    """Returns "" if this kernel grants the locks by which the ledger sees its clients live."""
+    lock = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
+        try:
+            fcntl.fcntl(file, OFD_SETLK, lock)
+        except OSError as error:
+            return (
+                f"this kernel refuses locks of open file descriptions ({error.strerror}), as gVisor"
+                " does, and kvcached's ledger needs them: run on a Linux kernel"
+            )
+    return ""
 
 
 def torch_or_skip() -> Any:

@@ -1,8 +1,8 @@
-"""What a step's process says: facts, checks that passed, failed or were skipped, and its end.
+"""Report of a step: facts, figures, checks that passed, failed or were skipped, and its end.
 
 A step is a module with `main`, which calls `run_as_step`. It works alone too:
 
-    python -m scripts.gpu_check.probe [--out DIR] [--wheels FOLDER]
+    python -m scripts.gpu_check.memory.probe [--out DIR] [--wheels FOLDER]
 
 prints its result as JSON and exits 1 if a check failed. Every fact is written to the result file
 at once, so that those of a step which hangs or crashes later are kept.
@@ -23,20 +23,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from scripts.gpu_check.figures import figure
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULT_OUT = ROOT / "build" / "gpu-check"
 DEFAULT_WORK = ROOT / "build" / "gpu-check-work"  # not in OUT: few files may come back of that
 LIMIT_VARIABLE = "PRISM_GPU_CHECK_LIMIT_S"
+QUICK_VARIABLE = "PRISM_GPU_CHECK_QUICK"
+FACTOR_VARIABLE = "PRISM_GPU_CHECK_TIME_FACTOR"
+DOUBLES_VARIABLE = "PRISM_GPU_CHECK_DOUBLES"
 
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
 
 
 class Skip(Exception):
-    """What cannot be checked here, and why."""
+    """Reason why something cannot be checked here."""
+
+
+def is_quick() -> bool:
+    """Returns whether faults are looked for, so that fewer repetitions do."""
+    return bool(os.environ.get(QUICK_VARIABLE))
+
+
+def on_doubles() -> bool:
+    """Returns whether doubles stand in for the GPU, so that times mean nothing."""
+    return bool(os.environ.get(DOUBLES_VARIABLE))
+
+
+def stretched(seconds: float) -> float:
+    """Returns a time limit, multiplied by --time-factor."""
+    return seconds * float(os.environ.get(FACTOR_VARIABLE) or 1)
 
 
 class Report:
-    """Collects one step's facts and checks. `file` None: kept in memory alone."""
+    """Facts, figures and checks of one step."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name = name
@@ -59,8 +79,14 @@ class Report:
         return limit_s - (time.monotonic() - self._began_s)
 
     def fact(self, **values: Any) -> None:
-        """Facts by name: numbers, texts, lists and dicts of them."""
+        """Records facts by name: numbers, texts, lists and dicts of them."""
         self.facts.update(values)
+        self._write(UNFINISHED, "")
+
+    def figure(self, name: str, value: float, reference: float | None = None) -> None:
+        """Records a figure of `scripts.gpu_check.figures`, with the reference of the same run."""
+        found = figure(self.name, name, value, reference, judged=not on_doubles())
+        self.facts.setdefault("figures", {})[name] = found
         self._write(UNFINISHED, "")
 
     @contextmanager

@@ -1,7 +1,6 @@
-"""Runs steps one after another, each in a process group of its own that nothing outlives.
+"""Runs steps, each in a process group of its own that nothing outlives.
 
-A step that hangs, crashes or prints nonsense costs its own result and no other's. The total is
-bounded: a step gets what is left of the budget at most, and none when too little is left.
+A step that hangs, crashes or prints nonsense costs its own result and no other's.
 """
 
 from __future__ import annotations
@@ -14,34 +13,31 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.gpu_check.driver import SEEN_GPU
+from scripts.gpu_check.plan import Step
 from scripts.gpu_check.report import FAILED, LIMIT_VARIABLE, PASSED, ROOT, SKIPPED, UNFINISHED
 
 LOG_TAIL_BYTES = 400
 TRACE_S = 2.0
-SHORTEST_STEP_S = 3.0
+LOOK_S = 1.0
 _SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One line of the report. After `limit_s` of wall-clock time its processes are killed."""
-
-    name: str
-    limit_s: float
-    about: str
-    module: str = ""
-
-    @property
-    def program(self) -> str:
-        """What `python -m` runs."""
-        return self.module or f"scripts.gpu_check.{self.name}"
+Result = dict[str, Any]
+HOLD_DRIVER = """
+import ctypes, os, sys, time
+try:
+    ctypes.CDLL(os.environ.get("KVCACHED_LIBCUDA", "libcuda.so.1")).cuInit(0)
+except OSError:
+    sys.exit()
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+time.sleep(7200)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +54,55 @@ class Places:
     def result(self, step: Step) -> Path:
         return self.work / "results" / f"{step.name}.json"
 
+    def options(self) -> list[str]:
+        """Returns the options that every step takes."""
+        wheels = ["--wheels", str(self.wheels)] if self.wheels else []
+        return ["--out", str(self.out), "--work", str(self.work), *wheels]
+
+
+@dataclass(slots=True)
+class Started:
+    """A step whose process runs."""
+
+    step: Step
+    places: Places
+    process: subprocess.Popen[bytes]
+    limit_s: float
+    began_s: float
+
+    def left_s(self) -> float:
+        return self.limit_s - (time.monotonic() - self.began_s)
+
 
 def adopt_orphans() -> None:
-    """Processes whose parent ends become children of this one, and so can be found and ended.
-    SIGTERM ends the running step before this process."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `finally` in `run`
+    """Makes processes whose parent ends children of this one, so that they can be ended.
+
+    SIGTERM raises SystemExit, so that the running step is ended and recorded before this process.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def run(step: Step, places: Places, left_s: float, env: dict[str, str]) -> dict[str, Any]:
-    """The step's result. Never raises for anything that the step does."""
-    limit_s = min(step.limit_s, left_s)
-    if limit_s < SHORTEST_STEP_S:
-        return _ended(step, SKIPPED, "the time for all steps is used up", 0.0, {})
+def hold_driver() -> subprocess.Popen[bytes]:
+    """Starts a process that keeps the driver initialised.
+
+    Without persistence mode and without any client the driver unloads the GPU's state, and each
+    step would pay seconds of cuInit.
+    """
+    return subprocess.Popen([sys.executable, "-c", HOLD_DRIVER], start_new_session=True)
+
+
+def start(step: Step, places: Places, limit_s: float, env: dict[str, str]) -> Started:
     for path in (places.log(step), places.result(step)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     empty = places.work / "empty"  # -m looks for modules where it runs
     empty.mkdir(exist_ok=True)
+    result = ("--result", str(places.result(step)))
     began_s = time.monotonic()
     with places.log(step).open("wb") as log:
         process = subprocess.Popen(
-            _command(step, places),
+            [sys.executable, "-X", "faulthandler", "-m", step.module, *places.options(), *result],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -87,43 +110,60 @@ def run(step: Step, places: Places, left_s: float, env: dict[str, str]) -> dict[
             env={**env, LIMIT_VARIABLE: str(limit_s)},
             start_new_session=True,
         )
-        # A core file of a process that maps a GPU is large and tells nobody anything.
+    with suppress(ProcessLookupError):
+        # A core file of a process that maps a GPU is large and of no use.
         resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
-        try:
-            ended = _wait(process, limit_s)
-        finally:
-            _end_all(process)
-    seconds = time.monotonic() - began_s
-    return _judge(step, places, seconds, process.returncode if ended else None, limit_s)
+    return Started(step, places, process, limit_s, began_s)
 
 
-def _command(step: Step, places: Places) -> list[str]:
-    wheels = ["--wheels", str(places.wheels)] if places.wheels else []
-    return [
-        *(sys.executable, "-X", "faulthandler", "-m", step.program),
-        *("--out", str(places.out), "--work", str(places.work)),
-        *("--result", str(places.result(step)), *wheels),
-    ]
+def finish(started: Started, keep: set[int], look: Callable[[Result], None]) -> Result:
+    """Waits for the step and returns its result. Never raises for anything that the step does.
 
-
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Whether it ended by itself. SIGABRT has Python write every thread's stack into the log."""
+    keep: processes of others, which are not ended with this step's. look: called with what the step
+    has found so far, whenever that changed.
+    """
+    process = started.process
     try:
-        process.wait(limit_s)
+        ended = _wait(started, look)
+    finally:
+        end_all(process, keep)
+    return _judge(started, process.returncode if ended else None)
+
+
+def cut(started: Started, reason: str) -> Result:
+    """Returns what the step had found when it was ended from outside."""
+    seconds = time.monotonic() - started.began_s
+    found = _kept(_read(started.places.result(started.step)))
+    return ended(started.step, FAILED, reason, seconds, found)
+
+
+def _wait(started: Started, look: Callable[[Result], None]) -> bool:
+    """Returns whether it ended by itself. SIGABRT has Python write every thread's stack into the
+    log."""
+    process, seen = started.process, 0.0
+    path = started.places.result(started.step)
+    while (left_s := started.left_s()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(LOOK_S, left_s))
+            return True
+        changed = path.stat().st_mtime if path.exists() else 0.0
+        if changed != seen:
+            seen = changed
+            look(cut(started, "not done yet") | {"status": UNFINISHED})
+    if process.poll() is not None:
+        return True
+    process.send_signal(signal.SIGABRT)
+    try:
+        process.wait(TRACE_S)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)
-        try:
-            process.wait(TRACE_S)
-        except subprocess.TimeoutExpired:
-            print(f"process {process.pid} does not answer SIGABRT", file=sys.stderr)
-        return False
-    return True
+        print(f"process {process.pid} does not answer SIGABRT", file=sys.stderr)
+    return False
 
 
-def _end_all(process: subprocess.Popen[bytes]) -> None:
-    """Kills the step's process group, and whatever left it and was adopted.
+def end_all(process: subprocess.Popen[bytes], keep: set[int]) -> None:
+    """Kills the step's process group, and the processes that left it and were adopted.
 
-    One that the kernel holds in a driver call cannot be ended: the next step goes on beside it.
+    One that the kernel holds in a driver call cannot be ended: the next step runs beside it.
     """
     _kill_group(process.pid)
     try:
@@ -131,16 +171,22 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         print(f"process {process.pid} cannot be killed", file=sys.stderr)
     deadline_s = time.monotonic() + TRACE_S
-    while (orphans := _children()) and time.monotonic() < deadline_s:
+    while (orphans := _children() - keep) and time.monotonic() < deadline_s:
         for pid in orphans:
             _kill(pid)
-        _reap()
+            _reap(pid)
         time.sleep(0.01)
 
 
-def _children() -> list[int]:
-    text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    return [int(pid) for pid in text.split()]
+def _children() -> set[int]:
+    """Read off all processes: not every kernel (gVisor) lists a task's children."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
 
 
 def _kill(pid: int) -> None:
@@ -153,32 +199,30 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _reap() -> None:
+def _reap(pid: int) -> None:
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        os.waitpid(pid, os.WNOHANG)
 
 
-def _judge(
-    step: Step, places: Places, seconds: float, code: int | None, limit_s: float
-) -> dict[str, Any]:
-    """What the step wrote, if its process ended as its result says."""
-    found = _read(places.result(step))
-    kept = {name: found[name] for name in ("checks", "facts") if isinstance(found.get(name), dict)}
+def _judge(started: Started, code: int | None) -> Result:
+    """Returns what the step wrote, if its process ended as its result says."""
+    step, log = started.step, started.places.log(started.step)
+    found = _read(started.places.result(step))
+    kept, seconds = _kept(found), time.monotonic() - started.began_s
+    status = found.get("status")
     if code is None:
-        reason = f"not done after {limit_s:.0f} s"
-    elif found.get("status") in (PASSED, SKIPPED) and code == 0:
-        return _ended(step, found["status"], str(found.get("reason", "")), seconds, kept)
-    elif found.get("status") == FAILED and code == 1:
-        return _ended(step, FAILED, str(found.get("reason", "")), seconds, kept)
+        reason = f"not done after {started.limit_s:.0f} s"
+    elif (status in (PASSED, SKIPPED) and code == 0) or (status == FAILED and code == 1):
+        seconds = found.get("seconds", seconds) if step.in_background else seconds
+        return ended(step, status, str(found.get("reason", "")), seconds, kept)
     else:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         what = "without its result" if found.get("status", UNFINISHED) == UNFINISHED else "wrongly"
         reason = f"{how}, {what}"
-    return _ended(step, FAILED, f"{reason}: {_tail(places.log(step))}", seconds, kept)
+    return ended(step, FAILED, f"{reason}: {_tail(log)}", seconds, kept)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Result:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -186,16 +230,18 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _kept(found: Result) -> Result:
+    return {name: found[name] for name in ("checks", "facts") if isinstance(found.get(name), dict)}
+
+
 def _tail(path: Path) -> str:
-    """The end of a log, on one line, whatever bytes are in it."""
+    """Returns the end of a log on one line, whatever bytes are in it."""
     content = path.read_bytes()[-LOG_TAIL_BYTES:] if path.exists() else b""
     text = content.decode(errors="replace").split()
     return " ".join(text) or "it printed nothing"
 
 
-def _ended(
-    step: Step, status: str, reason: str, seconds: float, kept: dict[str, Any]
-) -> dict[str, Any]:
+def ended(step: Step, status: str, reason: str, seconds: float, kept: Result) -> Result:
     return {
         "name": step.name,
         "status": status,
@@ -207,7 +253,7 @@ def _ended(
 
 
 def environment(places: Places, seen_gpu: bool) -> dict[str, str]:
-    """For the steps' processes: the built kvcached first, then this checkout."""
+    """Returns that of the steps' processes: the built kvcached first, then this checkout."""
     paths = [str(places.work / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,

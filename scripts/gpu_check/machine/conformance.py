@@ -1,4 +1,4 @@
-"""Step 4: tests/gpu, with an ini of its own that needs no plugin (tests/gpu/bare.ini)."""
+"""Step "conformance": tests/gpu, with tests/gpu/bare.ini, which needs no plugin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from scripts.gpu_check.build import LENIENT_NAME
 from scripts.gpu_check.driver import open_or_skip
 from scripts.gpu_check.kv import require_kvcached
+from scripts.gpu_check.machine.build import LENIENT_NAME
 from scripts.gpu_check.report import ROOT, Report, run_as_step
 
 FOLDER = ROOT / "tests" / "gpu"

@@ -1,9 +1,8 @@
-"""Step 1: what this machine is. Fails where nothing else could work: no driver, no GPU, no VMM."""
+"""Step "facts": machine, driver, GPU, packages. Names what keeps other steps from running."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
 import resource
@@ -17,15 +16,19 @@ from typing import Any
 
 from scripts.gpu_check import driver as cuda
 from scripts.gpu_check.driver import Driver, DriverError
-from scripts.gpu_check.report import ROOT, Report, Skip, run_as_step
+from scripts.gpu_check.kv import why_no_locks
+from scripts.gpu_check.report import ROOT, Report, Skip, on_doubles, run_as_step, stretched
+from scripts.gpu_check.sizes import GIB, SHM, shm_free_bytes
+from scripts.gpu_check.wheels import digest_of_sources
 
 PACKAGES = (
     "torch", "triton", "transformers", "numpy", "cuda-bindings", "nanobind", "scikit-build-core",
     "cmake", "ninja", "pytest", "pytest-timeout", "hypothesis", "safetensors", "sglang",
     "sgl-kernel", "flashinfer-python", "msgspec", "pyzmq", "redis", "psutil", "fastapi",
 )  # fmt: skip
-SOURCES = ("csrc", "kvcached", "kvcached_plugins", "prism", "scripts", "tests/gpu", "bench")
 NVML_UNSUPPORTED = "not told"
+SHM_MIN_BYTES = GIB  # models' files and stores; a ledger takes a few MiB
+FREE_SHARE_MIN = 0.97  # of an idle GPU
 TORCH = """
 import json, torch
 cuda = torch.cuda
@@ -50,13 +53,54 @@ def body(report: Report) -> None:
         report.fact(gpu=gpu())
     with report.check("nvml"):
         report.fact(nvml=nvml())
+    with report.check("whole_gpu"):
+        is_whole(report.facts.get("nvml", {}))
+    with report.check("idle_gpu"):
+        is_idle(report.facts.get("gpu", {}), report.facts.get("nvml", {}))
+    with report.check("shared_memory"):
+        has_shared_memory()
+    with report.check("locks"):
+        if why := why_no_locks():
+            raise RuntimeError(why)
     with report.check("torch"):
-        report.fact(torch=torch_facts())
+        report.fact(torch=torch_facts(report.facts.get("gpu", {})))
+
+
+def is_whole(found: dict[str, Any]) -> None:
+    if not found:
+        raise Skip("NVML does not say")
+    if found["mig"] == 1:
+        raise RuntimeError(
+            "MIG is on, and whole GPUs are shared here: disable it (nvidia-smi -mig 0) or choose"
+            " another GPU by CUDA_VISIBLE_DEVICES"
+        )
+
+
+def is_idle(gpu: dict[str, Any], found: dict[str, Any]) -> None:
+    if not gpu:
+        raise Skip("no GPU answered")
+    taken_bytes = gpu["total_bytes"] - gpu["free_bytes"]
+    if gpu["free_bytes"] < FREE_SHARE_MIN * gpu["total_bytes"] and not on_doubles():
+        raise RuntimeError(
+            f"{taken_bytes >> 20} MiB of the GPU are taken, by {found.get('processes', 'unknown')}"
+            " processes: all sizes follow what is free, and times are shared with them; end them"
+        )
+
+
+def has_shared_memory() -> None:
+    if not SHM.is_dir():
+        raise RuntimeError(
+            f"{SHM} is missing, and kvcached's ledger is kept there: mount -t tmpfs tmpfs {SHM}"
+        )
+    if shm_free_bytes() < SHM_MIN_BYTES:
+        raise RuntimeError(
+            f"{SHM} has {shm_free_bytes() >> 20} MiB free, and weights are stored there:"
+            f" mount -o remount,size=64G {SHM}, or start the container with a larger --shm-size"
+        )
 
 
 def machine() -> dict[str, Any]:
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    shm = shutil.disk_usage("/dev/shm")
     return {
         "python": platform.python_version(),
         "python_headers": (Path(sysconfig.get_path("include")) / "Python.h").exists(),
@@ -64,14 +108,14 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory["MemTotal"].strip(),
         "memory_available": memory["MemAvailable"].strip(),
-        "shm_bytes": shm.total,
-        "shm_free_bytes": shm.free,
+        "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
+        "shm_free_bytes": shm_free_bytes(),
         "disk_free_bytes": shutil.disk_usage(ROOT).free,
     }
 
 
 def limits() -> dict[str, int]:
-    """Soft limits; -1 is none."""
+    """Returns soft limits; -1 is unlimited."""
     names = ("RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_STACK")
     return {name[7:].lower(): resource.getrlimit(getattr(resource, name))[0] for name in names}
 
@@ -81,7 +125,7 @@ def compilers() -> dict[str, str]:
 
 
 def first_line(command: list[str]) -> str:
-    """Of what a program says; nvcc's version is in its last."""
+    """Returns the first line that a program prints; nvcc's version is in its last."""
     if shutil.which(command[0]) is None:
         return "not installed"
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -108,18 +152,8 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def digest_of_sources() -> str:
-    """Names the sources' state, with or without git."""
-    digest = hashlib.sha256()
-    for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".cpp", ".h", ".lua"):
-                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def gpu() -> dict[str, Any]:
-    """Device 0 as the driver describes it. Raises RuntimeError saying what to do about a fault."""
+    """Returns device 0 as the driver describes it. Raises RuntimeError, saying what to do."""
     try:
         opened = Driver.open()
     except OSError as error:
@@ -144,7 +178,7 @@ def gpu() -> dict[str, Any]:
 
 
 def nvml() -> dict[str, Any]:
-    """What only the management library tells: driver, MIG, other processes, the host link."""
+    """Returns what only the management library tells: driver, MIG, processes, the host link."""
     try:
         library = ctypes.CDLL(os.environ.get("KVCACHED_LIBNVML", "libnvidia-ml.so.1"))
     except OSError as error:
@@ -188,7 +222,7 @@ def _mig(library: ctypes.CDLL, device: ctypes.c_void_p) -> int | str:
 
 
 def _processes(library: ctypes.CDLL, device: ctypes.c_void_p) -> int | str:
-    """How many others compute on the GPU: this one has no context yet, or counts as one."""
+    """Returns how many processes compute on the GPU, this one included once it has a context."""
     count = ctypes.c_uint(0)
     function = getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
     if function is None:
@@ -197,21 +231,31 @@ def _processes(library: ctypes.CDLL, device: ctypes.c_void_p) -> int | str:
     return count.value
 
 
-def torch_facts() -> dict[str, Any]:
-    """In a process of its own: importing torch takes seconds and much memory."""
+def torch_facts(gpu: dict[str, Any]) -> dict[str, Any]:
+    """Asks a separate process: importing torch takes seconds and much memory."""
     import json
 
+    limit_s = stretched(90)
     done = subprocess.run(
-        [sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=limit_s, check=False
     )
     if "No module named 'torch'" in done.stderr:
         raise Skip("torch is not installed")
     if done.returncode:
         raise RuntimeError(f"torch: {done.stderr.strip()[-300:]}")
     facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    if facts["cuda"] and gpu and _version(gpu["cuda"]) < _version(facts["cuda"]):
+        raise RuntimeError(
+            f"the driver knows CUDA {gpu['cuda']}, and torch {facts['version']} is built for"
+            f" {facts['cuda']}: update the driver, or install a torch for CUDA {gpu['cuda']}"
+        )
     if not facts["available"]:
         raise RuntimeError(f"torch {facts['version']} sees no GPU: a build for CUDA is needed")
     return facts
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 if __name__ == "__main__":

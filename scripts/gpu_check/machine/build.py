@@ -1,8 +1,10 @@
-"""Step 2: builds kvcached and prism from this checkout and installs them into a folder.
+"""Step "build": builds kvcached and prism from this checkout and installs them into a folder.
 
 Installed, not imported from the checkout, because SGLang finds the platform by its entry point.
-Without an index and without build isolation. Where warnings of this compiler stop the build it is
-done again without -Werror, so that the other steps have something to run on; the step still fails.
+Without an index and without build isolation; hatchling, which builds prism, comes from the carried
+wheels where the machine lacks it. Where warnings of this compiler stop the build it is done again
+without -Werror, so that the other steps have something to run on; the step still fails. Where the
+carried wheels hold this checkout's state, the build goes to a folder that no step uses.
 """
 
 from __future__ import annotations
@@ -13,9 +15,15 @@ import stat
 import subprocess
 import sys
 import time
+import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
+from scripts.gpu_check import wheels
 from scripts.gpu_check.report import ROOT, Report, run_as_step
+
+# Wheels' names of what builds prism and a bare machine may lack.
+BACKEND = ("hatchling", "trove_classifiers")
 
 LENIENT_NAME = "c++-without-werror"
 LENIENT = """#!/bin/sh
@@ -54,53 +62,72 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def body(report: Report) -> None:
-    site = report.work / "site"
+    folder = report.options.wheels
+    site = report.work / ("built" if wheels.hold_this_checkout(folder) else "site")
+    shutil.rmtree(site, ignore_errors=True)
     (report.work / LENIENT_NAME).unlink(missing_ok=True)  # an earlier run's
     with report.check("warning-free"):
         began_s = time.monotonic()
-        log = install(site, report.work / "cmake")
+        log = install(ROOT, site, report.work / "cmake")
         report.fact(build_s=round(time.monotonic() - began_s, 1), cores=cores())
         if log and "[-Werror" not in log:
             raise RuntimeError(f"the build failed: {'; '.join(errors_of(log))}")
         if log:
             report.fact(warnings=errors_of(log))
-            log = install(site, report.work / "cmake-lenient", lenient_compiler(report.work))
+            log = install(ROOT, site, report.work / "cmake-lenient", lenient_compiler(report.work))
             if log:
                 report.fact(errors=errors_of(log))
                 raise RuntimeError("the build fails without -Werror as well: see the log")
             raise RuntimeError("warnings: built without -Werror, the other steps run on that")
     if not site.exists():
         return
+    with report.check("prism"):
+        backend = hatchling(folder, report.work / "hatchling")
+        if log := install(ROOT / "prism", site, path=backend):
+            raise RuntimeError(f"prism cannot be installed: {'; '.join(errors_of(log))}")
     with report.check("importable"):
-        (site / "sitecustomize.py").unlink(missing_ok=True)
-        if imported_from(site) != "":
-            (site / "sitecustomize.py").write_text(UNHIDE)
-            if elsewhere := imported_from(site):
-                raise RuntimeError(elsewhere)
+        importable(site)
+
+
+def hatchling(folder: Path | None, unpacked: Path) -> str:
+    """Returns the folder that has prism's build backend, "" where this Python has it."""
+    if find_spec("hatchling") is not None:
+        return ""
+    found = [p for name in BACKEND for p in (folder.glob(f"{name}-*.whl") if folder else ())]
+    if len(found) != len(BACKEND):
+        raise RuntimeError(
+            "hatchling, which builds prism, is not installed and not among the carried wheels:"
+            " run scripts/gpu-wheels where there is a package index, and name its folder, --wheels"
+        )
+    for path in found:
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(unpacked)
+    return str(unpacked)
 
 
 def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def install(site: Path, build: Path, compiler: Path | None = None) -> str:
-    """Empty, or the log of a build that failed."""
-    shutil.rmtree(site, ignore_errors=True)
+def install(
+    project: Path,
+    site: Path,
+    build: Path | None = None,
+    compiler: Path | None = None,
+    path: str = "",
+) -> str:
+    """Returns "", or the log of a build that failed. `path` has modules for the build."""
     env = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(cores())}
     env.update({"CXX": str(compiler)} if compiler else {})
     # Its scripts (cmake, ninja) are this Python's, wherever the shell's PATH points to.
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env["PATH"] = path_of(Path(sys.executable).parent, env["PATH"])
+    env["PYTHONPATH"] = path_of(path, env.get("PYTHONPATH", ""))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-v"),
-            *("--no-index", "--no-build-isolation", "--no-deps", "--no-compile"),
-            *(
-                f"--config-settings=build-dir={build}",
-                "--target",
-                str(site),
-                str(ROOT),
-                str(ROOT / "prism"),
-            ),
+            *("--no-index", "--no-build-isolation", "--no-deps", "--no-compile", "--upgrade"),
+            *([f"--config-settings=build-dir={build}"] if build else []),
+            *("--target", str(site), str(project)),
         ],
         env=env,
         stdout=subprocess.PIPE,
@@ -111,6 +138,11 @@ def install(site: Path, build: Path, compiler: Path | None = None) -> str:
     )
     print(done.stdout, flush=True)
     return "" if done.returncode == 0 else done.stdout or "pip printed nothing"
+
+
+def path_of(*parts: str | Path) -> str:
+    """Returns a search path of those parts that are not empty."""
+    return os.pathsep.join(str(part) for part in parts if str(part))
 
 
 def errors_of(log: str) -> list[str]:
@@ -127,12 +159,21 @@ def lenient_compiler(work: Path) -> Path:
     return program
 
 
+def importable(site: Path) -> None:
+    """Raises RuntimeError unless the steps' processes import what is in `site`."""
+    (site / "sitecustomize.py").unlink(missing_ok=True)
+    if imported_from(site):
+        (site / "sitecustomize.py").write_text(UNHIDE)
+        if elsewhere := imported_from(site):
+            raise RuntimeError(elsewhere)
+
+
 def imported_from(site: Path) -> str:
-    """Empty if a process of the other steps imports what was installed; else what it imports."""
+    """Returns "" if the other steps' processes import what was installed, else what they import."""
     done = subprocess.run(
         [sys.executable, "-c", WHERE],
         cwd=site.parent,
-        env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"},
+        env={**os.environ, "PYTHONPATH": path_of(site, ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from scripts.gpu_check.driver import Driver
 from scripts.gpu_check.kv import ledger
-from scripts.gpu_check.peers import Peer
+from scripts.gpu_check.memory.peers import Peer
 from scripts.gpu_check.report import Skip
 from scripts.gpu_check.sizes import MIB, PAGE_BYTES, Sizes
 
@@ -78,7 +78,7 @@ def used_bytes(device: Device, pid: int) -> int | None:
 
 def killed(device: Device, namespace: str, pages: int) -> dict[str, Any]:
     """The figure of a process that holds pages, and how long it is there after its death."""
-    with Peer(namespace, str(pages), module="scripts.gpu_check.holder") as peer:
+    with Peer(namespace, str(pages), module="scripts.gpu_check.memory.holder") as peer:
         peer.answer()
         pid = peer.process.pid
         held_bytes = used_bytes(device, pid)

@@ -1,4 +1,4 @@
-"""Step 6: the benchmarks of bench/ that are for GPUs, sized by what is free, each in its time."""
+"""Step "benches": the benchmarks of bench/ that are for GPUs, sized by what is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 8: what the fork server does, without SGLang: import under stand-ins, fork, use CUDA.
+"""Step "fork": what the fork server does, without SGLang: import under stand-ins, fork, use CUDA.
 
 The parent imports torch and Triton while torch.cuda's questions are answered by a process beside
 it, and must not have initialised CUDA afterwards; children then use device 0.
@@ -127,7 +127,7 @@ def use_triton() -> dict[str, Any]:
         raise Skip("Triton is not installed")
     import torch
 
-    from scripts.gpu_check.triton_add import add_one
+    from scripts.gpu_check.memory.triton_add import add_one
 
     began_s = time.monotonic()
     given = torch.arange(3000, device=CUDA, dtype=torch.float32)

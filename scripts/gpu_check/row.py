@@ -1,31 +1,20 @@
-"""Step 10: the line for docs/gpu-results.md, from what the other steps wrote."""
+"""The row for docs/gpu-results.md, from the results of all steps."""
 
 from __future__ import annotations
 
-import json
-import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from scripts.gpu_check.report import FAILED, PASSED, SKIPPED, Report, Skip, run_as_step
+from scripts.gpu_check.report import FAILED, PASSED, SKIPPED
 
 FILE = "gpu-check-line.md"
 UNKNOWN = "?"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_as_step("line", __doc__, body, arguments)
-
-
-def body(report: Report) -> None:
-    with report.check("line"):
-        path = report.options.out / "gpu-check.json"
-        if not path.exists():
-            raise Skip(f"there is no {path}: run scripts/gpu-check")
-        steps = {step["name"]: step for step in json.loads(path.read_text())["steps"]}
-        text = line_of(steps, datetime.now(UTC).date().isoformat())
-        (report.options.out / FILE).write_text(text + "\n")
-        report.fact(line=text)
+def of(results: list[dict[str, Any]]) -> str:
+    """Returns the row of today."""
+    steps = {result["name"]: result for result in results}
+    return line_of(steps, datetime.now(UTC).date().isoformat())
 
 
 def line_of(steps: dict[str, dict[str, Any]], date: str) -> str:
@@ -96,7 +85,3 @@ def activation(steps: dict[str, dict[str, Any]]) -> str:
     kept = at(steps, "engine", "kept_bytes")
     held = " / ".join(str(b >> 20) for b in kept) if isinstance(kept, list) else UNKNOWN
     return f"{seconds}; {held} MiB"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

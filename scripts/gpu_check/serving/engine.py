@@ -1,24 +1,21 @@
-"""Step 9: SGLang serves two models in turn through Prism's adapter, on carried wheels or its own.
+"""Step "engine": SGLang serves two models in turn through Prism's adapter.
 
-`--wheels` names a folder that scripts/gpu-wheels made; without it SGLang must be installed. Random
-bfloat16 models of about a billion parameters (tiny ones on a small GPU) are activated cold, and
-again out of the store; each time they answer without and with decode graphs. Each token is judged
-by transformers on the same GPU.
+SGLang is that of the step "unpack", or it is installed. Random bfloat16 models of about a billion
+parameters (tiny ones on a small GPU) are activated cold, and again out of the store; each time they
+answer without and with decode graphs. Each token is judged by transformers on the same GPU.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_check.driver import open_or_skip
-from scripts.gpu_check.kv import CUDA, require_kvcached
+from scripts.gpu_check.kv import CUDA
 from scripts.gpu_check.report import Report, Skip, run_as_step
+from scripts.gpu_check.serving.process import helper, model_folder, sizes_and_environment
 from scripts.gpu_check.sizes import GIB, MIB, Sizes
 
 FAMILIES = ("llama", "qwen2")
@@ -37,7 +34,6 @@ PHRASES = (
 GAP_MAX = 0.25
 SLACK_BYTES = 256 * MIB
 GROWTH_MAX_BYTES = 64 * MIB  # once each model was there; kernels are loaded at first
-FREE_MIN_BYTES = 3 * GIB
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,57 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def body(report: Report) -> None:
-    require_kvcached()
-    wheels = report.options.wheels
-    if wheels is None and find_spec("sglang") is None:
-        raise Skip("SGLang is not installed, and --wheels names no folder with it")
-    sizes = Sizes.of(open_or_skip().free_bytes())
-    if sizes.free_bytes < FREE_MIN_BYTES:
-        raise Skip(f"{sizes.free_bytes} bytes are free; an engine needs {FREE_MIN_BYTES}")
-    env = dict(os.environ)
-    if wheels is not None:
-        with report.check("wheels"):
-            env = with_wheels(wheels, report.work / "sglang", env)
-    folders = [report.work / "models" / family for family in FAMILIES]
-    size = "large" if sizes.is_large else "small"
-    with report.check("models_written"):
-        report.fact(written=helper(env, "write", size, *map(str, folders)))
+    sizes, env = sizes_and_environment(report)
+    folders = [model_folder(report, sizes, env, family) for family in FAMILIES]
     with report.check("served"):
         serve(report, folders, sizes, env)
     with report.check("tokens"):
         if not rounds_of(report.work / SERVED):
             raise Skip("nothing was served")
         report.fact(tokens=judge_tokens(env, report.work / SERVED, folders))
-
-
-def with_wheels(folder: Path, site: Path, env: dict[str, str]) -> dict[str, str]:
-    """Installs them beside everything else; the environment in which they are found first."""
-    wheels = sorted(str(path) for path in folder.glob("*.whl"))
-    if not wheels:
-        raise RuntimeError(f"there is no wheel in {folder}: run scripts/gpu-wheels")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q")
-    options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade")
-    subprocess.run([*pip, *options, "--target", str(site), *wheels], check=True)
-    paths = [str(site), env.get("PYTHONPATH", "")]
-    return {
-        **env,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",  # the stand-in for sgl-kernel has no fused ones
-    }
-
-
-def helper(env: dict[str, str], *arguments: str) -> Any:
-    """What scripts.gpu_check.engine_models prints last; its GPU memory ends with its process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.gpu_check.engine_models", *arguments],
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{arguments[0]} ended with {done.returncode}: see the log")
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def serve(report: Report, folders: list[Path], sizes: Sizes, env: dict[str, str]) -> None:
@@ -113,7 +66,6 @@ def serve(report: Report, folders: list[Path], sizes: Sizes, env: dict[str, str]
     ]
     stock_s = LIMIT_S if large else 4 * LIMIT_S  # small: doubles, which interpret kernels
     limit_s = report.left_s(stock_s) - JUDGE_S
-    env = {**env, "PRISM_ENGINE_WARNINGS": "sglang"}
     try:
         with log.open("wb") as output:
             done = subprocess.run(
@@ -205,7 +157,7 @@ def judge_rounds(served: dict[str, Any]) -> None:
 
 def judge_tokens(env: dict[str, str], file: Path, folders: list[Path]) -> dict[str, Any]:
     """How far each token lies below the best one, by transformers over the same sequence."""
-    found: dict[str, Any] = helper(env, "judge", str(file), *map(str, folders))
+    found: dict[str, Any] = helper(env, "engine_models", "judge", str(file), *map(str, folders))
     for name, facts in found.items():
         if not facts["largest_gap"] <= GAP_MAX * facts["spread"]:
             raise RuntimeError(f"{name} does not say what transformers says: {facts}")

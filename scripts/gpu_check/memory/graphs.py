@@ -1,4 +1,4 @@
-"""Step 5: CUDA graphs over KV views whose pages come and go, fences, and the keeper's thread.
+"""Step "graphs": CUDA graphs over KV views whose pages come and go, fences, the keeper's thread.
 
 What kvcached rests on: a graph holds addresses, not pages, so pages may be replaced under it; pages
 stay until the work that may read them is done; the keeper's thread breaks no capture.

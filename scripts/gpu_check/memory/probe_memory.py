@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu_check.driver import NOT_INITIALIZED, OUT_OF_MEMORY, Driver, DriverError, skipped
-from scripts.gpu_check.peers import PATTERN, Observer, Peer
+from scripts.gpu_check.memory.peers import PATTERN, Observer, Peer
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES
 
 GRANT_S = 20.0

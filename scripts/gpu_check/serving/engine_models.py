@@ -1,7 +1,7 @@
 """For the step "engine": writes random models, and judges tokens by transformers.
 
-    python -m scripts.gpu_check.engine_models write large|small FOLDER...
-    python -m scripts.gpu_check.engine_models judge ROUNDS.json FOLDER...
+    python -m scripts.gpu_check.serving.engine_models write large|small FOLDER...
+    python -m scripts.gpu_check.serving.engine_models judge ROUNDS.json FOLDER...
 
 A folder is named after its family. The last line on stdout is JSON.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu_check.kv import CUDA, torch_or_skip
-from scripts.gpu_check.models import config_of
+from scripts.gpu_check.memory.models import config_of
 
 
 def write(size: str, *folders: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Step 3: what the driver grants and refuses, what each call costs, what a fresh page holds.
+"""Step "probe": what the driver grants and refuses, what each call costs, what a fresh page holds.
 
 By ctypes alone: it needs neither kvcached nor torch. Times are microseconds of wall-clock time.
 """
@@ -14,7 +14,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from scripts.gpu_check import probe_capture, probe_memory
 from scripts.gpu_check.driver import (
     NOT_READY,
     POSIX_FILE,
@@ -24,7 +23,7 @@ from scripts.gpu_check.driver import (
     Driver,
     open_or_skip,
 )
-from scripts.gpu_check.peers import Peer
+from scripts.gpu_check.memory import probe_capture, probe_memory
 from scripts.gpu_check.report import Report, Skip, run_as_step
 from scripts.gpu_check.sizes import MIB, PAGE_BYTES, Sizes
 
@@ -67,8 +66,6 @@ def body(report: Report) -> None:
         report.fact(books=probe_memory.books(driver, sizes.pages(64)))
     with report.check("capture"):
         probe_capture.check(driver, report)
-    with report.check("graph_over_a_hole"):
-        report.fact(graph_over_a_hole=graph_over_a_hole())
     with report.check("exported_memory"):
         if not driver.attribute(POSIX_FILES_SUPPORTED):
             raise Skip("this GPU's memory cannot be shared between processes")
@@ -93,9 +90,6 @@ def read_only_access(driver: Driver) -> dict[str, Any]:
     driver.unmap(address, PAGE_BYTES)
     driver.release(handle)
     driver.free_address(address, PAGE_BYTES)
-    if facts["granted"]:
-        with Peer("write", str(PAGE_BYTES)) as peer:
-            facts["write_codes"] = [int(code) for code in peer.answer().split()]
     return facts
 
 
@@ -219,15 +213,6 @@ def under_load(driver: Driver, sizes: Sizes) -> dict[str, Any]:
     driver.free_address(address, PAGE_BYTES)
     driver.free(buffer)
     return facts
-
-
-def graph_over_a_hole() -> dict[str, int]:
-    """In a process of its own, whose context is lost with it."""
-    with Peer("hole", str(PAGE_BYTES)) as peer:
-        mapped, launch, wait = (int(code) for code in peer.answer().split())
-    if mapped or not (launch or wait):
-        raise RuntimeError(f"a graph over a page: {mapped}; over a hole: {launch}, {wait}")
-    return {"launch": launch, "wait": wait}
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

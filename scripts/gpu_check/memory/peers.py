@@ -1,9 +1,9 @@
 """Other processes that the probes need: one looks at the GPU, one holds memory until it is killed.
 
-python -m scripts.gpu_check.peers observe          each line in: free bytes out
-python -m scripts.gpu_check.peers hold BYTES PAGE   holds BYTES in pages of PAGE
-python -m scripts.gpu_check.peers pattern PAGES PAGE   fills pages, gives them back, ends
-python -m scripts.gpu_check.peers write PAGE   writes to a read-only page
+python -m scripts.gpu_check.memory.peers observe          each line in: free bytes out
+python -m scripts.gpu_check.memory.peers hold BYTES PAGE   holds BYTES in pages of PAGE
+python -m scripts.gpu_check.memory.peers pattern PAGES PAGE   fills pages, gives them back, ends
+python -m scripts.gpu_check.memory.peers write PAGE   writes to a read-only page
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATTERN = 0xA5
 class Peer:
     """A process of this module that answers in lines. Ends with the block, killed."""
 
-    def __init__(self, *arguments: str, module: str = "scripts.gpu_check.peers") -> None:
+    def __init__(self, *arguments: str, module: str = "scripts.gpu_check.memory.peers") -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -114,21 +114,18 @@ def pattern(pages: int, page_bytes: int) -> None:
 
 
 def write(page_bytes: int) -> None:
-    """Prints the driver's answers to a write where only reading is granted: the memset's, and the
-    context's afterwards. The context may be lost with it, which is why a process of its own asks.
-    """
+    """Prints the driver's answers to the request for read-only access, to a write, and the
+    context's afterwards. The context may be lost, which is why a separate process asks."""
     driver = Driver.open()
     address = driver.reserve(page_bytes)
     driver.map(address, page_bytes, driver.create(page_bytes))
     driver.allow(address, page_bytes)
     driver.fill(address, 1, page_bytes)
-    driver.allow(address, page_bytes, READ)
-    size, value = page_bytes, 2
-    codes = [
-        _code(lambda: driver.fill(address, value, size)),
-        driver.code("cuCtxSynchronize"),
-        _code(lambda: driver.read(address, 1)),
-    ]
+    codes = [driver.allow_code(address, page_bytes, READ)]
+    if codes == [0]:
+        codes.append(_code(lambda: driver.fill(address, 2, page_bytes)))
+        codes.append(driver.code("cuCtxSynchronize"))
+        codes.append(_code(lambda: driver.read(address, 1)))
     print(*codes, flush=True)
 
 

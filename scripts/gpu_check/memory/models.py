@@ -1,4 +1,4 @@
-"""Step 7: two models in turn through store, links and arena, without an engine; a killed process.
+"""Step "models": two models in turn through store, links and arena; a killed process.
 
 Random bfloat16 models of transformers, of different architectures. What they answer from weights in
 kvcached's pages is compared with what they answered from torch's own memory.
@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from scripts.gpu_check.accounting import process_figures
 from scripts.gpu_check.driver import Driver, open_or_skip
 from scripts.gpu_check.kv import CUDA, ledger, require_kvcached, torch_or_skip
-from scripts.gpu_check.peers import Peer
+from scripts.gpu_check.memory.accounting import process_figures
+from scripts.gpu_check.memory.peers import Peer
 from scripts.gpu_check.report import Report, Skip, run_as_step
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, Sizes
 
@@ -70,7 +70,7 @@ def body(report: Report) -> None:
     driver = open_or_skip()
     sizes = Sizes.of(driver.free_bytes())
     with report.check("process_figures"):
-        report.fact(figures=process_figures(driver, sizes))
+        report.fact(process_memory=process_figures(driver, sizes))
     with report.check("a_killed_process"):
         report.fact(killed=killed_process(driver, sizes))
     with report.check("put_waits_for_the_stream"), TemporaryDirectory() as folder:
@@ -269,7 +269,7 @@ def killed_process(driver: Driver, sizes: Sizes) -> dict[str, Any]:
     try:
         with ledger(capacity, namespace) as device, device.client("second") as client:
             tensor = client.alloc_virtual_tensor(wanted * PAGE_BYTES)
-            with Peer(namespace, str(wanted), module="scripts.gpu_check.holder") as peer:
+            with Peer(namespace, str(wanted), module="scripts.gpu_check.memory.holder") as peer:
                 peer.answer()
                 if mapped(tensor):
                     raise RuntimeError("the ledger granted what another process holds")

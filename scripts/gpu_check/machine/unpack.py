@@ -1,0 +1,76 @@
+"""Step "unpack": installs the carried wheels, kvcached and prism apart from the others.
+
+Modules are compiled and SGLang is imported once, which takes half a minute the first time: while
+the first step runs, and not within a time that is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from scripts.gpu_check import wheels
+from scripts.gpu_check.machine.build import importable, path_of
+from scripts.gpu_check.report import Report, Skip, run_as_step
+
+SGLANG = "sglang"  # below the folder of work: what is not kvcached and prism
+IMPORTS = "from prism.engines.sglang import adapter; adapter.preload('cuda:0')"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_as_step("unpack", __doc__, body, arguments)
+
+
+def body(report: Report) -> None:
+    folder = report.options.wheels
+    if folder is None:
+        raise Skip("no wheels are carried: scripts/gpu-wheels makes them, --wheels names them")
+    own, others = wheels.of(folder)
+    with report.check("sglang"):
+        if not others:
+            raise RuntimeError(f"{folder} has no wheels: run scripts/gpu-wheels")
+        report.fact(install_s=install(others, report.work / SGLANG))
+    with report.check("kvcached"):
+        if not wheels.hold_this_checkout(folder):
+            raise Skip("the carried kvcached is of other sources: it is built from this checkout")
+        site = report.work / "site"
+        report.fact(install_own_s=install(own, site))
+        importable(site)
+    with report.check("imports"):
+        report.fact(imports_s=imported_once(report.work))
+
+
+def install(files: list[Path], site: Path) -> float:
+    """Installs wheels into a folder and compiles their modules. Returns seconds."""
+    began_s = time.monotonic()
+    shutil.rmtree(site, ignore_errors=True)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q")
+    options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade")
+    subprocess.run([*pip, *options, "--target", str(site), *map(str, files)], check=True)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", str(site)], check=False)
+    return round(time.monotonic() - began_s, 1)
+
+
+def imported_once(work: Path) -> float:
+    """Imports SGLang as an engine does, so that later imports find their files in memory. Returns
+    seconds."""
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        env={**os.environ, "PYTHONPATH": path_of(work / SGLANG, os.environ.get("PYTHONPATH", ""))},
+        cwd=work,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"SGLang cannot be imported: {done.stderr.strip()[-300:]}")
+    return round(time.monotonic() - began_s, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

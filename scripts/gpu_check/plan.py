@@ -1,0 +1,83 @@
+"""Steps of scripts/gpu-check, in order of what is learned per second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A module with `main`, run in a process of its own.
+
+    limit_s: wall-clock time after which its processes are killed.
+    needs_s: the least time in which it learns anything; the step is left out where less is left.
+    quick_s: its limit in a quick run, 0 where the step has no quick form.
+    in_background: it runs beside the others from the start, for it uses no GPU.
+    """
+
+    name: str
+    module: str
+    limit_s: float
+    needs_s: float
+    about: str
+    quick_s: float = 0.0
+    in_background: bool = False
+
+    def stretched(self, factor: float) -> Step:
+        """Returns the step with its times multiplied."""
+        return replace(self, limit_s=factor * self.limit_s, needs_s=factor * self.needs_s)
+
+
+def _step(name: str, module: str, about: str, *times_s: float) -> Step:
+    limit_s, needs_s, *quick = times_s
+    return Step(name, f"scripts.gpu_check.{module}", limit_s, needs_s, about, *quick)
+
+
+FACTS = _step(
+    "facts", "machine.facts", "driver, GPU, compilers, packages, limits, commit", 60, 5, 45
+)
+UNPACK = _step("unpack", "machine.unpack", "carried wheels, installed into a folder", 90, 10, 90)
+BUILD = _step(
+    "build", "machine.build", "kvcached and prism, built from this checkout", 150, 20, 150
+)
+CONFORMANCE = _step("conformance", "machine.conformance", "tests/gpu", 120, 20, 60)
+MISSION = (
+    _step("engine", "serving.engine", "SGLang serves two models in turn", 200, 40, 90),
+    _step("elastic", "serving.elastic", "KV memory of an engine follows its load", 60, 20, 40),
+    _step("cluster", "serving.cluster", "prism-serve: two engines share one GPU", 150, 60, 75),
+    _step("overhead", "serving.overhead", "elastic KV against a static pool", 90, 30, 45),
+    _step("probe", "memory.probe", "what the driver grants, and what each call costs", 60, 10, 40),
+    _step("benches", "memory.benches", "map and unmap, weights, attention layouts", 120, 20),
+    _step("large", "serving.large", "a model of 8 billion parameters is activated", 140, 60),
+    _step("graphs", "memory.graphs", "CUDA graphs over pages that come and go", 60, 10, 30),
+    _step(
+        "models",
+        "memory.models",
+        "two models in turn without an engine; a killed process",
+        90,
+        15,
+        60,
+    ),
+    _step("fork", "memory.fork", "preload, fork, CUDA in the child", 40, 8, 30),
+    _step("mps", "memory.mps", "two clients of one MPS server, one killed", 60, 10, 40),
+)
+FAULTS = _step("faults", "memory.faults", "accesses that the GPU must refuse", 30, 5, 20)
+
+
+def steps(*, carried: bool, quick: bool) -> list[Step]:
+    """Returns all steps in order.
+
+    carried: kvcached and prism come as wheels of this checkout's state, so building them proves the
+    build alone and may wait for the end.
+    quick: short forms, to find faults; steps without one are left out, and the build runs in the
+    background.
+    """
+    unpack = replace(UNPACK, in_background=True)
+    build = replace(BUILD, in_background=quick) if carried else BUILD
+    if carried:
+        order = [FACTS, unpack, *MISSION, build, CONFORMANCE, FAULTS]
+    else:
+        order = [FACTS, build, unpack, *MISSION, CONFORMANCE, FAULTS]
+    if quick:
+        order = [replace(step, limit_s=step.quick_s) for step in order if step.quick_s]
+    return order
