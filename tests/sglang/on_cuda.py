@@ -20,6 +20,7 @@ BEGIN = """
     life = Life(config_of(Path(sys.argv[1]), *sys.argv[2:]))
     import torch
     from prism.engines.sglang import warm_up
+    sample = warm_up.sample
     warm_up.sample = lambda *_: None  # takes long on the double, and is tested elsewhere
     core, facts = life.core, {}
 """

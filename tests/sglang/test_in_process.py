@@ -83,24 +83,6 @@ def test_another_number_of_tokens_than_planned_is_refused(
         core.activate(ActivateEngine(spec_of(LLAMA)))
 
 
-def test_sampled_tokens_are_drawn_before_anybody_wants_them(core: Any) -> None:
-    from prism.engines.sglang import warm_up
-
-    core.activate(ActivateEngine(spec_of(LLAMA)))
-    scheduler = core._active.scheduler
-    sizes = []
-    run_batch = scheduler.run_batch
-
-    def noted(batch: Any) -> Any:
-        sizes.append((batch.batch_size(), batch.sampling_info.is_all_greedy))
-        return run_batch(batch)
-
-    scheduler.run_batch = noted
-    warm_up.sample(scheduler, core._active.order)
-    del scheduler.run_batch
-    assert sizes == [(1, False), (2, False), (2, False)]
-
-
 def test_torch_out_of_memory_ends_the_requests_and_the_engine_by_name(core: Any) -> None:
     """Not retryable: the same requests would do the same to the next engine."""
     import torch

@@ -141,7 +141,7 @@ class SglangCore:
             memory.timeline.enter("warm_up")
             fingerprint = warm_up.run(scheduler, order, memory.weights.fingerprint())
             if gpu.is_gpu(device) and not order.model.embedding:
-                warm_up.sample(scheduler, order)
+                warm_up.sample(scheduler, order, memory.ranks)
             memory.timeline.enter("keep")
             memory.weights.save_copy(fingerprint)
             return scheduler, fingerprint

@@ -19,10 +19,12 @@ from sglang.srt.managers.schedule_batch import (
     FINISH_LENGTH,
     FINISH_MATCHED_TOKEN,
     Req,
+    ScheduleBatch,
 )
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.utils.common import DynamicGradMode
@@ -241,6 +243,19 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     def cancel(self, rid: str) -> None:
         """Pages of a request that runs come back in its next step."""
         self.abort_request(AbortReq(rid=rid))
+
+    def drop_all(self) -> None:
+        """Takes out every request and frees its KV, wherever a step that raised left it. Nothing is
+        sent for them. REQUIRES: no grammar is being compiled."""
+        reqs = {id(req): req for req in (*self.stepping_reqs(), *self.open_reqs())}
+        for req in reqs.values():
+            if req.kv.holds_kv or req.kv.holds_mamba:
+                release_kv_cache(req, self.tree_cache, checkpoint=False)
+        self.waiting_queue.clear()
+        self.chunked_req = self.last_batch = self.cur_batch_for_debug = None
+        self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+        self.token_to_kv_pool_allocator.return_held_blocks()
+        self.outbox.clear()
 
     def find(self, rid: str) -> Req | None:
         """The request, wherever it stands between two steps; None once it has ended."""

@@ -3,20 +3,29 @@ whether this model is right on this engine."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import textwrap
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import torch
 
 from prism.engines.model_weights import FINGERPRINT_TOKENS
+from prism.engines.ranks.group import RankGroup
 from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
 from prism.engines.sglang import requests
 from prism.engines.sglang.scheduler import Emission, InProcessScheduler
-from prism.errors import SelfCheckError
+from prism.errors import RankLostError, SelfCheckError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Sampling
 
 _STEPS_MAX = 16
+_ERROR_CHARACTERS = 1000
+_DRAWN, _FAILED, _NO_MEMORY = 1, 0, -1  # votes of a rank: the worst one holds
+
+log = logging.getLogger("prism.engine")
 
 
 def run(
@@ -43,18 +52,70 @@ def _largest(vector: bytes) -> list[int]:
     return [int(place) for place in order[:FINGERPRINT_TOKENS]]
 
 
-def sample(scheduler: InProcessScheduler, order: ActivateEngine) -> None:
-    """Draw tokens at random, so that the first request that wants to does not wait for kernels to
-    be compiled: alone and in a batch, since SGLang compiles for both, with and without top_p.
+def sample(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGroup) -> None:
+    """Draws tokens at random, so that the first request that samples does not wait for kernels to
+    be compiled.
 
-    Raises SelfCheckError when a draw has no answer. REQUIRES: nothing else runs.
+    A failed draw is a warning, since greedy requests do not need those kernels. It is repeated
+    without torch.compile, which stays off in this process if the second draw succeeds. A
+    collective of the ranks: when a draw fails on one, all repeat it.
+
+    Raises torch.OutOfMemoryError and RankLostError. REQUIRES: nothing else runs.
     """
+    name = order.model.name
+    if _draw(scheduler, order, ranks):
+        return
+    with contextlib.ExitStack() as eager:
+        eager.enter_context(torch.compiler.set_stance("force_eager"))
+        if _draw(scheduler, order, ranks):
+            eager.pop_all()
+            log.warning("model %s: torch.compile is off in this engine from now on", name)
+            return
+    log.warning("model %s is served, but its requests that sample may fail", name)
+
+
+def _draw(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGroup) -> bool:
+    """Whether every rank drew tokens: alone and in a batch, since SGLang compiles for both, with
+    and without top_p."""
     plain = Sampling(max_tokens=1, temperature=1.0, ignore_eos=True, seed=1)
     for drawn in ([plain], [plain, plain], [msgspec.structs.replace(plain, top_p=0.9)] * 2):
+        error = _draw_error(scheduler, order, drawn)
+        # All ranks vote after each draw: one that went on alone would wait for the others.
+        worst = ranks.least(_vote(error))
+        if worst == _DRAWN:
+            continue
+        scheduler.drop_all()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if worst == _NO_MEMORY:
+            raise torch.OutOfMemoryError("another rank did, at its warm-up")
+        if error is not None:
+            said = textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_CHARACTERS)
+            log.warning("model %s cannot draw tokens at random (%s)", order.model.name, said)
+        return False
+    return True
+
+
+def _draw_error(
+    scheduler: InProcessScheduler, order: ActivateEngine, drawn: Sequence[Sampling]
+) -> Exception | None:
+    """Compilers and their kernels raise errors of every kind."""
+    try:
         emissions = _answers(scheduler, order, drawn)
-        if sum(len(emission.token_ids) for emission in emissions) != len(drawn):
-            said = "; ".join(e.message for e in emissions if e.message) or "no error"
-            raise SelfCheckError(f"model {order.model.name} draws no tokens at random ({said})")
+    except RankLostError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return error.with_traceback(None)  # which would keep the step's tensors
+    if sum(len(emission.token_ids) for emission in emissions) == len(drawn):
+        return None
+    said = "; ".join(e.message for e in emissions if e.message) or "no error"
+    return SelfCheckError(f"no tokens come of it: {said}")
+
+
+def _vote(error: Exception | None) -> int:
+    if error is None:
+        return _DRAWN
+    return _NO_MEMORY if isinstance(error, torch.OutOfMemoryError) else _FAILED
 
 
 def _answers(
