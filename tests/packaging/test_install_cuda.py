@@ -147,6 +147,26 @@ def test_a_driver_older_than_cuda_13_is_one_warning(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == int(warned)
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_nvcc_without_a_toolkit_is_one_warning(tmp_path: Path, found: bool) -> None:
+    """A wrapper on the PATH, with the answer of what looks for its toolkit."""
+    nvcc, python = tmp_path / "nvcc", tmp_path / "python"
+    nvcc.write_text("#!/bin/sh\n")
+    asks = '[ "$1" = prism/engines/cuda_toolkit.py ]'
+    python.write_text(f'#!/bin/sh\n{asks} && exit {int(not found)}\nexec {sys.executable} "$@"\n')
+    for program in (nvcc, python):
+        program.chmod(0o755)
+    done = install(
+        *("--cuda", "--check", "--python", str(python), "--venv", str(tmp_path / "none")),
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+    )
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "NVIDIA driver" not in line]
+    assert len(told) == int(not found)
+    assert all(line.startswith(f"install: warning: {nvcc} belongs to no CUDA") for line in told)
+    assert all("set CUDA_HOME to the toolkit's folder" in line for line in told)
+
+
 def test_no_compiler_is_one_line(tmp_path: Path) -> None:
     done = install(
         *("--cuda", "--check", "--python", sys.executable, "--venv", str(tmp_path / "none")),

@@ -68,7 +68,7 @@ def test_the_platform_is_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -
     """The entry point that it names is there, and leads to SGLang's own platform."""
     from importlib.metadata import entry_points
 
-    for name in ("SGLANG_PLATFORM", *gpu._ENVIRONMENT):
+    for name in ("SGLANG_PLATFORM", "CUDA_HOME", "LIBRARY_PATH", *gpu._ENVIRONMENT):
         monkeypatch.setenv(name, "as it was")  # and is again, after the test
     gpu.prepare("host:0")
     assert os.environ["SGLANG_PLATFORM"] == "as it was"

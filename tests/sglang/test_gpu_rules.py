@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from kvcached.errors import (
     SystemCallError,
 )
 from prism.config.schema import EngineConfig
+from prism.engines import cuda_toolkit
 from prism.engines.sglang import gpu
 from prism.errors import ActivationError
 from prism.messages.engine import ActivateEngine
@@ -49,6 +53,64 @@ def test_attention_needs_no_kernels_that_are_not_installed(
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if files else None
     monkeypatch.setattr(gpu, "find_spec", lambda name: spec)
     assert gpu.attention_backend(configured) == expected
+
+
+def test_kernels_are_compiled_with_a_whole_toolkit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang and TVM look for it at their first kernel."""
+    from sglang.kernels.jit.utils.compile import toolchain
+    from tvm_ffi.cpp import extension
+
+    local, whole = tmp_path / "local", tmp_path / "cuda"
+    for folder in (local / "bin", whole / "bin", whole / "lib64"):
+        folder.mkdir(parents=True)
+    for nvcc in (local / "bin" / "nvcc", whole / "bin" / "nvcc"):
+        nvcc.touch(0o755)
+    (whole / "lib64" / "libcudart.so").touch()
+    monkeypatch.setattr(cuda_toolkit, "_USUAL", whole)
+    monkeypatch.setattr(os, "environ", {"PATH": str(local / "bin")})
+    finders = (toolchain.cuda_home.__wrapped__, extension._find_cuda_home.__wrapped__)
+    assert [find() for find in finders] == [str(local)] * 2
+    gpu.prepare("host:0")
+    assert "CUDA_HOME" not in os.environ
+    gpu.prepare(DEVICE)
+    assert [find() for find in finders] == [str(whole)] * 2
+
+
+KERNEL = """
+import sys
+from prism.engines.sglang import gpu
+gpu.prepare("cuda:0")
+from tvm_ffi import cpp
+source = "__global__ void twice(float* x) { *x *= 2; } int next(int n) { return n + 1; }"
+print(cpp.build_inline("k", cuda_sources=source, functions=["next"], build_directory=sys.argv[1]))
+"""
+
+
+def test_a_kernel_is_compiled_where_nvcc_is_a_wrapper(tmp_path: Path) -> None:
+    """By the library that compiles SGLang's, as long as no GPU is needed for it."""
+    found = cuda_toolkit.find()
+    if found is None:
+        pytest.skip("no CUDA toolkit is on this machine")
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f'#!/bin/sh\nexec {found}/bin/nvcc "$@"\n')
+    nvcc.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "TVM_FFI_CUDA_ARCH_LIST": "9.0",
+    }
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert Path(done.stdout.strip()).exists()
 
 
 def test_graphs_can_be_off() -> None:

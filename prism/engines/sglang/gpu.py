@@ -14,7 +14,7 @@ from typing import Any
 from kvcached import WeightKey
 from prism.config.machines import is_gpu as is_gpu  # noqa: PLC0414 (the adapter asks this module)
 from prism.config.memory import GpuNeeds
-from prism.engines import cuda_facts
+from prism.engines import cuda_facts, cuda_toolkit
 from prism.messages.models import ModelSpec
 
 CUDA = "cuda"
@@ -78,10 +78,12 @@ def weight_key(
 
 
 def prepare(device: str) -> None:
-    """Choose the platform. REQUIRES: sglang is not imported yet."""
+    """Chooses the platform, and the CUDA toolkit that SGLang compiles its kernels with. REQUIRES:
+    sglang is not imported yet."""
     if is_gpu(device):
         os.environ["SGLANG_PLATFORM"] = PLATFORM_ENTRY_POINT
         os.environ.update(_ENVIRONMENT)
+        os.environ.update(cuda_toolkit.variables())
 
 
 def importing(device: str) -> contextlib.AbstractContextManager[None]:
