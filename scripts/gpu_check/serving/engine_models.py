@@ -18,9 +18,12 @@ from typing import Any
 from scripts.gpu_check.kv import CUDA, torch_or_skip
 from scripts.gpu_check.memory.models import config_of
 
+TRAINED_TOKENS = 512
+
 
 def write(size: str, *folders: str) -> dict[str, Any]:
-    """Checkpoints as an engine reads them. Their tokenizer is none: engines are given token ids."""
+    """Writes checkpoints as an engine reads them, with a tokenizer for the frontend. Returns what
+    each took."""
     torch = torch_or_skip()
     facts = {}
     for seed, folder in enumerate(map(Path, folders)):
@@ -33,7 +36,7 @@ def write(size: str, *folders: str) -> dict[str, Any]:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         folder.mkdir(parents=True, exist_ok=True)
         model.to("cpu").save_pretrained(folder)
-        (folder / "tokenizer.json").write_text("{}")
+        write_tokenizer(folder, config.vocab_size, config.max_position_embeddings)
         parameters = sum(p.numel() for p in model.parameters())
         facts[folder.name] = {
             "parameters": parameters,
@@ -42,6 +45,19 @@ def write(size: str, *folders: str) -> dict[str, Any]:
         del model
         gc.collect()
     return facts
+
+
+def write_tokenizer(folder: Path, vocab_size: int, context_length: int) -> None:
+    """Writes a tokenizer with as many tokens as the model has, since random weights may choose any.
+    What the training text does not fill is named by its number."""
+    from prism.models import tokenizer
+
+    tokenizer.write_tokenizer(folder, TRAINED_TOKENS, context_length)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"unused{n}": n for n in range(len(vocabulary), vocab_size)}
+    file.write_text(json.dumps(content))
 
 
 def judge(rounds_file: str, *folders: str) -> dict[str, Any]:
