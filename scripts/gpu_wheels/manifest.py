@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
+SOURCES = ("csrc", "kvcached", "kvcached_plugins", "prism")
 
 
 class TooLarge(RuntimeError):
@@ -46,7 +47,11 @@ def write(
 ) -> dict[str, Any]:
     """Writes manifest.json beside the wheels and returns it. Raises TooLarge."""
     made = total(entries, checkout_bytes(root), limit_bytes)
-    made = {"python": python} | made | {"wheels": [asdict(entry) for entry in entries]}
+    made = (
+        {"python": python, "sources": digest_of_sources(root)}
+        | made
+        | {"wheels": [asdict(entry) for entry in entries]}
+    )
     (out / NAME).write_text(json.dumps(made, indent=2) + "\n")
     if made["left_bytes"] < 0:
         largest = sorted(entries, key=lambda entry: -entry.file.bytes)[:3]
@@ -56,6 +61,20 @@ def write(
             + ", ".join(f"{entry.name} {mb(entry.file.bytes)}" for entry in largest)
         )
     return made
+
+
+def digest_of_sources(root: Path) -> str:
+    """Returns a name for the state of kvcached's and prism's sources, with or without git."""
+    digest = hashlib.sha256()
+    for path in (root / "CMakeLists.txt", root / "pyproject.toml", *_sources(root)):
+        if path.exists():
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _sources(root: Path) -> list[Path]:
+    files = (path for folder in SOURCES for path in (root / folder).rglob("*"))
+    return sorted(p for p in files if p.is_file() and "__pycache__" not in p.parts)
 
 
 def total(entries: list[Entry], checkout: int, limit_bytes: int) -> dict[str, int]:

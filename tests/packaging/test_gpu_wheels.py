@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.gpu_check import wheels
 from scripts.gpu_wheels import __main__ as gpu_wheels
-from scripts.gpu_wheels import fetch, manifest, standin_wheel
+from scripts.gpu_wheels import fetch, manifest, own, standin_wheel
 from scripts.gpu_wheels.archive import write_wheel
 from scripts.gpu_wheels.manifest import Entry, FileFacts, TooLarge
 from scripts.gpu_wheels.rules import OF_DISTRIBUTION
@@ -177,3 +178,39 @@ def test_a_folder_that_holds_something_else_is_left_alone(
     (out / "thesis.tex").unlink()
     gpu_wheels.clear(out)
     assert list(out.iterdir()) == []
+
+
+# --- this checkout's own wheels --------------------------------------------------------------
+
+
+def test_the_sources_have_a_name_that_follows_them(tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.cpp").write_text("int a;")
+    before = manifest.digest_of_sources(tmp_path)
+    (tmp_path / "csrc" / "__pycache__").mkdir()
+    (tmp_path / "csrc" / "__pycache__" / "a.pyc").write_text("compiled")
+    assert manifest.digest_of_sources(tmp_path) == before
+    (tmp_path / "csrc" / "a.cpp").write_text("int b;")
+    assert manifest.digest_of_sources(tmp_path) != before
+
+
+def test_wheels_of_another_state_are_not_taken_for_this_checkout(out: Path) -> None:
+    assert not wheels.hold_this_checkout(out)
+    made = manifest.write(out, [], "3.12", ROOT, 1 << 40)
+    assert made["sources"] == manifest.digest_of_sources(ROOT)
+    assert wheels.hold_this_checkout(out)
+    (out / manifest.NAME).write_text(json.dumps(made | {"sources": "0123456789ab"}))
+    assert not wheels.hold_this_checkout(out)
+
+
+def test_a_python_that_is_missing_is_one_line() -> None:
+    with pytest.raises(own.CannotBuild, match=r"Python 3\.99 is not on the path"):
+        own.find_python("3.99")
+
+
+def test_a_checkout_that_does_not_build_is_one_line(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[build-system]\nrequires = []\n")
+    (tmp_path / "prism").mkdir()
+    with pytest.raises(own.CannotBuild, match="cannot build this checkout") as error:
+        own.build(out, "{}.{}".format(*sys.version_info), tmp_path)
+    assert "\n" not in str(error.value)

@@ -19,7 +19,7 @@ from scripts.gpu_check.driver import Driver, DriverError
 from scripts.gpu_check.kv import why_no_locks
 from scripts.gpu_check.report import ROOT, Report, Skip, on_doubles, run_as_step, stretched
 from scripts.gpu_check.sizes import GIB, SHM, shm_free_bytes
-from scripts.gpu_check.wheels import digest_of_sources
+from scripts.gpu_wheels.manifest import digest_of_sources
 
 PACKAGES = (
     "torch", "triton", "transformers", "numpy", "cuda-bindings", "nanobind", "scikit-build-core",
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 def body(report: Report) -> None:
     with report.check("machine"):
         report.fact(machine=machine(), limits=limits(), compilers=compilers(), packages=packages())
-        report.fact(commit=commit(), sources=digest_of_sources())
+        report.fact(commit=commit(), sources=digest_of_sources(ROOT))
     with report.check("driver"):
         report.fact(gpu=gpu())
     with report.check("nvml"):

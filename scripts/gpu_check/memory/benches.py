@@ -10,10 +10,16 @@ from typing import Any
 
 from scripts.gpu_check.driver import open_or_skip
 from scripts.gpu_check.kv import require_kvcached, torch_or_skip
-from scripts.gpu_check.report import ROOT, Report, Skip, run_as_step
+from scripts.gpu_check.report import ROOT, Report, Skip, run_as_step, stretched
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, Sizes
 
 LIMIT_S = 45.0
+MAP_LINES = {
+    "batched": "batched, against page by page",
+    "handles_made": "handles made anew, against cached",
+    "fenced": "behind a fence, against without",
+    "guarded": "guarded holes, against faulting ones",
+}
 _NUMBER = r"\s+([\d.]+)"
 RATIO = re.compile(rf"^(\S.*?){_NUMBER} against{_NUMBER} .*: ratio{_NUMBER}")
 RATE = re.compile(r"(?P<name>naive|pinned|pipeline|bus) (?P<rate>[\d.]+)")
@@ -27,15 +33,24 @@ def body(report: Report) -> None:
     require_kvcached()
     sizes = Sizes.of(open_or_skip().free_bytes())
     with report.check("gpu_map"):
-        report.fact(map_us_per_page=ratios(run("gpu_map", *map_options(sizes))))
+        found = ratios(run("gpu_map", *map_options(sizes)))
+        report.fact(map_us_per_page=found)
+        for name, line in MAP_LINES.items():
+            report.figure(name, found[line][0], found[line][1])
     with report.check("gpu_weights"):
         gigabytes = weight_gigabytes(sizes)
         text = run("gpu_weights", *weight_options(gigabytes))
-        report.fact(weights_gb_per_s=rates(text))
+        found_rates = rates(text)
+        report.fact(weights_gb_per_s=found_rates)
+        largest = list(found_rates.values())[-1]
+        report.figure("weights_link", largest["pipeline"], largest["bus"])
+        report.figure("weights_naive", largest["pipeline"], largest["naive"])
     with report.check("gpu_attention"):
         torch_or_skip()
         text = run("gpu_attention", *attention_options(sizes))
-        report.fact(attention=ratios(text), attention_text=text.strip().splitlines())
+        attention = ratios(text)
+        report.fact(attention=attention, attention_text=text.strip().splitlines())
+        report.figure("interleaved_attention", *next(iter(attention.values()))[:2])
 
 
 def map_options(sizes: Sizes) -> list[str]:
@@ -74,7 +89,7 @@ def run(name: str, *options: str) -> str:
         [sys.executable, str(ROOT / "bench" / f"{name}.py"), *options],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=stretched(LIMIT_S),
         check=False,
     )
     print(f"{name} took {time.monotonic() - began_s:.1f} s\n{done.stdout}{done.stderr}", flush=True)

@@ -41,6 +41,8 @@ def body(report: Report) -> None:
     from prism.engines import cuda_facts
 
     require_kvcached()
+    if importlib.util.find_spec("torch") is None:
+        raise Skip("torch is not installed")
     try:
         facts = cuda_facts.ask()
     except cuda_facts.CudaFactsError as error:
@@ -51,7 +53,9 @@ def body(report: Report) -> None:
         if cuda_facts.is_initialized():
             raise RuntimeError("importing torch and Triton under the stand-ins initialised CUDA")
     with report.check("children_use_the_device"):
-        report.fact(children=[in_child(use_device) for _ in range(2)])
+        children = [in_child(use_device) for _ in range(2)]
+        report.fact(children=children)
+        report.figure("first_result", children[-1]["first_result_s"])
         if cuda_facts.is_initialized():
             raise RuntimeError("CUDA is initialised in the parent, which only forked")
     with report.check("triton_in_a_child"):

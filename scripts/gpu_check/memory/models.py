@@ -20,6 +20,7 @@ from scripts.gpu_check.driver import Driver, open_or_skip
 from scripts.gpu_check.kv import CUDA, ledger, require_kvcached, torch_or_skip
 from scripts.gpu_check.memory.accounting import process_figures
 from scripts.gpu_check.memory.peers import Peer
+from scripts.gpu_check.memory.probe_memory import grant_limit_s
 from scripts.gpu_check.report import Report, Skip, run_as_step
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, Sizes
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 48
 BUSY_CYCLES = 500_000_000  # a quarter of a second at 2 GHz
 SLACK_BYTES = 64 * MIB
-GRANT_S = 30.0
 ARENA_SHARE = 0.4
 LEFT_FREE_BYTES = 12 * GIB  # beside a filler: what two processes then compete for
 SMALL = {
@@ -72,7 +72,9 @@ def body(report: Report) -> None:
     with report.check("process_figures"):
         report.fact(process_memory=process_figures(driver, sizes))
     with report.check("a_killed_process"):
-        report.fact(killed=killed_process(driver, sizes))
+        killed = killed_process(driver, sizes)
+        report.fact(killed=killed)
+        report.figure("killed_process", killed["granted_ms_after_death"])
     with report.check("put_waits_for_the_stream"), TemporaryDirectory() as folder:
         put_behind_work(torch_or_skip(), Path(folder))
     with report.check("models_in_turn"), ExitStack() as stack:
@@ -205,6 +207,7 @@ def cross_model(report: Report, stack: ExitStack, driver: Driver, sizes: Sizes) 
         turns.append(facts | difference(logits, expected[model.name]))
         answers.append(logits)
         report.fact(turns=turns)
+    report.figure("load", turns[-1]["load_ms"] / 1e3)
     judge(turns, min(SLACK_BYTES, stored_bytes // 4))
     if not torch.equal(answers[0], answers[2]):
         raise RuntimeError(f"{models[0].name} answers otherwise the second time")
@@ -265,6 +268,7 @@ def killed_process(driver: Driver, sizes: Sizes) -> dict[str, Any]:
         filler = driver.allocate(sizes.free_bytes - LEFT_FREE_BYTES)
     free_pages = driver.free_bytes() // PAGE_BYTES
     capacity, wanted = int(0.9 * free_pages), int(0.6 * free_pages)
+    limit_s = grant_limit_s(wanted * PAGE_BYTES)
     namespace = f"gpu-check-{uuid4().hex[:8]}"
     try:
         with ledger(capacity, namespace) as device, device.client("second") as client:
@@ -278,8 +282,8 @@ def killed_process(driver: Driver, sizes: Sizes) -> dict[str, Any]:
                 tries = 1
                 while not mapped(tensor):
                     tries += 1
-                    if time.monotonic() - began_s > GRANT_S:
-                        raise TimeoutError(f"not granted within {GRANT_S:.0f} s of its death")
+                    if time.monotonic() - began_s > limit_s:
+                        raise TimeoutError(f"not granted within {limit_s:.0f} s of its death")
                     time.sleep(0.002)
                 granted_s = time.monotonic() - began_s
             tensor.unmap(0, wanted * PAGE_BYTES)

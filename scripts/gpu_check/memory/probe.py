@@ -54,12 +54,18 @@ def body(report: Report) -> None:
     with report.check("one_handle_many_addresses"):
         report.fact(one_handle=one_handle(driver))
     with report.check("call_times"):
-        report.fact(call_us=call_times(driver, sizes.pages(512)))
+        calls = call_times(driver, sizes.pages(512))
+        report.fact(call_us=calls, cuda_malloc_us=cuda_malloc(driver, sizes.pages(128)))
+        page_figures(report, calls)
         if driver.attribute(POSIX_FILES_SUPPORTED):
             report.fact(call_us_exportable=call_times(driver, sizes.pages(512), POSIX_FILE))
         report.fact(larger_us=larger_handles(driver, sizes))
     with report.check("calls_under_load"):
-        report.fact(under_load=under_load(driver, sizes))
+        loaded = under_load(driver, sizes)
+        report.fact(under_load=loaded)
+        grown = ("create", "map", "set_access")
+        idle_us = sum(report.facts["call_us"][name]["median"] for name in grown)
+        report.figure("page_under_load", sum(loaded[name]["us"] for name in grown), idle_us)
     with report.check("fresh_pages"):
         report.fact(fresh_pages=probe_memory.fresh_pages(driver, sizes.pages(64)))
     with report.check("books"):
@@ -72,7 +78,9 @@ def body(report: Report) -> None:
         with TemporaryDirectory() as folder:
             report.fact(exported=probe_memory.exported_memory(driver, Path(folder)))
     with report.check("killed_process"):
-        report.fact(killed=probe_memory.killed_process(driver))
+        killed = probe_memory.killed_process(driver)
+        report.fact(killed=killed)
+        report.figure("killed_process", killed["granted_ms_after_death"])
     with report.check("forked_child"):
         report.fact(forked=probe_memory.forked_child(driver))
 
@@ -164,6 +172,21 @@ def call_times(driver: Driver, pages: int, handle_types: int = 0) -> dict[str, A
     taken["release"] = [timed(lambda h=h: driver.release(h))[0] for h in handles]
     driver.free_address(address, size_bytes)
     return {"pages": pages} | {name: spread(us[WARM_UP:] or us) for name, us in taken.items()}
+
+
+def cuda_malloc(driver: Driver, pages: int) -> dict[str, float]:
+    """Microseconds of cuMemAlloc and cuMemFree of a page's size: what a static pool would call."""
+    made = [timed(lambda: driver.allocate(PAGE_BYTES)) for _ in range(pages)]
+    freed = [timed(lambda a=address: driver.free(a))[0] for _, address in made]
+    return spread([us + back_us for (us, _), back_us in zip(made, freed, strict=True)])
+
+
+def page_figures(report: Report, calls: dict[str, Any]) -> None:
+    malloc_us = report.facts["cuda_malloc_us"]["median"]
+    us = {name: found["median"] for name, found in calls.items() if name != "pages"}
+    report.figure("page_create", us["create"], malloc_us)
+    report.figure("page_step", us["map"] + us["set_access"], malloc_us)
+    report.figure("page_return", us["unmap"] + us["release"], malloc_us)
 
 
 def larger_handles(driver: Driver, sizes: Sizes) -> dict[str, Any]:

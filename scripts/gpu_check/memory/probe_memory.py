@@ -10,9 +10,11 @@ from typing import Any
 
 from scripts.gpu_check.driver import NOT_INITIALIZED, OUT_OF_MEMORY, Driver, DriverError, skipped
 from scripts.gpu_check.memory.peers import PATTERN, Observer, Peer
+from scripts.gpu_check.report import stretched
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES
 
-GRANT_S = 20.0
+GRANT_S = 10.0
+GRANT_BYTES_PER_S = 4 * GIB
 SETTLE_S = 1.0
 SHARE_HELD = 0.6
 
@@ -132,11 +134,12 @@ def books(driver: Driver, pages: int) -> dict[str, Any]:
 
 
 def killed_process(driver: Driver) -> dict[str, Any]:
-    """How long the memory of a killed process is not to be had."""
+    """Returns how long the memory of a killed process is not to be had."""
     free_bytes = driver.free_bytes()
     piece_bytes = GIB if free_bytes > 16 * GIB else 8 * PAGE_BYTES
     pieces = int(free_bytes * SHARE_HELD) // piece_bytes
     held_bytes = pieces * piece_bytes
+    limit_s = grant_limit_s(held_bytes)
     with Peer("hold", str(held_bytes), str(piece_bytes)) as peer:
         peer.answer()
         while_held = _grab(driver, pieces, piece_bytes)
@@ -145,20 +148,25 @@ def killed_process(driver: Driver) -> dict[str, Any]:
         tries = 1
         while not (granted := _grab(driver, pieces, piece_bytes)):
             tries += 1
-            if time.monotonic() - began_s > GRANT_S:
+            if time.monotonic() - began_s > limit_s:
                 break
             time.sleep(0.002)
         granted_s = time.monotonic() - began_s
     if while_held:
         raise RuntimeError("two processes hold more than the GPU has: its memory is not shared")
     if not granted:
-        raise RuntimeError(f"{held_bytes} bytes of a killed process: not back in {GRANT_S:.0f} s")
+        raise RuntimeError(f"{held_bytes} bytes of a killed process: not back in {limit_s:.0f} s")
     return {
         "held_bytes": held_bytes,
         "death_ms": round(death_s * 1e3, 2),
         "granted_ms_after_death": round(granted_s * 1e3, 2),
         "tries": tries,
     }
+
+
+def grant_limit_s(held_bytes: int) -> float:
+    """Returns how long to wait for the memory of a dead process: the driver clears it first."""
+    return stretched(GRANT_S + held_bytes / GRANT_BYTES_PER_S)
 
 
 def _grab(driver: Driver, pieces: int, piece_bytes: int) -> bool:
