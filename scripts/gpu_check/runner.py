@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prism.engines import cuda_toolkit
 from scripts.gpu_check.driver import SEEN_GPU
 from scripts.gpu_check.plan import Step
 from scripts.gpu_check.report import FAILED, LIMIT_VARIABLE, PASSED, ROOT, SKIPPED, UNFINISHED
@@ -257,6 +258,7 @@ def environment(places: Places, seen_gpu: bool) -> dict[str, str]:
     paths = [str(places.work / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
+        **cuda_toolkit.variables(),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from prism.engines import cuda_toolkit
 from scripts.gpu_check import driver as cuda
 from scripts.gpu_check.driver import Driver, DriverError
 from scripts.gpu_check.kv import why_no_locks
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 def body(report: Report) -> None:
     with report.check("machine"):
         report.fact(machine=machine(), limits=limits(), compilers=compilers(), packages=packages())
+        report.fact(cuda_home=str(cuda_toolkit.find() or "none with libcudart"))
         report.fact(commit=commit(), sources=digest_of_sources(ROOT))
     with report.check("driver"):
         report.fact(gpu=gpu())
