@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ from xml.etree import ElementTree
 from scripts.gpu_check.driver import open_or_skip
 from scripts.gpu_check.kv import require_kvcached
 from scripts.gpu_check.machine.build import LENIENT_NAME
-from scripts.gpu_check.report import ROOT, Report, run_as_step
+from scripts.gpu_check.report import ROOT, Report, Skip, run_as_step
 
 FOLDER = ROOT / "tests" / "gpu"
 
@@ -24,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
 def body(report: Report) -> None:
     require_kvcached()
     open_or_skip()
+    if missing := [name for name in ("pytest", "hypothesis") if find_spec(name) is None]:
+        raise Skip(f"pip install {' '.join(missing)}")
     file = report.work / "tests-gpu.xml"
     file.unlink(missing_ok=True)
     lenient = report.work / LENIENT_NAME
