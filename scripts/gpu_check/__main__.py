@@ -11,7 +11,7 @@ scikit-build-core, hatchling (or wheels that hold it) and a C++20 compiler; tran
 for the steps that use them. Each step runs in a process of its own under a time limit; one that
 hangs or crashes never stops the next. A step that does not fit into what is left of the budget is
 left out and named. DIR (default build/gpu-check) gets gpu-check.json, which holds at every moment
-what was found so far, gpu-check.log and gpu-check-line.md, the row for docs/gpu-results.md; what is
+what was found so far, gpu-check.log and gpu-check.md, the tables for docs/gpu-results.md; what is
 built is kept elsewhere. The output ends with the figures and a short line for each step. Exit code
 1 if a step failed, 2 for wrong options and for a budget that no step fits.
 
@@ -29,7 +29,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.gpu_check import figures, plan, row, runner, wheels
+from scripts.gpu_check import figures, plan, results, runner, wheels
 from scripts.gpu_check.plan import Step
 from scripts.gpu_check.report import (
     DEFAULT_OUT,
@@ -104,8 +104,7 @@ class Run:
 
     def conclude(self) -> int:
         """Prints figures and short lines. Returns the exit code."""
-        (self._places.out / row.FILE).write_text(row.of(self.results) + "\n")
-        print(f"\n{row.of(self.results)}\n")
+        (self._places.out / results.FILE).write_text(results.markdown(self.results))
         for result in self.results:
             for name, found in result["facts"].get("figures", {}).items():
                 print(f"{result['name']:12} {figures.line(name, found)}")
@@ -157,9 +156,9 @@ class Run:
         os.replace(partial, path)
 
 
-def saw_gpu(results: list[Result]) -> bool:
+def saw_gpu(found: list[Result]) -> bool:
     """Returns whether the first step found a GPU, whatever else it lacked."""
-    return any(r["name"] == "facts" and r["checks"].get("driver") == PASSED for r in results)
+    return any(r["name"] == "facts" and r["checks"].get("driver") == PASSED for r in found)
 
 
 def short(result: Result) -> str:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.gpu_check import plan, row
+from scripts.gpu_check import figures, plan, results
 from scripts.gpu_check.machine import build, conformance
 from scripts.gpu_check.memory.benches import rates, ratios
 from scripts.gpu_check.rehearsal import environment
@@ -268,26 +268,43 @@ def test_what_is_built_comes_before_an_editable_install(tmp_path: Path) -> None:
     ]
 
 
-def test_the_line_tells_what_is_not_known() -> None:
-    line = row.line_of({"facts": {"status": "failed", "facts": {}}}, "2026-01-02")
-    assert line.startswith("| 2026-01-02 | ? | ? | ? | ? | 0 passed, 1 failed (facts), 0 skipped |")
-
-
-def test_the_line_has_the_figures() -> None:
-    calls = {name: {"median": number} for number, name in enumerate(
-        ("create", "map", "set_access", "unmap", "release"), 1)}  # fmt: skip
-    facts: dict[str, Any] = {
-        "facts": {"gpu": {"name": "A | B"}, "nvml": {"driver": "580"}, "torch": {"version": "2"},
-                  "commit": "", "sources": "abc"},
-        "probe": {"call_us": calls},
-        "benches": {"weights_gb_per_s": {"1 GB": {}, "3 GB": {"pipeline": 50.5, "bus": 55.0}},
-                    "attention": {"block_interleaved": [1.0, 2.0, 0.5]}},
-        "models": {"killed": {"granted_ms_after_death": 12.5}},
-        "engine": {"activation_s": [3.5, 1.25], "warm_up_s": [9, 0.5],
-                   "kept_bytes": [3 << 20, 4 << 20]},
-    }  # fmt: skip
-    steps = {name: {"status": "passed", "facts": found} for name, found in facts.items()}
-    assert row.line_of(steps, "2026-01-02") == (
-        "| 2026-01-02 | A / B | 580 | 2 | abc | 5 passed, 0 failed, 0 skipped"
-        " | 1 / 2 / 3 / 4 / 5 | 50.5 of 55.0 | 12.5 | 0.5 | 3.50 + 9.00 / 1.25 + 0.50; 3 / 4 MiB |"
+def test_the_row_tells_what_is_not_known() -> None:
+    failed = {"name": "facts", "status": "failed", "facts": {}}
+    assert results.row_of([failed], "2026-01-02") == (
+        "| 2026-01-02 | ? | ? | ? | ? | 0 passed, 1 failed (facts), 0 skipped"
+        " | 0 met, 0 missed of 0 |"
     )
+
+
+def test_the_tables_have_the_run_and_its_figures() -> None:
+    facts = {
+        "gpu": {"name": "A | B"},
+        "nvml": {"driver": "580"},
+        "torch": {"version": "2"},
+        "commit": "",
+        "sources": "abc",
+    }
+    create = figures.figure("probe", "page_create", 300.0, 150.0, judged=True)
+    step = figures.figure("probe", "page_step", 50.0, None, judged=True)
+    found = [
+        {"name": "facts", "status": "passed", "facts": facts},
+        {
+            "name": "probe",
+            "status": "skipped",
+            "facts": {"figures": {"page_create": create, "page_step": step}},
+        },
+    ]
+    row, _, _, _, *rows = results.markdown(found).splitlines()
+    assert row.split("|")[2:] == [
+        " A / B ",
+        " 580 ",
+        " 2 ",
+        " abc ",
+        " 1 passed, 0 failed, 1 skipped (probe) ",
+        " 1 met, 1 missed of 2 ",
+        "",
+    ]
+    assert rows == [
+        "| probe | `page_create` | 300 us | 150 | 2 | at most 250 us | missed |",
+        "| probe | `page_step` | 50 us |  |  | at most 60 us | met |",
+    ]
