@@ -37,7 +37,6 @@ from scripts.gpu_check.machine import facts
 sizes.SHM = facts.SHM = Path("/nowhere/shm")
 """
 FULL_SHM = "from scripts.gpu_check.machine import facts; facts.shm_free_bytes = lambda: 64 << 20"
-TAKEN = "from scripts.gpu_check.machine import facts; facts.on_doubles = lambda: False"
 
 MACHINES = [
     pytest.param("whole_gpu", {"KVCACHED_TEST_CUDA_MIG": "1"}, "", "nvidia-smi -mig 0", id="MIG"),
@@ -46,9 +45,12 @@ MACHINES = [
     pytest.param("shared_memory", {}, FULL_SHM, "64 MiB free", id="small /dev/shm"),
     pytest.param(
         "idle_gpu",
-        {"KVCACHED_TEST_CUDA_CONTEXT_BYTES": str(256 << 20)},
-        TAKEN,
-        "256 MiB of the GPU are taken",
+        {
+            "KVCACHED_TEST_CUDA_CONTEXT_BYTES": str(1280 << 20),
+            "KVCACHED_TEST_CUDA_BYTES": str(4 * GIB),
+        },
+        "",
+        "1280 MiB of the GPU are taken",
         id="another process's memory",
     ),
 ]

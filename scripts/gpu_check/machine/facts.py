@@ -18,7 +18,7 @@ from prism.engines import cuda_toolkit
 from scripts.gpu_check import driver as cuda
 from scripts.gpu_check.driver import Driver, DriverError
 from scripts.gpu_check.kv import why_no_locks
-from scripts.gpu_check.report import ROOT, Report, Skip, on_doubles, run_as_step, stretched
+from scripts.gpu_check.report import ROOT, Report, Skip, run_as_step, stretched
 from scripts.gpu_check.sizes import GIB, SHM, shm_free_bytes
 from scripts.gpu_wheels.manifest import digest_of_sources
 
@@ -29,7 +29,7 @@ PACKAGES = (
 )  # fmt: skip
 NVML_UNSUPPORTED = "not told"
 SHM_MIN_BYTES = GIB  # models' files and stores; a ledger takes a few MiB
-FREE_SHARE_MIN = 0.97  # of an idle GPU
+TAKEN_MAX_BYTES = GIB  # this process has a context, too
 TORCH = """
 import json, torch
 cuda = torch.cuda
@@ -82,7 +82,7 @@ def is_idle(gpu: dict[str, Any], found: dict[str, Any]) -> None:
     if not gpu:
         raise Skip("no GPU answered")
     taken_bytes = gpu["total_bytes"] - gpu["free_bytes"]
-    if gpu["free_bytes"] < FREE_SHARE_MIN * gpu["total_bytes"] and not on_doubles():
+    if taken_bytes > TAKEN_MAX_BYTES:
         raise RuntimeError(
             f"{taken_bytes >> 20} MiB of the GPU are taken, by {found.get('processes', 'unknown')}"
             " processes: all sizes follow what is free, and times are shared with them; end them"
