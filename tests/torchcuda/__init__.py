@@ -45,6 +45,8 @@ def cuda_environment(
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
+            # No folder can be made there: what nvcc compiles would find no GPU to run on.
+            "SGLANG_JIT_CACHE_DIR": "/dev/null/none",
         }
         | more
     )
