@@ -7,26 +7,31 @@ import csv
 import hashlib
 import io
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip file can hold
-MODE = 0o100644 << 16
+FILE_MODE, PROGRAM_MODE = 0o100644, 0o100755
 
 
-def write_wheel(path: Path, files: dict[str, bytes], info: str) -> None:
-    """`info` is the name of the folder of metadata; RECORD is added there, last."""
+def write_wheel(
+    path: Path, files: dict[str, bytes], info: str, programs: Collection[str] = ()
+) -> None:
+    """Writes `files`, `programs` among them executable. `info` is the name of the folder of
+    metadata; RECORD is added there, last."""
     record = f"{info}/RECORD"
     ordered = sorted(files, key=lambda name: (name.startswith(f"{info}/"), name))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name in ordered:
-            _add(archive, name, files[name])
-        _add(archive, record, _record(files, ordered, record))
+            mode = PROGRAM_MODE if name in programs else FILE_MODE
+            _add(archive, name, files[name], mode)
+        _add(archive, record, _record(files, ordered, record), FILE_MODE)
 
 
-def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
+def _add(archive: zipfile.ZipFile, name: str, content: bytes, mode: int) -> None:
     entry = zipfile.ZipInfo(name, LONG_AGO)
     entry.compress_type = zipfile.ZIP_DEFLATED
-    entry.external_attr = MODE
+    entry.external_attr = mode << 16
     archive.writestr(entry, content, compresslevel=9)
 
 

