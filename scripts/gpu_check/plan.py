@@ -44,7 +44,7 @@ CONFORMANCE = _step("conformance", "machine.conformance", "tests/gpu", 120, 20, 
 MISSION = (
     _step("engine", "serving.engine", "SGLang serves two models in turn", 200, 40, 90),
     _step("elastic", "serving.elastic", "KV memory of an engine follows its load", 60, 20, 40),
-    _step("cluster", "serving.cluster", "prism-serve: two engines share one GPU", 150, 60, 75),
+    _step("cluster", "serving.cluster", "prism-serve: two engines share one GPU", 170, 60, 90),
     _step("overhead", "serving.overhead", "elastic KV against a static pool", 90, 30, 45),
     _step("probe", "memory.probe", "what the driver grants, and what each call costs", 60, 10, 40),
     _step("benches", "memory.benches", "map and unmap, weights, attention layouts", 120, 20),

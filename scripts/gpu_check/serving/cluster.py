@@ -1,0 +1,443 @@
+"""Step "cluster": prism-serve on one GPU, two engines with a model each, one ledger.
+
+The capacity is below what both models' KV takes at its most, so that memory has to move between
+them. Each model answers bursts alone, then both in turn. Then one engine is killed under load, and
+every stream has to be whole: as many tokens as were asked for, each of them what transformers says
+after those before it. It is not compared token by token with an undisturbed run, since rounding in
+bfloat16 decides near ties otherwise where other requests are in the batch; the step reports how
+much is equal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_check.driver import Driver
+from scripts.gpu_check.kv import CUDA
+from scripts.gpu_check.memory.peers import Peer
+from scripts.gpu_check.report import Report, Skip, is_quick, on_doubles, run_as_step, stretched
+from scripts.gpu_check.serving.cluster_found import (
+    FAMILIES,
+    SLO_TPOT_S,
+    SLO_TTFT_S,
+    Burst,
+    back_s,
+    judge,
+)
+from scripts.gpu_check.serving.process import helper, model_folder, sizes_and_environment
+from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, SHM, Sizes, store_name
+
+STOCK_S = 170.0  # without a runner, which sets it otherwise
+BESIDE_S = 45.0  # of the load's time: for what is not the bursts in turn
+END_S, JUDGE_S = 15.0, 20.0
+START_S, AGAIN_S, REQUEST_S, GONE_S = 90.0, 15.0, 60.0, 20.0
+GAP_MAX = 0.25  # as the step "engine" has it
+SLACK_BYTES = 256 * MIB
+STORE_BYTES = 7 * GIB
+PATH_BYTES_MAX = 80  # of the run directory, which has sockets
+LOG_LINES = 40
+LAUNCHER = "from prism.cli.commands import serve; serve()"
+
+
+LARGE = Burst(32, 1024, 192)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of the step on a GPU of some size."""
+
+    page_bytes: int
+    context_length: int
+    static_bytes: int
+    burst: Burst
+    kill: Burst
+    alternate_s: float
+    settle_s: float
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> Scale:
+        """Tiny models take several slabs of small pages alone, which the double of a GPU has."""
+        if sizes.is_large and is_quick():
+            return cls(PAGE_BYTES, 2048, 3 * GIB, LARGE, Burst(8, 256, 128), 6.0, 1.5)
+        if sizes.is_large:
+            return cls(PAGE_BYTES, 2048, 3 * GIB, LARGE, Burst(8, 256, 256), 40.0, 8.0)
+        page_bytes = 4096 if on_doubles() else PAGE_BYTES
+        return cls(page_bytes, 64, 1728 * MIB, Burst(8, 32, 8), Burst(2, 24, 16), 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Weights and KV of a model, read off its files."""
+
+    weight_bytes: int
+    layers: int
+    token_bytes: int  # in each of the K and V buffers of a layer
+
+    @classmethod
+    def of(cls, folder: Path) -> Shape:
+        config = json.loads((folder / "config.json").read_text())
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        token_bytes = 2 * head_dim * config["num_key_value_heads"]
+        return cls(weights, config["num_hidden_layers"], token_bytes)
+
+    def kv_bytes(self, tokens: int, page_bytes: int) -> int:
+        """Returns the bytes of the slabs that hold so many tokens, one page for each buffer."""
+        slabs = math.ceil(tokens / (page_bytes // self.token_bytes))
+        return slabs * 2 * self.layers * page_bytes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_as_step("cluster", __doc__, body, arguments)
+
+
+def body(report: Report) -> None:
+    sizes, env = sizes_and_environment(report)
+    scale = Scale.of(sizes)
+    if on_doubles():
+        env["KVCACHED_TEST_CUDA_GRANULARITY"] = str(scale.page_bytes)
+    folders = {family: model_folder(report, sizes, env, family) for family in FAMILIES}
+    driver = Driver.open()
+    free_bytes = driver.free_bytes()
+    cluster = Cluster(report, env, scale, folders, sizes)
+    if (capacity_bytes := cluster.capacity_bytes()) > free_bytes:
+        raise Skip(f"{free_bytes} bytes are free; two engines need {capacity_bytes}")
+    try:
+        with report.check("started"):
+            report.fact(activations=cluster.start())
+        if cluster.url:
+            with report.check("load"):
+                cluster.load(report.left_s(STOCK_S) - END_S - JUDGE_S)
+            fills_pages = sizes.is_large or on_doubles()
+            judge(report, cluster.found(), scale.burst, scale.kill, fills_pages=fills_pages)
+        with report.check("ended"):
+            report.fact(down_s=cluster.down())
+            ended(cluster, driver, free_bytes)
+    finally:
+        cluster.remove()
+    reference(report, driver, cluster.found())
+    tokens(report, env, cluster)
+
+
+class Cluster:
+    """A prism-serve and all that it leaves, from `start` to `remove`."""
+
+    def __init__(
+        self,
+        report: Report,
+        env: dict[str, str],
+        scale: Scale,
+        folders: dict[str, Path],
+        sizes: Sizes,
+    ) -> None:
+        self.folders, self.scale, self.env = folders, scale, env
+        self.work = report.work / "cluster"
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        self.run = run_folder(report.work)
+        need_bytes = STORE_BYTES if sizes.is_large else 64 * MIB
+        stores = sizes.store_folder(report.work, need_bytes) / store_name(report.work)
+        self.store = stores / "cluster-store"
+        self.store_bytes = need_bytes
+        self.report, self.url, self.namespace = report, "", ""
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pids: set[int] = set()
+        self._log = self.work / "serve.log"
+
+    def capacity_bytes(self) -> int:
+        """Returns the engines' memory, and KV for one model's burst beside what the other one is
+        guaranteed: less than both bursts take."""
+        shapes = [Shape.of(folder) for folder in self.folders.values()]
+        scale, page_bytes = self.scale, self.scale.page_bytes
+        burst = max(shape.kv_bytes(scale.burst.tokens, page_bytes) for shape in shapes)
+        loss = max(shape.kv_bytes(1, page_bytes) for shape in shapes)  # slabs that are not full
+        least = sum(shape.kv_bytes(scale.context_length + 16, page_bytes) for shape in shapes)
+        weights = sum(-(-shape.weight_bytes // page_bytes) * page_bytes for shape in shapes)
+        return len(shapes) * scale.static_bytes + weights + burst + loss + least
+
+    def start(self) -> dict[str, Any]:
+        """Returns what each activation took. Raises RuntimeError unless both models are served."""
+        file = self.work / "prism.yaml"
+        file.write_text(json.dumps(configuration(self), indent=1))  # JSON is YAML
+        self.run.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.store, ignore_errors=True)
+        options = ("--config", str(file), "--run-dir", str(self.run))
+        began_s = time.monotonic()
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*LAUNCH, *options, "--log-dir", str(self.work / "logs")],
+                env=self.env,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._await_ready(began_s)
+        finally:
+            self.pids = descendants(self.process.pid)
+        self.report.fact(start_s=round(time.monotonic() - began_s, 1))
+        return self._activations()
+
+    def load(self, limit_s: float) -> None:
+        """Runs the load in a process of its own. Raises RuntimeError unless it is finished."""
+        plan = self.work / "plan.json"
+        alternate_s = max(0.0, min(self.scale.alternate_s, limit_s - BESIDE_S))
+        plan.write_text(json.dumps(self._plan(alternate_s)))
+        module = "scripts.gpu_check.serving.cluster_load"
+        command = [sys.executable, "-m", module, str(plan), str(self.work / "load.json")]
+        with (self.work / "load.log").open("wb") as log:
+            done = subprocess.run(
+                command, env=self.env, stdout=log, stderr=log, timeout=limit_s, check=False
+            )
+        if done.returncode:
+            said = (self.work / "load.log").read_text(errors="replace").strip()
+            raise RuntimeError(f"the load ended with {done.returncode}: {said[-300:]}")
+
+    def found(self) -> dict[str, Any]:
+        """Returns what the load has measured so far."""
+        file = self.work / "load.json"
+        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        return found
+
+    def down(self) -> float:
+        """Ends it by `prism-serve down`. Returns seconds. Raises RuntimeError if it fails."""
+        process = self.process
+        if process is None or process.poll() is not None:
+            raise RuntimeError(f"prism-serve is not there any more: {self._said()}")
+        began_s = time.monotonic()
+        self.pids |= descendants(process.pid)
+        command = [*LAUNCH, "down", "--run-dir", str(self.run)]
+        limit_s = stretched(END_S)
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"prism-serve down: {done.stderr.strip()[-300:]}")
+        if code := process.wait(limit_s):
+            raise RuntimeError(f"prism-serve ended with {code}: {self._said()}")
+        return round(time.monotonic() - began_s, 2)
+
+    def remove(self) -> None:
+        """Ends what still runs, shows the logs and removes what a killed prism-serve leaves."""
+        process = self.process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(stretched(END_S / 2))
+            process.kill()
+            process.wait()
+        self._show()
+        shutil.rmtree(self.store, ignore_errors=True)
+        shutil.rmtree(self.run, ignore_errors=True)
+        for path in self.shared():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def shared(self) -> list[Path]:
+        """Returns files of this cluster in /dev/shm."""
+        found = SHM.glob(f"*{self.namespace}*") if self.namespace and SHM.is_dir() else ()
+        return sorted(found)
+
+    def _await_ready(self, began_s: float) -> None:
+        assert self.process is not None
+        limit_s = min(stretched(START_S), self.report.left_s(STOCK_S) - END_S)
+        while "ready in " not in self._log.read_text(errors="replace"):
+            if self.process.poll() is not None:
+                raise RuntimeError(f"prism-serve ended: {self._said()}")
+            if time.monotonic() - began_s > limit_s:
+                raise RuntimeError(
+                    f"prism-serve is not ready after {limit_s:.0f} s: {self._said()}"
+                )
+            time.sleep(0.1)
+        resolved = json.loads((self.run / "cluster.json").read_text())
+        self.namespace = resolved["namespace"]
+        self.url = f"http://127.0.0.1:{resolved['port']}"
+
+    def _activations(self) -> dict[str, Any]:
+        """Returns each model's stages. Raises RuntimeError for one that is not active, nor soon."""
+        until_s = time.monotonic() + stretched(AGAIN_S)
+        while absent := [m for m in self._models().values() if m["state"] != "active"]:
+            if time.monotonic() > until_s:
+                self.url = ""
+                why = "; ".join(f"{m['model']} is {m['state']}: {m['error']}" for m in absent)
+                raise RuntimeError(f"not all models are served: {why}")
+            time.sleep(0.5)
+        return {name: model["stages_s"] for name, model in self._models().items()}
+
+    def _models(self) -> dict[str, dict[str, Any]]:
+        import httpx
+
+        answer = httpx.get(f"{self.url}/status", timeout=10.0, trust_env=False)
+        [agent] = answer.raise_for_status().json()["agents"]
+        return {report["model"]: report for report in agent["models"]}
+
+    def _plan(self, alternate_s: float) -> dict[str, Any]:
+        vocabularies = {
+            name: json.loads((folder / "config.json").read_text())["vocab_size"]
+            for name, folder in self.folders.items()
+        }
+        return {
+            "url": self.url,
+            "namespace": self.namespace,
+            "device": CUDA,
+            "models": vocabularies,
+            "burst": asdict(self.scale.burst),
+            "kill": asdict(self.scale.kill),
+            "alternate_s": alternate_s,
+            "settle_s": self.scale.settle_s,
+            "request_s": stretched(REQUEST_S),
+            "trace": str(self.work / "logs" / "activations-cuda0.trace.json"),
+        }
+
+    def _said(self) -> str:
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return " ".join(text.split())[-400:] or "it says nothing"
+
+    def _show(self) -> None:
+        for path in [
+            self._log,
+            self.work / "load.log",
+            *sorted((self.work / "logs").glob("*.log")),
+        ]:
+            if path.exists():
+                lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                print(f"---- {path.name}", *lines, sep="\n", flush=True)
+
+
+LAUNCH = (sys.executable, "-c", LAUNCHER)
+
+
+def run_folder(work: Path) -> Path:
+    """Returns a run directory whose sockets have short enough paths."""
+    run = work / "cluster-run"
+    is_short = len(os.fsencode(run)) <= PATH_BYTES_MAX
+    return run if is_short else SHM / store_name(work) / "cluster-run"
+
+
+def configuration(cluster: Cluster) -> dict[str, Any]:
+    """Returns the content of the cluster's YAML."""
+    scale = cluster.scale
+    slo = {"ttft": f"{SLO_TTFT_S:g}s", "tpot": f"{SLO_TPOT_S:g}s"}
+    common = {"context_length": scale.context_length, "never_evict": True, "slo": slo}
+    device = {"name": CUDA, "page": kib(scale.page_bytes), "engines": len(FAMILIES)}
+    return {
+        "devices": [{**device, "capacity": kib(cluster.capacity_bytes())}],
+        "models": [
+            {"name": name, "path": str(folder), **common}
+            for name, folder in cluster.folders.items()
+        ],
+        "frontend": {"port": 0},
+        "engine": {
+            "static": kib(scale.static_bytes),
+            "max_running": scale.burst.streams,
+            "prefill_chunk_tokens": 2048,
+            "drain_timeout": "5s",
+            "weight_store": str(cluster.store),
+            "weight_store_max": kib(cluster.store_bytes),
+        },
+    }
+
+
+def kib(size_bytes: int) -> str:
+    return f"{-(-size_bytes // 1024)}KiB"
+
+
+def descendants(pid: int) -> set[int]:
+    """Returns all processes below one."""
+    children: dict[int, set[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, set()).add(int(path.parent.name))
+    found, new = set[int](), {pid}
+    while new := {child for each in new for child in children.get(each, ())} - found:
+        found |= new
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether a process is there and no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+# --- afterwards --------------------------------------------------------------------------------
+
+
+def ended(cluster: Cluster, driver: Driver, free_bytes: int) -> None:
+    """Raises RuntimeError if anything of the cluster is left."""
+    deadline_s = time.monotonic() + stretched(GONE_S)
+    while left := left_behind(cluster, driver, free_bytes):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"prism-serve left behind: {'; '.join(left)}")
+        time.sleep(0.05)
+
+
+def left_behind(cluster: Cluster, driver: Driver, free_bytes: int) -> list[str]:
+    left = [f"process {pid}" for pid in sorted(cluster.pids) if is_alive(pid)]
+    left += [str(path) for path in cluster.shared()]
+    if cluster.run.exists():
+        left.append(str(cluster.run))
+    missing_bytes = free_bytes - driver.free_bytes()
+    if missing_bytes > SLACK_BYTES:
+        left.append(f"{missing_bytes} bytes of GPU memory")
+    return left
+
+
+def reference(report: Report, driver: Driver, found: dict[str, Any]) -> None:
+    """How long the driver takes for a process that holds as much and is nothing else."""
+    kill = found.get("kill", {})
+    if (seconds := back_s(kill)) is None:
+        return
+    with report.check("killed_alone"):
+        alone_s = killed_alone_s(driver, kill["held_bytes"])
+        report.figure("killed_driver", seconds, alone_s)
+
+
+def killed_alone_s(driver: Driver, held_bytes: int) -> float:
+    """Returns seconds from the death of a process that holds so much until it is free."""
+    piece_bytes = GIB if held_bytes > 2 * GIB else 8 * PAGE_BYTES
+    size_bytes = max(1, held_bytes // piece_bytes) * piece_bytes
+    before_bytes = driver.free_bytes()
+    with Peer("hold", str(size_bytes), str(piece_bytes)) as peer:
+        peer.answer()
+        began_s = time.monotonic()
+        peer.kill()
+        while driver.free_bytes() < before_bytes - SLACK_BYTES:
+            if time.monotonic() - began_s > GONE_S:
+                raise TimeoutError(f"memory of a killed process is not back after {GONE_S:.0f} s")
+            time.sleep(0.001)
+    return time.monotonic() - began_s
+
+
+def tokens(report: Report, env: dict[str, str], cluster: Cluster) -> None:
+    """Judges the streams that went on on another engine."""
+    kill = cluster.found().get("kill")
+    if kill is None:
+        return
+    with report.check("tokens"):
+        victim = kill["victim"]
+        said = [stream["token_ids"] for stream in kill["streams"][victim]]
+        served = {"model": victim, "prompts": kill["prompts"], "tokens": said, "tokens_graphs": []}
+        file = cluster.work / "killed.json"
+        file.write_text(json.dumps({"rounds": [served]}))
+        found = helper(env, "engine_models", "judge", str(file), str(cluster.folders[victim]))
+        report.fact(tokens=found[victim])
+        if not found[victim]["largest_gap"] <= GAP_MAX * found[victim]["spread"]:
+            raise RuntimeError(f"{victim} goes on with other tokens than transformers: {found}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
