@@ -42,17 +42,27 @@ def build(tree: str, target: str, product: str, *options: str, source: Path = RO
     # This Python's cmake and ninja, wherever the shell's PATH points to, or the machine's.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     env = os.environ | {"PATH": path, "CXX": compiler()}
-    cmake = shutil.which("cmake", path=path)
-    assert cmake is not None, "building the tests takes cmake and ninja; install both"
+    cmake, ninja = (shutil.which(name, path=path) for name in ("cmake", "ninja"))
+    lacks = "building the tests takes cmake and ninja; install both"
+    assert cmake is not None, lacks
+    assert ninja is not None, lacks
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "build.ninja").exists():
-            configure = [cmake, "-S", source, "-B", folder, "-G", "Ninja", *options]
+        if not is_configured(folder, ninja):
+            own = f"-DCMAKE_MAKE_PROGRAM:FILEPATH={ninja}"
+            configure = [cmake, "-S", source, "-B", folder, "-G", "Ninja", own, *options]
             subprocess.run(configure, check=True, env=env, stdout=subprocess.DEVNULL)
         command = [cmake, "--build", folder, "--target", target]
         done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     return folder / "products" / product
+
+
+def is_configured(folder: Path, ninja: str) -> bool:
+    """With this ninja: that of another environment may be gone."""
+    cache = folder / "CMakeCache.txt"
+    kept = cache.read_text() if cache.exists() else ""
+    return (folder / "build.ninja").exists() and f"CMAKE_MAKE_PROGRAM:FILEPATH={ninja}\n" in kept
 
 
 def build_layers(tree: str, target: str, *options: str, product: str = "") -> Path:
