@@ -181,7 +181,10 @@ Status CudaDevice::fill(uint64_t address, uint64_t bytes, unsigned char value) {
   }
   KV_TRY(driver_.check(call(cuda.memset_d8_async, address, value, bytes, own_stream_),
                        "cuMemsetD8Async"));
-  return driver_.check(call(cuda.stream_synchronize, own_stream_), "cuStreamSynchronize");
+  Status done = driver_.check(call(cuda.stream_synchronize, own_stream_), "cuStreamSynchronize");
+  // After a failure too: what is still being filled may be unmapped next.
+  if (!done.ok()) (void)call(cuda.stream_synchronize, own_stream_);
+  return done;
 }
 
 // The default stream cannot be asked while a stream that waits for it captures.

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@ namespace kvcached::testing {
 namespace {
 
 constexpr uint64_t kGpuPage = 2 << 20;
+constexpr uint64_t kDriversOwn = 2 * kGpuPage;  // what its page tables may take in between
 uint64_t cuda_bytes_before = 0;
 
 void* open_cuda() {
@@ -91,6 +93,8 @@ bool is_readable_cuda(uint64_t address) {
 void fill_cuda(uint64_t address, uint64_t bytes, int value) {
   const auto set = cuda_function<int(uint64_t, unsigned char, size_t)>("cuMemsetD8_v2");
   CHECK(set(address, static_cast<unsigned char>(value), bytes) == 0);
+  // The host does not wait for a memset, nor an unmap for the device.
+  CHECK(cuda_function<int()>("cuCtxSynchronize")() == 0);
 }
 
 int read_cuda(uint64_t address) {
@@ -100,7 +104,10 @@ int read_cuda(uint64_t address) {
   return byte;
 }
 
-uint64_t held_on_cuda(const Vmm&) { return cuda_used_bytes() - cuda_bytes_before; }
+uint64_t held_on_cuda(const Vmm&) {
+  const uint64_t used = cuda_used_bytes();
+  return used - std::min(used, cuda_bytes_before);
+}
 
 }  // namespace
 
@@ -119,6 +126,19 @@ void* find_cuda_symbol(const char* name) {
 bool can_steer_cuda() {
   return cuda_library() != nullptr && dlsym(cuda_library(), "test_cuda_leaks") != nullptr &&
          cuda_page_bytes() == kPage;
+}
+
+uint64_t slack_bytes(const Backend& backend) {
+  return backend.on_gpu && !can_steer_cuda() ? kDriversOwn : 0;
+}
+
+bool holds(const Backend& backend, const Vmm& vmm, uint64_t bytes) {
+  const uint64_t held = backend.held_bytes(vmm);
+  const uint64_t slack = slack_bytes(backend);
+  if (held <= bytes + slack && bytes <= held + slack) return true;
+  std::fprintf(stderr, "%s holds %llu bytes and not %llu\n", backend.name.c_str(),
+               static_cast<unsigned long long>(held), static_cast<unsigned long long>(bytes));
+  return false;
 }
 
 uint64_t cpu_view(uint64_t address) {

@@ -13,7 +13,7 @@ struct Backend {
   bool on_gpu;
   std::shared_ptr<Vmm> (*make)();
   bool (*is_readable)(uint64_t address);
-  void (*fill)(uint64_t address, uint64_t bytes, int value);
+  void (*fill)(uint64_t address, uint64_t bytes, int value);  // done when it returns
   int (*read_at)(uint64_t address);
   // Physical memory that the Vmm holds, in the words of the OS or the driver. REQUIRES: every page
   // was filled (the host device takes memory at the first touch), and one Vmm at a time.
@@ -27,6 +27,12 @@ std::vector<Backend> backends();
 void windows_conform(const Backend& backend);
 // What it says of blocks (test_blocks.cpp).
 void blocks_conform(const Backend& backend);
+
+// By how much `held_bytes` may be off: a driver takes and gives memory of its own. 0 on the host
+// and on the test libcuda.
+uint64_t slack_bytes(const Backend& backend);
+// Whether the Vmm holds `bytes`, give or take that; prints what it holds if not.
+bool holds(const Backend& backend, const Vmm& vmm, uint64_t bytes);
 
 // The library behind "cuda:0" (see cuda_driver.h), or null. backends() makes its primary context
 // current in the main thread, nothing_leaked() drops it.

@@ -22,7 +22,7 @@ void a_block_is_moved_whole(const Backend& b) {
   const Handle mixed[] = {single[0], block[0], block[1], block[2], block[3]};
   CHECK_OK(vmm->map_accessible(address, mixed));
   b.fill(address, 5 * page, 6);
-  CHECK(b.held_bytes(*vmm) == 5 * page);
+  CHECK(holds(b, *vmm, 5 * page));
   CHECK_CODE(vmm->unmap(address, 2 * page), Code::invalid_argument);
   CHECK_CODE(vmm->unmap(address + 2 * page, page), Code::invalid_argument);
   CHECK_CODE(vmm->set_access(address + 2 * page, page), Code::invalid_argument);
@@ -37,7 +37,7 @@ void a_block_is_moved_whole(const Backend& b) {
   CHECK_OK(vmm->unmap(address + 4 * page, 4 * page));
   CHECK_CODE(vmm->release(all), Code::unknown_handle);
   CHECK_OK(vmm->release(single));
-  CHECK(b.held_bytes(*vmm) == 0);
+  CHECK(holds(b, *vmm, 0));
 }
 
 void a_block_of_one_is_a_page(const Backend& b) {

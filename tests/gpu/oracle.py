@@ -60,7 +60,9 @@ class Oracle:
         self.call(self.driver.cuStreamSynchronize(stream))
 
     def fill(self, address: int, value: int, size_bytes: int) -> None:
+        """Done when this returns: the driver does not wait for it in an unmap."""
         self.call(self.driver.cuMemsetD8(address, value, size_bytes))
+        self.call(self.driver.cuCtxSynchronize())
 
     def read(self, address: int) -> int:
         byte = bytearray(1)

@@ -79,19 +79,21 @@ def test_gpus_that_do_not_exist(namespace: str) -> None:
     absent.destroy()
 
 
-def torch_on_gpu() -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
+@pytest.fixture
+def torch() -> Iterator[Any]:
+    """Requested after `client`: what a test submitted is done before its pages go."""
+    found = pytest.importorskip("torch")
+    if not found.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    return torch
+    yield found
+    found.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_torch_takes_every_arrangement(
-    client: Client, arrangement: Arrangement, dtype: str
+    client: Client, torch: Any, arrangement: Arrangement, dtype: str
 ) -> None:
-    torch = torch_on_gpu()
     layout = replace(LAYOUT, arrangement=arrangement, dtype=dtype)
     kv = client.alloc_kvcache(layout, 1 << 14)
     ids = torch.from_numpy(kv.alloc_kv(32)).to("cuda:0")
@@ -101,11 +103,9 @@ def test_torch_takes_every_arrangement(
         view.view(torch.uint8)[ids] = tensor.view(torch.uint8)
     for view, tensor in zip(views, written, strict=True):
         assert torch.equal(view.view(torch.uint8)[ids], tensor.view(torch.uint8))
-    torch.cuda.synchronize()
 
 
-def test_the_layout_benchmark_runs_on_a_gpu() -> None:
-    torch_on_gpu()
+def test_the_layout_benchmark_runs_on_a_gpu(torch: Any) -> None:
     small = ["--layers", "2", "--batch", "2", "--context", "64", "--pairs", "2"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench/kv_layout.py"), "--device", "cuda:0", *small],
@@ -117,8 +117,7 @@ def test_the_layout_benchmark_runs_on_a_gpu() -> None:
     assert done.stdout.count("ratio") == 3
 
 
-def test_torch_reads_what_it_wrote(client: Client) -> None:
-    torch = torch_on_gpu()
+def test_torch_reads_what_it_wrote(client: Client, torch: Any) -> None:
     kv = client.alloc_kvcache(LAYOUT, 1 << 14)
     ids = kv.alloc_kv(64)
     assert ids is not None
@@ -127,4 +126,3 @@ def test_torch_reads_what_it_wrote(client: Client) -> None:
         torch.from_dlpack(kv.k_buffer(layer))[rows] = layer
     for layer in range(LAYOUT.num_layers):
         assert (torch.from_dlpack(kv.k_buffer(layer))[rows] == layer).all()
-    torch.cuda.synchronize()

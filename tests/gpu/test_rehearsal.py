@@ -24,6 +24,7 @@ def test_the_gpu_tests_pass_on_the_test_libcuda(tmp_path: Path) -> None:
     env["KVCACHED_TEST_SANITIZERS"] = "address,undefined"
     env["LD_LIBRARY_PATH"] = str(tmp_path)
     env["KVCACHED_TEST_CUDA_GRANULARITY"] = str(2 << 20)
+    env["KVCACHED_TEST_CUDA_TABLE_BYTES"] = str(512 << 10)
     tests = [str(path) for path in sorted((ROOT / "tests/gpu").glob("test_*.py"))]
     tests.remove(__file__)
     done = subprocess.run(

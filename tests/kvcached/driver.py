@@ -119,6 +119,10 @@ class Driver:
         return content.raw
 
     def fill(self, address: int, value: int, size: int) -> int:
+        """Done when this returns."""
+        return self.start_fill(address, value, size) or self.cu.cuCtxSynchronize()
+
+    def start_fill(self, address: int, value: int, size: int) -> int:
         return self.cu.cuMemsetD8_v2(*u64(address), ctypes.c_ubyte(value), *u64(size))
 
     def view(self, address: int, size: int, *, writes: bool = False) -> int | None:

@@ -108,6 +108,7 @@ def address(capturing: Capturing) -> Iterator[int]:
     with mapped(capturing.driver) as (found, _):
         assert capturing.driver.fill(found, 1, UNIT) == 0
         yield found
+        assert capturing.cu.cuCtxSynchronize() == 0
 
 
 def test_captured_work_is_done_at_the_launch_alone(capturing: Capturing, address: int) -> None:

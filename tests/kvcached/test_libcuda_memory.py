@@ -156,6 +156,23 @@ def test_garbage_can_be_left_out(libcuda: LibCuda) -> None:
     assert run_with(libcuda, code).stdout == "True\n"
 
 
+def test_mappings_may_take_memory_of_the_drivers(libcuda: LibCuda) -> None:
+    """Once for 16 MiB of addresses, until the context goes."""
+    code = """
+driver, span = Driver(libcuda), 16 * MEGABYTE
+free, start = driver.free_bytes(), driver.reserve(2 * span, span)[1]
+for address in (start, start + PAGE, start + span, start):
+    handle = driver.create(PAGE)[1]
+    assert driver.map(address, PAGE, handle) == 0
+    print((free - driver.free_bytes()) / MEGABYTE)
+    assert driver.unmap(address, PAGE) == driver.release(handle) == 0
+driver.leave()
+print(Driver(libcuda).free_bytes() - free)
+"""
+    done = run_with(libcuda, code, KVCACHED_TEST_CUDA_TABLE_BYTES=str(1 << 20))
+    assert done.stdout.split() == ["3.0", "3.0", "4.0", "4.0", "0"], done.stderr
+
+
 def test_plain_memory_takes_whole_pages(libcuda: LibCuda) -> None:
     code = """
 driver = Driver(libcuda)

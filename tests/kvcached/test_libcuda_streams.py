@@ -79,6 +79,24 @@ def test_memory_under_a_kernel_is_neither_mapped_elsewhere_nor_filled(
     assert page.driver.unmap(page.address + UNIT, UNIT) == 0
 
 
+def test_a_memset_is_not_waited_for(page: Page, stream: CudaStream, libcuda: LibCuda) -> None:
+    """On the default stream, which a copy to the host waits for, as on a stream of one's own."""
+    driver, before = page.driver, libcuda.violations()
+    assert driver.fill(page.address, 1, UNIT) == 0
+    assert driver.start_fill(page.address, 2, UNIT) == driver.start_fill(page.address, 3, 1) == 0
+    assert page.is_taken()
+    assert driver.read(page.address, 2) == b"\x03\x02"
+    handle, value = ctypes.c_void_p(stream.handle), ctypes.c_ubyte(4)
+    assert driver.cu.cuMemsetD8Async(*u64(page.address), value, *u64(UNIT), handle) == 0
+    assert page.is_taken()
+    assert driver.start_fill(page.address, 5, UNIT) == INVALID_VALUE
+    assert "of another stream" in libcuda.refusal()
+    assert driver.read(page.address, 1) == b"\x03"
+    assert driver.cu.cuCtxSynchronize() == 0
+    assert driver.read(page.address, 1) == b"\x04"
+    assert libcuda.violations() == before + 3
+
+
 def test_a_kernel_touches_what_is_accessible(page: Page, stream: CudaStream) -> None:
     with pytest.raises(AssertionError):
         stream.submit(page.address + UNIT, 1)

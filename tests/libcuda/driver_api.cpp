@@ -193,20 +193,22 @@ EXPORT int cuMemGetAccess(unsigned long long* flags, const MemLocation*, uint64_
   return served([=](Simulator& cuda) { return cuda.get_access(address, flags); });
 }
 
+// After what the default stream has to do.
 EXPORT int cuMemcpyDtoH_v2(void* target, uint64_t address, size_t bytes) {
   return served_in_context([=](Simulator& cuda) {
     Error error = cuda.check_synchronous("cuMemcpyDtoH");
     if (error == 0) error = cuda.check_accessible(address, bytes);
-    if (error == 0) std::memcpy(target, cuda.view(address), bytes);
-    return error;
+    if (error != 0) return error;
+    cuda.streams().complete(0, test_libcuda::current_device(), UINT64_MAX);
+    std::memcpy(target, cuda.view(address), bytes);
+    return test_libcuda::kSuccess;
   });
 }
 
+// The host does not wait for it, whatever its name says.
 EXPORT int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
   return served_in_context([=](Simulator& cuda) {
-    Error error = cuda.check_synchronous("cuMemsetD8");
-    if (error == 0) error = cuda.check_fillable(address, bytes);
-    if (error == 0) std::memset(cuda.view(address), value, bytes);
-    return error;
+    const Error error = cuda.check_synchronous("cuMemsetD8");
+    return error != 0 ? error : cuda.fill(address, value, bytes, 0);
   });
 }

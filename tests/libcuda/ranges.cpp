@@ -1,4 +1,7 @@
 // Who may touch which range, and memory without mappings (cuMemAlloc).
+#include <cstring>
+#include <utility>
+
 #include "garbage.h"
 #include "served.h"
 #include "simulator.h"
@@ -24,18 +27,16 @@ Error Simulator::check_accessible(uint64_t address, uint64_t bytes, int access) 
   return kSuccess;
 }
 
-Error Simulator::check_fillable(uint64_t address, uint64_t bytes) {
+Error Simulator::fill(uint64_t address, unsigned char value, uint64_t bytes, uint64_t stream) {
   const Error error = check_accessible(address, bytes, kAccessReadWrite);
   if (error != 0) return error;
-  if (!streams_.is_touched(address, bytes)) return kSuccess;
-  return violate("cuMemsetD8: a kernel may still touch the range");
-}
-
-Error Simulator::check_fillable(uint64_t address, uint64_t bytes, uint64_t stream) {
-  const Error error = check_accessible(address, bytes, kAccessReadWrite);
-  if (error != 0) return error;
-  if (!streams_.is_touched_elsewhere(address, bytes, stream, current_device())) return kSuccess;
-  return violate("cuMemsetD8Async: a kernel of another stream may still touch the range");
+  const int device = current_device();
+  if (streams_.is_touched_elsewhere(address, bytes, stream, device)) {
+    return violate("cuMemsetD8: a kernel of another stream may still touch the range");
+  }
+  Work work{address, bytes};
+  work.run = [=, to = view(address)] { std::memset(to, value, bytes); };
+  return enqueue(stream, device, std::move(work));
 }
 
 Error Simulator::check_target(int device, uint64_t address, uint64_t bytes, int access) {

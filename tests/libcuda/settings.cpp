@@ -53,6 +53,7 @@ Settings read_settings() {
   read("SMS", settings.multiprocessors);
   read("CONTEXT_BYTES", settings.context_bytes);
   read("GRAPH_BYTES", settings.graph_bytes);
+  read("TABLE_BYTES", settings.table_bytes);
   read("PROGRESS", settings.progress);
   read("TEARDOWN_MS", settings.teardown_ms);
   settings.book = "/dev/shm/test-libcuda-1-" + std::to_string(getuid());

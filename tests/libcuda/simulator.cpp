@@ -140,6 +140,9 @@ Error Simulator::release_context(int device) {
   if (!has_context(device)) return refuse(kInvalidContext, "the context was not retained");
   if (--devices_[static_cast<size_t>(device)].context_uses > 0) return kSuccess;
   give_driver_memory(device, settings_.context_bytes);
+  give_driver_memory(device, settings_.table_bytes * std::erase_if(tables_, [=](const auto& table) {
+                               return table.first == device;
+                             }));
   copies_.forget_device(device);
   return kSuccess;
 }

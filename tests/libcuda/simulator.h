@@ -9,7 +9,9 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
@@ -115,9 +117,8 @@ class Simulator {
   Error check_accessible(uint64_t address, uint64_t bytes, int access = kAccessRead);
   // Whether a copy on the device may read the range: through a mapping of the device's own.
   Error check_source(int device, uint64_t address, uint64_t bytes);
-  // Whether the driver may write the range: in no stream's order, or in that of one stream.
-  Error check_fillable(uint64_t address, uint64_t bytes);
-  Error check_fillable(uint64_t address, uint64_t bytes, uint64_t stream);
+  // Work of the stream that writes the range.
+  Error fill(uint64_t address, unsigned char value, uint64_t bytes, uint64_t stream);
   // Whether the range is memory of that device, mapped with at least this access or plain.
   Error check_target(int device, uint64_t address, uint64_t bytes, int access = kAccessReadWrite);
 
@@ -142,6 +143,9 @@ class Simulator {
   int device_of_gpu(int gpu) const;
   uint64_t charged_bytes(uint64_t bytes) const;
   Error check_mappable(const char* call);
+  // The driver's own memory for mappings there, which it keeps as long as the context. False if
+  // there is no room for it.
+  bool take_table(int device, uint64_t address);
   bool take(int device, uint64_t bytes);
   void give(int device, uint64_t bytes);
   void* forbid(std::string why);
@@ -155,7 +159,8 @@ class Simulator {
   Settings settings_;
   std::vector<Device> devices_;
   DeviceAddresses addresses_;
-  Mappings mappings_;  // by address
+  Mappings mappings_;                          // by address
+  std::set<std::pair<int, uint64_t>> tables_;  // device, and which addresses
   std::map<uint64_t, Allocation> allocations_;
   Streams streams_;
   Copies copies_;

@@ -1,6 +1,4 @@
 // libcuda's streams and events, and the test's hand on them.
-#include <cstring>
-
 #include "control.h"
 #include "served.h"
 
@@ -90,21 +88,11 @@ EXPORT int cuCtxSynchronize() {
   });
 }
 
-// Done at once unless something of the stream, or a capture, comes before.
 EXPORT int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void* stream) {
   return test_libcuda::counted("cuMemsetD8Async", [=](Simulator& cuda) {
     const int device = test_libcuda::current_device();
-    const uint64_t name = number(stream);
-    if (!cuda.streams().exists(name, device)) return test_libcuda::kInvalidHandle;
-    const Error error = cuda.check_fillable(address, bytes, name);
-    if (error != 0) return error;
-    const bool was_idle = !cuda.streams().has_work(name, device) &&
-                          cuda.captures().status(name) == test_libcuda::CaptureStatus::none;
-    Work work{address, bytes};
-    work.run = [=, to = cuda.view(address)] { std::memset(to, value, bytes); };
-    const Error refused = cuda.enqueue(name, device, std::move(work));
-    if (refused == 0 && was_idle) cuda.streams().complete(name, device, 1);
-    return refused;
+    if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
+    return cuda.fill(address, value, bytes, number(stream));
   });
 }
 

@@ -37,6 +37,14 @@ Error Simulator::check_size(const char* call, uint64_t address, uint64_t bytes) 
   return refuse(kInvalidValue, std::string(call) + ": not a multiple of the granularity");
 }
 
+bool Simulator::take_table(int device, uint64_t address) {
+  constexpr uint64_t kSpan = 16 << 20;
+  if (settings_.table_bytes == 0 || tables_.count({device, address / kSpan}) != 0) return true;
+  if (!take_driver_memory(device, settings_.table_bytes)) return false;
+  tables_.emplace(device, address / kSpan);
+  return true;
+}
+
 bool Simulator::overlaps_mapping(uint64_t address, uint64_t bytes) const {
   const auto after = mappings_.lower_bound(address);
   if (after != mappings_.end() && after->first < address + bytes) return true;
@@ -153,6 +161,9 @@ Error Simulator::map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t
   }
   if (allocation.mappings > 0 && is_touched(handle)) {
     return violate("cuMemMap: a kernel may still touch the handle's memory elsewhere");
+  }
+  if (!take_table(allocation.device, address)) {
+    return refuse(kOutOfMemory, "cuMemMap: no memory left for a page table");
   }
   if (!addresses_.show(address, bytes, file_of(allocation), allocation.offset)) {
     return refuse(kOutOfMemory, "cuMemMap: the OS refused");
