@@ -27,6 +27,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SERVED = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
 SERVED += ["MistralForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel", "DeepseekV2ForCausalLM"]
+REDIS = """
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from prism.queueing.server import BundledRedis
+with TemporaryDirectory() as folder, BundledRedis(Path(folder)):
+    pass
+"""
 
 
 @dataclass(frozen=True)
@@ -120,8 +127,12 @@ def test_a_model_is_served_twice(machine: Machine, model: tiny.TinyModel, tmp_pa
     assert done.stdout.count("  16 tokens") == 2
 
 
-def test_the_wheels_hold_all_that_a_cluster_imports(machine: Machine) -> None:
-    commands = ["prism.cli.serve", "prism.agent.main", "prism.frontend.app", "prism.cluster"]
-    code = f"import importlib\nfor name in {commands!r}: importlib.import_module(name)\n"
-    done = machine.run("-c", code)
+def test_the_wheels_hold_all_that_a_cluster_needs(machine: Machine) -> None:
+    """Its imports, and the Redis server that it starts."""
+    modules = ["prism.cli.serve", "prism.agent.main", "prism.frontend.__main__"]
+    modules += ["prism.cluster.main", "prism.engines.forkserver", "prism.serve.gpu_probe"]
+    modules += ["prism.serve.operator", "prism.models.tokenizer", "prism.replay.client"]
+    code = f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
+    path = os.pathsep.join(map(str, (*machine.sites, ROOT)))
+    done = machine.run("-c", code + REDIS, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]

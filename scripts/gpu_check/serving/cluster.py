@@ -31,7 +31,6 @@ from scripts.gpu_check.serving.cluster_found import (
     SLO_TPOT_S,
     SLO_TTFT_S,
     Burst,
-    back_s,
     judge,
 )
 from scripts.gpu_check.serving.process import helper, model_folder, sizes_and_environment
@@ -265,15 +264,15 @@ class Cluster:
     def _activations(self) -> dict[str, Any]:
         """Returns each model's stages. Raises RuntimeError for one that is not active, nor soon."""
         until_s = time.monotonic() + stretched(AGAIN_S)
-        while absent := [m for m in self._models().values() if m["state"] != "active"]:
+        while absent := [m for m in self.models().values() if m["state"] != "active"]:
             if time.monotonic() > until_s:
                 self.url = ""
                 why = "; ".join(f"{m['model']} is {m['state']}: {m['error']}" for m in absent)
                 raise RuntimeError(f"not all models are served: {why}")
             time.sleep(0.5)
-        return {name: model["stages_s"] for name, model in self._models().items()}
+        return {name: model["stages_s"] for name, model in self.models().items()}
 
-    def _models(self) -> dict[str, dict[str, Any]]:
+    def models(self) -> dict[str, dict[str, Any]]:
         import httpx
 
         answer = httpx.get(f"{self.url}/status", timeout=10.0, trust_env=False)
@@ -399,11 +398,11 @@ def left_behind(cluster: Cluster, driver: Driver, free_bytes: int) -> list[str]:
 def reference(report: Report, driver: Driver, found: dict[str, Any]) -> None:
     """How long the driver takes for a process that holds as much and is nothing else."""
     kill = found.get("kill", {})
-    if (seconds := back_s(kill)) is None:
+    if kill.get("driver_s") is None:
         return
     with report.check("killed_alone"):
         alone_s = killed_alone_s(driver, kill["held_bytes"])
-        report.figure("killed_driver", seconds, alone_s)
+        report.figure("killed_driver", kill["driver_s"], alone_s)
 
 
 def killed_alone_s(driver: Driver, held_bytes: int) -> float:

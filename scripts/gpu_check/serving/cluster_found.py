@@ -187,7 +187,7 @@ def moved(found: dict[str, Any], used_bytes: dict[str, int], held_bytes: dict[st
 def death_facts(found: dict[str, Any]) -> dict[str, Any]:
     """Returns what is kept of the kill: of token ids how many are as in the undisturbed run."""
     kill = found["kill"]
-    kept = ("victim", "pid", "held_bytes", "is_named", "ledger_s", "driver_s", "driver_free_s")
+    kept = ("victim", "pid", "held_bytes", "is_named", "ledger_s", "driver_s")
     streams = [stream for each in kill["streams"].values() for stream in each]
     gaps_s = {
         name: round(max(map(longest_gap_s, each)), 3) for name, each in kill["streams"].items()
@@ -225,9 +225,8 @@ def death_figures(found: dict[str, Any]) -> list[tuple[str, float, float | None]
     """Returns (name, value, reference) of the kill, but for the driver alone."""
     kill = found["kill"]
     figures: list[tuple[str, float, float | None]] = []
-    driver_s = back_s(kill)
     if kill.get("ledger_s") is not None:
-        figures.append(("killed_ledger", kill["ledger_s"], driver_s))
+        figures.append(("killed_ledger", kill["ledger_s"], kill["driver_s"]))
     resumed = [resumed_s(stream) for stream in kill["streams"][kill["victim"]]]
     if first := [seconds for seconds in resumed if seconds is not None]:
         figures.append(("first_token", min(first), activated_s(found, kill["victim"])))
@@ -238,13 +237,6 @@ def activated_s(found: dict[str, Any], model: str) -> float:
     """Returns what a model's first activation took, without the wait for an engine to start."""
     stages_s = found["activations"][model]
     return float(stages_s["total"] - stages_s.get("engine", 0.0))
-
-
-def back_s(kill: dict[str, Any]) -> float | None:
-    """Returns when the driver had the memory: it does not name the process any more, or, where it
-    names none, the memory is free."""
-    seconds: float | None = kill.get("driver_s" if kill.get("is_named") else "driver_free_s")
-    return seconds
 
 
 def survived(found: dict[str, Any], size: Burst) -> None:

@@ -132,33 +132,28 @@ class Watch:
 
     def run(self, killed_s: float) -> dict[str, Any]:
         """Returns seconds from the death until the ledger and the driver have its memory; None for
-        what did not happen, or cannot be seen.
-
-        A driver that names processes no longer names it then. One that names none has a
-        third of what was leased free again, before its successor takes that: a lease is more than
-        what is held.
-        """
-        found: dict[str, Any] = dict.fromkeys(("ledger_s", "driver_s", "driver_free_s"))
-        wanted = set(found)
-        if self._free_bytes is None:
-            wanted = {"ledger_s"}
-        elif not self._is_named:
-            wanted.discard("driver_s")
+        what did not happen, or cannot be seen."""
+        found: dict[str, Any] = dict.fromkeys(("ledger_s", "driver_s"))
+        wanted = ["ledger_s", *(["driver_s"] if self._free_bytes is not None else [])]
         while wanted and time.monotonic() - killed_s < GONE_S:
-            for name in sorted(wanted):
-                if self._is_back(name):
+            for name in tuple(wanted):
+                if self._is_in_ledger() if name == "ledger_s" else self._is_in_driver():
                     found[name] = round(time.monotonic() - killed_s, 4)
                     wanted.remove(name)
             time.sleep(WATCH_S)
         return found | {"held_bytes": self.held_bytes, "is_named": self._is_named}
 
-    def _is_back(self, name: str) -> bool:
-        if name == "ledger_s":
-            return all(client.pid != self.pid for client in self.device.usage().clients)
+    def _is_in_ledger(self) -> bool:
+        return all(client.pid != self.pid for client in self.device.usage().clients)
+
+    def _is_in_driver(self) -> bool:
+        """A driver that names processes names it no longer. One that names none has a third of what
+        was leased free again, before its successor takes that: a lease is more than what is held.
+        """
         memory = self.device.driver_memory()
         if memory is None or self._free_bytes is None:
             return False
-        if name == "driver_s":
+        if self._is_named:
             return all(process.pid != self.pid for process in memory.processes)
         return memory.free_bytes >= self._free_bytes + self.held_bytes // 3
 

@@ -1,0 +1,531 @@
+"""Step "cluster" of scripts/gpu-check: its load on a cluster of fake engines, and each of its
+checks on measurements with something wrong. The whole step runs in test_whole.py."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvcached
+from scripts.gpu_check.driver import Driver
+from scripts.gpu_check.report import Report, Skip
+from scripts.gpu_check.serving import cluster, cluster_found, cluster_load
+from scripts.gpu_check.serving.cluster_found import FAMILIES, Burst, judge
+from scripts.gpu_check.sizes import Sizes
+from tests.frontend.tiny_model import make_model
+from tests.gpu_check.test_steps import run, without_driver
+from tests.kvcached.compiling import ROOT
+from tests.serve.conftest import Cluster, serving, until
+
+MIB = 1 << 20
+BURST, KILL = Burst(3, 20, 6), Burst(2, 12, 40)
+VOCABULARY = 300  # of the tiny tokenizer
+PEAKS = {"held_bytes": 60 * MIB, "used_bytes": 55 * MIB}
+HOLD = """
+import sys, kvcached
+client = kvcached.Device.open("host:0", namespace=sys.argv[1]).client("engine")
+tensor = client.alloc_virtual_tensor(1 << 20)
+tensor.map(0, 1 << 20)
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def report_of(folder: Path) -> Report:
+    return Report("cluster", argparse.Namespace(result=None, work=folder, wheels=None))
+
+
+# --- the load, on a cluster ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the load finds on a cluster of fake engines."""
+    folder = tmp_path_factory.mktemp("load")
+    for name in FAMILIES:
+        make_model(folder / name)
+    models = [{"name": name, "path": name, "never_evict": True} for name in FAMILIES]
+    short = Path(tmp_path_factory.mktemp("t"))
+    with serving(folder, short, json.dumps({"decode_step_ms": 20}), models=models) as served:
+        asyncio.run(cluster_load.main(plan_of(served), folder / "load.json"))
+        found: dict[str, Any] = json.loads((folder / "load.json").read_text())
+        assert served.stop() == 0
+    return found
+
+
+def plan_of(served: Cluster) -> dict[str, Any]:
+    resolved = json.loads((served.run_dir / "cluster.json").read_text())
+    return {
+        "url": served.url,
+        "namespace": resolved["namespace"],
+        "device": "host:0",
+        "models": dict.fromkeys(FAMILIES, VOCABULARY),
+        "burst": asdict(BURST),
+        "kill": asdict(KILL),
+        "alternate_s": 0.0,
+        "settle_s": 0.1,
+        "request_s": 60.0,
+        "trace": str(served.run_dir / "logs" / "activations-host0.trace.json"),
+    }
+
+
+def test_the_load_is_judged_whole(loaded: dict[str, Any], tmp_path: Path) -> None:
+    report = report_of(tmp_path)
+    judge(report, loaded, BURST, KILL, fills_pages=False)
+    skipped = "skipped: tiny models do not fill pages of this size"
+    assert report.checks == {"bursts": "passed", "memory_moves": skipped, "kill": "passed"}
+    assert loaded["finished"]
+    phases = [(burst["phase"], burst["model"]) for burst in loaded["bursts"]]
+    alone = [(phase, family) for family in FAMILIES for phase in ("first", "alone")]
+    assert phases == [*alone, *(("turn", family) for family in FAMILIES)]
+
+
+def test_the_death_of_an_engine_is_measured(loaded: dict[str, Any], tmp_path: Path) -> None:
+    report = report_of(tmp_path)
+    judge(report, loaded, BURST, KILL, fills_pages=False)
+    kill, figures = report.facts["kill"], report.facts["figures"]
+    assert kill["equal_tokens"] == [KILL.output_tokens] * 2 * KILL.streams
+    assert all(10 <= tokens < KILL.output_tokens for tokens in kill["tokens_at_kill"])
+    assert kill["held_bytes"] > 0
+    assert {"llama_tokens_per_s", "ttft_p99", "killed_ledger", "first_token"} <= set(figures)
+    assert figures["first_token"]["value"] >= figures["killed_ledger"]["value"]
+    assert kill["activation_s"]["total"] > 0
+
+
+# --- its checks, on measurements with something wrong ----------------------------------------
+
+
+def answer(tokens: int, ttft_s: float = 0.1, tpot_s: float = 0.01) -> dict[str, Any]:
+    found = {"ttft_s": ttft_s, "tpot_s": tpot_s, "tokens": tokens}
+    return found | {"finish_reason": "length", "error": None}
+
+
+def burst(phase: str, model: str, seconds: float) -> dict[str, Any]:
+    answers = [answer(BURST.output_tokens) for _ in range(BURST.streams)]
+    return {"phase": phase, "model": model, "seconds": seconds, "answers": answers}
+
+
+def stream(resumed_s: float) -> dict[str, Any]:
+    """One that was interrupted at 0."""
+    tokens = list(range(KILL.output_tokens))
+    before = [-0.1 * n for n in range(10, 0, -1)]
+    times_s = [*before, 0.002, *(resumed_s + 0.01 * n for n in range(KILL.output_tokens - 11))]
+    ids = {"token_ids": tokens, "undisturbed_ids": tokens}
+    return answer(KILL.output_tokens) | ids | {"times_s": times_s}
+
+
+def measured() -> dict[str, Any]:
+    idle = {"held_bytes": 40 * MIB, "used_bytes": 2 * MIB}
+    agent = {"engine_restarts_total": 0, "gpu": {"drift_bytes": 0}}
+    stages_s = {"engine": 3.0, "total": 5.0}
+    models = [{"model": name, "stages_s": stages_s} for name in FAMILIES]
+    return {
+        "bursts": [
+            *(burst("alone", name, 2.0) for name in FAMILIES),
+            *(burst("turn", name, seconds) for name, seconds in (("llama", 2.5), ("qwen2", 2.0))),
+        ],
+        "graphs": 4,
+        "series": [],
+        "activations": dict.fromkeys(FAMILIES, stages_s),
+        "kv_capacity_bytes": 100 * MIB,
+        "given_bytes": dict.fromkeys(FAMILIES, MIB),
+        "peaks": {
+            "alone llama": {"llama": {"held_bytes": 99 * MIB, "used_bytes": 99 * MIB}},
+            "turn llama": {"llama": PEAKS, "qwen2": idle},
+            "turn qwen2": {"llama": idle, "qwen2": PEAKS},
+        },
+        "after_bursts": agent,
+        "after_death": {**agent, "engine_restarts_total": 1, "models": models},
+        "kill": {
+            "victim": "llama",
+            "pid": 1,
+            "held_bytes": 64 * MIB,
+            "is_named": True,
+            "ledger_s": 0.4,
+            "driver_s": 0.5,
+            "tokens_at_kill": [11, 11],
+            "streams": {
+                "llama": [stream(2.5), stream(1.5)],
+                "qwen2": [stream(0.01), stream(0.01)],
+            },
+        },
+    }
+
+
+def judged(found: dict[str, Any], folder: Path) -> Report:
+    report = report_of(folder)
+    judge(report, found, BURST, KILL, fills_pages=True)
+    return report
+
+
+def test_what_is_right_passes(tmp_path: Path) -> None:
+    report = judged(measured(), tmp_path)
+    assert set(report.checks.values()) == {"passed"}
+    figures = {
+        name: (found["value"], found["reference"])
+        for name, found in report.facts["figures"].items()
+    }
+    tokens = BURST.streams * BURST.output_tokens
+    assert figures == {
+        "llama_tokens_per_s": (tokens / 2.5, tokens / 2),
+        "qwen2_tokens_per_s": (tokens / 2, tokens / 2),
+        "ttft_p50": (0.1, 0.1),
+        "ttft_p99": (0.1, 0.1),
+        "attainment": (1.0, 1.0),
+        "llama_kv_share": (0.6, None),
+        "qwen2_kv_share": (0.6, None),
+        "kv_peaks": (110.0, 100.0),
+        "killed_ledger": (0.4, 0.5),
+        "first_token": (1.5, 2.0),
+    }
+
+
+def put(*path: Any) -> Callable[[dict[str, Any]], None]:
+    """Returns a change of what is found at all but the last of `path` to that one."""
+    *way, last, value = path
+
+    def change(found: Any) -> None:
+        for key in way:
+            found = found[key]
+        found[last] = value
+
+    return change
+
+
+LLAMA = ("kill", "streams", "llama")
+WRONG = [
+    ("bursts", "a stream has 5 of 6 tokens", put("bursts", 2, "answers", 1, "tokens", 5)),
+    ("bursts", "'stop'", put("bursts", 0, "answers", 0, "finish_reason", "stop")),
+    ("bursts", "timeout", put("bursts", 3, "answers", 0, "error", "timeout: no answer")),
+    ("bursts", "1 answers of 3", put("bursts", 2, "answers", [answer(6)])),
+    ("bursts", "no burst in turn of qwen2", put("bursts", 3, "model", "llama")),
+    ("bursts", "2 engines were replaced", put("after_bursts", "engine_restarts_total", 2)),
+    ("bursts", "did not come to their end", put("after_bursts", None)),
+    ("memory_moves", "both fit", put("kv_capacity_bytes", 110 * MIB)),
+    ("memory_moves", "more than the capacity", put("kv_capacity_bytes", 59 * MIB)),
+    ("memory_moves", "gave nothing", put("given_bytes", "qwen2", 0)),
+    ("memory_moves", "no KV was seen", put("peaks", {"turn llama": {"llama": PEAKS}})),
+    ("kill", "no engine was killed", lambda found: found.pop("kill")),
+    ("kill", "39 of 40 tokens", put(*LLAMA, 0, "tokens", 39)),
+    ("kill", "under the kill, qwen2", put("kill", "streams", "qwen2", 1, "error", "lost: gone")),
+    ("kill", "llama: 1 streams of 2", lambda found: found["kill"]["streams"]["llama"].pop()),
+    ("kill", "had ended when", put("kill", "tokens_at_kill", [40, 40])),
+    ("kill", "the ledger does not have", put("kill", "ledger_s", None)),
+    ("kill", "the driver still names", put("kill", "driver_s", None)),
+    ("kill", "not one replaced", put("after_death", "engine_restarts_total", 0)),
+    ("kill", "not one replaced", lambda found: found.pop("after_death")),
+]
+
+
+@pytest.mark.parametrize(("check", "says", "change"), WRONG, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_fails_its_check(
+    check: str, says: str, change: Callable[[dict[str, Any]], Any], tmp_path: Path
+) -> None:
+    found = deepcopy(measured())
+    change(found)
+    report = judged(found, tmp_path)
+    failed = {name: text for name, text in report.checks.items() if text != "passed"}
+    assert list(failed) == [check]
+    assert says in failed[check]
+
+
+def test_a_load_that_was_cut_yields_what_it_had(tmp_path: Path) -> None:
+    found = measured()
+    for name in ("kill", "after_bursts", "after_death"):
+        del found[name]
+    found["bursts"] = found["bursts"][:1]
+    found["peaks"] = {}
+    report = judged(found, tmp_path)
+    assert all(text.startswith("failed") for text in report.checks.values())
+    assert report.facts["bursts"][0]["tokens_per_s"] == 9.0
+    assert judged({}, tmp_path).checks == {}
+
+
+def test_a_stream_goes_on_where_its_longest_pause_ends() -> None:
+    assert cluster_found.resumed_s(stream(2.5)) == 2.5
+    assert cluster_found.resumed_s({"times_s": [-0.5, -0.4, -0.3]}) is None
+    assert cluster_found.resumed_s({"times_s": []}) is None
+
+
+def test_attainment_counts_what_met_both_slos() -> None:
+    answers = [answer(6), answer(6, ttft_s=2.1), answer(6, tpot_s=0.11), answer(6)]
+    answers[3]["error"] = "timeout"
+    assert cluster_found.attainment([{"answers": answers}]) == 0.25
+
+
+def test_percentiles_are_values_that_occur() -> None:
+    values = [float(n) for n in range(1, 101)]
+    found = [cluster_found.percentile(values, share) for share in (50, 99, 100)]
+    assert found == [50.0, 99.0, 100.0]
+    assert cluster_found.percentile([3.0], 99) == 3.0
+
+
+# --- memory of a dead engine -----------------------------------------------------------------
+
+
+@contextmanager
+def held(namespace: str) -> Iterator[tuple[kvcached.Device, subprocess.Popen[bytes]]]:
+    """A host device and a process that holds some of it."""
+    sizes = {"capacity_bytes": 8 * MIB, "page_bytes": 64 << 10}
+    device = kvcached.Device.open("host:0", **sizes, namespace=namespace)
+    command = [sys.executable, "-c", HOLD, namespace]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"holds\n"
+        yield device, process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+        device.destroy(force=True)
+
+
+def test_memory_of_a_dead_process_is_seen_to_come_back(namespace: str) -> None:
+    with held(namespace) as (device, process):
+        watch = cluster_load.Watch(device, process.pid)
+        assert watch.held_bytes == MIB
+        process.kill()
+        process.wait()
+        found = watch.run(time.monotonic())
+    assert found["is_named"]
+    assert None not in found.values()
+
+
+def test_memory_that_does_not_come_back_is_told(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_load, "GONE_S", 0.1)
+    with held(namespace) as (device, process):
+        found = cluster_load.Watch(device, process.pid).run(time.monotonic())
+    assert (found["ledger_s"], found["driver_s"]) == (None, None)
+
+
+@pytest.mark.parametrize(("names", "free_mib"), [(True, 0), (False, 4)])
+def test_a_driver_tells_of_a_death_by_name_or_by_free_memory(names: bool, free_mib: int) -> None:
+    """In a container a driver may name no processes."""
+    usages = [SimpleNamespace(clients=[client(7, 12 * MIB)]), SimpleNamespace(clients=[])]
+    there = SimpleNamespace(pid=7, used_bytes=9 * MIB)
+    before = SimpleNamespace(processes=[there] if names else [], free_bytes=MIB)
+    almost = SimpleNamespace(processes=before.processes, free_bytes=5 * MIB - 1)
+    after = SimpleNamespace(processes=[], free_bytes=(1 + free_mib) * MIB)
+    memories = iter([before, almost, after])
+    device: Any = SimpleNamespace(
+        usage=lambda: usages.pop(0) if len(usages) > 1 else usages[0],
+        driver_memory=lambda: next(memories),
+    )
+    watch = cluster_load.Watch(device, 7)
+    found = watch.run(time.monotonic())
+    assert (found["is_named"], found["held_bytes"]) == (names, (9 if names else 12) * MIB)
+    assert 0 <= found["ledger_s"] <= found["driver_s"]
+    assert next(memories, None) is None
+
+
+def client(pid: int, static_bytes: int) -> SimpleNamespace:
+    return SimpleNamespace(pid=pid, committed_bytes=0, static_bytes=static_bytes)
+
+
+def test_peaks_are_kept_by_phase_and_model(namespace: str) -> None:
+    with held(namespace) as (device, _):
+        memory = cluster_load.KvMemory(device, {"engine": "llama"}, phase="turn llama")
+        memory.start()
+        until(lambda: memory.facts()["series"], "a sample")
+        memory.stop()
+    peaks = {"held_bytes": MIB, "used_bytes": MIB}
+    assert memory.facts()["peaks"] == {"turn llama": {"llama": peaks}}
+
+
+# --- the cluster's life ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> cluster.Cluster:
+    """A cluster that is not started, of models whose configuration alone is there."""
+    folders = {}
+    for name in FAMILIES:
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+        more = {"num_hidden_layers": 2, "vocab_size": 512}
+        (folders[name] / "config.json").write_text(json.dumps(config | more))
+        (folders[name] / "model.safetensors").write_bytes(bytes(5000))
+    sizes = Sizes(4 << 30, 1 << 30)
+    scale = cluster.Scale(4096, 64, 100 * MIB, Burst(8, 32, 8), KILL, 0.0, 0.0)
+    return cluster.Cluster(report_of(tmp_path), dict(os.environ), scale, folders, sizes)
+
+
+def test_the_capacity_is_below_what_both_bursts_take(life: cluster.Cluster) -> None:
+    shape = cluster.Shape.of(life.folders["llama"])
+    burst_bytes = shape.kv_bytes(life.scale.burst.tokens, 4096)
+    assert burst_bytes == 5 * 4 * 4096  # slabs of 64 tokens, with a page for each of 4 buffers
+    kv_bytes = life.capacity_bytes() - 2 * (100 * MIB + 2 * 4096)
+    assert burst_bytes < kv_bytes <= 2 * burst_bytes
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_the_capacity_of_large_models_is_below_what_both_bursts_take(
+    is_quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "is_quick", lambda: is_quick)
+    scale = cluster.Scale.of(Sizes(80 << 30, 64 << 30))
+    shapes = [cluster.Shape(0, 22, 512), cluster.Shape(0, 28, 512)]
+    bursts = [shape.kv_bytes(scale.burst.tokens, scale.page_bytes) for shape in shapes]
+    least = [shape.kv_bytes(scale.context_length + 16, scale.page_bytes) for shape in shapes]
+    assert sum(bursts) > 1.2 * (max(bursts) + shapes[1].kv_bytes(1, 2 * MIB) + sum(least))
+
+
+def launched_as(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(cluster, "LAUNCH", (sys.executable, "-c", program))
+
+
+def test_a_cluster_that_does_not_start_says_why(
+    life: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched_as(monkeypatch, "import sys; sys.exit('error: devices[0]: no room')")
+    with pytest.raises(RuntimeError, match=r"prism-serve ended: error: devices\[0\]: no room"):
+        life.start()
+    with pytest.raises(RuntimeError, match="not there any more: error: "):
+        life.down()
+    life.remove()
+
+
+def test_a_model_that_is_not_served_fails_the_start(
+    life: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import json, pathlib, sys, time\n"
+        "run = pathlib.Path(sys.argv[sys.argv.index('--run-dir') + 1]); run.mkdir()\n"
+        "(run / 'cluster.json').write_text(json.dumps({'namespace': 'n0', 'port': 1}))\n"
+        "print('ready in 1 s', flush=True); time.sleep(60)"
+    )
+    launched_as(monkeypatch, program)
+    monkeypatch.setattr(cluster, "AGAIN_S", 0.1)
+    failed = {"model": "llama", "state": "failed", "error": "out of memory"}
+    monkeypatch.setattr(cluster.Cluster, "models", lambda _: {"llama": failed})
+    with pytest.raises(RuntimeError, match="llama is failed: out of memory"):
+        life.start()
+    assert life.url == ""
+    assert life.process is not None
+    life.remove()
+    assert life.process.poll() is not None
+    assert not life.run.exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        ("process", r"process \d+"),
+        ("ledger", "/prism-kvcached.left0.cuda:0"),
+        ("run_dir", "cluster-run"),
+        ("memory", "1073741824 bytes of GPU memory"),
+    ],
+)
+def test_what_a_cluster_leaves_is_told(
+    left: str, says: str, life: cluster.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "GONE_S", 0.1)
+    monkeypatch.setattr(cluster, "SHM", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    life.namespace = "left0"
+    driver: Any = SimpleNamespace(free_bytes=lambda: 3 << 30)
+    cluster.ended(life, driver, 3 << 30)
+    if left == "process":
+        life.pids = {os.getpid()}
+    elif left == "ledger":
+        (tmp_path / "shm" / "prism-kvcached.left0.cuda:0").touch()
+    elif left == "run_dir":
+        life.run.mkdir(parents=True)
+    free_bytes = (4 if left == "memory" else 3) << 30
+    with pytest.raises(RuntimeError, match=says):
+        cluster.ended(life, driver, free_bytes)
+    life.pids = set()
+    life.remove()
+    cluster.ended(life, driver, 3 << 30)
+
+
+@pytest.mark.parametrize(("gap", "passes"), [(0.2, True), (0.3, False), (float("nan"), False)])
+def test_streams_that_go_on_with_wrong_tokens_fail(
+    gap: float, passes: bool, life: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured()
+    found["kill"]["prompts"] = [[1, 2]] * KILL.streams
+    (life.work / "load.json").write_text(json.dumps(found))
+    verdict = {"llama": {"largest_gap": gap, "spread": 1.0}}
+    monkeypatch.setattr(cluster, "helper", lambda *_: verdict)
+    cluster.tokens(life.report, life.env, life)
+    assert (life.report.checks["tokens"] == "passed") is passes
+    [served] = json.loads((life.work / "killed.json").read_text())["rounds"]
+    assert served["tokens"] == [list(range(KILL.output_tokens))] * KILL.streams
+
+
+def test_a_run_directory_is_short_enough_for_sockets(tmp_path: Path) -> None:
+    assert cluster.run_folder(Path("/w")) == Path("/w/cluster-run")
+    moved = cluster.run_folder(tmp_path / ("long" * 20))
+    assert re.fullmatch(r"/dev/shm/gpu-check-\w{8}/cluster-run", str(moved))
+
+
+def test_without_a_gpu_the_step_says_so(tmp_path: Path) -> None:
+    found = run("cluster", without_driver(), tmp_path)
+    assert (found["status"], "no usable GPU" in found["reason"]) == ("skipped", True)
+
+
+def test_a_gpu_that_is_too_small_is_named(
+    life: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SimpleNamespace(free_bytes=lambda: MIB)
+    monkeypatch.setattr(cluster, "sizes_and_environment", lambda _: (Sizes(0, 0), {}))
+    monkeypatch.setattr(cluster, "model_folder", lambda *given: life.folders[given[3]])
+    monkeypatch.setattr(Driver, "open", lambda: driver)
+    with pytest.raises(Skip, match="1048576 bytes are free; two engines need"):
+        cluster.body(life.report)
+
+
+BARE = """
+import sys
+from importlib.metadata import packages_distributions
+allowed = set(sys.argv[1].split(","))
+own = {"prism", "kvcached", "scripts"}
+top = {n: d for n, d in packages_distributions().items() if n not in own | {"opentelemetry"}}
+missing = {n for n, d in top.items() if not {x.lower().replace("_", "-") for x in d} & allowed}
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(f"a bare machine lacks {name}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+for name in sys.argv[2].split(","):
+    __import__(name)
+"""
+
+
+def test_a_bare_machine_has_all_that_the_step_imports() -> None:
+    """The image's packages and the carried ones."""
+    files = (ROOT / "tests/packaging/gpu-image.txt", ROOT / "requirements/gpu-box.txt")
+    pins = [line for file in files for line in file.read_text().splitlines() if "==" in line]
+    allowed = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
+    modules = (
+        "prism.cli.serve,prism.cluster.main,prism.agent.main,prism.frontend.__main__,"
+        "prism.engines.forkserver,prism.engines.preloaded,prism.serve.gpu_probe,"
+        "prism.serve.operator,prism.models.tokenizer,scripts.gpu_check.serving.cluster_load"
+    )
+    command = [sys.executable, "-c", BARE, ",".join(allowed), modules]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
