@@ -32,3 +32,5 @@ def gpu() -> None:
     """Skips without a GPU. Run this folder alone: other tests load the test libcuda."""
     if reason := why_no_gpu():
         pytest.skip(f"needs a GPU ({reason})")
+    # On the test libcuda work is done while one waits for it, as on a GPU.
+    os.environ.setdefault("KVCACHED_TEST_CUDA_PROGRESS", "1")
