@@ -291,6 +291,25 @@ EXPECTED: tuple[Expected, ...] = (
         at_most=3,
         source="a forked engine starts in 2 to 3 s",
     ),
+    Expected(
+        "mps",
+        "side_by_side",
+        "products of small matrices by two clients at once",
+        "1/s",
+        "two processes without MPS, in turns",
+        at_least=1.5,
+        of_ratio=True,
+        source="decision 112: engines compute side by side",
+    ),
+    Expected(
+        "mps",
+        "killed_client",
+        "from kill -9 of a client at work until the other one has its memory, in pages",
+        "s",
+        "two processes without MPS",
+        at_most=10,
+        source="an allocation of kvcached waits 10 s for it",
+    ),
 )
 BY_NAME = {(expected.step, expected.name): expected for expected in EXPECTED}
 

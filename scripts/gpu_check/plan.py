@@ -59,7 +59,7 @@ MISSION = (
         60,
     ),
     _step("fork", "memory.fork", "preload, fork, CUDA in the child", 40, 8, 30),
-    _step("mps", "memory.mps", "two clients of one MPS server, one killed", 60, 10, 40),
+    _step("mps", "memory.mps", "two clients of one MPS server, one killed", 60, 10, 45),
 )
 FAULTS = _step("faults", "memory.faults", "accesses that the GPU must refuse", 30, 5, 20)
 

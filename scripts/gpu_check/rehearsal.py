@@ -3,9 +3,10 @@ names, and torch's CUDA front over them."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from scripts.gpu_check.report import DOUBLES_VARIABLE
+from scripts.gpu_check.report import DOUBLES_VARIABLE, ROOT
 from scripts.gpu_check.sizes import GIB
 
 
@@ -16,5 +17,7 @@ def environment(gpu_bytes: int = 4 * GIB, **settings: Any) -> dict[str, str]:
 
     env = cuda_environment(devices=1, bytes=gpu_bytes, **settings)
     del env["KVCACHED_LIBCUDA"], env["KVCACHED_LIBNVML"]
+    # NVIDIA's MPS control, and nothing that a machine may have of it.
+    env["PATH"] = os.pathsep.join((str(ROOT / "tests/gpu_check/mps"), env["PATH"]))
     # The C++ tests as tests/kvcached/test_cpp.py builds them, rather than once more.
     return {**env, "KVCACHED_TEST_SANITIZERS": "address,undefined", DOUBLES_VARIABLE: "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ PAGE_BYTES = 2 * MIB
 
 
 SHM = Path("/dev/shm")
+PATH_BYTES_MAX = 80  # of a folder with sockets, whose paths have 107 at most
 
 
 def shm_free_bytes() -> int:
@@ -22,6 +24,12 @@ def shm_free_bytes() -> int:
 def store_name(work: Path) -> str:
     """Returns the name of a run's folder in /dev/shm, which goes when the run ends."""
     return f"gpu-check-{hashlib.sha256(str(work.resolve()).encode()).hexdigest()[:8]}"
+
+
+def short_folder(work: Path, name: str) -> Path:
+    """Returns a folder of a run whose path leaves room for sockets: in `work`, or in /dev/shm."""
+    folder = work / name
+    return folder if len(os.fsencode(folder)) <= PATH_BYTES_MAX else SHM / store_name(work) / name
 
 
 @dataclass(frozen=True, slots=True)

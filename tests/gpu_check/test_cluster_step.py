@@ -26,7 +26,7 @@ from scripts.gpu_check.driver import Driver
 from scripts.gpu_check.report import Report, Skip
 from scripts.gpu_check.serving import cluster, cluster_found, cluster_load
 from scripts.gpu_check.serving.cluster_found import FAMILIES, Burst, judge
-from scripts.gpu_check.sizes import Sizes
+from scripts.gpu_check.sizes import Sizes, short_folder
 from tests.frontend.tiny_model import make_model
 from tests.gpu_check.test_steps import run, without_driver
 from tests.kvcached.compiling import ROOT
@@ -476,8 +476,8 @@ def test_streams_that_go_on_with_wrong_tokens_fail(
 
 
 def test_a_run_directory_is_short_enough_for_sockets(tmp_path: Path) -> None:
-    assert cluster.run_folder(Path("/w")) == Path("/w/cluster-run")
-    moved = cluster.run_folder(tmp_path / ("long" * 20))
+    assert short_folder(Path("/w"), "cluster-run") == Path("/w/cluster-run")
+    moved = short_folder(tmp_path / ("long" * 20), "cluster-run")
     assert re.fullmatch(r"/dev/shm/gpu-check-\w{8}/cluster-run", str(moved))
 
 

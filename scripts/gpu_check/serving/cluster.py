@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from scripts.gpu_check.serving.cluster_found import (
     judge,
 )
 from scripts.gpu_check.serving.process import helper, model_folder, sizes_and_environment
-from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, SHM, Sizes, store_name
+from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, SHM, Sizes, short_folder, store_name
 
 STOCK_S = 170.0  # without a runner, which sets it otherwise
 BESIDE_S = 45.0  # of the load's time: for what is not the bursts in turn
@@ -43,7 +42,6 @@ START_S, AGAIN_S, REQUEST_S, GONE_S = 90.0, 15.0, 60.0, 20.0
 GAP_MAX = 0.25  # as the step "engine" has it
 SLACK_BYTES = 256 * MIB
 STORE_BYTES = 7 * GIB
-PATH_BYTES_MAX = 80  # of the run directory, which has sockets
 LOG_LINES = 40
 LAUNCHER = "from prism.cli.commands import serve; serve()"
 
@@ -144,7 +142,7 @@ class Cluster:
         self.work = report.work / "cluster"
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
-        self.run = run_folder(report.work)
+        self.run = short_folder(report.work, "cluster-run")
         need_bytes = STORE_BYTES if sizes.is_large else 64 * MIB
         stores = sizes.store_folder(report.work, need_bytes) / store_name(report.work)
         self.store = stores / "cluster-store"
@@ -313,13 +311,6 @@ class Cluster:
 
 
 LAUNCH = (sys.executable, "-c", LAUNCHER)
-
-
-def run_folder(work: Path) -> Path:
-    """Returns a run directory whose sockets have short enough paths."""
-    run = work / "cluster-run"
-    is_short = len(os.fsencode(run)) <= PATH_BYTES_MAX
-    return run if is_short else SHM / store_name(work) / "cluster-run"
 
 
 def configuration(cluster: Cluster) -> dict[str, Any]:

@@ -1,0 +1,285 @@
+"""Step "mps": two clients of one MPS server, with kvcached's pages and ledger.
+
+They compute side by side, read guarded holes as zeros, and one is killed in the middle of its work:
+the other one goes on and gets its memory. Two processes without MPS do the same for comparison.
+NVIDIA promises nothing for clients that are killed at work; this step says what happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from scripts.gpu_check.driver import Driver, open_or_skip
+from scripts.gpu_check.kv import ledger, require_kvcached
+from scripts.gpu_check.memory.mps_client import GRANT_S, PIPE
+from scripts.gpu_check.memory.peers import Peer
+from scripts.gpu_check.report import PASSED, Report, Skip, is_quick, run_as_step, stretched
+from scripts.gpu_check.sizes import MIB, Sizes, short_folder
+
+PROGRAM = "nvidia-cuda-mps-control"
+NAMES = "nvidia-cuda-mps"  # what the kernel keeps of the control's and the server's name
+LOG = "CUDA_MPS_LOG_DIRECTORY"
+START_S, READY_S, ANSWER_S, END_S, QUIT_S = 8.0, 30.0, 8.0, 3.0, 8.0
+LOOK_S = 0.05
+BUSY_S = 0.3  # a client works for so long before it is killed
+HELD, TAKEN = 0.7, 0.6  # of the ledger: what the killed client held, and the other one wants then
+PAGES_MIN = 32  # operands take some of them
+SLACK_BYTES = 256 * MIB
+
+
+class Asked(Protocol):
+    """A process that answers a line with a line of JSON."""
+
+    def answer(self, question: str = "", timeout_s: float = ANSWER_S) -> str: ...
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_as_step("mps", __doc__, body, arguments)
+
+
+def body(report: Report) -> None:
+    require_kvcached()
+    driver = open_or_skip()
+    if find_spec("torch") is None:
+        raise Skip("torch is not installed")
+    if shutil.which(PROGRAM) is None:
+        raise Skip(f"there is no {PROGRAM} on the PATH; it comes with NVIDIA's driver")
+    free_bytes = driver.free_bytes()
+    pages = max(PAGES_MIN, Sizes.of(free_bytes).pages(1024, 0.05))
+    daemon = Daemon(short_folder(report.work, "mps"))
+    try:
+        with report.check("daemon"):
+            daemon.start()
+        if report.checks["daemon"] != PASSED:
+            return
+        with report.check("clients"), ExitStack() as stack:
+            clients(report, daemon, stack, pages)
+        with report.check("quits"):
+            report.fact(quit_s=daemon.quit())
+    finally:
+        daemon.kill()
+    with report.check("gpu_afterwards"):
+        kept(report, driver, free_bytes)
+
+
+def kept(report: Report, driver: Driver, free_bytes: int) -> None:
+    """Raises RuntimeError if memory of the clients does not come back."""
+    deadline_s = time.monotonic() + stretched(QUIT_S)
+    while (kept_bytes := free_bytes - driver.free_bytes()) > SLACK_BYTES:
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{kept_bytes} bytes are not back after MPS has ended")
+        time.sleep(LOOK_S)
+    report.fact(kept_bytes=kept_bytes)
+
+
+def clients(report: Report, daemon: Daemon, stack: ExitStack, pages: int) -> None:
+    """Starts two pairs of processes, with MPS and without, and has them checked."""
+    pairs = {
+        name: [stack.enter_context(client_process(pipe, namespace, who, pages)) for who in "ab"]
+        for name, pipe in (("plain", daemon.pipe.with_name("none")), ("mps", daemon.pipe))
+        for namespace in [stack.enter_context(namespace_of(pages))]
+    }
+    for peer in (peer for pair in pairs.values() for peer in pair):
+        peer.answer(timeout_s=stretched(READY_S))
+    with report.check("side_by_side"):
+        seconds = 0.5 if is_quick() else 1.0
+        rates = {name: rates_of(pair, seconds) for name, pair in pairs.items()}
+        report.fact(steps_per_s=rates, servers=daemon.servers())
+        report.figure("side_by_side", rates["mps"]["both"], rates["plain"]["both"])
+        if not daemon.servers():
+            raise RuntimeError("no MPS server runs, so the clients do not use it")
+    with report.check("guarded_holes"):
+        report.fact(holes=[holes(peer) for peer in pairs["mps"]])
+    granted_s: dict[str, float] = {}
+    with report.check("killed_without_mps"):
+        granted_s["plain"] = killed(pairs["plain"], pages)
+    with report.check("killed_client"):
+        granted_s["mps"] = killed(pairs["mps"], pages)
+        report.figure("killed_client", granted_s["mps"], granted_s.get("plain"))
+
+
+# --- the daemon --------------------------------------------------------------------------------
+
+
+class Daemon:
+    """MPS's control daemon with a pipe of its own, from `start` to `quit`."""
+
+    def __init__(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self.pipe, self._log = folder / "pipe", folder / "log"
+        for path in (self.pipe, self._log):
+            path.mkdir(parents=True)
+        self._env = {**os.environ, PIPE: str(self.pipe), LOG: str(self._log)}
+
+    def start(self) -> None:
+        """Raises RuntimeError with what its logs say where it does not start."""
+        with (self._log / "start.log").open("wb") as log:  # the daemon may keep it open
+            done = subprocess.run(
+                [PROGRAM, "-d"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                timeout=stretched(START_S),
+                check=False,
+            )
+        deadline_s = time.monotonic() + stretched(START_S)
+        while done.returncode == 0 and time.monotonic() < deadline_s:
+            if self._command("get_server_list").returncode == 0:
+                return
+            time.sleep(LOOK_S)
+        raise RuntimeError(f"{PROGRAM} does not start: {self.said()}")
+
+    def servers(self) -> list[int]:
+        """Returns the processes that compute for clients."""
+        return [int(word) for word in self._command("get_server_list").stdout.split()]
+
+    def quit(self) -> float:
+        """Returns seconds until nothing of it is left. Raises RuntimeError if something stays."""
+        began_s = time.monotonic()
+        done = self._command("quit")
+        while left := self.processes():
+            if time.monotonic() - began_s > stretched(QUIT_S):
+                said = f"{done.stderr.strip()} {self.said()}"
+                raise RuntimeError(f"{PROGRAM} does not end, {left} are left: {said}")
+            time.sleep(LOOK_S)
+        return round(time.monotonic() - began_s, 2)
+
+    def kill(self) -> None:
+        """Ends what is left of it."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def processes(self) -> list[int]:
+        """Returns the daemon and its servers: by their name and the pipe in their environment."""
+        found, variable = [], f"{PIPE}={self.pipe}".encode()
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                is_mps = (path / "comm").read_text().startswith(NAMES)
+                if is_mps and variable in (path / "environ").read_bytes().split(b"\0"):
+                    found.append(int(path.name))
+        return sorted(found)
+
+    def said(self) -> str:
+        """Returns the ends of its logs."""
+        texts = (path.read_text(errors="replace") for path in sorted(self._log.glob("*.log")))
+        return " ".join(" ".join(text.split())[-200:] for text in texts)
+
+    def _command(self, line: str) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(
+                [PROGRAM],
+                input=f"{line}\n",
+                env=self._env,
+                capture_output=True,
+                text=True,
+                timeout=stretched(START_S),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess([PROGRAM], 1, "", "it does not answer")
+
+
+# --- what the clients are asked ----------------------------------------------------------------
+
+
+@contextmanager
+def namespace_of(pages: int) -> Iterator[str]:
+    """Yields the namespace of a ledger for one pair."""
+    name = f"gpu-check-{uuid4().hex[:8]}"
+    with ledger(pages, name):
+        yield name
+
+
+@contextmanager
+def client_process(pipe: Path, namespace: str, name: str, pages: int) -> Iterator[Peer]:
+    """Yields a client. It ends with the block, by itself unless it hangs: MPS is not to see a
+    client die that works."""
+    arguments = (str(pipe), namespace, name, str(pages))
+    with Peer(*arguments, module="scripts.gpu_check.memory.mps_client") as peer:
+        try:
+            yield peer
+        finally:
+            if peer.process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    peer.process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                peer.process.wait(stretched(END_S))
+
+
+def ask(peer: Asked, question: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(peer.answer(question, stretched(timeout_s)))
+    return answer
+
+
+def rates_of(pair: Sequence[Asked], seconds: float) -> dict[str, float]:
+    """Returns steps per second of one client alone and of both at once. Raises RuntimeError for a
+    wrong result."""
+    alone = computed(ask(pair[0], f"compute {seconds}"))
+    for peer in pair:
+        send(peer, f"compute {seconds}")
+    both = sum(computed(json.loads(peer.answer(timeout_s=stretched(ANSWER_S)))) for peer in pair)
+    return {"alone": round(alone, 1), "both": round(both, 1)}
+
+
+def send(peer: Any, question: str) -> None:
+    """Asks without waiting for the answer."""
+    peer.process.stdin.write(f"{question}\n")
+    peer.process.stdin.flush()
+
+
+def computed(answer: dict[str, Any]) -> float:
+    if not answer["right"]:
+        raise RuntimeError("a client computes wrong results")
+    rate: float = answer["steps"] / answer["seconds"]
+    return rate
+
+
+def holes(peer: Asked) -> dict[str, Any]:
+    """Returns what a client reads where a page was and where one is. Raises RuntimeError unless
+    these are zeros, and what was written."""
+    found = ask(peer, "holes")
+    if (found["hole"], found["page"]) != ([0, 0], [9, 9]):
+        raise RuntimeError(f"holes and pages read as {found}, not as 0 and 9")
+    return found
+
+
+def killed(pair: Sequence[Any], pages: int) -> float:
+    """Kills the first of two clients at work. Returns seconds until the second one has its memory.
+    Raises RuntimeError for wrong results of that one."""
+    victim, other = pair
+    ask(victim, f"hold {int(HELD * pages)}")
+    send(other, f"take {2 * BUSY_S} {int(TAKEN * pages)}")
+    ask(victim, "busy")
+    time.sleep(BUSY_S)
+    killed_s = time.monotonic()
+    victim.kill()
+    found = json.loads(other.answer(timeout_s=stretched(GRANT_S + ANSWER_S)))
+    return had_after_s(found, killed_s)
+
+
+def had_after_s(found: dict[str, Any], killed_s: float) -> float:
+    computed(found)
+    if found["granted_s"] is None:
+        raise RuntimeError(f"the other client did not get its memory in {GRANT_S:.0f} s")
+    if found["granted_s"] < killed_s:
+        raise RuntimeError("the ledger granted what the other client held")
+    seconds: float = found["granted_s"] - killed_s
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
