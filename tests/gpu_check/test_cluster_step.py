@@ -77,6 +77,7 @@ def plan_of(served: Cluster) -> dict[str, Any]:
         "models": dict.fromkeys(FAMILIES, VOCABULARY),
         "burst": asdict(BURST),
         "kill": asdict(KILL),
+        "undisturbed": True,
         "alternate_s": 0.0,
         "settle_s": 0.1,
         "request_s": 60.0,
@@ -145,7 +146,7 @@ def measured() -> dict[str, Any]:
         "kv_capacity_bytes": 100 * MIB,
         "given_bytes": dict.fromkeys(FAMILIES, MIB),
         "peaks": {
-            "alone llama": {"llama": {"held_bytes": 99 * MIB, "used_bytes": 99 * MIB}},
+            "kill": {"llama": {"held_bytes": 99 * MIB, "used_bytes": 99 * MIB}},
             "turn llama": {"llama": PEAKS, "qwen2": idle},
             "turn qwen2": {"llama": idle, "qwen2": PEAKS},
         },
@@ -262,6 +263,14 @@ def test_a_stream_goes_on_where_its_longest_pause_ends() -> None:
     assert cluster_found.resumed_s({"times_s": []}) is None
 
 
+def test_without_an_undisturbed_run_nothing_is_equal() -> None:
+    found = measured()
+    for streams in found["kill"]["streams"].values():
+        for each in streams:
+            each["undisturbed_ids"] = None
+    assert cluster_found.death_facts(found)["equal_tokens"] == [0, 0, 0, 0]
+
+
 def test_attainment_counts_what_met_both_slos() -> None:
     answers = [answer(6), answer(6, ttft_s=2.1), answer(6, tpot_s=0.11), answer(6)]
     answers[3]["error"] = "timeout"
@@ -356,8 +365,9 @@ def test_peaks_are_kept_by_phase_and_model(namespace: str) -> None:
 
 
 @pytest.fixture
-def life(tmp_path: Path) -> cluster.Cluster:
+def life(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> cluster.Cluster:
     """A cluster that is not started, of models whose configuration alone is there."""
+    monkeypatch.setattr(cluster, "short_folder", lambda _, name: short_dir / name)
     folders = {}
     for name in FAMILIES:
         folders[name] = tmp_path / name

@@ -46,9 +46,6 @@ LOG_LINES = 40
 LAUNCHER = "from prism.cli.commands import serve; serve()"
 
 
-LARGE = Burst(32, 1024, 192)
-
-
 @dataclass(frozen=True, slots=True)
 class Scale:
     """Sizes of the step on a GPU of some size."""
@@ -65,9 +62,11 @@ class Scale:
     def of(cls, sizes: Sizes) -> Scale:
         """Tiny models take several slabs of small pages alone, which the double of a GPU has."""
         if sizes.is_large and is_quick():
-            return cls(PAGE_BYTES, 2048, 3 * GIB, LARGE, Burst(8, 256, 128), 6.0, 1.5)
+            bursts = Burst(32, 1024, 96), Burst(8, 256, 96)
+            return cls(PAGE_BYTES, 2048, 3 * GIB, *bursts, 6.0, 1.5)
         if sizes.is_large:
-            return cls(PAGE_BYTES, 2048, 3 * GIB, LARGE, Burst(8, 256, 256), 40.0, 8.0)
+            bursts = Burst(32, 1024, 192), Burst(8, 256, 256)
+            return cls(PAGE_BYTES, 2048, 3 * GIB, *bursts, 40.0, 8.0)
         page_bytes = 4096 if on_doubles() else PAGE_BYTES
         return cls(page_bytes, 64, 1728 * MIB, Burst(8, 32, 8), Burst(2, 24, 16), 0.0, 0.0)
 
@@ -289,6 +288,7 @@ class Cluster:
             "models": vocabularies,
             "burst": asdict(self.scale.burst),
             "kill": asdict(self.scale.kill),
+            "undisturbed": not is_quick(),
             "alternate_s": alternate_s,
             "settle_s": self.scale.settle_s,
             "request_s": stretched(REQUEST_S),

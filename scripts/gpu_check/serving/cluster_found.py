@@ -16,6 +16,7 @@ from scripts.gpu_check.sizes import MIB
 FAMILIES = ("llama", "qwen2")  # the first one's engine is killed
 RATES = {"llama": "llama_tokens_per_s", "qwen2": "qwen2_tokens_per_s"}
 SHARES = {"llama": "llama_kv_share", "qwen2": "qwen2_kv_share"}
+OTHER_PHASES = ("undisturbed", "kill")
 PERCENTILES = {"ttft_p50": 50, "ttft_p99": 99}
 SLO_TTFT_S, SLO_TPOT_S = 2.0, 0.1
 Figure = tuple[str, float, float | None]  # name, value, reference
@@ -57,7 +58,8 @@ def judge(
         for name, bytes_ in held_bytes.items():
             report.figure(SHARES[name], bytes_ / found["kv_capacity_bytes"])
         capacity_mib = found["kv_capacity_bytes"] / MIB
-        report.figure("kv_peaks", sum(used_bytes.values()) / MIB, capacity_mib)
+        if used_bytes:
+            report.figure("kv_peaks", sum(used_bytes.values()) / MIB, capacity_mib)
         if not fills_pages:
             raise Skip("tiny models do not fill pages of this size")
         moved(found, used_bytes, held_bytes)
@@ -161,12 +163,12 @@ def undisturbed(agent: dict[str, Any] | None) -> None:
 
 
 def peaks(found: dict[str, Any], kind: str) -> dict[str, int]:
-    """Returns the most bytes of each model over the bursts in turn."""
-    turns = [models for phase, models in found["peaks"].items() if phase.startswith("turn ")]
+    """Returns the most bytes of each model over all bursts."""
+    bursts = [models for phase, models in found["peaks"].items() if phase not in OTHER_PHASES]
     return {
-        family: max(models[family][kind] for models in turns if family in models)
+        family: max(models[family][kind] for models in bursts if family in models)
         for family in FAMILIES
-        if any(family in models for models in turns)
+        if any(family in models for models in bursts)
     }
 
 
@@ -197,7 +199,7 @@ def death_facts(found: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: kill.get(name) for name in kept},
         "tokens_at_kill": kill["tokens_at_kill"],
-        "equal_tokens": [common(s["token_ids"], s["undisturbed_ids"]) for s in streams],
+        "equal_tokens": [common(s["token_ids"], s["undisturbed_ids"] or []) for s in streams],
         "longest_gap_s": gaps_s,
         "activation_s": stages.get(kill["victim"]),
     }

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -248,10 +249,11 @@ class Load:
         self._write()
 
     async def _death(self) -> None:
-        """Both models at once, undisturbed and then with the death of the first one's engine."""
+        """Both models at once, undisturbed if there is time for it, then with the death of the
+        first one's engine."""
         prompts = {model: self._prompts("death", model, "kill") for model in self.plan["models"]}
         victim = next(iter(prompts))
-        undisturbed = await self._undisturbed(prompts)
+        undisturbed = await self._undisturbed(prompts) if self.plan["undisturbed"] else {}
         answers, death = await self._disturbed(prompts, victim)
         self.found["kill"] = death | {
             "victim": victim,
@@ -261,10 +263,10 @@ class Load:
                     answer.facts(death["began_s"])
                     | {
                         "token_ids": answer.token_ids,
-                        "undisturbed_ids": before.token_ids,
+                        "undisturbed_ids": before.token_ids if before else None,
                         "times_s": [round(s - death["killed_s"], 4) for s in answer.times_s],
                     }
-                    for answer, before in zip(answers[model], undisturbed[model], strict=True)
+                    for answer, before in zip_longest(answers[model], undisturbed.get(model, []))
                 ]
                 for model in prompts
             },
