@@ -1,10 +1,15 @@
-"""One side of `sglang_throughput.py`: an engine that serves a constant batch, some steps at a time.
+"""An engine of SGLang under a load that benchmarks control, a step at a time.
 
     python bench/sglang_side.py JSON       the fields of `Side`; started by sglang_throughput.py
 
-Reads a number of steps a line, runs them, and answers with a line of JSON: seconds of the wall and
-of the CPU, tokens that came out, calls that changed mappings, and a checksum of the tokens. The
-stream of requests depends on the seed alone, so that two sides do the same work.
+Reads a command a line and answers with a line of JSON:
+
+    run N           N steps of a constant batch: seconds of the wall and of the CPU, tokens, calls
+                    that changed mappings, and the seconds of each step that decoded the full batch
+    first N         a request of N prompt tokens alone: seconds until its first token
+    idle            cancels what runs; returns once kvcached has given back what it does not keep
+
+The stream of requests depends on the seed alone, so that two sides do the same work.
 """
 
 from __future__ import annotations
@@ -14,8 +19,7 @@ import os
 import random
 import sys
 import time
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,6 +28,7 @@ import msgspec
 from specs import spec_of
 
 import kvcached
+from prism.config.machines import is_gpu
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.units import Bytes
 from prism.engines.core import EngineContext, EngineCore
@@ -31,13 +36,15 @@ from prism.messages.engine import ActivateEngine
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Request, Sampling
 
-DEVICE = "host:0"
 VOCABULARY = (16, 500)
+GPU_STATIC_BYTES = 2 << 30  # the CUDA context, torch's memory, graphs
+SETTLE_S = 0.2  # in which kvcached's thread unmaps what came free
 
 
 @dataclass(frozen=True)
 class Side:
-    """`pool`: "kvcached" or "stock". Prompts and outputs are uniform up to twice their mean."""
+    """`pool`: "kvcached" or "stock". Prompts and outputs are uniform up to twice their mean;
+    `longest` is the context, by default that of the longest of them."""
 
     pool: str
     model: str
@@ -49,101 +56,204 @@ class Side:
     prefix_cache: bool
     seed: int = 1
     arrangement: str = "per_layer"
+    device: str = "host:0"
+    longest: int = 0
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request that was submitted, and what came of it."""
+
+    prompt: list[int]
+    wanted: int  # tokens
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens whose KV it needs, from its first token on; the last one is not computed yet."""
+        return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step brought: tokens by request, which of them are first ones, which ended."""
+
+    seconds: float = 0.0
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    first: int = 0
+    ended: dict[str, Asked] = field(default_factory=dict)
+    busy: bool = False
+
+    def is_decode_of(self, batch: int) -> bool:
+        """Whether so many requests had their next token, and none its first one."""
+        return self.first == 0 and len(self.tokens) == batch
 
 
 class Engine:
-    """An engine core that always has `batch` requests running and some waiting."""
+    """An engine core and its requests."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
         self.random = random.Random(side.seed)
-        self.unfinished = self.submitted = 0
-        longest = 2 * (side.prompt_tokens + side.output_tokens)
-        stock = spec_of(Path(side.model), longest)
+        self.submitted = 0
+        self.open: dict[str, Asked] = {}
+        longest = side.longest or 2 * (side.prompt_tokens + side.output_tokens)
+        dtype = "auto" if is_gpu(side.device) else "float32"
+        stock = spec_of(Path(side.model), longest, dtype)
         self.spec = msgspec.structs.replace(stock, kv_arrangement=side.arrangement)
         self.config = config_of(side, self.spec)
-        self.core = make_core(side, self.config, self.spec)
+        self.core = make_core(side, self.config)
+        try:
+            self.activated = self.core.activate(
+                ActivateEngine(model=self.spec, max_running=side.batch)
+            )
+            self.ledger = EngineContext("bench", side.device, self.config).open_device()
+            self.capture()
+        except BaseException:
+            self.close()
+            raise
 
-    def top_up(self) -> None:
-        """One request waits for every one that runs, so that no step runs short."""
-        wanted = 2 * self.side.batch - self.unfinished
-        self.core.submit([self._request() for _ in range(wanted)])
-        self.unfinished += wanted
+    def capture(self) -> None:
+        """Decode graphs follow a model's first answer, in idle steps: before anything is timed."""
+        self.ask(1, 2)
+        self.finish()
 
-    def _request(self) -> Request:
-        prompt, output = (
-            self.random.randint(max(1, mean // 8), 2 * mean)
-            for mean in (self.side.prompt_tokens, self.side.output_tokens)
-        )
+    # --- requests --------------------------------------------------------------------------
+
+    def ask(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Submits a request with a random prompt."""
+        prompt = [self.random.randrange(*VOCABULARY) for _ in range(prompt_tokens)]
         self.submitted += 1
-        return Request(
-            id=f"r{self.submitted}",
+        request_id = f"r{self.submitted}"
+        self.open[request_id] = Asked(prompt, output_tokens)
+        request = Request(
+            id=request_id,
             model=self.side.model,
-            prompt_ids=[self.random.randrange(*VOCABULARY) for _ in range(prompt)],
-            sampling=Sampling(max_tokens=output, temperature=0.0, ignore_eos=True),
+            prompt_ids=prompt,
+            sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
             arrival_unix_s=time.time(),
             slo_ttft_s=1.0,
             slo_tpot_s=1.0,
             frontend_id="",
         )
+        self.core.submit([request])
 
-    def run(self, steps: int) -> dict[str, float]:
-        """What `steps` steps gave and took."""
-        tokens, checksum, before = 0, 0, self.core.status()
+    def top_up(self, wanted: int) -> None:
+        """Submits requests until so many are open."""
+        while len(self.open) < wanted:
+            prompt, output = (
+                self.random.randint(max(1, mean // 8), 2 * mean)
+                for mean in (self.side.prompt_tokens, self.side.output_tokens)
+            )
+            self.ask(prompt, output)
+
+    def step(self) -> Step:
+        """Raises SystemExit for a request that failed."""
+        began_s = time.perf_counter()
+        output = self.core.step()
+        found = Step(time.perf_counter() - began_s, busy=output.busy)
+        if output.failures:
+            raise SystemExit(output.failures[0].message)
+        for chunk in output.chunks:
+            asked = self.open[chunk.request_id]
+            found.first += not asked.tokens
+            found.tokens[chunk.request_id] = chunk.token_ids
+            asked.tokens.extend(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                found.ended[chunk.request_id] = self.open.pop(chunk.request_id)
+        return found
+
+    def finish(self) -> None:
+        """Steps until nothing is left to do."""
+        while self.step().busy:
+            pass
+
+    # --- commands --------------------------------------------------------------------------
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """What `steps` steps gave and took. One request waits for every one that runs, so that no
+        step runs short."""
+        batch, answers = self.side.batch, dict[str, list[int]]()
+        decode_s, growth_s = list[float](), list[float]()
+        before, maps = self.core.status(), self.maps()
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            self.top_up()
-            output = self.core.step()
-            if output.failures:
-                raise SystemExit(output.failures[0].message)
-            for chunk in output.chunks:
-                tokens += len(chunk.token_ids)
-                checksum = zlib.crc32(f"{chunk.request_id}{chunk.token_ids}".encode(), checksum)
-                self.unfinished -= chunk.finish_reason is not None
+            self.top_up(2 * batch)
+            found = self.step()
+            maps, maps_before = self.maps(), maps
+            if found.is_decode_of(batch):
+                (growth_s if maps > maps_before else decode_s).append(found.seconds)
+            for request_id, tokens in found.tokens.items():
+                answers.setdefault(request_id, []).extend(tokens)
         wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         after = self.core.status()
         return {
             "wall_s": wall_s,
             "cpu_s": cpu_s,
-            "tokens": tokens,
+            "tokens": sum(map(len, answers.values())),
             "maps": after.maps_total - before.maps_total,
             "unmaps": after.unmaps_total - before.unmaps_total,
             "retractions": after.retractions_total - before.retractions_total,
-            "checksum": checksum,
+            "decode_s": decode_s,
+            "growth_s": growth_s,
+            "answers": answers,
         }
+
+    def first(self, prompt_tokens: int) -> dict[str, Any]:
+        """REQUIRES: idle."""
+        self.ask(prompt_tokens, 1)
+        seconds, answer = 0.0, list[int]()
+        while not answer:
+            found = self.step()
+            seconds += found.seconds
+            answer = [token for tokens in found.tokens.values() for token in tokens]
+        self.finish()
+        return {"first_token_s": seconds, "answer": answer}
+
+    def idle(self) -> dict[str, Any]:
+        self.core.cancel(list(self.open))
+        self.finish()
+        time.sleep(SETTLE_S)
+        return {"committed_bytes": self.ledger.usage().committed_bytes}
+
+    def maps(self) -> int:
+        """Runs of pages mapped so far, by the engine's thread and by kvcached's."""
+        return sum(client.maps for client in self.ledger.usage().clients)
 
     def close(self) -> None:
         self.core.close()
-        kvcached.Device.unlink(self.config.namespace, DEVICE)
+        kvcached.Device.unlink(self.config.namespace, self.side.device)
 
 
 def config_of(side: Side, spec: ModelSpec) -> ClusterConfig:
-    """A device that has `kv_bytes` left beside the model's weights and the engine's share."""
-    static_pages = -(-(spec.weight_bytes + side.page_bytes) // side.page_bytes)
+    """A device that has `kv_bytes` left beside the model's weights and the engine's share. On a GPU
+    a static pool is a part of that share, which bounds torch's allocator."""
+    static_bytes = side.page_bytes
+    if is_gpu(side.device):
+        static_bytes = GPU_STATIC_BYTES + (side.kv_bytes if side.pool == "stock" else 0)
+    static_pages = -(-(spec.weight_bytes + static_bytes) // side.page_bytes)
     capacity_bytes = side.kv_bytes + static_pages * side.page_bytes
     return ClusterConfig(
         namespace=f"bench{uuid4().hex[:10]}",
         run_dir="",
         redis_url="",
         policy="prism",
-        devices=[DeviceConfig(DEVICE, capacity_bytes, side.page_bytes, 1)],
+        devices=[DeviceConfig(side.device, capacity_bytes, side.page_bytes, 1)],
         models=[],
         engine=EngineConfig(
-            max_running=side.batch, static_bytes=Bytes(side.page_bytes), weight_store=""
+            max_running=side.batch, static_bytes=Bytes(static_bytes), weight_store=""
         ),
     )
 
 
-def make_core(side: Side, config: ClusterConfig, spec: ModelSpec) -> EngineCore:
+def make_core(side: Side, config: ClusterConfig) -> EngineCore:
     from prism.engines.sglang import create, preload
 
-    preload()
+    preload(side.device)
     set_arguments(side)
     if side.pool == "stock":
         use_stock_pool()
-    core = create(EngineContext("bench", DEVICE, config))
-    core.activate(ActivateEngine(model=spec, max_running=side.batch))
-    return core
+    return create(EngineContext("bench", side.device, config))
 
 
 def set_arguments(side: Side) -> None:
@@ -168,7 +278,7 @@ def use_stock_pool() -> None:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from kvcached.engines.sglang.platform import NativeCpuPlatform
+    from kvcached.engines.sglang.platform import KvcachedPlatform
 
     class StockAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         """What the engine core asks of its allocator beyond SGLang's own methods."""
@@ -184,18 +294,20 @@ def use_stock_pool() -> None:
         def attainable_tokens(self) -> int:
             return int(self.available_size())
 
-    NativeCpuPlatform.get_kv_pool_cls = lambda self, *, kind: None
-    NativeCpuPlatform.get_paged_allocator_cls = lambda self: StockAllocator
+    KvcachedPlatform.get_kv_pool_cls = lambda self, *, kind: None
+    KvcachedPlatform.get_paged_allocator_cls = lambda self: StockAllocator
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what SGLang prints is no answer
     engine = Engine(Side(**json.loads(sys.argv[1])))
+    commands = {"run": engine.run, "first": engine.first, "idle": lambda _: engine.idle()}
     try:
         print(json.dumps({"ready": True}), file=answers)
         for line in sys.stdin:
-            print(json.dumps(engine.run(int(line))), file=answers)
+            name, count = line.split()
+            print(json.dumps(commands[name](int(count))), file=answers)
     finally:
         engine.close()
 

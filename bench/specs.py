@@ -8,7 +8,8 @@ from prism.messages.models import ModelSpec
 from prism.models.files import inspect_model
 
 
-def spec_of(path: Path, context_length: int) -> ModelSpec:
-    """In float32. ConfigError for bad files."""
-    shape = inspect_model(path, "--model").shape("float32", context_length)
+def spec_of(path: Path, context_length: int, dtype: str = "float32") -> ModelSpec:
+    """`dtype` "auto": as the files are. ConfigError for bad files."""
+    files = inspect_model(path, "--model")
+    shape = files.shape(files.stored_dtype if dtype == "auto" else dtype, context_length)
     return ModelSpec(name=path.name, path=str(path), **shape, slo_ttft_s=1.0, slo_tpot_s=1.0)

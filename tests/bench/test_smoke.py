@@ -65,6 +65,7 @@ def test_all_benchmarks_are_run_here() -> None:
         "specs",
         "sglang_side",
         "sglang_throughput",
+        "sglang_elastic",
         "activation",
         "served_sglang",
         "serving",
@@ -112,18 +113,73 @@ def test_sglang_on_either_pool_says_the_same(tmp_path: Path, prefix_cache: bool)
 
     report = tmp_path / "report.json"
     small = ["--pairs", "2", "--steps", "30", "--warmup", "5", "--batch", "8", "--kv", "16MiB"]
-    model = ["--model", str(path_of(LLAMA))]
-    command = [sys.executable, str(BENCH / "sglang_throughput.py"), *small, *model]
-    flags = ["--prefix-cache"] if prefix_cache else []
-    done = subprocess.run(
-        [*command, *flags, "--json", str(report)], capture_output=True, text=True, check=False
+    idle = ["--from-idle", "--first-token", "64", "--first-pairs", "2"]
+    flags = ["--prefix-cache"] if prefix_cache else idle
+    said = run(
+        "sglang_throughput", *small, *flags, "--model", str(path_of(LLAMA)), "--json", str(report)
     )
-    assert done.returncode == 0, done.stderr
     result = json.loads(report.read_text())
     assert result["same_tokens"]
+    assert result["agreement"]["same_tokens"] == result["agreement"]["tokens"] > 0
+    elastic, static = result["kvcached_steps"], result["stock_steps"]
+    assert elastic["steps"] == static["steps"] > 0
     if not prefix_cache:
+        assert said.count("ratio") == 4
         assert result["kvcached_maps_per_s"] > 0
-        assert result["kvcached_unmaps_per_s"] > 0
+        assert elastic["growth_steps"] > static["growth_steps"] == 0
+        assert len(result["kvcached_first_token_ms"]) == len(result["stock_first_token_ms"]) == 2
+
+
+@pytest.mark.sglang
+def test_kv_memory_follows_the_load(tmp_path: Path) -> None:
+    from tests.sglang.models import LLAMA, path_of
+
+    report, phases = tmp_path / "report.json", "1x10,8x40,2x40"
+    options = ["--phases", phases, "--model", str(path_of(LLAMA)), "--json", str(report)]
+    assert run("sglang_elastic", *options).count("ratio") == 3
+    found = json.loads(report.read_text())
+    samples = found["samples"]
+    assert all(kv >= needed for kv, needed in zip(samples["kv"], samples["needed"], strict=True))
+    assert found["peak_bytes"] == max(samples["kv"]) > 8 * found["quantum_bytes"]
+    assert found["idle_bytes"] == samples["kv"][-1] == found["floor_bytes"]
+    assert found["mean_bytes"] < found["peak_bytes"]
+    answers = found["rounds"][0]["tokens"]
+    assert [len(tokens) for tokens in answers] == found["wanted_tokens"]
+
+
+def test_agreement_counts_tokens_before_the_first_other_one() -> None:
+    from sglang_throughput import agreement, step_figures
+
+    def round_of(**answers: list[int]) -> dict[str, object]:
+        return {"answers": answers}
+
+    pairs = [
+        [round_of(r1=[1, 2], r2=[5]), round_of(r1=[1, 2], r2=[6])],
+        [round_of(r1=[3], r2=[7]), round_of(r1=[4], r2=[7])],
+    ]
+    firsts = [[{"answer": [8]}, {"answer": [8]}]]
+    assert agreement(pairs, firsts) == {
+        "requests": 3,
+        "same_requests": 1,
+        "same_first": 2,
+        "tokens": 6,
+        "same_tokens": 3,
+    }
+    found = step_figures(
+        [
+            {"decode_s": [0.001, 0.003], "growth_s": [0.005]},
+            {"decode_s": [0.002], "growth_s": []},
+            {"decode_s": [], "growth_s": []},
+        ]
+    )
+    assert found == {
+        "steps": 4,
+        "growth_steps": 1,
+        "mean_ms": 2.5,
+        "p99_ms": 5.0,
+        "plain_median_ms": 2.0,
+        "growth_p99_ms": 5.0,
+    }
 
 
 def test_the_interval_of_a_median_holds_it_often_enough() -> None:
