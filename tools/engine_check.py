@@ -3,13 +3,14 @@
     python -m tools.engine_check --model DIR [--model DIR ...] [--device host:0]
         [--capacity 2GiB] [--page 2MiB] [--static SIZE] [--dtype auto] [--context N] [--streams 8]
         [--tokens 64] [--prompt-tokens 64] [--rounds 2] [--cuda-graphs lazy] [--attention NAME]
-        [--compare] [--json FILE]
+        [--compare] [--store-in DIR] [--json FILE]
 
 A round goes over all models. Each is activated (from its files the first time, later from a weight
 store of this run's own), runs `streams` greedy requests of random token ids at once, runs them
 again where decode graphs were captured, and is flushed and deactivated. The device's ledger is this
-run's own. `--compare` computes the same tokens with transformers on the CPU. `--json` writes all
-figures after each round, also if something fails.
+run's own. `--compare` computes the same tokens with transformers on the CPU. `--store-in` names the
+folder that the weight store is made in (default: /dev/shm, where the weights fit twice). `--json`
+writes all figures after each round, also if something fails.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cuda-graphs", choices=("lazy", "off"), default="lazy")
     parser.add_argument("--attention", help="SGLang's attention backend on a GPU")
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--store-in", type=Path, metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
 
@@ -94,7 +96,8 @@ def _run(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
     if missing := gpu.lacks(options.device):
         raise ConfigError(missing)
-    with tempfile.TemporaryDirectory(prefix="prism-check-", dir=_fast_folder(specs)) as store:
+    folder = options.store_in or _fast_folder(specs)
+    with tempfile.TemporaryDirectory(prefix="prism-check-", dir=folder) as store:
         config = _config(options, store)
         started_s = time.monotonic()
         adapter.preload(options.device)
@@ -198,12 +201,14 @@ class EngineRun:
         return {
             "model": spec.name,
             "dtype": spec.dtype,
+            "weight_bytes": spec.weight_bytes,
             "from_store": bool(activated.link_bytes),
             "stages_s": activated.stages_s,
             "prompts": prompts,
             "tokens": served.tokens,
             "captures_s": captures_s,
             "tokens_graphs": with_graphs.tokens,
+            "first_token_graphs_s": with_graphs.first_token_s,
             "seconds_graphs": with_graphs.seconds,
             "first_token_s": served.first_token_s,
             "seconds": served.seconds,

@@ -1,4 +1,4 @@
-"""What the steps of scripts/gpu-check make of a driver's answers and of an engine's rounds."""
+"""What the steps of scripts/gpu-check make of a driver's answers, and the check that serves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import argparse
 import json
 import logging
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +16,6 @@ from prism.engines.sglang import adapter, gpu
 from scripts.gpu_check.machine import build, conformance
 from scripts.gpu_check.memory import graphs, probe_capture
 from scripts.gpu_check.report import Report
-from scripts.gpu_check.serving import engine
-from scripts.gpu_check.serving.engine_models import answers_of
 from tests.kvcached.compiling import compiler
 from tools import engine_check
 
@@ -115,94 +109,6 @@ def report_in(folder: Path) -> Report:
     return Report("a step", argparse.Namespace(result=None, work=folder, out=folder, wheels=None))
 
 
-# --- the engine's rounds ---------------------------------------------------------------------
-
-
-def round_of(model: str, *, stored: bool, total_s: float, free_mib: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "from_store": stored,
-        "stages_s": {"warm_up": 1.5, "total": total_s},
-        "prompts": [[1], [2]],
-        "tokens": [[5, 6, 7], [8, 9]],
-        "tokens_graphs": [[5, 6, 7], [8, 9]],
-        "captures_s": [0.5],
-        "free_bytes_before": 1000 * MIB,
-        "free_bytes_after": free_mib * MIB,
-    }
-
-
-@pytest.fixture
-def rounds() -> list[dict[str, Any]]:
-    return [
-        round_of("llama", stored=False, total_s=9.5, free_mib=990),
-        round_of("qwen2", stored=False, total_s=3.5, free_mib=900),
-        round_of("llama", stored=True, total_s=2.5, free_mib=900),
-        round_of("qwen2", stored=True, total_s=2.0, free_mib=836),
-    ]
-
-
-def test_rounds_that_are_right(rounds: list[dict[str, Any]]) -> None:
-    rounds[2]["tokens"] = [[5, 6, 1], [8, 1]]  # a near tie
-    engine.judge_rounds({"rounds": rounds})
-    assert engine.same_from_store(rounds) == {"llama": [2, 1], "qwen2": [3, 2]}
-    facts = engine.figures({"rounds": rounds, "imports_s": 1.0})
-    assert (facts["activation_s"], facts["warm_up_s"]) == ([8.0, 1.0], [1.5, 1.5])
-    assert facts["kept_bytes"] == [10 * MIB, 164 * MIB]
-    assert "tokens_graphs" not in facts["rounds"][0]
-    assert list(engine.figures({"rounds": rounds[:1]})["kept_bytes"]) == [10 * MIB, 10 * MIB]
-
-
-WRONG: list[tuple[str, Callable[[list[dict[str, Any]]], object]]] = [
-    ("did not come from the store", lambda rounds: rounds[3].update(from_store=False)),
-    ("answers otherwise", lambda rounds: rounds[2].update(tokens=[[5, 6, 7], [1, 9]])),
-    ("answers otherwise", lambda rounds: rounds[2].update(tokens=[[], [8, 9]])),
-    ("no decode graph was captured for qwen2", lambda rounds: rounds[1].update(captures_s=[])),
-    ("less is free", lambda rounds: rounds[3].update(free_bytes_after=835 * MIB)),
-    ("are not back", lambda rounds: rounds[2].update(free_bytes_after=700 * MIB)),
-    ("3 rounds of 4", lambda rounds: rounds.pop()),
-]
-
-
-@pytest.mark.parametrize(("says", "change"), WRONG)
-def test_rounds_that_are_wrong(
-    says: str, change: Callable[[list[dict[str, Any]]], object], rounds: list[dict[str, Any]]
-) -> None:
-    changed = deepcopy(rounds)
-    change(changed)
-    with pytest.raises(RuntimeError, match=says):
-        engine.judge_rounds({"rounds": changed})
-
-
-def test_every_round_is_judged_and_graphs_apart(rounds: list[dict[str, Any]]) -> None:
-    rounds[2]["tokens_graphs"] = []
-    found = answers_of([rounds[0], rounds[2]])
-    assert {name: len(answers) for name, answers in found.items()} == {"": 4, ", with graphs": 2}
-    assert found[""][3] == ([2], [8, 9])
-    assert list(answers_of([rounds[2]])) == [""]
-
-
-def test_the_step_has_served_before_its_time_is_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rounds: list[dict[str, Any]]
-) -> None:
-    """And keeps the rounds that were over when the check was killed."""
-    (tmp_path / "said").write_text(json.dumps({"rounds": rounds[:1]}))
-    monkeypatch.setenv("PRISM_GPU_CHECK_LIMIT_S", str(engine.JUDGE_S + 2))
-    run = subprocess.run
-
-    def check_that_hangs(_command: list[str], **given: Any) -> subprocess.CompletedProcess[bytes]:
-        shutil.copy(tmp_path / "said", tmp_path / engine.SERVED)
-        return run([sys.executable, "-c", "import time; time.sleep(1000)"], **given)
-
-    monkeypatch.setattr(subprocess, "run", check_that_hangs)
-    report = report_in(tmp_path)
-    sizes: Any = SimpleNamespace(is_large=True, free_bytes=1 << 36)
-    with report.check("served"):
-        engine.serve(report, [tmp_path], sizes, {})
-    assert "TimeoutExpired" in report.checks["served"]
-    assert report.facts["activation_s"] == [8.0]
-
-
 # --- the check that serves -------------------------------------------------------------------
 
 
@@ -220,10 +126,17 @@ def test_the_check_writes_each_round_at_once(
     monkeypatch.setattr(engine_check.EngineRun, "serve", serve)
     monkeypatch.setattr(gpu, "lacks", lambda _: "")
     monkeypatch.setattr(adapter, "preload", lambda _: None)
-    monkeypatch.setattr(adapter, "create", lambda _: SimpleNamespace(close=lambda: None))
+    stores: list[Path] = []
+
+    def create(context: Any) -> Any:
+        stores.append(Path(context.config.engine.weight_store))
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(adapter, "create", create)
     options = ["--model", "m", "--rounds", "3", "--capacity", "16MiB", "--json", str(file)]
-    assert engine_check.main(options) == 0
+    assert engine_check.main([*options, "--store-in", str(tmp_path)]) == 0
     assert seen == [0, 1, 2]
+    assert [(path.parent, path.exists()) for path in stores] == [(tmp_path, False)]
 
 
 def test_the_checks_store_is_in_memory_only_where_weights_fit() -> None:
