@@ -42,13 +42,13 @@ BUILD = _step(
 )
 CONFORMANCE = _step("conformance", "machine.conformance", "tests/gpu", 120, 20, 60)
 MISSION = (
-    _step("engine", "serving.engine", "SGLang serves two models in turn", 200, 40, 90),
-    _step("elastic", "serving.elastic", "KV memory of an engine follows its load", 60, 20, 40),
+    _step("engine", "serving.engine", "SGLang serves two models in turn", 200, 40, 170),
+    _step("elastic", "serving.elastic", "KV memory of an engine follows its load", 90, 30, 70),
     _step("cluster", "serving.cluster", "prism-serve: two engines share one GPU", 170, 60, 90),
-    _step("overhead", "serving.overhead", "elastic KV against a static pool", 90, 30, 45),
+    _step("overhead", "serving.overhead", "elastic KV against a static pool", 100, 35, 60),
     _step("probe", "memory.probe", "what the driver grants, and what each call costs", 60, 10, 40),
     _step("benches", "memory.benches", "map and unmap, weights, attention layouts", 120, 20),
-    _step("large", "serving.large", "a model of 8 billion parameters is activated", 140, 60),
+    _step("large", "serving.large", "a model of 8 billion parameters is activated", 150, 70),
     _step("graphs", "memory.graphs", "CUDA graphs over pages that come and go", 60, 10, 30),
     _step(
         "models",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from scripts.gpu_check.figures import MET, MISSED
+from scripts.gpu_check.expected import MET, MISSED
 from scripts.gpu_check.report import FAILED, PASSED, SKIPPED
 
 FILE = "gpu-check.md"

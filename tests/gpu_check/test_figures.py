@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu_check import figures, plan
-from scripts.gpu_check.figures import EXPECTED, MET, MISSED, NOT_JUDGED, Expected
+from scripts.gpu_check.expected import MET, MISSED, NOT_JUDGED, Expected
+from scripts.gpu_check.figures import EXPECTED
 from scripts.gpu_check.report import DOUBLES_VARIABLE, Report
 from tests.kvcached.compiling import ROOT
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from scripts.gpu_check.kv import CUDA, torch_or_skip
 from scripts.gpu_check.memory.models import config_of
+from scripts.gpu_check.serving import shard
 
 TRAINED_TOKENS = 512
 
@@ -35,7 +36,9 @@ def write(size: str, *folders: str) -> dict[str, Any]:
         with torch.device(CUDA):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         folder.mkdir(parents=True, exist_ok=True)
-        model.to("cpu").save_pretrained(folder)
+        shard.save(torch, dict(model.named_parameters()), folder)
+        config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
+        config.save_pretrained(folder)
         write_tokenizer(folder, config.vocab_size, config.max_position_embeddings)
         parameters = sum(p.numel() for p in model.parameters())
         facts[folder.name] = {
@@ -65,52 +68,77 @@ def judge(rounds_file: str, *folders: str) -> dict[str, Any]:
     transformers' own first choice, and by how much the worst one lies below that choice; `spread`
     is one standard deviation of the logits. A model that was never served is left out."""
     torch = torch_or_skip()
-    from transformers import AutoModelForCausalLM
-
     rounds = json.loads(Path(rounds_file).read_text())["rounds"]
     facts = {}
     for folder in map(Path, folders):
         served = [found for found in rounds if found["model"] == folder.name]
         if not served:
             continue
-        config_of(folder.name, is_large=False)  # prepares this machine's transformers
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(CUDA).eval()
+        model, judged = loaded(torch, folder), {}
         for name, answers in answers_of(served).items():
-            judged = [gaps_of(torch, model, *answer) for answer in answers]
-            gaps = [gap for found, _ in judged for gap in found]
-            facts[f"{folder.name}{name}"] = {
-                "tokens": len(gaps),
-                "equal": sum(gap == 0 for gap in gaps),
-                "largest_gap": round(max(gaps), 5),
-                "spread": round(sum(spread for _, spread in judged) / len(judged), 5),
-            }
+            for prompt, tokens in answers:  # most rounds say the same
+                key = (tuple(prompt), tuple(tokens))
+                if key not in judged:
+                    judged[key] = gaps_of(torch, model, prompt, tokens)
+            found = [judged[tuple(prompt), tuple(tokens)] for prompt, tokens in answers]
+            facts[f"{folder.name}{name}"] = verdict(torch, found)
         del model
         gc.collect()
     return facts
 
 
+def verdict(torch: Any, judged: list[tuple[Any, float]]) -> dict[str, Any]:
+    gaps = torch.cat([found for found, _ in judged])
+    return {
+        "tokens": len(gaps),
+        "equal": int((gaps == 0).sum()),
+        "largest_gap": round(float(gaps.max()), 5),  # NaN if any is
+        "spread": round(sum(spread for _, spread in judged) / len(judged), 5),
+    }
+
+
+def loaded(torch: Any, folder: Path) -> Any:
+    """The model of transformers, its weights read from the file straight into the GPU's memory."""
+    config_of(folder.name, is_large=False)  # prepares this machine's transformers
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device(CUDA):
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad(), safe_open(folder / shard.NAME, framework="pt", device=CUDA) as file:
+        if missing := parameters.keys() ^ set(file.keys()):
+            raise RuntimeError(f"{folder}: not both in the file and the model: {sorted(missing)}")
+        for name, parameter in parameters.items():
+            parameter.copy_(file.get_tensor(name))
+    return model
+
+
 def answers_of(served: list[dict[str, Any]]) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Prompts and tokens, by what is said after the model's name; none where there are none."""
+    """Prompts and tokens, by what is said after the model's name; none where there are no
+    tokens."""
     found = {
         name: [
             answer
             for item in served
             for answer in zip(item["prompts"], item[key], strict=bool(item[key]))
+            if answer[1]
         ]
         for name, key in (("", "tokens"), (", with graphs", "tokens_graphs"))
     }
     return {name: answers for name, answers in found.items() if answers}
 
 
-def gaps_of(
-    torch: Any, model: Any, prompt: list[int], tokens: list[int]
-) -> tuple[list[float], float]:
-    """Below the best logit at each token's place, the tokens before it being what they are."""
-    sequence = torch.tensor([prompt + tokens[:-1]]).to(CUDA)
+def gaps_of(torch: Any, model: Any, prompt: list[int], tokens: list[int]) -> tuple[Any, float]:
+    """Below the best logit at each token's place, the tokens before it being what they are. Only
+    what comes of the logits leaves the GPU."""
+    sequence = torch.tensor([prompt + tokens[:-1]], device=CUDA)
     with torch.inference_mode():
-        logits = model(sequence, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
-    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return (logits.amax(1) - chosen).tolist(), float(logits.std())
+        answer = model(sequence, use_cache=False, logits_to_keep=len(tokens))
+        logits = answer.logits[0].float()
+        chosen = logits.gather(1, torch.tensor(tokens, device=CUDA)[:, None])[:, 0]
+        return (logits.amax(1) - chosen).cpu(), float(logits.std())
 
 
 if __name__ == "__main__":

@@ -6,20 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from scripts.gpu_check.driver import open_or_skip
-from scripts.gpu_check.kv import require_kvcached
+from scripts.gpu_check.kv import CUDA, require_kvcached
 from scripts.gpu_check.machine.build import path_of
 from scripts.gpu_check.machine.unpack import SGLANG
-from scripts.gpu_check.report import Report, Skip
-from scripts.gpu_check.sizes import GIB, MIB, SHM, Sizes, store_name
+from scripts.gpu_check.report import Report, Skip, on_doubles
+from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, SHM, Sizes, store_name
 
 FREE_MIN_BYTES = 3 * GIB
 LARGE_BYTES = 8 * GIB  # of both families' files
 WRITTEN = "written"
+NO_DYNAMO = "TORCHDYNAMO_DISABLE"
+EAGER = "eager"  # a file of that name: engines of this run do without torch.compile
 
 
 def sizes_and_environment(report: Report) -> tuple[Sizes, dict[str, str]]:
@@ -39,23 +42,122 @@ def sizes_and_environment(report: Report) -> tuple[Sizes, dict[str, str]]:
     if is_carried:
         env["PYTHONPATH"] = path_of(site, env.get("PYTHONPATH", ""))
         env["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"  # the stand-in for sgl-kernel has none
+    if (report.work / EAGER).exists():
+        env[NO_DYNAMO] = "1"
     return sizes, env
 
 
-def model_folder(report: Report, sizes: Sizes, env: dict[str, str], family: str) -> Path:
-    """Returns the folder of a random model, written by the first step of a run that asks for it:
-    in memory where its files and a store of them fit there."""
-    name = store_name(report.work)
-    written = [folder / name / family for folder in (SHM, report.work)]
-    for folder in written:
-        if (folder / WRITTEN).exists():
-            return folder
+def run_folder(report: Report, sizes: Sizes) -> Path:
+    """Returns the run's folder of models and stores, which goes when the run ends: in memory where
+    the files of both families and a store of them fit there."""
     need_bytes = LARGE_BYTES if sizes.is_large else MIB
-    folder = sizes.store_folder(report.work, need_bytes) / name / family
-    size = "large" if sizes.is_large else "small"
-    report.fact(**{f"written_{family}": helper(env, "engine_models", "write", size, str(folder))})
-    (folder / WRITTEN).touch()
-    return folder
+    return sizes.store_folder(report.work, need_bytes) / store_name(report.work)
+
+
+def store_options(report: Report, sizes: Sizes) -> list[str]:
+    """Where tools.engine_check makes its weight store: what a killed one leaves goes with the
+    run."""
+    folder = run_folder(report, sizes)
+    folder.mkdir(parents=True, exist_ok=True)
+    return ["--store-in", str(folder)]
+
+
+def model_folder(report: Report, sizes: Sizes, env: dict[str, str], family: str) -> Path:
+    """Returns the folder of a random model, written by the first step of a run that asks for it."""
+    return model_folders(report, sizes, env, [family])[0]
+
+
+def model_folders(
+    report: Report, sizes: Sizes, env: dict[str, str], families: Sequence[str]
+) -> list[Path]:
+    """Returns the folders of several. Those that are missing are written by one process."""
+    name = store_name(report.work)
+    folders = [_written(report, name, family) for family in families]
+    new = [run_folder(report, sizes) / f for f, at in zip(families, folders, strict=True) if not at]
+    if new:
+        size = "large" if sizes.is_large else "small"
+        facts = helper(env, "engine_models", "write", size, *map(str, new))
+        report.fact(**{f"written_{family}": {family: fact} for family, fact in facts.items()})
+        for folder in new:
+            (folder / WRITTEN).touch()
+    made = iter(new)
+    return [folder or next(made) for folder in folders]
+
+
+def _written(report: Report, name: str, family: str) -> Path | None:
+    places = (folder / name / family for folder in (SHM, report.work))
+    return next((folder for folder in places if (folder / WRITTEN).exists()), None)
+
+
+def whole_pages(size_bytes: float) -> str:
+    """Returns a size as options take it, rounded down to pages of 2 MiB."""
+    return f"{int(size_bytes) // PAGE_BYTES * (PAGE_BYTES // MIB)}MiB"
+
+
+def page_size(env: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Returns the size of a page, and the environment for it. Pages of doubles are small, so that a
+    few tokens need several."""
+    if on_doubles():
+        return "4KiB", {**env, "KVCACHED_TEST_CUDA_GRANULARITY": "4096"}
+    return "2MiB", env
+
+
+class ServingError(RuntimeError):
+    """An engine's process ended with an error."""
+
+
+def run_check(
+    report: Report, env: dict[str, str], name: str, options: list[str], limit_s: float
+) -> dict[str, Any]:
+    """Runs tools.engine_check. Returns the rounds that it served, and their figures.
+
+    Its log goes to NAME.log and to this step's, the rounds to NAME.json. Raises ServingError, and
+    TimeoutExpired; the file then has the rounds until there.
+    """
+    file = rounds_file(report, name)
+    file.unlink(missing_ok=True)
+    command = ["-m", "tools.engine_check", "--device", CUDA, "--json", str(file), *options]
+    done = logged(report, env, name, command, limit_s)
+    served = read(file)
+    if done or not served.get("rounds"):
+        said = served.get("error") or log_of(report, name)[-300:]
+        raise ServingError(f"the check ended with {done}: {said}")
+    return served
+
+
+def logged(
+    report: Report, env: dict[str, str], name: str, command: list[str], limit_s: float
+) -> int:
+    """Runs this Python with a command. Returns its exit code; what it printed is in `log_of`."""
+    log = report.work / f"{name}.log"
+    try:
+        with log.open("wb") as output:
+            done = subprocess.run(
+                [sys.executable, *command],
+                env=env,
+                stdout=output,
+                stderr=output,
+                timeout=limit_s,
+                check=False,
+            )
+    finally:
+        print(log_of(report, name), flush=True)
+    return done.returncode
+
+
+def log_of(report: Report, name: str) -> str:
+    log = report.work / f"{name}.log"
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def rounds_file(report: Report, name: str) -> Path:
+    return report.work / f"{name}.json"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Returns {} where there is no such file."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
 
 
 def helper(env: dict[str, str], module: str, *arguments: str) -> Any:

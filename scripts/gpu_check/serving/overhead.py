@@ -1,0 +1,130 @@
+"""Step "overhead": SGLang on elastic KV memory against SGLang on its own static pool.
+
+Two engines on one GPU serve the same requests in turn (bench/sglang_throughput.py), with decode
+graphs on both sides: milliseconds of a decode step of the full batch, of the steps in which pages
+are mapped, and until the first token of a prompt on an idle engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scripts.gpu_check.kv import CUDA
+from scripts.gpu_check.report import ROOT, Report, Skip, is_quick, run_as_step, stretched
+from scripts.gpu_check.serving.process import (
+    ServingError,
+    log_of,
+    logged,
+    model_folder,
+    page_size,
+    read,
+    rounds_file,
+    sizes_and_environment,
+    whole_pages,
+)
+from scripts.gpu_check.sizes import GIB, Sizes
+
+NAME = "overhead"
+LIMIT_S = 180.0  # without a runner, which sets it otherwise
+END_S = 3.0  # kept for the report
+KV_GIB = 4
+SAME_MIN = 0.9  # of all tokens
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_as_step(NAME, __doc__, body, arguments)
+
+
+def body(report: Report) -> None:
+    sizes, env = sizes_and_environment(report)
+    folder = model_folder(report, sizes, env, "llama")
+    with report.check("served"):
+        serve(report, folder, sizes, env)
+    found = read(rounds_file(report, NAME))
+    for name, judge in CHECKS.items():
+        with report.check(name):
+            if not found:
+                raise Skip("nothing was served")
+            judge(found)
+
+
+def serve(report: Report, folder: Path, sizes: Sizes, env: dict[str, str]) -> None:
+    file = rounds_file(report, NAME)
+    file.unlink(missing_ok=True)
+    script = str(ROOT / "bench" / "sglang_throughput.py")
+    page, env = page_size(env)
+    command = [script, "--device", CUDA, "--page", page, "--model", str(folder)]
+    command += [*options_of(sizes), "--json", str(file)]
+    limit_s = report.left_s(stretched(LIMIT_S)) - END_S
+    if code := logged(report, env, NAME, command, limit_s):
+        raise ServingError(f"the engines ended with {code}: {log_of(report, NAME)[-300:]}")
+    found = read(file)
+    report.fact(**found)
+    record(report, found)
+
+
+def options_of(sizes: Sizes) -> list[str]:
+    """Each round begins on an idle engine with short prompts and long answers, so that KV grows by
+    a slab every hundred steps or so."""
+    if not sizes.is_large:
+        return [
+            *("--kv", "64MiB", "--batch", "4", "--prompt-tokens", "16", "--output-tokens", "32"),
+            *("--warmup", "3", "--steps", "24", "--pairs", "1"),
+            *("--first-token", "40", "--first-pairs", "1", "--from-idle"),
+        ]
+    pairs, steps = ("3", "160") if is_quick() else ("6", "256")
+    kv = whole_pages(min(KV_GIB * GIB, 0.15 * sizes.free_bytes))
+    return [
+        *("--kv", kv, "--batch", "32", "--prompt-tokens", "128"),
+        *("--output-tokens", "512", "--warmup", "64", "--steps", steps, "--pairs", pairs),
+        *("--first-token", "2000", "--first-pairs", "4" if is_quick() else "12", "--from-idle"),
+    ]
+
+
+def record(report: Report, found: dict[str, Any]) -> None:
+    """Figures of kvcached's side against the static pool's."""
+    elastic, static = found["kvcached_steps"], found["stock_steps"]
+    for name, key in (("decode", "mean_ms"), ("decode_p99", "p99_ms")):
+        if elastic[key] and static[key]:
+            report.figure(name, elastic[key], static[key])
+    if elastic["growth_p99_ms"] and elastic["plain_median_ms"]:
+        report.figure("growth_step", elastic["growth_p99_ms"], elastic["plain_median_ms"])
+    firsts = (found["kvcached_first_token_ms"], found["stock_first_token_ms"])
+    if all(firsts):
+        report.figure("first_token", *map(median, firsts))
+
+
+def judge_tokens(found: dict[str, Any]) -> None:
+    """Raises RuntimeError for answers that depend on the pool.
+
+    Both sides run the same batches in the same order, so that kernels add up in the same order and
+    tokens are equal. But a matrix library may choose its kernels in each process, and bfloat16
+    decides near ties by their last bits: only a request's first token has to be the same, and of
+    all tokens nearly all, each counted until its request's first other one.
+    """
+    same = found["agreement"]
+    if same["same_first"] < same["requests"]:
+        wrong = same["requests"] - same["same_first"]
+        raise RuntimeError(f"{wrong} of {same['requests']} requests begin otherwise on kvcached")
+    if same["same_tokens"] < SAME_MIN * same["tokens"]:
+        raise RuntimeError(f"{same['same_tokens']} of {same['tokens']} tokens are the same")
+
+
+def judge_batches(found: dict[str, Any]) -> None:
+    """Raises RuntimeError unless both sides decoded the full batch equally often and nothing was
+    retracted, or the times are of different work."""
+    steps = [found[f"{name}_steps"]["steps"] for name in ("kvcached", "stock")]
+    if min(steps) == 0 or steps[0] != steps[1]:
+        raise RuntimeError(f"{steps} decode steps of the full batch, kvcached and static")
+    if found["kvcached_retractions_per_s"] or found["stock_retractions_per_s"]:
+        raise RuntimeError("requests were retracted: the pools are too small")
+
+
+CHECKS = {"same_tokens": judge_tokens, "same_batches": judge_batches}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
