@@ -11,13 +11,12 @@ much is equal.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from scripts.gpu_check.serving.cluster_found import (
     FAMILIES,
     SLO_TPOT_S,
     SLO_TTFT_S,
-    Burst,
+    Scale,
+    Shape,
     judge,
 )
 from scripts.gpu_check.serving.process import helper, model_folder, sizes_and_environment
@@ -44,54 +44,6 @@ SLACK_BYTES = 256 * MIB
 STORE_BYTES = 7 * GIB
 LOG_LINES = 40
 LAUNCHER = "from prism.cli.commands import serve; serve()"
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Sizes of the step on a GPU of some size."""
-
-    page_bytes: int
-    context_length: int
-    static_bytes: int
-    burst: Burst
-    kill: Burst
-    alternate_s: float
-    settle_s: float
-
-    @classmethod
-    def of(cls, sizes: Sizes) -> Scale:
-        """Tiny models take several slabs of small pages alone, which the double of a GPU has."""
-        if sizes.is_large and is_quick():
-            bursts = Burst(32, 1024, 96), Burst(8, 256, 96)
-            return cls(PAGE_BYTES, 2048, 3 * GIB, *bursts, 6.0, 1.5)
-        if sizes.is_large:
-            bursts = Burst(32, 1024, 192), Burst(8, 256, 256)
-            return cls(PAGE_BYTES, 2048, 3 * GIB, *bursts, 40.0, 8.0)
-        page_bytes = 4096 if on_doubles() else PAGE_BYTES
-        return cls(page_bytes, 64, 1728 * MIB, Burst(8, 32, 8), Burst(2, 24, 16), 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Weights and KV of a model, read off its files."""
-
-    weight_bytes: int
-    layers: int
-    token_bytes: int  # in each of the K and V buffers of a layer
-
-    @classmethod
-    def of(cls, folder: Path) -> Shape:
-        config = json.loads((folder / "config.json").read_text())
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        token_bytes = 2 * head_dim * config["num_key_value_heads"]
-        return cls(weights, config["num_hidden_layers"], token_bytes)
-
-    def kv_bytes(self, tokens: int, page_bytes: int) -> int:
-        """Returns the bytes of the slabs that hold so many tokens, one page for each buffer."""
-        slabs = math.ceil(tokens / (page_bytes // self.token_bytes))
-        return slabs * 2 * self.layers * page_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:

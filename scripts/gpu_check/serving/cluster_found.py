@@ -1,17 +1,19 @@
-"""What the load of the step "cluster" found: its checks and figures.
+"""Sizes of the step "cluster", and what its load found: checks and figures.
 
-Works on the content of the load's file alone, however much of it there is.
+They are made of the content of the load's file alone, however much of it there is.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from scripts.gpu_check.report import Report, Skip
-from scripts.gpu_check.sizes import MIB
+from scripts.gpu_check.report import Report, Skip, is_quick, on_doubles
+from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, Sizes
 
 FAMILIES = ("llama", "qwen2")  # the first one's engine is killed
 RATES = {"llama": "llama_tokens_per_s", "qwen2": "qwen2_tokens_per_s"}
@@ -33,6 +35,54 @@ class Burst:
     @property
     def tokens(self) -> int:
         return self.streams * (self.prompt_tokens + self.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of the step on a GPU of some size."""
+
+    page_bytes: int
+    context_length: int
+    static_bytes: int
+    burst: Burst
+    kill: Burst
+    alternate_s: float
+    settle_s: float
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> Scale:
+        """Tiny models take several slabs of small pages alone, which the double of a GPU has."""
+        if sizes.is_large and is_quick():
+            bursts = Burst(32, 1024, 96), Burst(8, 256, 96)
+            return cls(PAGE_BYTES, 2048, 3 * GIB, *bursts, 6.0, 1.5)
+        if sizes.is_large:
+            bursts = Burst(32, 1024, 192), Burst(8, 256, 256)
+            return cls(PAGE_BYTES, 2048, 3 * GIB, *bursts, 40.0, 8.0)
+        page_bytes = 4096 if on_doubles() else PAGE_BYTES
+        return cls(page_bytes, 64, 1728 * MIB, Burst(8, 32, 8), Burst(2, 24, 16), 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Weights and KV of a model, read off its files."""
+
+    weight_bytes: int
+    layers: int
+    token_bytes: int  # in each of the K and V buffers of a layer
+
+    @classmethod
+    def of(cls, folder: Path) -> Shape:
+        config = json.loads((folder / "config.json").read_text())
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        token_bytes = 2 * head_dim * config["num_key_value_heads"]
+        return cls(weights, config["num_hidden_layers"], token_bytes)
+
+    def kv_bytes(self, tokens: int, page_bytes: int) -> int:
+        """Returns the bytes of the slabs that hold so many tokens, one page for each buffer."""
+        slabs = math.ceil(tokens / (page_bytes // self.token_bytes))
+        return slabs * 2 * self.layers * page_bytes
 
 
 def judge(
