@@ -306,7 +306,7 @@ def test_a_gpu_that_is_too_small_is_named(
 ) -> None:
     driver = SimpleNamespace(free_bytes=lambda: MIB)
     monkeypatch.setattr(cluster, "sizes_and_environment", lambda _: (Sizes(0, 0), {}))
-    monkeypatch.setattr(cluster, "model_folder", lambda *given: life.folders[given[3]])
+    monkeypatch.setattr(cluster, "model_folders", lambda *_: list(life.folders.values()))
     monkeypatch.setattr(Driver, "open", lambda: driver)
     with pytest.raises(Skip, match="1048576 bytes are free; two engines need"):
         cluster.body(life.report)

@@ -32,7 +32,7 @@ from scripts.gpu_check.serving.cluster_found import (
     Shape,
     judge,
 )
-from scripts.gpu_check.serving.process import helper, model_folder, sizes_and_environment
+from scripts.gpu_check.serving.process import helper, model_folders, sizes_and_environment
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, SHM, Sizes, short_folder, store_name
 
 STOCK_S = 170.0  # without a runner, which sets it otherwise
@@ -55,7 +55,8 @@ def body(report: Report) -> None:
     scale = Scale.of(sizes)
     if on_doubles():
         env["KVCACHED_TEST_CUDA_GRANULARITY"] = str(scale.page_bytes)
-    folders = {family: model_folder(report, sizes, env, family) for family in FAMILIES}
+    written = model_folders(report, sizes, env, FAMILIES)
+    folders = dict(zip(FAMILIES, written, strict=True))
     driver = Driver.open()
     free_bytes = driver.free_bytes()
     cluster = Cluster(report, env, scale, folders, sizes)
