@@ -190,6 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     engine = Engine(side_of(options))
     try:
+        engine.idle()  # what the warm-up left
         recorder = Recorder(engine)
         recorder.look(0)
         ended = run(engine, phases_of(options.phases), recorder)

@@ -108,14 +108,21 @@ class Engine:
                 ActivateEngine(model=self.spec, max_running=side.batch)
             )
             self.ledger = EngineContext("bench", side.device, self.config).open_device()
-            self.capture()
+            self.warm_up()
         except BaseException:
             self.close()
             raise
 
-    def capture(self) -> None:
-        """Decode graphs follow a model's first answer, in idle steps: before anything is timed."""
-        self.ask(1, 2)
+    def warm_up(self) -> None:
+        """Prompts and answers in batches of every size for which SGLang compiles kernels, a long
+        prompt, and in idle steps the decode graphs: before anything is timed."""
+        batch = self.side.batch
+        sizes = [1 << power for power in range(batch.bit_length())]
+        for size in dict.fromkeys([*sizes, batch]):
+            for _ in range(size):
+                self.ask(2, 2)
+            self.finish()
+        self.ask(self.spec.context_length // 2, 2)
         self.finish()
 
     # --- requests --------------------------------------------------------------------------
