@@ -72,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         holder.kill()
         holder.wait()
         shutil.rmtree(SHM / store_name(places.work), ignore_errors=True)
+        runner.collect_garbage(places)
     return run.conclude()
 
 

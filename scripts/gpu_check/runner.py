@@ -93,6 +93,15 @@ def hold_driver() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", HOLD_DRIVER], start_new_session=True)
 
 
+def collect_garbage(places: Places) -> None:
+    """Removes the ledgers of killed processes from /dev/shm, where kvcached was built."""
+    code = "from kvcached.segments import collect_garbage; collect_garbage()"
+    command = [sys.executable, "-c", code]
+    subprocess.run(
+        command, env=environment(places, False), cwd=places.work, check=False, capture_output=True
+    )
+
+
 def start(step: Step, places: Places, limit_s: float, env: dict[str, str]) -> Started:
     for path in (places.log(step), places.result(step)):
         path.parent.mkdir(parents=True, exist_ok=True)
