@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from scripts.gpu_check.serving import (
 )
 from scripts.gpu_check.serving.engine_models import answers_of, verdict
 from scripts.gpu_check.sizes import GIB, MIB, Sizes
+from tests.gpu_check.test_steps import run, without_driver
 from tests.kvcached.compiling import ROOT
 
 LARGE = Sizes(70 * GIB, 60 * GIB)
@@ -42,10 +42,10 @@ def report_in(folder: Path, step: str = "engine") -> Report:
 def process_that(does: Callable[[dict[str, str]], str]) -> Callable[..., Any]:
     """Stands in for subprocess.run: `does` gets the environment, and returns the program."""
 
-    def run(_command: list[str], **given: Any) -> subprocess.CompletedProcess[bytes]:
-        return RUN([sys.executable, "-c", does(given["env"] | os.environ)], **given)
+    def start(_command: list[str], **given: Any) -> subprocess.CompletedProcess[bytes]:
+        return RUN([sys.executable, "-c", does(given["env"])], **given)
 
-    return run
+    return start
 
 
 def round_of(model: str, *, stored: bool, total_s: float, free_mib: int) -> dict[str, Any]:
@@ -265,3 +265,9 @@ def test_a_killed_checks_store_goes_with_the_run(tmp_path: Path) -> None:
     assert (option, Path(folder).is_dir()) == ("--store-in", True)
     assert Path(folder) == process.run_folder(report, Sizes(GIB, 0))
     assert shutil.disk_usage(folder).free > 0
+
+
+@pytest.mark.parametrize("step", ["elastic", "overhead", "large"])
+def test_without_a_gpu_a_serving_step_says_so(step: str, tmp_path: Path) -> None:
+    found = run(step, without_driver(), tmp_path)
+    assert (found["status"], "no usable GPU" in found["reason"]) == ("skipped", True)
