@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from scripts.gpu_check import sizes as gpu_sizes
 from scripts.gpu_check.driver import Driver
 from scripts.gpu_check.report import DOUBLES_VARIABLE, Report
 from scripts.gpu_check.serving import (
@@ -33,6 +34,12 @@ from tests.kvcached.compiling import ROOT
 
 LARGE = Sizes(70 * GIB, 60 * GIB)
 RUN = subprocess.run
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stores of these tests go with them."""
+    monkeypatch.setattr(gpu_sizes, "SHM", tmp_path / "shm")
 
 
 def report_in(folder: Path, step: str = "engine") -> Report:
