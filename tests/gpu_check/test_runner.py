@@ -323,3 +323,21 @@ def test_bad_options_are_refused_by_name() -> None:
     assert (done.returncode, "--budget must be 1 to" in done.stderr) == (2, True)
     done = run("--time-factor", "0")
     assert (done.returncode, "--time-factor" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "prepare, first or second is missing"),
+        (("third",), "third is not prepare, first or second"),
+        (("prepare", "--out", "x"), "prepare takes no options"),
+        (("first", "--nonsense", "x"), "--nonsense is not an option of first"),
+        (("second", "--out"), "--out is not an option of second, or lacks its value"),
+        (("second", "--budget", "soon"), "--budget soon is not a number of seconds"),
+    ],
+)
+def test_bad_options_of_a_visit_are_one_line(options: tuple[str, ...], says: str) -> None:
+    command = [str(ROOT / "scripts/gpu-day"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"gpu-day: {says}; see scripts/gpu-day --help\n"
