@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from prism.engines import cuda_toolkit
+from scripts.gpu_check import processes
 from scripts.gpu_check.driver import SEEN_GPU
 from scripts.gpu_check.plan import Step
 from scripts.gpu_check.report import FAILED, LIMIT_VARIABLE, PASSED, ROOT, SKIPPED, UNFINISHED
@@ -189,14 +190,7 @@ def end_all(process: subprocess.Popen[bytes], keep: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    """Read off all processes: not every kernel (gVisor) lists a task's children."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = path.read_text().rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid():
-                found.add(int(path.parent.name))
-    return found
+    return {pid for pid, parent in processes.parents().items() if parent == os.getpid()}
 
 
 def _kill(pid: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scripts.gpu_check.__main__ import saw_gpu, short
+from scripts.gpu_check.processes import descendants, is_alive
 from tests.kvcached.compiling import ROOT
 
 HEAD = """
@@ -168,14 +169,6 @@ def results_of(
     return {result["name"]: result for result in results}
 
 
-def is_gone(pid: int) -> bool:
-    """Dead, or dead and not yet waited for by whoever adopted it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def test_steps_that_fail_never_stop_the_next(tmp_path: Path) -> None:
     found = results_of(tmp_path, "crashes,garbage,liar,list_writer,idle,half,skips,good")
     status = {name: result["status"] for name, result in found.items()}
@@ -222,10 +215,20 @@ def test_a_gpu_was_seen_whatever_else_is_missing() -> None:
     assert not saw_gpu([])
 
 
+def test_a_zombie_is_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert process.pid in descendants(os.getpid())
+        assert is_alive(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_alive(process.pid)
+    assert not is_alive(process.pid)
+
+
 def test_no_child_outlives_its_step(tmp_path: Path) -> None:
     found = results_of(tmp_path, "children,good")
     assert found["children"]["status"] == "passed"
-    assert [is_gone(pid) for pid in found["children"]["facts"]["pids"]] == [True, True]
+    assert [is_alive(pid) for pid in found["children"]["facts"]["pids"]] == [False, False]
     assert found["good"]["status"] == "passed"
 
 
@@ -248,7 +251,7 @@ def test_a_runner_that_is_stopped_keeps_what_was_found(tmp_path: Path, how: sign
             if report.exists() and "unfinished" in report.read_text():
                 break
             time.sleep(0.05)
-        pids = [pid for pid in map(int, _numbers("/proc")) if _parent(pid) == running.pid]
+        pids = descendants(running.pid)
         running.send_signal(how)
         running.wait(60)
     good, behind, hangs = json.loads(report.read_text())["steps"]
@@ -260,20 +263,9 @@ def test_a_runner_that_is_stopped_keeps_what_was_found(tmp_path: Path, how: sign
         assert hangs["status"] == "unfinished"
     assert pids
     deadline_s = time.monotonic() + 60
-    while not all(map(is_gone, pids)) and time.monotonic() < deadline_s:
+    while any(map(is_alive, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert all(map(is_gone, pids))
-
-
-def _numbers(folder: str) -> list[str]:
-    return [name for name in os.listdir(folder) if name.isdigit()]
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except FileNotFoundError:
-        return 0
+    assert not any(map(is_alive, pids))
 
 
 def test_a_step_in_the_background_runs_beside_the_others(tmp_path: Path) -> None:

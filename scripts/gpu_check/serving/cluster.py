@@ -23,6 +23,7 @@ from typing import Any
 from scripts.gpu_check.driver import Driver
 from scripts.gpu_check.kv import CUDA
 from scripts.gpu_check.memory.peers import Peer
+from scripts.gpu_check.processes import descendants, is_alive
 from scripts.gpu_check.report import Report, Skip, is_quick, on_doubles, run_as_step, stretched
 from scripts.gpu_check.serving.cluster_found import (
     FAMILIES,
@@ -292,28 +293,6 @@ def configuration(cluster: Cluster) -> dict[str, Any]:
 
 def kib(size_bytes: int) -> str:
     return f"{-(-size_bytes // 1024)}KiB"
-
-
-def descendants(pid: int) -> set[int]:
-    """Returns all processes below one."""
-    children: dict[int, set[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, set()).add(int(path.parent.name))
-    found, new = set[int](), {pid}
-    while new := {child for each in new for child in children.get(each, ())} - found:
-        found |= new
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Returns whether a process is there and no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 # --- afterwards --------------------------------------------------------------------------------
