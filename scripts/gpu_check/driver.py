@@ -170,6 +170,22 @@ class Driver:
         size, zero = ctypes.c_size_t(size_bytes), ctypes.c_size_t(0)
         self.call("cuMemMap", u64(address), size, zero, u64(handle), u64(0))
 
+    def map_pages(self, pages: int, page_bytes: int) -> tuple[int, list[int]]:
+        """Creates pages and maps them one after another. Returns their address and handles."""
+        address = self.reserve(pages * page_bytes)
+        handles = [self.create(page_bytes) for _ in range(pages)]
+        for number, handle in enumerate(handles):
+            self.map(address + number * page_bytes, page_bytes, handle)
+        self.allow(address, pages * page_bytes)
+        return address, handles
+
+    def remove_pages(self, address: int, handles: list[int], page_bytes: int) -> None:
+        """Unmaps and releases what `map_pages` returned."""
+        self.unmap(address, len(handles) * page_bytes)
+        for handle in handles:
+            self.release(handle)
+        self.free_address(address, len(handles) * page_bytes)
+
     def unmap(self, address: int, size_bytes: int) -> None:
         self.call("cuMemUnmap", u64(address), ctypes.c_size_t(size_bytes))
 

@@ -17,7 +17,7 @@ from scripts.gpu_check.report import Skip
 from scripts.gpu_check.sizes import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from kvcached import Device
+    from kvcached import Device, VirtualTensor
 
 CUDA = "cuda:0"
 OFD_SETLK = 37
@@ -74,3 +74,14 @@ def ledger(pages: int, namespace: str = "") -> Iterator[Device]:
         yield device
     finally:
         device.destroy(force=True)
+
+
+def map_if_room(tensor: VirtualTensor, size_bytes: int) -> bool:
+    """Maps the beginning of a tensor. Returns False where the ledger has no room for it now."""
+    from kvcached import NoRoomError
+
+    try:
+        tensor.map(0, size_bytes)
+    except NoRoomError:
+        return False
+    return True

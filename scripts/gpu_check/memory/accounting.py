@@ -82,11 +82,6 @@ def killed(device: Device, namespace: str, pages: int) -> dict[str, Any]:
         peer.answer()
         pid = peer.process.pid
         held_bytes = used_bytes(device, pid)
-        peer.kill()
-        began_s = time.monotonic()
-        while used_bytes(device, pid) is not None:
-            if time.monotonic() - began_s > GONE_S:
-                raise TimeoutError(f"NVML names a killed process for {GONE_S:.0f} s")
-            time.sleep(0.005)
-    gone_ms = round((time.monotonic() - began_s) * 1e3, 1)
-    return {"peer_bytes": held_bytes, "gone_ms": gone_ms if held_bytes is not None else None}
+        death = peer.kill_until(lambda: used_bytes(device, pid) is None, GONE_S)
+    gone_ms = None if held_bytes is None else round(death.back_s * 1e3, 1)
+    return {"peer_bytes": held_bytes, "gone_ms": gone_ms}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from scripts.gpu_check.driver import Driver, open_or_skip
-from scripts.gpu_check.kv import CUDA, ledger, require_kvcached, torch_or_skip
+from scripts.gpu_check.kv import CUDA, ledger, map_if_room, require_kvcached, torch_or_skip
 from scripts.gpu_check.memory.accounting import process_figures
 from scripts.gpu_check.memory.peers import Peer
 from scripts.gpu_check.memory.probe_memory import grant_limit_s
@@ -25,7 +25,7 @@ from scripts.gpu_check.report import Report, Skip, run_as_step
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, Sizes
 
 if TYPE_CHECKING:
-    from kvcached import Client, VirtualTensor, WeightArena, WeightLinks, WeightStore
+    from kvcached import Client, WeightArena, WeightLinks, WeightStore
 
 PROMPT_TOKENS = 48
 BUSY_CYCLES = 500_000_000  # a quarter of a second at 2 GHz
@@ -268,45 +268,23 @@ def killed_process(driver: Driver, sizes: Sizes) -> dict[str, Any]:
         filler = driver.allocate(sizes.free_bytes - LEFT_FREE_BYTES)
     free_pages = driver.free_bytes() // PAGE_BYTES
     capacity, wanted = int(0.9 * free_pages), int(0.6 * free_pages)
-    limit_s = grant_limit_s(wanted * PAGE_BYTES)
     namespace = f"gpu-check-{uuid4().hex[:8]}"
     try:
         with ledger(capacity, namespace) as device, device.client("second") as client:
             tensor = client.alloc_virtual_tensor(wanted * PAGE_BYTES)
             with Peer(namespace, str(wanted), module="scripts.gpu_check.memory.holder") as peer:
                 peer.answer()
-                if mapped(tensor):
+                if map_if_room(tensor, wanted * PAGE_BYTES):
                     raise RuntimeError("the ledger granted what another process holds")
-                death_s = peer.kill()
-                began_s = time.monotonic()
-                tries = 1
-                while not mapped(tensor):
-                    tries += 1
-                    if time.monotonic() - began_s > limit_s:
-                        raise TimeoutError(f"not granted within {limit_s:.0f} s of its death")
-                    time.sleep(0.002)
-                granted_s = time.monotonic() - began_s
+                death = peer.kill_until(
+                    lambda: map_if_room(tensor, wanted * PAGE_BYTES),
+                    grant_limit_s(wanted * PAGE_BYTES),
+                )
             tensor.unmap(0, wanted * PAGE_BYTES)
     finally:
         if filler:
             driver.free(filler)
-    return {
-        "bytes": wanted * PAGE_BYTES,
-        "death_ms": round(death_s * 1e3, 2),
-        "granted_ms_after_death": round(granted_s * 1e3, 2),
-        "tries": tries,
-    }
-
-
-def mapped(tensor: VirtualTensor) -> bool:
-    """Whether all of it could be mapped now."""
-    from kvcached import NoRoomError
-
-    try:
-        tensor.map(0, tensor.size_bytes)
-    except NoRoomError:
-        return False
-    return True
+    return {"bytes": wanted * PAGE_BYTES, **death.facts()}
 
 
 if __name__ == "__main__":

@@ -14,26 +14,15 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from scripts.gpu_check.kv import CUDA
+from scripts.gpu_check.kv import CUDA, map_if_room
 from scripts.gpu_check.sizes import PAGE_BYTES, Sizes
 
 if TYPE_CHECKING:
-    from kvcached import Client, VirtualTensor
+    from kvcached import Client
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 BATCH = 50
 GRANT_S = 10.0
-
-
-def is_granted(tensor: VirtualTensor, size_bytes: int) -> bool:
-    """Maps so much of a tensor if there is room now."""
-    from kvcached import NoRoomError
-
-    try:
-        tensor.map(0, size_bytes)
-    except NoRoomError:
-        return False
-    return True
 
 
 class Worker:
@@ -94,7 +83,7 @@ class Worker:
         ):
             right = self._batch() and right
             steps += BATCH
-            if room is not None and is_granted(room, want_bytes):
+            if room is not None and map_if_room(room, want_bytes):
                 room, granted_s = None, time.monotonic()
         seconds = time.monotonic() - began_s
         return {"steps": steps, "seconds": seconds, "right": right, "granted_s": granted_s}

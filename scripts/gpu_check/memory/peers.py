@@ -17,15 +17,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from scripts.gpu_check.driver import POSIX_FILE, READ, Driver
 
 ANSWER_S = 30.0
+LOOK_S = 0.002
 PATTERN = 0xA5
 
 
+class Death(NamedTuple):
+    """Seconds until a killed process was dead, and from then until its memory was back."""
+
+    death_s: float
+    back_s: float
+    tries: int
+
+    def facts(self) -> dict[str, float]:
+        return {
+            "death_ms": round(self.death_s * 1e3, 2),
+            "granted_ms_after_death": round(self.back_s * 1e3, 2),
+            "tries": self.tries,
+        }
+
+
 class Peer:
-    """A process of this module that answers in lines. Ends with the block, killed."""
+    """A separate process that answers in lines. It is killed at the end of the block."""
 
     def __init__(self, *arguments: str, module: str = "scripts.gpu_check.memory.peers") -> None:
         self.process = subprocess.Popen(
@@ -52,11 +69,21 @@ class Peer:
         return line
 
     def kill(self) -> float:
-        """Seconds until it is dead, its memory perhaps not."""
+        """Returns the seconds until the process is dead. Its memory may come back later."""
         began_s = time.monotonic()
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(ANSWER_S)
         return time.monotonic() - began_s
+
+    def kill_until(self, is_back: Callable[[], bool], limit_s: float) -> Death:
+        """Kills the process and waits until its memory is back. Raises TimeoutError."""
+        death_s, began_s, tries = self.kill(), time.monotonic(), 1
+        while not is_back():
+            tries += 1
+            if time.monotonic() - began_s > limit_s:
+                raise TimeoutError(f"a killed process still has memory after {limit_s:.0f} s")
+            time.sleep(LOOK_S)
+        return Death(death_s, time.monotonic() - began_s, tries)
 
     def __enter__(self) -> Peer:
         return self
@@ -89,37 +116,29 @@ def observe() -> None:
 def hold(size_bytes: int, page_bytes: int) -> None:
     """Pages that are mapped and written: what a dead engine leaves."""
     driver = Driver.open()
-    address = driver.reserve(size_bytes)
-    for offset in range(0, size_bytes, page_bytes):
-        driver.map(address + offset, page_bytes, driver.create(page_bytes))
-    driver.allow(address, size_bytes)
+    address, _ = driver.map_pages(size_bytes // page_bytes, page_bytes)
     driver.fill(address, PATTERN, size_bytes)
     print("holding", flush=True)
     sys.stdin.read()
 
 
 def pattern(pages: int, page_bytes: int) -> None:
-    driver = Driver.open()
-    size_bytes = pages * page_bytes
-    address = driver.reserve(size_bytes)
-    handles = [driver.create(page_bytes) for _ in range(pages)]
-    for number, handle in enumerate(handles):
-        driver.map(address + number * page_bytes, page_bytes, handle)
-    driver.allow(address, size_bytes)
-    driver.fill(address, PATTERN, size_bytes)
-    driver.unmap(address, size_bytes)
-    for handle in handles:
-        driver.release(handle)
+    fill_and_remove(Driver.open(), pages, page_bytes)
     print("filled", flush=True)
+
+
+def fill_and_remove(driver: Driver, pages: int, page_bytes: int) -> None:
+    """Creates pages, fills them with a pattern and releases them."""
+    address, handles = driver.map_pages(pages, page_bytes)
+    driver.fill(address, PATTERN, pages * page_bytes)
+    driver.remove_pages(address, handles, page_bytes)
 
 
 def write(page_bytes: int) -> None:
     """Prints the driver's answers to the request for read-only access, to a write, and the
     context's afterwards. The context may be lost, which is why a separate process asks."""
     driver = Driver.open()
-    address = driver.reserve(page_bytes)
-    driver.map(address, page_bytes, driver.create(page_bytes))
-    driver.allow(address, page_bytes)
+    address, _ = driver.map_pages(1, page_bytes)
     driver.fill(address, 1, page_bytes)
     codes = [driver.allow_code(address, page_bytes, READ)]
     if codes == [0]:
@@ -132,10 +151,7 @@ def write(page_bytes: int) -> None:
 def hole(page_bytes: int) -> None:
     """Prints the answers of a graph's launch and of waiting for it, its page being unmapped."""
     driver = Driver.open()
-    address, stream = driver.reserve(page_bytes), driver.stream()
-    handle = driver.create(page_bytes)
-    driver.map(address, page_bytes, handle)
-    driver.allow(address, page_bytes)
+    stream, (address, _) = driver.stream(), driver.map_pages(1, page_bytes)
     driver.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 0)
     driver.fill_behind(stream, address, 1, page_bytes)
     graph, program = ctypes.c_void_p(), ctypes.c_void_p()

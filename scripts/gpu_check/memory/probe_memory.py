@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu_check.driver import NOT_INITIALIZED, OUT_OF_MEMORY, Driver, DriverError, skipped
-from scripts.gpu_check.memory.peers import PATTERN, Observer, Peer
+from scripts.gpu_check.memory.peers import PATTERN, Observer, Peer, fill_and_remove
 from scripts.gpu_check.report import stretched
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES
 
@@ -60,8 +61,6 @@ def footprint() -> dict[str, int]:
 
 
 def _int() -> Any:
-    import ctypes
-
     return ctypes.byref(ctypes.c_int())
 
 
@@ -70,7 +69,7 @@ def fresh_pages(driver: Driver, pages: int) -> dict[str, Any]:
 
     CUDA promises nothing. Not a fault either way: kvcached takes no page for zero.
     """
-    _fill_and_release(driver, pages)
+    fill_and_remove(driver, pages, PAGE_BYTES)
     own = _contents(driver, pages)
     with Peer("pattern", str(pages), str(PAGE_BYTES)) as peer:
         peer.answer()
@@ -78,49 +77,26 @@ def fresh_pages(driver: Driver, pages: int) -> dict[str, Any]:
     return {"pages": pages, "after_own": own, "after_other_process": _contents(driver, pages)}
 
 
-def _mapped(driver: Driver, pages: int) -> tuple[int, list[int]]:
-    address = driver.reserve(pages * PAGE_BYTES)
-    handles = [driver.create(PAGE_BYTES) for _ in range(pages)]
-    for number, handle in enumerate(handles):
-        driver.map(address + number * PAGE_BYTES, PAGE_BYTES, handle)
-    driver.allow(address, pages * PAGE_BYTES)
-    return address, handles
-
-
-def _give_back(driver: Driver, address: int, handles: list[int]) -> None:
-    size_bytes = len(handles) * PAGE_BYTES
-    driver.unmap(address, size_bytes)
-    for handle in handles:
-        driver.release(handle)
-    driver.free_address(address, size_bytes)
-
-
-def _fill_and_release(driver: Driver, pages: int) -> None:
-    address, handles = _mapped(driver, pages)
-    driver.fill(address, PATTERN, pages * PAGE_BYTES)
-    _give_back(driver, address, handles)
-
-
 def _contents(driver: Driver, pages: int) -> dict[str, int]:
     """Of new pages: how many are zero, hold the pattern, hold anything else."""
-    address, handles = _mapped(driver, pages)
+    address, handles = driver.map_pages(pages, PAGE_BYTES)
     found = {"zero": 0, "pattern": 0, "other": 0}
     for number in range(pages):
         content = driver.read(address + number * PAGE_BYTES, PAGE_BYTES)
         is_zero, is_pattern = not any(content), content == bytes([PATTERN]) * PAGE_BYTES
         found["zero" if is_zero else "pattern" if is_pattern else "other"] += 1
-    _give_back(driver, address, handles)
+    driver.remove_pages(address, handles, PAGE_BYTES)
     return found
 
 
 def books(driver: Driver, pages: int) -> dict[str, Any]:
     """Whether the driver's free bytes move by exactly what is created, mapped and released."""
     free = [driver.free_bytes()]
-    address, handles = _mapped(driver, pages)
+    address, handles = driver.map_pages(pages, PAGE_BYTES)
     free.append(driver.free_bytes())
     driver.fill(address, 1, pages * PAGE_BYTES)
     free.append(driver.free_bytes())
-    _give_back(driver, address, handles)
+    driver.remove_pages(address, handles, PAGE_BYTES)
     free.append(driver.free_bytes())
     facts = {
         "bytes": pages * PAGE_BYTES,
@@ -139,29 +115,14 @@ def killed_process(driver: Driver) -> dict[str, Any]:
     piece_bytes = GIB if free_bytes > 16 * GIB else 8 * PAGE_BYTES
     pieces = int(free_bytes * SHARE_HELD) // piece_bytes
     held_bytes = pieces * piece_bytes
-    limit_s = grant_limit_s(held_bytes)
     with Peer("hold", str(held_bytes), str(piece_bytes)) as peer:
         peer.answer()
-        while_held = _grab(driver, pieces, piece_bytes)
-        death_s = peer.kill()
-        began_s = time.monotonic()
-        tries = 1
-        while not (granted := _grab(driver, pieces, piece_bytes)):
-            tries += 1
-            if time.monotonic() - began_s > limit_s:
-                break
-            time.sleep(0.002)
-        granted_s = time.monotonic() - began_s
-    if while_held:
-        raise RuntimeError("two processes hold more than the GPU has: its memory is not shared")
-    if not granted:
-        raise RuntimeError(f"{held_bytes} bytes of a killed process: not back in {limit_s:.0f} s")
-    return {
-        "held_bytes": held_bytes,
-        "death_ms": round(death_s * 1e3, 2),
-        "granted_ms_after_death": round(granted_s * 1e3, 2),
-        "tries": tries,
-    }
+        if _grab(driver, pieces, piece_bytes):
+            raise RuntimeError("two processes hold more than the GPU has: its memory is not shared")
+        death = peer.kill_until(
+            lambda: _grab(driver, pieces, piece_bytes), grant_limit_s(held_bytes)
+        )
+    return {"held_bytes": held_bytes, **death.facts()}
 
 
 def grant_limit_s(held_bytes: int) -> float:

@@ -335,13 +335,8 @@ def killed_alone_s(driver: Driver, held_bytes: int) -> float:
     before_bytes = driver.free_bytes()
     with Peer("hold", str(size_bytes), str(piece_bytes)) as peer:
         peer.answer()
-        began_s = time.monotonic()
-        peer.kill()
-        while driver.free_bytes() < before_bytes - SLACK_BYTES:
-            if time.monotonic() - began_s > GONE_S:
-                raise TimeoutError(f"memory of a killed process is not back after {GONE_S:.0f} s")
-            time.sleep(0.001)
-    return time.monotonic() - began_s
+        death = peer.kill_until(lambda: driver.free_bytes() >= before_bytes - SLACK_BYTES, GONE_S)
+    return death.death_s + death.back_s
 
 
 def tokens(report: Report, env: dict[str, str], cluster: Cluster) -> None:
