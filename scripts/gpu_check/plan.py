@@ -33,39 +33,29 @@ def _step(name: str, module: str, about: str, *times_s: float) -> Step:
     return Step(name, f"scripts.gpu_check.{module}", limit_s, needs_s, about, *quick)
 
 
-FACTS = _step(
-    "facts", "machine.facts", "driver, GPU, compilers, packages, limits, commit", 60, 5, 45
-)
-UNPACK = _step("unpack", "machine.unpack", "carried wheels, installed into a folder", 90, 10, 90)
-BUILD = _step(
-    "build", "machine.build", "kvcached and prism, built from this checkout", 150, 20, 150
-)
-CONFORMANCE = _step("conformance", "machine.conformance", "tests/gpu", 120, 20, 60)
+FACTS = _step("facts", "machine.facts", "driver, GPU, compilers, packages, limits", 60, 5, 45)
+PROBE = _step("probe", "memory.probe", "what the driver grants, what each call costs", 60, 10, 40)
+UNPACK = _step("unpack", "machine.unpack", "carried wheels, installed", 90, 10, 90)
+BUILD = _step("build", "machine.build", "this checkout, built", 150, 20, 150)
 MISSION = (
-    _step("engine", "serving.engine", "SGLang serves two models in turn", 200, 40, 170),
+    _step("engine", "serving.engine", "SGLang serves two models in turn", 200, 40, 150),
     _step("elastic", "serving.elastic", "KV memory of an engine follows its load", 90, 30, 70),
     _step("cluster", "serving.cluster", "prism-serve: two engines share one GPU", 170, 60, 90),
     _step("overhead", "serving.overhead", "elastic KV against a static pool", 100, 35, 60),
-    _step("probe", "memory.probe", "what the driver grants, and what each call costs", 60, 10, 40),
     _step("benches", "memory.benches", "map and unmap, weights, attention layouts", 120, 20),
-    _step("large", "serving.large", "a model of 8 billion parameters is activated", 150, 70),
+    _step("large", "serving.large", "a model of 8 billion parameters", 150, 70),
     _step("graphs", "memory.graphs", "CUDA graphs over pages that come and go", 60, 10, 30),
-    _step(
-        "models",
-        "memory.models",
-        "two models in turn without an engine; a killed process",
-        90,
-        15,
-        60,
-    ),
+    _step("models", "memory.models", "two models in turn; a killed process", 90, 15, 60),
     _step("fork", "memory.fork", "preload, fork, CUDA in the child", 40, 8, 30),
     _step("mps", "memory.mps", "two clients of one MPS server, one killed", 60, 10, 45),
 )
+CONFORMANCE = _step("conformance", "machine.conformance", "tests/gpu", 120, 20, 60)
 FAULTS = _step("faults", "memory.faults", "accesses that the GPU must refuse", 30, 5, 20)
 
 
 def steps(*, carried: bool, quick: bool) -> list[Step]:
-    """Returns all steps in order.
+    """Returns all steps in order. The probe needs nothing built, so that it runs while carried
+    wheels are unpacked.
 
     carried: kvcached and prism come as wheels of this checkout's state, so building them proves the
     build alone and may wait for the end.
@@ -73,11 +63,9 @@ def steps(*, carried: bool, quick: bool) -> list[Step]:
     background.
     """
     unpack = replace(UNPACK, in_background=True)
-    build = replace(BUILD, in_background=quick) if carried else BUILD
-    if carried:
-        order = [FACTS, unpack, *MISSION, build, CONFORMANCE, FAULTS]
-    else:
-        order = [FACTS, build, unpack, *MISSION, CONFORMANCE, FAULTS]
+    build = replace(BUILD, in_background=quick and carried)
+    first, last = ((), (build,)) if carried else ((build,), ())
+    order = [FACTS, PROBE, *first, unpack, *MISSION, *last, CONFORMANCE, FAULTS]
     if quick:
         order = [replace(step, limit_s=step.quick_s) for step in order if step.quick_s]
     return order

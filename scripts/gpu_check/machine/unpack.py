@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from scripts.gpu_check import wheels
-from scripts.gpu_check.machine.build import importable, path_of
+from scripts.gpu_check.machine.build import cores, importable, path_of
 from scripts.gpu_check.report import Report, Skip, run_as_step
 
 SGLANG = "sglang"  # below the folder of work: what is not kvcached and prism
@@ -46,12 +46,14 @@ def body(report: Report) -> None:
 
 def install(files: list[Path], site: Path) -> float:
     """Installs wheels into a folder and compiles their modules. Returns seconds."""
-    began_s = time.monotonic()
+    began_s, jobs = time.monotonic(), max(1, cores() // 2)  # the probe's times want cores, too
     shutil.rmtree(site, ignore_errors=True)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q")
     options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade")
     subprocess.run([*pip, *options, "--target", str(site), *map(str, files)], check=True)
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", str(site)], check=False)
+    subprocess.run(
+        [sys.executable, "-m", "compileall", "-q", "-j", str(jobs), str(site)], check=False
+    )
     return round(time.monotonic() - began_s, 1)
 
 
