@@ -33,6 +33,7 @@ QUICK_VARIABLE = "PRISM_GPU_CHECK_QUICK"
 FACTOR_VARIABLE = "PRISM_GPU_CHECK_TIME_FACTOR"
 DOUBLES_VARIABLE = "PRISM_GPU_CHECK_DOUBLES"
 
+LOG_END_BYTES = 400
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
 
 
@@ -53,6 +54,12 @@ def on_doubles() -> bool:
 def stretched(seconds: float) -> float:
     """Returns a time limit, multiplied by --time-factor."""
     return seconds * float(os.environ.get(FACTOR_VARIABLE) or 1)
+
+
+def end_of(log: Path) -> str:
+    """Returns the end of a log on one line, whatever bytes are in it."""
+    content = log.read_bytes()[-LOG_END_BYTES:] if log.exists() else b""
+    return " ".join(content.decode(errors="replace").split()) or "it printed nothing"
 
 
 class Report:

@@ -23,9 +23,16 @@ from prism.engines import cuda_toolkit
 from scripts.gpu_check import processes
 from scripts.gpu_check.driver import SEEN_GPU
 from scripts.gpu_check.plan import Step
-from scripts.gpu_check.report import FAILED, LIMIT_VARIABLE, PASSED, ROOT, SKIPPED, UNFINISHED
+from scripts.gpu_check.report import (
+    FAILED,
+    LIMIT_VARIABLE,
+    PASSED,
+    ROOT,
+    SKIPPED,
+    UNFINISHED,
+    end_of,
+)
 
-LOG_TAIL_BYTES = 400
 TRACE_S = 2.0
 LOOK_S = 1.0
 _SET_CHILD_SUBREAPER = 36
@@ -223,7 +230,7 @@ def _judge(started: Started, code: int | None) -> Result:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         what = "without its result" if found.get("status", UNFINISHED) == UNFINISHED else "wrongly"
         reason = f"{how}, {what}"
-    return ended(step, FAILED, f"{reason}: {_tail(log)}", seconds, kept)
+    return ended(step, FAILED, f"{reason}: {end_of(log)}", seconds, kept)
 
 
 def _read(path: Path) -> Result:
@@ -236,13 +243,6 @@ def _read(path: Path) -> Result:
 
 def _kept(found: Result) -> Result:
     return {name: found[name] for name in ("checks", "facts") if isinstance(found.get(name), dict)}
-
-
-def _tail(path: Path) -> str:
-    """Returns the end of a log on one line, whatever bytes are in it."""
-    content = path.read_bytes()[-LOG_TAIL_BYTES:] if path.exists() else b""
-    text = content.decode(errors="replace").split()
-    return " ".join(text) or "it printed nothing"
 
 
 def ended(step: Step, status: str, reason: str, seconds: float, kept: Result) -> Result:

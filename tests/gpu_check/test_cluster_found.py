@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -10,18 +9,16 @@ from typing import Any
 
 import pytest
 
+from scripts.gpu_check.memory.models import FAMILIES
 from scripts.gpu_check.report import Report
 from scripts.gpu_check.serving import cluster_found
-from scripts.gpu_check.serving.cluster_found import FAMILIES, Burst, Scale, Shape, judge
+from scripts.gpu_check.serving.cluster_found import Burst, Scale, Shape, judge
 from scripts.gpu_check.sizes import Sizes
+from tests.gpu_check.steps import report_in
 
 MIB = 1 << 20
 BURST, KILL = Burst(3, 20, 6), Burst(2, 12, 40)
 PEAKS = {"held_bytes": 60 * MIB, "used_bytes": 55 * MIB}
-
-
-def report_of(folder: Path) -> Report:
-    return Report("cluster", argparse.Namespace(result=None, work=folder, wheels=None))
 
 
 def answer(tokens: int, ttft_s: float = 0.1, tpot_s: float = 0.01) -> dict[str, Any]:
@@ -82,7 +79,7 @@ def measured() -> dict[str, Any]:
 
 
 def judged(found: dict[str, Any], folder: Path) -> Report:
-    report = report_of(folder)
+    report = report_in(folder, "cluster")
     judge(report, found, BURST, KILL, fills_pages=True)
     return report
 

@@ -21,13 +21,14 @@ import pytest
 
 import kvcached
 from scripts.gpu_check.driver import Driver
+from scripts.gpu_check.memory.models import FAMILIES
 from scripts.gpu_check.report import Skip
-from scripts.gpu_check.serving import cluster, cluster_load
-from scripts.gpu_check.serving.cluster_found import FAMILIES, Burst, Scale, Shape, judge
+from scripts.gpu_check.serving import cluster, cluster_load, engine
+from scripts.gpu_check.serving.cluster_found import Burst, Scale, Shape, judge
 from scripts.gpu_check.sizes import Sizes, short_folder
 from tests.frontend.tiny_model import make_model
-from tests.gpu_check.test_cluster_found import BURST, KILL, measured, report_of
-from tests.gpu_check.test_steps import run, without_driver
+from tests.gpu_check.steps import report_in
+from tests.gpu_check.test_cluster_found import BURST, KILL, measured
 from tests.kvcached.compiling import ROOT
 from tests.serve.conftest import Cluster, serving, until
 
@@ -79,7 +80,7 @@ def plan_of(served: Cluster) -> dict[str, Any]:
 
 
 def test_the_load_is_judged_whole(loaded: dict[str, Any], tmp_path: Path) -> None:
-    report = report_of(tmp_path)
+    report = report_in(tmp_path, "cluster")
     judge(report, loaded, BURST, KILL, fills_pages=False)
     skipped = "skipped: tiny models do not fill pages of this size"
     assert report.checks == {"bursts": "passed", "memory_moves": skipped, "kill": "passed"}
@@ -90,7 +91,7 @@ def test_the_load_is_judged_whole(loaded: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_the_death_of_an_engine_is_measured(loaded: dict[str, Any], tmp_path: Path) -> None:
-    report = report_of(tmp_path)
+    report = report_in(tmp_path, "cluster")
     judge(report, loaded, BURST, KILL, fills_pages=False)
     kill, figures = report.facts["kill"], report.facts["figures"]
     assert kill["equal_tokens"] == [KILL.output_tokens] * 2 * KILL.streams
@@ -195,7 +196,7 @@ def life(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> cl
         (folders[name] / "model.safetensors").write_bytes(bytes(5000))
     sizes = Sizes(4 << 30, 1 << 30)
     scale = Scale(4096, 64, 100 * MIB, Burst(8, 32, 8), KILL, 0.0, 0.0)
-    return cluster.Cluster(report_of(tmp_path), dict(os.environ), scale, folders, sizes)
+    return cluster.Cluster(report_in(tmp_path, "cluster"), dict(os.environ), scale, folders, sizes)
 
 
 def test_the_capacity_is_below_what_both_bursts_take(life: cluster.Cluster) -> None:
@@ -283,7 +284,7 @@ def test_streams_that_go_on_with_wrong_tokens_fail(
     found["kill"]["prompts"] = [[1, 2]] * KILL.streams
     (life.work / "load.json").write_text(json.dumps(found))
     verdict = {"llama": {"largest_gap": gap, "spread": 1.0}}
-    monkeypatch.setattr(cluster, "helper", lambda *_: verdict)
+    monkeypatch.setattr(engine, "helper", lambda *_: verdict)
     cluster.tokens(life.report, life.env, life)
     assert (life.report.checks["tokens"] == "passed") is passes
     [served] = json.loads((life.work / "killed.json").read_text())["rounds"]
@@ -294,11 +295,6 @@ def test_a_run_directory_is_short_enough_for_sockets(tmp_path: Path) -> None:
     assert short_folder(Path("/w"), "cluster-run") == Path("/w/cluster-run")
     moved = short_folder(tmp_path / ("long" * 20), "cluster-run")
     assert re.fullmatch(r"/dev/shm/gpu-check-\w{8}/cluster-run", str(moved))
-
-
-def test_without_a_gpu_the_step_says_so(tmp_path: Path) -> None:
-    found = run("cluster", without_driver(), tmp_path)
-    assert (found["status"], "no usable GPU" in found["reason"]) == ("skipped", True)
 
 
 def test_a_gpu_that_is_too_small_is_named(

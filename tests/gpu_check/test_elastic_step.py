@@ -14,7 +14,8 @@ import pytest
 
 from scripts.gpu_check.serving import elastic, overhead, process
 from scripts.gpu_check.sizes import GIB, MIB
-from tests.gpu_check.test_serving import LARGE, process_that, report_in
+from tests.gpu_check.steps import LARGE, report_in
+from tests.gpu_check.test_serving import process_that
 
 # --- elastic ---------------------------------------------------------------------------------
 

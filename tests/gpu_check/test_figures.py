@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import pytest
 
 from scripts.gpu_check import figures, plan
 from scripts.gpu_check.expected import BY_NAME, EXPECTED, MET, MISSED, NOT_JUDGED, Expected
-from scripts.gpu_check.report import DOUBLES_VARIABLE, Report
+from scripts.gpu_check.report import DOUBLES_VARIABLE
+from tests.gpu_check.steps import report_in
 from tests.kvcached.compiling import ROOT
 
 RATIO = Expected("probe", "x", "", "us", "that", at_most=3, of_ratio=True)
@@ -50,8 +50,8 @@ def test_a_line_tells_value_ratio_and_verdict(monkeypatch: pytest.MonkeyPatch) -
     assert line == "x: 9 us, 4.5 of the reference (expected at most 3 ratio: missed)"
 
 
-def test_times_on_doubles_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = Report("probe", argparse.Namespace(result=None))
+def test_times_on_doubles_are_not_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = report_in(tmp_path, "probe")
     monkeypatch.setenv(DOUBLES_VARIABLE, "1")
     report.figure("page_create", 1e9)
     assert report.facts["figures"]["page_create"]["verdict"] == NOT_JUDGED
@@ -60,8 +60,8 @@ def test_times_on_doubles_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.facts["figures"]["page_create"]["verdict"] == MISSED
 
 
-def test_a_figure_without_a_stated_expectation_is_refused() -> None:
-    report = Report("probe", argparse.Namespace(result=None))
+def test_a_figure_without_a_stated_expectation_is_refused(tmp_path: Path) -> None:
+    report = report_in(tmp_path, "probe")
     with pytest.raises(KeyError):
         report.figure("made_up", 1.0)
 

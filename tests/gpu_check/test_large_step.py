@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load
 
-from scripts.gpu_check.report import DOUBLES_VARIABLE, Report, Skip
+from scripts.gpu_check.report import DOUBLES_VARIABLE, Skip
 from scripts.gpu_check.serving import large, large_model, shard
 from scripts.gpu_check.sizes import GIB, Sizes
-
-LARGE = Sizes(70 * GIB, 60 * GIB)
-
-
-def report_in(folder: Path) -> Report:
-    return Report("large", argparse.Namespace(result=None, work=folder, out=folder, wheels=None))
+from tests.gpu_check.steps import LARGE, report_in
 
 
 def test_the_large_model_has_eight_billion_parameters() -> None:
@@ -58,7 +52,7 @@ def test_memory_that_does_not_suffice_is_a_line(
     monkeypatch.delenv(DOUBLES_VARIABLE, raising=False)
     monkeypatch.setattr(large, "helper", lambda *_: {"short": "", "write_s": 4.0} | written)
     monkeypatch.setattr(large, "available_bytes", lambda: available_gib * GIB)
-    report = report_in(tmp_path)
+    report = report_in(tmp_path, "large")
     with report.check("written"):
         large.write(report, {}, tmp_path, large.SHAPE)
     assert says in report.checks["written"]
@@ -84,7 +78,7 @@ def test_the_files_go_also_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(large, "sizes_and_environment", lambda _: (LARGE, {}))
     monkeypatch.setattr(large, "helper", write)
     monkeypatch.setattr(large, "run_check", fail)
-    report = report_in(tmp_path)
+    report = report_in(tmp_path, "large")
     large.body(report)
     assert "ValueError: no engine" in report.checks["served"]
     assert seen[0].is_relative_to(shm)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from scripts.gpu_check.machine import build, facts
 from scripts.gpu_check.rehearsal import environment
 from scripts.gpu_check.sizes import GIB, Sizes, shm_free_bytes
 from scripts.gpu_wheels.archive import write_wheel
-from tests.gpu_check.test_steps import run
+from tests.gpu_check.steps import run, without_driver
 from tests.kvcached.compiling import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # the doubles are compiled once
@@ -122,7 +121,7 @@ def test_gpu_check_ends_with_a_line_for_each_step_without_a_gpu(tmp_path: Path) 
     options = ["--steps", steps, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     done = subprocess.run(
         [ROOT / "scripts/gpu-check", *options],
-        env=without_gpu(),
+        env={**without_driver(), "PYTHON": sys.executable},
         capture_output=True,
         text=True,
         check=False,
@@ -131,9 +130,3 @@ def test_gpu_check_ends_with_a_line_for_each_step_without_a_gpu(tmp_path: Path) 
     assert (done.returncode, [line[0] for line in lines]) == (1, steps.split(","))
     assert [line[1] for line in lines] == ["failed", "skipped", "skipped"]
     assert "no NVIDIA driver" in done.stdout
-
-
-def without_gpu() -> dict[str, Any]:
-    from tests.gpu_check.test_steps import without_driver
-
-    return {**without_driver(), "PYTHON": sys.executable}

@@ -3,7 +3,6 @@ answer where something is wrong. The whole step runs in test_whole.py."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -19,9 +18,9 @@ import pytest
 from scripts.gpu_check.memory import mps
 from scripts.gpu_check.memory.mps_client import Worker
 from scripts.gpu_check.rehearsal import environment
-from scripts.gpu_check.report import ROOT, Report
+from scripts.gpu_check.report import ROOT
 from scripts.gpu_check.sizes import GIB
-from tests.gpu_check.test_steps import run, without_driver
+from tests.gpu_check.steps import report_in, run
 
 DOUBLE = ROOT / "tests" / "gpu_check" / "mps"
 PAGES = 100
@@ -165,7 +164,7 @@ def checked(
     monkeypatch.setattr(mps, "client_process", client_process)
     monkeypatch.setattr(mps, "namespace_of", namespace_of)
     monkeypatch.setattr(mps, "BUSY_S", 0.0)
-    report = Report("mps", argparse.Namespace(result=None, work=tmp_path))
+    report = report_in(tmp_path, "mps")
     with ExitStack() as stack:
         mps.clients(report, daemon, stack, PAGES)
     return report.checks
@@ -206,7 +205,7 @@ def test_memory_that_does_not_come_back_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mps, "QUIT_S", 0.1)
-    report = Report("mps", argparse.Namespace(result=None, work=tmp_path))
+    report = report_in(tmp_path, "mps")
     driver: Any = SimpleNamespace(free_bytes=lambda: 2 * GIB)
     mps.kept(report, driver, 2 * GIB + mps.SLACK_BYTES)
     with pytest.raises(RuntimeError, match="bytes are not back"):
@@ -234,8 +233,3 @@ def test_a_machine_without_mps_is_named(tmp_path: Path) -> None:
     found = run("mps", env, tmp_path)
     assert found["status"] == "skipped"
     assert "there is no nvidia-cuda-mps-control on the PATH" in found["reason"]
-
-
-def test_without_a_gpu_the_step_says_so(tmp_path: Path) -> None:
-    found = run("mps", without_driver(), tmp_path)
-    assert (found["status"], "no usable GPU" in found["reason"]) == ("skipped", True)

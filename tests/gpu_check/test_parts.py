@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import shutil
@@ -15,7 +14,7 @@ import pytest
 from prism.engines.sglang import adapter, gpu
 from scripts.gpu_check.machine import build, conformance
 from scripts.gpu_check.memory import graphs, probe_capture
-from scripts.gpu_check.report import Report
+from tests.gpu_check.steps import report_in
 from tests.kvcached.compiling import compiler
 from tools import engine_check
 
@@ -100,13 +99,9 @@ def test_conformance_takes_the_compiler_that_the_build_needed(
     monkeypatch.setattr(conformance, "subprocess", stand_in)
     monkeypatch.setattr(conformance, "require_kvcached", lambda: None)
     monkeypatch.setattr(conformance, "open_or_skip", lambda: None)
-    conformance.body(report_in(tmp_path))
+    conformance.body(report_in(tmp_path, "conformance"))
     cxx = [env and env["CXX"] for env in given]
     assert cxx == [str(tmp_path / build.LENIENT_NAME) if is_lenient else None]
-
-
-def report_in(folder: Path) -> Report:
-    return Report("a step", argparse.Namespace(result=None, work=folder, out=folder, wheels=None))
 
 
 # --- the check that serves -------------------------------------------------------------------

@@ -3,7 +3,6 @@ doubles in test_whole.py."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -29,10 +28,9 @@ from scripts.gpu_check.serving import (
 )
 from scripts.gpu_check.serving.engine_models import answers_of, verdict
 from scripts.gpu_check.sizes import GIB, MIB, Sizes
-from tests.gpu_check.test_steps import run, without_driver
+from tests.gpu_check.steps import LARGE, report_in
 from tests.kvcached.compiling import ROOT
 
-LARGE = Sizes(70 * GIB, 60 * GIB)
 RUN = subprocess.run
 
 
@@ -40,10 +38,6 @@ RUN = subprocess.run
 def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stores of these tests go with them."""
     monkeypatch.setattr(gpu_sizes, "SHM", tmp_path / "shm")
-
-
-def report_in(folder: Path, step: str = "engine") -> Report:
-    return Report(step, argparse.Namespace(result=None, work=folder, out=folder, wheels=None))
 
 
 def process_that(does: Callable[[dict[str, str]], str]) -> Callable[..., Any]:
@@ -149,7 +143,7 @@ def test_figures_come_beside_the_links_time(
 ) -> None:
     monkeypatch.setattr(reference, "link_s", lambda _driver, size_bytes: size_bytes / 5000)
     monkeypatch.setattr(Driver, "open", lambda: None)
-    report = report_in(tmp_path)
+    report = report_in(tmp_path, "engine")
     engine.record(report, [rounds[0], rounds[2], rounds[4]], 3 * MIB)
     found = report.facts["figures"]
     values = {name: (figure["value"], figure["reference"]) for name, figure in found.items()}
@@ -173,7 +167,7 @@ def test_the_step_has_served_before_its_time_is_over(
     text = json.dumps({"rounds": rounds[:1]})
     hangs = f"import time; open({str(file)!r}, 'w').write({text!r}); time.sleep(1000)"
     monkeypatch.setattr(subprocess, "run", process_that(lambda _: hangs))
-    report = report_in(tmp_path)
+    report = report_in(tmp_path, "engine")
     engine.serve(report, [tmp_path], LARGE, {})
     assert "TimeoutExpired" in report.checks["compiled"]
     assert "1 rounds of 6" in report.checks["served"]
@@ -184,7 +178,7 @@ def served_by(
     does: Callable[[dict[str, str]], str], monkeypatch: pytest.MonkeyPatch, folder: Path, **env: str
 ) -> Report:
     monkeypatch.setattr(subprocess, "run", process_that(does))
-    report = report_in(folder)
+    report = report_in(folder, "engine")
     engine.serve(report, [folder], LARGE, env)
     return report
 
@@ -267,14 +261,8 @@ def test_every_size_that_options_name_is_of_whole_pages(
 
 
 def test_a_killed_checks_store_goes_with_the_run(tmp_path: Path) -> None:
-    report = report_in(tmp_path)
+    report = report_in(tmp_path, "engine")
     option, folder = process.store_options(report, Sizes(GIB, 0))
     assert (option, Path(folder).is_dir()) == ("--store-in", True)
     assert Path(folder) == process.run_folder(report, Sizes(GIB, 0))
     assert shutil.disk_usage(folder).free > 0
-
-
-@pytest.mark.parametrize("step", ["elastic", "overhead", "large"])
-def test_without_a_gpu_a_serving_step_says_so(step: str, tmp_path: Path) -> None:
-    found = run(step, without_driver(), tmp_path)
-    assert (found["status"], "no usable GPU" in found["reason"]) == ("skipped", True)

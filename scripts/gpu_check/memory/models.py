@@ -59,6 +59,7 @@ LARGE = {  # 1.1 and 1.5 billion parameters
         "tie_word_embeddings": True,
     },
 }
+FAMILIES = tuple(LARGE)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -183,8 +184,7 @@ def cross_model(report: Report, stack: ExitStack, driver: Driver, sizes: Sizes) 
 
     torch = torch_or_skip()
     models = [
-        Hosted(torch, family, seed, is_large=sizes.is_large)
-        for seed, family in enumerate(("llama", "qwen2"))
+        Hosted(torch, family, seed, is_large=sizes.is_large) for seed, family in enumerate(FAMILIES)
     ]
     stored_bytes = sum(model.size_bytes for model in models)
     folder = sizes.store_folder(report.work, stored_bytes)

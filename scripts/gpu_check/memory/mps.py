@@ -25,7 +25,15 @@ from scripts.gpu_check.driver import Driver, open_or_skip
 from scripts.gpu_check.kv import ledger, require_kvcached
 from scripts.gpu_check.memory.mps_client import GRANT_S, PIPE
 from scripts.gpu_check.memory.peers import Peer
-from scripts.gpu_check.report import PASSED, Report, Skip, is_quick, run_as_step, stretched
+from scripts.gpu_check.report import (
+    PASSED,
+    Report,
+    Skip,
+    end_of,
+    is_quick,
+    run_as_step,
+    stretched,
+)
 from scripts.gpu_check.sizes import MIB, Sizes, short_folder
 
 PROGRAM = "nvidia-cuda-mps-control"
@@ -175,8 +183,7 @@ class Daemon:
 
     def said(self) -> str:
         """Returns the ends of its logs."""
-        texts = (path.read_text(errors="replace") for path in sorted(self._log.glob("*.log")))
-        return " ".join(" ".join(text.split())[-200:] for text in texts)
+        return " ".join(map(end_of, sorted(self._log.glob("*.log"))))
 
     def _command(self, line: str) -> subprocess.CompletedProcess[str]:
         try:

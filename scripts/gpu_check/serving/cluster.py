@@ -22,29 +22,44 @@ from typing import Any
 
 from scripts.gpu_check.driver import Driver
 from scripts.gpu_check.kv import CUDA
+from scripts.gpu_check.memory.models import FAMILIES
 from scripts.gpu_check.memory.peers import Peer
 from scripts.gpu_check.processes import descendants, is_alive
-from scripts.gpu_check.report import Report, Skip, is_quick, on_doubles, run_as_step, stretched
+from scripts.gpu_check.report import (
+    Report,
+    Skip,
+    end_of,
+    is_quick,
+    on_doubles,
+    run_as_step,
+    stretched,
+)
 from scripts.gpu_check.serving.cluster_found import (
-    FAMILIES,
     SLO_TPOT_S,
     SLO_TTFT_S,
     Scale,
     Shape,
     judge,
 )
-from scripts.gpu_check.serving.process import helper, model_folders, sizes_and_environment
+from scripts.gpu_check.serving.engine import judge_tokens
+from scripts.gpu_check.serving.process import (
+    log_file,
+    logged,
+    model_folders,
+    read,
+    sizes_and_environment,
+)
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, SHM, Sizes, short_folder, store_name
 
 STOCK_S = 170.0  # without a runner, which sets it otherwise
 BESIDE_S = 45.0  # of the load's time: for what is not the bursts in turn
 END_S, JUDGE_S = 15.0, 20.0
 START_S, AGAIN_S, REQUEST_S, GONE_S = 90.0, 15.0, 60.0, 20.0
-GAP_MAX = 0.25  # as the step "engine" has it
 SLACK_BYTES = 256 * MIB
 STORE_BYTES = 7 * GIB
 LOG_LINES = 40
-LAUNCHER = "from prism.cli.commands import serve; serve()"
+LOAD = "cluster-load"  # its log
+LAUNCH = (sys.executable, "-c", "from prism.cli.commands import serve; serve()")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,26 +159,20 @@ class Cluster:
         alternate_s = max(0.0, min(self.scale.alternate_s, limit_s - BESIDE_S))
         plan.write_text(json.dumps(self._plan(alternate_s)))
         module = "scripts.gpu_check.serving.cluster_load"
-        command = [sys.executable, "-m", module, str(plan), str(self.work / "load.json")]
-        with (self.work / "load.log").open("wb") as log:
-            done = subprocess.run(
-                command, env=self.env, stdout=log, stderr=log, timeout=limit_s, check=False
-            )
-        if done.returncode:
-            said = (self.work / "load.log").read_text(errors="replace").strip()
-            raise RuntimeError(f"the load ended with {done.returncode}: {said[-300:]}")
+        command = ["-m", module, str(plan), str(self.work / "load.json")]
+        if code := logged(self.report, self.env, LOAD, command, limit_s):
+            said = end_of(log_file(self.report, LOAD))
+            raise RuntimeError(f"the load ended with {code}: {said}")
 
     def found(self) -> dict[str, Any]:
         """Returns what the load has measured so far."""
-        file = self.work / "load.json"
-        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        return found
+        return read(self.work / "load.json")
 
     def down(self) -> float:
         """Ends it by `prism-serve down`. Returns seconds. Raises RuntimeError if it fails."""
         process = self.process
         if process is None or process.poll() is not None:
-            raise RuntimeError(f"prism-serve is not there any more: {self._said()}")
+            raise RuntimeError(f"prism-serve is not there any more: {end_of(self._log)}")
         began_s = time.monotonic()
         self.pids |= descendants(process.pid)
         command = [*LAUNCH, "down", "--run-dir", str(self.run)]
@@ -174,7 +183,7 @@ class Cluster:
         if done.returncode:
             raise RuntimeError(f"prism-serve down: {done.stderr.strip()[-300:]}")
         if code := process.wait(limit_s):
-            raise RuntimeError(f"prism-serve ended with {code}: {self._said()}")
+            raise RuntimeError(f"prism-serve ended with {code}: {end_of(self._log)}")
         return round(time.monotonic() - began_s, 2)
 
     def remove(self) -> None:
@@ -202,10 +211,10 @@ class Cluster:
         limit_s = min(stretched(START_S), self.report.left_s(STOCK_S) - END_S)
         while "ready in " not in self._log.read_text(errors="replace"):
             if self.process.poll() is not None:
-                raise RuntimeError(f"prism-serve ended: {self._said()}")
+                raise RuntimeError(f"prism-serve ended: {end_of(self._log)}")
             if time.monotonic() - began_s > limit_s:
                 raise RuntimeError(
-                    f"prism-serve is not ready after {limit_s:.0f} s: {self._said()}"
+                    f"prism-serve is not ready after {limit_s:.0f} s: {end_of(self._log)}"
                 )
             time.sleep(0.1)
         resolved = json.loads((self.run / "cluster.json").read_text())
@@ -249,22 +258,11 @@ class Cluster:
             "trace": str(self.work / "logs" / "activations-cuda0.trace.json"),
         }
 
-    def _said(self) -> str:
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return " ".join(text.split())[-400:] or "it says nothing"
-
     def _show(self) -> None:
-        for path in [
-            self._log,
-            self.work / "load.log",
-            *sorted((self.work / "logs").glob("*.log")),
-        ]:
+        for path in [self._log, *sorted((self.work / "logs").glob("*.log"))]:
             if path.exists():
                 lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:]
                 print(f"---- {path.name}", *lines, sep="\n", flush=True)
-
-
-LAUNCH = (sys.executable, "-c", LAUNCHER)
 
 
 def configuration(cluster: Cluster) -> dict[str, Any]:
@@ -350,10 +348,7 @@ def tokens(report: Report, env: dict[str, str], cluster: Cluster) -> None:
         served = {"model": victim, "prompts": kill["prompts"], "tokens": said, "tokens_graphs": []}
         file = cluster.work / "killed.json"
         file.write_text(json.dumps({"rounds": [served]}))
-        found = helper(env, "engine_models", "judge", str(file), str(cluster.folders[victim]))
-        report.fact(tokens=found[victim])
-        if not found[victim]["largest_gap"] <= GAP_MAX * found[victim]["spread"]:
-            raise RuntimeError(f"{victim} goes on with other tokens than transformers: {found}")
+        report.fact(tokens=judge_tokens(env, file, [cluster.folders[victim]]))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from scripts.gpu_check.memory.models import FAMILIES
 from scripts.gpu_check.report import Report, Skip, is_quick, on_doubles
+from scripts.gpu_check.serving.engine import common
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, Sizes
 
-FAMILIES = ("llama", "qwen2")  # the first one's engine is killed
 RATES = {"llama": "llama_tokens_per_s", "qwen2": "qwen2_tokens_per_s"}
 SHARES = {"llama": "llama_kv_share", "qwen2": "qwen2_kv_share"}
 OTHER_PHASES = ("undisturbed", "kill")
@@ -147,13 +148,13 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 
-def burst_figures(bursts: list[dict[str, Any]]) -> list[tuple[str, float, float | None]]:
+def burst_figures(bursts: list[dict[str, Any]]) -> list[Figure]:
     """Returns (name, value, reference) of the bursts in turn against those of a model alone."""
     turns = [burst for burst in bursts if burst["phase"] == "turn"]
     alone = [burst for burst in bursts if burst["phase"] == "alone"]
     if not turns or not alone:
         return []
-    figures: list[tuple[str, float, float | None]] = []
+    figures: list[Figure] = []
     for family in FAMILIES:
         mine, reference_ = ([b for b in each if b["model"] == family] for each in (turns, alone))
         if mine and reference_:
@@ -255,11 +256,6 @@ def death_facts(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def common(tokens: list[int], others: list[int]) -> int:
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(others)))
-
-
 def longest_gap_s(stream: dict[str, Any]) -> float:
     times_s = stream["times_s"]
     return max((b - a for a, b in pairwise(times_s)), default=0.0)
@@ -273,10 +269,10 @@ def resumed_s(stream: dict[str, Any]) -> float | None:
     return max(pauses)[1] if pauses else None
 
 
-def death_figures(found: dict[str, Any]) -> list[tuple[str, float, float | None]]:
+def death_figures(found: dict[str, Any]) -> list[Figure]:
     """Returns (name, value, reference) of the kill, but for the driver alone."""
     kill = found["kill"]
-    figures: list[tuple[str, float, float | None]] = []
+    figures: list[Figure] = []
     if kill.get("ledger_s") is not None:
         figures.append(("killed_ledger", kill["ledger_s"], kill["driver_s"]))
     resumed = [resumed_s(stream) for stream in kill["streams"][kill["victim"]]]

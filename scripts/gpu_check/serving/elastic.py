@@ -11,25 +11,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from scripts.gpu_check.kv import CUDA
-from scripts.gpu_check.report import (
-    ROOT,
-    Report,
-    Skip,
-    is_quick,
-    on_doubles,
-    run_as_step,
-    stretched,
-)
+from scripts.gpu_check.report import Report, Skip, is_quick, on_doubles, run_as_step, stretched
 from scripts.gpu_check.serving.engine import judge_tokens
 from scripts.gpu_check.serving.process import (
     ServingError,
-    log_of,
-    logged,
+    judge_each,
     model_folder,
-    page_size,
     read,
     rounds_file,
+    run_bench,
     sizes_and_environment,
     whole_pages,
 )
@@ -48,6 +38,7 @@ FALLEN_MAX = 0.6  # of the peak, when the last phase ends
 IDLE_MAX_S = 5.0
 # Of what KV memory moved: page tables, and code of kernels that are first used meanwhile.
 DRIVER_SLACK = 0.25
+NOT_FACTS = ("samples", "rounds", "wanted_tokens")  # of what the load writes
 # kvcached on a GPU maps two slabs or 128 MiB ahead of need, at most a 32nd of the device, and keeps
 # up to twice as much; and it keeps one slab of pages that are created and not mapped.
 READY_BYTES, READY_SLABS, READY_PART = 128 * MIB, 2, 32
@@ -64,12 +55,7 @@ def body(report: Report) -> None:
     folder = model_folder(report, sizes, env, "llama")
     with report.check("served"):
         serve(report, [*options_of(sizes), "--model", str(folder)], env)
-    found = read(rounds_file(report, NAME))
-    for name, judge in CHECKS.items():
-        with report.check(name):
-            if not found:
-                raise Skip("nothing was served")
-            judge(found)
+    judge_each(report, read(rounds_file(report, NAME)), CHECKS)
     with report.check("tokens"):
         report.fact(tokens=judge_tokens(env, rounds_file(report, NAME), [folder]))
 
@@ -87,15 +73,8 @@ def options_of(sizes: Sizes) -> list[str]:
 
 def serve(report: Report, options: list[str], env: dict[str, str]) -> None:
     """Raises ServingError unless every request was answered as long as it asked for."""
-    file = rounds_file(report, NAME)
-    file.unlink(missing_ok=True)
-    script = str(ROOT / "bench" / "sglang_elastic.py")
     limit_s = report.left_s(stretched(LIMIT_S)) - stretched(JUDGE_S)
-    page, env = page_size(env)
-    command = [script, "--device", CUDA, "--page", page, *options, "--json", str(file)]
-    if code := logged(report, env, NAME, command, limit_s):
-        raise ServingError(f"the load ended with {code}: {log_of(report, NAME)[-300:]}")
-    found = read(file)
+    found = run_bench(report, env, NAME, ["sglang_elastic.py", *options], limit_s)
     report.fact(
         **facts_of(found), phases=options[options.index("--phases") + 1], prefix_cache="off"
     )
@@ -108,12 +87,9 @@ def serve(report: Report, options: list[str], env: dict[str, str]) -> None:
 
 def facts_of(found: dict[str, Any]) -> dict[str, Any]:
     """What is measured, and the samples in MiB, thinned out."""
-    kept = {name: value for name, value in found.items() if name not in _NOT_FACTS}
+    kept = {name: value for name, value in found.items() if name not in NOT_FACTS}
     kept["requests"] = len(found["wanted_tokens"])
     return kept | {"series": series(found["samples"])}
-
-
-_NOT_FACTS = ("samples", "rounds", "wanted_tokens")
 
 
 def series(samples: dict[str, list[Any]], points_max: int = POINTS_MAX) -> dict[str, list[Any]]:

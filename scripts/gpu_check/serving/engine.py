@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu_check.driver import Driver
+from scripts.gpu_check.memory.models import FAMILIES
 from scripts.gpu_check.report import Report, Skip, is_quick, run_as_step, stretched
 from scripts.gpu_check.serving import reference
 from scripts.gpu_check.serving.process import (
@@ -33,7 +34,6 @@ from scripts.gpu_check.serving.process import (
 from scripts.gpu_check.sizes import GIB, MIB, Sizes
 
 NAME = "engine"
-FAMILIES = ("llama", "qwen2")
 LIMIT_S = 230.0  # without a runner, which sets it otherwise
 JUDGE_S = 30.0  # kept for transformers: imports, and two models read
 RETRY_S = 40.0  # the least in which a second try comes to its end

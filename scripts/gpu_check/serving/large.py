@@ -14,7 +14,7 @@ from typing import Any
 
 from scripts.gpu_check.driver import Driver
 from scripts.gpu_check.memory.models import SMALL
-from scripts.gpu_check.report import Report, Skip, on_doubles, run_as_step, stretched
+from scripts.gpu_check.report import PASSED, Report, Skip, on_doubles, run_as_step, stretched
 from scripts.gpu_check.serving import engine, reference
 from scripts.gpu_check.serving.large_model import size_of
 from scripts.gpu_check.serving.process import (
@@ -61,7 +61,7 @@ def body(report: Report) -> None:
     try:
         with report.check("written"):
             written = write(report, env, folder, shape)
-        if report.checks["written"] == "passed":
+        if report.checks["written"] == PASSED:
             steps(report, sizes, env, folder, written["bytes"])
     finally:
         shutil.rmtree(parent, ignore_errors=True)

@@ -9,6 +9,7 @@ without transformers. The last line on stdout is JSON; `short` says why memory d
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -88,13 +89,7 @@ def shapes_of(sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def size_of(sizes: dict[str, int]) -> int:
     """Returns the bytes of all parameters."""
-    total = 0
-    for _, shape in shapes_of(sizes):
-        count = 1
-        for extent in shape:
-            count *= extent
-        total += 2 * count
-    return total
+    return sum(2 * math.prod(shape) for _, shape in shapes_of(sizes))
 
 
 def _tensor(torch: Any, shape: tuple[int, ...]) -> Any:

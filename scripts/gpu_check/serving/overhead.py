@@ -12,16 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.gpu_check.kv import CUDA
-from scripts.gpu_check.report import ROOT, Report, Skip, is_quick, run_as_step, stretched
+from scripts.gpu_check.report import Report, is_quick, run_as_step, stretched
 from scripts.gpu_check.serving.process import (
-    ServingError,
-    log_of,
-    logged,
+    judge_each,
     model_folder,
-    page_size,
     read,
     rounds_file,
+    run_bench,
     sizes_and_environment,
     whole_pages,
 )
@@ -43,25 +40,12 @@ def body(report: Report) -> None:
     folder = model_folder(report, sizes, env, "llama")
     with report.check("served"):
         serve(report, folder, sizes, env)
-    found = read(rounds_file(report, NAME))
-    for name, judge in CHECKS.items():
-        with report.check(name):
-            if not found:
-                raise Skip("nothing was served")
-            judge(found)
+    judge_each(report, read(rounds_file(report, NAME)), CHECKS)
 
 
 def serve(report: Report, folder: Path, sizes: Sizes, env: dict[str, str]) -> None:
-    file = rounds_file(report, NAME)
-    file.unlink(missing_ok=True)
-    script = str(ROOT / "bench" / "sglang_throughput.py")
-    page, env = page_size(env)
-    command = [script, "--device", CUDA, "--page", page, "--model", str(folder)]
-    command += [*options_of(sizes), "--json", str(file)]
-    limit_s = report.left_s(stretched(LIMIT_S)) - END_S
-    if code := logged(report, env, NAME, command, limit_s):
-        raise ServingError(f"the engines ended with {code}: {log_of(report, NAME)[-300:]}")
-    found = read(file)
+    options = ["sglang_throughput.py", "--model", str(folder), *options_of(sizes)]
+    found = run_bench(report, env, NAME, options, report.left_s(stretched(LIMIT_S)) - END_S)
     report.fact(**found)
     record(report, found)
 

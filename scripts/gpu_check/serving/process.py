@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from scripts.gpu_check.driver import open_or_skip
 from scripts.gpu_check.kv import CUDA, require_kvcached
 from scripts.gpu_check.machine.build import path_of
 from scripts.gpu_check.machine.unpack import SGLANG
-from scripts.gpu_check.report import Report, Skip, on_doubles
+from scripts.gpu_check.report import ROOT, Report, Skip, end_of, on_doubles
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, SHM, Sizes, store_name
 
 FREE_MIN_BYTES = 3 * GIB
@@ -94,14 +94,6 @@ def whole_pages(size_bytes: float) -> str:
     return f"{int(size_bytes) // PAGE_BYTES * (PAGE_BYTES // MIB)}MiB"
 
 
-def page_size(env: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Returns the size of a page, and the environment for it. Pages of doubles are small, so that a
-    few tokens need several."""
-    if on_doubles():
-        return "4KiB", {**env, "KVCACHED_TEST_CUDA_GRANULARITY": "4096"}
-    return "2MiB", env
-
-
 class ServingError(RuntimeError):
     """An engine's process ended with an error."""
 
@@ -109,29 +101,61 @@ class ServingError(RuntimeError):
 def run_check(
     report: Report, env: dict[str, str], name: str, options: list[str], limit_s: float
 ) -> dict[str, Any]:
-    """Runs tools.engine_check. Returns the rounds that it served, and their figures.
+    """Runs tools.engine_check as `run_on_device` does. Returns its rounds and their figures."""
+    return run_on_device(report, env, name, ["-m", "tools.engine_check", *options], limit_s)
 
-    Its log goes to NAME.log and to this step's, the rounds to NAME.json. Raises ServingError, and
-    TimeoutExpired; the file then has the rounds until there.
+
+def run_bench(
+    report: Report, env: dict[str, str], name: str, options: list[str], limit_s: float
+) -> dict[str, Any]:
+    """Runs a script of bench/ as `run_on_device` does. Returns its figures.
+
+    options: begin with the script's name. Pages on doubles are small, so that a few tokens need
+    several of them.
+    """
+    page = "2MiB"
+    if on_doubles():
+        page, env = "4KiB", {**env, "KVCACHED_TEST_CUDA_GRANULARITY": "4096"}
+    script, *others = options
+    command = [str(ROOT / "bench" / script), "--page", page, *others]
+    return run_on_device(report, env, name, command, limit_s)
+
+
+def run_on_device(
+    report: Report, env: dict[str, str], name: str, command: list[str], limit_s: float
+) -> dict[str, Any]:
+    """Runs this Python on device 0. Returns what the command wrote to NAME.json.
+
+    Raises ServingError, and TimeoutExpired. The file then has what was written before.
     """
     file = rounds_file(report, name)
     file.unlink(missing_ok=True)
-    command = ["-m", "tools.engine_check", "--device", CUDA, "--json", str(file), *options]
-    done = logged(report, env, name, command, limit_s)
-    served = read(file)
-    if done or not served.get("rounds"):
-        said = served.get("error") or log_of(report, name)[-300:]
-        raise ServingError(f"the check ended with {done}: {said}")
-    return served
+    command = [*command, "--device", CUDA, "--json", str(file)]
+    code, found = logged(report, env, name, command, limit_s), read(file)
+    if code or not found:
+        said = found.get("error") or end_of(log_file(report, name))
+        raise ServingError(f"the process ended with {code}: {said}")
+    return found
+
+
+def judge_each(
+    report: Report, found: dict[str, Any], checks: Mapping[str, Callable[[dict[str, Any]], None]]
+) -> None:
+    """Checks what was measured, each in a check with its name."""
+    for name, judge in checks.items():
+        with report.check(name):
+            if not found:
+                raise Skip("nothing was served")
+            judge(found)
 
 
 def logged(
     report: Report, env: dict[str, str], name: str, command: list[str], limit_s: float
 ) -> int:
-    """Runs this Python with a command. Returns its exit code; what it printed is in `log_of`."""
-    log = report.work / f"{name}.log"
+    """Runs this Python with a command. Returns its exit code. Output goes to NAME.log, and to this
+    step's log at the end."""
     try:
-        with log.open("wb") as output:
+        with log_file(report, name).open("wb") as output:
             done = subprocess.run(
                 [sys.executable, *command],
                 env=env,
@@ -145,8 +169,12 @@ def logged(
     return done.returncode
 
 
+def log_file(report: Report, name: str) -> Path:
+    return report.work / f"{name}.log"
+
+
 def log_of(report: Report, name: str) -> str:
-    log = report.work / f"{name}.log"
+    log = log_file(report, name)
     return log.read_text(errors="replace") if log.exists() else ""
 
 
