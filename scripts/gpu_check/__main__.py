@@ -32,12 +32,12 @@ from pathlib import Path
 from scripts.gpu_check import figures, plan, results, runner, wheels
 from scripts.gpu_check.plan import Step
 from scripts.gpu_check.report import (
-    DEFAULT_OUT,
     DEFAULT_WORK,
     FACTOR_VARIABLE,
     FAILED,
     PASSED,
     QUICK_VARIABLE,
+    ROOT,
     SKIPPED,
 )
 from scripts.gpu_check.runner import Places, Result, Started
@@ -48,6 +48,8 @@ SHORTEST_BUDGET_S, LONGEST_BUDGET_S = 1.0, 86400.0
 DOUBLES_FACTOR = 8.0  # doubles interpret kernels
 LOG_BYTES = 1 << 20
 REASON_LENGTH = 300  # of a short line
+# Not the folder of what is built, since few files may come back of this one.
+DEFAULT_OUT = ROOT / "build" / "gpu-check"
 EVERY_STEP = plan.steps(carried=False, quick=False)
 
 

@@ -2,7 +2,7 @@
 
 A step is a module with `main`, which calls `run_as_step`. It works alone too:
 
-    python -m scripts.gpu_check.memory.probe [--out DIR] [--wheels FOLDER]
+    python -m scripts.gpu_check.memory.probe [--work DIR] [--wheels FOLDER]
 
 prints its result as JSON and exits 1 if a check failed. Every fact is written to the result file
 at once, so that those of a step which hangs or crashes later are kept.
@@ -26,8 +26,7 @@ from typing import Any
 from scripts.gpu_check.figures import figure
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DEFAULT_OUT = ROOT / "build" / "gpu-check"
-DEFAULT_WORK = ROOT / "build" / "gpu-check-work"  # not in OUT: few files may come back of that
+DEFAULT_WORK = ROOT / "build" / "gpu-check-work"
 LIMIT_VARIABLE = "PRISM_GPU_CHECK_LIMIT_S"
 QUICK_VARIABLE = "PRISM_GPU_CHECK_QUICK"
 FACTOR_VARIABLE = "PRISM_GPU_CHECK_TIME_FACTOR"
@@ -149,12 +148,10 @@ def options_of(about: str | None, arguments: list[str] | None) -> argparse.Names
     """The options that every step takes."""
     parser = argparse.ArgumentParser(description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the folder of the results")
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="for what is built")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels with SGLang")
     parser.add_argument("--result", type=Path, help="where to write the result as JSON")
     options = parser.parse_args(arguments)
-    options.out = options.out.resolve()
     options.work = options.work.resolve()
     options.wheels = options.wheels and options.wheels.resolve()
     return options

@@ -66,7 +66,7 @@ class Places:
     def options(self) -> list[str]:
         """Returns the options that every step takes."""
         wheels = ["--wheels", str(self.wheels)] if self.wheels else []
-        return ["--out", str(self.out), "--work", str(self.work), *wheels]
+        return ["--work", str(self.work), *wheels]
 
 
 @dataclass(slots=True)
