@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import shutil
@@ -334,4 +335,6 @@ def _common(tokens: list[int], wanted: list[int]) -> int:
 
 
 if __name__ == "__main__":
+    logging.basicConfig()
+    logging.getLogger("prism.engine").setLevel(logging.INFO)
     sys.exit(main())

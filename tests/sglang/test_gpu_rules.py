@@ -372,6 +372,7 @@ def test_a_capture_that_fails_leaves_the_graphs_that_are_there(
     assert captures.graphs.between_steps(is_idle=True)
     assert (captures.runner.capture_bs, captures.graphs.pending) == ([4], False)
     assert "raise engine.static, or set engine.cuda_graphs: off" in caplog.text
+    assert "in _capture" in caplog.text  # where
     assert gc.isenabled()
 
 

@@ -143,18 +143,21 @@ def test_an_activation_without_room_settles_the_share(
 
 
 def test_torch_out_of_memory_fails_an_activation_by_name(
-    core: Any, monkeypatch: pytest.MonkeyPatch
+    core: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log says where, since nothing of that is left in the error."""
     import torch
 
     from prism.engines.sglang import host
 
-    def build(*_arguments: object) -> None:
+    def build_without_memory(*_arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(host, "build", build)
+    monkeypatch.setattr(host, "build", build_without_memory)
     with pytest.raises(ActivationError, match=r"could not be loaded: .* raise engine.static"):
         core.activate(ActivateEngine(spec_of(LLAMA)))
+    assert "in build_without_memory" in caplog.text
+    assert all(record.exc_info is None for record in caplog.records)  # which would keep tensors
 
 
 def test_a_grammar_that_comes_too_late_may_be_tried_again(core: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +40,8 @@ from prism.errors import (
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
 from prism.messages.gpu import OutsideMemory
 from prism.messages.requests import Chunk, Failure, Request
+
+log = logging.getLogger("prism.engine")
 
 
 @dataclass(slots=True)
@@ -347,11 +351,15 @@ def _activation_error(order: ActivateEngine, error: Exception, device: str) -> A
     """Ours say what is wrong already."""
     if isinstance(error, ActivationError):
         return type(error)(str(error), error.missing_bytes)
+    name = order.model.name
+    # As text: a record that keeps the traceback would keep the model's tensors.
+    trace = "".join(traceback.format_exception(error))
+    log.warning("model %s could not be loaded\n%s", name, trace)
     if isinstance(error, torch.OutOfMemoryError):
         reason = _short_of_memory(device, error)
     else:
         reason = f"{type(error).__name__}: {error}"
-    return ActivationError(f"model {order.model.name} could not be loaded: {reason}")
+    return ActivationError(f"model {name} could not be loaded: {reason}")
 
 
 def _short_of_memory(device: str, error: torch.OutOfMemoryError) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -116,8 +117,9 @@ class DecodeGraphs:
             runner.pending.clear()
             log.warning(
                 "no further CUDA graphs for this model: %s; if memory is short raise engine.static,"
-                " or set engine.cuda_graphs: off",
+                " or set engine.cuda_graphs: off\n%s",
                 error,
+                traceback.format_exc(),
             )
             return
         seconds = time.monotonic() - started_s

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import textwrap
+import traceback
 from collections.abc import Sequence
 
 import msgspec
@@ -105,6 +106,7 @@ def _draw_error(
     except RankLostError:
         raise
     except Exception as error:  # noqa: BLE001
+        log.info("a draw at random fails\n%s", traceback.format_exc())
         return error.with_traceback(None)  # which would keep the step's tensors
     if sum(len(emission.token_ids) for emission in emissions) == len(drawn):
         return None
