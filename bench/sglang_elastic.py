@@ -4,17 +4,20 @@
         [--kv 64MiB] [--phases 1x64,4x96,16x200,64x400,16x300,4x300,1x300] [--prompt-tokens 64]
         [--output-tokens 48] [--longest 0] [--json FILE]
 
-In a phase NxS so many requests are open for S engine steps: whenever one ends the next one starts.
-After the last phase no request starts, and once the last has ended the engine idles until its
-memory changes no more. Sampled after each step: the KV bytes that exist (pages that the ledger has
-granted, those kept ready included) and the bytes that live tokens need; on a GPU, after some steps,
-what the driver has free and torch's allocator holds.
+In a phase NxS, N requests are open for S engine steps. Whenever one ends, the next one starts. No
+request starts after the last phase. Once the last request has ended, the engine idles until its
+memory stays constant.
 
-A static pool has to be as large as the peak. Printed are the peak against what its tokens need, the
-mean over time against the static pool, and what is held when idle, how long after the last token.
+Each step is followed by a sample of the KV bytes that exist (pages that the ledger has granted,
+also those kept ready) and of the bytes that live tokens need. On a GPU some samples also have the
+driver's free memory and what torch's allocator holds.
 
-The prefix cache is off: it keeps the KV of requests that have ended, until somebody needs the
-memory or asks for it.
+A static pool has to be as large as the peak. The output compares the peak with the need of its
+tokens, and the mean over time with the static pool. It ends with the memory of the idle engine, and
+the time from the last token until that was reached.
+
+The prefix cache is off, since it keeps the KV of ended requests until other requests need the
+memory.
 """
 
 from __future__ import annotations
@@ -28,14 +31,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sglang_side import Asked, Engine, Side
+from sglang_side import Asked, Engine, Side, fields_of, parser_of
 
 from prism.config.machines import is_gpu
-from prism.config.units import format_size, parse_size
-from prism.models.store import default_directory
+from prism.config.units import format_size
 
 PHASES = "1x64,4x96,16x200,64x400,16x300,4x300,1x300"
-STILL_S = 0.5  # without a change: the idle engine gives nothing more back
+STILL_S = 0.5  # without a change: the idle engine has given back what it gives
 IDLE_MAX_S = 10.0
 LOOK_S = 0.002
 ASK_EVERY = 8
@@ -43,18 +45,18 @@ ASK_EVERY = 8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Memory at a moment, in bytes; `free` and `torch` are None where the driver was not asked."""
+    """Memory at one moment, in bytes."""
 
     seconds: float
     streams: int  # requests that are to run
-    needed: int
-    kv: int
-    free: int | None = None
-    torch: int | None = None
+    needed: int  # by live tokens
+    kv: int  # granted by the ledger
+    free: int | None = None  # of the driver; None where it was not asked
+    torch: int | None = None  # held by torch's allocator; None where it was not asked
 
 
 class Recorder:
-    """Samples of one engine. The driver of a GPU is asked at every 8th: it may take a while."""
+    """Samples of one engine. A GPU's driver is asked at every 8th only, since that takes time."""
 
     def __init__(self, engine: Engine) -> None:
         self.samples: list[Sample] = []
@@ -63,7 +65,7 @@ class Recorder:
         self._began_s = time.perf_counter()
 
     def look(self, streams: int, *, ask: bool = False) -> Sample:
-        """`ask`: the driver in any case."""
+        """Adds a sample. ask: asks the driver in any case."""
         live = sum(asked.live_tokens for asked in self._engine.open.values())
         kv = self._engine.ledger.usage().committed_bytes
         now_s = time.perf_counter() - self._began_s
@@ -75,14 +77,14 @@ class Recorder:
 
 
 def outside() -> dict[str, int]:
-    """What the driver of this process's GPU has free, and what torch's allocator holds of it."""
+    """Returns the free memory of this process's GPU, and what torch's allocator holds of it."""
     import torch
 
     return {"free": torch.cuda.mem_get_info()[0], "torch": torch.cuda.memory_reserved()}
 
 
 def phases_of(text: str) -> list[tuple[int, int]]:
-    """(requests, steps) of each phase. Raises ValueError."""
+    """Returns (requests, steps) of each phase. Raises ValueError."""
     return [
         (int(count), int(steps)) for count, _, steps in (p.partition("x") for p in text.split(","))
     ]
@@ -102,7 +104,7 @@ def run(engine: Engine, phases: list[tuple[int, int]], recorder: Recorder) -> li
 
 
 def idle(recorder: Recorder) -> float:
-    """Waits until memory changes no more. Returns the seconds until its last change."""
+    """Waits until memory stays constant. Returns the seconds until its last change."""
     began_s = changed_s = time.perf_counter()
     held = recorder.look(0).kv
     while (now_s := time.perf_counter()) - changed_s < STILL_S and now_s - began_s < IDLE_MAX_S:
@@ -114,7 +116,7 @@ def idle(recorder: Recorder) -> float:
 
 
 def summary(samples: list[Sample], idle_s: float, busy: int) -> dict[str, Any]:
-    """Figures of the first `busy` samples, and of the idle engine after them."""
+    """Returns figures of the first `busy` samples, and of the idle engine after them."""
     loaded = samples[:busy]
     peak = max(loaded, key=lambda sample: sample.kv)
     return {
@@ -129,7 +131,7 @@ def summary(samples: list[Sample], idle_s: float, busy: int) -> dict[str, Any]:
 
 
 def mean_over_time(samples: list[Sample], name: str) -> float:
-    """Each sample counts for the time until the next one."""
+    """Returns the mean of a field. Each sample counts for the time until the next one."""
     pairs = list(pairwise(samples))
     seconds = sum(b.seconds - a.seconds for a, b in pairs)
     weighted = sum(getattr(a, name) * (b.seconds - a.seconds) for a, b in pairs)
@@ -155,32 +157,18 @@ def report(found: dict[str, Any]) -> None:
 
 
 def side_of(options: argparse.Namespace) -> Side:
-    model = options.model if "/" in options.model else str(default_directory() / options.model)
     return Side(
         pool="kvcached",
-        model=model,
-        kv_bytes=parse_size(options.kv, "--kv"),
-        page_bytes=parse_size(options.page, "--page"),
         batch=max(streams for streams, _ in phases_of(options.phases)),
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
         prefix_cache=False,
-        device=options.device,
         longest=options.longest,
+        **fields_of(options),
     )
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="tiny-llama", help="a demo model, or a directory")
-    parser.add_argument("--device", default="host:0")
-    parser.add_argument("--page", default="16KiB", help="bytes of a device page")
-    parser.add_argument("--kv", default="64MiB", help="KV memory of the device")
+    parser = parser_of(__doc__, kv="64MiB")
     parser.add_argument("--phases", default=PHASES, help="requests x engine steps")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="mean")
-    parser.add_argument("--output-tokens", type=int, default=48, help="mean")
     parser.add_argument("--longest", type=int, default=0, help="context; default: what fits all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write samples and tokens here")
     return parser.parse_args(arguments)

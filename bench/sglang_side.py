@@ -1,8 +1,8 @@
-"""An engine of SGLang under a load that benchmarks control, a step at a time.
+"""Engine of SGLang under a load that a benchmark controls step by step.
 
     python bench/sglang_side.py JSON       the fields of `Side`; started by sglang_throughput.py
 
-Reads a command a line and answers with a line of JSON:
+Reads one command per line and answers each with a line of JSON:
 
     run N           N steps of a constant batch: seconds of the wall and of the CPU, tokens, calls
                     that changed mappings, and the seconds of each step that decoded the full batch
@@ -14,6 +14,7 @@ The stream of requests depends on the seed alone, so that two sides do the same 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -30,11 +31,12 @@ from specs import spec_of
 import kvcached
 from prism.config.machines import is_gpu
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
-from prism.config.units import Bytes
+from prism.config.units import Bytes, parse_size
 from prism.engines.core import EngineContext, EngineCore
 from prism.messages.engine import ActivateEngine
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Request, Sampling
+from prism.models.store import default_directory
 
 VOCABULARY = (16, 500)
 GPU_STATIC_BYTES = 2 << 30  # the CUDA context, torch's memory, graphs
@@ -43,26 +45,51 @@ SETTLE_S = 0.2  # in which kvcached's thread unmaps what came free
 
 @dataclass(frozen=True)
 class Side:
-    """`pool`: "kvcached" or "stock". Prompts and outputs are uniform up to twice their mean;
-    `longest` is the context, by default that of the longest of them."""
+    """Engine and load of one side. Prompts and outputs are uniform up to twice their mean."""
 
-    pool: str
+    pool: str  # "kvcached" or "stock"
     model: str
     kv_bytes: int
     page_bytes: int
     batch: int
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: int  # mean
+    output_tokens: int  # mean
     prefix_cache: bool
     seed: int = 1
     arrangement: str = "per_layer"
     device: str = "host:0"
-    longest: int = 0
+    longest: int = 0  # the context; 0: that of the longest request
+
+
+def parser_of(about: str | None, kv: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options of `fields_of`. kv: the default of --kv."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", default="tiny-llama", help="a demo model, or a directory")
+    parser.add_argument("--device", default="host:0")
+    parser.add_argument("--page", default="16KiB", help="bytes of a device page")
+    parser.add_argument("--kv", default=kv, help="KV memory of a side")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="mean")
+    parser.add_argument("--output-tokens", type=int, default=48, help="mean")
+    return parser
+
+
+def fields_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of `Side` that the options of `parser_of` give."""
+    model = options.model if "/" in options.model else str(default_directory() / options.model)
+    return {
+        "model": model,
+        "kv_bytes": parse_size(options.kv, "--kv"),
+        "page_bytes": parse_size(options.page, "--page"),
+        "prompt_tokens": options.prompt_tokens,
+        "output_tokens": options.output_tokens,
+        "device": options.device,
+    }
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request that was submitted, and what came of it."""
+    """Submitted request and its tokens so far."""
 
     prompt: list[int]
     wanted: int  # tokens
@@ -70,27 +97,28 @@ class Asked:
 
     @property
     def live_tokens(self) -> int:
-        """Tokens whose KV it needs, from its first token on; the last one is not computed yet."""
+        """Tokens whose KV the request needs, from its first token on. The KV of the last one is not
+        computed yet."""
         return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step brought: tokens by request, which of them are first ones, which ended."""
+    """Results of one step, by request."""
 
     seconds: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    first: int = 0
+    first: int = 0  # requests whose first token came
     ended: dict[str, Asked] = field(default_factory=dict)
     busy: bool = False
 
     def is_decode_of(self, batch: int) -> bool:
-        """Whether so many requests had their next token, and none its first one."""
+        """Returns whether `batch` requests got their next token, and none got its first one."""
         return self.first == 0 and len(self.tokens) == batch
 
 
 class Engine:
-    """An engine core and its requests."""
+    """Engine core and its requests."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
@@ -114,8 +142,11 @@ class Engine:
             raise
 
     def warm_up(self) -> None:
-        """Prompts and answers in batches of every size for which SGLang compiles kernels, a long
-        prompt, and in idle steps the decode graphs: before anything is timed."""
+        """Has everything compiled and captured before anything is timed.
+
+        Serves batches of every size for which SGLang compiles kernels, and a long prompt. Decode
+        graphs are captured in idle steps.
+        """
         batch = self.side.batch
         sizes = [1 << power for power in range(batch.bit_length())]
         for size in dict.fromkeys([*sizes, batch]):
@@ -178,8 +209,8 @@ class Engine:
     # --- commands --------------------------------------------------------------------------
 
     def run(self, steps: int) -> dict[str, Any]:
-        """What `steps` steps gave and took. One request waits for every one that runs, so that no
-        step runs short."""
+        """Returns results and times of `steps` steps. One more request waits for each that runs, so
+        that no batch is smaller."""
         batch, answers = self.side.batch, dict[str, list[int]]()
         decode_s, growth_s = list[float](), list[float]()
         before, maps = self.core.status(), self.maps()
@@ -207,7 +238,7 @@ class Engine:
         }
 
     def first(self, prompt_tokens: int) -> dict[str, Any]:
-        """REQUIRES: idle."""
+        """Returns the seconds until a prompt's first token. REQUIRES: the engine is idle."""
         self.ask(prompt_tokens, 1)
         seconds, answer = 0.0, list[int]()
         while not answer:
@@ -218,13 +249,14 @@ class Engine:
         return {"first_token_s": seconds, "answer": answer}
 
     def idle(self) -> dict[str, Any]:
+        """Cancels all requests. Returns the bytes that the ledger has granted afterwards."""
         self.core.cancel(list(self.open))
         self.finish()
         time.sleep(SETTLE_S)
         return {"committed_bytes": self.ledger.usage().committed_bytes}
 
     def maps(self) -> int:
-        """Runs of pages mapped so far, by the engine's thread and by kvcached's."""
+        """Returns the runs of pages mapped so far, by the engine's thread and by kvcached's."""
         return sum(client.maps for client in self.ledger.usage().clients)
 
     def close(self) -> None:
@@ -233,8 +265,9 @@ class Engine:
 
 
 def config_of(side: Side, spec: ModelSpec) -> ClusterConfig:
-    """A device that has `kv_bytes` left beside the model's weights and the engine's share. On a GPU
-    a static pool is a part of that share, which bounds torch's allocator."""
+    """Returns a cluster of one device, which has `kv_bytes` in addition to the model's weights and
+    the engine's share. On a GPU a static pool is a part of that share, which bounds torch's
+    allocator."""
     static_bytes = side.page_bytes
     if is_gpu(side.device):
         static_bytes = GPU_STATIC_BYTES + (side.kv_bytes if side.pool == "stock" else 0)
@@ -264,7 +297,7 @@ def make_core(side: Side, config: ClusterConfig) -> EngineCore:
 
 
 def set_arguments(side: Side) -> None:
-    """SGLang's arguments as the engine sets them, but for the prefix cache and a static pool."""
+    """Changes the arguments that the engine gives SGLang: prefix cache, size of a static pool."""
     from prism.engines.sglang import server_args
 
     build = server_args.build
@@ -281,14 +314,14 @@ def set_arguments(side: Side) -> None:
 
 
 def use_stock_pool() -> None:
-    """SGLang's own pool and allocator; everything else of the engine as it is."""
+    """Makes the engine use SGLang's own pool and allocator, and leaves the rest as it is."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from kvcached.engines.sglang.platform import KvcachedPlatform
 
     class StockAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
-        """What the engine core asks of its allocator beyond SGLang's own methods."""
+        """SGLang's allocator with the methods that the engine core calls on kvcached's."""
 
         def __init__(self, *args: Any, kvcache: Any, **kwargs: Any) -> None:
             if type(kvcache) is not MHATokenToKVPool:
@@ -296,7 +329,7 @@ def use_stock_pool() -> None:
             super().__init__(*args, kvcache=kvcache, **kwargs)
 
         def return_held_blocks(self) -> None:
-            """A static pool has nothing to return."""
+            """Does nothing, since a static pool has no blocks to return."""
 
         def attainable_tokens(self) -> int:
             return int(self.available_size())
@@ -307,7 +340,7 @@ def use_stock_pool() -> None:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what SGLang prints is no answer
+    os.dup2(2, 1)  # keeps SGLang's output out of the answers
     engine = Engine(Side(**json.loads(sys.argv[1])))
     commands = {"run": engine.run, "first": engine.first, "idle": lambda _: engine.idle()}
     try:

@@ -4,22 +4,21 @@
         [--device host:0] [--pairs 150] [--steps 40] [--from-idle] [--first-token 0]
         [--prefix-cache] [--control] [--interleaved] [--json FILE]
 
-Two engines of `prism.engines.sglang` serve the same endless stream of requests at a constant batch:
-whenever a request ends the next one starts. They differ in the pool and the allocator alone. They
-run in turn, `--steps` steps each, and which goes first changes with each pair. A ratio is
-tokens/s on kvcached over tokens/s on the static pool in one pair; printed are the median over the
-pairs and its 95 % interval (order statistics). Target: at least 0.98. A decode step is one in which
-the whole batch has its next token; those in which pages were mapped are told apart.
+Two engines of `prism.engines.sglang` serve the same endless stream of requests at a constant batch.
+Whenever a request ends, the next one starts. The engines differ only in the pool and the allocator.
+They run in turn for `--steps` steps each, and the order changes with each pair. A ratio is
+tokens/s on kvcached over tokens/s on the static pool in one pair. The output has the median over
+the pairs and its 95 % interval (order statistics). Target: at least 0.98. In a decode step the
+whole batch gets its next token; steps in which pages were mapped are counted separately.
 
 Without `--prefix-cache` a request's blocks are free when it ends, so that pages come and go with
 the requests. With it they come and go as a full cache is evicted. `--from-idle` begins each round
 on an idle engine, so that KV grows in it. `--first-token N` also times, in turn, a prompt of N
-tokens alone on an idle engine. `--control` compares the static pool with itself: what the method
-sees where there is nothing to see. `--interleaved` gives kvcached's side the token-interleaved
-layout.
+tokens alone on an idle engine. `--control` compares the static pool with itself, as a check of the
+method. `--interleaved` gives kvcached's side the token-interleaved layout.
 
-On a GPU (`--device cuda:0 --page 2MiB --kv 4GiB`) both sides have the model's own type, decode
-graphs and room at the same time: twice the weights, the KV and 2 GiB.
+On a GPU (`--device cuda:0 --page 2MiB --kv 4GiB`) both sides use the model's own type and decode
+graphs. Both are on the GPU at the same time: twice the weights, the KV and 2 GiB.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ from statistics import mean, median
 from typing import Any
 
 from pairs import median_interval
-from sglang_side import Side
-
-from prism.config.units import parse_size
-from prism.models.store import default_directory
+from sglang_side import Side, fields_of, parser_of
 
 TARGET = 0.98
 NAMES = ("kvcached", "stock")
@@ -48,7 +44,7 @@ Round = dict[str, Any]
 
 
 class Engine:
-    """A side in a process of its own. Only one is told to run at a time."""
+    """Side in a separate process. Only one is told to run at a time."""
 
     def __init__(self, side: Side) -> None:
         script = Path(__file__).with_name("sglang_side.py")
@@ -64,12 +60,12 @@ class Engine:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit("an engine ended early; what it said is above")
+            raise SystemExit("an engine ended early; its output is above")
         answer: Round = json.loads(line)
         return answer
 
     def tell(self, command: str, count: int = 0) -> Round:
-        """The answer to a command of `sglang_side.py`."""
+        """Returns the answer to a command of `sglang_side.py`."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command} {count}\n")
         self.process.stdin.flush()
@@ -80,17 +76,17 @@ class Engine:
 
 
 def throughput_ratio(kvcached: Round, stock: Round, clock: str) -> float:
-    """Tokens/s on kvcached over tokens/s on the static pool."""
+    """Returns tokens/s on kvcached over tokens/s on the static pool."""
     return float(kvcached["tokens"] / kvcached[clock] * stock[clock] / stock["tokens"])
 
 
 def orders(pairs: int) -> Iterator[tuple[int, int]]:
-    """Which side goes first in each pair."""
+    """Returns the order of the sides in each pair."""
     return ((0, 1) if index % 2 else (1, 0) for index in range(pairs))
 
 
 def run_pairs(engines: list[Engine], pairs: int, steps: int, from_idle: bool) -> list[list[Round]]:
-    """[kvcached's round, the static pool's] of each pair."""
+    """Returns [kvcached's round, the static pool's round] of each pair."""
     done: list[list[Round]] = []
     for order in orders(pairs):
         rounds: list[Round] = [{}, {}]
@@ -106,10 +102,11 @@ def run_pairs(engines: list[Engine], pairs: int, steps: int, from_idle: bool) ->
 
 
 def first_tokens(engines: list[Engine], pairs: int, prompt_tokens: int) -> list[list[Round]]:
-    """The same of a prompt alone. Leaves the engines idle."""
+    """Returns [kvcached's answer, the static pool's] to a prompt alone, for each pair. Leaves
+    the engines idle."""
     for engine in engines:
         engine.tell("idle")
-        engine.tell("first", prompt_tokens)  # which may compile
+        engine.tell("first", prompt_tokens)  # not timed: it may compile
     done: list[list[Round]] = []
     for order in orders(pairs):
         rounds: list[Round] = [{}, {}]
@@ -120,7 +117,7 @@ def first_tokens(engines: list[Engine], pairs: int, prompt_tokens: int) -> list[
 
 
 def summary(done: list[list[Round]], firsts: list[list[Round]]) -> Round:
-    """What is printed and written with --json."""
+    """Returns the figures of all rounds, for the output and --json."""
     result: Round = {"pairs": len(done), "target": TARGET}
     for clock in ("wall_s", "cpu_s"):
         ratios = [throughput_ratio(*pair, clock) for pair in done]
@@ -144,7 +141,7 @@ def summary(done: list[list[Round]], firsts: list[list[Round]]) -> Round:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and its interval; {} of none."""
+    """Returns the median and its interval, {} for no values."""
     if not values:
         return {}
     low, high = median_interval(values)
@@ -152,14 +149,16 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def decode_of(round_: Round) -> list[float]:
-    """Seconds of the decode steps of the full batch."""
+    """Returns the seconds of each decode step of the full batch."""
     return [*round_["decode_s"], *round_["growth_s"]]
 
 
 def step_figures(rounds: list[Round]) -> dict[str, Any]:
-    """Milliseconds of decode steps, which are those of a token of each request: the median over the
-    rounds of their mean, of all steps the 99th percentile; of those in which pages were mapped (by
-    kvcached's thread as well) the 99th percentile, and of those without the median."""
+    """Returns milliseconds of decode steps.
+
+    mean_ms: median over the rounds of the mean step. p99_ms: of all steps. growth_p99_ms: of the
+    steps in which the engine or kvcached's thread mapped pages. plain_median_ms: of the others.
+    """
     means = [mean(decode_of(r)) for r in rounds if decode_of(r)]
     steps_s = sorted(seconds for r in rounds for seconds in decode_of(r))
     plain_s = [seconds for r in rounds for seconds in r["decode_s"]]
@@ -175,15 +174,17 @@ def step_figures(rounds: list[Round]) -> dict[str, Any]:
 
 
 def percentile_ms(ordered_s: list[float], share: float = 0.99) -> float | None:
-    """Of ascending values; None of none."""
+    """Returns a percentile of ascending values, None for no values."""
     if not ordered_s:
         return None
     return 1e3 * ordered_s[min(len(ordered_s) - 1, int(share * len(ordered_s)))]
 
 
 def agreement(done: list[list[Round]], firsts: list[list[Round]]) -> dict[str, int]:
-    """How many requests, first tokens and tokens are the same on both sides. Of a request's tokens
-    count those before the first other one: all after it have another history."""
+    """Returns how many requests, first tokens and tokens are the same on both sides.
+
+    A request's tokens count up to the first difference, since later ones have another history.
+    """
     counts = dict.fromkeys(("requests", "same_requests", "same_first", "tokens", "same_tokens"), 0)
     for first, second in zip(*(answers_of(done, firsts, side) for side in (0, 1)), strict=True):
         same = common(first, second)
@@ -196,7 +197,7 @@ def agreement(done: list[list[Round]], firsts: list[list[Round]]) -> dict[str, i
 
 
 def answers_of(done: list[list[Round]], firsts: list[list[Round]], side: int) -> list[list[int]]:
-    """Each request's tokens over all rounds."""
+    """Returns the tokens of each request over all rounds."""
     answers: dict[str, list[int]] = {}
     for pair in done:
         for request_id, tokens in pair[side]["answers"].items():
@@ -208,7 +209,7 @@ def answers_of(done: list[list[Round]], firsts: list[list[Round]], side: int) ->
 
 
 def common(tokens: list[int], others: list[int]) -> int:
-    """How many are the same, counted from the first."""
+    """Returns how many tokens are the same, counted from the first."""
     pairs = enumerate(zip(tokens, others, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
@@ -242,39 +243,25 @@ def report(result: Round, control: bool) -> None:
 
 
 def sides(options: argparse.Namespace) -> list[Side]:
-    model = options.model if "/" in options.model else str(default_directory() / options.model)
     pools = ("stock", "stock") if options.control else ("kvcached", "stock")
     return [
         Side(
             pool=pool,
-            model=model,
-            kv_bytes=parse_size(options.kv, "--kv"),
-            page_bytes=parse_size(options.page, "--page"),
             batch=options.batch,
-            prompt_tokens=options.prompt_tokens,
-            output_tokens=options.output_tokens,
             prefix_cache=options.prefix_cache,
             arrangement="token_interleaved" if pool == options.interleaved else "per_layer",
-            device=options.device,
             longest=max(
                 2 * (options.prompt_tokens + options.output_tokens), options.first_token + 1
             ),
+            **fields_of(options),
         )
         for pool in pools
     ]
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="tiny-llama", help="a demo model, or a directory")
-    parser.add_argument("--device", default="host:0")
-    parser.add_argument("--page", default="16KiB", help="bytes of a device page")
-    parser.add_argument("--kv", default="32MiB", help="KV memory of either side")
+    parser = parser_of(__doc__, kv="32MiB")
     parser.add_argument("--batch", type=int, default=16, help="requests that run at a time")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="mean")
-    parser.add_argument("--output-tokens", type=int, default=48, help="mean")
     parser.add_argument("--pairs", type=int, default=150)
     parser.add_argument("--steps", type=int, default=40, help="engine steps in one round")
     parser.add_argument("--warmup", type=int, default=150, help="engine steps before the first")
