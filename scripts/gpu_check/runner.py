@@ -1,6 +1,6 @@
-"""Runs steps, each in a process group of its own that nothing outlives.
+"""Runner of steps. Each step has its own process group, which is killed when the step ends.
 
-A step that hangs, crashes or prints nonsense costs its own result and no other's.
+A step that hangs, crashes or writes an invalid result loses only its own result.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ time.sleep(7200)
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """`out` receives the results, `work` what steps build and leave for each other."""
+    """Folders of a run."""
 
-    out: Path
-    work: Path
-    wheels: Path | None = None
+    out: Path  # results
+    work: Path  # what steps build and leave for each other
+    wheels: Path | None = None  # carried to this machine
 
     def log(self, step: Step) -> Path:
         return self.work / "logs" / f"{step.name}.log"
@@ -71,7 +71,7 @@ class Places:
 
 @dataclass(slots=True)
 class Started:
-    """A step whose process runs."""
+    """Step whose process runs."""
 
     step: Step
     places: Places
@@ -84,7 +84,7 @@ class Started:
 
 
 def adopt_orphans() -> None:
-    """Makes processes whose parent ends children of this one, so that they can be ended.
+    """Makes this process the parent of orphans, so that it can end them.
 
     SIGTERM raises SystemExit, so that the running step is ended and recorded before this process.
     """
@@ -102,7 +102,7 @@ def hold_driver() -> subprocess.Popen[bytes]:
 
 
 def collect_garbage(places: Places) -> None:
-    """Removes the ledgers of killed processes from /dev/shm, where kvcached was built."""
+    """Removes the ledgers of killed processes from /dev/shm, if kvcached was built."""
     code = "from kvcached.segments import collect_garbage; collect_garbage()"
     command = [sys.executable, "-c", code]
     subprocess.run(
@@ -111,6 +111,7 @@ def collect_garbage(places: Places) -> None:
 
 
 def start(step: Step, places: Places, limit_s: float, env: dict[str, str]) -> Started:
+    """Starts the process of a step."""
     for path in (places.log(step), places.result(step)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -129,16 +130,17 @@ def start(step: Step, places: Places, limit_s: float, env: dict[str, str]) -> St
             start_new_session=True,
         )
     with suppress(ProcessLookupError):
-        # A core file of a process that maps a GPU is large and of no use.
+        # A core file of a process that maps a GPU is large and useless.
         resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
     return Started(step, places, process, limit_s, began_s)
 
 
 def finish(started: Started, keep: set[int], look: Callable[[Result], None]) -> Result:
-    """Waits for the step and returns its result. Never raises for anything that the step does.
+    """Waits for the step and returns its result. Nothing that the step does raises an error here.
 
-    keep: processes of others, which are not ended with this step's. look: called with what the step
-    has found so far, whenever that changed.
+    Args:
+        keep: processes of other steps, which are not ended with this step's.
+        look: called with the step's results so far, whenever they changed.
     """
     process = started.process
     try:
@@ -149,15 +151,15 @@ def finish(started: Started, keep: set[int], look: Callable[[Result], None]) -> 
 
 
 def cut(started: Started, reason: str) -> Result:
-    """Returns what the step had found when it was ended from outside."""
+    """Returns the result so far of a step that is ended from outside."""
     seconds = time.monotonic() - started.began_s
     found = _kept(_read(started.places.result(started.step)))
     return ended(started.step, FAILED, reason, seconds, found)
 
 
 def _wait(started: Started, look: Callable[[Result], None]) -> bool:
-    """Returns whether it ended by itself. SIGABRT has Python write every thread's stack into the
-    log."""
+    """Returns whether the step ended by itself. SIGABRT makes Python write the stack of every
+    thread into the log."""
     process, seen = started.process, 0.0
     path = started.places.result(started.step)
     while (left_s := started.left_s()) > 0:
@@ -170,18 +172,15 @@ def _wait(started: Started, look: Callable[[Result], None]) -> bool:
             look(cut(started, "not done yet") | {"status": UNFINISHED})
     if process.poll() is not None:
         return True
-    process.send_signal(signal.SIGABRT)
-    try:
-        process.wait(TRACE_S)
-    except subprocess.TimeoutExpired:
-        print(f"process {process.pid} does not answer SIGABRT", file=sys.stderr)
+    processes.abort({process.pid, *processes.descendants(process.pid)})
     return False
 
 
 def end_all(process: subprocess.Popen[bytes], keep: set[int]) -> None:
     """Kills the step's process group, and the processes that left it and were adopted.
 
-    One that the kernel holds in a driver call cannot be ended: the next step runs beside it.
+    A process that the kernel holds in a driver call cannot be ended. It runs on during the next
+    step.
     """
     _kill_group(process.pid)
     try:
@@ -216,7 +215,7 @@ def _reap(pid: int) -> None:
 
 
 def _judge(started: Started, code: int | None) -> Result:
-    """Returns what the step wrote, if its process ended as its result says."""
+    """Returns the step's own result, if its process ended as that says."""
     step, log = started.step, started.places.log(started.step)
     found = _read(started.places.result(step))
     kept, seconds = _kept(found), time.monotonic() - started.began_s
@@ -257,15 +256,27 @@ def ended(step: Step, status: str, reason: str, seconds: float, kept: Result) ->
 
 
 def environment(places: Places, seen_gpu: bool) -> dict[str, str]:
-    """Returns that of the steps' processes: the built kvcached first, then this checkout."""
+    """Returns the environment of the steps: the built kvcached comes first, then this checkout."""
     paths = [str(places.work / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         **cuda_toolkit.variables(),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        "TRITON_CACHE_DIR": str(places.work / "triton"),
+        **caches(places.work),
         SEEN_GPU: "1" if seen_gpu else "",
     }
+
+
+def caches(work: Path) -> dict[str, str]:
+    """Returns where compilers keep kernels, so that no step compiles what an earlier one has. The
+    usual places need a home folder that can be written."""
+    names = {
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "SGLANG_JIT_CACHE_DIR": "jit",
+    }
+    return {name: os.environ.get(name) or str(work / folder) for name, folder in names.items()}

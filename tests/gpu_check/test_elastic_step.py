@@ -114,7 +114,7 @@ def test_an_answer_that_is_cut_fails_the_load(
     found["rounds"][0]["tokens"][0].pop()
     file, text = str(tmp_path / "elastic.json"), json.dumps(found)
     monkeypatch.setattr(
-        subprocess, "run", process_that(lambda _: f"open({file!r}, 'w').write({text!r})")
+        subprocess, "Popen", process_that(lambda _: f"open({file!r}, 'w').write({text!r})")
     )
     report = report_in(tmp_path, "elastic")
     with pytest.raises(process.ServingError, match="1 of 2 answers"):

@@ -4,6 +4,7 @@ doubles in test_whole.py."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from scripts.gpu_check import sizes as gpu_sizes
 from scripts.gpu_check.driver import Driver
+from scripts.gpu_check.processes import is_alive
 from scripts.gpu_check.report import DOUBLES_VARIABLE, Report
 from scripts.gpu_check.serving import (
     elastic,
@@ -31,7 +33,7 @@ from scripts.gpu_check.sizes import GIB, MIB, Sizes
 from tests.gpu_check.steps import LARGE, report_in
 from tests.kvcached.compiling import ROOT
 
-RUN = subprocess.run
+POPEN = subprocess.Popen
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +43,10 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def process_that(does: Callable[[dict[str, str]], str]) -> Callable[..., Any]:
-    """Stands in for subprocess.run: `does` gets the environment, and returns the program."""
+    """Stands in for subprocess.Popen: `does` gets the environment, and returns the program."""
 
-    def start(_command: list[str], **given: Any) -> subprocess.CompletedProcess[bytes]:
-        return RUN([sys.executable, "-c", does(given["env"])], **given)
+    def start(_command: list[str], **given: Any) -> subprocess.Popen[bytes]:
+        return POPEN([sys.executable, "-c", does(given["env"])], **given)
 
     return start
 
@@ -166,7 +168,7 @@ def test_the_step_has_served_before_its_time_is_over(
     file = tmp_path / "engine.json"
     text = json.dumps({"rounds": rounds[:1]})
     hangs = f"import time; open({str(file)!r}, 'w').write({text!r}); time.sleep(1000)"
-    monkeypatch.setattr(subprocess, "run", process_that(lambda _: hangs))
+    monkeypatch.setattr(subprocess, "Popen", process_that(lambda _: hangs))
     report = report_in(tmp_path, "engine")
     engine.serve(report, [tmp_path], LARGE, {})
     assert "TimeoutExpired" in report.checks["compiled"]
@@ -177,7 +179,7 @@ def test_the_step_has_served_before_its_time_is_over(
 def served_by(
     does: Callable[[dict[str, str]], str], monkeypatch: pytest.MonkeyPatch, folder: Path, **env: str
 ) -> Report:
-    monkeypatch.setattr(subprocess, "run", process_that(does))
+    monkeypatch.setattr(subprocess, "Popen", process_that(does))
     report = report_in(folder, "engine")
     engine.serve(report, [folder], LARGE, env)
     return report
@@ -266,3 +268,20 @@ def test_a_killed_checks_store_goes_with_the_run(tmp_path: Path) -> None:
     assert (option, Path(folder).is_dir()) == ("--store-in", True)
     assert Path(folder) == process.run_folder(report, Sizes(GIB, 0))
     assert shutil.disk_usage(folder).free > 0
+
+
+def test_an_engine_that_hangs_says_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It and the processes that it started, all of which have ended."""
+    inner = "import time\ndef the_child_hangs(): time.sleep(1000)\nthe_child_hangs()"
+    outer = f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {inner!r}])"
+    outer += (
+        "\nprint(child.pid, flush=True)\ndef the_parent_hangs(): child.wait()\nthe_parent_hangs()"
+    )
+    report, env = report_in(tmp_path, "engine"), {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.logged(report, env, "engine", ["-c", outer], 1.5)
+    said = process.log_of(report, "engine")
+    assert "in the_parent_hangs" in said
+    assert "in the_child_hangs" in said
+    assert "in the_child_hangs" in capfd.readouterr().out
+    assert not is_alive(int(said.split()[0]))

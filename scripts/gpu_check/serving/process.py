@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from scripts.gpu_check import processes
 from scripts.gpu_check.driver import open_or_skip
 from scripts.gpu_check.kv import CUDA, require_kvcached
 from scripts.gpu_check.machine.build import path_of
@@ -153,20 +154,21 @@ def logged(
     report: Report, env: dict[str, str], name: str, command: list[str], limit_s: float
 ) -> int:
     """Runs this Python with a command. Returns its exit code. Output goes to NAME.log, and to this
-    step's log at the end."""
+    step's log at the end. Raises TimeoutExpired once the stacks of what hangs are in the log."""
+    with log_file(report, name).open("wb") as output:
+        started = subprocess.Popen(
+            [sys.executable, *command],
+            env=env,
+            stdout=output,
+            stderr=output,
+        )
     try:
-        with log_file(report, name).open("wb") as output:
-            done = subprocess.run(
-                [sys.executable, *command],
-                env=env,
-                stdout=output,
-                stderr=output,
-                timeout=limit_s,
-                check=False,
-            )
+        return started.wait(limit_s)
     finally:
+        if started.poll() is None:
+            processes.abort({started.pid, *processes.descendants(started.pid)})
+        started.wait()
         print(log_of(report, name), flush=True)
-    return done.returncode
 
 
 def log_file(report: Report, name: str) -> Path:
