@@ -8,12 +8,14 @@
 
 Needs Python 3.11 or later with torch (CUDA), numpy, pytest, hypothesis, cmake, ninja, nanobind,
 scikit-build-core, hatchling (or wheels that hold it) and a C++20 compiler; transformers and Triton
-for the steps that use them. Each step runs in a process of its own under a time limit; one that
-hangs or crashes never stops the next. A step that does not fit into what is left of the budget is
-left out and named. DIR (default build/gpu-check) gets gpu-check.json, which holds at every moment
-what was found so far, gpu-check.log and gpu-check.md, the tables for docs/gpu-results.md; what is
-built is kept elsewhere. The output ends with the figures and a short line for each step. Exit code
-1 if a step failed, 2 for wrong options and for a budget that no step fits.
+for the steps that use them. Each step runs in a separate process under a time limit. A step that
+hangs or crashes never stops the next. A step that does not fit into the rest of the budget is left
+out and named.
+
+--out (default build/gpu-check) gets gpu-check.json, which has the results so far at every moment,
+gpu-check.log, and gpu-check.md with the tables for docs/gpu-results.md. The output ends with the
+figures and a short line for each step. Exit code 1 if a step failed, 2 for wrong options and for a
+budget that no step fits.
 
 Steps, in order, with their limits in seconds:
 {steps}
@@ -54,7 +56,7 @@ EVERY_STEP = plan.steps(carried=False, quick=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs the steps. Returns the exit code."""
     options = _parse(arguments)
     places = Places(options.out.resolve(), options.work.resolve(), options.wheels)
     for folder in (places.out, places.work):
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Run:
-    """The steps of one command and their results, which `out` holds at every moment."""
+    """Steps of one command, and their results, which are written to `out` at every moment."""
 
     def __init__(self, places: Places, budget_s: float, keep: set[int]) -> None:
         self.results: list[Result] = []
@@ -91,6 +93,7 @@ class Run:
         self._log_mode = "wb"
 
     def all(self, steps: list[Step]) -> None:
+        """Runs the steps in order, after starting those of the background."""
         try:
             for step in steps:
                 if step.in_background and step.needs_s <= self.left_s():
@@ -160,12 +163,12 @@ class Run:
 
 
 def saw_gpu(found: list[Result]) -> bool:
-    """Returns whether the first step found a GPU, whatever else it lacked."""
+    """Returns whether the step "facts" found a GPU, also if another of its checks failed."""
     return any(r["name"] == "facts" and r["checks"].get("driver") == PASSED for r in found)
 
 
 def short(result: Result) -> str:
-    """Returns one line: of a long output only the end may come back from a machine."""
+    """Returns one line of bounded length, since a terminal may show only the end of the output."""
     reason = " ".join(result["reason"].split())[:REASON_LENGTH]
     return f"{result['name']:12} {result['status']:8} {result['seconds']:7.2f} s  {reason}".rstrip()
 
@@ -175,7 +178,8 @@ def _chosen(options: argparse.Namespace) -> list[Step]:
     unknown = set(wanted) - {step.name for step in EVERY_STEP}
     if unknown:
         names = ", ".join(step.name for step in EVERY_STEP)
-        print(f"gpu-check: no step {', '.join(sorted(unknown))}; steps: {names}", file=sys.stderr)
+        text = f"gpu-check: {', '.join(sorted(unknown))} is not a step; steps: {names}"
+        print(text, file=sys.stderr)
         raise SystemExit(2)
     steps = plan.steps(carried=wheels.hold_this_checkout(options.wheels), quick=options.quick)
     return [step for step in steps if not wanted or step.name in wanted]
@@ -186,22 +190,22 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     about = (__doc__ or "").format(steps="\n".join(lines))
     parser = argparse.ArgumentParser(prog="gpu-check", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the folder of the results")
-    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="for what is built")
-    parser.add_argument("--wheels", type=Path, help="a folder that scripts/gpu-wheels made")
-    parser.add_argument("--steps", default="", help="names, with commas between them")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the results")
+    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of what is built")
+    parser.add_argument("--wheels", type=Path, help="folder that scripts/gpu-wheels made")
+    parser.add_argument("--steps", default="", help="names, separated by commas")
     parser.add_argument("--quick", action="store_true", help="short forms of the steps")
     parser.add_argument(
         "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for all steps"
     )
     parser.add_argument(
-        "--time-factor", type=float, help="multiplies all time limits: few cores, say"
+        "--time-factor", type=float, help="multiplies all time limits, for a slow machine"
     )
     parser.add_argument("--doubles", action="store_true", help="on the doubles, without a GPU")
     options = parser.parse_args(arguments)
     if options.wheels:
         if not options.wheels.is_dir():
-            parser.error(f"--wheels: there is no folder {options.wheels}")
+            parser.error(f"--wheels: {options.wheels} is not a folder")
         options.wheels = options.wheels.resolve()
     if options.time_factor is None:
         options.time_factor = DOUBLES_FACTOR if options.doubles else 1.0

@@ -1,4 +1,4 @@
-"""NVIDIA's driver by ctypes: the calls that the probes make, with CUDA's own result codes."""
+"""NVIDIA's driver by ctypes: the calls of the steps, with CUDA's own result codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.gpu_check.report import Skip
 
-SEEN_GPU = "PRISM_GPU_CHECK_SEEN"  # set by the runner once the step "facts" passed
+SEEN_GPU = "PRISM_GPU_CHECK_SEEN"  # set by the runner once the step "facts" found a GPU
 READ, READ_WRITE = 1, 3
 POSIX_FILE = 1
 NON_BLOCKING = 1
@@ -20,7 +20,7 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 
 
 class DriverError(RuntimeError):
-    """A call that had to succeed and did not."""
+    """Failure of a call that has to succeed."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call} answers {name} ({code})")
@@ -50,7 +50,7 @@ class Access(ctypes.Structure):
 
 
 def library_name() -> str:
-    """What kvcached loads as well."""
+    """Returns the name of the library that kvcached loads."""
     return os.environ.get("KVCACHED_LIBCUDA", "libcuda.so.1")
 
 
@@ -59,7 +59,7 @@ def u64(value: int) -> ctypes.c_uint64:
 
 
 class Driver:
-    """libcuda on one device. `open` makes its primary context and enters it in this thread."""
+    """libcuda on one device. `open` retains its primary context and enters it in this thread."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
@@ -80,10 +80,11 @@ class Driver:
         self.call("cuCtxPushCurrent_v2", context)
 
     def code(self, name: str, *arguments: Any) -> int:
-        """The call's answer, 0 for success. Raises DriverError where there is no such call."""
+        """Returns the result of a call, 0 for success. Raises DriverError if it is
+        missing."""
         function = getattr(self.cu, name, None)
         if function is None:
-            raise DriverError(name, 500, "CUDA_ERROR_NOT_FOUND: the driver has no such call")
+            raise DriverError(name, 500, "CUDA_ERROR_NOT_FOUND: the driver does not have this call")
         return int(function(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -108,7 +109,7 @@ class Driver:
         return value.value
 
     def version(self) -> str:
-        """Of CUDA that the driver knows, as "13.0"."""
+        """Returns the version of CUDA that the driver supports, such as "13.0"."""
         value = ctypes.c_int()
         self.call("cuDriverGetVersion", ctypes.byref(value))
         return f"{value.value // 1000}.{value.value % 1000 // 10}"
@@ -119,7 +120,7 @@ class Driver:
         return name.value.decode(errors="replace")
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes."""
+        """Returns (free, total) bytes."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
@@ -133,7 +134,7 @@ class Driver:
         return AllocationProp(type=1, handle_types=handle_types, location=Location(1, self.index))
 
     def granularity(self, kind: int = 0) -> int:
-        """`kind` 0: the minimum, 1: what is recommended."""
+        """Returns the minimum (`kind` 0) or recommended (`kind` 1) granularity in bytes."""
         size = ctypes.c_size_t()
         prop = self.prop()
         self.call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(prop), kind)
@@ -150,7 +151,7 @@ class Driver:
         self.call("cuMemAddressFree", u64(address), ctypes.c_size_t(size_bytes))
 
     def create_code(self, size_bytes: int, handle_types: int = 0) -> tuple[int, int]:
-        """(result code, handle)."""
+        """Returns (result code, handle)."""
         handle = ctypes.c_uint64()
         prop = self.prop(handle_types)
         size = ctypes.c_size_t(size_bytes)
@@ -204,7 +205,7 @@ class Driver:
         return flags.value
 
     def export_file(self, handle: int) -> int:
-        """A descriptor that another process imports."""
+        """Returns a descriptor that another process can import."""
         made = ctypes.c_int(-1)
         arguments = ctypes.byref(made), u64(handle), POSIX_FILE, u64(0)
         self.call("cuMemExportToShareableHandle", *arguments)
@@ -227,7 +228,7 @@ class Driver:
         self.call("cuMemFree_v2", u64(address))
 
     def fill(self, address: int, value: int, size_bytes: int) -> None:
-        """Done when this returns."""
+        """Fills memory and waits until that is done."""
         self.call("cuMemsetD8_v2", u64(address), ctypes.c_ubyte(value), ctypes.c_size_t(size_bytes))
         self.call("cuCtxSynchronize")
 
@@ -261,8 +262,7 @@ class Driver:
 
 
 def open_or_skip(index: int = 0) -> Driver:
-    """The driver with a context on the device. Raises Skip, saying what is missing; where the first
-    step saw a GPU, whose loss is no reason to skip, the error itself."""
+    """Returns the driver with a context on the device. Raises what `skipped` returns."""
     try:
         return Driver.open(index)
     except (OSError, DriverError) as error:
@@ -270,5 +270,6 @@ def open_or_skip(index: int = 0) -> Driver:
 
 
 def skipped(error: Exception) -> Exception:
-    """Skip for an error that means that there is no GPU here, unless there was one before."""
+    """Returns Skip for an error that means that this machine lacks a GPU. Where the step "facts"
+    found one, returns the error itself, since the loss of a GPU is a failure."""
     return error if os.environ.get(SEEN_GPU) else Skip(f"no usable GPU: {error}")

@@ -1,4 +1,4 @@
-"""kvcached and torch on device 0, for the steps that run on both."""
+"""kvcached and torch on device 0, for the steps that use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OFD_SETLK = 37
 
 
 def require_kvcached() -> None:
-    """Raises Skip where kvcached cannot run, whatever the GPU."""
+    """Raises Skip where kvcached cannot run on any GPU."""
     if find_spec("kvcached") is None or find_spec("kvcached._core") is None:
         raise Skip("kvcached is not built: see the step build")
     if why := why_no_locks():
@@ -32,7 +32,7 @@ def require_kvcached() -> None:
 
 
 def why_no_locks() -> str:
-    """Returns "" if this kernel grants the locks by which the ledger sees its clients live."""
+    """Returns "" if this kernel grants the locks by which the ledger knows which clients live."""
     lock = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
     with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
         try:
@@ -46,7 +46,7 @@ def why_no_locks() -> str:
 
 
 def torch_or_skip() -> Any:
-    """torch with CUDA. Raises Skip; where the first step saw a GPU, RuntimeError."""
+    """Returns torch with CUDA. Raises Skip, or RuntimeError where the step "facts" found a GPU."""
     try:
         import torch
     except ImportError as error:
@@ -61,7 +61,7 @@ def torch_or_skip() -> Any:
 
 @contextmanager
 def ledger(pages: int, namespace: str = "") -> Iterator[Device]:
-    """A ledger of device 0 that is this step's own and goes with the block."""
+    """Yields a ledger of device 0 for this step, which is removed after the block."""
     from kvcached import Device
 
     device = Device.open(

@@ -7,21 +7,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A module with `main`, run in a process of its own.
-
-    limit_s: wall-clock time after which its processes are killed.
-    needs_s: the least time in which it learns anything; the step is left out where less is left.
-    quick_s: its limit in a quick run, 0 where the step has no quick form.
-    in_background: it runs beside the others from the start, for it uses no GPU.
-    """
+    """Module with `main`, which runs in a separate process."""
 
     name: str
     module: str
-    limit_s: float
-    needs_s: float
+    limit_s: float  # wall-clock time after which its processes are killed
+    needs_s: float  # least time of a useful run; the step is left out where less is left
     about: str
-    quick_s: float = 0.0
-    in_background: bool = False
+    quick_s: float = 0.0  # limit in a quick run; 0: the step does not run there
+    in_background: bool = False  # runs at the same time as the others, since it uses no GPU
 
     def stretched(self, factor: float) -> Step:
         """Returns the step with its times multiplied."""
@@ -54,13 +48,14 @@ FAULTS = _step("faults", "memory.faults", "accesses that the GPU must refuse", 3
 
 
 def steps(*, carried: bool, quick: bool) -> list[Step]:
-    """Returns all steps in order. The probe needs nothing built, so that it runs while carried
-    wheels are unpacked.
+    """Returns all steps in order. The probe needs no build, so that it runs while carried wheels
+    are unpacked.
 
-    carried: kvcached and prism come as wheels of this checkout's state, so building them proves the
-    build alone and may wait for the end.
-    quick: short forms, to find faults; steps without one are left out, and the build runs in the
-    background.
+    Args:
+        carried: kvcached and prism come as wheels of this checkout's state. The build then checks
+            only itself and comes last.
+        quick: short forms of the steps, to find faults. Steps without one are left out, and a build
+            that comes last runs in the background.
     """
     unpack = replace(UNPACK, in_background=True)
     build = replace(BUILD, in_background=quick and carried)

@@ -1,11 +1,11 @@
 """Report of a step: facts, figures, checks that passed, failed or were skipped, and its end.
 
-A step is a module with `main`, which calls `run_as_step`. It works alone too:
+A step is a module with `main`, which calls `run_as_step`. It can run alone:
 
     python -m scripts.gpu_check.memory.probe [--work DIR] [--wheels FOLDER]
 
-prints its result as JSON and exits 1 if a check failed. Every fact is written to the result file
-at once, so that those of a step which hangs or crashes later are kept.
+prints its result as JSON and exits with 1 if a check failed. Every fact is written to the result
+file at once, so that a step which hangs or crashes later keeps it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Skip(Exception):
 
 
 def is_quick() -> bool:
-    """Returns whether faults are looked for, so that fewer repetitions do."""
+    """Returns whether this run only looks for faults, with fewer repetitions."""
     return bool(os.environ.get(QUICK_VARIABLE))
 
 
 def on_doubles() -> bool:
-    """Returns whether doubles stand in for the GPU, so that times mean nothing."""
+    """Returns whether doubles replace the GPU, so that times mean nothing."""
     return bool(os.environ.get(DOUBLES_VARIABLE))
 
 
@@ -74,36 +74,36 @@ class Report:
 
     @property
     def work(self) -> Path:
-        """A folder for what the steps leave for each other; not part of the results."""
+        """Folder of files that steps leave for each other. It is not part of the results."""
         work: Path = self.options.work
         work.mkdir(parents=True, exist_ok=True)
         return work
 
-    def left_s(self, stock_s: float) -> float:
-        """Of the step's time: of the runner's limit, or of `stock_s` without a runner."""
-        limit_s = float(os.environ.get(LIMIT_VARIABLE) or stock_s)
+    def left_s(self, default_s: float) -> float:
+        """Returns the rest of the runner's time limit, or of `default_s` without a runner."""
+        limit_s = float(os.environ.get(LIMIT_VARIABLE) or default_s)
         return limit_s - (time.monotonic() - self._began_s)
 
     def fact(self, **values: Any) -> None:
-        """Records facts by name: numbers, texts, lists and dicts of them."""
+        """Records facts by name: numbers, strings, lists and dicts of them."""
         self.facts.update(values)
         self._write(UNFINISHED, "")
 
     def figure(self, name: str, value: float, reference: float | None = None) -> None:
-        """Records a figure of `scripts.gpu_check.figures`, with the reference of the same run."""
+        """Records a figure of `scripts.gpu_check.expected`, with the reference of the same run."""
         found = figure(self.name, name, value, reference, judged=not on_doubles())
         self.facts.setdefault("figures", {})[name] = found
         self._write(UNFINISHED, "")
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """What the block raises fails this check, and the step goes on with the next one."""
+        """Runs a block as a check. An error in it fails the check, and the step continues."""
         print(f"-- {self.name}: {name}", flush=True)
         try:
             yield
         except Skip as reason:
             self.checks[name] = f"{SKIPPED}: {reason}"
-        except Exception as error:  # noqa: BLE001 - the next check is to run whatever failed here
+        except Exception as error:  # noqa: BLE001 - the next check has to run after any error
             traceback.print_exc()
             self.checks[name] = f"{FAILED}: {type(error).__name__}: {error}"
         else:
@@ -111,11 +111,11 @@ class Report:
         self._write(UNFINISHED, "")
 
     def skip(self, reason: object) -> None:
-        """The step cannot check anything here."""
+        """Records that the step cannot check anything on this machine."""
         self.checks[self.name] = f"{SKIPPED}: {reason}"
 
     def conclude(self) -> dict[str, Any]:
-        """The step's result, from its checks."""
+        """Returns the step's result, from its checks."""
         failed = {n: v for n, v in self.checks.items() if v.startswith(FAILED)}
         skipped = {n: v for n, v in self.checks.items() if v.startswith(SKIPPED)}
         if failed:
@@ -145,12 +145,12 @@ class Report:
 
 
 def options_of(about: str | None, arguments: list[str] | None) -> argparse.Namespace:
-    """The options that every step takes."""
+    """Returns the options that every step takes."""
     parser = argparse.ArgumentParser(description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="for what is built")
-    parser.add_argument("--wheels", type=Path, help="a folder of wheels with SGLang")
-    parser.add_argument("--result", type=Path, help="where to write the result as JSON")
+    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of what is built")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels with SGLang")
+    parser.add_argument("--result", type=Path, help="file for the result as JSON")
     options = parser.parse_args(arguments)
     options.work = options.work.resolve()
     options.wheels = options.wheels and options.wheels.resolve()
@@ -158,7 +158,7 @@ def options_of(about: str | None, arguments: list[str] | None) -> argparse.Names
 
 
 def _die_with_parent() -> None:
-    """A runner that is killed takes the step with it."""
+    """Has the kernel kill this step when its runner dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
@@ -177,7 +177,7 @@ def run_as_step(
         body(report)
     except Skip as reason:
         report.skip(reason)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the result says so
+    except Exception as error:  # noqa: BLE001 - the result names any error
         traceback.print_exc()
         report.checks[name] = f"{FAILED}: {type(error).__name__}: {error}"
     result = report.conclude()

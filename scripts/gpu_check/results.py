@@ -1,4 +1,4 @@
-"""Results of a run in Markdown, for docs/gpu-results.md: its row, and a table of its figures."""
+"""Results of a run in Markdown, for docs/gpu-results.md: a row, and a table of figures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HEAD = "| step | figure | value | reference | ratio | expected | verdict |\n" + 
 
 
 def markdown(results: list[Result]) -> str:
-    """Returns the row of the run and, below it, its figures."""
+    """Returns the row of the run, and below it the table of its figures."""
     row = row_of(results, datetime.now(UTC).date().isoformat())
     return "\n".join([row, "", HEAD, *figure_rows(results)]) + "\n"
 
 
 def row_of(results: list[Result], date: str) -> str:
-    """Returns date, GPU, driver, torch, sources, steps by their end, figures by their verdict."""
+    """Returns date, GPU, driver, torch, sources, steps by status and figures by verdict."""
     facts = next((result["facts"] for result in results if result["name"] == "facts"), {})
     cells = [
         date,
@@ -36,7 +36,7 @@ def row_of(results: list[Result], date: str) -> str:
 
 
 def at(facts: Result, *names: str) -> Any:
-    """Returns a fact, or "?" where the step did not find it."""
+    """Returns a fact, or "?" where the step did not record it."""
     value: Any = facts
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
@@ -44,7 +44,7 @@ def at(facts: Result, *names: str) -> Any:
 
 
 def counts(results: list[Result]) -> str:
-    """Returns the steps by their end; those that did not pass by name."""
+    """Returns the number of steps by status. Steps that did not pass are named."""
     parts = []
     for status in (PASSED, FAILED, SKIPPED):
         names = [result["name"] for result in results if result["status"] == status]

@@ -1,4 +1,4 @@
-"""Carried wheels: a folder that scripts/gpu-wheels made."""
+"""Folder of carried wheels, which scripts/gpu-wheels made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.gpu_wheels.manifest import NAME, digest_of_sources
 
 
 def hold_this_checkout(folder: Path | None) -> bool:
-    """Returns whether kvcached and prism of this checkout's state are among the wheels."""
+    """Returns whether the wheels have kvcached and prism of this checkout's state."""
     if folder is None or not (folder / NAME).exists():
         return False
     made = json.loads((folder / NAME).read_text())

@@ -308,9 +308,9 @@ def test_bad_options_are_refused_by_name() -> None:
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
     done = run("--steps", "facts,nonsense")
-    assert (done.returncode, "no step nonsense" in done.stderr) == (2, True)
+    assert (done.returncode, "nonsense is not a step" in done.stderr) == (2, True)
     done = run("--wheels", "/nowhere")
-    assert (done.returncode, "no folder /nowhere" in done.stderr) == (2, True)
+    assert (done.returncode, "/nowhere is not a folder" in done.stderr) == (2, True)
     done = run("--budget", "0")
     assert (done.returncode, "--budget must be 1 to" in done.stderr) == (2, True)
     done = run("--time-factor", "0")
