@@ -76,7 +76,7 @@ def test_a_driver_that_is_older_than_torch_is_named(monkeypatch: pytest.MonkeyPa
     said = json.dumps({"version": "2.11.0+cu130", "cuda": "13.0", "available": False})
     done = SimpleNamespace(returncode=0, stdout=said, stderr="")
     monkeypatch.setattr(facts, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
-    with pytest.raises(RuntimeError, match=r"knows CUDA 12\.4, .* update the driver"):
+    with pytest.raises(RuntimeError, match=r"supports CUDA 12\.4, .* update the driver"):
         facts.torch_facts({"cuda": "12.4"})
     with pytest.raises(RuntimeError, match="sees no GPU"):
         facts.torch_facts({"cuda": "13.0"})
@@ -110,7 +110,7 @@ def test_carried_wheels_of_other_sources_are_left_alone(tmp_path: Path) -> None:
     write_wheel(folder / "carried-1.0-py3-none-any.whl", files, info)
     found = run("unpack", environment(GIB), tmp_path, "", "--wheels", str(folder))
     assert found["checks"]["sglang"] == "passed"
-    assert "is built from this checkout" in found["checks"]["kvcached"]
+    assert "this checkout is built instead" in found["checks"]["kvcached"]
     assert (tmp_path / "work" / "sglang" / "carried.py").exists()
     assert not (tmp_path / "work" / "site").exists()
 
@@ -129,4 +129,4 @@ def test_gpu_check_ends_with_a_line_for_each_step_without_a_gpu(tmp_path: Path) 
     lines = [line.split() for line in done.stdout.splitlines()[-3:]]
     assert (done.returncode, [line[0] for line in lines]) == (1, steps.split(","))
     assert [line[1] for line in lines] == ["failed", "skipped", "skipped"]
-    assert "no NVIDIA driver" in done.stdout
+    assert "the NVIDIA driver is missing" in done.stdout

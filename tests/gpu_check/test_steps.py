@@ -76,7 +76,7 @@ def test_without_a_gpu_a_step_says_so(step: str, tmp_path: Path) -> None:
     found = run(step, without_driver(), tmp_path)
     if step == "facts":
         assert found["status"] == "failed"
-        assert "no NVIDIA driver" in found["checks"]["driver"]
+        assert "the NVIDIA driver is missing" in found["checks"]["driver"]
     else:
         assert (found["status"], "no usable GPU" in found["reason"]) == ("skipped", True)
 
@@ -175,7 +175,7 @@ def test_what_is_broken_fails_its_check(
 
 def test_a_gpu_without_virtual_memory_is_named(env: dict[str, str], tmp_path: Path) -> None:
     found = run("facts", {**env, "KVCACHED_TEST_CUDA_VMM": "0"}, tmp_path)
-    assert "no virtual memory management" in found["checks"]["driver"]
+    assert "lacks virtual memory management" in found["checks"]["driver"]
 
 
 # --- parts of steps --------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_what_is_built_comes_before_an_editable_install(tmp_path: Path) -> None:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
     (tmp_path / "kvcached" / "_core.py").write_text("")
-    assert "hides what was built" in build.imported_from(tmp_path)
+    assert "hides the built packages" in build.imported_from(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     (other / "sitecustomize.py").write_text("print('the hidden one ran')")

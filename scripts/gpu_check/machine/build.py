@@ -1,10 +1,10 @@
 """Step "build": builds kvcached and prism from this checkout and installs them into a folder.
 
-Installed, not imported from the checkout, because SGLang finds the platform by its entry point.
-Without an index and without build isolation; hatchling, which builds prism, comes from the carried
-wheels where the machine lacks it. Where warnings of this compiler stop the build it is done again
-without -Werror, so that the other steps have something to run on; the step still fails. Where the
-carried wheels hold this checkout's state, the build goes to a folder that no step uses.
+SGLang finds the platform by its entry point, so that importing the checkout would not suffice. pip
+uses no index and no build isolation. hatchling, which builds prism, comes from the carried wheels
+where the machine lacks it. If warnings of this compiler stop the build, it is repeated without
+-Werror for the other steps, and this step fails. Where the carried wheels have this checkout's
+state, the build goes to a folder that no step uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from scripts.gpu_check import wheels
 from scripts.gpu_check.report import ROOT, Report, run_as_step
 
-# Wheels' names of what builds prism and a bare machine may lack.
+# Distributions that build prism, and that a bare machine may lack.
 BACKEND = ("hatchling", "trove_classifiers")
 
 LENIENT_NAME = "c++-without-werror"
@@ -34,7 +34,7 @@ for argument do
 done
 exec {compiler} "$@"
 """
-UNHIDE = '''"""Lets this folder's kvcached be found where an editable install would come first."""
+UNHIDE = '''"""Makes this folder's kvcached come before an editable installation."""
 
 import os
 import runpy
@@ -45,7 +45,7 @@ _here = os.path.dirname(os.path.abspath(__file__))
 for _path in sys.path:
     _next = os.path.join(_path, "sitecustomize.py")
     if os.path.abspath(_path) != _here and os.path.isfile(_next):
-        runpy.run_path(_next)  # the one that this file hides
+        runpy.run_path(_next)  # which this file hides
         break
 '''
 WHERE = """
@@ -78,7 +78,7 @@ def body(report: Report) -> None:
             if log:
                 report.fact(errors=errors_of(log))
                 raise RuntimeError("the build fails without -Werror as well: see the log")
-            raise RuntimeError("warnings: built without -Werror, the other steps run on that")
+            raise RuntimeError("warnings: the other steps use a build without -Werror")
     if not site.exists():
         return
     with report.check("prism"):
@@ -87,7 +87,7 @@ def body(report: Report) -> None:
             raise RuntimeError(f"prism cannot be installed: {'; '.join(errors_of(log))}")
     with report.check("importable"):
         importable(site)
-    if wheels.hold_this_checkout(folder):  # in the background, or after all that matters more
+    if wheels.hold_this_checkout(folder):  # no step waits for this one
         with report.check("tests_compiled"):
             compile_tests(site)
 
@@ -103,14 +103,14 @@ def compile_tests(site: Path) -> None:
 
 
 def hatchling(folder: Path | None, unpacked: Path) -> str:
-    """Returns the folder that has prism's build backend, "" where this Python has it."""
+    """Returns the folder of prism's build backend, or "" where this Python has it installed."""
     if find_spec("hatchling") is not None:
         return ""
     found = [p for name in BACKEND for p in (folder.glob(f"{name}-*.whl") if folder else ())]
     if len(found) != len(BACKEND):
         raise RuntimeError(
             "hatchling, which builds prism, is not installed and not among the carried wheels:"
-            " run scripts/gpu-wheels where there is a package index, and name its folder, --wheels"
+            " run scripts/gpu-wheels on a machine with a package index, and give --wheels"
         )
     for path in found:
         with zipfile.ZipFile(path) as archive:
@@ -129,10 +129,13 @@ def install(
     compiler: Path | None = None,
     path: str = "",
 ) -> str:
-    """Returns "", or the log of a build that failed. `path` has modules for the build."""
+    """Builds and installs a project. Returns "", or the log of a build that failed.
+
+    path: folder of further modules for the build.
+    """
     env = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(cores())}
     env.update({"CXX": str(compiler)} if compiler else {})
-    # Its scripts (cmake, ninja) are this Python's, wherever the shell's PATH points to.
+    # cmake and ninja of this Python come before those of the shell's PATH.
     env["PATH"] = path_of(Path(sys.executable).parent, env["PATH"])
     env["PYTHONPATH"] = path_of(path, env.get("PYTHONPATH", ""))
     done = subprocess.run(
@@ -159,12 +162,13 @@ def path_of(*parts: str | Path) -> str:
 
 
 def errors_of(log: str) -> list[str]:
-    """The compiler's first complaints, or the last lines where it has none."""
+    """Returns the first errors of the compiler, or the last lines of the log."""
     lines = log.splitlines()
     return [line.strip() for line in lines if "error:" in line.lower()][:5] or lines[-5:]
 
 
 def lenient_compiler(work: Path) -> Path:
+    """Writes a program that calls the compiler without -Werror. Returns its path."""
     found = os.environ.get("CXX") or shutil.which("c++") or "c++"
     program = work / LENIENT_NAME
     program.write_text(LENIENT.format(compiler=found))
@@ -182,7 +186,7 @@ def importable(site: Path) -> None:
 
 
 def imported_from(site: Path) -> str:
-    """Returns "" if the other steps' processes import what was installed, else what they import."""
+    """Returns "" if the other steps import the installed packages, or says what they import."""
     done = subprocess.run(
         [sys.executable, "-c", WHERE],
         cwd=site.parent,
@@ -193,10 +197,10 @@ def imported_from(site: Path) -> str:
     )
     lines = done.stdout.split()
     if done.returncode or len(lines) != 3:
-        return f"what was built cannot be imported: {done.stderr.strip()[-300:]}"
+        return f"the built packages cannot be imported: {done.stderr.strip()[-300:]}"
     strays = [path for path in lines[:2] if site not in Path(path).parents]
     if strays:
-        return f"{', '.join(strays)} hides what was built"
+        return f"{', '.join(strays)} hides the built packages"
     missing = {"prism_cpu", "prism_cuda"} - set(lines[2].split(","))
     return f"the installation lacks the entry points {sorted(missing)}" if missing else ""
 

@@ -1,4 +1,4 @@
-"""Step "conformance": tests/gpu, with tests/gpu/bare.ini, which needs no plugin."""
+"""Step "conformance": runs tests/gpu with tests/gpu/bare.ini, which needs no plugin."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def body(report: Report) -> None:
 
 
 def outcome_of(file: Path) -> dict[str, Any]:
-    """Of pytest's report. Raises RuntimeError where it wrote none."""
+    """Returns the tests of pytest's report by status. Raises RuntimeError if it is missing."""
     if not file.exists():
-        raise RuntimeError("pytest wrote no report: see the log")
+        raise RuntimeError("pytest did not write its report: see the log")
     passed, failed, skipped = 0, [], {}
     for case in ElementTree.parse(file).getroot().iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"

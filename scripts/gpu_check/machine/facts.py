@@ -1,4 +1,4 @@
-"""Step "facts": machine, driver, GPU, packages. Names what keeps other steps from running."""
+"""Step "facts": machine, driver, GPU, packages, and what prevents other steps from running."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGES = (
     "cmake", "ninja", "pytest", "pytest-timeout", "hypothesis", "safetensors", "sglang",
     "sgl-kernel", "flashinfer-python", "msgspec", "pyzmq", "redis", "psutil", "fastapi",
 )  # fmt: skip
-NVML_UNSUPPORTED = "not told"
+NVML_UNSUPPORTED = "not supported"
 SHM_MIN_BYTES = GIB  # models' files and stores; a ledger takes a few MiB
 TAKEN_MAX_BYTES = GIB  # this process has a context, too
 TORCH = """
@@ -70,29 +70,29 @@ def body(report: Report) -> None:
 
 def is_whole(found: dict[str, Any]) -> None:
     if not found:
-        raise Skip("NVML does not say")
+        raise Skip("NVML is missing")
     if found["mig"] == 1:
         raise RuntimeError(
-            "MIG is on, and whole GPUs are shared here: disable it (nvidia-smi -mig 0) or choose"
+            "MIG is on, and Prism shares whole GPUs: disable it (nvidia-smi -mig 0) or choose"
             " another GPU by CUDA_VISIBLE_DEVICES"
         )
 
 
 def is_idle(gpu: dict[str, Any], found: dict[str, Any]) -> None:
     if not gpu:
-        raise Skip("no GPU answered")
+        raise Skip("the check driver found no GPU")
     taken_bytes = gpu["total_bytes"] - gpu["free_bytes"]
     if taken_bytes > TAKEN_MAX_BYTES:
         raise RuntimeError(
             f"{taken_bytes >> 20} MiB of the GPU are taken, by {found.get('processes', 'unknown')}"
-            " processes: all sizes follow what is free, and times are shared with them; end them"
+            " processes: sizes follow from free memory, and these processes distort times; end them"
         )
 
 
 def has_shared_memory() -> None:
     if not SHM.is_dir():
         raise RuntimeError(
-            f"{SHM} is missing, and kvcached's ledger is kept there: mount -t tmpfs tmpfs {SHM}"
+            f"{SHM} is missing, and kvcached stores its ledger there: mount -t tmpfs tmpfs {SHM}"
         )
     if shm_free_bytes() < SHM_MIN_BYTES:
         raise RuntimeError(
@@ -127,7 +127,7 @@ def compilers() -> dict[str, str]:
 
 
 def first_line(command: list[str]) -> str:
-    """Returns the first line that a program prints; nvcc's version is in its last."""
+    """Returns the first line of a program's output. nvcc prints its version in the last line."""
     if shutil.which(command[0]) is None:
         return "not installed"
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -146,7 +146,7 @@ def packages() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Empty where the checkout came without its history."""
+    """Returns the commit of the checkout, or "" if it came without its history."""
     if shutil.which("git") is None:
         return ""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -155,17 +155,17 @@ def commit() -> str:
 
 
 def gpu() -> dict[str, Any]:
-    """Returns device 0 as the driver describes it. Raises RuntimeError, saying what to do."""
+    """Returns facts of device 0 by the driver. Raises RuntimeError that says what to do."""
     try:
         opened = Driver.open()
     except OSError as error:
-        raise RuntimeError(f"no NVIDIA driver: {error}; install the driver") from error
+        raise RuntimeError(f"the NVIDIA driver is missing: {error}; install it") from error
     except DriverError as error:
         raise RuntimeError(
-            f"no usable GPU: {error}; nvidia-smi and CUDA_VISIBLE_DEVICES say more"
+            f"no usable GPU: {error}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
         ) from error
     if opened.attribute(cuda.VIRTUAL_MEMORY_SUPPORTED) != 1:
-        raise RuntimeError("this GPU and driver have no virtual memory management (VMM)")
+        raise RuntimeError("this GPU or driver lacks virtual memory management (VMM)")
     free, total = opened.memory()
     return {
         "devices": opened.count(),
@@ -180,11 +180,11 @@ def gpu() -> dict[str, Any]:
 
 
 def nvml() -> dict[str, Any]:
-    """Returns what only the management library tells: driver, MIG, processes, the host link."""
+    """Returns facts that only NVML tells: driver, MIG, processes, the host link."""
     try:
         library = ctypes.CDLL(os.environ.get("KVCACHED_LIBNVML", "libnvidia-ml.so.1"))
     except OSError as error:
-        raise Skip(f"no NVML: {error}") from error
+        raise Skip(f"NVML is missing: {error}") from error
     if code := library.nvmlInit_v2():
         raise RuntimeError(f"nvmlInit answers {code}")
     device = ctypes.c_void_p()
@@ -224,17 +224,17 @@ def _mig(library: ctypes.CDLL, device: ctypes.c_void_p) -> int | str:
 
 
 def _processes(library: ctypes.CDLL, device: ctypes.c_void_p) -> int | str:
-    """Returns how many processes compute on the GPU, this one included once it has a context."""
+    """Returns how many processes compute on the GPU, including this one once it has a context."""
     count = ctypes.c_uint(0)
     function = getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
     if function is None:
         return NVML_UNSUPPORTED
-    function(device, ctypes.byref(count), None)  # answers "insufficient size" with the number
+    function(device, ctypes.byref(count), None)  # fails with "insufficient size", sets the count
     return count.value
 
 
 def torch_facts(gpu: dict[str, Any]) -> dict[str, Any]:
-    """Asks a separate process: importing torch takes seconds and much memory."""
+    """Asks torch in a separate process, since its import takes seconds and much memory."""
     import json
 
     limit_s = stretched(90)
@@ -248,7 +248,7 @@ def torch_facts(gpu: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     if facts["cuda"] and gpu and _version(gpu["cuda"]) < _version(facts["cuda"]):
         raise RuntimeError(
-            f"the driver knows CUDA {gpu['cuda']}, and torch {facts['version']} is built for"
+            f"the driver supports CUDA {gpu['cuda']}, and torch {facts['version']} is built for"
             f" {facts['cuda']}: update the driver, or install a torch for CUDA {gpu['cuda']}"
         )
     if not facts["available"]:

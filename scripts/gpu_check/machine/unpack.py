@@ -1,7 +1,7 @@
-"""Step "unpack": installs the carried wheels, kvcached and prism apart from the others.
+"""Step "unpack": installs the carried wheels, kvcached and prism separately from the others.
 
-Modules are compiled and SGLang is imported once, which takes half a minute the first time: while
-the first step runs, and not within a time that is measured.
+Modules are compiled, and SGLang is imported once. The first import takes half a minute, which must
+not be part of a measured time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scripts.gpu_check import wheels
 from scripts.gpu_check.machine.build import cores, importable, path_of
 from scripts.gpu_check.report import Report, Skip, run_as_step
 
-SGLANG = "sglang"  # below the folder of work: what is not kvcached and prism
+SGLANG = "sglang"  # folder of all but kvcached and prism, in the folder of work
 IMPORTS = "from prism.engines.sglang import adapter; adapter.preload('cuda:0')"
 
 
@@ -28,18 +28,18 @@ def main(arguments: list[str] | None = None) -> int:
 def body(report: Report) -> None:
     folder = report.options.wheels
     if folder is None:
-        raise Skip("no wheels are carried: scripts/gpu-wheels makes them, --wheels names them")
+        raise Skip("--wheels is missing: it names the folder that scripts/gpu-wheels makes")
     own, others = wheels.of(folder)
-    with report.check("sglang"):
-        if not others:
-            raise RuntimeError(f"{folder} has no wheels: run scripts/gpu-wheels")
-        report.fact(install_s=install(others, report.work / SGLANG))
-    with report.check("kvcached"):
+    with report.check("kvcached"):  # first: the first steps of a quick run need it
         if not wheels.hold_this_checkout(folder):
-            raise Skip("the carried kvcached is of other sources: it is built from this checkout")
+            raise Skip("the carried kvcached has other sources, so this checkout is built instead")
         site = report.work / "site"
         report.fact(install_own_s=install(own, site))
         importable(site)
+    with report.check("sglang"):
+        if not others:
+            raise RuntimeError(f"{folder} does not have wheels: run scripts/gpu-wheels")
+        report.fact(install_s=install(others, report.work / SGLANG))
     with report.check("imports"):
         report.fact(imports_s=imported_once(report.work))
 
@@ -58,7 +58,7 @@ def install(files: list[Path], site: Path) -> float:
 
 
 def imported_once(work: Path) -> float:
-    """Imports SGLang as an engine does, so that later imports find their files in memory. Returns
+    """Imports SGLang as an engine does, so that later imports find its files in memory. Returns
     seconds."""
     began_s = time.monotonic()
     done = subprocess.run(
