@@ -31,18 +31,18 @@ FACTS = _step("facts", "machine.facts", "driver, GPU, compilers, packages, limit
 PROBE = _step("probe", "memory.probe", "what the driver grants, what each call costs", 60, 10, 40)
 UNPACK = _step("unpack", "machine.unpack", "carried wheels, installed", 90, 10, 90)
 BUILD = _step("build", "machine.build", "this checkout, built", 150, 20, 150)
-MISSION = (
-    _step("engine", "serving.engine", "SGLang serves two models in turn", 200, 40, 150),
-    _step("elastic", "serving.elastic", "KV memory of an engine follows its load", 90, 30, 70),
-    _step("cluster", "serving.cluster", "prism-serve: two engines share one GPU", 170, 60, 90),
-    _step("overhead", "serving.overhead", "elastic KV against a static pool", 100, 35, 60),
-    _step("benches", "memory.benches", "map and unmap, weights, attention layouts", 120, 20),
-    _step("large", "serving.large", "a model of 8 billion parameters", 150, 70),
-    _step("graphs", "memory.graphs", "CUDA graphs over pages that come and go", 60, 10, 30),
-    _step("models", "memory.models", "two models in turn; a killed process", 90, 15, 60),
-    _step("fork", "memory.fork", "preload, fork, CUDA in the child", 40, 8, 30),
-    _step("mps", "memory.mps", "two clients of one MPS server, one killed", 60, 10, 45),
+ENGINE = _step("engine", "serving.engine", "SGLang serves two models in turn", 200, 80, 150)
+ELASTIC = _step("elastic", "serving.elastic", "KV memory of an engine follows its load", 90, 60, 70)
+CLUSTER = _step(
+    "cluster", "serving.cluster", "prism-serve: two engines share one GPU", 170, 65, 110
 )
+OVERHEAD = _step("overhead", "serving.overhead", "elastic KV against a static pool", 100, 45, 60)
+BENCHES = _step("benches", "memory.benches", "map and unmap, weights, attention layouts", 120, 20)
+LARGE = _step("large", "serving.large", "a model of 8 billion parameters", 150, 90)
+GRAPHS = _step("graphs", "memory.graphs", "CUDA graphs over pages that come and go", 60, 10, 30)
+MODELS = _step("models", "memory.models", "two models in turn; a killed process", 90, 15, 60)
+FORK = _step("fork", "memory.fork", "preload, fork, CUDA in the child", 40, 8, 30)
+MPS = _step("mps", "memory.mps", "two clients of one MPS server, one killed", 60, 10, 45)
 CONFORMANCE = _step("conformance", "machine.conformance", "tests/gpu", 120, 20, 60)
 FAULTS = _step("faults", "memory.faults", "accesses that the GPU must refuse", 30, 5, 20)
 
@@ -55,12 +55,16 @@ def steps(*, carried: bool, quick: bool) -> list[Step]:
         carried: kvcached and prism come as wheels of this checkout's state. The build then checks
             only itself and comes last.
         quick: short forms of the steps, to find faults. Steps without one are left out, and a build
-            that comes last runs in the background.
+            that comes last runs in the background. Steps of seconds that need kvcached alone run
+            while SGLang is unpacked, and what has the most parts comes before what has figures.
     """
     unpack = replace(UNPACK, in_background=True)
     build = replace(BUILD, in_background=quick and carried)
     first, last = ((), (build,)) if carried else ((build,), ())
-    order = [FACTS, PROBE, *first, unpack, *MISSION, *last, CONFORMANCE, FAULTS]
+    head, tail = (FACTS, PROBE, *first), (*last, CONFORMANCE, FAULTS)
     if quick:
-        order = [replace(step, limit_s=step.quick_s) for step in order if step.quick_s]
-    return order
+        mission = (ENGINE, CLUSTER, ELASTIC, OVERHEAD, MODELS, MPS)
+        order = (*head, GRAPHS, FORK, unpack, *mission, *tail)
+        return [replace(step, limit_s=step.quick_s) for step in order]
+    rest = (OVERHEAD, BENCHES, LARGE, GRAPHS, MODELS, FORK, MPS)
+    return [*head, unpack, ENGINE, ELASTIC, CLUSTER, *rest, *tail]
