@@ -22,6 +22,7 @@ import pytest
 import kvcached
 from scripts.gpu_check.driver import Driver
 from scripts.gpu_check.memory.models import FAMILIES
+from scripts.gpu_check.processes import is_alive
 from scripts.gpu_check.report import Skip
 from scripts.gpu_check.serving import cluster, cluster_load, engine
 from scripts.gpu_check.serving.cluster_found import Burst, Scale, Shape, judge
@@ -242,6 +243,29 @@ def test_a_model_that_is_not_served_fails_the_start(
     life.remove()
     assert life.process.poll() is not None
     assert not life.run.exists()
+
+
+def test_a_cluster_that_hangs_says_where(
+    life: cluster.Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its engines as well, which run in sessions of their own."""
+    inner = "import time\ndef an_activation(): time.sleep(60)\nan_activation()"
+    program = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)\n"
+        "def a_supervisor(): child.wait()\n"
+        "a_supervisor()"
+    )
+    launched_as(monkeypatch, program)
+    life.env["PYTHONFAULTHANDLER"] = "1"
+    monkeypatch.setattr(cluster, "START_S", 1.5)
+    with pytest.raises(RuntimeError, match="prism-serve is not ready after"):
+        life.start()
+    life.remove()
+    shown = capfd.readouterr().out
+    assert "in an_activation" in shown
+    assert "in a_supervisor" in shown
+    assert not any(map(is_alive, life.pids))
 
 
 @pytest.mark.parametrize(

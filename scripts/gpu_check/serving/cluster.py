@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from scripts.gpu_check.driver import Driver
 from scripts.gpu_check.kv import CUDA
 from scripts.gpu_check.memory.models import FAMILIES
 from scripts.gpu_check.memory.peers import Peer
-from scripts.gpu_check.processes import descendants, is_alive
+from scripts.gpu_check.processes import abort, descendants, is_alive
 from scripts.gpu_check.report import (
     Report,
     Skip,
@@ -57,7 +56,7 @@ END_S, JUDGE_S = 15.0, 20.0
 START_S, AGAIN_S, REQUEST_S, GONE_S = 90.0, 15.0, 60.0, 20.0
 SLACK_BYTES = 256 * MIB
 STORE_BYTES = 7 * GIB
-LOG_LINES = 40
+LOG_LINES = 200
 LOAD = "cluster-load"  # its log
 LAUNCH = (sys.executable, "-c", "from prism.cli.commands import serve; serve()")
 
@@ -187,13 +186,11 @@ class Cluster:
         return round(time.monotonic() - began_s, 2)
 
     def remove(self) -> None:
-        """Ends what still runs, shows the logs and removes what a killed prism-serve leaves."""
+        """Ends what still runs, shows the logs, with the stacks of what hung, and removes what a
+        killed prism-serve leaves."""
         process = self.process
         if process is not None and process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(stretched(END_S / 2))
-            process.kill()
+            abort({process.pid, *descendants(process.pid)})
             process.wait()
         self._show()
         shutil.rmtree(self.store, ignore_errors=True)
